@@ -13,7 +13,7 @@ TandemError                 exit code
 ├── BrokerError                     7   the rollout broker
 ├── CheckpointError                 8   a checkpoint cannot be read or written
 ├── Starved                         9   nothing to train on
-├── Deadline                       10   somebody was waited for too long
+├── Deadline                       10   a wait passed its deadline
 ├── DoesNotFit                     11   the memory plan exceeds the machine
 ├── Alarmed                        12   an alarm was raised and the recipe asks for a stop
 └── Interrupted                   130   Ctrl-C, after saving
@@ -116,7 +116,7 @@ class Deadline(TandemError):
     exit_code = 10
 
     def __init__(self, message: str, *, on: str = "") -> None:
-        """``on`` is who was waited for."""
+        """``on`` is what was waited for."""
         super().__init__(message)
         self.on = on
 

@@ -54,6 +54,6 @@ def _factory_of(file: Path) -> Any:
             package.__path__ = [str(folder)]
         importlib.import_module(f"{family}.{file.stem}")
         return importlib.import_module(f"{LIBRARY}.factory")
-    finally:  # whoever imports the library itself gets all of it
+    finally:  # what imports the library itself gets all of it
         for name in [name for name in sys.modules if name.partition(".")[0] == LIBRARY]:
             del sys.modules[name]

@@ -1,7 +1,7 @@
 """Pending metrics: numbers that a device is still computing, and the one place where the host waits for them.
 
 To ask a device for one number makes the host wait until the device is done with everything before it, and then the
-device wait for the host. So whoever measures something on a device says what is to become of the numbers and goes on;
+device wait for the host. So what measures something on a device says what is to become of the numbers and goes on;
 ``settle`` brings all of them over in one copy when a whole pass has been queued.
 """
 

@@ -52,7 +52,7 @@ def family(leader: Identity, known: Iterable[Identity] = ()) -> set[Identity]:
     """The living among ``known``, the leader's session and its group, and the descendants of all these."""
     table = {stat.me.pid: stat for pid in _pids() if (stat := _stat(pid)) is not None and stat.living}
     pids = {one.pid for one in known if one.pid in table and table[one.pid].me == one}
-    # A pid is not given anew while a session or group bears it: somebody else there means that both are gone.
+    # A pid is not given anew while a session or group bears it: another process there means that both are gone.
     if identity(leader.pid) in (leader, None):
         pids |= {pid for pid, stat in table.items() if leader.pid in (pid, stat.session, stat.group)}
     while more := {pid for pid, stat in table.items() if stat.parent in pids} - pids:

@@ -135,7 +135,7 @@ class Completion:
     tokens: tuple[int, ...]
     """Sampled token ids, the end-of-sequence token included if it was sampled."""
     logprobs: tuple[float, ...]
-    """Logprob of each token under the distribution it was drawn from; ``UNKNOWN`` where nobody noted it."""
+    """Logprob of each token under the distribution it was drawn from; ``UNKNOWN`` where it was not noted."""
     versions: tuple[int, ...]
     """Policy step that sampled each token."""
     finish: Finish

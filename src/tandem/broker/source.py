@@ -195,7 +195,7 @@ class BrokerSource:
         while True:
             await asyncio.sleep(self.options.lease_seconds / 3)
             for batch in tuple(self._held):
-                with contextlib.suppress(BrokerError):  # one that is away is told of by whoever needs a batch
+                with contextlib.suppress(BrokerError):  # one that is away is told of when a batch is needed
                     await self.broker.renew(batch)
 
     async def _next(self) -> TakenBatch:

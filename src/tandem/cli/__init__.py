@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     """Entry point of the ``tandem`` command."""
     try:
-        from tandem.cli.app import main as run_command  # not before: whoever imports one verb needs no other
+        from tandem.cli.app import main as run_command  # not before: what imports one verb needs no other
     except KeyboardInterrupt:  # while Python still reads the files
         sys.exit(130)
     run_command()

@@ -97,7 +97,7 @@ class Story:
     waits: tuple[Waits, ...] = ()
     """Longest first."""
     chain: tuple[Waits, ...] = ()
-    """From who waits longest to who delivers to nobody's asking: the last one's ``on`` holds all up."""
+    """From what waits longest to what waits for nothing: the last one's ``on`` holds all up."""
     doing: tuple[tuple[str, float], ...] = ()
     """What the process is doing, and seconds since it began."""
     last: tuple[tuple[str, float | None, str], ...] = ()

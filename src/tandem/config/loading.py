@@ -74,7 +74,7 @@ class RunConfig:
     """Answers sampled per task."""
     max_lag: int | Literal["auto"] = 0
     """Most steps by which the weights that sampled a token may be older than those it trains; 0 is on-policy, and auto
-    chooses within lag_control by who waits for whom."""
+    chooses within lag_control by which of the two waits for the other."""
     lag_control: LagControlOptions = field(default_factory=LagControlOptions, metadata={"formerly": "rate"})
     """What max_lag: auto may do."""
     sampling: Sampling = field(default_factory=Sampling)
@@ -166,7 +166,7 @@ class RunConfig:
     """How a step is divided among several ranks."""
 
     def __post_init__(self) -> None:
-        if self.dtype == "auto":  # here and nowhere else: whoever reads a configuration finds a type
+        if self.dtype == "auto":  # here and nowhere else: all that reads a configuration finds a type
             object.__setattr__(self, "dtype", "bfloat16" if machine.computes_bfloat16() else "float32")
         require(
             model=(bool(self.model.strip()), "a Hugging Face id or a folder"),

@@ -13,7 +13,7 @@ from tandem.errors import ConfigError
 from tandem.types import Json
 
 _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
-"""1e-6: a number to everybody but YAML 1.1."""
+"""1e-6: a number by every rule but YAML 1.1's."""
 
 
 class _Loader(yaml.SafeLoader):

@@ -1,4 +1,4 @@
-"""A connection between the lead and a follower: messages of msgpack, and beats while nobody has anything to say."""
+"""A connection between the lead and a follower: messages of msgpack, and beats while neither has anything to say."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Channel:
         return b"".join(parts)
 
     async def _beat(self) -> None:
-        with contextlib.suppress(ConnectionError):  # whoever receives finds out
+        with contextlib.suppress(ConnectionError):  # what receives finds out
             while True:
                 async with self._sending:
                     self._writer.write(bytes(_SIZE_BYTES))

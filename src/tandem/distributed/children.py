@@ -76,7 +76,7 @@ class Children:
             process.kill()
 
     async def close(self, *, at_once: bool) -> None:
-        """Wait for those that are ending in order, and kill whoever is left."""
+        """Wait for those that are ending in order, and kill what is left."""
         left = (2.0 if at_once else END_SECONDS) / POLL_SECONDS
         while left > 0 and any(process.poll() is None for process in self._processes.values()):
             await asyncio.sleep(POLL_SECONDS)

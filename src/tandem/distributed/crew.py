@@ -81,7 +81,7 @@ class Ranks:
         self._ending = False
 
     async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Take in a follower that has connected; it says who it is."""
+        """Take in a follower that has connected; it says which it is."""
         channel = Channel(reader, writer)
         hello = await channel.receive()
         follower = _Follower(hello["rank"], hello["host"], hello["pid"], channel)

@@ -43,7 +43,7 @@ class Follower:
         )
 
         def find() -> int:
-            own_address(rendezvous)  # which waits until somebody listens
+            own_address(rendezvous)  # which waits until the lead listens
             return int(visit(rendezvous).get("lead"))
 
         reader, writer = await asyncio.open_connection(placement.master_addr, await asyncio.to_thread(find))
@@ -91,7 +91,7 @@ class Follower:
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait((task, reading), return_when=asyncio.FIRST_COMPLETED)
-            broke = task.done() and isinstance(task.exception(), RuntimeError)  # a collective, by who is gone
+            broke = task.done() and isinstance(task.exception(), RuntimeError)  # a collective, by a rank that is gone
             if broke and not reading.done():
                 await asyncio.wait((reading,), timeout=1.0)
             if reading.done() and (not task.done() or broke):

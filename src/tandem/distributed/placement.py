@@ -11,7 +11,7 @@ from typing import Literal
 from tandem.errors import ConfigError
 
 LAUNCHER = "TANDEM_LAUNCHER"
-"""Variable in which Tandem's own launchers say who they are; others have theirs."""
+"""Variable in which Tandem's own launchers say which they are; others have theirs."""
 NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 """Numbers that torchrun gives a process."""
 MEETING = ("MASTER_ADDR", "MASTER_PORT")

@@ -86,7 +86,7 @@ class FakeEngine(Engine):
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            if task.cancelled():  # by close, not by whoever awaits us
+            if task.cancelled():  # by close, not by what awaits us
                 raise EngineError("the engine is closed") from None
             task.cancel()
             raise

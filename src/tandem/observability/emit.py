@@ -52,7 +52,7 @@ class Telemetry:
         Args:
             info: the run; its ``activity`` is filled in here.
             loggers: where numbers go besides the run folder.
-            alarms: look at every step's numbers; None: nobody does.
+            alarms: look at every step's numbers; None: nothing does.
             on_step: called once a step is written; what it raises is raised by ``emit``.
         """
         self._on_step = on_step

@@ -33,7 +33,7 @@ LONG = 10.0
 
 State = Literal["waiting", "done", "cancelled", "failed", "deadline"]
 """waiting: it lasts and goes on; done: it was answered; cancelled: its owner was, as by Ctrl-C; failed: it ended by an
-error; deadline: nobody came in time."""
+error; deadline: it did not come in time."""
 
 _last = 0
 _lock = threading.Lock()
@@ -46,11 +46,11 @@ class Wait:
     """One registered wait."""
 
     owner: str
-    """Who waits: trainer, feed, sync."""
+    """What waits: trainer, feed, sync."""
     reason: str
     """What for: the next batch, a healthy engine."""
     on: str
-    """Who has to deliver it: rollouts, engine http://127.0.0.1:8000 (pid 4711)."""
+    """What has to deliver it: rollouts, engine http://127.0.0.1:8000 (pid 4711)."""
     deadline: float | None = None
     """Seconds it may last without progress; None is for as long as the run has patience."""
     since: float = field(default_factory=time.monotonic)
@@ -66,7 +66,7 @@ class Wait:
     give_up: Callable[[], None] | None = None
     """Ends it as late, from any thread; None where nothing can, as in a thread."""
     story: str = ""
-    """Who waited for whom when it was late."""
+    """What waited for what when it was late."""
 
     @property
     def seconds(self) -> float:
@@ -108,7 +108,7 @@ class Wait:
         return Deadline(self.sentence(), on=self.on)
 
     def sentence(self) -> str:
-        """One sentence on who waited for whom."""
+        """One sentence on what waited for what."""
         if not self.story:
             limit = "" if self.deadline is None else f", but the deadline is {self.deadline:g} s"
             waited = time.monotonic() - self.moved
@@ -190,9 +190,9 @@ def waiting(owner: str, reason: str, on: str, deadline: float | None = None) -> 
     """Register a wait for as long as the block lasts, in a coroutine.
 
     Args:
-        owner: who waits.
+        owner: what waits.
         reason: what for.
-        on: who has to deliver it.
+        on: what has to deliver it.
         deadline: seconds without progress after which the block is cancelled; None: the run's patience.
 
     Raises:
@@ -400,7 +400,7 @@ class WaitLink(Protocol):
 
     @property
     def owner(self) -> str:
-        """Who waits."""
+        """What waits."""
 
     @property
     def on(self) -> str:

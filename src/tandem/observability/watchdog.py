@@ -2,7 +2,7 @@
 
 Waits with a deadline end by themselves. This thread owns what asyncio cannot end, or would never: a wait without a
 deadline that comes no nearer to its end, an event loop that stands still, a call in native code, a run that does not
-end although it has to. First the wait is given up, so that the run unwinds as by any error and says who was waited for;
+end although it has to. First the wait is given up, so that the run unwinds as by any error and says what it waited for;
 where that is of no use the story is told from here, stacks are written, the run's own processes are ended and with them
 the run. It never touches the disk before it has decided, for the disk may be what hangs.
 """
@@ -61,7 +61,7 @@ class Watchdog:
         self._late: Deadline | None = None
         self._over = threading.Event()
         self._words = _LastWords()
-        # Time as this thread has lived through it: what passed while the whole process was stopped counts for nobody.
+        # Time as this thread has lived through it: what passed while the whole process was stopped does not count.
         self._clock = 0.0
         self._moved: dict[waits.Wait, tuple[float, float]] = {}
         self._abandoned: dict[waits.Wait, float] = {}
@@ -71,7 +71,7 @@ class Watchdog:
 
     @contextmanager
     def ends(self) -> Iterator[None]:
-        """Around all that a run does: whoever was too late and ends it, has what is left ``end_seconds`` to end."""
+        """Around all that a run does: when something was too late and ends it, the rest has ``end_seconds`` to end."""
         try:
             yield
         except BaseException as error:
@@ -137,7 +137,7 @@ class Watchdog:
         else:
             self._judge_loop(now - self._beaten[1])
         every = waits.current()
-        # While the event loop stands still nobody can begin to wait: that is told above.
+        # While the event loop stands still no wait can begin: that is told above.
         self._judge_silence(bool(every) or self._beaten[1] != now)
         before, self._moved = self._moved, {}
         for wait in every:
@@ -155,7 +155,7 @@ class Watchdog:
             if idle - self._abandoned[wait] > timeouts.end_seconds:
                 self._stop(f"{wait.sentence()}; and it could not be given up")
         elif wait.deadline is not None:
-            if idle > wait.deadline + timeouts.end_seconds:  # whoever waits should have seen to that
+            if idle > wait.deadline + timeouts.end_seconds:  # what waits should have seen to that
                 self._stop(wait.sentence())
         elif idle > timeouts.wait_seconds and _is_last(wait, every):
             self._stacks = self._stand()
@@ -168,7 +168,7 @@ class Watchdog:
                 wait.give_up()
 
     def _judge_silence(self, waiting: bool) -> None:
-        """Nobody waits for anybody, and nobody has begun to: something hangs that no wait is registered for."""
+        """No wait is registered, and none has begun: something hangs that registered none."""
         if waiting or waits.begun() != self._begun[0]:
             self._begun = (waits.begun(), self._clock)
         elif (idle := self._clock - self._begun[1]) > self._timeouts.wait_seconds:
@@ -275,7 +275,7 @@ def deadline_in(error: BaseException | None) -> Deadline | None:
 
 
 def _is_last(wait: waits.Wait, every: list[waits.Wait]) -> bool:
-    """Whether nobody else is to blame: who is waited for waits for nobody, or for this one."""
+    """Whether nothing else is to blame: what is waited for waits for nothing, or for this one."""
     links = waits.chain(wait, every)
     return len(links) == 1 or waits.is_part(links[-1].on, wait.owner)
 

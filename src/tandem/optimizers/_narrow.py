@@ -49,7 +49,7 @@ def write_stochastically(weight: Tensor, value: Tensor, keys: Sequence[int], fir
     """
     if value.device.type == "cuda":
         words = [[_signed(key >> 32) for key in keys], [_signed(key & 0xFFFFFFFF) for key in keys]]
-        # From pinned memory, so that nobody waits until it is there.
+        # From pinned memory, so that nothing waits until it is there.
         before_p, within_p = torch.tensor(words, dtype=torch.int32).pin_memory().to(value.device, non_blocking=True)
         _written(weight, value, before_p, within_p, number(first, value))
         return

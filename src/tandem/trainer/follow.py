@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from tandem.engines.vllm.client.fleet import Fleet
 
 GRACE_SECONDS = 3.0
-"""How long a follower that ends waits for a collective in which nobody else may be any more."""
+"""How long a follower that ends waits for a collective in which no other rank may be any more."""
 
 
 async def follow(config: RunConfig, placement: Placement) -> Path:

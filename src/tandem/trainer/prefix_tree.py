@@ -31,7 +31,7 @@ class PrefixTree:
         self.order = sorted(range(len(keys)), key=keys.__getitem__)
         self.rank = {i: rank for rank, i in enumerate(self.order)}
         alike = [_alike(sequences[a], sequences[b]) for a, b in pairwise(self.order)]
-        # Depths are the same for all of the group: then what two share does not depend on who else is there.
+        # Depths are the same for all of the group: then what two share does not depend on what else is there.
         kept = np.asarray(_kept(alike))
         depths = kept[np.searchsorted(kept, alike, side="right") - 1] if alike else kept[:0]
         # Sequences that are the same part nowhere: no segment more, however few tokens it saves.

@@ -20,7 +20,7 @@ from tandem.types import UNKNOWN, Json, Message, Rollout
 def records(step: int, batch: StepBatch, stats: StepStats, template: Template) -> Iterator[dict[str, Json]]:
     """One record for each rollout of the batch, failed ones included.
 
-    Each is made when it is asked for: a thread that writes one before it makes the next holds nobody up for long.
+    Each is made when it is asked for: a thread that writes one before it makes the next holds nothing up for long.
     """
     for group in batch.groups:
         for rollout in group.rollouts:

@@ -190,7 +190,7 @@ def signals(stop: asyncio.Event, folder: Path) -> Iterator[None]:
 
     hung_up = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, *hung_up)
-    with contextlib.suppress(RuntimeError, ValueError):  # not in the main thread: whoever runs us handles signals
+    with contextlib.suppress(RuntimeError, ValueError):  # not in the main thread: what runs us handles signals
         for number in numbers:
             events.add_signal_handler(number, first, number)
     try:

@@ -80,7 +80,7 @@ class LocalWork:
 
     @trace.span("seconds/optimizer")
     def apply(self, lr: float, max_grad_norm: float) -> Tensor:
-        """Update the weights; the gradient's norm, which nobody has waited for."""
+        """Update the weights; the gradient's norm, which nothing has waited for."""
         return self.stepper.step(lr, max_grad_norm)
 
     @trace.span("seconds/optimizer")

@@ -6,8 +6,8 @@ A publish: each receiver says in the store which tensors it expects; when all ex
 bytes travel in buckets. Large tensors go from where they lie to where they belong; small ones are packed, in one of two
 buffers, so that packing and unpacking overlap with the wire. With NCCL all of it is ordered by streams, some buckets
 ahead of what has arrived, and this thread only watches. Each receiver says when it has everything. So nothing is put on
-the wire unless everybody is there, and who is missing has a name. A group in which anything failed is of no further use
-to any member: they all learn why, and a new one has to be opened.
+the wire unless every rank is there, and one that is missing is named. A group in which anything failed is of no further
+use to any member: they all learn why, and a new one has to be opened.
 """
 
 from __future__ import annotations
@@ -188,11 +188,11 @@ class Timing(NamedTuple):
     """Seconds that a member spent in one publish, phase by phase."""
 
     ready: float
-    """Until everybody stood ready."""
+    """Until every rank stood ready."""
     wire: float
     """From then until the last byte had arrived and was taken."""
     done: float
-    """From then until everybody had said so."""
+    """From then until every rank had said so."""
 
 
 class Member:
@@ -217,10 +217,10 @@ class Member:
 
     @classmethod
     def join(cls, rendezvous: Rendezvous, rank: int, device: torch.device | str = "cpu", *, who: str = "") -> Member:
-        """Another rank: find the store, announce itself as ``who`` and wait for all others.
+        """Another rank: find the store, announce itself by the name ``who`` and wait for all others.
 
         Raises:
-            TransportError: names who never came.
+            TransportError: names the ranks that never came.
         """
         member = cls(rendezvous, rank, device, who=who)
         try:
@@ -253,7 +253,7 @@ class Member:
         """Wait until all ranks have announced themselves, then build the process group; ``join`` does it itself.
 
         Raises:
-            TransportError: names who never came.
+            TransportError: names the ranks that never came.
         """
         with self._reporting("joining"):
             if not self._board.announce(self._names[self.rank]):
@@ -272,13 +272,13 @@ class Member:
             self._connected = True
 
     def send(self, named: Iterable[tuple[str, Tensor]], bucket_bytes: int = BUCKET_BYTES) -> int:
-        """Rank 0: hand every tensor to all others, who must be in ``receive``; returns the bytes.
+        """Rank 0: hand every tensor to all others, which must be in ``receive``; returns the bytes.
 
         On CUDA the tensors are read after what the current stream was given so far. Large ones are sent from where
         they lie, if they are contiguous. When this returns, every receiver has all of them where it wants them.
 
         Raises:
-            TransportError: somebody is not there, expects other tensors, or was lost.
+            TransportError: a rank is not there, expects other tensors, or was lost.
         """
         tensors = {name: tensor.detach() for name, tensor in named}
         plan = self._planned(manifest(tensors.items()), bucket_bytes)
@@ -443,11 +443,11 @@ class Member:
             time.sleep(min(max(waited / 50, 2e-5), 1e-3))  # late by little, in relation to what was waited for
 
     def _broke(self, doing: str, why: str, *, look: bool = False) -> TransportError:
-        """The error to raise, after the others were told; with ``look``, take a moment to see who is gone."""
+        """The error to raise, after the others were told; with ``look``, take a moment to see which is gone."""
         until = time.monotonic() + (4 * self._board.interval if look else 0)
         while time.monotonic() < until and not (self._board.note or self._board.lost):
             time.sleep(self._board.interval / 4)
-        if self._broken or self._board.note:  # the first cause, which somebody has looked into
+        if self._broken or self._board.note:  # the first cause, which another call has looked into
             why = self._broken or self._board.note
         else:
             gone = self._board.silent(3 * self._board.interval)

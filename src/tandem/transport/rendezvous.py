@@ -52,7 +52,7 @@ class Rendezvous:
     name: str = "weights"
     """Tells groups apart in messages and in the store."""
     seconds: float = 60.0
-    """The longest wait for anybody: to join, to begin a publish, or for one bucket."""
+    """The longest wait for any rank: to join, to begin a publish, or for one bucket."""
 
     def __post_init__(self) -> None:
         if self.backend not in ("gloo", "nccl"):
@@ -97,7 +97,7 @@ def own_address(rendezvous: Rendezvous) -> str:
     """This machine's address on the way to rank 0, the one that other members can reach it by.
 
     Raises:
-        TransportError: nobody listens there in time.
+        TransportError: nothing listens there in time.
     """
     deadline = time.monotonic() + rendezvous.seconds
     while True:
@@ -135,7 +135,7 @@ def open_group(rendezvous: Rendezvous, rank: int, address: str) -> Any:
 class GroupStore:
     """One member's view of the group's store: status texts, heartbeats and a failure note.
 
-    It is asked by one daemon thread, so that a store that does not answer holds nobody else up. The thread also counts
+    It is asked by one daemon thread, so that a store that does not answer holds nothing else up. The thread also counts
     this member's beats into the store, and reads the others' and the first note of a failure, with which it ends.
 
     Raises:
@@ -146,7 +146,7 @@ class GroupStore:
         self.interval = min(1.0, rendezvous.seconds / 20)
         """Seconds between two beats."""
         self.note = ""
-        """Why somebody gave the group up."""
+        """Why a rank gave the group up."""
         self.lost = ""
         """Why the store cannot be asked any more."""
         self._rendezvous, self._rank = rendezvous, rank

@@ -1,7 +1,7 @@
 """Tensors shared with another process without a second copy: a shared file mapping on the host, CUDA IPC on a GPU.
 
-The lender describes what it lends as plain JSON; whoever attaches by that description gets tensors over the very same
-bytes. Nothing here orders reads and writes: lender and borrower agree by other means on who may write when.
+The lender describes what it lends as plain JSON; what attaches by that description gets tensors over the very same
+bytes. Nothing here orders reads and writes: lender and borrower agree by other means on which may write when.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ Description = dict[str, Any]
 class ExportedTensors:
     """Tensors in a shared file. Keep it for as long as another process may attach: ``close`` removes the file's name.
 
-    The memory itself lives until the last process that maps it lets go, closed or not, whoever ends first.
+    The memory itself lives until the last process that maps it lets go, closed or not, whichever ends first.
     """
 
     def __init__(self, tensors: dict[str, Tensor], description: Description, path: Path, lock: int) -> None:
@@ -145,7 +145,7 @@ class ExportedTensors:
         self._release = weakref.finalize(self, release, path, lock, os.getpid())
 
     def close(self) -> None:
-        """Let nobody attach any more; those who have are not disturbed."""
+        """Let no process attach any more; those that have are not disturbed."""
         self._release()
 
 

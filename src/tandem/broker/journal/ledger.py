@@ -68,7 +68,7 @@ class Ledger:
         self._promise: Future[None] = _promise()
         self._last: Future[None] = _promise()
         self._last.set_result(None)
-        self._shared: tuple[Future[None], asyncio.Future[None]] | None = None  # all who wait for a promise wake at once
+        self._shared: tuple[Future[None], asyncio.Future[None]] | None = None  # waiters of a promise wake at once
         self._failed: BrokerError | None = None
         self._closing = False
         self._hurried = False  # what was told shall be written now
@@ -331,7 +331,7 @@ def opened(folder: Path | None, options: StoreOptions, now: float) -> Iterator[L
 
 
 def _promise() -> Future[None]:
-    """A future that a waiter who goes away cannot cancel for the others."""
+    """A future that a waiter that goes away cannot cancel for the others."""
     future: Future[None] = Future()
     future.set_running_or_notify_cancel()
     return future

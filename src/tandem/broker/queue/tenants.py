@@ -86,7 +86,7 @@ class Tenant:
     key: str | None = None
     """The identity it gave to be known again."""
     owner: str = ""
-    """Whose key it was registered with; empty: it is everybody's."""
+    """Whose key it was registered with; empty: it is of no key."""
     connected: bool = True
     """It registered and did not disconnect."""
     live: bool = True

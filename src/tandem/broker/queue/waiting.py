@@ -157,8 +157,8 @@ class WaitingGroups:
     def _form(self) -> list[Item] | None:
         """From the queues; if those cannot, from the buffers too: partial groups that never add up must not be stuck.
 
-        Minimum shares hold. Only if everyone who has one queued enough for it and sizes that add up exactly cannot be
-        found are they relaxed: to one group each, then to none.
+        Minimum shares hold. Only if every environment that has one queued enough for it and sizes that add up
+        exactly cannot be found are they relaxed: to one group each, then to none.
         """
         total = self.tenants.batch_size
         if not total:

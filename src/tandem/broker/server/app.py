@@ -252,7 +252,7 @@ class BrokerServer:
         except BrokerError as error:
             log.error("%s", error)
             response = RequestRejected(503, str(error), retry_after=RETRY_SECONDS).response()
-        except ConnectionError:  # whoever went away within a request is told nothing, and leaves no trace in the log
+        except ConnectionError:  # a client that went away within a request leaves no trace in the log
             response = RequestRejected(400, "the connection broke").response()
         resource = request.match_info.route.resource
         self.meter.request(resource.canonical if resource else "(none)", response.status, time.perf_counter() - start)
@@ -413,7 +413,7 @@ class BrokerServer:
             response.headers["Tandem-Batch"] = batch.id
         await self._deliver(request, response, batch)
         if leased is None:
-            self.store.acknowledge(batch.id, self._clock())  # nobody else will: it is out
+            self.store.acknowledge(batch.id, self._clock())  # nothing else will: it is out
         self.meter.served_batches += 1
         self.meter.served_groups += len(payloads)
         self.meter.served_bytes += len(body)

@@ -2,7 +2,7 @@
 
 Atropos' environments repeat a submission whose connection broke, and nothing in it says that it is a repetition. To
 take any group that looks like an earlier one for a repetition would be wrong: short answers come out alike. So only
-those are remembered whose answer is known to have had nobody to go to, and those accepted last before a restart.
+those are remembered whose answer is known to have had no client to go to, and those accepted last before a restart.
 """
 
 from __future__ import annotations

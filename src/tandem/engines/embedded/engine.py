@@ -156,7 +156,7 @@ class EmbeddedEngine(Engine):
         return dict(self._policy.model.named_parameters())
 
     async def _run(self) -> None:
-        """Consumes: waiting requests. Waits for: work, and the gate. Unblocks: whoever awaits a completion."""
+        """Consumes: waiting requests. Waits for: work, and the gate. Unblocks: what awaits a completion."""
         try:
             while True:
                 await self._work.wait()
@@ -167,7 +167,7 @@ class EmbeddedEngine(Engine):
                         request.future.set_result(request.completion(finish))
                 self._finished.set()
         except Exception as error:
-            # Whatever broke inside the model or the loop belongs to all who wait for it: nobody waits in vain.
+            # Whatever broke inside the model or the loop belongs to all that wait for it: none waits in vain.
             self._failure = f"the embedded engine failed: {type(error).__name__}: {error}"
             self._fail(EngineError(self._failure), error)
 

@@ -46,7 +46,7 @@ Dtype = Annotated[
 Shape = Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=2**40)]], msgspec.Meta(max_length=8)]
 """Of a tensor."""
 DEPTH = 64
-"""Most objects and lists in each other; more than any message has, and less than anybody's recursion takes."""
+"""Most objects and lists in each other; more than any message has, and less than any reader's recursion takes."""
 
 
 def shallow(value: Any) -> None:
@@ -232,11 +232,11 @@ class Pause(Body):
     finish: bool = False
     """Let requests in flight end first."""
     seconds: Seconds = 600.0
-    """How long it may last, proof included: an engine that nobody resumes by then is stopped instead of hanging."""
+    """How long it may last, proof included: an engine that is not resumed by then is stopped instead of hanging."""
     step: Whole | None = None
     """Policy step that is about to be published, if any: requests for it are sampled beside its proof."""
     by: Text = ""
-    """Who pauses it, for whoever looks at /health."""
+    """The client that pauses it, shown at /health."""
 
 
 class Sleep(Body):
@@ -270,7 +270,7 @@ class Notify(SetVersion):
     update_count: Whole | None = None
     """Updates so far: the step, where that is not said."""
     trainer_rank: int = 0
-    """Who sends it; nothing depends on it."""
+    """The client that sends it; nothing depends on it."""
     timestamp: float = 0.0
     """When it was sent; nothing depends on it."""
 
@@ -345,7 +345,7 @@ class LoadAdapter(Body):
     adapter_name: Text | None = None
     """By default the folder's name."""
     served: bool = True
-    """Sample from it at once, if nobody has ever stamped a step here; a trainer stamps what it has proven."""
+    """Sample from it at once, if no step was ever stamped here; a trainer stamps what it has proven."""
 
 
 class UnloadAdapter(Body):

@@ -75,7 +75,7 @@ class Pieces:
                     self._held.begin(key)
             if all(key in self._held for key in ran.req_ids):
                 ran = copy.copy(ran)
-                ran.logprobs = None  # nobody needs those of one token, and to cut them out takes time
+                ran.logprobs = None  # nothing needs those of one token, and to cut them out takes time
         outputs = super().update_from_output(scheduled, ran)  # type: ignore[misc]
         ours = [output for of in outputs.values() for output in of.outputs if output.request_id in self._held]
         for output in ours:
@@ -190,7 +190,7 @@ AT_ONCE = "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"
 FEW = 8
 """The same, so that answers which end together are on their way one after another, and not all behind the last."""
 SETTLE = 20
-"""Turns of the event loop in which tokens that were filed reach whoever asked for them."""
+"""Turns of the event loop in which tokens that were filed reach what asked for them."""
 PROBE_TOKENS = 1024
 """Of a forward pass, kept for a probe: three times its text, or a block of the cache and one token."""
 
@@ -246,7 +246,7 @@ class Scheduler:
         return getattr(self._core, "pause_scheduler_async", None) if enabled() else None
 
     async def pause(self) -> None:
-        """Return once nothing is sampled, and whoever waits for tokens has got those that were."""
+        """Return once nothing is sampled, and all that wait for tokens have got those that were."""
         await (self._quick or self._client.pause_generation)(mode="keep", clear_cache=False)
         queue = getattr(self._core, "outputs_queue", None)
         while queue is not None and not queue.empty():

@@ -122,7 +122,7 @@ class Picture:
         activity, config = board.info.activity(), board.info.config
         text = Text(no_wrap=True, overflow="ellipsis")
         spans = [span for span in activity.phases if span[0] != "seconds/wait"]
-        waits = len(spans) < len(activity.phases)  # of samples: who delivers them is told behind
+        waits = len(spans) < len(activity.phases)  # of samples: what delivers them is told behind
         phases = [f"{phase(name, config)} {duration(seconds)}" for name, seconds in spans[-2:]]
         text.append(board.phase or (phase("seconds/wait", config) if waits else "now"), style="bold")
         text.append("  " + (" › ".join(phases) or ("" if activity.waits or waits else "between two phases")))

@@ -66,7 +66,7 @@ class Order(NamedTuple):
     specs: Sequence[tuple[str, str, str | bytes]]
     """Name of each reward, what messages call it, and its import path or its pickle."""
     steps: int | None
-    """Steps of the run, for functions that ask; None where nobody knows."""
+    """Steps of the run, for functions that ask; None where that is not known."""
 
 
 ROOM = 8 << 10

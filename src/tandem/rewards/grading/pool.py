@@ -123,7 +123,7 @@ class Pool:
         try:
             yield place
         except BaseException:
-            if place.worker is not None:  # it may still be busy with what nobody waits for any more
+            if place.worker is not None:  # it may still be busy with what nothing waits for any more
                 await place.worker.kill()
                 place.worker = None
             raise

@@ -134,7 +134,7 @@ class GradingProcess:
         try:
             body = notice.result()
         except (asyncio.IncompleteReadError, ConnectionError):
-            if not self._answers:  # else they come first, and the next one who asks hears of it again
+            if not self._answers:  # else they come first, and the next that asks hears of it again
                 raise Died(Failure("crashed", await self._obituary())) from None
             return
         if body:
@@ -186,7 +186,7 @@ class GradingProcess:
         self._end_children()
 
     def _end_children(self) -> None:
-        """Kill what is left of the group that it led. Nobody gets its pid while one of them lives."""
+        """Kill what is left of the group that it led. No other process gets its pid while one of them lives."""
         if not Path(f"/proc/{self._process.pid}").exists():
             with contextlib.suppress(ProcessLookupError):  # none is left
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -57,7 +57,7 @@ class Graders:
             timeout: Seconds that one reward may take for one rollout; a function of a whole group gets that
                 much for each of its rollouts.
             log: File for what graders print and for their tracebacks; None: our own stderr.
-            steps: Of the run, for functions that ask for ``trainer_state``; None where nobody knows.
+            steps: Of the run, for functions that ask for ``trainer_state``; None where that is not known.
 
         Raises:
             RewardError: a reward cannot be sent to another process.

@@ -299,7 +299,7 @@ def supposed(evidence: Evidence) -> list[Suppose]:
         best: tuple[float, Suppose] | None = None
         for suppose in evidence.changes(current):
             # Other weights show beneath rounding, which knows none. Another type does not: to leave out one side's
-            # rounding brings the two nearer, whoever rounded.
+            # rounding brings the two nearer, whichever rounded.
             if suppose.precision != current.precision and rms(left_N) <= evidence.allowed:
                 continue
             after_N = (evidence.predicted(suppose) - evidence.engine_N)[known_N]

@@ -288,7 +288,7 @@ class _Watched:
             hook.remove()
 
     def _begun(self, layer: nn.Module, _: object) -> None:
-        # Not at its end: what it was given is then still held by whoever called it.
+        # Not at its end: what it was given is then still held by its caller.
         if self._current is not None:
             self.kept[self._current] = self._live.total - self._before
         self._current, self._before = layer, self._live.total

@@ -187,7 +187,7 @@ class VllmEngine(Engine):
         if restart_count != self.restart_count or not self.fleet.ready.is_set():
             return True  # another task recovers it, or did
         if self.fleet.ours and (not await server.gone() or not await self.recover()):
-            await self.fleet.settled()  # it may answer since a moment, to whoever is starting it again
+            await self.fleet.settled()  # it may answer since a moment, to what is starting it again
             return restart_count != self.restart_count
         if self._republish is not None:
             await self._republish()  # which recovers those of others, though not in the midst of a publish

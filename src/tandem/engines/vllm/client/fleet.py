@@ -475,7 +475,7 @@ async def watch(fleet: Fleet, republish: Callable[[], Awaitable[None]]) -> None:
 
 async def _lost_weights(fleet: Fleet) -> bool:
     """True if a server of ours is dead, or the answers say that weights are lost."""
-    asking = asyncio.create_task(_answers_tell(fleet), name="whether engines are who they were")
+    asking = asyncio.create_task(_answers_tell(fleet), name="whether engines are the same")
     try:
         while not asking.done():
             # Looked at all the while: a process that it had started may keep its socket open without responding.

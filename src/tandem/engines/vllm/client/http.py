@@ -19,11 +19,11 @@ from tandem.observability import waits
 T = TypeVar("T")
 
 AGAIN = 2
-"""How often a call is repeated whose connection broke: the network's fault, unless nobody listens there any more."""
+"""How often a call is repeated whose connection broke: the network's fault, unless nothing listens there any more."""
 ONCE = ("/nccl/", "/lora/")
 """How routes begin whose calls do something else the second time."""
 GONE_SECONDS = 10.0
-"""An engine that nobody can connect to for this long has gone."""
+"""An engine that cannot be connected to for this long has gone."""
 LOOK_SECONDS = 0.2
 """Between two looks whether a process of ours still runs."""
 
@@ -105,7 +105,7 @@ class EngineServer:
         """This machine's address on the way to it, by which it reaches us too unless something in between translates.
 
         Raises:
-            Unreachable: nobody listens there.
+            Unreachable: nothing listens there.
         """
         parts = urlsplit(self.url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -133,7 +133,7 @@ class EngineServer:
             seconds: deadline; by default that of control messages.
 
         Raises:
-            Unreachable: nobody answers, or the engine behind who answers has died.
+            Unreachable: nothing answers, or the engine behind what answers has died.
             EngineError: it answers that something went wrong.
             Deadline: it answers too late.
         """
@@ -182,7 +182,7 @@ class EngineServer:
             raise self.refusal(path, status, _detail(content), fallen=b'"EngineDeadError"' in content)
 
     def refusal(self, path: str, status: int, detail: str, *, fallen: bool) -> EngineError:
-        """The error of a request that was refused; ``fallen`` if the engine behind who answers has died."""
+        """The error of a request that was refused; ``fallen`` if the engine behind what answers has died."""
         kind = Fallen if fallen else EngineError
         return kind(f"{self.name} answers {path} with {status}: {detail}{self._last_words()}")
 

@@ -228,7 +228,7 @@ class EngineProcess:
         if self._stopped:
             return
         self._killed = self._child is not None and (self._exit() or 0) < 0
-        started = self._family()  # now: who loses its parent later can no longer be found by it
+        started = self._family()  # now: what loses its parent later can no longer be found by it
         try:
             if self.alive():
                 os.kill(self.pid, signal.SIGTERM)
@@ -251,7 +251,7 @@ class EngineProcess:
 
     @property
     def killed(self) -> bool:
-        """True if somebody's signal ended it before it was told to end."""
+        """True if a signal from elsewhere ended it before it was told to end."""
         return self._killed
 
     def exit_reason(self) -> str:

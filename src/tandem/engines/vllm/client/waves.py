@@ -1,7 +1,7 @@
 """Client side of batched generation: completions requested in one turn of the event loop share one HTTP request.
 
 A request of its own costs each rollout, here and in the engine's HTTP process, as much as all else that the host does
-for it. Whoever asks notices nothing: each answer has its own seed, deadline, error and end, and comes when it is there.
+for it. The caller notices nothing: each answer has its own seed, deadline, error and end, and comes when it is there.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Waves:
     def _begin(self, wave: _Wave) -> None:
         if self._next.get(wave.server) is wave:
             del self._next[wave.server]
-        # In a context of its own: it is nobody's wait, each answer's is registered by whoever asked for it.
+        # In a context of its own: it is no wait of its own, each answer's is registered by its caller.
         wave.task = task = asyncio.get_running_loop().create_task(wave.run(), context=Context())
         self._running.add(task)
         task.add_done_callback(self._running.discard)

@@ -33,7 +33,7 @@ class Adapters:
         return [json.loads(text) for text in await self._frontend.rpc("tandem_export_adapter", IN_PLACE_ID, *arguments)]
 
     async def adapt(self, key: str) -> bool:
-        """Whether the slot's borrower may write it; it is then taken to hold what nobody has stamped yet."""
+        """Whether the slot's borrower may write it; it is then taken to hold what no trainer has stamped yet."""
         self.require_enabled()
         held = all(await self._frontend.rpc("tandem_is_exported", IN_PLACE_ID, key))
         if held:
@@ -80,7 +80,7 @@ class Adapters:
         }
 
     async def load(self, body: bytes) -> Any:
-        """POST /lora/load: a PEFT folder becomes an adapter by name; it is served at once where nobody stamps steps."""
+        """POST /lora/load: a PEFT folder becomes an adapter by name; served at once where no trainer stamps steps."""
         request = parsed(body, wire.LoadAdapter)
         self.require_enabled()
         folder = allowed(request.adapter_path)
@@ -89,7 +89,7 @@ class Adapters:
         if name in self._loaded:
             raise Refusal(409, f"there is an adapter {name!r} already: give a new version a new name, or unload it")
         self._loaded[name] = await self._load(name, folder)
-        if request.served and self._frontend.step < 0:  # nobody stamps versions here: what was loaded last is served
+        if request.served and self._frontend.step < 0:  # no trainer stamps versions: what was loaded last is served
             self._frontend.adapter = self._loaded[name]
         return {"status": "ok", "adapter_name": name, "id": self._loaded[name].lora_int_id}
 

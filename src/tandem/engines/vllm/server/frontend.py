@@ -3,7 +3,7 @@
 The scheduler is paused between two forward passes ("keep": requests in flight stay where they are). Every time it
 goes on, a weights generation begins, and every token is filed under the generation it was sampled in. A publish gives
 the generation its policy step. Until then its tokens are held back: they may be sampled, so that a probe can run, but
-nobody gets them before the weights are verified.
+none is given out before the weights are verified.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ class Frontend:
 
         Args:
             finish: let requests in flight end first.
-            reason: told to those that were sampled by weights that are being proven; nobody gets such tokens.
+            reason: told to those that were sampled by weights that are being proven; such tokens are not given out.
             step: policy step of the weights that are to come, if it is known.
         """
         async with self._control:
@@ -321,7 +321,7 @@ class Frontend:
 
         Raises:
             Stopped: a publish is needed first.
-            Refused: weights were being proven, and nobody has said that they are.
+            Refused: weights were being proven, and no stamp has said that they are.
         """
         async with self._control:
             if self.state == "stopped":
@@ -347,7 +347,7 @@ class Frontend:
             self._generation_of.setdefault(self.adapter.lora_name, self.generation)
 
     def forget(self, adapter: Any) -> None:
-        """An adapter is unloaded; if it was served, what is sampled from now on is of no version anybody stamped."""
+        """An adapter is unloaded; if it was served, what is sampled from now on is of no version that was stamped."""
         self._generation_of.pop(adapter.lora_name, None)
         if self.adapter is adapter:
             self.adapter = None
@@ -391,7 +391,7 @@ class Frontend:
     async def proving(self) -> AsyncIterator[None]:
         """Let the scheduler go on, with everything sampled from now on held back.
 
-        What is asked within is asked before all that waited: nobody is told yet. Where nothing is in flight, the
+        What is asked within is asked before all that waited: none is told yet. Where nothing is in flight, the
         scheduler goes on at the end of the block, once those that waited are handed in too: one forward pass for all.
         """
         async with self._control:
@@ -439,7 +439,7 @@ class Frontend:
         self._standstill.end()
 
     def _turn(self, state: State) -> None:
-        """Take a state, and have all who wait for one look again, in one turn of the event loop."""
+        """Take a state, and have all that wait for one look again, in one turn of the event loop."""
         self.state = state
         self._changed.set()
         self._changed = asyncio.Event()

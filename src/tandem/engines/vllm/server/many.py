@@ -139,7 +139,7 @@ class _Answers:
         await send({"type": "http.response.body", "body": b""})
 
     def _end(self, gone: asyncio.Future[Any], stopped: asyncio.Future[Any]) -> None:
-        """Nobody reads on, or weights are in doubt, which all that is not there yet is told."""
+        """The client reads no further, or weights are in doubt, which all that is not there yet is told."""
         if gone.done():
             raise Gone
         if stopped.done() and isinstance(error := stopped.exception(), Exception):

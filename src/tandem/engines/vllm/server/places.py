@@ -40,7 +40,7 @@ class Places:
 
     @contextlib.asynccontextmanager
     async def taken(self, answers: int) -> AsyncIterator[None]:
-        """Within it so many places are one's own; first come, first served. For none nobody waits."""
+        """Within it so many places are one's own; first come, first served. For none nothing waits."""
         number = min(answers, self._all)
         if number and (self._queue or number > self._free):
             await self._turn(number)
@@ -57,7 +57,7 @@ class Places:
         try:
             await turn
         except asyncio.CancelledError:
-            # Without a result nothing was given to it; who stood behind may fit now.
+            # Without a result nothing was given to it; what stood behind may fit now.
             self._give(0 if turn.cancelled() else number)
             raise
 

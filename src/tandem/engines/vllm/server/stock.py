@@ -140,7 +140,7 @@ def sound(body: bytes) -> dict[str, Any]:
     """A body as JSON.
 
     Raises:
-        Refused: it is none, or no object, or what nobody could pass on.
+        Refused: it is none, or no object, or what cannot be passed on.
     """
     try:
         tree = msgspec.json.decode(body)

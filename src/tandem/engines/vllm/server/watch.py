@@ -16,7 +16,7 @@ from tandem.transport.sharing import remove_orphans
 log = logging.getLogger("vllm.tandem")
 
 TRAINER = "TANDEM_TRAINER"
-"""Environment variable: ``pid:start time`` of the process that started the engine; unset where nobody is watched."""
+"""Environment variable: ``pid:start time`` of the process that started the engine; unset where none is watched."""
 LINGER = "TANDEM_LINGER"
 """Environment variable: seconds that the engine outlives that process."""
 APART = "TANDEM_APART"
@@ -40,7 +40,7 @@ class TrainerWatch(threading.Thread):
 
     @classmethod
     def begin(cls) -> TrainerWatch | None:
-        """Start watching whom the environment names."""
+        """Start watching the process that the environment names."""
         trainer = os.environ.get(TRAINER)
         if not trainer:
             return None
@@ -81,7 +81,7 @@ def end_with_parent() -> None:
     """
     parent = multiprocessing.parent_process()
     spawner = None if parent is None or parent.pid is None else identity(parent.pid)
-    if spawner is None:  # nobody spawned it, or it is gone already and took the pid with it
+    if spawner is None:  # nothing spawned it, or its spawner is gone already and took the pid with it
         return
 
     def wait() -> None:

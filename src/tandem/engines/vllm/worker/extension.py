@@ -63,7 +63,7 @@ class WorkerExtension:
     rank: int
 
     def tandem_info(self) -> dict[str, Any]:
-        """Who this worker is."""
+        """Which worker this is."""
         device = self.tandem_device
         return {
             "rank": self.tandem_rank,
@@ -185,7 +185,7 @@ class WorkerExtension:
         return json.dumps(self._tandem_in_place().export(lora_id, json.loads(config), tensors, sharing.SHARED_MEMORY))
 
     def tandem_is_exported(self, lora_id: int, key: str) -> bool:
-        """Whether the borrower of this key may write the slot now: it is its own, and nobody reads it any more."""
+        """Whether the borrower of this key may write the slot now: it is its own, and nothing reads it any more."""
         if self.tandem_device.type == "cuda":
             torch.cuda.synchronize()
         return self._tandem_in_place().exported(lora_id, key)
@@ -273,7 +273,7 @@ class WorkerExtension:
 
 
 class _Joining(threading.Thread):
-    """Joins a group off the engine's own thread, which must go on sampling until everybody is there."""
+    """Joins a group off the engine's own thread, which must go on sampling until every rank is there."""
 
     def __init__(self, meeting: Rendezvous, rank: int, device: torch.device, who: str):
         super().__init__(name="tandem joining", daemon=True)
