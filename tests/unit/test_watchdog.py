@@ -181,7 +181,7 @@ def test_silence_is_a_stall_too(capsys: pytest.CaptureFixture[str]) -> None:
             await asyncio.sleep(0.01)
 
     assert set(watched(SHORT, scene).codes) == {10}
-    assert "nobody says what he waits for" in capsys.readouterr().err
+    assert "no wait is registered" in capsys.readouterr().err
 
 
 def test_a_run_that_does_not_end_after_a_stall_is_ended(capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,7 +88,7 @@ def test_a_party_is_a_word_of_its_own(run: Path) -> None:
 
 def test_states(run: Path) -> None:
     signs(run, at=100.0)
-    assert why.read(run, now=101.0).headline.endswith("waits for nobody; it is at: sampling")
+    assert why.read(run, now=101.0).headline.endswith("waits for nothing; it is at: sampling")
     assert why.read(run, now=100.0 + why.STALE + 1).state == "stuck"
     signs(run, at=100.0, loop=why.STALE + 1)
     story = why.read(run, now=100.0)

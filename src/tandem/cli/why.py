@@ -192,7 +192,7 @@ def _judged(story: Story, run: Path, signs: Mapping[str, Json], age: float) -> S
         return dataclasses.replace(story, headline=head)
     doing = ", ".join(phase(name, {}) for name, _ in story.doing)
     return dataclasses.replace(
-        story, headline=f"{who} is alive and waits for nobody" + f"; it is at: {doing}" * bool(doing)
+        story, headline=f"{who} is alive and waits for nothing" + f"; it is at: {doing}" * bool(doing)
     )
 
 

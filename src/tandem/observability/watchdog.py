@@ -173,9 +173,7 @@ class Watchdog:
             self._begun = (waits.begun(), self._clock)
         elif (idle := self._clock - self._begun[1]) > self._timeouts.wait_seconds:
             limit = f"{self._timeouts.wait_seconds:g} s (timeouts.wait_seconds)"
-            self._stop(
-                f"nothing has happened for {idle:.1f} s, and nobody says what he waits for; the deadline is {limit}"
-            )
+            self._stop(f"nothing has happened for {idle:.1f} s, and no wait is registered; the deadline is {limit}")
 
     def _judge_loop(self, idle: float) -> None:
         """The event loop has not come round: something in a task does not return."""
