@@ -41,15 +41,19 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from _versus import aligned
+from torch import Tensor
 
 from tandem.config import loading as recipes
 from tandem.engines.base import ExportsWeights
 from tandem.engines.vllm.client.process import free_port
 from tandem.metrics import Sum
 from tandem.model.policy import load_tokenizer
+from tandem.pending import Pending, PendingMetrics
 from tandem.trainer import assemble as run
 from tandem.trainer.checkpoint import Checkpoints
-from tandem.trainer.step import Step
+from tandem.trainer.objective import Known
+from tandem.trainer.pack import Micro
+from tandem.trainer.work import LocalWork
 from tandem.types import PolicyVersion
 from tandem.weight_sync.base import WeightSync, WeightSyncSession
 
@@ -164,12 +168,12 @@ class Rows:
         self._before = now
 
 
-def stub(rows: Rows) -> None:
-    """No model, no publishing, no checkpoints."""
+def stubs(rows: Rows) -> dict[tuple[type, str], Any]:
+    """No model, no publishing, no checkpoints: what stands in for which method of which class."""
 
-    def micro(self: Step, micro: Any, known: Any) -> Any:
+    def micro(self: LocalWork, micro: Micro, known: Known | None) -> tuple[PendingMetrics, Tensor, Known]:
         logprobs_N = micro.batch.behavior_logprobs_N
-        return {"loss": Sum(0.0)}, logprobs_N, None
+        return {"loss": Pending(Sum, torch.zeros(()))}, logprobs_N, Known(first_N=logprobs_N, reference_N=None)
 
     async def no_proof(self: WeightSyncSession, *given: Any) -> float:
         return 0.0
@@ -185,15 +189,13 @@ def stub(rows: Rows) -> None:
             yield update
         rows.lap()
 
-    changed: dict[tuple[Any, str], Any] = {
-        (Step, "_micro"): micro,
-        (Step, "_apply"): lambda self, lr: torch.tensor([0.0]),
+    return {
+        (LocalWork, "micro"): micro,
+        (LocalWork, "apply"): lambda self, lr, max_grad_norm: torch.tensor([0.0]),
         (WeightSyncSession, "_verify"): no_proof,
         (WeightSyncSession, "commit"): lapped,
         (Checkpoints, "save"): not_saved,
     }
-    for (owner, name), value in changed.items():
-        setattr(owner, name, value)
 
 
 def recipe(args: argparse.Namespace, model: Path, url: str, runs: str) -> dict[str, Any]:
@@ -273,7 +275,8 @@ def case(args: argparse.Namespace) -> list[dict[str, float]]:
         with engine(args, folder / "answers.json") as (url, pid):
             looks = Looks()
             rows = Rows(pid, looks)
-            stub(rows)
+            for (owner, name), value in stubs(rows).items():
+                setattr(owner, name, value)
             loaded = recipes.from_options(recipe(args, model, url, str(folder)), args.overrides, Path("host"))
             profile = cProfile.Profile() if args.profile else None
 

@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 from _versus import add_engine, aligned
-from versus_trl import awaited, ended, environment, lines_of
+from versus_trl import awaited, end_in_order, ended, environment, lines_of
 
 from tandem.config import loading as recipes
 from tandem.engines.vllm.client.engine import VllmEngine
@@ -186,19 +186,22 @@ def main() -> int:
     if args.one:
         one(args)
         return 0
+    end_in_order()
     found: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory(prefix="host-gpu-") as scratch, served(args, Path(scratch)) as url:
         for setting in args.settings:
             lines, log = Path(scratch) / f"{setting}.jsonl", Path(scratch) / f"{setting}.log"
             given = [*sys.argv[1:], "--one", setting, "--url", url, "--lines", str(lines)]
             with ended([sys.executable, __file__, *given], environment(), log) as process:
-                awaited(process, args.limit)
+                _, stopped = awaited(process, args.limit)
             rows = [json.loads(line) for line in lines_of(lines)][SKIPPED:]
             if not rows:
                 print(f"{setting} made no step in time:\n" + "\n".join(lines_of(log)[-40:]), flush=True)
-                continue
-            found[setting] = {name: 1000 * statistics.median(row.get(name, 0.0) for row in rows) for name in ROWS}
-            print(f"{setting}: {len(rows)} steps of {found[setting]['step']:.0f} ms", flush=True)
+            else:
+                found[setting] = {name: 1000 * statistics.median(row.get(name, 0.0) for row in rows) for name in ROWS}
+                print(f"{setting}: {len(rows)} steps of {found[setting]['step']:.0f} ms", flush=True)
+            if stopped:
+                raise stopped
     table = [["ms, medians", *found], *([name, *(f"{of[name]:.2f}" for of in found.values())] for name in ROWS)]
     print(aligned(table))
     if {"trivial", "graded"} <= found.keys():
