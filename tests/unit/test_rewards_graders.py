@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import gc
 import os
+import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +24,7 @@ from tandem.algorithms.advantages.dr_grpo import DrGrpo
 from tandem.errors import RewardError
 from tandem.metrics import flatten
 from tandem.rewards.grading.process import GradingProcess
-from tandem.rewards.grading.workers import Graders
+from tandem.rewards.grading.workers import Graders, pickled
 from tandem.rewards.math_verify import MathVerify
 from tandem.rewards.number import Number
 from tandem.rewards.repetition import Repetition
@@ -364,6 +366,15 @@ def test_prints_do_not_disturb_and_end_in_the_log(tmp_path: Path) -> None:
     assert "to stdout" in text
     assert "raw bytes" in text
     assert "ValueError: no such luck" in text
+
+
+def test_what_graders_are_sent_is_what_a_pickle_holds_and_shares() -> None:
+    """Types that are registered with copyreg, as a compiled pattern is, travel within a task."""
+    rollouts = group("7", "8", pattern=re.compile("7+"))
+    sent = pickle.loads(pickled(rollouts))
+    assert sent == tuple(rollouts) == pickle.loads(pickle.dumps(tuple(rollouts)))
+    assert sent[0].task is sent[1].task
+    assert len(pickled(rollouts)) <= len(pickle.dumps(tuple(rollouts)))
 
 
 def test_killed_grader_takes_its_children_along() -> None:

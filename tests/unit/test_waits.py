@@ -274,6 +274,56 @@ def test_a_wait_can_be_given_up_from_another_thread() -> None:
         asyncio.run(run())
 
 
+def test_a_wait_that_is_given_up_twice_is_cancelled_once() -> None:
+    async def given_up() -> None:
+        async with waits.waiting("a", "b", on="c") as wait:
+            assert wait.give_up is not None
+            wait.give_up()
+            wait.give_up()
+            await asyncio.Event().wait()
+
+    async def run() -> int:
+        with pytest.raises(Deadline):
+            await given_up()
+        await asyncio.sleep(0)  # what is left of a cancellation would be raised here
+        task = asyncio.current_task()
+        assert task is not None
+        return task.cancelling()
+
+    assert asyncio.run(run()) == 0
+    assert waits.current() == []
+
+
+def test_a_task_that_is_cancelled_while_its_wait_is_given_up_stays_cancelled() -> None:
+    async def run() -> None:
+        async def waiter() -> None:
+            async with waits.waiting("a", "b", on="c") as wait:
+                assert wait.give_up is not None
+                wait.give_up()
+                await asyncio.Event().wait()
+
+        task = asyncio.create_task(waiter())
+        await asyncio.sleep(0)  # it waits, and is given up in the loop's next turn
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert task.cancelled()
+
+    asyncio.run(run())
+    assert waits.current() == []
+
+
+def test_a_given_up_wait_within_another_leaves_that_one_whole() -> None:
+    async def run() -> bool:
+        async with waits.waiting("a", "b", on="c"):
+            with pytest.raises(Deadline, match="inner waited"):
+                await waits.wait(asyncio.sleep(60), owner="inner", reason="b", on="d", deadline=0.0)
+            await asyncio.sleep(0)
+        return True
+
+    assert asyncio.run(run())
+
+
 def test_a_listener_that_waits_itself_is_not_told_of_that(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "LONG", 0.0)
     heard: list[str] = []

@@ -204,20 +204,22 @@ def waiting(owner: str, reason: str, on: str, deadline: float | None = None) -> 
 class _Waiting:
     """A coroutine's wait. A rollout has several: it has no generator, and a timer only where there is a deadline."""
 
-    __slots__ = ("_alarm", "_limit", "_loop", "_one", "_token")
+    __slots__ = ("_alarm", "_cancelling", "_loop", "_one", "_rung", "_task", "_token")
 
     def __init__(self, one: Wait) -> None:
         self._one = one
         self._alarm: asyncio.TimerHandle | None = None
+        self._rung = False
 
     async def __aenter__(self) -> Wait:
         one, loop = self._one, asyncio.get_running_loop()
-        self._loop, self._limit = loop, asyncio.timeout(None)
-        one.task = asyncio.current_task()
-        one.give_up = self._give_up
+        task = asyncio.current_task(loop)
+        if task is None:
+            raise RuntimeError(f"{one.owner} waits for {one.on} outside of a task; await it in one")
+        self._loop, self._task, self._cancelling = loop, task, task.cancelling()
+        one.task, one.give_up = task, self._give_up
         self._token = _begin(one)
         _looking(loop)
-        await self._limit.__aenter__()
         if one.deadline is not None:
             self._alarm = loop.call_later(max(0.0, one.deadline), self._ring)
         return one
@@ -229,16 +231,13 @@ class _Waiting:
         if self._alarm is not None:
             self._alarm.cancel()
         one.give_up = None  # else the two would keep each other
-        try:
-            try:
-                await self._limit.__aexit__(kind, error, trace)
-            except TimeoutError as late:
-                raise one.late() from late
-            if isinstance(error, TimeoutError) and self._limit.expired():  # any other timeout is the block's own
-                raise one.late() from error
-        except BaseException:
-            _end(one, self._token, "failed")
-            raise
+        if self._rung:
+            # As asyncio.timeout: a task that was cancelled from elsewhere too stays cancelled.
+            only_rung = self._task.uncancel() <= self._cancelling
+            if (only_rung and isinstance(error, asyncio.CancelledError)) or isinstance(error, TimeoutError):
+                late = one.late()
+                _end(one, self._token, "failed")
+                raise late from error
         _end(one, self._token, _ending(kind))
 
     def _give_up(self) -> None:
@@ -248,14 +247,15 @@ class _Waiting:
     def _ring(self) -> None:
         """Give it up if it has made no progress since."""
         one = self._one
-        left = 0.0 if one.deadline is None else one.moved + one.deadline - time.monotonic()
-        if one not in _open:
+        if self._rung or one not in _open:
             return
+        left = 0.0 if one.deadline is None else one.moved + one.deadline - time.monotonic()
         if left > 0:
             self._alarm = self._loop.call_later(left, self._ring)
             return
         one.sentence()  # while those that it depends on are there
-        self._limit.reschedule(self._loop.time())
+        self._rung = True
+        self._task.cancel()
 
 
 async def wait(awaitable: Awaitable[T], *, owner: str, reason: str, on: str, deadline: float | None = None) -> T:

@@ -42,7 +42,7 @@ class EngineChat:
         self._messages: list[Message] = list(task.prompt)
         self._turns: list[Turn] = []
         self._pending: list[Message] = []
-        self._tokens = template.prompt(task.prompt) if prompt is None else list(prompt)
+        self._tokens = tuple(template.prompt(task.prompt) if prompt is None else prompt)
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -114,6 +114,6 @@ class EngineChat:
             prompt=last.prompt, completion=last.completion, temperature=last.temperature, reply=reply
         )
         opening = self._messages[: len(self._messages) - len(reply) - 1]
-        self._tokens += last.completion.tokens
-        self._tokens += self._template.bridge(opening, reply, last=last.completion.tokens[-1])
+        bridge = self._template.bridge(opening, reply, last=last.completion.tokens[-1])
+        self._tokens = (*self._tokens, *last.completion.tokens, *bridge)
         self._pending.clear()

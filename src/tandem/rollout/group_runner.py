@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from numbers import Real
 
@@ -46,15 +45,14 @@ class GroupRunner:
         Raises:
             EngineError: the engine failed, which is no single rollout's fault.
         """
-        prompt = self.template.prompt(task.prompt)  # once for all
+        prompt = tuple(self.template.prompt(task.prompt))  # one for all: it is written to the graders once
         played = await asyncio.gather(*(self._play(task, prompt, f"{id}/{i}", sampling) for i in range(size)))
         grading = self.graders.grade(played)
         rollouts = await waits.wait(grading, owner=f"rollouts group {id}", reason="rewards", on=f"grading of {id}")
         return Group(id=id, index=index, env=self.name, rollouts=tuple(rollouts))
 
-    async def _play(self, task: Task, prompt: Sequence[int], id: str, sampling: Sampling) -> Rollout:
+    async def _play(self, task: Task, prompt: tuple[int, ...], id: str, sampling: Sampling) -> Rollout:
         chat = EngineChat(self.engine, self.template, task, sampling, f"{self.seed}/{id}", prompt)
-        rollout = Rollout(id=id, task=task, turns=(), messages=task.prompt, status="ok")
         group, party, begun = id.rpartition("/")[0], f"environment {self.name} ({id})", time.monotonic()
         try:
             playing = self.env.play(task, chat)
@@ -68,10 +66,9 @@ class GroupRunner:
             # The boundary of one rollout: whatever the environment did wrong becomes data on it.
             text = str(error) if isinstance(error, TandemError) else f"{message_of(error)}{place_of(error)}"
             log.warning("rollout %s: environment %s failed: %s", id, self.name, text, exc_info=True)
-            return dataclasses.replace(
-                rollout, turns=chat.turns, messages=chat.messages, status="error", error=f"environment: {text}"
-            )
-        return dataclasses.replace(rollout, turns=chat.turns, messages=chat.messages, metrics=metrics)
+            failure = f"environment: {text}"
+            return Rollout(id=id, task=task, turns=chat.turns, messages=chat.messages, status="error", error=failure)
+        return Rollout(id=id, task=task, turns=chat.turns, messages=chat.messages, status="ok", metrics=metrics)
 
     def _metrics(self, metrics: object) -> dict[str, float]:
         """What ``play`` returned, if it is numbers by name; else an error that names the environment."""

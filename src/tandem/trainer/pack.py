@@ -125,7 +125,7 @@ class Packer:
                 if rollout.trained and not (self.mask_truncated and rollout.truncated):
                     mine.extend(samples_of(rollout, group, value, skip_forced=self.skip_forced))
             samples.append(mine)
-        counts = [sum(sample.mask) for mine in samples for sample in mine]
+        counts = [sample.mask.count(True) for mine in samples for sample in mine]
         weigh = self._weights(sum(counts), len(counts))
         computed = _moving(samples) if self.skip_zero else samples
         micro, costs = self._micros(computed, weigh)
@@ -315,11 +315,15 @@ def samples_of(rollout: Rollout, group: Group, advantage: float, *, skip_forced:
         none = (0.0,) * len(new)
         begins += (len(turn.prompt),)
         tokens += new + completion.tokens
-        free = tuple(not skip_forced or logprob < _FORCED for logprob in completion.logprobs)
         own = (advantage,) * count if own_advantages is None else tuple(islice(own_advantages, count))
+        free, sampled = (True,) * count, completion.logprobs
+        if skip_forced:
+            free = tuple(logprob < _FORCED for logprob in sampled)
+            sampled = tuple(p if it else 0.0 for p, it in zip(sampled, free, strict=True))
+            own = tuple(a if it else 0.0 for a, it in zip(own, free, strict=True))
         mask += (False,) * len(new) + free
-        logprobs += none + tuple(p if it else 0.0 for p, it in zip(completion.logprobs, free, strict=True))
-        advantages += none + tuple(a if it else 0.0 for a, it in zip(own, free, strict=True))
+        logprobs += none + sampled
+        advantages += none + own
         oldest = min(oldest, first)
     if any(mask):
         yield sample()
