@@ -404,6 +404,30 @@ def test_check_plans_for_every_rank_and_says_what_a_publish_takes(run: Run, tiny
     assert "ranks: 2 cannot go with optimizer" in " ".join(out.split())
 
 
+@pytest.mark.slow
+def test_check_and_train_refuse_heads_that_ranks_cannot_share(
+    run: Run, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", refuse)
+    Path("recipe.yaml").write_text(MINIMAL)
+    said = (
+        "distributed.context_parallel: 3 processes cannot share 4 query heads and 2 key/value heads; use one of 1, 2, 4"
+    )
+    words = ("recipe.yaml", f"model={tiny_model}", "ranks=3", "distributed.context_parallel=3")
+    for verb in ("check", "train"):
+        code, out, err = run(verb, *words)
+        assert code == 2, out + err
+        assert said in " ".join((out + err).split())
+        assert not Path("runs").exists()
+    code, out, err = run("check", "recipe.yaml", f"model={tiny_model}", "ranks=4", "distributed.context_parallel=4")
+    assert code == 0, out + err
+
+
 def test_a_new_environment_overwrites_nothing(run: Run) -> None:
     Path("mine.yaml").write_text("precious")
     code, _, err = run("new", "env", "mine")

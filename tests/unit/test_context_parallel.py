@@ -32,10 +32,11 @@ def test_logprobs_and_gradients_are_those_of_one_process(
 
 @pytest.mark.parametrize(("query_heads", "key_heads", "ranks"), [(4, 2, 3), (12, 4, 6), (4, 4, 8)])
 def test_heads_that_cannot_be_shared_are_refused_with_what_fits(query_heads: int, key_heads: int, ranks: int) -> None:
-    with pytest.raises(ConfigError, match=rf"{ranks} ranks cannot share {query_heads} query heads.*use one of 1, 2"):
-        check_heads(query_heads, key_heads, ranks)
+    said = rf"some\.option: {ranks} processes cannot share {query_heads} query heads.*use one of 1, 2"
+    with pytest.raises(ConfigError, match=said):
+        check_heads(query_heads, key_heads, ranks, option="some.option")
 
 
 def test_key_heads_are_split_or_repeated() -> None:
     for ranks in (1, 2, 4, 8, 16):
-        check_heads(16, 4, ranks)
+        check_heads(16, 4, ranks, option="some.option")

@@ -246,14 +246,20 @@ class _RecipeCheck:
         return graded_text(graders, graded)
 
     def _model_config(self) -> str:
-        """Configuration of the model; weights are not read."""
+        """Configuration of the model; weights are not read.
+
+        Raises:
+            ConfigError: ranks, or an engine's processes, cannot share its attention heads.
+        """
         self._place = _check_cache.place(self._config, self._tasks)
         self._kept = _check_cache.read(self._place)
         if self._kept is not None:
             return self._kept.model
         from tandem.model.policy import load_config
+        from tandem.trainer.heads import check_model_heads
 
         self._model = load_config(self._config.model)
+        check_model_heads(self._config, self._model)
         self._planner = memory.planner(self._config, self._model)
         counts = self._planner.modelled.counts
         sizes = f"{counts.parameters:,} parameters, {counts.trainable:,} trained"

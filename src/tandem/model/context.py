@@ -20,6 +20,9 @@ from torch.distributed import AllreduceOptions, AllToAllOptions, ProcessGroup
 from tandem.errors import ConfigError
 from tandem.model.plans import Packed
 
+CONTEXT_PARALLEL = "distributed.context_parallel"
+"""The option, as errors call it."""
+
 
 # Not frozen: see Packed.
 @dataclass(slots=True, kw_only=True)
@@ -63,24 +66,36 @@ class ContextPacked:
         return padded[self.first : self.first + self.each]
 
 
-def check_heads(query_heads: int, key_heads: int, ranks: int) -> None:
-    """Refuse heads that cannot be divided among so many ranks.
+def check_heads(query_heads: int, key_heads: int, processes: int, *, option: str) -> None:
+    """Refuse attention heads that so many processes cannot share: each has equal query heads, and key heads of its own.
+
+    Fewer key heads than processes are repeated. Ulysses and the workers of a tensor-parallel vLLM divide alike.
+
+    Args:
+        query_heads: of a layer.
+        key_heads: of a layer.
+        processes: among which they are divided.
+        option: that says so, as the error calls it.
 
     Raises:
-        ConfigError: says by how many they can be.
+        ConfigError: says how many processes can share them.
     """
-    if query_heads % ranks or (key_heads % ranks and ranks % key_heads):
-        fit = [n for n in range(1, query_heads + 1) if not query_heads % n and not (key_heads % n and n % key_heads)]
+    if not _shareable(query_heads, key_heads, processes):
+        fit = [str(n) for n in range(1, query_heads + 1) if _shareable(query_heads, key_heads, n)]
         raise ConfigError(
-            f"distributed.context_parallel: {ranks} ranks cannot share {query_heads} query heads and {key_heads} "
-            f"key/value heads; use one of {', '.join(map(str, fit))}"
+            f"{option}: {processes} processes cannot share {query_heads} query heads and {key_heads} key/value heads; "
+            f"use one of {', '.join(fit)}"
         )
+
+
+def _shareable(query_heads: int, key_heads: int, processes: int) -> bool:
+    return not query_heads % processes and not (key_heads % processes and processes % key_heads)
 
 
 def heads_of_row(query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
     """All tokens of this rank's heads: (1, H, t, D) and (1, K, t, D) -> (1, H/N, T, D) and (1, max(1, K/N), T, D)."""
     ranks = group.size()
-    check_heads(query.shape[1], key.shape[1], ranks)
+    check_heads(query.shape[1], key.shape[1], ranks, option=CONTEXT_PARALLEL)
     copies = max(1, ranks // key.shape[1])
     if copies > 1:  # of each key head there is one on every rank that has some of its query heads
         key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))

@@ -37,6 +37,7 @@ from tandem.trainer import memory_plan as memory
 from tandem.trainer.checkpoint import Checkpoints, restore_weights, saved_steps
 from tandem.trainer.evaluate import evaluator
 from tandem.trainer.follow import follow
+from tandem.trainer.heads import check_model_heads
 from tandem.trainer.live import changing as changing
 from tandem.trainer.live import live_policy, model_of, rank_device, work_of
 from tandem.trainer.live import objective as objective
@@ -100,6 +101,7 @@ async def _train(
     tasks = {split: environments.tasks(config, split) for split in environments.splits(config)}
     with waits.blocking("trainer", "its shape, prompts and memory", model_of(config), config.timeouts.wait_seconds):
         model = load_config(config.model)
+        check_model_heads(config, model)
         longest = (
             environments.longest_prompt(config, model, tasks["train"]) if "train" in tasks else memory.TYPICAL_PROMPT
         )
