@@ -19,7 +19,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.config.tree import render
+from tandem.distributed.state_shards import MOST_BOXES
 from tandem.processes import Identity, alive_after, identity
+from tandem.trainer import digests
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -93,9 +95,16 @@ def test_ranks_train_as_one_process_and_a_run_goes_on_with_another_number(
     for name, tensor in want.items():
         far = (kept[name] - tensor).abs() > 1e-4
         assert float(far.float().mean()) < 0.01, name
-    states = load_file(run / "checkpoints/000003/optimizer.safetensors")
+    states = load_file(run / "checkpoints/000004/optimizer.safetensors")
     expected = load_file(alone / "checkpoints/000002/optimizer.safetensors")
     assert {key: value.shape for key, value in states.items()} == {key: v.shape for key, v in expected.items()}
+    assert written_by(run / "checkpoints/000003") == {0, 1, 2}
+
+
+def written_by(checkpoint: Path) -> set[int]:
+    """Ranks that have written states of it."""
+    assert not (checkpoint / "optimizer.safetensors").exists()
+    return {(int(path.name.split("-")[1]) - 1) // MOST_BOXES for path in (checkpoint / "optimizer").iterdir()}
 
 
 def follower_of(lead: int) -> Identity:
@@ -152,6 +161,28 @@ def test_a_follower_ends_when_the_lead_is_killed(nursery: Nursery, model: Path, 
             time.sleep(0.1)
         assert not alive_after(*follower)
     assert "lost the lead, rank 0" in (tmp_path / "runs/run/logs/rank-1.log").read_text()
+
+
+def test_a_rank_killed_while_it_saves_leaves_whole_checkpoints_alone(
+    nursery: Nursery, model: Path, tmp_path: Path
+) -> None:
+    """Each step is saved, and the kill comes while a checkpoint is being written; the run goes on from a whole one."""
+    run = tmp_path / "runs/run"
+    every = recipe(tmp_path, model, "run", ranks=2, steps=100_000, checkpoint={"every": 1})
+    with training(nursery, tmp_path, every) as lead:
+        follower = follower_of(lead.pid)
+        wait_for_steps(run)
+        deadline = time.monotonic() + 60
+        while not list((run / "checkpoints").glob(".*.tmp/optimizer")) and time.monotonic() < deadline:
+            pass
+        os.kill(follower.pid, signal.SIGKILL)
+        out, _ = lead.communicate(timeout=2 * END_SECONDS)
+    assert lead.returncode == 13, out
+    left = digests.steps_in(run / "checkpoints")
+    assert left
+    assert [digests.damage(path) for path in left.values()] == [""] * len(left)
+    trained(nursery, tmp_path, run, f"steps={max(left) + 1}", "ranks=3")
+    assert len(rows(run)) == max(left) + 1
 
 
 def test_what_ranks_cannot_do_is_refused_before_anything_is_loaded(

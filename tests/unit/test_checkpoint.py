@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.errors import CheckpointError
+from tandem.errors import CheckpointError, RankError
 from tandem.model.policy import Compute, Policy, load_model, load_tokenizer
 from tandem.optimizers.adamw import AdamW
 from tandem.rollout.data_state import DataState, Draw
@@ -383,6 +383,51 @@ def test_failure_to_reach_the_disk_leaves_the_old_checkpoint(
         with pytest.raises(CheckpointError, match="Input/output error") as caught:
             saver.save(2)
         old_one_is_untouched(saver, before, caught.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(OSError("rank 1: No space left"), CheckpointError), (RankError("rank 1 was lost"), RankError)],
+)
+def test_failure_of_another_rank_leaves_the_old_checkpoint(
+    policy: Policy, tmp_path: Path, error: Exception, raised: type[Exception]
+) -> None:
+    saver = Saver(policy, tmp_path)
+    before = content(saver.save(1))
+
+    async def others(aside: Path, mine: Any) -> dict[str, str]:
+        await mine
+        assert (aside / "state.json").exists()
+        raise error
+
+    saver.checkpoints = dataclasses.replace(saver.checkpoints, others=others)
+    with pytest.raises(raised, match="rank 1"):
+        saver.save(2)
+    assert [path.name for path in saver.checkpoints.folder.iterdir()] == ["000001"]
+    assert content(saver.checkpoints.folder / "000001") == before
+    assert saver.saved == [1]
+
+
+def test_a_checkpoint_of_a_later_format_is_refused(policy: Policy, tmp_path: Path) -> None:
+    saver = Saver(policy, tmp_path)
+    file = saver.save(3) / "state.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "format": 3}))
+    checkpoint.digests.write(file.parent)
+    with pytest.raises(CheckpointError, match=r"000003 was written by a later Tandem, in format 3"):
+        saver.restore()
+
+
+def test_a_checkpoint_from_before_formats_is_gone_on_from(policy: Policy, tmp_path: Path) -> None:
+    saver = Saver(policy, tmp_path)
+    saver.train(1)
+    file = saver.save(3) / "state.json"
+    before = saver.tensors()
+    file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "format"}))
+    checkpoint.digests.write(file.parent)
+    saver.train(2)
+    assert saver.restore().step == 3
+    for name, tensor in saver.tensors().items():
+        assert torch.equal(before[name], tensor), name
 
 
 def test_a_bug_is_not_dressed_as_a_full_disk(policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

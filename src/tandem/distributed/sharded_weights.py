@@ -115,6 +115,10 @@ class ShardedWeights:
             if p.requires_grad
         ]
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor ``name``."""
+        return self._shapes[name]
+
     def part(self, name: str) -> Slice:
         """Which part of the tensor ``name`` this rank holds."""
         return shard_slice(name, self._shapes[name], self.rank, self.ranks)

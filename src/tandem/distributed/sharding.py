@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tandem.distributed.group import DataGroup
-from tandem.errors import CheckpointError
+from tandem.distributed.state_shards import Box, StateShare, matrix_shape, other_states, run_boxes
 from tandem.optimizers.base import BLOCK, ParameterPart, UpdatesParts, global_norm
 
 SMALL = 65_536
@@ -296,6 +296,38 @@ class ShardedStepper:
         self._group.all_gather([gathered])
         return gathered if rest is None else torch.cat([gathered, rest.to(gathered.device)])
 
+    def local_states(self) -> dict[str, Tensor]:
+        """States of this rank's parts, and of what every rank updates; live tensors."""
+        return self._inner.state_dict()
+
+    def shares(self, states: Mapping[str, Tensor]) -> list[StateShare]:
+        """Where in whole states those of this rank's parts have their place; ranks take turns at what all have."""
+        kinds: dict[str, list[str]] = defaultdict(list)
+        for key in states:
+            label, _, kind = key.rpartition("/")
+            kinds[label].append(kind)
+        shares = []
+        for index, ((name, parameter), cut) in enumerate(zip(self._named, self._cuts, strict=True)):
+            is_mine = index % self._group.world == self._group.rank
+            parts = _parts(cut)
+            for kind in kinds[parts[0].label]:
+                per = BLOCK if kind.endswith(".scales") else 1
+                shape = states[f"{parts[0].label}/{kind}"].shape
+                if is_divided := cut.own is not None and len(shape) > 0:
+                    is_flat = per > 1 or kind.endswith(".codes")
+                    shape = torch.Size([-(-parameter.numel() // per)]) if is_flat else parameter.shape
+                boxes: list[Box] = []
+                for part in parts:
+                    state, start = states[f"{part.label}/{kind}"], part.start // per if is_divided else 0
+                    writes = is_mine and not boxes if not is_divided else is_mine or part is cut.own
+                    boxes += run_boxes(state, start, matrix_shape(shape), is_written=writes)
+                shares.append(StateShare(name=f"{name}/{kind}", shape=matrix_shape(shape), boxes=tuple(boxes)))
+        return shares
+
+    def load_local_states(self, states: Mapping[str, Tensor]) -> None:
+        """Take over what ``local_states`` gave."""
+        self._inner.load_state_dict(dict(states))
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the own parts of what ``state_dict`` gave, with any number of ranks.
 
@@ -313,21 +345,14 @@ class ShardedStepper:
             whole = state.get(name)
             per = BLOCK if kind.endswith(".scales") else 1
             if whole is None or (mine.dim() and whole.numel() != -(-sizes[part.name] // per)):
-                raise _other(name)
+                raise other_states(name)
             if part.of is None or not mine.dim():
                 own[key] = whole
             else:
                 own[key] = whole.reshape(-1)[part.start // per :][: len(mine)]
         if left := sorted(state.keys() - taken):
-            raise _other(left[0])
+            raise other_states(left[0])
         self._inner.load_state_dict(own)
-
-
-def _other(name: str) -> CheckpointError:
-    return CheckpointError(
-        f"the optimizer state is of other parameters: {name!r} does not match; resume with the recipe that the "
-        "checkpoint was made with"
-    )
 
 
 def _parts(cut: ParameterCut) -> list[ParameterPart]:

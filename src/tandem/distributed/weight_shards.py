@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tandem.distributed.sharded_weights import ShardedWeights
-from tandem.errors import CheckpointError
+from tandem.distributed.state_shards import Box, StateShare, matrix_shape, other_states
 from tandem.model.attention import Packed, Plan
 from tandem.model.logprobs import token_logprobs
 from tandem.model.policy import Policy
@@ -96,15 +96,44 @@ class WeightShardStepper:
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """The states of whole parameters, as one process would have them; rank 0 has them, the others get nothing."""
-        states = dict(self._inner.state_dict())
-        if self._weights.dtype != torch.float32:
-            states |= {f"{name}/{MASTER}": parameter.detach() for name, parameter in self._local.items()}
+        states = self.local_states()
         out = {}
         for key in sorted(states):
             whole = self._weights.state(key.rpartition("/")[0], states[key])
             if self._weights.rank == 0:
                 out[key] = whole.cpu()
         return out
+
+    def local_states(self) -> dict[str, Tensor]:
+        """States of this rank's shards, and the shards themselves where they are masters; live tensors."""
+        states: dict[str, Tensor] = dict(self._inner.state_dict())
+        if self._weights.dtype != torch.float32:
+            states |= {f"{name}/{MASTER}": parameter.detach() for name, parameter in self._local.items()}
+        return states
+
+    def shares(self, states: Mapping[str, Tensor]) -> list[StateShare]:
+        """Where in whole states those of this rank's shards have their place; rank 0 writes what all have."""
+        shares = []
+        for key, state in states.items():
+            if not state.dim():
+                box = Box(offsets=(0,), tensor=state.view(1), is_written=self._weights.rank == 0)
+                shares.append(StateShare(name=key, shape=(1,), boxes=(box,)))
+                continue
+            name = key.rpartition("/")[0]
+            shape = matrix_shape(self._weights.shape(name))
+            first = self._weights.part(name).first[: len(shape)]
+            boxes = (Box(offsets=first, tensor=state.view(matrix_shape(state.shape))),) if state.numel() else ()
+            shares.append(StateShare(name=key, shape=shape, boxes=boxes))
+        return shares
+
+    @torch.no_grad()
+    def load_local_states(self, states: Mapping[str, Tensor]) -> None:
+        """Take over what ``local_states`` gave."""
+        own = dict(states)
+        for name, parameter in self._local.items():
+            if (master := own.pop(f"{name}/{MASTER}", None)) is not None:
+                parameter.copy_(master)
+        self._inner.load_state_dict(own)
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -117,19 +146,12 @@ class WeightShardStepper:
         for key, whole in state.items():
             name, _, kind = key.rpartition("/")
             if name not in self._local:
-                raise _other(key)
+                raise other_states(key)
             mine = self._weights.part(name).of(whole) if whole.dim() else whole
             if mine.dim() and mine.shape != self._local[name].shape:
-                raise _other(key)
+                raise other_states(key)
             if kind == MASTER:
                 self._local[name].copy_(mine)
             else:
                 own[key] = mine
         self._inner.load_state_dict(own)
-
-
-def _other(key: str) -> CheckpointError:
-    return CheckpointError(
-        f"the optimizer state is of other parameters: {key!r} does not match; resume with the recipe that the "
-        "checkpoint was made with"
-    )

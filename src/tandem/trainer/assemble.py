@@ -323,7 +323,7 @@ def _checkpoints(
         held=work.held,
         still=lock.check,
         on_saved=lambda step, path: telemetry.event("checkpoint_saved", step=step, path=str(path)),
-        together=None if together is None else together.saved,
+        others=None if together is None else together.saved,
     )
 
 

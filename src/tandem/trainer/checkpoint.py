@@ -7,10 +7,11 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,6 +19,8 @@ from safetensors.torch import save_file
 
 from tandem import machine
 from tandem.algorithms.references.base import ReferenceWeights
+from tandem.distributed import state_shards
+from tandem.distributed.state_shards import SharesStates
 from tandem.errors import CheckpointError
 from tandem.model.policy import Policy
 from tandem.observability import trace, waits
@@ -27,6 +30,13 @@ from tandem.trainer import digests
 from tandem.trainer.state import TrainerState
 
 log = logging.getLogger(__name__)
+
+WHOLE = "optimizer.safetensors"
+"""States that one process wrote."""
+SHARDS = "optimizer"
+"""Folder of states of which several ranks each wrote a share."""
+FORMAT = 2
+"""Of a checkpoint's files. 1, which bears no number, has no folder of shares."""
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -60,8 +70,9 @@ class Checkpoints:
     """Raises TandemError if the run's folder is not there any more."""
     on_saved: Callable[[int, Path], None]
     """Told of each finished checkpoint."""
-    together: Callable[[Awaitable[None]], Awaitable[None]] | None = None
-    """Where several ranks have parts of the optimizer's states: awaits what gathers them while all take part."""
+    others: Callable[[Path, Coroutine[Any, Any, None]], Awaitable[Mapping[str, str]]] | None = None
+    """Where several ranks have shares of the optimizer's states: has the others write theirs into a checkpoint's folder
+    while this one writes; digests of their files."""
 
     def due(self, step: int) -> bool:
         """Whether the state after this step is to be saved."""
@@ -82,11 +93,10 @@ class Checkpoints:
         final = self.folder / f"{state.step:06d}"
         is_new = not final.exists()
         if is_new:
-            writing: Awaitable[None] = self.policy.compute(self._write, state, final)
-            if self.together is not None and self.contents == "all":
-                writing = self.together(writing)
             writer = f"the checkpoint writer at {self.folder}"
-            await waits.wait(writing, owner="trainer", reason=f"step {state.step} to be saved", on=writer)
+            reason = f"step {state.step} to be saved"
+            with self._whole_or_none(state.step, _aside(final)):
+                await waits.wait(self._save(state, final), owner="trainer", reason=reason, on=writer)
             self.on_saved(state.step, final)
         self._prune()
         return is_new
@@ -101,20 +111,25 @@ class Checkpoints:
                 log.warning("the old checkpoint %s cannot be removed: %s", old, error)
 
     @trace.span("seconds/checkpoint")
-    def _write(self, state: TrainerState, final: Path) -> None:
-        aside = _aside(final)
-        # First, since other ranks may take part in it: where a disk refuses, they must not be left waiting.
-        states = self.stepper.state_dict() if self.contents == "all" else {}
+    async def _save(self, state: TrainerState, final: Path) -> None:
+        """Have every rank write its files aside, and give the folder its name once all are on disk."""
+        aside, compute = _aside(final), self.policy.compute
+        await compute(_make_anew, aside)
+        digests: Mapping[str, str] = {}
+        if self.others is None or self.contents != "all":
+            await compute(self._write, state, aside)
+        else:
+            digests = await self.others(aside, self._mine(state, aside))
+        await compute(_seal, aside, final, digests)
+
+    async def _mine(self, state: TrainerState, aside: Path) -> None:
+        await self.policy.compute(self._write, state, aside)
+
+    @contextmanager
+    def _whole_or_none(self, step: int, aside: Path) -> Iterator[None]:
+        """Remove what was written by halves, and say so where it is the disk's fault."""
         try:
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
-            self.trainable.save(self.policy.model, self.policy.tokenizer, aside / self.trainable.folder_name)
-            if self.contents == "all":
-                self._write_state(state, states, aside)
-            digests.write(aside)
-            _flush(aside)
-            aside.rename(final)
-            _flush_folder(self.folder)
+            yield
         except Exception as error:
             shutil.rmtree(aside, ignore_errors=True)
             # tokenizers raises a bare Exception where the disk refuses.
@@ -123,18 +138,22 @@ class Checkpoints:
             newest = saved_steps(self.folder)
             kept = f"the newest checkpoint is step {newest[-1]}" if newest else "there is no checkpoint yet"
             raise CheckpointError(
-                f"checkpoint of step {state.step} cannot be written to {self.folder}: {error}; {kept}. "
+                f"checkpoint of step {step} cannot be written to {self.folder}: {error}; {kept}. "
                 f"Free disk space or mend the folder, then go on with: tandem train {self.folder.parent}"
             ) from error
         finally:
             machine.trim()  # what is written was copied to the host first
 
-    def _write_state(self, state: TrainerState, states: dict[str, torch.Tensor], aside: Path) -> None:
-        save_file(states, aside / "optimizer.safetensors")
+    def _write(self, state: TrainerState, aside: Path) -> None:
+        """Write this rank's files."""
+        self.trainable.save(self.policy.model, self.policy.tokenizer, aside / self.trainable.folder_name)
+        if self.contents != "all":
+            return
+        write_states(aside, self.stepper, 0)
         if self.held is not None and (reference := self.held.state_dict()):
             save_file(reference, aside / "reference.safetensors")
         state = dataclasses.replace(state, rng=tuple(torch.get_rng_state().tolist()))
-        (aside / "state.json").write_text(json.dumps(state.to_json()), encoding="utf-8")
+        (aside / "state.json").write_text(json.dumps({"format": FORMAT, **state.to_json()}), encoding="utf-8")
 
     async def restore(self, state: TrainerState) -> None:
         """Load the optimizer's states that belong to ``state``, once ``restore_weights`` has loaded its weights.
@@ -152,13 +171,30 @@ class Checkpoints:
         log.info("restored step %d from %s", state.step, path)
 
 
+def write_states(folder: Path, stepper: Stepper, rank: int) -> list[Path]:
+    """Write a rank's share of the optimizer's states into a checkpoint's folder, on disk when it returns; its files."""
+    if isinstance(stepper, SharesStates):
+        return state_shards.write(folder / SHARDS, stepper.shares(stepper.local_states()), rank)
+    save_file(stepper.state_dict(), folder / WHOLE)
+    return [folder / WHOLE]
+
+
 def load_states(path: Path, stepper: Stepper, held: ReferenceWeights | None) -> None:
     """Load the optimizer's states of a checkpoint, and the reference's weights where it moves.
 
     Raises:
         CheckpointError: they cannot be read.
     """
-    _read_tensors(path / "optimizer.safetensors", stepper.load_state_dict)
+    if not (path / SHARDS).is_dir():
+        _read_tensors(path / WHOLE, stepper.load_state_dict)
+    elif isinstance(stepper, SharesStates):
+        own = _on_host(stepper.local_states())
+        state_shards.read(path / SHARDS, stepper.shares(own))
+        stepper.load_local_states(own)
+    else:
+        states = _on_host(stepper.state_dict())
+        state_shards.read(path / SHARDS, state_shards.whole_shares(states))
+        stepper.load_state_dict(states)
     if held is not None and held.state_dict():
         _read_tensors(path / "reference.safetensors", held.load_state_dict)
 
@@ -184,7 +220,7 @@ async def restore_weights(folder: Path, policy: Policy, trainable: Trainable, fr
     looking = policy.compute(digests.damage, path)
     if damage := await waits.wait(looking, owner="trainer", reason="its files to be checked", on=reader):
         raise CheckpointError(f"{damage}; {digests.remedy(path)}")
-    if not any((path / name).exists() for name in ("state.json", "optimizer.safetensors")):
+    if not any((path / name).exists() for name in ("state.json", WHOLE, SHARDS)):
         raise CheckpointError(
             f"{path} holds weights alone (checkpoint: weights), from which no run can go on; evaluate it with tandem "
             "eval, take it out with tandem export, or start another run from the recipe"
@@ -200,6 +236,24 @@ async def restore_weights(folder: Path, policy: Policy, trainable: Trainable, fr
     return state
 
 
+def _on_host(states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of the same shapes to read into."""
+    return {key: torch.empty_like(state, device="cpu") for key, state in states.items()}
+
+
+def _make_anew(aside: Path) -> None:
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+
+
+def _seal(aside: Path, final: Path, known: Mapping[str, str]) -> None:
+    """Give a folder in which everything is written its name, durably."""
+    digests.write(aside, known)
+    _flush(aside)
+    aside.rename(final)
+    _flush_folder(final.parent)
+
+
 def _aside(path: Path) -> Path:
     """Where a checkpoint is while it is not whole."""
     return path.with_name(f".{path.name}.tmp")
@@ -208,8 +262,14 @@ def _aside(path: Path) -> Path:
 def _read_state(path: Path) -> TrainerState:
     file = path / "state.json"
     try:
-        state = TrainerState.from_json(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        if stored.get("format", 1) > FORMAT:
+            raise CheckpointError(
+                f"{path} was written by a later Tandem, in format {stored['format']}, and this one reads formats up to "
+                f"{FORMAT}; go on with the Tandem that wrote it, or a later one"
+            )
+        state = TrainerState.from_json(stored)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(_unreadable(file, error)) from error
     if state.step != int(path.name):
         raise CheckpointError(f"{path} holds the state of step {state.step}; {digests.remedy(path)}")

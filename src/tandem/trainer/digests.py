@@ -10,7 +10,9 @@ import json
 import logging
 import re
 import shlex
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import xxhash
 
@@ -28,9 +30,20 @@ def steps_in(folder: Path) -> dict[int, Path]:
     return {step: paths[step] for step in sorted(paths) if paths[step].name == f"{step:06d}"}
 
 
-def write(folder: Path) -> None:
-    """Write down the digest of every file that is in the folder now; raises OSError."""
-    digests = {path.relative_to(folder).as_posix(): _digest(path) for path in _files(folder)}
+def of_files(folder: Path, files: Iterable[Path]) -> dict[str, str]:
+    """Digests of files by their path within the folder; raises OSError."""
+    return {path.relative_to(folder).as_posix(): _digest(path) for path in files}
+
+
+def write(folder: Path, known: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Write down the digest of every file that is in the folder now; raises OSError.
+
+    Args:
+        folder: the checkpoint's.
+        known: digests of files that other ranks wrote and have read already, by their path within.
+    """
+    rest = [path for path in _files(folder) if path.relative_to(folder).as_posix() not in known]
+    digests = {**known, **of_files(folder, rest)}
     (folder / NAME).write_text(json.dumps(digests, indent=1), encoding="utf-8")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import threading
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 
 from tandem.algorithms.references.base import ReferenceWeights
 from tandem.config.loading import RunConfig, from_options
@@ -23,8 +25,8 @@ from tandem.engines.base import EngineRequirements
 from tandem.errors import RankError
 from tandem.model.policy import Policy
 from tandem.trainable.base import Trainable
-from tandem.trainer import memory_plan
-from tandem.trainer.checkpoint import load_states
+from tandem.trainer import digests, memory_plan
+from tandem.trainer.checkpoint import load_states, write_states
 from tandem.trainer.live import changing, live_policy, rank_device, work_of
 from tandem.trainer.rank_crew import handlers
 from tandem.trainer.rank_parts import RankParts
@@ -82,7 +84,7 @@ class _Rank:
             "adapt": self._adapt,
             "bind": self._bind,
             "restore": self._restore,
-            "state": self._state,
+            "save": self._save,
         }
 
     async def _begin(self, body: Any) -> None:
@@ -162,8 +164,15 @@ class _Rank:
         if body is not None:
             await self._policy.compute(load_states, Path(body), self._stepper, self._held)
 
-    async def _state(self, body: Any) -> None:
-        await self._policy.compute(self._stepper.state_dict)
+    async def _save(self, body: Any) -> dict[str, Any]:
+        """Write this rank's share of the optimizer's states; a disk that refuses is the lead's to tell."""
+        try:
+            return {"digests": await self._policy.compute(self._written, Path(body))}
+        except (OSError, SafetensorError) as error:
+            return {"error": f"{error} (on {socket.gethostname()})"}
+
+    def _written(self, folder: Path) -> dict[str, str]:
+        return digests.of_files(folder, write_states(folder, self._stepper, self._placement.rank))
 
 
 class AdapterOfRank:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -256,13 +256,27 @@ class Together:
         """Have every rank's model follow its parameters, the lead's by ``mine``."""
         await self.do("fold", None, mine)
 
-    async def saved(self, writing: Awaitable[T]) -> T:
-        """Await what gathers the optimizer's states to be saved, while the others take part in it."""
+    async def saved(self, folder: Path, mine: Coroutine[Any, Any, None]) -> dict[str, str]:
+        """Have every other rank write its share of the optimizer's states into a checkpoint's folder; their digests.
 
-        async def mine() -> T:
-            return await writing
+        Raises:
+            OSError: a rank's disk refuses, which is said once no rank writes any more.
+        """
 
-        return await self.do("state", None, mine())
+        async def ended() -> Exception | None:
+            try:
+                await mine
+            except Exception as error:
+                return error
+            return None
+
+        error, replies = await self.ranks.execute("save", lambda rank: str(folder), ended())
+        if error is not None:
+            raise error
+        for rank, reply in enumerate(replies, 1):
+            if "error" in reply:
+                raise OSError(f"rank {rank}: {reply['error']}")
+        return {name: digest for reply in replies for name, digest in reply["digests"].items()}
 
 
 _SENT_REQUIREMENTS = ("model", "dtype", "payload", "rank", "targets", "versions", "seed")
