@@ -11,7 +11,7 @@ import pytest
 from tandem import machine
 from tandem.config import registry as resolve
 from tandem.config.loading import RunConfig
-from tandem.config.sections import GradingOptions, LagControlOptions
+from tandem.config.sections import Distributed, GradingOptions, LagControlOptions
 from tandem.envs.arithmetic import Arithmetic
 from tandem.errors import DoesNotFit
 from tandem.machine import Machine
@@ -393,6 +393,20 @@ def test_a_ranks_card_holds_whole_weights_and_its_part_of_the_states(model_confi
     assert four["optimizer"] == alone["optimizer"] // 4
     assert four.pop("gradient buckets") == 2 * 2 * (1 << 24) * 4
     assert {**four, "optimizer": 0} == {**alone, "optimizer": 0}
+
+
+@pytest.mark.slow
+def test_ranks_that_share_a_gpu_are_all_counted_on_it(model_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    card = replace(LARGE, is_host=False)
+    apart, together = (
+        lines(planned(config(ranks=2, distributed=Distributed(share_gpus=shares)), model_config, card, LARGE))
+        for shares in (False, True)
+    )
+    doubled = {"weights", "optimizer", "activations", "logprobs", "gradients", "update", "driver", "gradient buckets"}
+    for name, amount in apart.items():
+        assert together[name] == amount * (2 if name in doubled else 1), name
+    assert doubled - {"update"} <= apart.keys()
 
 
 @pytest.mark.slow

@@ -7,13 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tandem.config.loading import load
+from tandem.config.sections import Distributed
 from tandem.distributed.placement import Placement
 from tandem.errors import ConfigError, UnsupportedPair
+from tandem.trainer import rank_parts
+from tandem.trainer.live import rank_device
 from tandem.trainer.memory_plan import RankCounts
 from tandem.trainer.pairs import check_pairs
-from tandem.trainer.rank_parts import check_ranks
+from tandem.trainer.rank_parts import RankParts, check_ranks
+from tandem.transport.rendezvous import Rendezvous
 
 WEIGHTS = "distributed.shard=weights"
 
@@ -73,3 +78,41 @@ def test_a_division_of_work_among_ranks_that_nothing_starts_is_refused(
     for name, value in {**numbers, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     assert RankCounts.of(load(recipe, [WEIGHTS]).config).world == 2
+
+
+def test_more_ranks_than_gpus_are_refused_unless_they_share_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert re.search("ranks: 3 of this machine need as many GPUs, and it has 2.*share_gpus: true", refused(tmp_path, 3))
+    sharing = load(tmp_path / "recipe.yaml", ["ranks=3", "engine=vllm", "distributed.share_gpus=true"]).config
+    check_ranks(sharing, 3)
+    check_ranks(load(tmp_path / "recipe.yaml", ["ranks=2"]).config, 2)
+    place = Placement(
+        rank=0, world_size=4, local_rank=0, local_world_size=3, master_addr="a", master_port=1, launcher="slurm"
+    )
+    with pytest.raises(UnsupportedPair, match="ranks: 3 of this machine"):
+        check_ranks(load(tmp_path / "recipe.yaml", []).config, 4, place)
+    check_ranks(load(tmp_path / "recipe.yaml", []).config, 4, replace(place, local_world_size=2))
+    assert [rank_device(rank).index for rank in range(4)] == [0, 1, 0, 1]
+
+
+def test_ranks_that_share_gpus_are_counted_by_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: m\nsteps: 3\nenv: arithmetic\n")
+    sharing = load(recipe, ["ranks=3", "distributed.share_gpus=true"]).config
+    for gpus, each in (("0", 3), ("0,1", 2), ("0,1,2,3", 1), ("", 1)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+        assert RankCounts.of(sharing) == RankCounts(world=3, local=3, per_gpu=each)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert RankCounts.of(load(recipe, ["ranks=3"]).config).per_gpu == 1
+
+
+@pytest.mark.parametrize(("shares", "backend"), [(False, "nccl"), (True, "gloo")])
+def test_ranks_that_share_gpus_talk_by_gloo(monkeypatch: pytest.MonkeyPatch, shares: bool, backend: str) -> None:
+    met: list[Rendezvous] = []
+    monkeypatch.setattr(rank_parts, "DataGroup", lambda rendezvous, rank, device: met.append(rendezvous))
+    lead = Rendezvous(host="localhost", port=1, world=2, backend="gloo", seconds=5.0)
+    RankParts.connect(lead, 0, torch.device("cuda", 0), Distributed(share_gpus=shares))
+    assert [one.backend for one in met] == [backend]

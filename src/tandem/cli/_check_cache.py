@@ -73,7 +73,7 @@ def place(config: RunConfig, tasks: Mapping[str, Sequence[Task]]) -> Path | None
     ranks = RankCounts.of(config)
     known = (
         options,
-        [ranks.world, ranks.local],
+        [ranks.world, ranks.local, ranks.per_gpu],
         prompts,
         _timestamps(path for path in model.iterdir() if path.is_file()),
         _timestamps([template] if template is not None and template.is_file() else []),

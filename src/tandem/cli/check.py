@@ -338,7 +338,7 @@ class _RecipeCheck:
         way = interconnect.interconnect() if machine.accelerated() else None
         parts = [f"{world}", interconnect.publish_text(weights, world, way)]
         if self._planner is not None and not self._planner.machine.is_host:
-            counts = {number: memory.RankCounts(world=number, local=number) for number in (1, 2, 4, 8, 16)}
+            counts = {number: memory.RankCounts.on_one_host(self._config, number) for number in (1, 2, 4, 8, 16)}
             plans = {n: dataclasses.replace(self._planner, ranks=c).plan(self._config) for n, c in counts.items()}
             enough = [str(number) for number, plan in plans.items() if plan.fits]
             parts.append(f"of 1, 2, 4, 8 and 16 ranks {', '.join(enough) or 'none'} fit this machine's GPUs")

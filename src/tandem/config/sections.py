@@ -202,6 +202,9 @@ class Distributed:
     """What each rank keeps a share of: gradients, masters and moments (as ZeRO-2), or the weights too (as ZeRO-3)."""
     context_parallel: int = 1
     """Ranks that share one sequence; 1 divides none."""
+    share_gpus: bool = False
+    """Ranks take a host's GPUs in turn, so that several may be on one, whose memory they share. NCCL refuses that:
+    collectives are gloo's then, through host memory, which is slow."""
     timeout_seconds: float = 120.0
     """How long a rank waits for the others in one collective operation before the run ends with an error."""
 

@@ -1,4 +1,8 @@
-"""The ranks' data group: collectives on gradients and weights, NCCL's on GPUs and gloo's on CPUs."""
+"""The ranks' data group: collectives on gradients and weights, by NCCL where each rank has a GPU of its own.
+
+By gloo elsewhere: on processors, and where ranks share a GPU, which NCCL refuses. gloo is handed host memory alone, so
+what is on a GPU is copied there and back.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,30 @@ COALESCED_BYTES = 1 << 30
 """Weights that are gathered by one kernel of NCCL."""
 
 
+def needs_staging(tensor: Tensor) -> bool:
+    """Whether gloo needs a copy of a tensor in host memory."""
+    return tensor.is_cuda
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy of a tensor of a GPU in host memory."""
+    return tensor.cpu()
+
+
+class HostWork:
+    """A collective of gloo under way, whose result is copied to where it belongs when it is waited for."""
+
+    def __init__(self, work: Any, result: Tensor, target: Tensor, sent: Tensor | None = None):
+        self._work, self._result, self._target = work, result, target
+        self._sent = sent  # which gloo may read until then
+
+    def wait(self) -> None:
+        """Return once ``target`` has the result."""
+        self._work.wait()
+        if self._result is not self._target:
+            self._target.copy_(self._result)
+
+
 class DataGroup:
     """One rank's place in the group. Every rank makes the same calls in the same order.
 
@@ -28,18 +56,22 @@ class DataGroup:
         self.rank, self.world, self.device = rank, rendezvous.world, device
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        self._through_host = rendezvous.backend == "gloo"
         self._group = open_group(rendezvous, rank, own_address(rendezvous))
         self.all_reduce(torch.zeros(1, device=device)).wait()  # connects them
 
     def reduce_scatter(self, own: Tensor, rows: Tensor) -> Any:
         """Begin to sum ``rows`` [world, width] over all ranks; ``own`` [width] becomes this rank's row of the sum."""
-        return self._group._reduce_scatter_base(own, rows.view(-1), dist.ReduceScatterOptions())
+        to, options = self._staged(own, copied=False), dist.ReduceScatterOptions()
+        sent = self._staged(rows.view(-1))
+        return HostWork(self._group._reduce_scatter_base(to, sent, options), to, own, sent)
 
     def all_reduce(self, tensor: Tensor, *, largest: bool = False) -> Any:
         """Begin to make every rank's tensor the sum, or the largest, of all ranks'."""
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
-        return self._group.allreduce([tensor], options)
+        staged = self._staged(tensor)
+        return HostWork(self._group.allreduce([staged], options), staged, tensor)
 
     def all_gather(self, wholes: Sequence[Tensor]) -> None:
         """Fill flat tensors, of which every rank has written its own part in place: part r of as many equal parts."""
@@ -53,17 +85,29 @@ class DataGroup:
             start = stop
 
     def _gather(self, wholes: Sequence[Tensor]) -> None:
-        coalesces = self.device.type == "cuda" and len(wholes) > 1
+        coalesces = not self._through_host and len(wholes) > 1
         works: list[Any] = []
         if coalesces:
             self._group._start_coalescing()
         try:
-            works += [self._group._allgather_base(whole, whole.chunk(self.world)[self.rank]) for whole in wholes]
+            works += [self._gathering(whole) for whole in wholes]
         finally:
             if coalesces:
                 works = [self._group._end_coalescing()]
         for work in works:
             work.wait()
+
+    def _gathering(self, whole: Tensor) -> Any:
+        to, own = self._staged(whole, copied=False), whole.chunk(self.world)[self.rank]
+        sent = self._staged(own)
+        work = self._group._allgather_base(to, sent)
+        return HostWork(work, to, whole, sent) if self._through_host else work
+
+    def _staged(self, tensor: Tensor, *, copied: bool = True) -> Tensor:
+        """The tensor where the backend can take it: itself, or host memory with, or without, a copy of it."""
+        if not self._through_host or not needs_staging(tensor):
+            return tensor
+        return on_host(tensor) if copied else torch.empty(tensor.shape, dtype=tensor.dtype)
 
     def abort(self) -> None:
         """Give up what is under way, so that nothing waits for a rank that is gone; gloo gives up by itself."""

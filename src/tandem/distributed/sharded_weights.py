@@ -103,7 +103,7 @@ class ShardedWeights:
         )
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
-        if self.mesh.device_type == "cpu":  # gloo knows no other reduction than a sum
+        if dist.get_backend(self.group) == "gloo":  # which knows no other reduction than a sum
             module.set_force_sum_reduction_for_comms(True)
 
     @property

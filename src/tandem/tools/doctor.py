@@ -156,6 +156,10 @@ def ranks(environ: Mapping[str, str]) -> Iterator[Diagnosis]:
     if placement is not None:
         where = f"rank {placement.rank} of {placement.world_size}, started by {placement.launcher}"
         yield Diagnosis(what="ranks", state="ok", detail=f"{where}; they meet at {placement.master_addr}")
+    if placement is not None and 0 < accelerators < placement.local_world_size:
+        detail = f"{placement.local_world_size} of this host have {accelerators} GPUs"
+        fix = "start as many as there are GPUs, or set distributed.share_gpus: true, which is slow"
+        yield Diagnosis(what="ranks", state="note", detail=detail, fix=fix)
     if accelerators:
         yield _tried("NCCL", _nccl, "take a build of torch for this accelerator: https://pytorch.org/get-started")
     if (way := interconnect()) is not None:

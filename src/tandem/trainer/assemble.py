@@ -273,8 +273,7 @@ async def _loaded(
     ranks = together.ranks
     loading = stack.enter_async_context(live_policy(config, local_ranks=ranks.world))
     policy = await together.do("begin", {"recipe": recipes.dump(config), "folder": str(folder)}, loading)
-    shared = config.distributed.context_parallel
-    connecting = policy.compute(RankParts.connect, ranks.rendezvous, 0, rank_device(0), shared)
+    connecting = policy.compute(RankParts.connect, ranks.rendezvous, 0, rank_device(0), config.distributed)
     parts = await together.do("connect", None, connecting)
     ranks.on_failure.append(parts.group.abort)
     return policy, parts

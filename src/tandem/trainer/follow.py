@@ -102,9 +102,9 @@ class _Rank:
 
     async def _connect(self, body: Any) -> None:
         place = self._placement
-        connect, shared = RankParts.connect, self._config.distributed.context_parallel
-        rendezvous = self._follower.rendezvous
-        self._parts = await self._policy.compute(connect, rendezvous, place.rank, rank_device(place.local_rank), shared)
+        rendezvous, device = self._follower.rendezvous, rank_device(place.local_rank)
+        distributed = self._config.distributed
+        self._parts = await self._policy.compute(RankParts.connect, rendezvous, place.rank, device, distributed)
 
     async def _weights(self, body: Any) -> None:
         """Load a checkpoint's weights, which the lead has checked; None: there is none."""
@@ -130,7 +130,7 @@ class _Rank:
         weights = None if body["weights"] is None else Path(body["weights"])
         plain = {**body, "targets": tuple(body["targets"]), "weights": weights}
         if torch.cuda.is_available():
-            engine = replace(engine, devices=(str(place.local_rank),))
+            engine = replace(engine, devices=(str(rank_device(place.local_rank).index),))
         return engine.beside_rank(
             place.rank,
             ranks=place.world_size,

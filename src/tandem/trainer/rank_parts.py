@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import sys
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from tandem.config.loading import RunConfig
+from tandem.config.sections import Distributed
 from tandem.distributed.crew import Ranks, lead
 from tandem.distributed.group import DataGroup
 from tandem.distributed.placement import Placement
@@ -31,6 +31,7 @@ from tandem.errors import UnsupportedPair
 from tandem.model.penalties import Penalties
 from tandem.model.policy import Policy
 from tandem.optimizers.base import UpdatesParts
+from tandem.trainer.live import rank_device
 from tandem.transport.rendezvous import Rendezvous, open_group, own_address, visit
 
 if TYPE_CHECKING:
@@ -49,9 +50,12 @@ def check_ranks(config: RunConfig, world: int, placement: Placement | None = Non
     if world == 1:
         return
     _refuse(world, _refused_engines(config, placement))
-    if torch.cuda.is_available() and torch.cuda.device_count() < world and "LOCAL_WORLD_SIZE" not in os.environ:
+    local = world if placement is None else placement.local_world_size
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else local
+    if gpus < local and not config.distributed.share_gpus:
         raise UnsupportedPair(
-            f"ranks: {world} needs as many GPUs, and this machine has {torch.cuda.device_count()}; lower ranks"
+            f"ranks: {local} of this machine need as many GPUs, and it has {gpus}; lower ranks, or have several share "
+            "a GPU, through host memory and slowly: distributed.share_gpus: true"
         )
 
 
@@ -140,7 +144,7 @@ def engines_of(config: RunConfig, together: Together | None) -> EngineSpec:
     engine: Any = config.engine
     if (world := world_of(together)) == 1 or ReportsChecksums not in engine.capabilities:
         return config.engine
-    devices = tuple(str(rank) for rank in range(world)) if torch.cuda.is_available() else ()
+    devices = tuple(str(rank_device(rank).index) for rank in range(world)) if torch.cuda.is_available() else ()
     spec: EngineSpec = replace(engine, replicas=world, devices=devices)
     return spec
 
@@ -157,17 +161,17 @@ class RankParts:
     """The group of ranks that share this one's micro-batches; None: it shares none."""
 
     @classmethod
-    def connect(cls, rendezvous: Rendezvous, rank: int, device: torch.device, context_parallel: int) -> RankParts:
+    def connect(cls, rendezvous: Rendezvous, rank: int, device: torch.device, distributed: Distributed) -> RankParts:
         """Join the data group; all ranks call this together, on their compute threads."""
         data = Rendezvous(
             host=rendezvous.host,
             port=rendezvous.port,
             world=rendezvous.world,
-            backend="nccl" if device.type == "cuda" else "gloo",
+            backend="nccl" if device.type == "cuda" and not distributed.share_gpus else "gloo",
             name=f"{rendezvous.name}-data",
             seconds=rendezvous.seconds,
         )
-        context = None
+        context, context_parallel = None, distributed.context_parallel
         if context_parallel > 1:
             some = replace(data, world=context_parallel, name=f"{rendezvous.name}-context-{rank // context_parallel}")
             context = open_group(some, rank % context_parallel, own_address(some))

@@ -577,12 +577,14 @@ _EVERY_RANKS = (
     "update",
 )
 """Lines that each rank of a host has; the lead alone samples, grades and starts engines."""
+_EVERY_GPUS = (*_EVERY_RANKS, "optimizer", "driver", "engine", "engine's copy")
+"""Lines that are on a GPU once for each of its ranks: each has an engine there."""
 _SUM_BYTES = 4
 """Of one gradient on its way between ranks: float32."""
 
 
 def _divided(lines: Sequence[MemoryLine], counts: RankCounts, config: RunConfig, *, is_host: bool) -> list[MemoryLine]:
-    """The lines of a plan for one rank's accelerator; on a host, and of what lies there, for all ranks of it.
+    """The lines of a plan for an accelerator and its ranks; on a host, and of what lies there, for all ranks of it.
 
     Args:
         lines: of a run of one rank.
@@ -604,8 +606,10 @@ def _divided(lines: Sequence[MemoryLine], counts: RankCounts, config: RunConfig,
         here = is_host or own.beside
         if here and counts.local > 1 and own.name in (*_EVERY_RANKS, "optimizer"):
             own = replace(own, bytes=own.bytes * counts.local, why=f"{counts.local} ranks × {own.why}")
+        elif not here and counts.per_gpu > 1 and own.name in _EVERY_GPUS:
+            own = replace(own, bytes=own.bytes * counts.per_gpu, why=f"{counts.per_gpu} ranks × {own.why}")
         divided_lines.append(own)
-    amount = 2 * IN_FLIGHT * BUCKET * _SUM_BYTES * (counts.local if is_host else 1)
+    amount = 2 * IN_FLIGHT * BUCKET * _SUM_BYTES * (counts.local if is_host else counts.per_gpu)
     why = f"{IN_FLIGHT} buckets of float32 gradients on their way to the ranks that own them, and the gradients in them"
     buckets = replace(lines[0], name="gradient buckets", bytes=amount, why=why, when="training", beside=False)
     return [*divided_lines, buckets]

@@ -19,6 +19,8 @@ class RankCounts:
     """Those of the run, over which states are divided."""
     local: int = 1
     """Those of this host, which share its memory."""
+    per_gpu: int = 1
+    """Most of them that share one GPU."""
 
     @classmethod
     def of(cls, config: RunConfig) -> RankCounts:
@@ -29,11 +31,21 @@ class RankCounts:
         """
         if (placement := Placement.from_environment(os.environ)) is not None:
             placement.check_ranks(config.ranks)
-            return cls(world=placement.world_size, local=placement.local_world_size)
+            return cls._sharing(config, placement.world_size, placement.local_world_size)
         if config.ranks is None and config.distributed != Distributed():
             raise ConfigError(
                 "distributed changes nothing: ranks is not set and no launcher started several processes; set ranks, "
                 "start the run by torchrun or srun, or remove distributed"
             )
         world = max(1, len(visible_accelerators(os.environ))) if config.ranks == "auto" else config.ranks or 1
-        return cls(world=world, local=world)
+        return cls.on_one_host(config, world)
+
+    @classmethod
+    def on_one_host(cls, config: RunConfig, world: int) -> RankCounts:
+        """So many ranks, all of them on this host."""
+        return cls._sharing(config, world, world)
+
+    @classmethod
+    def _sharing(cls, config: RunConfig, world: int, local: int) -> RankCounts:
+        gpus = len(visible_accelerators(os.environ)) if config.distributed.share_gpus else 0
+        return cls(world=world, local=local, per_gpu=-(-local // gpus) if gpus else 1)
