@@ -43,8 +43,8 @@ class _FollowerCommands:
         rank = self.rank
         assert rank is not None
         placement, rendezvous = self._follower.placement, self._follower.rendezvous
-        shared, device = rank.config.distributed.context_parallel, torch.device("cpu")
-        rank.connect(await rank.policy.compute(RankParts.connect, rendezvous, placement.rank, device, shared))
+        distributed, device = rank.config.distributed, torch.device("cpu")
+        rank.connect(await rank.policy.compute(RankParts.connect, rendezvous, placement.rank, device, distributed))
         self.handlers |= _handlers(rank) | handlers(rank.work)
 
 

@@ -187,12 +187,12 @@ class RankedPolicy(CertifiedRank):
         ranks: Ranks
         self._ranks = ranks = await self._open.enter_async_context(lead(self.world, None, command, logs, SECONDS))
         await ranks.execute("certify", lambda rank: [recipes.dump(self.config), real], _nothing())
-        shared = self.config.distributed.context_parallel
-        connecting = self.policy.compute(RankParts.connect, ranks.rendezvous, 0, torch.device("cpu"), shared)
+        distributed = self.config.distributed
+        connecting = self.policy.compute(RankParts.connect, ranks.rendezvous, 0, torch.device("cpu"), distributed)
         parts, _ = await ranks.execute("connect", None, connecting)
         ranks.on_failure.append(parts.group.abort)
         self.connect(parts)
-        self._crew = RankCrew(self.work, ranks, context_parallel=shared)
+        self._crew = RankCrew(self.work, ranks, context_parallel=distributed.context_parallel)
 
     def _on_all(self, command: str, body: Any, mine: Callable[[], T]) -> tuple[T, list[Any]]:
         """Have every rank do it, the lead by ``mine``; its result, and the others'."""
