@@ -1,11 +1,14 @@
 """TRL's half of ``versus_trl.py``: one GRPOTrainer with vLLM in its own process, a stopwatch around its parts.
 
     python benchmarks/_versus_trl.py MODEL LINES.jsonl [key=value ...]
+    accelerate launch --num_processes 2 benchmarks/_versus_trl.py MODEL LINES.jsonl [key=value ...]
 
-Each step is a line of LINES.jsonl as soon as it is over. What is not listed below is TRL's default. Settings:
+Each step is a line of LINES.jsonl as soon as it is over. Of several processes each has a vLLM of its own and its share
+of the step's sequences; the first one's lines are in LINES.jsonl, and another's in a file with its rank in the name.
+What is not listed below is TRL's default. Settings:
 
 - weights=bfloat16: type of the weights, of their gradients and of AdamW's states; float32 is TRL's own default
-- rows=16: sequences of one forward and backward
+- rows=16: sequences of one forward and backward of a process
 - checkpointing=true: recompute activations (TRL's default)
 - correction=true: a pass more for the old logprobs, which corrects for vLLM's (TRL's default)
 - liger=false: Liger's kernels
@@ -52,9 +55,10 @@ def settings(given: list[str]) -> dict[str, str]:
 
 def config(work: Work, chosen: dict[str, str], utilization: float, out: str) -> GRPOConfig:
     """The step's work in TRL's words; generation once a step, on the weights of that step."""
-    sequences, rows = work.groups * work.siblings, int(chosen["rows"])
-    if sequences % rows:
-        raise SystemExit(f"rows must divide the {sequences} sequences of a step, got {rows}")
+    world, rows = int(os.environ.get("WORLD_SIZE", "1")), int(chosen["rows"])
+    sequences, rest = divmod(work.groups * work.siblings, world)
+    if rest or sequences % rows:
+        raise SystemExit(f"rows must divide the sequences of each of {world} processes in a step, got {rows}")
     forced: dict[str, Any] = {"ignore_eos": True} if chosen["vllm"] == "true" else {"min_new_tokens": work.tokens}
     if work.graded:
         forced = {}
@@ -155,6 +159,8 @@ def main() -> None:
     add_work(parser)
     args = parser.parse_intermixed_args()
     work, chosen = work_of(args), settings(args.settings)
+    if rank := int(os.environ.get("RANK", "0")):
+        args.lines = args.lines.with_suffix(f".{rank}.jsonl")
     disable_progress_bar()
     disable_progress_bars()
     append(args.lines, kind="about", overrides=[f"{k}={v}" for k, v in chosen.items()])
