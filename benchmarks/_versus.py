@@ -214,10 +214,12 @@ class Parts:
 
 @dataclass
 class Card:
-    """Memory in use on the first card, by all processes, looked at ten times a second; nothing where there is none."""
+    """Memory in use on a card, by all processes, looked at ten times a second; nothing where there is none."""
 
     every: float = 0.1
     """Seconds between two looks."""
+    index: int = 0
+    """Which one."""
     peak: float | None = None
     """GB, since the last ``mark``."""
     _over: threading.Event = field(default_factory=threading.Event)
@@ -227,7 +229,7 @@ class Card:
         with contextlib.suppress(Exception):  # no driver, or no such package: nothing is measured
             pynvml = importlib.import_module("pynvml")
             pynvml.nvmlInit()
-            handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+            handle = pynvml.nvmlDeviceGetHandleByIndex(self.index)
             self._look = lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).used / 1e9
             self.mark()
             threading.Thread(target=self._run, daemon=True).start()
@@ -295,6 +297,13 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
         text += "\n\n" + aligned(rows)
     failed = [f"FAILED {r['half']} {r['setting']}: {r['error']}" for r in records if r.get("error")]
     return "\n".join([text, *failed])
+
+
+def judged(what: str, value: float, goal: float, unit: str = "", *, least: bool = False) -> tuple[str, bool]:
+    """A figure beside its goal, which is the most that it may be, or the least; and whether it is reached."""
+    reached = value >= goal if least else value <= goal
+    sign, verdict = ">=" if least else "<=", "reached" if reached else "MISSED"
+    return f"{what}: {value:.3f}{unit} (goal {sign} {goal:g}{unit}, {verdict})", reached
 
 
 def _ratio(a: Mapping[str, Any], b: Mapping[str, Any], key: str) -> str:

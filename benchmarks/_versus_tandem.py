@@ -138,7 +138,7 @@ def _told(require: Any) -> Any:
     return told
 
 
-def arguments(about: str | None) -> argparse.Namespace:
+def parser_of(about: str | None) -> argparse.ArgumentParser:
     """Of a script that trains on the work."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="a Hugging Face folder")
@@ -147,7 +147,12 @@ def arguments(about: str | None) -> argparse.Namespace:
     parser.add_argument("--engine", type=json.loads, default={}, help="options of the engine that is started, as JSON")
     parser.add_argument("overrides", nargs="*", help="dotted overrides of the recipe")
     add_work(parser)
-    return parser.parse_intermixed_args()
+    return parser
+
+
+def arguments(about: str | None) -> argparse.Namespace:
+    """What such a script was told."""
+    return parser_of(about).parse_intermixed_args()
 
 
 def main() -> None:

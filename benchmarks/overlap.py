@@ -32,7 +32,19 @@ from pathlib import Path
 from typing import Any
 
 import _models
-from _versus import SKIPPED, Card, add_engine, add_work, aligned, append, engine_options, read, work_of, work_options
+from _versus import (
+    SKIPPED,
+    Card,
+    add_engine,
+    add_work,
+    aligned,
+    append,
+    engine_options,
+    judged,
+    read,
+    work_of,
+    work_options,
+)
 from versus_trl import Bench, end_in_order, served
 
 HERE = Path(__file__).resolve().parent
@@ -135,11 +147,11 @@ def report(lines: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
     text, fine = [aligned(rows)], all(not of.get("error") and of.get("seconds") for of in found.values())
     text += [f"FAILED {name}: {of['error']}" for name, of in found.items() if of.get("error")]
 
-    def judged(what: str, value: float, goal: float, unit: str = "") -> None:
+    def judge(what: str, value: float, goal: float, unit: str = "") -> None:
         nonlocal fine
-        fine = fine and value <= goal
-        verdict = "reached" if value <= goal else "MISSED"
-        text.append(f"{what}: {value:.3f}{unit} (goal <= {goal:g}{unit}, {verdict})")
+        line, reached = judged(what, value, goal, unit)
+        fine = fine and reached
+        text.append(line)
 
     zero, one, two = (found.get(name, {}).get("seconds") for name in ("shared0", "shared1", "broadcast1"))
     if zero:
@@ -149,15 +161,15 @@ def report(lines: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
             f"alone: generation {generation:.3f} s, training {training:.3f} s, one after the other {zero:.3f} s"
         )
         if one and on_gpu():
-            judged("lag 1 / lag 0", one / zero, OF_SHARED)
+            judge("lag 1 / lag 0", one / zero, OF_SHARED)
         elif one:
             text.append(f"lag 1 / lag 0: {one / zero:.3f}")
-            judged("lag 1 / the longer of the two", one / max(generation, training), OF_MAX)
+            judge("lag 1 / the longer of the two", one / max(generation, training), OF_MAX)
         if two:
-            judged("two cards, lag 1 / one card, lag 0", two / zero, OF_TWO)
+            judge("two cards, lag 1 / one card, lag 0", two / zero, OF_TWO)
     for kind in ("lock", "poll"):
         longest = max((w[kind] for w in waits.values()), key=_seconds, default={"seconds": 0.0, "where": ""})
-        judged(f"longest {kind} of a step {longest['where']}".rstrip(), _seconds(longest), WAIT, " s")
+        judge(f"longest {kind} of a step {longest['where']}".rstrip(), _seconds(longest), WAIT, " s")
     return "\n".join(text), fine and bool(found)
 
 

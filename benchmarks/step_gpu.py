@@ -22,7 +22,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,7 +32,7 @@ from typing import Any
 
 from _step_batches import Shape, of_length
 from _versus import PEAK_FLOPS, add_work, aligned, append, number, read, work_of, work_options
-from versus_trl import TAIL, awaited, end_in_order, ended, environment, last, lines_of
+from versus_trl import TAIL, awaited, end_in_order, ended, environment, last, lines_of, made_apart
 
 HERE = Path(__file__).resolve().parent
 CASES = (
@@ -97,7 +96,7 @@ def case(args: argparse.Namespace, text: str, deadline: float) -> tuple[list[dic
     with tempfile.TemporaryDirectory(prefix="step-") as folder:
         lines, log = Path(folder) / "lines.jsonl", Path(folder) / "log"
         shape = args.larger if "larger" in words else args.shape
-        model = _model(shape, args.folder)
+        model = made_apart(shape, args.folder)
         command = [sys.executable, str(HERE / "step_gpu.py"), "child", "--model", str(model), "--lines", str(lines)]
         command += ["--shapes", json.dumps([asdict(s) for s in shapes]), "--times", str(args.times)]
         command += [*work_options(work), *(["--trace", str(args.trace.absolute())] if args.trace else [])]
@@ -113,13 +112,6 @@ def case(args: argparse.Namespace, text: str, deadline: float) -> tuple[list[dic
     if stopped:
         raise stopped
     return found, error
-
-
-def _model(shape: str, folder: Path | None) -> Path:
-    """By a process of its own, so that the card's memory is given back."""
-    command = [sys.executable, str(HERE / "_versus_model.py"), shape, *([str(folder)] if folder else [])]
-    made = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, text=True, check=True)
-    return Path(made.stdout.splitlines()[-1])
 
 
 def by_batch(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -86,18 +86,17 @@ class Bench:
         if self.args.model:
             self.model = self.args.model.absolute()
             return
-        folder = [str(self.args.folder)] if self.args.folder else []
-        command = [sys.executable, str(HERE / "_versus_model.py"), self.args.shape, *folder]
-        done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, text=True, check=True)
-        self.model = Path(done.stdout.splitlines()[-1])
+        self.model = made_apart(self.args.shape, self.args.folder)
 
-    def setting(self, half: str, text: str, command: list[str], *, url: str | None = None) -> None:
-        """Run one, and note what it found; a run that was cut leaves the steps that it made.
+    def setting(
+        self, half: str, text: str, command: list[str], *, url: str | None = None, limit: float | None = None
+    ) -> bool:
+        """Run one, and note what it found; a run that was cut leaves the steps that it made. Whether it went well.
 
-        ``url`` is the engine's, which tells what it did for it.
+        ``url`` is the engine's, which tells what it did for it; ``limit``, in seconds, stands for --limit.
         """
         name = text.split()[0]
-        limit = min(self.args.limit, self.left())
+        limit = min(self.args.limit if limit is None else limit, self.left())
         print(f"-- {half} {text} (at most {limit:.0f} s)", flush=True)
         lines, log = self.logs / f"{half}-{name}.jsonl", self.logs / f"{half}-{name}.log"
         self.card.mark()
@@ -126,13 +125,21 @@ class Bench:
         print(f"   {found.get('seconds', float('nan')):.3f} s a step, {found['wall']:.0f} s in all", flush=True)
         if stopped:
             raise stopped
+        return code == 0
+
+
+def made_apart(shape: str, folder: Path | None) -> Path:
+    """The random model of a shape, by a process of its own, so that the card's memory is given back."""
+    command = [sys.executable, str(HERE / "_versus_model.py"), shape, *([str(folder)] if folder else [])]
+    done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, text=True, check=True)
+    return Path(done.stdout.splitlines()[-1])
 
 
 def trl(bench: Bench) -> None:
     """TRL's settings, one after another."""
     for text in bench.args.trl or TRL:
         if bench.left() < bench.args.least:
-            return _left_out(bench, "trl", text)
+            return left_out(bench, "trl", text)
         name, *chosen = text.split()
         lines = bench.logs / f"trl-{name}.jsonl"
         command = [bench.args.trl_python or sys.executable, str(HERE / "_versus_trl.py"), str(bench.model), str(lines)]
@@ -147,7 +154,7 @@ def tandem(bench: Bench) -> None:
         url = None if bench.args.own_engine else stack.enter_context(served(bench, engine))
         for text in bench.args.tandem or TANDEM:
             if bench.left() < bench.args.least:
-                return _left_out(bench, "tandem", text)
+                return left_out(bench, "tandem", text)
             name, *overrides = text.split()
             lines = bench.logs / f"tandem-{name}.jsonl"
             command = [sys.executable, str(HERE / "_versus_tandem.py"), str(bench.model), str(lines)]
@@ -156,7 +163,7 @@ def tandem(bench: Bench) -> None:
             bench.setting("tandem", text, command, url=url)
 
 
-def _left_out(bench: Bench, half: str, text: str) -> None:
+def left_out(bench: Bench, half: str, text: str) -> None:
     bench.failed += 1
     append(bench.args.out, half=half, setting=text.split()[0], error="no time was left for it")
 
