@@ -147,6 +147,16 @@ def overlap(settings: str) -> Command:
     return command
 
 
+def pairs(settings: str) -> Command:
+    """Ranks on two cards."""
+
+    def command(args: argparse.Namespace, out: Path) -> list[str]:
+        given = ["--shape", args.shape, "--settings", settings, "--minutes", str(args.minutes - 0.4)]
+        return python(str(HERE / "pairs.py"), *given, "--out", str(out / "pairs.jsonl"), *args.extra)
+
+    return command
+
+
 def decoding(args: argparse.Namespace, out: Path) -> list[str]:
     return python(str(HERE / "decoding.py"), "--shape", args.shape, "--requests", "32", "128", "--profile", *args.extra)
 
@@ -249,6 +259,20 @@ PARTS: dict[str, Part] = {
         overlap("shared0,shared1,broadcast1"),
         450,
         550,
+        cards=2,
+    ),
+    "pairs": Part(
+        "two ranks, each with an engine on its card, beside one card and beside TRL with FSDP2 and colocated vLLM",
+        pairs("pairs,pairs-half,one,trl"),
+        500,
+        560,
+        cards=2,
+    ),
+    "sharded": Part(
+        "a 7B shape on two cards, sharded weights with an engine over both, and sequences that two cards share",
+        pairs("seven,sharded,context"),
+        480,
+        560,
         cards=2,
     ),
     "asleep": Part(
