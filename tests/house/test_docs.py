@@ -142,7 +142,7 @@ def metric_names(tree: ast.AST) -> Iterator[str]:
             pairs.append((node.key, node.value))
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
             pairs.append((node.targets[0].slice, node.value))
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "trace.span":
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "trace.span" and not _is_command(node):
             yield ast.literal_eval(node.args[0])
     for key, value in pairs:
         if key is None:  # of another dict unpacked
@@ -151,6 +151,11 @@ def metric_names(tree: ast.AST) -> Iterator[str]:
         name = "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in parts)
         if name.strip("*") and (name.startswith(AREAS) or METRIC.match(ast.unparse(value))):
             yield name
+
+
+def _is_command(span: ast.Call) -> bool:
+    """True of the span around a command of a follower, which emits no metrics."""
+    return "{COMMANDS}" in ast.unparse(span)
 
 
 @pytest.mark.slow

@@ -49,13 +49,7 @@ ALLOWED = {
     "transport/collective.py:behind": "on CUDA it queues; gloo's has the group's deadline",
     "model/context.py:_all_to_all": "on CUDA it queues; gloo's has the group's deadline",
     "model/context.py:forward": "on CUDA it queues; gloo's has the group's deadline",
-    "distributed/follower.py:serve": "a follower waits for commands of the lead, which beats",
     "distributed/group.py:wait": "gloo has the group's deadline; NCCL's queues on CUDA",
-    "distributed/group.py:__init__": "gloo and NCCL have the group's deadline",
-    "distributed/group.py:_gather": "on CUDA it queues; gloo's has the group's deadline",
-    "distributed/sharding.py:_receive": "on CUDA it queues; gloo's has the group's deadline",
-    "distributed/sharding.py:step": "on CUDA it queues; gloo's has the group's deadline",
-    "distributed/sharding.py:_norm": "on CUDA it queues; gloo's has the group's deadline",
     # What tells of waits.
     "observability/watchdog.py:_see_off": "for the end of the main thread: it ends a process that hangs there",
     "observability/watchdog.py:watching": "for its own thread, which waits for nothing but its next look",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -17,9 +19,10 @@ from typing import Any
 
 import pytest
 
-from tandem.cli import why
+from tandem.cli import _why_ranks, why
+from tandem.distributed.channel import NEXT_COMMAND
 from tandem.observability import vitals, waits
-from tandem.processes import identity
+from tandem.processes import identity, is_stopped
 
 pytestmark = pytest.mark.slow
 
@@ -89,8 +92,8 @@ def test_a_party_is_a_word_of_its_own(run: Path) -> None:
 def test_states(run: Path) -> None:
     signs(run, at=100.0)
     assert why.read(run, now=101.0).headline.endswith("waits for nothing; it is at: sampling")
-    assert why.read(run, now=100.0 + why.STALE + 1).state == "stuck"
-    signs(run, at=100.0, loop=why.STALE + 1)
+    assert why.read(run, now=100.0 + _why_ranks.STALE + 1).state == "stuck"
+    signs(run, at=100.0, loop=_why_ranks.STALE + 1)
     story = why.read(run, now=100.0)
     assert (story.state, "event loop has stood still" in story.headline) == ("stuck", True)
     signs(run, at=100.0, started="another boot")
@@ -212,7 +215,7 @@ def process(run: Path, body: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_an_event_loop_that_stands_still_is_seen(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(why, "STALE", 0.5)
+    monkeypatch.setattr(_why_ranks, "STALE", 0.5)
     with process(run, "time.sleep(60)"):
         while (story := why.read(run, now=time.time())).state != "stuck":
             time.sleep(0.05)
@@ -223,7 +226,7 @@ def test_an_event_loop_that_stands_still_is_seen(run: Path, monkeypatch: pytest.
 
 
 def test_stacks_of_a_process_whose_interpreter_is_held(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(why, "STALE", 0.5)
+    monkeypatch.setattr(_why_ranks, "STALE", 0.5)
     monkeypatch.setattr(why, "ANSWER_SECONDS", 2.0)
     with process(run, "ctypes.PyDLL(None).usleep(60_000_000)"):  # PyDLL keeps the interpreter's lock
         while (story := why.read(run, now=time.time())).state != "stuck":
@@ -261,6 +264,73 @@ def test_a_killed_process_is_gone(run: Path) -> None:
         child.wait()
         story = why.read(run, now=time.time())
     assert (story.state, "gone without a word" in story.headline) == ("gone", True)
+
+
+def sign_of(run: Path, rank: int, *, at: float, doing: Any = (), waiting: Any = (), **changes: Any) -> None:
+    me = identity(os.getpid())
+    assert me is not None
+    signs = {"pid": me.pid, "started": me.started, "host": socket.gethostname(), "at": at, "loop": 0.1}
+    signs |= {"waits": list(waiting), "doing": list(doing), **changes}
+    vitals.file(run, rank).write_text(json.dumps(signs))
+
+
+def test_each_follower_tells_its_command_and_what_it_waits_for(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    now = time.time()
+    signs(run, at=now, waiting=[wait("trainer", "the other ranks", 40.0)])
+    sign_of(run, 1, at=now, waiting=[wait("rank 1", "rank 0", 3.0, reason=NEXT_COMMAND)])
+    busy = [["commands/micros", 40.0], ["seconds/forward_backward", 39.0]]
+    sign_of(run, 2, at=now, doing=busy, waiting=[wait("rank 2", "the other ranks", 38.0, reason="sums of gradients")])
+    sign_of(run, 10, at=now, doing=busy)
+    idle, waiting, computing = why.read(run, now=now).followers
+    assert (idle.rank, idle.command, idle.state) == (1, None, "alive")
+    assert idle.headline == "idle for 3.0 s: it waits for rank 0's next command"
+    assert (waiting.command, waiting.seconds) == ("micros", 40.0)
+    assert waiting.headline.endswith("it waits for the other ranks (sums of gradients), for 38 s")
+    assert (computing.rank, computing.headline) == (10, "in command 'micros' for 40 s; it waits for nothing")
+    assert why.why(run, stacks=False, as_json=True) == 0
+    assert [one["rank"] for one in json.loads(capsys.readouterr().out)["followers"]] == [1, 2, 10]
+
+
+def test_a_follower_that_is_gone_stopped_or_of_a_silent_host_is_said_to_be(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        os.kill(child.pid, signal.SIGSTOP)
+        there = identity(child.pid)
+        assert there is not None
+        while not is_stopped(*there):
+            time.sleep(0.01)
+        now = time.time()
+        signs(run, at=now)
+        sign_of(run, 1, at=now - 20, started="another boot")
+        sign_of(run, 2, at=now - 20, pid=there.pid, started=there.started, doing=[["commands/apply", 1.0]])
+        sign_of(run, 3, at=now - 20, host="elsewhere")
+        sign_of(run, 4, at=now, host="elsewhere", started="of its boot")
+        states = why.read(run, now=now).followers
+    finally:
+        child.kill()
+        child.wait()
+    assert [one.state for one in states] == ["gone", "stopped", "silent", "alive"]
+    assert all("the last sign of life was 20 s ago" in one.headline for one in states[:3])
+    assert states[1].headline.endswith("it was in command 'apply' for 21 s; it waits for nothing")
+    assert why.why(run, stacks=False, as_json=False) == 1
+    assert "on elsewhere" in capsys.readouterr().out
+
+
+def test_stacks_of_every_rank_and_files_of_an_earlier_start(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vitals, "PERIOD", 0.02)
+    sign_of(run, 3, at=0.0)
+    with vitals.shown(run):
+        assert vitals.followers(run) == [], "the lead takes away what an earlier start has left"
+        with vitals.shown(run, 2):
+            while not vitals.file(run).exists() or vitals.followers(run) != [2]:
+                time.sleep(0.01)
+            found = why._all_stacks(run, why.read(run, now=time.time()))
+    assert found.keys() == {0, 2}
+    assert all("-- thread MainThread" in (text or "") for text in found.values())
+    assert "MainThread" in vitals.stacks(run, 2).read_text()
+    assert vitals.followers(run) == []
 
 
 def test_the_verb(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.api.targets import recipe_of
+from tandem.cli import _why_ranks
+from tandem.cli._why_ranks import FollowerState, Liveness
 from tandem.observability import json_lines, vitals, waits
 from tandem.observability.board import duration
 from tandem.observability.loggers.base import phase
@@ -25,8 +28,6 @@ from tandem.observability.report.summary import failed
 from tandem.processes import alive_after
 from tandem.types import Json
 
-STALE = 10.0
-"""Seconds without a sign of life after which a process that runs is said to be stuck."""
 ANSWER_SECONDS = 4.0
 """Seconds in which a living interpreter writes the stacks it is asked for."""
 SETTLED = 0.3
@@ -91,7 +92,7 @@ class Story:
     """State of a run at a moment, from its folder alone."""
 
     state: str
-    """alive | stuck | failed | gone | ended."""
+    """alive | stuck | stopped | silent | failed | gone | ended."""
     headline: str
     """One sentence on it."""
     waits: tuple[Waits, ...] = ()
@@ -102,6 +103,8 @@ class Story:
     """What the process is doing, and seconds since it began."""
     last: tuple[tuple[str, float | None, str], ...] = ()
     """Each part's last word: its name, seconds ago if known, what it said."""
+    followers: tuple[FollowerState, ...] = ()
+    """The other ranks, where there are several."""
 
     @property
     def culprit(self) -> str | None:
@@ -110,11 +113,11 @@ class Story:
 
 
 def why(run: Path, *, stacks: bool, as_json: bool) -> int:
-    """Print which part waits for which; 0 unless the run failed, or its process is gone or stuck.
+    """Print which part waits for which; 0 unless the run failed, or a process of it is gone or stuck.
 
     Args:
         run: a run's folder.
-        stacks: also have the process write where its threads and tasks stand.
+        stacks: also have each of its ranks write where its threads and tasks stand.
         as_json: print JSON instead of tables.
 
     Raises:
@@ -122,18 +125,22 @@ def why(run: Path, *, stacks: bool, as_json: bool) -> int:
     """
     recipe_of(run)
     story = read(run, now=time.time())
-    traces = _stacks(run) if stacks and story.state in ("alive", "stuck") else None
+    traces = _all_stacks(run, story) if stacks else {}
     if as_json:
         plain: dict[str, Json] = {"state": story.state, "headline": story.headline, "culprit": story.culprit}
         plain |= {name: [_plain(one) for one in getattr(story, name)] for name in ("waits", "chain")}
-        plain |= {"doing": story.doing, "last": story.last, "stacks": traces}
+        plain |= {"doing": story.doing, "last": story.last, "stacks": traces.get(0)}
+        plain["followers"] = [dataclasses.asdict(one) | {"stacks": traces.get(one.rank)} for one in story.followers]
         typer.echo(json.dumps(plain, indent=2))
     else:
         console = Console()
         _print(console, story)
-        if stacks:
-            console.print(traces or "no stacks: it does not run", markup=False, highlight=False, soft_wrap=True)
-    return 0 if story.state in ("alive", "ended") else 1
+        for rank in (0, *(one.rank for one in story.followers)) if stacks else ():
+            name = f"rank {rank}: " if story.followers else ""
+            text = traces.get(rank) or "no stacks: it does not run"
+            console.print(f"{name}{text}", markup=False, highlight=False, soft_wrap=True)
+    healthy = story.state in ("alive", "ended") and all(one.state == "alive" for one in story.followers)
+    return 0 if healthy else 1
 
 
 def read(run: Path, *, now: float) -> Story:
@@ -143,6 +150,10 @@ def read(run: Path, *, now: float) -> Story:
         run: the folder.
         now: seconds since 1970.
     """
+    return dataclasses.replace(_of_lead(run, now), followers=_why_ranks.read(run, now))
+
+
+def _of_lead(run: Path, now: float) -> Story:
     signs = vitals.read(run)
     events = list(json_lines.read(run / "events.jsonl"))
     last = tuple(_last_words(run, events, now))
@@ -176,16 +187,11 @@ def read(run: Path, *, now: float) -> Story:
 def _judged(story: Story, run: Path, signs: Mapping[str, Json], age: float) -> Story:
     """The story with its state and headline."""
     who = f"{run}: process {signs['pid']}"
-    if not alive_after(signs["pid"], signs["started"]):
-        head = f"{who} is gone without a word, {duration(age)} ago at the latest (killed, or out of memory?)"
-        return dataclasses.replace(story, state="gone", headline=f"{head}; go on with: tandem train {run}")
-    if age > STALE:
-        head = f"{who} runs but has shown no sign for {duration(age)}: something in it holds the interpreter"
-        return dataclasses.replace(story, state="stuck", headline=f"{head}; see --stacks")
-    loop = signs.get("loop")
-    if loop is not None and loop > STALE:
-        head = f"{who} runs, but its event loop has stood still for {duration(loop)}: a call that does not return"
-        return dataclasses.replace(story, state="stuck", headline=f"{head}; see --stacks")
+    liveness = Liveness.of(signs, age)
+    if liveness.state != "alive":
+        then = "; see --stacks" if liveness.state == "stuck" else ""
+        then = f"; go on with: tandem train {run}" if liveness.state == "gone" else then
+        return dataclasses.replace(story, state=liveness.state, headline=f"{who} {liveness.text}{then}")
     if story.culprit is not None:
         longest = story.chain[-1]
         head = f"{who} is alive; all waits for {longest.on}, since {duration(longest.seconds)} ({longest.reason})"
@@ -267,15 +273,23 @@ def _ago(timestamp: str, now: float) -> float | None:
         return None
 
 
-def _stacks(run: Path) -> str | None:
+def _all_stacks(run: Path, story: Story) -> dict[int, str | None]:
+    """Stacks of every rank that may answer, all asked at once."""
+    states = {0: story.state} | {one.rank: one.state for one in story.followers}
+    ranks = [rank for rank, state in states.items() if state in ("alive", "stuck")]
+    with ThreadPoolExecutor(len(states)) as pool:
+        return dict(zip(ranks, pool.map(lambda rank: _stacks(run, rank), ranks), strict=True))
+
+
+def _stacks(run: Path, rank: int = 0) -> str | None:
     """Ask for stacks, by a signal where the interpreter does not answer; the text that came, or None."""
-    path = vitals.stacks(run)
+    path, request = vitals.stacks(run, rank), vitals.request(run, rank)
     begin = path.stat().st_size if path.exists() else 0
-    vitals.request(run).touch()
-    if not _until(lambda: not vitals.request(run).exists()):
-        vitals.request(run).unlink(missing_ok=True)
-        signs = vitals.read(run)
-        if signs is None or not alive_after(signs["pid"], signs["started"]):
+    request.touch()
+    if not _until(lambda: not request.exists()):
+        request.unlink(missing_ok=True)
+        signs = vitals.read(run, rank)
+        if signs is None or not _why_ranks.is_here(signs) or not alive_after(signs["pid"], signs["started"]):
             return None
         os.kill(signs["pid"], vitals.SIGNAL)
         _until(_whole(path, begin))
@@ -308,8 +322,8 @@ def _until(done: Callable[[], bool]) -> bool:
 
 
 def _print(console: Console, story: Story) -> None:
-    styles = {"alive": "green", "ended": "dim", "stuck": "red", "failed": "red", "gone": "red"}
-    console.print(Text.assemble((story.state, styles[story.state]), "  ", (story.headline, "bold")))
+    style = {"alive": "green", "ended": "dim"}.get(story.state, "red")
+    console.print(Text.assemble((story.state, style), "  ", (story.headline, "bold")))
     if len(story.chain) > 1:
         links = " \u2190 ".join([story.chain[0].owner, *(wait.on for wait in story.chain)])
         console.print(f"  {links}", markup=False, highlight=False)
@@ -323,6 +337,8 @@ def _print(console: Console, story: Story) -> None:
             table.add_row(Text(who), Text(wait.on), Text(wait.reason), duration(wait.seconds), left)
         console.print()
         console.print(table)
+    if story.followers:
+        _why_ranks.show(console, story.followers)
     if story.last:
         table = Table(box=None, pad_edge=False)
         for heading in ("part", "", "its last word"):

@@ -12,6 +12,10 @@ BEAT_SECONDS = 1.0
 """Between two signs of life."""
 SILENT_SECONDS = 15.0
 """Without any sign of life, after which the other end is given up."""
+NEXT_COMMAND = "its next command"
+"""What a follower that has nothing to do waits for."""
+COMMANDS = "commands/"
+"""Before the name of a command that a follower executes, among its open spans."""
 
 _SIZE_BYTES = 8
 _encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder().decode

@@ -8,10 +8,11 @@ import socket
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from tandem.distributed.channel import Channel
+from tandem.distributed.channel import COMMANDS, NEXT_COMMAND, Channel
 from tandem.distributed.crew import group_name
 from tandem.distributed.placement import Placement
 from tandem.errors import RankError, message_of
+from tandem.observability import trace, waits
 from tandem.transport.rendezvous import Rendezvous, own_address, visit
 
 Handler = Callable[[Any], Awaitable[Any]]
@@ -61,13 +62,15 @@ class Follower:
         reading = asyncio.create_task(self._read(commands), name="commands of the lead")
         try:
             while True:
-                command, body = await self._unless_lost(commands.get(), reading)
+                async with waits.waiting(f"rank {self.placement.rank}", NEXT_COMMAND, on="rank 0"):
+                    command, body = await self._unless_lost(commands.get(), reading)
                 if command == "end":
                     if body is not None:
                         raise RankError(f"rank {self.placement.rank} ends, for the lead has ended: {body}")
                     return
                 self._doing = command
-                await self._channel.send(["done", await self._unless_lost(handlers[command](body), reading)])
+                with trace.span(f"{COMMANDS}{command}"):
+                    await self._channel.send(["done", await self._unless_lost(handlers[command](body), reading)])
                 self._doing = "nothing"
         except RankError:
             raise

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tandem.observability import waits
 from tandem.transport.rendezvous import Rendezvous, open_group, own_address
 
 COALESCED_BYTES = 1 << 30
@@ -54,11 +55,12 @@ class DataGroup:
 
     def __init__(self, rendezvous: Rendezvous, rank: int, device: torch.device):
         self.rank, self.world, self.device = rank, rendezvous.world, device
+        self._seconds = rendezvous.seconds
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._through_host = rendezvous.backend == "gloo"
         self._group = open_group(rendezvous, rank, own_address(rendezvous))
-        self.all_reduce(torch.zeros(1, device=device)).wait()  # connects them
+        self.finish([self.all_reduce(torch.zeros(1, device=device))], "their connection")
 
     def reduce_scatter(self, own: Tensor, rows: Tensor) -> Any:
         """Begin to sum ``rows`` [world, width] over all ranks; ``own`` [width] becomes this rank's row of the sum."""
@@ -94,8 +96,18 @@ class DataGroup:
         finally:
             if coalesces:
                 works = [self._group._end_coalescing()]
-        for work in works:
-            work.wait()
+        self.finish(works, "their parts of the weights")
+
+    def finish(self, works: Sequence[Any], reason: str) -> None:
+        """Have what comes next wait for collectives: gloo's here, and NCCL's on the device alone.
+
+        Args:
+            works: in the order in which they were begun.
+            reason: what they bring, as ``tandem why`` tells it.
+        """
+        with waits.blocking(f"rank {self.rank}", reason, on="the other ranks", deadline=self._seconds):
+            for work in works:
+                work.wait()
 
     def _gathering(self, whole: Tensor) -> Any:
         to, own = self._staged(whole, copied=False), whole.chunk(self.world)[self.rank]

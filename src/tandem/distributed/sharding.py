@@ -197,8 +197,7 @@ class ShardedStepper:
         """Add up sums that have come, until so many buckets are on the wire."""
         while len(self._flying) > leave:
             flight = self._flying.popleft()
-            for work in flight.works:
-                work.wait()
+            self._group.finish(flight.works, "sums of gradients")
             at = 0
             for run in flight.bucket.runs:
                 cut, part = self._cuts[run.cut], flight.own[at : (at := at + run.stop - run.start)]
@@ -223,7 +222,7 @@ class ShardedStepper:
         self._point()
         device = self._group.device
         started = torch.tensor(self._started, dtype=torch.uint8, device=device)
-        self._group.all_reduce(started, largest=True).wait()
+        self._group.finish([self._group.all_reduce(started, largest=True)], "which gradients there are")
         for cut, is_started in zip(self._cuts, started.tolist(), strict=True):
             if not is_started:
                 for part in _parts(cut):
@@ -242,7 +241,7 @@ class ShardedStepper:
         home = next(iter(gradients.values())).device if gradients else self._group.device
         square = global_norm(mine).square() if mine else torch.zeros((), dtype=torch.float64)
         square = square.to(self._group.device)
-        self._group.all_reduce(square).wait()
+        self._group.finish([self._group.all_reduce(square)], "the gradient's norm")
         square = square.to(home)
         return (square + global_norm(same).square() if same else square).sqrt()
 

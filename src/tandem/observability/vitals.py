@@ -1,6 +1,7 @@
 """Heartbeat: a file in the run's folder, rewritten every second with all open waits, and stacks on a signal.
 
-Written by a thread of its own, so that an event loop that stands still is seen from outside. ``tandem why`` reads it.
+Each rank of a run has its own. Written by a thread, so that an event loop that stands still is seen from outside.
+``tandem why`` reads it.
 A process that does not even run its threads (a library holds the interpreter) is told by the age of the file; its
 stacks are then had by a signal, which needs no interpreter.
 """
@@ -13,6 +14,7 @@ import faulthandler
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -34,25 +36,35 @@ FRAMES = 12
 """Innermost frames of a task that are written."""
 
 
-def file(folder: Path) -> Path:
-    """Path of the heartbeat file."""
-    return folder / "vitals.json"
+def file(folder: Path, rank: int = 0) -> Path:
+    """Path of the heartbeat file of a rank."""
+    return folder / f"vitals{_of(rank)}.json"
 
 
-def stacks(folder: Path) -> Path:
-    """Path of the file of stacks."""
-    return folder / "logs" / "stacks.txt"
+def stacks(folder: Path, rank: int = 0) -> Path:
+    """Path of the file of a rank's stacks."""
+    return folder / "logs" / f"stacks{_of(rank)}.txt"
 
 
-def request(folder: Path) -> Path:
-    """A file that asks for stacks; it is taken away when they are there."""
-    return folder / "stacks.request"
+def request(folder: Path, rank: int = 0) -> Path:
+    """A file that asks a rank for stacks; it is taken away when they are there."""
+    return folder / f"stacks{_of(rank)}.request"
 
 
-def read(folder: Path) -> dict[str, Json] | None:
-    """The last sign of life; None if there is none."""
+def _of(rank: int) -> str:
+    return f"-rank-{rank}" if rank else ""
+
+
+def followers(folder: Path) -> list[int]:
+    """Ranks, beside the lead, of which there is a sign of life."""
+    numbers = (path.stem.removeprefix("vitals-rank-") for path in folder.glob("vitals-rank-*.json"))
+    return sorted(int(number) for number in numbers if number.isdigit())
+
+
+def read(folder: Path, rank: int = 0) -> dict[str, Json] | None:
+    """The last sign of life of a rank; None if there is none."""
     try:
-        signs = json.loads(file(folder).read_text(encoding="utf-8"))
+        signs = json.loads(file(folder, rank).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return signs if isinstance(signs, dict) else None
@@ -67,21 +79,24 @@ def process(folder: Path) -> Literal["", "alive", "gone"]:
 
 
 @contextmanager
-def shown(folder: Path) -> Iterator[None]:
+def shown(folder: Path, rank: int = 0) -> Iterator[None]:
     """Write signs of life while the block lasts. Within an event loop its tasks are part of the stacks.
 
     Args:
         folder: the run's; it has a logs folder.
+        rank: of this process. The lead takes away what ranks of an earlier start have left.
     """
     try:
         loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
     except RuntimeError:
         loop = None
-    request(folder).unlink(missing_ok=True)
+    request(folder, rank).unlink(missing_ok=True)
+    for earlier in followers(folder) if rank == 0 else ():
+        file(folder, earlier).unlink(missing_ok=True)
     over = threading.Event()
-    with _lagging(loop) as beat, stacks(folder).open("a", encoding="utf-8") as out:
+    with _lagging(loop) as beat, stacks(folder, rank).open("a", encoding="utf-8") as out:
         faulthandler.register(SIGNAL, out, all_threads=True)
-        thread = threading.Thread(target=_write, args=(folder, beat, loop, out, over), name="vitals", daemon=True)
+        thread = threading.Thread(target=_write, args=(folder, rank, beat, loop, out, over), name="vitals", daemon=True)
         thread.start()
         try:
             yield
@@ -89,7 +104,7 @@ def shown(folder: Path) -> Iterator[None]:
             over.set()
             thread.join()
             faulthandler.unregister(SIGNAL)
-            file(folder).unlink(missing_ok=True)
+            file(folder, rank).unlink(missing_ok=True)
 
 
 @contextmanager
@@ -115,6 +130,7 @@ def _lagging(loop: asyncio.AbstractEventLoop | None) -> Iterator[list[float]]:
 
 def _write(
     folder: Path,
+    rank: int,
     beat: list[float],
     loop: asyncio.AbstractEventLoop | None,
     out: TextIO,
@@ -125,12 +141,12 @@ def _write(
     assert me is not None
     while True:
         with contextlib.suppress(OSError):  # a full disk ends no run; the age of the file tells
-            aside = file(folder).with_suffix(".tmp")
+            aside = file(folder, rank).with_suffix(".tmp")
             aside.write_text(json.dumps(_signs(me, None if loop is None else beat[0])), encoding="utf-8")
-            aside.replace(file(folder))
-            if request(folder).exists():
+            aside.replace(file(folder, rank))
+            if request(folder, rank).exists():
                 write_stacks(out, loop)
-                request(folder).unlink(missing_ok=True)
+                request(folder, rank).unlink(missing_ok=True)
         if over.wait(PERIOD):
             return
 
@@ -140,6 +156,7 @@ def _signs(me: Identity, beat: float | None) -> dict[str, Json]:
     return {
         "pid": me.pid,
         "started": me.started,
+        "host": socket.gethostname(),
         "at": time.time(),
         "loop": None if beat is None else round(time.monotonic() - beat, 3),
         "waits": [

@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from tandem.distributed.sharding import ShardedStepper
 from tandem.engines.base import EngineRequirements
 from tandem.errors import RankError
 from tandem.model.policy import Policy
+from tandem.observability import vitals
 from tandem.trainable.base import Trainable
 from tandem.trainer import digests, memory_plan
 from tandem.trainer.checkpoint import load_states, write_states
@@ -50,9 +51,10 @@ async def follow(config: RunConfig, placement: Placement) -> Path:
     """
     follower = await Follower.join(placement, config.distributed.timeout_seconds)
     async with AsyncExitStack() as stack:
-        rank = _Rank(stack, placement, follower)
         try:
-            await follower.serve(rank.handlers)
+            with ExitStack() as signs:  # which end before the parts do: those may have to be left behind
+                rank = _Rank(stack, signs, placement, follower)
+                await follower.serve(rank.handlers)
         except RankError:
             # What the compute thread is in may never return; the interpreter would wait for it.
             timer = threading.Timer(GRACE_SECONDS, os._exit, (RankError.exit_code,))
@@ -65,8 +67,8 @@ async def follow(config: RunConfig, placement: Placement) -> Path:
 class _Rank:
     """The parts of a follower, as the lead's commands make them."""
 
-    def __init__(self, stack: AsyncExitStack, placement: Placement, follower: Follower):
-        self._stack, self._placement, self._follower = stack, placement, follower
+    def __init__(self, stack: AsyncExitStack, signs: ExitStack, placement: Placement, follower: Follower):
+        self._stack, self._signs, self._placement, self._follower = stack, signs, placement, follower
         self.folder = Path()
         self._config: RunConfig
         self._policy: Policy
@@ -90,6 +92,7 @@ class _Rank:
     async def _begin(self, body: Any) -> None:
         """Load the policy of the lead's recipe, as the lead does at the same time."""
         self.folder = Path(body["folder"])
+        self._signs.enter_context(vitals.shown(self.folder, self._placement.rank))
         tree = parse(body["recipe"], "the lead's recipe", Problems())
         assert isinstance(tree, Branch)
         self._config = config = from_options(plain(tree), (), Path("the lead's recipe")).config
