@@ -160,7 +160,7 @@ class _Rank:
         trained, stepper = await policy.compute(self._parts.bind, config, policy)
         self._stepper = stepper
         work = work_of(config, trained, stepper, self._held, stepper.flush)
-        work.context = self._parts.context
+        work.context, work.clock = self._parts.context, self._parts.clock
         self.handlers |= handlers(work)
 
     async def _restore(self, body: Any) -> None:

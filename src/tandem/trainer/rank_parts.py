@@ -15,6 +15,7 @@ import torch
 
 from tandem.config.loading import RunConfig
 from tandem.config.sections import Distributed
+from tandem.distributed.compute_clock import ComputeClock
 from tandem.distributed.crew import Ranks, lead
 from tandem.distributed.group import DataGroup
 from tandem.distributed.placement import Placement
@@ -159,6 +160,8 @@ class RankParts:
     """Where its ranks met."""
     context: Any = None
     """The group of ranks that share this one's micro-batches; None: it shares none."""
+    clock: ComputeClock | None = None
+    """Of what it computes; None where ranks need one another for each layer, and none is slower by itself."""
 
     @classmethod
     def connect(cls, rendezvous: Rendezvous, rank: int, device: torch.device, distributed: Distributed) -> RankParts:
@@ -175,7 +178,9 @@ class RankParts:
         if context_parallel > 1:
             some = replace(data, world=context_parallel, name=f"{rendezvous.name}-context-{rank // context_parallel}")
             context = open_group(some, rank % context_parallel, own_address(some))
-        return cls(group=DataGroup(data, rank, device), rendezvous=data, context=context)
+        group = DataGroup(data, rank, device)
+        clock = group.clock if context is None and distributed.shard == "states" else None
+        return cls(group=group, rendezvous=data, context=context, clock=clock)
 
     def bind(self, config: RunConfig, policy: Policy) -> tuple[Policy, ShardedStepper | WeightShardStepper]:
         """What this rank trains, and the optimizer of its parts.

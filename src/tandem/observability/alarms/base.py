@@ -11,7 +11,7 @@ from tandem.observability.alarms.history import MetricsHistory
 
 Name = Literal[
     "reward_hacking", "length", "entropy", "zero_variance", "kl_behavior", "ess", "grad_norm", "loss", "environments",
-    "grading",
+    "grading", "stragglers",
 ]  # fmt: skip
 """Every alarm, as recipes, events and metrics call it."""
 

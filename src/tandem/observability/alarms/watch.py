@@ -16,12 +16,13 @@ from tandem.observability.alarms.kl_behavior import KlBehaviorAlarm
 from tandem.observability.alarms.length import LengthAlarm
 from tandem.observability.alarms.loss import LossAlarm
 from tandem.observability.alarms.reward_hacking import RewardHackingAlarm
+from tandem.observability.alarms.stragglers import StragglersAlarm
 from tandem.observability.alarms.zero_variance import ZeroVarianceAlarm
 from tandem.types import Json
 
 ALARMS: tuple[Alarm, ...] = (
     LossAlarm(), RewardHackingAlarm(), LengthAlarm(), EntropyAlarm(), ZeroVarianceAlarm(), KlBehaviorAlarm(),
-    EssAlarm(), GradNormAlarm(), EnvironmentsAlarm(), GradingAlarm(),
+    EssAlarm(), GradNormAlarm(), EnvironmentsAlarm(), GradingAlarm(), StragglersAlarm(),
 )  # fmt: skip
 """All of them, in the order in which they are told."""
 CLEAR = 10
