@@ -12,9 +12,9 @@ from served import Worker, served, trained
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tandem.distributed.sharded_weights import EngineSlice, ShardedWeights
-from tandem.distributed.slices import Slice
-from tandem.distributed.weight_shards import ShardedPolicy, WeightShardStepper
+from tandem.distributed.sharded_weights import ShardedWeights
+from tandem.distributed.slices import EngineSlice, Slice
+from tandem.distributed.weight_shards import ShardedPolicy, WeightShardStepper, WholeWeights
 from tandem.engines.vllm.worker.parameter_map import places
 from tandem.model import attention
 from tandem.model.logprobs import token_logprobs
@@ -144,7 +144,7 @@ def stepping(rank: int, name: str, dtype: str) -> dict[str, Any]:
     policy = Policy(model, None, name=name, compute=None)  # type: ignore[arg-type]
     whole = {of: p.detach() for of, p in copy.deepcopy(model).named_parameters()} if rank == 0 else {}
     sharded = ShardedPolicy(policy, ShardedWeights(model, mesh_of((dist.get_world_size(),))))
-    mine = WeightShardStepper(optimizer, sharded, whole)
+    mine = WeightShardStepper(optimizer, sharded, WholeWeights(sharded.weights, whole).refresh)
     for parameter in sharded.model.parameters():
         parameter.register_post_accumulate_grad_hook(mine.accumulate)
     norms = []
@@ -167,7 +167,7 @@ def stepping(rank: int, name: str, dtype: str) -> dict[str, Any]:
     )
     shared = [states if rank == 0 else None]
     dist.broadcast_object_list(shared, src=0)
-    fresh = WeightShardStepper(optimizer, sharded, {})
+    fresh = WeightShardStepper(optimizer, sharded)
     with torch.no_grad():
         for local in fresh._local.values():
             if dtype != "float32":  # masters are states; float32 weights are loaded as weights

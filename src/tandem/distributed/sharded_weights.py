@@ -11,7 +11,6 @@ Everything here but ``local_parameters`` is collective: all ranks call it, in th
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -22,23 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
-from tandem.distributed.slices import Slice, shard_dimension, shard_slice
+from tandem.distributed.slices import EngineSlice, Slice, shard_dimension, shard_slice
 from tandem.errors import ConfigError
 from tandem.model.layers import decoder_layers
 from tandem.transport import checksums
 
 BACKBONE = "tandem_backbone"
 """Method of the sharded causal model that computes hidden states: the head's weight is gathered with it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSlice:
-    """Memory of an engine's worker, and which part of a Hugging Face tensor it holds."""
-
-    part: Slice
-    """Of the whole tensor."""
-    tensor: Tensor
-    """View into the worker's parameter, of the part's shape."""
 
 
 class ShardedWeights:
@@ -68,8 +57,8 @@ class ShardedWeights:
         self.mesh = mesh
         self.dtype: torch.dtype = next(model.parameters()).dtype
         """In which the model computes and is published."""
-        self.device: torch.device = next(model.parameters()).device
-        """Of this rank."""
+        self.device = _device_of(mesh)
+        """Of this rank; a model that is elsewhere, on the host for example, comes here layer by layer as it is cut."""
         shard_mesh = mesh if mesh.ndim == 1 else mesh[_names(mesh)[-1]]
         self.group = shard_mesh.get_group()
         """Ranks that hold the whole model together."""
@@ -245,6 +234,11 @@ def _local(parameter: Tensor) -> Tensor:
     assert isinstance(parameter, DTensor)
     local: Tensor = parameter.to_local()
     return local.detach()
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    """This process's device in a mesh, as FSDP chooses it: of several the current one."""
+    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
 
 
 def _names(mesh: DeviceMesh) -> tuple[str, ...]:

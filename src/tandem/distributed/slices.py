@@ -70,6 +70,16 @@ class Slice:
         return cls(rows=range(first[0], first[0] + shape[0]), columns=range(first[1], first[1] + num_columns))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSlice:
+    """Memory of an engine's worker, and which part of a Hugging Face tensor it holds."""
+
+    part: Slice
+    """Of the whole tensor."""
+    tensor: Tensor
+    """View into the worker's parameter, of the part's shape."""
+
+
 def shard_dimension(name: str, shape: Sequence[int], ranks: int) -> int:
     """Dimension along which a tensor is cut among the ranks: 1 for o_proj and down_proj, else 0.
 

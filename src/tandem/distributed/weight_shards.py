@@ -5,7 +5,7 @@ Where an engine samples from whole weights in the lead's process, the update end
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -32,9 +32,42 @@ class ShardedPolicy(Policy):
         )
         self.weights = weights
 
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.weights.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which it computes, and publishes; the shards may be wider."""
+        return self.weights.dtype
+
     def hidden(self, tokens_BT: Tensor, positions_BT: Tensor, plan: Plan) -> Tensor:
         """Last hidden states, (B, T, hidden size)."""
         return self.weights.hidden(tokens_BT, positions_BT, plan)
+
+
+class WholeWeights:
+    """The lead's whole parameters, which are copies of all ranks' shards after each update.
+
+    Args:
+        weights: sharded.
+        whole: the lead's parameters by name, wherever they lie by then; none on other ranks.
+    """
+
+    def __init__(self, weights: ShardedWeights, whole: Mapping[str, Tensor]):
+        self._weights, self._whole = weights, whole
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Gather what is trained, tensor by tensor; all ranks call this together."""
+        for name, tensor in self._weights.whole([name for name, _ in self._weights.local_parameters]):
+            if name in self._whole:
+                self._whole[name].copy_(tensor)
+
+
+def _nothing() -> None:
+    """What follows an update where masters are published from where they are."""
 
 
 class WeightShardStepper:
@@ -43,12 +76,11 @@ class WeightShardStepper:
     Args:
         optimizer: computes each element by itself.
         policy: whose weights are sharded.
-        whole: the lead's whole parameters by name, which are copies of the shards after each update, wherever they lie
-            by then; none on other ranks.
+        updated: called after each update, on all ranks.
     """
 
-    def __init__(self, optimizer: UpdatesParts, policy: ShardedPolicy, whole: Mapping[str, Tensor]):
-        self._policy, self._weights, self._whole = policy, policy.weights, whole
+    def __init__(self, optimizer: UpdatesParts, policy: ShardedPolicy, updated: Callable[[], None] = _nothing):
+        self._policy, self._weights, self._updated = policy, policy.weights, updated
         self._local = dict(self._weights.local_parameters)
         self._name_of = {p: name for name, p in self._weights.model.named_parameters() if name in self._local}
         self._inner = optimizer.bind_parts([ParameterPart(name=name, parameter=p) for name, p in self._local.items()])
@@ -74,16 +106,14 @@ class WeightShardStepper:
 
     @torch.no_grad()
     def step(self, lr: float, max_grad_norm: float) -> Tensor:
-        """Clip, update the own shards, and bring the lead's whole weights up to date; the norm over all ranks."""
+        """Clip and update the own shards; the norm over all ranks."""
         self._weights.reshard()
         gradients = [gradient for gradient in self._inner.gradients().values() if gradient.numel()]
         zero = torch.zeros((), dtype=torch.float64, device=self._weights.device)
         norm = self._weights.global_norm(global_norm(gradients) if gradients else zero)
         self._inner.update_by(norm, lr, max_grad_norm)
         self.zero_grad()
-        for name, tensor in self._weights.whole(self._local):
-            if name in self._whole:
-                self._whole[name].copy_(tensor)
+        self._updated()
         return norm
 
     def zero_grad(self) -> None:

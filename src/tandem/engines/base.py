@@ -255,6 +255,18 @@ class ExportsToRanks(Protocol):
 
 
 @runtime_checkable
+class ExportsSlices(Protocol):
+    """An engine whose tensor-parallel workers each share their slices of the weights with one of the trainer's ranks.
+
+    The ranks' weights are cut as the workers' are (``distributed.shard: weights``).
+    """
+
+    async def exports_of_workers(self) -> Sequence[Any]:
+        """Worker by worker, where its slices are, as plain data: ``parameters`` and ``places`` of ``attach_parts``."""
+        ...
+
+
+@runtime_checkable
 class TakesAdapter(Protocol):
     """An engine that takes a LoRA adapter in memory."""
 

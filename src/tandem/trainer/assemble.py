@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tandem.algorithms.references.base import ReferenceWeights
 from tandem.config import loading as recipes
 from tandem.config.loading import RunConfig, only_by_advantage
 from tandem.distributed.placement import Placement
+from tandem.distributed.shared_slices import SharedSlices
 from tandem.engines.base import Engine, EngineRequirements, ReportsChecksums
 from tandem.envs.base import Split
 from tandem.model.penalties import Penalties
@@ -43,8 +45,10 @@ from tandem.trainer.live import live_policy, model_of, rank_device, work_of
 from tandem.trainer.live import objective as objective
 from tandem.trainer.pack import Packer
 from tandem.trainer.pairs import check_pairs as check_pairs
+from tandem.trainer.pairs import has_slices
 from tandem.trainer.rank_crew import RankCrew
 from tandem.trainer.rank_parts import RankParts, Together
+from tandem.trainer.rank_slices import RankSlices, Skeleton, SliceCrew
 from tandem.trainer.record import records
 from tandem.trainer.run_folder import RunLock
 from tandem.trainer.state import TrainerState
@@ -167,7 +171,8 @@ async def _published(config: RunConfig, policy: Policy, *, fresh: bool) -> Async
         async with config.engine.open(policy, context=context) as engine:
             yield engine
         return
-    check_pairs(config)
+    # What is evaluated is in one process, however many trained it.
+    check_pairs(replace(config, ranks=1))
     with tempfile.TemporaryDirectory(prefix="tandem-eval-") as folder:
         config.engine.check(trainable=config.trainable, folder=Path(folder))
         requirements = engine_requirements(config, Path(folder))
@@ -207,12 +212,13 @@ async def _assemble(
     with progress.under_way("starting the engine"):
         engines = rank_parts.engines_of(config, together)
         engine = await stack.enter_async_context(engines.open(policy, context=context, requirements=requirements))
-    session = _session(config, policy, engine, folder, requirements, together)
+    policy, crew = await _cut(config, policy, together, parts)
+    session = _session(config, policy, engine, folder, requirements, together, crew)
     await stack.enter_async_context(session)
     # First: the weights may move into the engine's memory, and the optimizer writes where they are.
     await session.bind(fresh=_started_on_ours(config, engine, state.step))
     step = await _step(config, policy, held, together, parts)
-    checkpoints = _checkpoints(config, lock, policy, step.work, telemetry, together)
+    checkpoints = _checkpoints(config, lock, policy, step.work, telemetry, together, crew)
     await checkpoints.restore(state)
     await rank_parts.load_states(together, folder, state.step)
     template = _template(config, policy)
@@ -252,9 +258,10 @@ def _session(
     folder: Path,
     requirements: EngineRequirements,
     together: Together | None,
+    crew: SliceCrew | None,
 ) -> WeightSyncSession:
     return WeightSyncSession(
-        sync=config.sync,
+        sync=config.sync if crew is None else SharedSlices.of(config.sync, crew),
         policy=policy,
         engine=engine,
         trainable=config.trainable,
@@ -277,6 +284,17 @@ async def _loaded(
     parts = await together.do("connect", None, connecting)
     ranks.on_failure.append(parts.group.abort)
     return policy, parts
+
+
+async def _cut(
+    config: RunConfig, policy: Policy, together: Together | None, parts: RankParts | None
+) -> tuple[Policy, SliceCrew | None]:
+    """Where each rank writes the slices of an engine's worker: the policy cut so, and the ranks; else as it is."""
+    if together is None or parts is None or not has_slices(config):
+        return policy, None
+    skeleton = await policy.compute(Skeleton, policy.model)
+    cut = await together.do("cut", None, policy.compute(parts.cut, policy))
+    return cut, SliceCrew(RankSlices(cut), skeleton, together.ranks)
 
 
 async def _step(
@@ -309,6 +327,7 @@ def _checkpoints(
     work: LocalWork,
     telemetry: Telemetry,
     together: Together | None,
+    crew: SliceCrew | None,
 ) -> Checkpoints:
     return Checkpoints(
         folder=lock.folder / "checkpoints",
@@ -322,6 +341,7 @@ def _checkpoints(
         held=work.held,
         still=lock.check,
         on_saved=lambda step, path: telemetry.event("checkpoint_saved", step=step, path=str(path)),
+        whole=None if crew is None else crew.whole,
         others=None if together is None else together.saved,
     )
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import nn
 
 from tandem import machine
 from tandem.algorithms.references.base import ReferenceWeights
@@ -70,6 +71,8 @@ class Checkpoints:
     """Raises TandemError if the run's folder is not there any more."""
     on_saved: Callable[[int, Path], None]
     """Told of each finished checkpoint."""
+    whole: Callable[[], Awaitable[nn.Module]] | None = None
+    """Where ranks have a part of the weights each: has all of them in one model here, in host memory."""
     others: Callable[[Path, Coroutine[Any, Any, None]], Awaitable[Mapping[str, str]]] | None = None
     """Where several ranks have shares of the optimizer's states: has the others write theirs into a checkpoint's folder
     while this one writes; digests of their files."""
@@ -116,14 +119,15 @@ class Checkpoints:
         aside, compute = _aside(final), self.policy.compute
         await compute(_make_anew, aside)
         digests: Mapping[str, str] = {}
+        model = self.policy.model if self.whole is None else await self.whole()
         if self.others is None or self.contents != "all":
-            await compute(self._write, state, aside)
+            await compute(self._write, state, aside, model)
         else:
-            digests = await self.others(aside, self._mine(state, aside))
+            digests = await self.others(aside, self._mine(state, aside, model))
         await compute(_seal, aside, final, digests)
 
-    async def _mine(self, state: TrainerState, aside: Path) -> None:
-        await self.policy.compute(self._write, state, aside)
+    async def _mine(self, state: TrainerState, aside: Path, model: nn.Module) -> None:
+        await self.policy.compute(self._write, state, aside, model)
 
     @contextmanager
     def _whole_or_none(self, step: int, aside: Path) -> Iterator[None]:
@@ -144,9 +148,9 @@ class Checkpoints:
         finally:
             machine.trim()  # what is written was copied to the host first
 
-    def _write(self, state: TrainerState, aside: Path) -> None:
-        """Write this rank's files."""
-        self.trainable.save(self.policy.model, self.policy.tokenizer, aside / self.trainable.folder_name)
+    def _write(self, state: TrainerState, aside: Path, model: nn.Module) -> None:
+        """Write this rank's files, the weights as ``model`` has them."""
+        self.trainable.save(model, self.policy.tokenizer, aside / self.trainable.folder_name)
         if self.contents != "all":
             return
         write_states(aside, self.stepper, 0)

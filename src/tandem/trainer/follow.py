@@ -30,7 +30,8 @@ from tandem.trainer import digests, memory_plan
 from tandem.trainer.checkpoint import load_states, write_states
 from tandem.trainer.live import changing, live_policy, rank_device, work_of
 from tandem.trainer.rank_crew import handlers
-from tandem.trainer.rank_parts import RankParts
+from tandem.trainer.rank_parts import RankParts, device_name
+from tandem.trainer.rank_slices import RankSlices, slice_handlers
 from tandem.transport.rendezvous import own_address
 from tandem.weight_sync.base import Trained
 from tandem.weight_sync.shared import attach_export
@@ -84,6 +85,7 @@ class _Rank:
             "engine": self._engine,
             "attach": self._attach,
             "adapt": self._adapt,
+            "cut": self._cut,
             "bind": self._bind,
             "restore": self._restore,
             "save": self._save,
@@ -133,7 +135,7 @@ class _Rank:
         weights = None if body["weights"] is None else Path(body["weights"])
         plain = {**body, "targets": tuple(body["targets"]), "weights": weights}
         if torch.cuda.is_available():
-            engine = replace(engine, devices=(str(rank_device(place.local_rank).index),))
+            engine = replace(engine, devices=(device_name(place.local_rank),))
         return engine.beside_rank(
             place.rank,
             ranks=place.world_size,
@@ -154,6 +156,11 @@ class _Rank:
         if self._adapter is None:
             self._adapter = AdapterOfRank(self._config.trainable, self._policy)
         await self._policy.compute(self._adapter.write, body)
+
+    async def _cut(self, body: Any) -> None:
+        """Keep this rank's slices of the weights alone."""
+        self._policy = policy = await self._policy.compute(self._parts.cut, self._policy)
+        self.handlers |= slice_handlers(RankSlices(policy))
 
     async def _bind(self, body: Any) -> None:
         policy, config = self._policy, self._config

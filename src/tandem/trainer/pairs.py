@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from tandem.config.loading import RunConfig
+from tandem.engines.base import ExportsWeights, ReportsChecksums
 from tandem.errors import UnsupportedPair
+from tandem.weight_sync.base import WeightSync
 
 
 def check_pairs(config: RunConfig) -> None:
@@ -28,8 +30,23 @@ def check_pairs(config: RunConfig) -> None:
             "sampling.regex: the sampler's logprobs are of the tokens that the grammar allows, the policy's of all; "
             "set old_logprobs to recomputed"
         )
-    config.sync.check(trainable=config.trainable, engine=config.engine)
+    _sync(config).check(trainable=config.trainable, engine=config.engine)
     _check_lag(config)
+
+
+def has_slices(config: RunConfig) -> bool:
+    """Whether ranks whose weights are cut write the slices of an engine in processes of its own."""
+    apart = ReportsChecksums in config.engine.capabilities and config.sync.capability is ExportsWeights
+    return apart and config.distributed.shard == "weights" and config.ranks != 1
+
+
+def _sync(config: RunConfig) -> WeightSync:
+    """The way that the recipe's weights reach its engine."""
+    if not has_slices(config):
+        return config.sync
+    from tandem.distributed.shared_slices import SharedSlices  # which needs torch
+
+    return SharedSlices.of(config.sync)
 
 
 def _check_lag(config: RunConfig) -> None:

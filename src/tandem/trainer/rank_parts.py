@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import sys
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
@@ -18,7 +19,7 @@ from tandem.config.sections import Distributed
 from tandem.distributed.compute_clock import ComputeClock
 from tandem.distributed.crew import Ranks, lead
 from tandem.distributed.group import DataGroup
-from tandem.distributed.placement import Placement
+from tandem.distributed.placement import Placement, visible_accelerators
 from tandem.distributed.sharding import ShardedStepper
 from tandem.engines.base import (
     EngineRequirements,
@@ -33,10 +34,13 @@ from tandem.model.penalties import Penalties
 from tandem.model.policy import Policy
 from tandem.optimizers.base import UpdatesParts
 from tandem.trainer.live import rank_device
+from tandem.trainer.pairs import has_slices
 from tandem.transport.rendezvous import Rendezvous, open_group, own_address, visit
 
 if TYPE_CHECKING:
-    from tandem.distributed.weight_shards import WeightShardStepper
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from tandem.distributed.weight_shards import ShardedPolicy, WeightShardStepper
 
 T = TypeVar("T")
 
@@ -51,6 +55,8 @@ def check_ranks(config: RunConfig, world: int, placement: Placement | None = Non
     if world == 1:
         return
     _refuse(world, _refused_engines(config, placement))
+    if has_slices(config):
+        _refuse(world, _refused_slices(config, world, placement))
     local = world if placement is None else placement.local_world_size
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else local
     if gpus < local and not config.distributed.share_gpus:
@@ -124,10 +130,21 @@ def _refused_engines(config: RunConfig, placement: Placement | None) -> dict[str
         ),
         "engine.require_api_key: false on several hosts, where whoever reaches an engine could overwrite its weights; "
         "leave it out": _on_several_hosts(placement) and not engine.require_api_key and not engine.api_key_variable,
-        "distributed.shard: weights or distributed.context_parallel with an engine in a process of its own, which is "
-        "not built yet; choose engine: embedded": (
-            config.distributed.shard == "weights" or config.distributed.context_parallel > 1
-        ),
+        "distributed.context_parallel with an engine in a process of its own, which is not built yet; choose engine: "
+        "embedded": config.distributed.context_parallel > 1,
+    }
+
+
+def _refused_slices(config: RunConfig, world: int, placement: Placement | None) -> dict[str, bool]:
+    """What cannot be where each rank writes the slices of one engine's worker."""
+    workers = getattr(config.engine, "tensor_parallel_size", 1)
+    return {
+        f"distributed.shard: weights and engine.tensor_parallel_size: {workers}: each rank writes the slices of one of "
+        f"the engine's workers; set engine.tensor_parallel_size to {world}, or choose shard: states": workers != world,
+        "distributed.shard: weights and an engine in processes of its own on several hosts, which is not built yet; "
+        "start all ranks on one host, or choose shard: states": _on_several_hosts(placement),
+        "distributed.shard: weights and distributed.share_gpus: a worker of an engine needs a GPU of its own; choose "
+        "shard: states": config.distributed.share_gpus,
     }
 
 
@@ -145,9 +162,18 @@ def engines_of(config: RunConfig, together: Together | None) -> EngineSpec:
     engine: Any = config.engine
     if (world := world_of(together)) == 1 or ReportsChecksums not in engine.capabilities:
         return config.engine
-    devices = tuple(str(rank_device(rank).index) for rank in range(world)) if torch.cuda.is_available() else ()
+    devices = tuple(device_name(rank) for rank in range(world)) if torch.cuda.is_available() else ()
     spec: EngineSpec = replace(engine, replicas=world, devices=devices)
+    if has_slices(config):  # one engine, whose workers are on the ranks' devices
+        spec = replace(engine, replicas=1, devices=(",".join(devices),) if devices else ())
     return spec
+
+
+def device_name(local_rank: int) -> str:
+    """A rank's GPU as CUDA_VISIBLE_DEVICES names it to a process that is started here."""
+    index = rank_device(local_rank).index
+    visible = visible_accelerators(os.environ)
+    return visible[index] if index < len(visible) else str(index)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -182,16 +208,22 @@ class RankParts:
         clock = group.clock if context is None and distributed.shard == "states" else None
         return cls(group=group, rendezvous=data, context=context, clock=clock)
 
+    def cut(self, policy: Policy) -> ShardedPolicy:
+        """The policy cut in place, for an engine whose workers hold slices; all ranks call this together."""
+        from tandem.distributed.sharded_weights import ShardedWeights
+        from tandem.distributed.weight_shards import ShardedPolicy
+
+        return ShardedPolicy(policy, ShardedWeights(policy.model, _mesh(self.rendezvous, self.group)))
+
     def bind(self, config: RunConfig, policy: Policy) -> tuple[Policy, ShardedStepper | WeightShardStepper]:
         """What this rank trains, and the optimizer of its parts.
 
-        An adapter's states are small, and every rank has all of them. With sharded weights the lead's ``policy`` stays
-        as it is, for the engine and for checkpoints, and a copy of it is cut.
+        An adapter's states are small, and every rank has all of them.
         """
         optimizer = config.optimizer
         assert isinstance(optimizer, UpdatesParts)
         if config.distributed.shard == "weights":
-            return _cut(policy, optimizer, self.rendezvous, self.group)
+            return _bound_shards(policy, optimizer, self.rendezvous, self.group)
         return policy, ShardedStepper(
             optimizer,
             config.trainable.parameters(policy.model),
@@ -200,16 +232,33 @@ class RankParts:
         )
 
 
-def _cut(
+def _bound_shards(
     policy: Policy, optimizer: UpdatesParts, rendezvous: Rendezvous, group: DataGroup
 ) -> tuple[Policy, WeightShardStepper]:
+    """Sharded weights and their optimizer.
+
+    A policy that is not cut yet is the lead's own, for an engine in its process and for checkpoints, and stays as it
+    is: a copy of it is cut.
+    """
+    from tandem.distributed.sharded_weights import ShardedWeights
+    from tandem.distributed.weight_shards import ShardedPolicy, WeightShardStepper, WholeWeights
+
+    if isinstance(policy, ShardedPolicy):
+        return policy, WeightShardStepper(optimizer, policy)
+    whole: dict[str, Any] = {}
+    model = policy.model
+    if group.rank == 0:
+        whole = dict(model.named_parameters())
+        model = copy.deepcopy(model)
+    sharded = ShardedPolicy(policy, ShardedWeights(model, _mesh(rendezvous, group)))
+    return sharded, WeightShardStepper(optimizer, sharded, WholeWeights(sharded.weights, whole).refresh)
+
+
+def _mesh(rendezvous: Rendezvous, group: DataGroup) -> DeviceMesh:
+    """All ranks, as FSDP wants them: in torch's default group, which is made for it."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from tandem.distributed.sharded_weights import ShardedWeights
-    from tandem.distributed.weight_shards import ShardedPolicy, WeightShardStepper
-
-    # FSDP asks for torch's default group.
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group(
@@ -219,14 +268,7 @@ def _cut(
         world_size=group.world,
         timeout=timedelta(seconds=rendezvous.seconds),
     )
-    whole: dict[str, Any] = {}
-    model = policy.model
-    if group.rank == 0:
-        whole = dict(model.named_parameters())
-        model = copy.deepcopy(model)
-    mesh = init_device_mesh(group.device.type, (group.world,))
-    sharded = ShardedPolicy(policy, ShardedWeights(model, mesh))
-    return sharded, WeightShardStepper(optimizer, sharded, whole)
+    return init_device_mesh(group.device.type, (group.world,))
 
 
 class Together:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tandem.errors import TransportError
-from tandem.transport import sharing
+from tandem.transport.parts import attach_parts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -119,13 +119,8 @@ class VllmBridge(msgspec.Struct, kw_only=True, frozen=True):
                 "an engine of one process write it: tandem serve engine RECIPE"
             )
         # A file without ``lent`` is of CUDA handles.
-        attached = sharing.attach({"kind": "cuda", **self.tandem.get("lent", {}), "tensors": self.ipc_handles})
-        out = {}
-        for name, (place,) in places.items():
-            tensor = attached[place["vllm_name"]]
-            first = tensor.storage_offset() + place["offset"]
-            out[name] = tensor.as_strided(place["size"], place["stride"], first)
-        return out
+        exported = {"kind": "cuda", **self.tandem.get("lent", {}), "tensors": self.ipc_handles}
+        return {name: part.tensor for name, (part,) in attach_parts(exported, places).items()}
 
     def write(self, path: Path) -> Path:
         """Write the file, at ``path`` or in the folder ``path``, complete or not at all; returns where it is."""

@@ -16,6 +16,7 @@ from tandem.engines.base import (
     Engine,
     EngineRequirements,
     EngineSpec,
+    ExportsSlices,
     ExportsWeights,
     LoadsVersions,
     ReceivesBroadcast,
@@ -55,7 +56,7 @@ class Vllm(EngineSpec):
 
     has_grammars: ClassVar[bool] = True
     capabilities: ClassVar[frozenset[type]] = frozenset(
-        {ExportsWeights, TakesAdapter, LoadsVersions, Relaunches, ReceivesBroadcast, ReportsChecksums}
+        {ExportsWeights, ExportsSlices, TakesAdapter, LoadsVersions, Relaunches, ReceivesBroadcast, ReportsChecksums}
     )
 
     urls: tuple[str, ...] = ()
@@ -153,7 +154,8 @@ class Vllm(EngineSpec):
         if capability is ExportsWeights and self.tensor_parallel_size > 1:
             return (
                 f"tensor_parallel_size is {self.tensor_parallel_size}: each of its processes holds a slice of every "
-                "weight, and one trainer process cannot train on slices. sync: broadcast feeds such an engine"
+                "weight, and one trainer process cannot train on slices. sync: broadcast feeds such an engine, and "
+                f"so do ranks: {self.tensor_parallel_size} with distributed.shard: weights, each its own process"
             )
         if capability is ExportsWeights and engines > 1:
             return f"there are {engines} engines and the weights can lie in one of them only; use sync: broadcast"
@@ -166,6 +168,7 @@ class Vllm(EngineSpec):
         if capability is not ReceivesBroadcast:
             ways: Mapping[Any, str] = {
                 ExportsWeights: "with one copy of the weights there is none to release, and exported memory must stay",
+                ExportsSlices: "memory that ranks write to must stay",
                 LoadsVersions: "requests never wait for this way of syncing, and an engine that sleeps makes them",
                 Relaunches: "this way of syncing ends the engine itself",
             }

@@ -330,6 +330,9 @@ class _Live:
         request = parsed(body, wire.Pause)
         before = await self.frontend.pause(finish=request.finish, step=request.step)
         self.frontend.lease.renew(request.seconds, " at ".join(filter(None, (request.by or "somebody", client()))))
+        if self.client.vllm_config.parallel_config.tensor_parallel_size > 1:
+            # vLLM reads what the first worker sampled: others may be at the end of their pass still.
+            await self.frontend.rpc("tandem_settle")
         return {"state": self.frontend.state, "before": before}
 
     async def resume(self, body: bytes) -> Any:

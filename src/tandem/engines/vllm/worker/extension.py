@@ -127,6 +127,11 @@ class WorkerExtension:
             }
         )
 
+    def tandem_settle(self) -> None:
+        """Return once the device has done all that it was given."""
+        if self.tandem_device.type == "cuda":
+            torch.cuda.synchronize()
+
     def tandem_export_weights(self) -> str:
         """Make every parameter attachable by the trainer; JSON of ``sharing``'s description and of the map.
 

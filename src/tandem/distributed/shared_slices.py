@@ -1,0 +1,132 @@
+"""``sync: shared`` of ranks whose weights are cut as a tensor-parallel engine's are: each writes its worker's slices.
+
+Only the lead talks to the engine. What reads or writes weights is a command that all ranks execute together: each
+rounds its float32 masters into the memory of the worker on its device, scores with what it has, checksums it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol, Self
+
+from tandem.engines.base import EngineSpec, ExportsSlices
+from tandem.errors import UnsupportedPair
+from tandem.model.policy import Policy
+from tandem.types import PolicyVersion
+from tandem.weight_sync.base import Trained, WeightSync, WeightSyncSession
+from tandem.weight_sync.shared import Shared
+from tandem.weight_sync.verify.probe import Checksums, differing
+
+
+class SliceRanks(Protocol):
+    """The trainer's ranks, each with its slices of the weights; all of them execute each call together."""
+
+    async def attach(self, exports: Sequence[Any]) -> None:
+        """Attach the memory of the engine's workers, each rank that of its own."""
+        ...
+
+    async def publish(self) -> int:
+        """Write the weights into the attached memory; returns the bytes that ranks received from each other."""
+        ...
+
+    async def checksums(self) -> Checksums:
+        """Of every whole weight as it is published, by its Hugging Face name."""
+        ...
+
+    async def scores(self, tokens: Sequence[int], temperatures: Sequence[float]) -> list[list[float]]:
+        """``Policy.scores`` by the weights of all."""
+        ...
+
+    async def finite(self) -> bool:
+        """Whether every value of every rank is a number."""
+        ...
+
+
+class TrainedSlices(Trained):
+    """The weights of all ranks, as weight sync reads them on the lead."""
+
+    def __init__(self, trainable: Any, policy: Policy, ranks: SliceRanks):
+        super().__init__(trainable, policy)
+        self._ranks = ranks
+
+    async def checksums(self) -> Checksums:
+        """Checksums of the published weights as ranks would write them."""
+        return _only(await self._ranks.checksums(), dict(self.source))
+
+    async def frozen_checksums(self) -> Checksums:
+        """The same of the weights that no publish changes."""
+        return _only(await self._ranks.checksums(), self.frozen)
+
+    async def finite(self) -> bool:
+        """Whether every value of it is a number."""
+        return await self._ranks.finite()
+
+    async def scores(self, tokens: Sequence[int], *temperatures: float) -> list[list[float]]:
+        """Logprobs of tokens as the ranks compute them together, at several temperatures."""
+        return await self._ranks.scores(tokens, temperatures)
+
+
+def _only(sums: Checksums, named: Mapping[str, Any]) -> Checksums:
+    return {name: sums[name] for name in named}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedSlices(Shared):
+    """What ``sync: shared`` is for ranks that hold an engine's slices; its options are the same."""
+
+    capability: ClassVar[type] = ExportsSlices
+    # Masters are updated beside the engine's memory, so it samples on until they are written there.
+    pause: ClassVar[Literal["step", "transfer", "never"]] = "transfer"
+
+    ranks: SliceRanks | None = None
+    """Of the run; None where only options are checked."""
+
+    @classmethod
+    def of(cls, sync: WeightSync, ranks: SliceRanks | None = None) -> Self:
+        """The recipe's ``sync: shared``, for these ranks."""
+        assert isinstance(sync, Shared)
+        return cls(**{field.name: getattr(sync, field.name) for field in dataclasses.fields(sync)}, ranks=ranks)
+
+    def check(self, *, trainable: Any, engine: EngineSpec) -> None:
+        """Refuse an engine that cannot share slices; how many there must be is for the ranks to say."""
+        if self.capability not in engine.capabilities or (reason := engine.refuses(self.capability)):
+            kind = type(engine).__name__.lower()
+            reason = reason if self.capability in engine.capabilities else "it has no workers that share their slices"
+            raise UnsupportedPair(
+                f"sync: shared and engine: {kind} do not go together with distributed.shard: weights: {reason}"
+            )
+
+    def trained(self, trainable: Any, policy: Policy) -> Trained:
+        """The weights of all ranks."""
+        return TrainedSlices(trainable, policy, self._ranks)
+
+    @property
+    def _ranks(self) -> SliceRanks:
+        assert self.ranks is not None
+        return self.ranks
+
+    async def bind(self, session: WeightSyncSession) -> None:
+        """Have each rank attach its worker's memory; an engine on the very weights must hold the very bytes.
+
+        Raises:
+            UnsupportedPair: names the first weight that the engine holds otherwise.
+        """
+        engine = session.engine
+        assert isinstance(engine, ExportsSlices)
+        await session.pause()
+        await self._ranks.attach(await engine.exports_of_workers())
+        if not session.fresh:
+            return
+        mine, engine_sums = await session.trained.sums(engine, await self._ranks.checksums())
+        for name, theirs in engine_sums.items():
+            if wrong := differing(mine, theirs):
+                raise UnsupportedPair(
+                    f"sync shared: {name} holds {wrong[0]!r} with other values than the ranks, or not at all: it is "
+                    "laid out otherwise, or was loaded from elsewhere; use distributed.shard: states"
+                )
+
+    async def transfer(self, session: WeightSyncSession, version: PolicyVersion) -> int:
+        """Each rank rounds its masters into its worker's slices; returns the bytes that ranks received for it."""
+        return await self._ranks.publish()
