@@ -92,8 +92,8 @@ class ShardedWeights:
         )
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
-        if dist.get_backend(self.group) == "gloo":  # which knows no other reduction than a sum
-            module.set_force_sum_reduction_for_comms(True)
+        # A sum as it is: NCCL would multiply by a factor of 1 on the way, and gloo knows no other reduction.
+        module.set_force_sum_reduction_for_comms(True)
 
     @property
     def local_parameters(self) -> list[tuple[str, nn.Parameter]]:
