@@ -29,6 +29,8 @@ async def live_policy(config: RunConfig, *, local_rank: int = 0, local_ranks: in
 
     def load() -> Any:
         torch.manual_seed(config.seed)
+        if rank_device(local_rank).index:  # until a thread is told another device, its kernels run on the first
+            torch.cuda.set_device(rank_device(local_rank))
         model = load_model(config.model, dtype=getattr(torch, config.dtype), device=weights_device(config, local_rank))
         model = config.trainable.prepare(model).eval()
         if config.matmul == "fp8":
