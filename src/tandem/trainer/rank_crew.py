@@ -17,7 +17,7 @@ from tandem.trainer.pack import Micro, StepBatch
 from tandem.trainer.rank_pace import paces
 from tandem.trainer.rank_wire import metrics_of, metrics_to_plain, micro_of, micro_to_plain
 from tandem.trainer.step import BatchPass
-from tandem.trainer.work import LocalWork
+from tandem.trainer.work import LocalWork, finish
 
 
 class RankWork:
@@ -130,7 +130,7 @@ def _paces(
 
 
 def handlers(work: LocalWork) -> dict[str, Handler]:
-    """What a follower does for each command of a step."""
+    """What a follower does for each command of a step. Weights are written when it replies, and not only queued."""
     mine, compute = RankWork(work), work.policy.compute
 
     async def micros(body: Any) -> Any:
@@ -146,9 +146,11 @@ def handlers(work: LocalWork) -> dict[str, Handler]:
 
     async def apply(body: Any) -> None:
         await compute(work.apply, *body)
+        await compute(finish, work.policy.device)
 
     async def fold(body: Any) -> None:
         await compute(work.fold)
+        await compute(finish, work.policy.device)
 
     async def move(body: Any) -> None:
         await compute(work.move)
