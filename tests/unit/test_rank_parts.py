@@ -1,10 +1,14 @@
-"""What several ranks cannot do is refused by name before anything is loaded."""
+"""What several ranks cannot do is refused by name before anything is loaded; what a rank has, and when it replies."""
 
 from __future__ import annotations
 
+import asyncio
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +17,7 @@ from tandem.config.loading import load
 from tandem.config.sections import Distributed
 from tandem.distributed.placement import Placement
 from tandem.errors import ConfigError, UnsupportedPair
-from tandem.trainer import rank_parts
+from tandem.trainer import rank_crew, rank_parts
 from tandem.trainer.live import rank_device
 from tandem.trainer.memory_plan import RankCounts
 from tandem.trainer.pairs import check_pairs
@@ -37,6 +41,7 @@ def refused(folder: Path, world: int, *options: str) -> str:
     ((WEIGHTS, "trainable=lora"), "shard: weights and this trainable.*trainable: full"),
     ((WEIGHTS, "optimizer=adamw8bit"), "shard: weights and this optimizer.*choose adamw"),
     ((WEIGHTS, "optimizer.precision=kahan"), "optimizer.precision"),
+    ((WEIGHTS, "distributed.share_gpus=true"), "shard: weights and distributed.share_gpus"),
     (("optimizer=adafactor",), "it updates whole tensors"),
     (("distributed.context_parallel=2", "sampling.presence_penalty=0.5"), "context_parallel and penalties"),
     (("distributed.context_parallel=3",), "3 ranks cannot share each sequence where there are 2"),
@@ -116,3 +121,21 @@ def test_ranks_that_share_gpus_talk_by_gloo(monkeypatch: pytest.MonkeyPatch, sha
     lead = Rendezvous(host="localhost", port=1, world=2, backend="gloo", seconds=5.0)
     RankParts.connect(lead, 0, torch.device("cuda", 0), Distributed(share_gpus=shares))
     assert [one.backend for one in met] == [backend]
+
+
+def test_a_follower_replies_once_its_weights_are_written_and_not_only_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(rank_crew, "finish", lambda device: done.append(f"finish {device}"))
+
+    async def compute(function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(*arguments)
+
+    work: Any = SimpleNamespace(
+        policy=SimpleNamespace(compute=compute, device="cuda:1"),
+        apply=lambda lr, most: done.append("apply"),
+        fold=lambda: done.append("fold"),
+    )
+    handlers = rank_crew.handlers(work)
+    for command, body in (("apply", [0.1, 1.0]), ("fold", None)):
+        asyncio.run(handlers[command](body))  # type: ignore[arg-type]
+    assert done == ["apply", "finish cuda:1", "fold", "finish cuda:1"]

@@ -73,6 +73,8 @@ class Ranks:
         """What to tell then."""
         self.on_failure: list[Callable[[], None]] = []
         """Called once one is lost, so that nothing waits for it any more."""
+        self.advice = ""
+        """What the error says last."""
         self._followers: dict[int, _Follower] = {}
         self._readers: list[asyncio.Task[None]] = []
         self._all = asyncio.Event()
@@ -177,10 +179,19 @@ class Ranks:
             self._fail(follower, f"it is gone: {first_line(error)}")
 
     def _fail(self, follower: _Follower, why: str) -> None:
+        self._end(f"{follower} was lost in command {self._doing!r}: {why}")
+
+    async def end_at(self, fault: Coroutine[Any, Any, str]) -> None:
+        """End the run when ``fault`` returns, by what that says, unless a rank is lost that has caused it."""
+        why = await fault
+        await asyncio.wait((self.failure,), timeout=ALONG_SECONDS)
+        self._end(f"in command {self._doing!r} {why}")
+
+    def _end(self, why: str) -> None:
         if not self.failure.done() and not self._ending:
             self.error = RankError(
-                f"{follower} was lost in command {self._doing!r}: {why}. All ranks end; go on from the newest "
-                "checkpoint, with this number of ranks or another"
+                f"{why}. All ranks end; go on from the newest checkpoint, with this number of ranks or another"
+                f"{self.advice}"
             )
             self.failure.set_result(None)
             for give_up in self.on_failure:

@@ -62,7 +62,7 @@ class DataGroup:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._through_host = rendezvous.backend == "gloo"
-        self._group = open_group(rendezvous, rank, own_address(rendezvous))
+        self._group = self.backend = open_group(rendezvous, rank, own_address(rendezvous), watched=True)
         self.finish([self.all_reduce(torch.zeros(1, device=device))], "their connection")
 
     def reduce_scatter(self, own: Tensor, rows: Tensor) -> Any:
@@ -126,7 +126,3 @@ class DataGroup:
         if not self._through_host or not needs_staging(tensor):
             return tensor
         return on_host(tensor) if copied else torch.empty(tensor.shape, dtype=tensor.dtype)
-
-    def abort(self) -> None:
-        """Give up what is under way, so that nothing waits for a rank that is gone; gloo gives up by itself."""
-        self._group.abort()

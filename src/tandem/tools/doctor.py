@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem import __version__, machine
+from tandem.distributed import flight_recorder
 from tandem.distributed.interconnect import interconnect
 from tandem.distributed.placement import Placement, visible_accelerators
 from tandem.errors import TandemError
@@ -83,6 +84,7 @@ def findings(folder: Path) -> Iterator[Diagnosis]:
     yield from _packages()
     yield from _memory()
     yield from ranks(os.environ)
+    yield from _traces(folder)
     yield _disk(folder)
     yield _tried("write access", lambda: _write(folder), f"make {folder} writable, or set runs: to a folder that is")
     yield _tried("grader process", _child, "allow child processes: rewards are computed in them")
@@ -190,6 +192,17 @@ def _port(port: int) -> Diagnosis:
             fix = "give the launcher another one (--master-port, MASTER_PORT); tandem train with ranks finds one itself"
             return Diagnosis(what="port", state="note", detail=f"{port}: {error.strerror}", fix=fix)
     return Diagnosis(what="port", state="ok", detail=f"{port} is free, where ranks meet")
+
+
+def _traces(folder: Path) -> Iterator[Diagnosis]:
+    """The last collectives of the latest run that has lost a rank, if any has."""
+    if not (files := list(folder.glob(f"*/logs/{flight_recorder.NAME}*"))):
+        return
+    logs = max(files, key=lambda path: path.stat().st_mtime).parent
+    ranks = ", ".join(path.name.removeprefix(flight_recorder.NAME) for path in flight_recorder.written(logs))
+    detail = f"{logs.parent} has lost a rank; {logs} has the last collectives of rank {ranks}"
+    fix = f"{flight_recorder.command(logs)} compares them; delete the files once they are read"
+    yield Diagnosis(what="collectives", state="note", detail=detail, fix=fix)
 
 
 def _disk(folder: Path) -> Diagnosis:

@@ -18,6 +18,7 @@ from tandem.algorithms.advantages.base import Advantage, Weighs
 from tandem.algorithms.references.base import ReferenceWeights
 from tandem.config import loading as recipes
 from tandem.config.loading import RunConfig, only_by_advantage
+from tandem.distributed import flight_recorder
 from tandem.distributed.placement import Placement
 from tandem.distributed.shared_slices import SharedSlices
 from tandem.engines.base import Engine, EngineRequirements, ReportsChecksums
@@ -280,9 +281,15 @@ async def _loaded(
     ranks = together.ranks
     loading = stack.enter_async_context(live_policy(config, local_ranks=ranks.world))
     policy = await together.do("begin", {"recipe": recipes.dump(config), "folder": str(folder)}, loading)
-    connecting = policy.compute(RankParts.connect, ranks.rendezvous, 0, rank_device(0), config.distributed)
+    logs = folder / "logs"
+    connecting = policy.compute(RankParts.connect, ranks.rendezvous, 0, rank_device(0), config.distributed, logs)
     parts = await together.do("connect", None, connecting)
-    ranks.on_failure.append(parts.group.abort)
+    stack.callback(parts.abort)
+    ranks.on_failure.append(parts.give_up)
+    if parts.rendezvous.backend == "nccl":
+        ranks.advice = f"; the last collectives of each rank: {flight_recorder.command(logs)}"
+        watching = asyncio.create_task(ranks.end_at(parts.fault()), name="NCCL's watchdog")
+        stack.callback(watching.cancel)
     return policy, parts
 
 

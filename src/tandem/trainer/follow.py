@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from tandem.algorithms.references.base import ReferenceWeights
 from tandem.config.loading import RunConfig, from_options
 from tandem.config.tree import Branch, Problems, parse, plain
+from tandem.distributed import flight_recorder
 from tandem.distributed.follower import Follower, Handler
 from tandem.distributed.placement import Placement
 from tandem.distributed.sharding import ShardedStepper
@@ -32,6 +33,7 @@ from tandem.trainer.live import changing, live_policy, rank_device, work_of
 from tandem.trainer.rank_crew import handlers
 from tandem.trainer.rank_parts import RankParts, device_name
 from tandem.trainer.rank_slices import RankSlices, slice_handlers
+from tandem.trainer.work import finish
 from tandem.transport.rendezvous import own_address
 from tandem.weight_sync.base import Trained
 from tandem.weight_sync.shared import attach_export
@@ -57,6 +59,7 @@ async def follow(config: RunConfig, placement: Placement) -> Path:
                 rank = _Rank(stack, signs, placement, follower)
                 await follower.serve(rank.handlers)
         except RankError:
+            flight_recorder.write(placement.rank)
             # What the compute thread is in may never return; the interpreter would wait for it.
             timer = threading.Timer(GRACE_SECONDS, os._exit, (RankError.exit_code,))
             timer.daemon = True
@@ -108,8 +111,10 @@ class _Rank:
     async def _connect(self, body: Any) -> None:
         place = self._placement
         rendezvous, device = self._follower.rendezvous, rank_device(place.local_rank)
-        distributed = self._config.distributed
-        self._parts = await self._policy.compute(RankParts.connect, rendezvous, place.rank, device, distributed)
+        self._parts = await self._policy.compute(
+            RankParts.connect, rendezvous, place.rank, device, self._config.distributed, self.folder / "logs"
+        )
+        self._stack.callback(self._parts.abort)
 
     async def _weights(self, body: Any) -> None:
         """Load a checkpoint's weights, which the lead has checked; None: there is none."""
@@ -150,12 +155,14 @@ class _Rank:
         model = self._policy.model
         own = self._config.trainable.base_names(model)
         await self._policy.compute(attach_export, model, own, export, fresh=fresh)
+        await self._policy.compute(finish, self._policy.device)
 
     async def _adapt(self, body: Any) -> None:
         """Write this rank's adapter into the slot of its engine."""
         if self._adapter is None:
             self._adapter = AdapterOfRank(self._config.trainable, self._policy)
         await self._policy.compute(self._adapter.write, body)
+        await self._policy.compute(finish, self._policy.device)
 
     async def _cut(self, body: Any) -> None:
         """Keep this rank's slices of the weights alone."""

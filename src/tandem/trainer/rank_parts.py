@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import os
 import sys
+import threading
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -13,9 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
 
 from tandem.config.loading import RunConfig
 from tandem.config.sections import Distributed
+from tandem.distributed import flight_recorder
 from tandem.distributed.compute_clock import ComputeClock
 from tandem.distributed.crew import Ranks, lead
 from tandem.distributed.group import DataGroup
@@ -35,7 +40,7 @@ from tandem.model.policy import Policy
 from tandem.optimizers.base import UpdatesParts
 from tandem.trainer.live import rank_device
 from tandem.trainer.pairs import has_slices
-from tandem.transport.rendezvous import Rendezvous, open_group, own_address, visit
+from tandem.transport.rendezvous import Rendezvous, open_group, own_address, unsupervised, visit
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -43,6 +48,13 @@ if TYPE_CHECKING:
     from tandem.distributed.weight_shards import ShardedPolicy, WeightShardStepper
 
 T = TypeVar("T")
+
+FAULT_POLL_SECONDS = 1.0
+"""Between two looks at what NCCL's watchdog noted."""
+_FAULTS = {
+    ErrorType.TIMEOUT: "a collective of NCCL is not over after {seconds:g} s (distributed.timeout_seconds)",
+    ErrorType.COMM_ERROR: "a collective of NCCL failed: the connection to another rank broke",
+}
 
 
 def check_ranks(config: RunConfig, world: int, placement: Placement | None = None) -> None:
@@ -99,6 +111,8 @@ def check_division(config: RunConfig, world: int) -> None:
         "distributed.shard: weights and optimizer.precision: the cut masters are float32; leave it out": (
             sharded and getattr(config.optimizer, "precision", "masters") != "masters"
         ),
+        "distributed.shard: weights and distributed.share_gpus: gathered weights have no way through host memory; "
+        "choose shard: states": sharded and config.distributed.share_gpus,
         "distributed.shard: weights and matmul: fp8: its weights are not cut; leave matmul out": (
             sharded and config.matmul == "fp8"
         ),
@@ -188,10 +202,27 @@ class RankParts:
     """The group of ranks that share this one's micro-batches; None: it shares none."""
     clock: ComputeClock | None = None
     """Of what it computes; None where ranks need one another for each layer, and none is slower by itself."""
+    default: Any = None
+    """torch's default group, where weights are sharded."""
 
     @classmethod
-    def connect(cls, rendezvous: Rendezvous, rank: int, device: torch.device, distributed: Distributed) -> RankParts:
-        """Join the data group; all ranks call this together, on their compute threads."""
+    def connect(
+        cls,
+        rendezvous: Rendezvous,
+        rank: int,
+        device: torch.device,
+        distributed: Distributed,
+        logs: Path | None = None,
+    ) -> RankParts:
+        """Join the data group; all ranks call this together, on their compute threads.
+
+        Args:
+            rendezvous: the ranks'.
+            rank: this one's number.
+            device: its accelerator, or the host.
+            distributed: the recipe's section.
+            logs: folder for the last collectives of NCCL, should a rank be lost; None: they are not recorded.
+        """
         data = Rendezvous(
             host=rendezvous.host,
             port=rendezvous.port,
@@ -200,10 +231,12 @@ class RankParts:
             name=f"{rendezvous.name}-data",
             seconds=rendezvous.seconds,
         )
+        if data.backend == "nccl" and logs is not None:
+            flight_recorder.record(logs)
         context, context_parallel = None, distributed.context_parallel
         if context_parallel > 1:
             some = replace(data, world=context_parallel, name=f"{rendezvous.name}-context-{rank // context_parallel}")
-            context = open_group(some, rank % context_parallel, own_address(some))
+            context = open_group(some, rank % context_parallel, own_address(some), watched=True)
         group = DataGroup(data, rank, device)
         clock = group.clock if context is None and distributed.shard == "states" else None
         return cls(group=group, rendezvous=data, context=context, clock=clock)
@@ -213,7 +246,14 @@ class RankParts:
         from tandem.distributed.sharded_weights import ShardedWeights
         from tandem.distributed.weight_shards import ShardedPolicy
 
-        return ShardedPolicy(policy, ShardedWeights(policy.model, _mesh(self.rendezvous, self.group)))
+        return ShardedPolicy(policy, ShardedWeights(policy.model, self._mesh()))
+
+    def _mesh(self) -> DeviceMesh:
+        """All ranks, as FSDP wants them: in torch's default group, which is made for it."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        self.default = _default_group(self.rendezvous, self.group)
+        return init_device_mesh(self.group.device.type, (self.group.world,))
 
     def bind(self, config: RunConfig, policy: Policy) -> tuple[Policy, ShardedStepper | WeightShardStepper]:
         """What this rank trains, and the optimizer of its parts.
@@ -223,7 +263,7 @@ class RankParts:
         optimizer = config.optimizer
         assert isinstance(optimizer, UpdatesParts)
         if config.distributed.shard == "weights":
-            return _bound_shards(policy, optimizer, self.rendezvous, self.group)
+            return self._bound_shards(policy, optimizer)
         return policy, ShardedStepper(
             optimizer,
             config.trainable.parameters(policy.model),
@@ -231,44 +271,67 @@ class RankParts:
             replicate=config.trainable.folder_name != "model",
         )
 
+    @property
+    def _backends(self) -> list[Any]:
+        return [backend for backend in (self.group.backend, self.context, self.default) if backend is not None]
 
-def _bound_shards(
-    policy: Policy, optimizer: UpdatesParts, rendezvous: Rendezvous, group: DataGroup
-) -> tuple[Policy, WeightShardStepper]:
-    """Sharded weights and their optimizer.
+    def _bound_shards(self, policy: Policy, optimizer: UpdatesParts) -> tuple[Policy, WeightShardStepper]:
+        """Sharded weights and their optimizer.
 
-    A policy that is not cut yet is the lead's own, for an engine in its process and for checkpoints, and stays as it
-    is: a copy of it is cut.
-    """
-    from tandem.distributed.sharded_weights import ShardedWeights
-    from tandem.distributed.weight_shards import ShardedPolicy, WeightShardStepper, WholeWeights
+        A policy that is not cut yet is the lead's own, for an engine in its process and for checkpoints, and stays as
+        it is: a copy of it is cut.
+        """
+        from tandem.distributed.sharded_weights import ShardedWeights
+        from tandem.distributed.weight_shards import ShardedPolicy, WeightShardStepper, WholeWeights
 
-    if isinstance(policy, ShardedPolicy):
-        return policy, WeightShardStepper(optimizer, policy)
-    whole: dict[str, Any] = {}
-    model = policy.model
-    if group.rank == 0:
-        whole = dict(model.named_parameters())
-        model = copy.deepcopy(model)
-    sharded = ShardedPolicy(policy, ShardedWeights(model, _mesh(rendezvous, group)))
-    return sharded, WeightShardStepper(optimizer, sharded, WholeWeights(sharded.weights, whole).refresh)
+        if isinstance(policy, ShardedPolicy):
+            return policy, WeightShardStepper(optimizer, policy)
+        whole: dict[str, Any] = {}
+        model = policy.model
+        if self.group.rank == 0:
+            whole = dict(model.named_parameters())
+            model = copy.deepcopy(model)
+        sharded = ShardedPolicy(policy, ShardedWeights(model, self._mesh()))
+        return sharded, WeightShardStepper(optimizer, sharded, WholeWeights(sharded.weights, whole).refresh)
+
+    def abort(self) -> None:
+        """Give up what is under way in every group, so that nothing waits for a rank that is gone, and leave them."""
+        for backend in self._backends:
+            backend.abort()
+
+    def give_up(self) -> None:
+        """The same in a thread, once the last collectives are on disk: either may have to wait for the device."""
+
+        def ended() -> None:
+            flight_recorder.write(self.group.rank)
+            self.abort()
+
+        threading.Thread(target=ended, name="abort of collectives").start()
+
+    async def fault(self) -> str:
+        """What NCCL's watchdog notes of a group's collectives, once it notes something; gloo raises by itself."""
+        while True:
+            if self.rendezvous.backend == "nccl":
+                for backend in self._backends:
+                    if (error := backend.get_error()) != ErrorType.SUCCESS:
+                        return _FAULTS.get(error, str(error)).format(seconds=self.rendezvous.seconds)
+            await asyncio.sleep(FAULT_POLL_SECONDS)
 
 
-def _mesh(rendezvous: Rendezvous, group: DataGroup) -> DeviceMesh:
-    """All ranks, as FSDP wants them: in torch's default group, which is made for it."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
+def _default_group(rendezvous: Rendezvous, group: DataGroup) -> Any:
+    """torch's default group, made of all ranks: FSDP asks for it."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    dist.init_process_group(
-        rendezvous.backend,
-        store=dist.PrefixStore("default", visit(rendezvous)),  # type: ignore[attr-defined]
-        rank=group.rank,
-        world_size=group.world,
-        timeout=timedelta(seconds=rendezvous.seconds),
-    )
-    return init_device_mesh(group.device.type, (group.world,))
+    with unsupervised():
+        dist.init_process_group(
+            rendezvous.backend,
+            store=dist.PrefixStore("default", visit(rendezvous)),  # type: ignore[attr-defined]
+            rank=group.rank,
+            world_size=group.world,
+            timeout=timedelta(seconds=rendezvous.seconds),
+        )
+    world: Any = dist.group.WORLD
+    return world._get_backend(group.device)
 
 
 class Together:

@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -31,6 +31,7 @@ _UNSUPERVISED = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_BLOCKING_WAIT": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",  # of which it sleeps four, and the process would wait for it to end
 }
 
 MOST_MEMBERS = 1024
@@ -118,17 +119,26 @@ def _store(rendezvous: Rendezvous, **options: Any) -> TCPStore:
     return TCPStore(rendezvous.host, rendezvous.port, None, timeout=timeout, wait_for_workers=False, **options)
 
 
-def open_group(rendezvous: Rendezvous, rank: int, address: str) -> Any:
-    """A process group of all ranks, which knows nothing of torch's default one. For gloo all must call it to return."""
+def open_group(rendezvous: Rendezvous, rank: int, address: str, *, watched: bool = False) -> Any:
+    """A process group of all ranks, which knows nothing of torch's default one. For gloo all must call it to return.
+
+    Args:
+        rendezvous: where they meet.
+        rank: of this member.
+        address: this machine's, at which gloo listens.
+        watched: whether NCCL's watchdog notes a collective that takes longer than ``rendezvous.seconds``, which
+            ``get_error`` then tells; it ends nothing by itself.
+    """
     store = PrefixStore("group", visit(rendezvous))
     if rendezvous.backend == "gloo":
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=rendezvous.seconds)
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]
         return ProcessGroupGloo(store, rank, rendezvous.world, options)
-    with _environment(_UNSUPERVISED):
+    with unsupervised():
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(days=1)
+        options._timeout = timedelta(seconds=rendezvous.seconds) if watched else timedelta(days=1)
+        options.group_name = rendezvous.name
         return dist.ProcessGroupNCCL(store, rank, rendezvous.world, options)
 
 
@@ -255,9 +265,10 @@ def first_line(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+def unsupervised() -> Iterator[None]:
+    """Have NCCL groups that are made meanwhile leave errors and deadlines to their maker, and never end the process."""
+    before = {name: os.environ.get(name) for name in _UNSUPERVISED}
+    os.environ.update(_UNSUPERVISED)
     try:
         yield
     finally:

@@ -190,7 +190,7 @@ class RankedPolicy(CertifiedRank):
         distributed = self.config.distributed
         connecting = self.policy.compute(RankParts.connect, ranks.rendezvous, 0, torch.device("cpu"), distributed)
         parts, _ = await ranks.execute("connect", None, connecting)
-        ranks.on_failure.append(parts.group.abort)
+        ranks.on_failure.append(parts.abort)
         self.connect(parts)
         self._crew = RankCrew(self.work, ranks, context_parallel=distributed.context_parallel)
 
