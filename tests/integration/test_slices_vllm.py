@@ -51,8 +51,6 @@ def trained(nursery: Nursery, folder: Path, what: Path, *overrides: str) -> None
     """A run that must end well."""
     source = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": f"{source / 'src'}:{source / 'tests'}", "OMP_NUM_THREADS": "1"}
-    with nursery.start(
-        ["train", str(what), *overrides], cwd=folder, out=subprocess.PIPE, environment=env
-    ) as process:
+    with nursery.start(["train", str(what), *overrides], cwd=folder, out=subprocess.PIPE, environment=env) as process:
         said, _ = process.communicate(timeout=540)
     assert process.returncode == 0, said

@@ -50,6 +50,57 @@ def test_what_ranks_cannot_do_is_refused_by_name(tmp_path: Path, options: tuple[
     assert re.search(said, refused(tmp_path, 2, *options))
 
 
+CUT = (WEIGHTS, "engine=vllm", "engine.tensor_parallel_size=2")
+
+
+@pytest.mark.parametrize(("world", "options", "said"), [
+    (2, (WEIGHTS, "engine=vllm"), "engine.tensor_parallel_size: 1: each rank writes.*tensor_parallel_size to 2"),
+    (4, CUT, "engine.tensor_parallel_size: 2: each rank writes.*tensor_parallel_size to 4"),
+    (2, (*CUT, "distributed.share_gpus=true"), "shard: weights and distributed.share_gpus"),
+    (2, (*CUT, "sync=broadcast"), "this sync: every rank's engine shares its weights; choose sync: shared"),
+    (2, (*CUT, "engine.replicas=2"), "engine.replicas or engine.devices"),
+    (2, (*CUT, "distributed.context_parallel=2"), "context_parallel with an engine in a process of its own"),
+    (2, (*CUT, "trainable=lora"), "shard: weights and this trainable"),
+])  # fmt: skip
+def test_ranks_and_workers_that_cannot_share_slices_are_refused_by_name(
+    tmp_path: Path, world: int, options: tuple[str, ...], said: str
+) -> None:
+    assert re.search(said, refused(tmp_path, world, *options))
+
+
+def test_ranks_share_the_slices_of_one_engine_on_one_host(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: m\nsteps: 3\nenv: arithmetic\n")
+    config = load(recipe, ["ranks=2", *CUT]).config
+    check_pairs(config)
+    check_ranks(config, 2)
+    place = Placement(
+        rank=0, world_size=2, local_rank=0, local_world_size=1, master_addr="a", master_port=1, launcher="slurm"
+    )
+    with pytest.raises(UnsupportedPair, match="processes of its own on several hosts"):
+        check_ranks(config, 2, place)
+    with pytest.raises(UnsupportedPair, match="memory that ranks write to must stay"):
+        check_pairs(load(recipe, ["ranks=2", *CUT, "engine.sleep=1"]).config)
+    with pytest.raises(UnsupportedPair, match=r"so do ranks: 2 with distributed\.shard: weights"):
+        check_pairs(load(recipe, ["ranks=2", *CUT[1:]]).config)
+
+
+@pytest.mark.parametrize(("gpus", "devices"), [("3,5", ("3,5",)), ("5,3", ("5,3",))])
+def test_workers_are_on_the_gpus_of_the_ranks_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: str, devices: tuple[str, ...]
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: m\nsteps: 3\nenv: arithmetic\n")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    together: Any = SimpleNamespace(ranks=SimpleNamespace(world=2))
+    cut: Any = rank_parts.engines_of(load(recipe, ["ranks=2", *CUT]).config, together)
+    assert (cut.replicas, cut.devices, cut.tensor_parallel_size) == (1, devices, 2)
+    pairs: Any = rank_parts.engines_of(load(recipe, ["ranks=2", "engine=vllm"]).config, together)
+    assert (pairs.replicas, ",".join(pairs.devices)) == (2, gpus)
+
+
 def test_engines_of_pairs_do_not_sleep_as_one_that_shares_its_weights_does_not(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: m\nsteps: 3\nenv: arithmetic\n")

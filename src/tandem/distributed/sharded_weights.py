@@ -26,6 +26,8 @@ from tandem.errors import ConfigError
 from tandem.model.layers import decoder_layers
 from tandem.transport import checksums
 
+ROUNDED_BYTES = 1 << 28
+"""Of rounded weights that are checksummed at once: no second copy of the rank's weights is held for it."""
 BACKBONE = "tandem_backbone"
 """Method of the sharded causal model that computes hidden states: the head's weight is gathered with it."""
 
@@ -63,9 +65,9 @@ class ShardedWeights:
         self.group = shard_mesh.get_group()
         """Ranks that hold the whole model together."""
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-        named = list(model.named_parameters())
-        self._dimensions = {id(p): shard_dimension(name, p.shape, self.ranks) for name, p in named}
-        self._shapes = {name: tuple(p.shape) for name, p in named}
+        # Of the parameters themselves none is held: what is cut is freed before the next layer is.
+        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        self._dimensions = {id(p): shard_dimension(name, p.shape, self.ranks) for name, p in model.named_parameters()}
         narrow = self.dtype in (torch.bfloat16, torch.float16)
         self._precision = MixedPrecisionPolicy(
             param_dtype=self.dtype if narrow else None,
@@ -208,12 +210,15 @@ class ShardedWeights:
     def checksums(self) -> dict[str, int]:
         """Checksum of every whole tensor as it is published, from every rank's part; the same on all ranks."""
         self.reshard()
+        sums: dict[str, int] = {}
+        rounded: list[checksums.Shard] = []
+        for name, parameter in self.model.named_parameters():
+            rounded.append(checksums.Shard(name, _local(parameter).to(self.dtype), self.part(name).first))
+            if sum(shard.tensor.nbytes for shard in rounded) >= ROUNDED_BYTES:
+                sums |= checksums.ChecksumTally(rounded).take()
+                rounded.clear()
+        sums |= checksums.ChecksumTally(rounded).take()
         names = list(self._shapes)
-        parameters = dict(self.model.named_parameters())
-        sums = dict.fromkeys(names, 0)
-        for name in names:  # one at a time: no second copy of the rank's weights is held
-            shard = checksums.Shard(name, _local(parameters[name]).to(self.dtype), self.part(name).first)
-            sums |= checksums.ChecksumTally([shard]).take()
         # Two halves of 32 bits: sums of int64 that overflow are defined for no backend.
         halves = torch.tensor([[sums[name] >> 32, sums[name] & 0xFFFFFFFF] for name in names])
         halves = halves.to(self.mesh.device_type)

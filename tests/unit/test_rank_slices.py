@@ -1,0 +1,148 @@
+"""Ranks that write the slices of an engine's workers: stand-ins of vLLM's layers, and a fake of the ranks' commands."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import cut_slices
+import pytest
+from ranks import on_ranks
+from torch import nn
+
+from tandem.distributed.shared_slices import SharedSlices
+from tandem.errors import StaleWeights, TornWeights, TransportError, UnsupportedPair
+from tandem.trainable.full import Full
+from tandem.trainer.rank_slices import SliceCrew
+from tandem.types import PolicyVersion
+from tandem.weight_sync.shared import Shared
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "world", "dtype", "far"), [
+    ("qwen2-tied", 2, "bfloat16", 0.02),
+    ("qwen3-few-key-heads", 4, "float32", 1e-5),
+])  # fmt: skip
+def test_each_rank_writes_what_its_worker_would_have_loaded(name: str, world: int, dtype: str, far: float) -> None:
+    for found in on_ranks(world, cut_slices.publishing, name, dtype):
+        assert "cannot be opened" in found["stale"]
+        assert found["attached"] == ""
+        assert found["wrong"] == []
+        assert found["sums"]
+        assert found["scores"] < far
+        assert found["finite"]
+        assert found["whole"]
+        assert found["tied"] == ("tied" in name)
+        assert found["bare"]
+
+
+class FakeRanks:
+    """Ranks that hold some weights, and write them when they are told to."""
+
+    def __init__(self, sums: Mapping[str, int]):
+        self.sums, self.calls = sums, list[str]()
+
+    async def attach(self, exports: Sequence[Any]) -> None:
+        self.calls.append(f"attach {list(exports)}")
+
+    async def publish(self) -> int:
+        self.calls.append("publish")
+        return 7
+
+    async def checksums(self) -> Mapping[str, int]:
+        return self.sums
+
+    async def scores(self, tokens: Sequence[int], temperatures: Sequence[float]) -> list[list[float]]:
+        return [[-temperature] * (len(tokens) - 1) for temperature in temperatures]
+
+    async def finite(self) -> bool:
+        return False
+
+
+class FakeEngine:
+    """An engine of two workers."""
+
+    def __init__(self, sums: Mapping[str, int]):
+        self.sums = sums
+
+    async def exports_of_workers(self) -> Sequence[Any]:
+        return ["first", "second"]
+
+    async def checksums(self, payload: str) -> Mapping[str, Mapping[str, int]]:
+        return {"engine 0": self.sums}
+
+    def as_stored(self, adapter: Any) -> Any:
+        raise AssertionError("there is no adapter")
+
+
+def session(ranks: FakeRanks, engine: FakeEngine, *, fresh: bool) -> tuple[SharedSlices, Any]:
+    model = nn.Linear(2, 2)
+    policy: Any = SimpleNamespace(model=model)
+    sync = SharedSlices.of(Shared(in_flight="finish", verify_every=3), ranks)
+
+    async def pause() -> None:
+        ranks.calls.append("pause")
+
+    return sync, SimpleNamespace(
+        engine=engine, fresh=fresh, pause=pause, policy=policy, trainable=Full(), trained=sync.trained(Full(), policy)
+    )
+
+
+SUMS = {"weight": 1, "bias": 2}
+
+
+def test_an_engine_that_was_started_on_these_weights_must_hold_them() -> None:
+    ranks = FakeRanks(SUMS)
+    sync, bound = session(ranks, FakeEngine(SUMS), fresh=True)
+    assert (sync.finishes, sync.verify_every, sync.pause) == (True, 3, "transfer")
+    asyncio.run(sync.bind(bound))
+    assert ranks.calls == ["pause", "attach ['first', 'second']"]
+    sync, bound = session(ranks, FakeEngine({"weight": 1, "bias": 3}), fresh=True)
+    with pytest.raises(UnsupportedPair, match="'bias' with other values than the ranks"):
+        asyncio.run(sync.bind(bound))
+    sync, bound = session(ranks, FakeEngine({}), fresh=False)
+    asyncio.run(sync.bind(bound))
+
+
+def test_a_publish_is_compared_with_the_bytes_of_all_workers() -> None:
+    ranks = FakeRanks(SUMS)
+
+    async def published(theirs: Mapping[str, int]) -> int:
+        sync, bound = session(ranks, FakeEngine(theirs), fresh=False)
+        moved = await sync.transfer(bound, PolicyVersion(step=1, digest=""))
+        await sync.compare(bound, await bound.trained.checksums())
+        return moved
+
+    assert asyncio.run(published(SUMS)) == 7
+    with pytest.raises(TornWeights):
+        asyncio.run(published({"weight": 1, "bias": 3}))
+    with pytest.raises(StaleWeights):
+        asyncio.run(published({"weight": 4, "bias": 3}))
+
+
+def test_what_is_read_of_the_weights_is_asked_of_all_ranks() -> None:
+    _, bound = session(FakeRanks({**SUMS, "other": 5}), FakeEngine(SUMS), fresh=False)
+
+    async def read() -> list[Any]:
+        trained = bound.trained
+        return [await trained.checksums(), await trained.scores([1, 2, 3], 1.0, 0.5), await trained.finite()]
+
+    assert asyncio.run(read()) == [SUMS, [[-1.0, -1.0], [-0.5, -0.5]], False]
+
+
+def test_a_rank_that_cannot_attach_is_told_once_all_have_tried() -> None:
+    class Commands:
+        async def execute(self, command: str, body: Any, mine: Any) -> tuple[Any, list[Any]]:
+            assert command == "attach_slices"
+            assert [body(rank) for rank in (1, 2)] == ["b", "c"]
+            return await mine, ["", "rank 2 cannot"]
+
+    async def compute(function: Any, *arguments: Any) -> Any:
+        return function(*arguments)
+
+    mine: Any = SimpleNamespace(attach=lambda export: "", policy=SimpleNamespace(compute=compute))
+    crew = SliceCrew(mine, SimpleNamespace(), Commands())  # type: ignore[arg-type]
+    with pytest.raises(TransportError, match="rank 2 cannot"):
+        asyncio.run(crew.attach(["a", "b", "c"]))
