@@ -168,7 +168,12 @@ def test_ranks_that_share_gpus_are_counted_by_gpu(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(("shares", "backend"), [(False, "nccl"), (True, "gloo")])
 def test_ranks_that_share_gpus_talk_by_gloo(monkeypatch: pytest.MonkeyPatch, shares: bool, backend: str) -> None:
     met: list[Rendezvous] = []
-    monkeypatch.setattr(rank_parts, "DataGroup", lambda rendezvous, rank, device: met.append(rendezvous))
+
+    def group(rendezvous: Rendezvous, rank: int, device: torch.device) -> Any:
+        met.append(rendezvous)
+        return SimpleNamespace(clock=None)
+
+    monkeypatch.setattr(rank_parts, "DataGroup", group)
     lead = Rendezvous(host="localhost", port=1, world=2, backend="gloo", seconds=5.0)
     RankParts.connect(lead, 0, torch.device("cuda", 0), Distributed(share_gpus=shares))
     assert [one.backend for one in met] == [backend]
