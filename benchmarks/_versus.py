@@ -9,7 +9,7 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -141,6 +141,13 @@ def read(file: Path) -> list[dict[str, Any]]:
         with contextlib.suppress(ValueError):
             found.append(json.loads(line))
     return found
+
+
+def shown(files: Sequence[Path], report: Callable[[Sequence[Mapping[str, Any]]], tuple[str, bool]]) -> int:
+    """Print what a report makes of all that files hold; the exit status: 1 unless it finds nothing amiss."""
+    text, fine = report([line for file in files for line in read(file)])
+    print(text)
+    return int(not fine)
 
 
 def multiplied(model: Any) -> int:

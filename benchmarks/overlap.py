@@ -42,6 +42,7 @@ from _versus import (
     engine_options,
     judged,
     read,
+    shown,
     work_of,
     work_options,
 )
@@ -194,9 +195,7 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     args = arguments()
     if args.table:
-        text, fine = report([line for file in args.table for line in read(file)])
-        print(text)
-        return int(not fine)
+        return shown(args.table, report)
     end_in_order()
     args.out = args.out.absolute()
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -48,6 +48,7 @@ from _versus import (
     judged,
     number,
     read,
+    shown,
     work_of,
     work_options,
 )
@@ -98,14 +99,14 @@ class Setting:
     """Settings that name the same go on with one another's engines, where they follow one another."""
     larger: bool = False
     steps: int | None = None
-    limit: float = 110.0
+    limit: float = 120.0
     """Seconds."""
 
 
 RANKS = f"ranks={CARDS}"
 SETTINGS = {
     "pairs": Setting("two cards, twice the batch", options=(RANKS,), engines="pairs"),
-    "pairs-half": Setting("two cards, the batch", shares=1, options=(RANKS,), engines="pairs", limit=80.0),
+    "pairs-half": Setting("two cards, the batch", shares=1, options=(RANKS,), engines="pairs"),
     "pairs-fast": Setting(
         "two cards, twice the batch, nothing recomputed",
         options=(RANKS,),
@@ -128,7 +129,7 @@ SETTINGS = {
         engine={"tensor_parallel_size": CARDS},
         engines="sharded",
     ),
-    "context": Setting("sequences that two cards share", limit=200.0),
+    "context": Setting("sequences that two cards share", limit=280.0),
 }
 
 
@@ -332,9 +333,11 @@ def _memory(found: Mapping[str, Mapping[str, Any]]) -> str:
     rows = [["GB of a card", "engine", "trainer", "tensors", "weights twice", "card 0", "card 1"]]
     for name, of in found.items():
         if of.get("seconds"):
-            engine = max(of["engines_gb"]) if of.get("engines_gb") else None
-            trainer = of.get("tensors_gb")
-            both = None if engine is None or trainer is None else engine + trainer
+            engine = max(of.get("engines_gb", [0.0])) or None
+            both = of.get("all_tensors_gb")  # TRL's, whose engine is in the trainer's process
+            trainer = None if both else of.get("tensors_gb")
+            if engine and trainer:
+                both = engine + trainer
             cards = [*of.get("cards_gb", []), None, None][:CARDS]
             twice = number(of.get("own_gb"), 3)
             rows.append([name, *(number(v, 1) for v in (engine, trainer, both)), twice, *(number(v, 1) for v in cards)])
@@ -398,13 +401,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=16384, help="tokens of a sequence of the setting context")
     parser.add_argument("--sequences", type=int, default=4, help="of a step of it")
     parser.add_argument("--minutes", type=float, default=9.0, help="all of it")
-    parser.add_argument("--limit", type=float, default=240.0, help=argparse.SUPPRESS)
     parser.add_argument("--least", type=float, default=30.0, help="no setting begins with fewer seconds left")
     parser.add_argument("--folder", type=Path, help="for the models")
     parser.add_argument("--out", type=Path, default=Path("pairs.jsonl"), help="results are appended")
     parser.add_argument("--table", type=Path, nargs="+", help="show what these files hold together, and do nothing")
     add_work(parser)
-    parser.set_defaults(model=None, steps=8)
+    parser.set_defaults(model=None)
     if "--try" in sys.argv[1:]:
         parser.set_defaults(**TRY)
     return parser.parse_args()
@@ -413,9 +415,7 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     args = arguments()
     if args.table:
-        text, fine = report([line for file in args.table for line in read(file)])
-        print(text)
-        return int(not fine)
+        return shown(args.table, report)
     names = args.settings.split(",")
     if unknown := set(names) - set(SETTINGS):
         raise SystemExit(f"there is no setting {min(unknown)!r}; choose from {', '.join(SETTINGS)}")
