@@ -98,9 +98,9 @@ class WeightShardStepper:
         """End a micro-batch, or stand in for one that this rank does not have: the others need its shards."""
         if not self._computed:
             policy, device = self._policy, self._weights.device
-            token = torch.zeros(1, dtype=torch.int64, device=device)
-            hidden = policy.hidden(token[None], token[None], Packed(lengths=(1,), parents=(None,)))[0]
-            logprobs, _ = token_logprobs(hidden, policy.head.weight, token, bias=policy.head.bias)
+            tokens = torch.arange(2, device=device)  # of a single one the compiler would make code apart
+            hidden = policy.hidden(tokens[None], tokens[None], Packed(lengths=(2,), parents=(None,)))[0]
+            logprobs, _ = token_logprobs(hidden, policy.head.weight, tokens, bias=policy.head.bias)
             (logprobs.sum() * 0.0).backward()
         self._computed = False
 
