@@ -95,17 +95,17 @@ class Ranks:
         if len(self._followers) == self.world - 1:
             self._all.set()
 
-    async def wait_for_all(self, seconds: float, ended: Coroutine[Any, Any, str]) -> None:
+    async def wait_for_all(self, seconds: float, lost: Coroutine[Any, Any, str]) -> None:
         """Return once every follower has connected.
 
         Args:
             seconds: the longest wait.
-            ended: returns, with what it said last, when a process that was started here has ended.
+            lost: returns, with what it said last, when a process that was started here is lost.
 
         Raises:
             RankError: one did not come.
         """
-        came, gone = asyncio.ensure_future(self._come()), asyncio.ensure_future(ended)
+        came, gone = asyncio.ensure_future(self._come()), asyncio.ensure_future(lost)
         try:
             await asyncio.wait((came, gone, self.failure), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if self.failure.done():
@@ -258,7 +258,7 @@ async def lead(
         visit(rendezvous).set("lead", str(server.sockets[0].getsockname()[1]))
         if placement is None:
             children.start(command, world, rendezvous.host, rendezvous.port)
-        await ranks.wait_for_all(seconds, children.first_ended())
+        await ranks.wait_for_all(seconds, children.first_lost())
         yield ranks
     except BaseException as error:
         failed = error

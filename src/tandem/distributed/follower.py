@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from tandem.distributed.channel import COMMANDS, NEXT_COMMAND, Channel
+from tandem.distributed.children import lead_lost
 from tandem.distributed.crew import group_name
 from tandem.distributed.placement import Placement
 from tandem.errors import RankError, message_of
@@ -33,6 +34,7 @@ class Follower:
 
         Raises:
             TransportError: it does not answer.
+            RankError: it started this process, and is gone or stopped.
         """
         rendezvous = Rendezvous(
             host=placement.master_addr,
@@ -47,10 +49,25 @@ class Follower:
             own_address(rendezvous)  # which waits until the lead listens
             return int(visit(rendezvous).get("lead"))
 
-        reader, writer = await asyncio.open_connection(placement.master_addr, await asyncio.to_thread(find))
-        channel = Channel(reader, writer)
-        await channel.send({"rank": placement.rank, "host": socket.gethostname(), "pid": os.getpid()})
-        return cls(placement, rendezvous, channel)
+        async def connect() -> Channel:
+            port = await asyncio.to_thread(find)
+            reader, writer = await asyncio.open_connection(placement.master_addr, port)
+            channel = Channel(reader, writer)
+            await channel.send({"rank": placement.rank, "host": socket.gethostname(), "pid": os.getpid()})
+            return channel
+
+        connecting, lost = asyncio.ensure_future(connect()), asyncio.ensure_future(lead_lost(os.environ))
+        try:
+            await asyncio.wait((connecting, lost), return_when=asyncio.FIRST_COMPLETED)
+            if not connecting.done():
+                raise RankError(
+                    f"rank {placement.rank} on {socket.gethostname()} ends before it has connected, for it lost the "
+                    f"lead, rank 0: {await lost}"
+                )
+            return cls(placement, rendezvous, await connecting)
+        finally:
+            connecting.cancel()
+            lost.cancel()
 
     async def serve(self, handlers: Mapping[str, Handler]) -> None:
         """Execute commands, one at a time, until the lead says that it ends.

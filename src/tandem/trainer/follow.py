@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
+import sys
 import threading
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
@@ -52,20 +54,28 @@ async def follow(config: RunConfig, placement: Placement) -> Path:
     Raises:
         RankError: the lead is gone, or failed.
     """
-    follower = await Follower.join(placement, config.distributed.timeout_seconds)
     async with AsyncExitStack() as stack:
         try:
+            follower = await Follower.join(placement, config.distributed.timeout_seconds)
             with ExitStack() as signs:  # which end before the parts do: those may have to be left behind
                 rank = _Rank(stack, signs, placement, follower)
                 await follower.serve(rank.handlers)
-        except RankError:
+        except RankError as error:
             flight_recorder.write(placement.rank)
-            # What the compute thread is in may never return; the interpreter would wait for it.
-            timer = threading.Timer(GRACE_SECONDS, os._exit, (RankError.exit_code,))
+            # What a thread is in may never return; the interpreter would wait for it.
+            timer = threading.Timer(GRACE_SECONDS, _leave, (error,))
             timer.daemon = True
             timer.start()
             raise
     return rank.folder
+
+
+def _leave(error: RankError) -> None:
+    """End the process at once, and say why: what would have said so is still waited for."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"tandem: {error}\n")
+        sys.stderr.flush()
+    os._exit(RankError.exit_code)
 
 
 class _Rank:

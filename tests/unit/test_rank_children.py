@@ -1,0 +1,108 @@
+"""Ranks of one host that are lost before they have connected: each side sees by the other's process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tandem.distributed import children
+from tandem.distributed.children import LEAD, Children, ProcessPause, lead_lost
+from tandem.distributed.follower import Follower
+from tandem.distributed.placement import Placement
+from tandem.errors import RankError
+from tandem.processes import identity, is_stopped
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(children, "POLL_SECONDS", 0.02)
+
+
+@pytest.fixture
+def other() -> Iterator[subprocess.Popen[bytes]]:
+    """Another process of this host."""
+    process = subprocess.Popen(["sleep", "60"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.parametrize(
+    ("how", "text"), [(signal.SIGKILL, "it ended with -9"), (signal.SIGSTOP, "it has been stopped, as by SIGSTOP")]
+)
+def test_a_child_that_is_lost_before_it_has_connected_is_named(tmp_path: Path, how: signal.Signals, text: str) -> None:
+    async def scene() -> tuple[str, int]:
+        started = Children(tmp_path)
+        started.start(["sleep", "60"], 3, "127.0.0.1", 1)
+        try:
+            pid = started._processes[2].pid
+            os.kill(pid, how)
+            return await asyncio.wait_for(started.first_lost(), 20), pid
+        finally:
+            started._kill()
+            await started.close(at_once=True)
+
+    lost, pid = asyncio.run(scene())
+    assert lost.startswith(f"rank 2 (pid {pid} on this host) was lost before it had connected: {text}")
+
+
+def test_a_process_that_goes_on_again_is_not_lost(
+    other: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(children, "SILENT_SECONDS", 0.0)
+    there = identity(other.pid)
+    assert there is not None
+    pause = ProcessPause(there)
+    assert not pause.lasts()
+    os.kill(other.pid, signal.SIGSTOP)
+    while not is_stopped(*there):
+        pass
+    assert pause.lasts()
+    os.kill(other.pid, signal.SIGCONT)
+    while is_stopped(*there):
+        pass
+    assert not pause.lasts()
+
+
+@pytest.mark.parametrize(("how", "text"), [(signal.SIGKILL, "is gone"), (signal.SIGSTOP, "has been stopped")])
+def test_a_lead_that_is_lost_is_seen_by_those_that_it_has_started(
+    other: subprocess.Popen[bytes], how: signal.Signals, text: str
+) -> None:
+    there = identity(other.pid)
+    assert there is not None
+    os.kill(other.pid, how)
+    environment = {LEAD: f"{there.pid} {there.started}"}
+    assert text in asyncio.run(asyncio.wait_for(lead_lost(environment), 20))
+
+
+def test_a_follower_that_a_launcher_has_started_knows_no_process_of_its_lead() -> None:
+    async def scene() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(lead_lost({}), 0.05)
+
+    asyncio.run(scene())
+
+
+def test_a_follower_does_not_wait_for_a_lead_that_is_gone(
+    other: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = identity(other.pid)
+    assert there is not None
+    monkeypatch.setenv(LEAD, f"{there.pid} {there.started}")
+    other.kill()
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    place = Placement(
+        rank=1, world_size=2, local_rank=1, local_world_size=2, master_addr="127.0.0.1", master_port=port,
+        launcher="tandem",
+    )  # fmt: skip
+    with pytest.raises(RankError, match=r"before it has connected, for it lost the lead, rank 0: its process \d+ is"):
+        asyncio.run(Follower.join(place, 0.5))
