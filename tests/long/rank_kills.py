@@ -1,12 +1,15 @@
-"""Kills and stops of a run's ranks at random moments: does every other rank end by name, and is a step trained twice?
+"""Kills and stops of a run's ranks at every boundary: does every other rank end by name, and is a step trained twice?
 
-    python tests/long/rank_kills.py [--trials 60] [--ranks 3] [--seed 0]
+    python tests/long/rank_kills.py [--trials 60] [--ranks 3]
 
-One run on a CPU (gloo, a tiny random model) is resumed again and again. In each trial one of its ranks gets SIGKILL or
-SIGSTOP, between steps, within one, or while the ranks start; all others have 20 seconds to end, with an error that
-names what was lost; where a rank is stopped before it has joined, ``distributed.timeout_seconds`` comes to that. Then
-the run goes on. After the last trial it trains to its end, and so does the same run without any kill: both must have
-the same metrics in every step, once each, and the same bits of weights.
+One run on a CPU (gloo, a tiny random model) is resumed again and again. In each trial one of its ranks sends SIGKILL or
+SIGSTOP to itself (``rank_lost.py``) as it starts, as it joins, before or after its part of a command, or as the run
+ends. All others have 20 seconds to end, with an error that names what was lost, and no process may be left. Trials go
+through the boundaries in turn; in each round of them every boundary has another rank and the other signal, so that with
+three ranks six rounds are all there is. After the last trial the run trains to its end, and so does the same run
+without any kill: both must have the same metrics in every step, once each, and the same bits of weights.
+
+Commands of vLLM's engines (``engine``, ``attach``, ``adapt``) do not occur with the embedded engine.
 """
 
 from __future__ import annotations
@@ -15,15 +18,14 @@ import argparse
 import contextlib
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -39,21 +41,68 @@ from tandem.processes import Identity, alive_after, identity
 ROOT = Path(__file__).resolve().parents[2]
 END_SECONDS = 20.0
 """From a kill to the end of all other ranks."""
-JOIN_SECONDS = 30.0
-"""For a rank that is stopped before it has joined: nothing is known of it before."""
-START_SECONDS = 120.0
-LOST = "lost"
-"""Stands in every error that names a lost rank."""
+START_SECONDS = 180.0
+"""Until a boundary comes."""
+BOUNDARIES = (
+    "start", "join", "begin", "connect", "weights", "bind", "restore", "micros", "micros after", "apply", "apply after",
+    "save", "save after", "end",
+)  # fmt: skip
+"""Where a rank is lost: before its part of it, or after that, when no other knows of it yet."""
+IN_STEPS = ("micros", "apply", "save")
+"""Boundaries that come in every step: ranks are lost in the second."""
+HOWS = (signal.SIGKILL, signal.SIGSTOP)
 COMPARED = ("loss", "grad_norm", "reward", "entropy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One loss of a rank."""
+
+    boundary: str
+    rank: int
+    how: signal.Signals
+
+    @property
+    def name(self) -> str:
+        return f"{self.how.name} of rank {self.rank} at {self.boundary}"
+
+    @property
+    def words(self) -> str:
+        """As ``rank_lost.py`` reads it."""
+        command, _, moment = self.boundary.partition(" ")
+        return f"{self.rank} {command} {moment or 'before'} {2 if command in IN_STEPS else 1} {int(self.how)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of the other ranks."""
+
+    trial: Trial
+    seconds: float
+    """From the loss to the end of the last of them."""
+    named: bool | None
+    """Whether an error named what was lost; None: the run was over."""
+
+    @property
+    def words(self) -> str:
+        return {True: "named", False: "NOT NAMED", None: "run was over"}[self.named]
+
+
+def trials(ranks: int) -> Iterator[Trial]:
+    """Every boundary in turn, each time with another rank and signal."""
+    for turn in range(2 * ranks):
+        for place, boundary in enumerate(BOUNDARIES):
+            rank = (place + turn) % ranks
+            how = HOWS[(place + turn + (turn // ranks if ranks % 2 == 0 else 0)) % 2]
+            if boundary != "start" or rank:  # the lead has no other ranks before it starts them
+                yield Trial(boundary=boundary, rank=rank, how=how)
 
 
 @dataclass
 class Account:
     """What the trials showed."""
 
-    trials: Counter[str] = field(default_factory=Counter)
-    seconds: list[float] = field(default_factory=list)
-    """From a kill to the end of all others."""
+    outcomes: list[Outcome] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
 
@@ -73,8 +122,7 @@ def recipe(folder: Path, model: Path, name: str, ranks: int) -> Path:
         "env": {"kind": "arithmetic", "max_number": 4, "prompt": "{expression}="},
         "groups_per_step": 2, "group_size": 4, "zero_variance_groups": "keep", "sampling": {"max_tokens": 6},
         "optimizer": {"kind": "adamw", "lr": 1e-3}, "micro_batch_tokens": 30, "threads": 1, "ranks": ranks,
-        "distributed": {"timeout_seconds": JOIN_SECONDS}, "evaluate": {"tasks": 0},
-        "checkpoint": {"every": 1, "keep": 2}, "loggers": [],
+        "evaluate": {"tasks": 0}, "checkpoint": {"every": 1, "keep": 2}, "loggers": [],
     }  # fmt: skip
     path = folder / f"{name}.yaml"
     path.write_text(render(options), encoding="utf-8")
@@ -82,12 +130,15 @@ def recipe(folder: Path, model: Path, name: str, ranks: int) -> Path:
 
 
 @contextlib.contextmanager
-def training(folder: Path, target: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
-    """The lead of a run under way."""
-    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+def training(
+    folder: Path, target: Path, *overrides: str, lost: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """The lead of a run under way, with the variables of a rank that will be lost."""
+    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", **(lost or {})}
+    program = ["-m", "tandem"] if lost is None else [str(ROOT / "tests/long/rank_lost.py")]
     with (folder / "lead.log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tandem", "train", str(target), *overrides],
+            [sys.executable, *program, "train", str(target), *overrides],
             cwd=folder, env=env, stdout=log, stderr=log, text=True,
         )  # fmt: skip
     try:
@@ -97,17 +148,17 @@ def training(folder: Path, target: Path, *overrides: str) -> Iterator[subprocess
         process.wait()
 
 
-def rank_process(lead: int, rank: int) -> Identity | None:
-    """The process of a rank; None if it is not there yet."""
-    if rank == 0:
-        return identity(lead)
+def processes(mark: Path) -> dict[Identity, int | None]:
+    """Processes of a trial, and the rank of those that are one."""
+    found: dict[Identity, int | None] = {}
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
-            pid = int(entry.name)
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == lead and f"RANK={rank}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                return identity(pid)
-    return None
+            pid, environment = int(entry.name), (entry / "environ").read_bytes().split(b"\0")
+            if f"RANK_LOST_MARK={mark}".encode() in environment and (one := identity(pid)) is not None:
+                numbers = [int(word[5:]) for word in environment if word.startswith(b"RANK=")] or [0]
+                is_rank = b"rank_lost.py" in (entry / "cmdline").read_bytes()
+                found[one] = numbers[0] if is_rank else None
+    return found
 
 
 def steps(run: Path) -> list[int]:
@@ -116,53 +167,48 @@ def steps(run: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def awaited(run: Path, lead: subprocess.Popen[str], more: int) -> None:
-    """Wait until the run has trained ``more`` steps."""
-    begun, deadline = len(steps(run)), time.monotonic() + START_SECONDS
-    while len(steps(run)) < begun + more:
-        if lead.poll() is not None or time.monotonic() > deadline:
-            raise SystemExit(f"the run trains nothing:\n{(run.parents[1] / 'lead.log').read_text()[-3000:]}")
-        time.sleep(0.02)
-
-
-def trial(folder: Path, target: Path, ranks: int, chance: random.Random, account: Account) -> None:
-    """Start or resume the run, lose one rank, and see how the others end."""
-    run, rank = folder / "runs" / "run", chance.randrange(ranks)
-    how = chance.choice((signal.SIGKILL, signal.SIGSTOP))
-    starting = chance.random() < 0.2 and run.exists()
-    with training(folder, target) as lead:
-        if starting:
-            time.sleep(chance.uniform(1.0, 8.0))
-        else:
-            awaited(run, lead, 1 + chance.randrange(2))
-            time.sleep(chance.uniform(0.0, 0.5))
-        processes = {number: rank_process(lead.pid, number) for number in range(ranks)}
-        lost = processes.pop(rank)
-        if lost is None:  # not started yet
-            return
-        os.kill(lost.pid, how)
-        since = time.monotonic()
-        others = [process for process in processes.values() if process is not None]
-        limit = END_SECONDS + (JOIN_SECONDS if starting and how == signal.SIGSTOP else 0.0)
-        while any(running(other, lead) for other in others) and time.monotonic() < since + limit + END_SECONDS:
-            time.sleep(0.05)
-        account.seconds.append(time.monotonic() - since)
-    kind = f"{how.name} of {'the lead' if rank == 0 else 'a follower'}{' at the start' if starting else ''}"
-    account.trials[kind] += 1
-    said = (folder / "lead.log").read_text() + "".join(p.read_text() for p in sorted((run / "logs").glob("rank-*.log")))
-    label = f"trial {sum(account.trials.values())}, {kind}, rank {rank}"
-    if account.seconds[-1] > limit:
-        account.wrong.append(f"{label}: the others ended after {account.seconds[-1]:.1f} s")
-    if not starting and LOST not in said:
-        account.wrong.append(f"{label}: no error names what was lost:\n{said[-2000:]}")
-    time.sleep(0.2)
-    left = [other for other in (*others, lost) if alive_after(*other)]
+def lose(folder: Path, trial: Trial, account: Account, limit: float) -> Outcome | None:
+    """Resume the run, lose one rank, and see how the others end."""
+    run, mark = folder / "runs/run", folder / "mark"
+    mark.unlink(missing_ok=True)
+    logs = [run / f"logs/rank-{rank}.log" for rank in range(1, 32)]
+    sizes = {log: log.stat().st_size for log in logs if log.exists()}
+    until = max(steps(run)) + 2 if trial.boundary == "end" else 1_000_000
+    variables = {"RANK_LOST": trial.words, "RANK_LOST_MARK": str(mark)}
+    with training(folder, run, f"steps={until}", lost=variables) as lead:
+        deadline = time.monotonic() + START_SECONDS
+        while not mark.exists():
+            if lead.poll() is not None or time.monotonic() > deadline:
+                text = (folder / "lead.log").read_text()[-2000:]
+                account.wrong.append(f"{trial.name}: that boundary did not come:\n{text}")
+                return None
+            time.sleep(0.02)
+        since, all_of_it = float(mark.read_text()), processes(mark)
+        lost = [one for one, rank in all_of_it.items() if rank == trial.rank]
+        others = [one for one, rank in all_of_it.items() if rank not in (None, trial.rank)]
+        while any(running(other, lead) for other in others) and time.monotonic() < since + 3 * limit:
+            time.sleep(0.02)
+        seconds = time.monotonic() - since
+        time.sleep(0.5)
+        left = [one for one in all_of_it | processes(mark) if one not in lost and running(one, lead)]
+        for process in (*left, *lost):
+            if alive_after(*process):
+                os.kill(process.pid, signal.SIGKILL)
+        code = lead.wait(limit)
+    texts = [log.read_bytes()[sizes.get(log, 0) :].decode(errors="replace") for log in logs if log.exists()]
+    said = (folder / "lead.log").read_text() if trial.rank else "".join(texts)
+    named = f"rank {trial.rank} (pid " in said and "was lost" in said if trial.rank else "lost the lead, rank 0" in said
+    over = trial.boundary == "end" and trial.rank > 0
+    outcome = Outcome(trial=trial, seconds=seconds, named=None if over else named)
+    if seconds > limit:
+        account.wrong.append(f"{trial.name}: the others ended after {seconds:.1f} s")
+    if outcome.named is False:
+        account.wrong.append(f"{trial.name}: no error names what was lost:\n{said[-2000:]}")
+    if over and (code or max(steps(run)) != until):
+        account.wrong.append(f"{trial.name}: the run did not end in order, but with {code}")
     if left:
-        account.wrong.append(f"{label}: {len(left)} processes are left")
-    for process in left:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
-    print(f"{label}: {account.seconds[-1]:.1f} s, step {len(steps(run))}", flush=True)
+        account.wrong.append(f"{trial.name}: {len(left)} processes are left")
+    return outcome
 
 
 def running(process: Identity, lead: subprocess.Popen[str]) -> bool:
@@ -193,22 +239,37 @@ def compare(folder: Path, model: Path, ranks: int, account: Account) -> None:
     print(f"{last} steps with and without kills compared", flush=True)
 
 
+def table(outcomes: Sequence[Outcome]) -> str:
+    """A line for each trial, in the order of the boundaries."""
+    rows = [("boundary", "rank", "signal", "seconds", "named")]
+    for one in sorted(outcomes, key=lambda one: (BOUNDARIES.index(one.trial.boundary), one.trial.rank, one.trial.how)):
+        trial = one.trial
+        rows.append((trial.boundary, str(trial.rank), trial.how.name, f"{one.seconds:.1f}", one.words))
+    return "\n".join("{:<14}{:>4}  {:<9}{:>7}  {}".format(*row) for row in rows)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=60)
     parser.add_argument("--ranks", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=END_SECONDS, help="limit of an end; more on a busy machine")
     args = parser.parse_args()
-    account, chance = Account(), random.Random(args.seed)
+    account = Account()
     with tempfile.TemporaryDirectory(prefix="rank-kills-") as scratch:
         folder = Path(scratch)
         model = wide_model(folder / "model")
-        target = recipe(folder, model, "run", args.ranks)
-        while sum(account.trials.values()) < args.trials:
-            trial(folder, target if not (folder / "runs/run/checkpoints").exists() else folder / "runs/run",
-                  args.ranks, chance, account)  # fmt: skip
+        with training(folder, recipe(folder, model, "run", args.ranks), "steps=2") as lead:
+            if lead.wait(START_SECONDS):
+                raise SystemExit(f"the run trains nothing:\n{(folder / 'lead.log').read_text()[-3000:]}")
+        for trial in islice(cycle(trials(args.ranks)), args.trials):
+            if (outcome := lose(folder, trial, account, args.seconds)) is not None:
+                account.outcomes.append(outcome)
+                at = f"{outcome.seconds:.1f} s, {outcome.words}, step {max(steps(folder / 'runs/run'))}"
+                print(f"{trial.name}: {at}", flush=True)
         compare(folder, model, args.ranks, account)
-    print(f"{dict(account.trials)}; to the end {max(account.seconds):.1f} s at most, {len(account.wrong)} wrong")
+    print(table(account.outcomes))
+    longest = max((outcome.seconds for outcome in account.outcomes), default=0.0)
+    print(f"{len(account.outcomes)} trials; to the end {longest:.1f} s at most, {len(account.wrong)} wrong")
     print("\n".join(account.wrong))
     return int(bool(account.wrong))
 
