@@ -283,10 +283,10 @@ def test_each_follower_tells_its_command_and_what_it_waits_for(run: Path, capsys
     sign_of(run, 10, at=now, doing=busy)
     idle, waiting, computing = why.read(run, now=now).followers
     assert (idle.rank, idle.command, idle.state) == (1, None, "alive")
-    assert idle.headline == "idle for 3.0 s: it waits for rank 0's next command"
+    assert idle.headline == "idle for 3.0 s: waiting for rank 0's next command"
     assert (waiting.command, waiting.seconds) == ("micros", 40.0)
-    assert waiting.headline.endswith("it waits for the other ranks (sums of gradients), for 38 s")
-    assert (computing.rank, computing.headline) == (10, "in command 'micros' for 40 s; it waits for nothing")
+    assert waiting.headline.endswith("waiting for the other ranks (sums of gradients), for 38 s")
+    assert (computing.rank, computing.headline) == (10, "in command 'micros' for 40 s; waiting for nothing")
     assert why.why(run, stacks=False, as_json=True) == 0
     assert [one["rank"] for one in json.loads(capsys.readouterr().out)["followers"]] == [1, 2, 10]
 
@@ -313,7 +313,7 @@ def test_a_follower_that_is_gone_stopped_or_of_a_silent_host_is_said_to_be(
         child.wait()
     assert [one.state for one in states] == ["gone", "stopped", "silent", "alive"]
     assert all("the last sign of life was 20 s ago" in one.headline for one in states[:3])
-    assert states[1].headline.endswith("it was in command 'apply' for 21 s; it waits for nothing")
+    assert states[1].headline.endswith("it was in command 'apply' for 21 s; waiting for nothing")
     assert why.why(run, stacks=False, as_json=False) == 1
     assert "on elsewhere" in capsys.readouterr().out
 

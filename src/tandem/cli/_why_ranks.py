@@ -91,6 +91,8 @@ def read(run: Path, now: float) -> tuple[FollowerState, ...]:
 
 def _state(rank: int, signs: Mapping[str, Json], age: float) -> FollowerState:
     liveness = Liveness.of(signs, age)
+    if liveness.state == "gone":
+        age = 0.0  # what it did has ended with it
     rows: Sequence[Mapping[str, Json]] = sorted(signs["waits"], key=lambda row: -row["seconds"])
     waits = tuple((row["on"], row["reason"], round(row["seconds"] + age, 3)) for row in rows)
     spans = [(name.removeprefix(COMMANDS), since) for name, since in signs["doing"] if name.startswith(COMMANDS)]
@@ -115,9 +117,9 @@ def _doing(command: str | None, seconds: float | None, waits: Sequence[tuple[str
     """What it executes and waits for, in words."""
     since = "" if seconds is None else f" for {duration(seconds)}"
     if command is None:
-        return f"idle{since}: it waits for rank 0's next command"
-    inner = "; ".join(f"it waits for {on} ({reason}), for {duration(waited)}" for on, reason, waited in waits[:2])
-    return f"in command {command!r}{since}; {inner or 'it waits for nothing'}"
+        return f"idle{since}: waiting for rank 0's next command"
+    inner = "; ".join(f"waiting for {on} ({reason}), for {duration(waited)}" for on, reason, waited in waits[:2])
+    return f"in command {command!r}{since}; {inner or 'waiting for nothing'}"
 
 
 def show(console: Console, followers: Sequence[FollowerState]) -> None:
