@@ -47,7 +47,9 @@ def publishing(rank: int, name: str, dtype: str) -> dict[str, Any]:
     worker, fresh = worker_of(model, rank, world), served(changed, Worker(rank, world))
     skeleton = Skeleton(model)
     policy = Policy(model, None, name=name, compute=None)  # type: ignore[arg-type]
-    mine = RankSlices(ShardedPolicy(policy, ShardedWeights(model, mesh_of((world,)))))
+    weights_of_all = ShardedWeights(skeleton.bare(), mesh_of((world,)))
+    weights_of_all.fill(model if rank == 0 else None)
+    mine = RankSlices(ShardedPolicy(policy, weights_of_all))
     stale = mine.attach(
         {"parameters": {"kind": "host", "path": "/dev/shm/tandem-none", "size": 1, "tensors": {}}, "places": {}}
     )
@@ -67,6 +69,7 @@ def publishing(rank: int, name: str, dtype: str) -> dict[str, Any]:
     whole: Any = skeleton.filled(weights)
     return {
         "stale": stale,
+        "emptied": rank > 0 or not any(p.numel() for p in model.parameters()),
         "attached": attached,
         "wrong": [
             of

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -22,35 +24,75 @@ WORKERS: dict[str, Any] = {"tensor_parallel_size": 2} if vllm.CUDA else {"tensor
 """On a CPU too each is a process of its own."""
 
 
+CUT: dict[str, Any] = {"ranks": 2, "distributed": {"shard": "weights"}, "sync": "shared", "trainable": "full"}
+CLOSE = 3e-6
+"""Most by which a weight may differ from one rank's after a few steps."""
+
+needs_two_gpus = pytest.mark.skipif(vllm.CUDA and torch.cuda.device_count() < 2, reason="two ranks need two GPUs")
+
+
+@needs_two_gpus
 def test_ranks_write_the_slices_of_their_workers(nursery: Nursery, tmp_path: Path) -> None:
     """Every publish is proven on the bytes of both workers; the run goes on from its checkpoint."""
-    if vllm.CUDA and torch.cuda.device_count() < 2:
-        pytest.skip("two ranks need two GPUs")
     model = build_tiny_model(tmp_path / "tiny", head_dim=vllm.HEAD_DIM)
-    cut = {"ranks": 2, "distributed": {"shard": "weights"}, "sync": "shared"}
-    options = vllm.recipe(
-        model, tmp_path / "runs", name="slices", steps=3, engine=vllm.engine(**WORKERS), trainable="full", **cut
-    )
-    recipe = tmp_path / "slices.yaml"
-    recipe.write_text(render(options), encoding="utf-8")
-    trained(nursery, tmp_path, recipe)
+    options = vllm.recipe(model, tmp_path / "runs", name="slices", steps=3, engine=vllm.engine(**WORKERS), **CUT)
     run = tmp_path / "runs" / "slices"
-    trained(nursery, tmp_path, run, "steps=4")
+    with started(nursery, tmp_path, written(tmp_path, options)) as process:
+        ended(process)
+    with started(nursery, tmp_path, run, "steps=4") as process:
+        ended(process)
     published = vllm.published(run)
     assert sorted(published) == [1, 2, 3, 4]
     assert all(event["probe_gap"] <= vllm.GAP for event in published.values())
     assert len({event["digest"] for event in published.values()}) == 4, "every step moved the weights"
     vllm.same_logprobs(run)
-    saved = load_file(run / "checkpoints/000004/model/model.safetensors")
-    assert {name: tuple(t.shape) for name, t in saved.items()} == {
-        name: tuple(t.shape) for name, t in load_file(model / "model.safetensors").items()
-    }
+    before, saved = load_file(model / "model.safetensors"), weights(run, 4)
+    assert {name: t.shape for name, t in saved.items()} == {name: t.shape for name, t in before.items()}
 
 
-def trained(nursery: Nursery, folder: Path, what: Path, *overrides: str) -> None:
-    """A run that must end well."""
+@needs_two_gpus
+@pytest.mark.long
+def test_slices_train_what_one_rank_trains_and_outlive_their_engine(nursery: Nursery, tmp_path: Path) -> None:
+    """A killed engine is started again, attached by both ranks and published to; the weights are one rank's."""
+    model = build_tiny_model(tmp_path / "tiny", head_dim=vllm.HEAD_DIM)
+    # Where a gradient is all noise, its sign decides Adam's step: eps makes that step small.
+    same = {"steps": 4, "seed": 3, "optimizer": {"lr": 1.0e-3, "eps": 1.0e-3}}
+    engine = vllm.engine(forks=False, seeded=True, **WORKERS)
+    cut = vllm.recipe(model, tmp_path / "runs", name="cut", engine=engine, **CUT, **same)
+    alone = vllm.recipe(model, tmp_path / "runs", name="alone", engine=vllm.engine(seeded=True), **same)
+    run = tmp_path / "runs" / "cut"
+    with started(nursery, tmp_path, written(tmp_path, cut)) as process:
+        vllm.until(lambda: vllm.published(run) or process.poll() is not None, "the first publish", 400)
+        os.kill(json.loads((run / "engine-0.json").read_text())["pid"], signal.SIGKILL)
+        ended(process)
+    with started(nursery, tmp_path, written(tmp_path, alone)) as process:
+        ended(process)
+    assert sorted(vllm.published(run)) == [1, 2, 3, 4]
+    one, two = weights(tmp_path / "runs" / "alone", 4), weights(run, 4)
+    assert one.keys() == two.keys()
+    started_from = load_file(model / "model.safetensors")
+    for name, tensor in one.items():
+        assert float((tensor - started_from[name]).abs().max()) > 30 * CLOSE, name
+        assert float((tensor - two[name]).abs().max()) < CLOSE, name
+
+
+def written(folder: Path, options: dict[str, Any]) -> Path:
+    recipe = folder / f"{options['name']}.yaml"
+    recipe.write_text(render(options), encoding="utf-8")
+    return recipe
+
+
+def started(nursery: Nursery, folder: Path, what: Path, *overrides: str) -> Any:
     source = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": f"{source / 'src'}:{source / 'tests'}", "OMP_NUM_THREADS": "1"}
-    with nursery.start(["train", str(what), *overrides], cwd=folder, out=subprocess.PIPE, environment=env) as process:
-        said, _ = process.communicate(timeout=540)
+    return nursery.start(["train", str(what), *overrides], cwd=folder, out=subprocess.PIPE, environment=env)
+
+
+def ended(process: Any) -> None:
+    """See that a run ends well."""
+    said, _ = process.communicate(timeout=540)
     assert process.returncode == 0, said
+
+
+def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / f"{step:06d}" / "model" / "model.safetensors")

@@ -399,6 +399,9 @@ def test_check_plans_for_every_rank_and_says_what_a_publish_takes(run: Run, tiny
         )
         assert "2 ranks × 1/2 of" in text
     assert "each rank receives" not in run(*words)[1]
+    slices = ("ranks=2", "distributed.shard=weights", "engine={kind: vllm, tensor_parallel_size: 2, python: sys}")
+    code, out, _ = run(*words, *slices)
+    assert "ranks 2; each rank writes the slices of its engine's worker" in " ".join(out.split())
     code, out, _ = run(*words, "ranks=2", "optimizer=adafactor")
     assert code == 2
     assert "ranks: 2 cannot go with optimizer" in " ".join(out.split())

@@ -396,6 +396,32 @@ def test_a_ranks_card_holds_whole_weights_and_its_part_of_the_states(model_confi
 
 
 @pytest.mark.slow
+def test_a_ranks_card_holds_its_part_of_weights_that_are_cut(model_config: Any) -> None:
+    """With an engine of as many workers no card holds whole weights; the host does, at the start and for a save."""
+    card = replace(LARGE, is_host=False)
+    workers = vllm(tensor_parallel_size=4, kv_cache_gb=0.5)
+    cut = {"ranks": 4, "distributed": Distributed(shard="weights"), "dtype": "bfloat16"}
+    plan = planned(apart("shared", workers, **cut), model_config, card, LARGE)
+    by, alone = lines(plan), lines(planned(config(dtype="bfloat16"), model_config, card, LARGE))
+    assert by["weights"] == 2 * PARAMETERS // 4
+    assert by["engine"] == 500_000_000
+    assert by["optimizer"] == alone["optimizer"] // 4
+    outside = VOCAB * HIDDEN + HIDDEN
+    layer = (PARAMETERS - outside) // LAYERS
+    assert by["gathered layers"] == 2 * (2 * layer + outside) + 4 * (layer + outside)
+    assert by["loading"] == 2 * PARAMETERS
+    assert by["saving"] == 2 * PARAMETERS
+    assert not by.keys() & {"shards", "gradient buckets"}
+    assert {line.name for line in plan.lines if line.beside} >= {"loading", "saving"}
+    embedded = lines(planned(config(**cut), model_config, card, LARGE))
+    assert embedded["weights"] == alone["weights"], "the lead's, for its engine"
+    float32 = lines(planned(apart("shared", workers, **{**cut, "dtype": "float32"}), model_config, card, LARGE))
+    assert float32["shards"] == float32["weights"] == 4 * PARAMETERS // 4
+    shared = lines(planned(apart("shared", vllm(tensor_parallel_size=4), **cut), model_config, card, LARGE))
+    assert shared["weights"] == 0, "part of the share that the engine fills"
+
+
+@pytest.mark.slow
 def test_ranks_that_share_a_gpu_are_all_counted_on_it(model_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     card = replace(LARGE, is_host=False)

@@ -29,6 +29,7 @@ def test_each_rank_writes_what_its_worker_would_have_loaded(name: str, world: in
     for found in on_ranks(world, cut_slices.publishing, name, dtype):
         assert "cannot be opened" in found["stale"]
         assert found["attached"] == ""
+        assert found["emptied"], "as ranks took their parts"
         assert found["wrong"] == []
         assert found["sums"]
         assert found["scores"] < far

@@ -324,7 +324,7 @@ class _RecipeCheck:
         Raises:
             UnsupportedPair: an option cannot be had with several.
         """
-        from tandem.trainer import rank_parts
+        from tandem.trainer import pairs, rank_parts
 
         world = memory.RankCounts.of(self._config).world
         rank_parts.check_ranks(self._config, world)
@@ -335,6 +335,8 @@ class _RecipeCheck:
         counted = self._kept or (self._planner and self._planner.modelled.counts)
         trained = counted.trainable if counted else 0
         weights = trained * (2 if self._config.dtype == "bfloat16" else 4)
+        if pairs.has_slices(self._config):
+            return f"{world}; {interconnect.SLICES}"
         way = interconnect.interconnect() if machine.accelerated() else None
         parts = [f"{world}", interconnect.publish_text(weights, world, way)]
         if self._planner is not None and not self._planner.machine.is_host:

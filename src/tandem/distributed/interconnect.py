@@ -75,6 +75,10 @@ def received_bytes(weights: int, ranks: int) -> int:
     return weights * (ranks - 1) // ranks
 
 
+SLICES = "each rank writes the slices of its engine's worker: norms and what workers hold twice alone travel"
+"""What a publish takes where ranks are cut as the engine is."""
+
+
 def publish_text(weights: int, ranks: int, way: Interconnect | None) -> str:
     """What a publish is estimated to take, and by which figure: bytes received over bandwidth.
 

@@ -36,8 +36,8 @@ class ShardedWeights:
     """A causal language model whose parameters are cut among the ranks of a mesh.
 
     Args:
-        model: a transformers model with weights alike on all ranks; it is changed in place. Its parameters become
-            float32 (float64 ones stay so), each rank keeping its own shard.
+        model: a transformers model with weights alike on all ranks, or on the meta device and filled after; it is
+            changed in place. Its parameters become float32 (float64 ones stay so), each rank keeping its own shard.
         mesh: of one dimension, or of two: (replicas, shards), where gradients are summed over replicas as well.
 
     Raises:
@@ -96,6 +96,33 @@ class ShardedWeights:
         module.set_gradient_divide_factor(1.0)
         # A sum as it is: NCCL would multiply by a factor of 1 on the way, and gloo knows no other reduction.
         module.set_force_sum_reduction_for_comms(True)
+
+    @torch.no_grad()
+    def fill(self, whole: nn.Module | None) -> None:
+        """Take the weights and buffers of the first rank's whole model, tensor by tensor; for a model on meta.
+
+        Args:
+            whole: the first rank's, whose parameters are emptied as they are taken; None on other ranks.
+        """
+        self.model.to_empty(device=self.device)
+        theirs = {} if whole is None else dict(whole.named_parameters())
+        for name, parameter in self.model.named_parameters():
+            tensor = self._sent(theirs.get(name), self._shapes[name], self.dtype)
+            _local(parameter).copy_(self.part(name).of(tensor))
+            if name in theirs:
+                theirs[name].data = theirs[name].data.new_empty(0)
+        buffers = {} if whole is None else dict(whole.named_buffers())
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(self._sent(buffers.get(name), buffer.shape, buffer.dtype))
+
+    def _sent(self, tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The first rank's tensor, on every rank's device."""
+        if tensor is None:
+            here = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        else:
+            here = tensor.detach().to(self.device, dtype).contiguous()
+        dist.broadcast(here, group=self.group, group_src=0)
+        return here
 
     @property
     def local_parameters(self) -> list[tuple[str, nn.Parameter]]:

@@ -204,6 +204,17 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> Any:
     return model.to(device).eval()
 
 
+def bare_model(name: str, *, dtype: torch.dtype) -> Any:
+    """Model of a hub id or folder on the meta device, with Tandem's attention and no weights.
+
+    Raises:
+        ConfigError: its configuration cannot be read.
+    """
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(load_config(name), attn_implementation=NAME, dtype=dtype)
+    return model.eval()
+
+
 def _kept_only(name: str) -> bool:
     """True for a hub id while the hub is away: then only what is kept on this machine is looked at."""
     return not Path(name).is_dir() and bool(hub.away())

@@ -300,7 +300,7 @@ async def _cut(
     if together is None or parts is None or not has_slices(config):
         return policy, None
     skeleton = await policy.compute(Skeleton, policy.model)
-    cut = await together.do("cut", None, policy.compute(parts.cut, policy))
+    cut = await together.do("cut", None, policy.compute(parts.cut, policy, skeleton.bare(), policy.model))
     return cut, SliceCrew(RankSlices(cut), skeleton, together.ranks)
 
 

@@ -32,6 +32,7 @@ from tandem.trainable.base import Trainable
 from tandem.trainer import digests, memory_plan
 from tandem.trainer.checkpoint import load_states, write_states
 from tandem.trainer.live import changing, live_policy, rank_device, work_of
+from tandem.trainer.pairs import has_slices
 from tandem.trainer.rank_crew import handlers
 from tandem.trainer.rank_parts import RankParts, device_name
 from tandem.trainer.rank_slices import RankSlices, slice_handlers
@@ -113,7 +114,9 @@ class _Rank:
         self._config = config = from_options(plain(tree), (), Path("the lead's recipe")).config
         place = self._placement
         self._policy = policy = await self._stack.enter_async_context(
-            live_policy(config, local_rank=place.local_rank, local_ranks=place.local_world_size)
+            live_policy(
+                config, local_rank=place.local_rank, local_ranks=place.local_world_size, bare=has_slices(config)
+            )
         )
         if config.reference is not None:
             self._held = await policy.compute(config.reference.hold, changing(config, policy))
@@ -175,8 +178,9 @@ class _Rank:
         await self._policy.compute(finish, self._policy.device)
 
     async def _cut(self, body: Any) -> None:
-        """Keep this rank's slices of the weights alone."""
-        self._policy = policy = await self._policy.compute(self._parts.cut, self._policy)
+        """Take this rank's slices of the weights from the lead."""
+        bare = self._policy
+        self._policy = policy = await bare.compute(self._parts.cut, bare, bare.model, None)
         self.handlers |= slice_handlers(RankSlices(policy))
 
     async def _bind(self, body: Any) -> None:

@@ -13,7 +13,7 @@ from tandem.algorithms.references.base import ReferenceWeights
 from tandem.config.loading import RunConfig
 from tandem.engines.base import ExportsWeights, ReportsChecksums
 from tandem.model import float8, layers
-from tandem.model.policy import Compute, Policy, load_model, load_tokenizer
+from tandem.model.policy import Compute, Policy, bare_model, load_model, load_tokenizer
 from tandem.observability import progress, waits
 from tandem.optimizers.base import Stepper
 from tandem.trainer.objective import Objective
@@ -21,8 +21,13 @@ from tandem.trainer.work import LocalWork
 
 
 @asynccontextmanager
-async def live_policy(config: RunConfig, *, local_rank: int = 0, local_ranks: int = 1) -> AsyncIterator[Policy]:
-    """Model, adapter and tokenizer on the compute thread, for one of several ranks of this host."""
+async def live_policy(
+    config: RunConfig, *, local_rank: int = 0, local_ranks: int = 1, bare: bool = False
+) -> AsyncIterator[Policy]:
+    """Model, adapter and tokenizer on the compute thread, for one of several ranks of this host.
+
+    A bare one has no weights: its model is on the meta device.
+    """
     with waits.blocking("trainer", "its tokenizer", model_of(config), config.timeouts.wait_seconds):
         tokenizer = load_tokenizer(config.model, chat_template=config.chat_template)
     compute = Compute(config.threads or max(1, machine.cores() // local_ranks))
@@ -31,7 +36,11 @@ async def live_policy(config: RunConfig, *, local_rank: int = 0, local_ranks: in
         torch.manual_seed(config.seed)
         if rank_device(local_rank).index:  # until a thread is told another device, its kernels run on the first
             torch.cuda.set_device(rank_device(local_rank))
-        model = load_model(config.model, dtype=getattr(torch, config.dtype), device=weights_device(config, local_rank))
+        dtype = getattr(torch, config.dtype)
+        if bare:
+            model = bare_model(config.model, dtype=dtype)
+        else:
+            model = load_model(config.model, dtype=dtype, device=weights_device(config, local_rank))
         model = config.trainable.prepare(model).eval()
         if config.matmul == "fp8":
             float8.convert(model)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
+from torch import nn
 
 from tandem.config.loading import RunConfig
 from tandem.config.sections import Distributed
@@ -241,12 +242,20 @@ class RankParts:
         clock = group.clock if context is None and distributed.shard == "states" else None
         return cls(group=group, rendezvous=data, context=context, clock=clock)
 
-    def cut(self, policy: Policy) -> ShardedPolicy:
-        """The policy cut in place, for an engine whose workers hold slices; all ranks call this together."""
+    def cut(self, policy: Policy, bare: nn.Module, whole: nn.Module | None) -> ShardedPolicy:
+        """The policy cut, for an engine whose workers hold slices; all ranks call this together.
+
+        Args:
+            policy: all but its weights are taken over.
+            bare: its model on the meta device, which becomes the cut one.
+            whole: the lead's, which is emptied as all ranks take their parts of it; None on other ranks.
+        """
         from tandem.distributed.sharded_weights import ShardedWeights
         from tandem.distributed.weight_shards import ShardedPolicy
 
-        return ShardedPolicy(policy, ShardedWeights(policy.model, self._mesh()))
+        weights = ShardedWeights(bare, self._mesh())
+        weights.fill(whole)
+        return ShardedPolicy(policy, weights)
 
     def _mesh(self) -> DeviceMesh:
         """All ranks, as FSDP wants them: in torch's default group, which is made for it."""
@@ -412,8 +421,11 @@ async def opened(
 
 
 async def load_weights(together: Together | None, config: RunConfig, folder: Path, step: int) -> None:
-    """Have other ranks load the weights of the run's checkpoint of a step, which the lead has loaded; 0: none."""
-    if together is not None:
+    """Have other ranks load the weights of the run's checkpoint of a step, which the lead has loaded; 0: none.
+
+    Those whose weights are to be cut take them from the lead then.
+    """
+    if together is not None and not has_slices(config):
         path = str(_checkpoint(folder, step) / config.trainable.folder_name) if step else None
         await together.do("weights", path, _nothing())
 

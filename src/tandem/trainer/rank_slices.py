@@ -88,6 +88,10 @@ class Skeleton:
     def __init__(self, model: nn.Module):
         self._bare = _with_weights(model, {name: p.to("meta") for name, p in model.named_parameters()})
 
+    def bare(self) -> nn.Module:
+        """The model on the meta device."""
+        return copy.deepcopy(self._bare)
+
     def filled(self, weights: Mapping[str, Tensor]) -> nn.Module:
         """The model with these weights; tied ones are given once."""
         return _with_weights(self._bare, weights)

@@ -144,10 +144,10 @@ def _ways(config: RunConfig, set_options: Collection[str], run: Planner) -> Iter
 
 
 def _optimizers(config: RunConfig, set_options: Collection[str], on_host: bool) -> Iterator[Optimizer]:
-    """adamw with ever smaller states; any other alone."""
+    """adamw with ever smaller states; alone any other, and one of ranks whose weights are cut, which have no other."""
     own = config.optimizer
     yield own
-    if resolve.kind_of("optimizers", own) != "adamw":
+    if resolve.kind_of("optimizers", own) != "adamw" or config.distributed.shard == "weights":
         return
     precise: dict[str, str] = {}
     if (

@@ -105,6 +105,10 @@ class Counts:
     """Bytes of frozen weights kept beside those that are sampled from, where these are."""
     kept_on_host: int
     """Bytes of them that are kept on the host."""
+    layer: int
+    """Numbers in its largest layer."""
+    outside: int
+    """Those outside the layers: embeddings, the last norm and the head."""
 
 
 class FakeModel:
@@ -138,13 +142,17 @@ class FakeModel:
     def _counted(self, config: RunConfig, on_host: bool) -> Counts:
         trained = [p.numel() for p in self.model.parameters() if p.requires_grad]
         kept = config.trainable.kept_bytes(self.model, on_host=on_host)
+        parameters = sum(p.numel() for p in self.model.parameters())
+        layers = [sum(p.numel() for p in layer.parameters()) for layer in _layers(self.model)]
         return Counts(
-            parameters=sum(p.numel() for p in self.model.parameters()),
+            parameters=parameters,
             trainable=sum(trained),
             largest=max(trained),
             base=sum(p.numel() for p in config.trainable.base_names(self.model).values()),
             kept=kept,
             kept_on_host=config.trainable.kept_bytes(self.model, on_host=True) - kept,
+            layer=max(layers, default=0),
+            outside=parameters - sum(layers),
         )
 
     def run(self, config: RunConfig, layout: Layout) -> Pass:

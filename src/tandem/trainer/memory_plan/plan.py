@@ -353,6 +353,8 @@ class Planner:
             *_update(config, counts, machine),
             *self._sampling(config, engines),
         ]
+        if self.ranks.world > 1 and config.distributed.shard == "weights":
+            lines = _cut(lines, self.ranks, config, counts, engines, is_host=machine.is_host)
         return MemoryPlan(
             lines=tuple(_divided(lines, self.ranks, config, is_host=machine.is_host)),
             overlap=config.most_lag > 0,
@@ -575,6 +577,8 @@ _EVERY_RANKS = (
     "slack",
     "reference",
     "update",
+    "shards",
+    "gathered layers",
 )
 """Lines that each rank of a host has; the lead alone samples, grades and starts engines."""
 _EVERY_GPUS = (*_EVERY_RANKS, "optimizer", "driver", "engine", "engine's copy")
@@ -609,10 +613,66 @@ def _divided(lines: Sequence[MemoryLine], counts: RankCounts, config: RunConfig,
         elif not here and counts.per_gpu > 1 and own.name in _EVERY_GPUS:
             own = replace(own, bytes=own.bytes * counts.per_gpu, why=f"{counts.per_gpu} ranks × {own.why}")
         divided_lines.append(own)
+    if config.distributed.shard == "weights":  # FSDP's buffers are a line of their own
+        return divided_lines
     amount = 2 * IN_FLIGHT * BUCKET * _SUM_BYTES * (counts.local if is_host else counts.per_gpu)
     why = f"{IN_FLIGHT} buckets of float32 gradients on their way to the ranks that own them, and the gradients in them"
     buckets = replace(lines[0], name="gradient buckets", bytes=amount, why=why, when="training", beside=False)
     return [*divided_lines, buckets]
+
+
+def _cut(
+    lines: Sequence[MemoryLine],
+    ranks: RankCounts,
+    config: RunConfig,
+    counts: Counts,
+    engines: Engines,
+    *,
+    is_host: bool,
+) -> list[MemoryLine]:
+    """The lines of one rank of several whose weights are cut, before states are divided.
+
+    With an engine in a process of its own no rank has whole weights once it has started; else the lead has them.
+    """
+    width, world = _width(config), ranks.world
+    wide = counts.parameters - (counts.trainable if width < _SUM_BYTES else 0)  # masters are among the states
+    shards = MemoryLine(
+        name="shards",
+        bytes=wide * _SUM_BYTES // world,
+        why=f"1/{world} of {wide:,} float32 parameters that are no masters",
+    )
+    gathered = MemoryLine(
+        name="gathered layers",
+        bytes=(2 * counts.layer + counts.outside) * width + (counts.layer + counts.outside) * _SUM_BYTES,
+        why="weights of two layers, embeddings and head, and gradients of one layer and these, float32, on their way",
+        when="training",
+    )
+    kept = [line for line in lines if line.name not in ("weights", "loading")]
+    if not engines.exported:
+        return [*lines, *([shards] if wide else []), gathered]
+    whole = counts.base * width
+    slices = MemoryLine(
+        name="weights",
+        bytes=0 if engines.weights_counted else whole // world,
+        why=f"1/{world} of {readable(whole)}, the slices of the engine's worker"
+        + ": part of what the engine holds" * engines.weights_counted,
+    )
+    loading = MemoryLine(
+        name="loading",
+        bytes=whole * (1 + is_host),
+        why="the whole model as the lead loads it, before all ranks take their parts"
+        + ", and the engine's before it is in shared memory" * is_host,
+        when="starting",
+        beside=not is_host,
+    )
+    saving = MemoryLine(
+        name="saving",
+        bytes=whole,
+        why="all weights in the lead's process while it writes a checkpoint",
+        when="updating",
+        beside=not is_host,
+    )
+    return [slices, *([shards] if wide else []), gathered, loading, saving, *kept]
 
 
 def _programs(config: RunConfig, machine: Machine, engines: Engines) -> list[MemoryLine]:
