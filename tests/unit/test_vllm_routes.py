@@ -427,6 +427,16 @@ def test_an_engine_that_serves_stands_still_while_it_lends_its_weights_and_a_tra
     run(body)
 
 
+@pytest.mark.parametrize(("workers", "settled"), [(1, False), (2, True)])
+def test_a_pause_of_several_workers_waits_for_the_devices_of_all(workers: int, settled: bool) -> None:
+    async def body(c: Client) -> None:
+        c.vllm.vllm_config.parallel_config.tensor_parallel_size = workers
+        assert (await c.begin("/bridge/pause")).json == {"state": "paused", "before": "serving"}
+        assert (("tandem_settle", ()) in c.vllm.calls) == settled
+
+    run(body)
+
+
 # Sleep
 
 
