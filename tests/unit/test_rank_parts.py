@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.config.loading import load
+from tandem.api.targets import resumed
+from tandem.config.loading import digest, dump, load
 from tandem.config.sections import Distributed
 from tandem.distributed.placement import Placement
 from tandem.errors import ConfigError, UnsupportedPair
@@ -83,6 +84,26 @@ def test_ranks_share_the_slices_of_one_engine_on_one_host(tmp_path: Path) -> Non
         check_pairs(load(recipe, ["ranks=2", *CUT, "engine.sleep=1"]).config)
     with pytest.raises(UnsupportedPair, match=r"so do ranks: 2 with distributed\.shard: weights"):
         check_pairs(load(recipe, ["ranks=2", *CUT[1:]]).config)
+
+
+def test_a_run_of_slices_goes_on_with_another_number_of_ranks_and_workers(tmp_path: Path) -> None:
+    recipe = tmp_path / "config.yaml"
+    recipe.write_text("model: m\nsteps: 3\nenv: arithmetic\n")
+    two = load(recipe, ["ranks=2", *CUT]).config
+    alone = load(recipe, ["engine=vllm"]).config
+    assert digest(two) == digest(alone)
+    assert digest(load(recipe, ["ranks=2", *CUT[1:], "sync=broadcast"]).config) != digest(
+        load(recipe, ["ranks=2", "engine=vllm", "sync=broadcast"]).config
+    )
+    recipe.write_text(dump(two))
+    three = resumed(tmp_path, ["ranks=3", "engine.tensor_parallel_size=3"])
+    assert (three.ranks, three.engine.tensor_parallel_size, digest(three)) == (3, 3, digest(two))  # type: ignore[attr-defined]
+    back = resumed(tmp_path, ["ranks=1", "distributed.shard=states", "engine.tensor_parallel_size=1"])
+    assert digest(back) == digest(two)
+    recipe.write_text(dump(alone))
+    with pytest.raises(ConfigError, match="a resumed run keeps its 'engine'"):
+        resumed(tmp_path, ["ranks=3", "engine.tensor_parallel_size=3"])
+    assert digest(resumed(tmp_path, ["ranks=2", "distributed.shard=weights", CUT[2]])) == digest(alone)
 
 
 @pytest.mark.parametrize(("gpus", "devices"), [("3,5", ("3,5",)), ("5,3", ("5,3",))])

@@ -135,6 +135,8 @@ def test_what_is_read_of_the_weights_is_asked_of_all_ranks() -> None:
 
 def test_a_rank_that_cannot_attach_is_told_once_all_have_tried() -> None:
     class Commands:
+        world = 3
+
         async def execute(self, command: str, body: Any, mine: Any) -> tuple[Any, list[Any]]:
             assert command == "attach_slices"
             assert [body(rank) for rank in (1, 2)] == ["b", "c"]
@@ -147,3 +149,5 @@ def test_a_rank_that_cannot_attach_is_told_once_all_have_tried() -> None:
     crew = SliceCrew(mine, SimpleNamespace(), Commands())  # type: ignore[arg-type]
     with pytest.raises(TransportError, match="rank 2 cannot"):
         asyncio.run(crew.attach(["a", "b", "c"]))
+    with pytest.raises(TransportError, match="has 2 workers, and there are 3 ranks"):
+        asyncio.run(crew.attach(["a", "b"]))

@@ -440,6 +440,8 @@ RESUMABLE = frozenset({
 """Options that a resumed run may change: they do not decide what a training step computes."""
 RESUMABLE_SYNC = {"verify_every": 1, "tolerance": 0.0}
 """Those of the way that weights travel, with the values that they have in the digest of every run."""
+RESUMABLE_WORKERS = "tensor_parallel_size"
+"""Of the engine, where ranks' weights are cut: it has a worker for each rank, and 1 in the digest."""
 
 
 def digest(config: RunConfig) -> str:
@@ -447,6 +449,9 @@ def digest(config: RunConfig) -> str:
     trained = {key: value for key, value in as_json(config).items() if key not in RESUMABLE | {"runs", "name"}}
     assert isinstance(trained["sync"], dict)
     trained["sync"] = {**trained["sync"], **RESUMABLE_SYNC}
+    engine = trained["engine"]
+    if config.distributed.shard == "weights" and isinstance(engine, dict) and RESUMABLE_WORKERS in engine:
+        trained["engine"] = {**engine, RESUMABLE_WORKERS: 1}
     return hashlib.sha256(json.dumps(trained, sort_keys=True).encode()).hexdigest()
 
 

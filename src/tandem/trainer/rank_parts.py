@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ErrorType
 from torch import nn
+from torch._C._distributed_c10d import ErrorType
 
 from tandem.config.loading import RunConfig
 from tandem.config.sections import Distributed

@@ -117,8 +117,14 @@ class SliceCrew:
         """Have each rank attach the memory of its own worker.
 
         Raises:
-            TransportError: a rank cannot.
+            TransportError: a rank cannot, or the engine has another number of workers.
         """
+        if len(exports) != self._ranks.world:
+            raise TransportError(
+                f"the engine has {len(exports)} workers, and there are {self._ranks.world} ranks: it was left by this "
+                "run's trainer when there were as many as it has workers. Go on once it has ended, which it does after "
+                "engine.linger_seconds"
+            )
         own = self._compute(self._mine.attach, exports[0])
         why, others = await self._ranks.execute("attach_slices", lambda rank: exports[rank], own)
         if failed := [reason for reason in (why, *others) if reason]:
