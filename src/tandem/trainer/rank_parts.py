@@ -158,8 +158,6 @@ def _refused_slices(config: RunConfig, world: int, placement: Placement | None) 
         f"the engine's workers; set engine.tensor_parallel_size to {world}, or choose shard: states": workers != world,
         "distributed.shard: weights and an engine in processes of its own on several hosts, which is not built yet; "
         "start all ranks on one host, or choose shard: states": _on_several_hosts(placement),
-        "distributed.shard: weights and distributed.share_gpus: a worker of an engine needs a GPU of its own; choose "
-        "shard: states": config.distributed.share_gpus,
     }
 
 
