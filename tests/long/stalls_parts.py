@@ -96,12 +96,12 @@ class Saving(Full):
             time.sleep(FOR_EVER)
         return super().prepare(model)
 
-    def save(self, model: nn.Module, tokenizer: Any, folder: Path) -> None:
+    def write(self, model: nn.Module, tensors: Mapping[str, Tensor], tokenizer: Any, folder: Path) -> None:
         if strikes("checkpoint on a hung disk", after=1):
             folder.mkdir(parents=True)
             os.mkfifo(folder / "model.safetensors")
             (folder / "model.safetensors").open("wb")
-        super().save(model, tokenizer, folder)
+        super().write(model, tensors, tokenizer, folder)
 
     def load(self, model: nn.Module, folder: Path) -> None:
         if strikes("checkpoint never read"):

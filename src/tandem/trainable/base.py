@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +63,7 @@ class Trainable(ABC):
     """A frozen dataclass whose fields are its options."""
 
     folder_name: ClassVar[str]
-    """What ``save`` writes is called this within a checkpoint."""
+    """What ``write`` writes is called this within a checkpoint."""
 
     layers: tuple[int, ...] | None = None
     """Train only these transformer layers, numbered from 0 (nothing outside them); null trains all."""
@@ -87,13 +87,28 @@ class Trainable(ABC):
             ConfigError: an option names layers or modules that the model does not have.
         """
 
-    @abstractmethod
     def save(self, model: nn.Module, tokenizer: Any, folder: Path) -> None:
-        """Write what was trained, and the tokenizer, as a folder that Hugging Face's libraries load. Blocks."""
+        """Write what is trained, as it is now, and the tokenizer. Blocks."""
+        self.write(model, self.live_tensors(model), tokenizer, folder)
+
+    @abstractmethod
+    def live_tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        """Tensors that a saved folder holds, by name, as training changes them; tied ones under each name."""
+
+    @abstractmethod
+    def write(self, model: nn.Module, tensors: Mapping[str, Tensor], tokenizer: Any, folder: Path) -> None:
+        """Write a folder that Hugging Face's libraries load. Blocks.
+
+        Args:
+            model: asked for its configuration, and for no weight: it may be trained meanwhile.
+            tensors: those of ``live_tensors``, or copies of them in which tied ones are one tensor too.
+            tokenizer: written beside them.
+            folder: made if it is not there.
+        """
 
     @abstractmethod
     def load(self, model: nn.Module, folder: Path) -> None:
-        """Read back what ``save`` wrote, into the same storage, bit for bit. Blocks.
+        """Read back what ``write`` wrote, into the same storage, bit for bit. Blocks.
 
         Raises:
             CheckpointError: the folder cannot be read, or it is of another model.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Full(Trainable):
-    """Full fine-tuning: embeddings, layers, norms and output head. ``save`` writes a Hugging Face model folder."""
+    """Full fine-tuning: embeddings, layers, norms and output head. ``write`` makes a Hugging Face model folder."""
 
     folder_name: ClassVar[str] = "model"
 
@@ -30,9 +31,13 @@ class Full(Trainable):
             parameter.requires_grad_(self.layers is None or layer_of(name) in self.layers)
         return model
 
-    def save(self, model: nn.Module, tokenizer: Any, folder: Path) -> None:
+    def live_tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        """The whole model's."""
+        return dict(model.state_dict())
+
+    def write(self, model: nn.Module, tensors: Mapping[str, Tensor], tokenizer: Any, folder: Path) -> None:
         """Write the whole model, which ``AutoModelForCausalLM.from_pretrained(folder)`` loads."""
-        model.save_pretrained(folder)  # type: ignore[operator]
+        model.save_pretrained(folder, state_dict=dict(tensors))  # type: ignore[operator]
         tokenizer.save_pretrained(folder)
 
     def load(self, model: nn.Module, folder: Path) -> None:

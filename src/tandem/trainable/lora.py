@@ -23,7 +23,7 @@ _PREFIX = "base_model.model."
 
 @dataclass(frozen=True, kw_only=True)
 class Lora(Trainable):
-    """LoRA: W + alpha/rank * B A, with B starting at zero. ``save`` writes a PEFT adapter folder.
+    """LoRA: W + alpha/rank * B A, with B starting at zero. ``write`` makes a PEFT adapter folder.
 
     The adapter has the base weights' type (the optimizer keeps float32 masters of a bfloat16 one): a float32 adapter
     beside bfloat16 layers makes a training pass on a CPU a third slower, by its casts. There is no dropout: the policy
@@ -33,7 +33,7 @@ class Lora(Trainable):
     ratio sees one rounded policy on both sides and is 1 for an untouched token. The gradient of A and B is taken at the
     rounded weights. A bfloat16 weight follows once its change reaches half of its last bit (0.2 to 0.4 % of it):
     nothing is lost until then, since A and B hold the whole change and the sum is made anew after every step. What
-    ``save`` writes, run unmerged, differs from the policy that sampled by this rounding.
+    ``write`` wrote, run unmerged, differs from the policy that sampled by this rounding.
     """
 
     folder_name: ClassVar[str] = "adapter"
@@ -148,7 +148,7 @@ class Lora(Trainable):
 
     def adapter_config(self, model: nn.Module) -> dict[str, Any]:
         """Rank, alpha, the adapted modules by name and the rest of PEFT's ``adapter_config.json``, as plain data."""
-        config = self._config(sorted({name.split(".")[-3] for name in self._adapter(model)}))
+        config = self._config(sorted({name.split(".")[-3] for name in self.live_tensors(model)}))
         causal: Any = getattr(model, "get_base_model", lambda: model)()
         config.base_model_name_or_path = causal.name_or_path or None
         config.inference_mode = True
@@ -161,8 +161,8 @@ class Lora(Trainable):
             return 0
         return sum(layer.weight.nbytes for _, layer in _merged_layers(model))
 
-    def _adapter(self, model: nn.Module) -> dict[str, Tensor]:
-        """Live tensors of the adapter under the names of its file."""
+    def live_tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        """The adapter's under the names of its file."""
         if not self.merged:
             from peft import get_peft_model_state_dict
 
@@ -174,18 +174,14 @@ class Lora(Trainable):
             for part in ("lora_A", "lora_B")
         }
 
-    def save(self, model: nn.Module, tokenizer: Any, folder: Path) -> None:
+    def write(self, model: nn.Module, tensors: Mapping[str, Tensor], tokenizer: Any, folder: Path) -> None:
         """Write the adapter, which ``PeftModel.from_pretrained(base, folder)`` loads."""
-        if self.merged:
-            write_adapter(folder, self._adapter(model), self.adapter_config(model))
-        else:
-            # save_embedding_layers decides now what PEFT would otherwise ask the hub about.
-            model.save_pretrained(folder, save_embedding_layers=False)  # type: ignore[operator]
+        write_adapter(folder, tensors, self.adapter_config(model))
         tokenizer.save_pretrained(folder)
 
     def load(self, model: nn.Module, folder: Path) -> None:
         """Copy the adapter's tensors into the live ones, and fold."""
-        live = self._adapter(model)
+        live = self.live_tensors(model)
         missing = read_into(list(live.items()), safetensors_in(folder))
         if missing:
             raise CheckpointError(
