@@ -79,9 +79,10 @@ def rows(run: Path) -> list[dict[str, float]]:
 def test_ranks_train_as_one_process_and_a_run_goes_on_with_another_number(
     nursery: Nursery, model: Path, tmp_path: Path
 ) -> None:
-    """Two ranks, then three, then one, against one process all along."""
+    """Two ranks, then three, then one, against one process all along; it saves as it goes on, and they do not wait."""
+    saving = {"every": 1, "asynchronous": True}
     trained(nursery, tmp_path, recipe(tmp_path, model, "alone"))
-    trained(nursery, tmp_path, recipe(tmp_path, model, "several", ranks=2, steps=2))
+    trained(nursery, tmp_path, recipe(tmp_path, model, "several", ranks=2, steps=2, checkpoint=saving))
     run = tmp_path / "runs" / "several"
     trained(nursery, tmp_path, run, "steps=3", "ranks=3")
     trained(nursery, tmp_path, run, "steps=4", "ranks=1")
@@ -170,7 +171,8 @@ def test_a_rank_killed_while_it_saves_leaves_whole_checkpoints_alone(
 ) -> None:
     """Each step is saved, and the kill comes while a checkpoint is being written; the run goes on from a whole one."""
     run = tmp_path / "runs/run"
-    every = recipe(tmp_path, model, "run", ranks=2, steps=100_000, checkpoint={"every": 1})
+    saving = {"every": 1, "asynchronous": True}
+    every = recipe(tmp_path, model, "run", ranks=2, steps=100_000, checkpoint=saving)
     with training(nursery, tmp_path, every) as lead:
         follower = follower_of(lead.pid)
         wait_for_steps(run)

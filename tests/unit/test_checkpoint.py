@@ -10,6 +10,7 @@ import os
 import resource
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,13 +19,18 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.algorithms.references.average import Average
+from tandem.algorithms.references.base import ReferenceWeights
 from tandem.errors import CheckpointError, RankError
 from tandem.model.policy import Compute, Policy, load_model, load_tokenizer
 from tandem.optimizers.adamw import AdamW
 from tandem.rollout.data_state import DataState, Draw
+from tandem.trainable.base import Trainable
 from tandem.trainable.full import Full
+from tandem.trainable.lora import Lora
 from tandem.trainer import checkpoint
 from tandem.trainer.checkpoint import Checkpoints, restore_weights, saved_steps
+from tandem.trainer.staging import staging_of
 from tandem.trainer.state import TrainerState
 from tandem.types import Completion, Group, Message, PolicyVersion, Rollout, Task, Turn
 
@@ -37,15 +43,34 @@ def policy(tiny_model: Path) -> Iterator[Policy]:
     policy.close()
 
 
+FULL = Full()
+
+
+@pytest.fixture(params=[False, True], ids=["waited for", "behind"])
+def asynchronous(request: pytest.FixtureRequest) -> bool:
+    """Whether checkpoints are written while training goes on."""
+    return bool(request.param)
+
+
 class Saver:
     """Checkpoints of a tiny model, called without an event loop."""
 
     def __init__(
-        self, policy: Policy, folder: Path, *, every: int = 1, keep: int = 2, steps: int = 100, contents: Any = "all"
+        self,
+        policy: Policy,
+        folder: Path,
+        *,
+        every: int = 1,
+        keep: int = 2,
+        steps: int = 100,
+        contents: Any = "all",
+        trainable: Trainable = FULL,
+        held: ReferenceWeights | None = None,
+        asynchronous: bool = False,
     ) -> None:
         self.saved: list[int] = []
         self.policy = policy
-        self.stepper = AdamW(lr=1e-2).bind(Full().parameters(policy.model))
+        self.stepper = AdamW(lr=1e-2).bind(trainable.parameters(policy.model))
         self.checkpoints = Checkpoints(
             folder=folder / "checkpoints",
             contents=contents,
@@ -53,8 +78,10 @@ class Saver:
             keep=keep,
             steps=steps,
             policy=policy,
-            trainable=Full(),
+            trainable=trainable,
             stepper=self.stepper,
+            held=held,
+            staging=staging_of(asynchronous, policy),
             still=lambda: None,
             on_saved=lambda step, path: self.saved.append(step),
         )
@@ -62,10 +89,13 @@ class Saver:
     def train(self, seed: int) -> None:
         """Some optimizer step."""
         draw = torch.Generator().manual_seed(seed)
-        for parameter in self.policy.model.parameters():
-            parameter.grad = torch.randn(parameter.shape, generator=draw)
+        for _, parameter in self.checkpoints.trainable.parameters(self.policy.model):
+            parameter.grad = torch.randn(parameter.shape, generator=draw).to(parameter.dtype)
             self.stepper.accumulate(parameter)
         self.stepper.step(1e-2, 1.0)
+        self.checkpoints.trainable.fold(self.policy.model)
+        if self.checkpoints.held is not None:
+            self.checkpoints.held.move()
 
     def save(self, step: int) -> Path:
         asyncio.run(self.checkpoints.save(state(step)))
@@ -313,8 +343,8 @@ def old_one_is_untouched(saver: Saver, before: dict[str, bytes], error: Checkpoi
     assert saver.restore().step == 1
 
 
-def test_full_disk_at_any_file_leaves_the_old_checkpoint(policy: Policy, tmp_path: Path) -> None:
-    saver = Saver(policy, tmp_path)
+def test_full_disk_at_any_file_leaves_the_old_checkpoint(policy: Policy, tmp_path: Path, asynchronous: bool) -> None:
+    saver = Saver(policy, tmp_path, asynchronous=asynchronous)
     before = content(saver.save(1))
     sizes = sorted({len(data) for data in before.values()})
     assert len(sizes) > 4
@@ -347,9 +377,9 @@ def test_full_disk_while_the_tokenizer_is_written(
 
 @pytest.mark.parametrize("place", ["mkdir", "write_text", "rename", "save_file"])
 def test_failure_of_any_operation_leaves_the_old_checkpoint(
-    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, asynchronous: bool
 ) -> None:
-    saver = Saver(policy, tmp_path)
+    saver = Saver(policy, tmp_path, asynchronous=asynchronous)
     before = content(saver.save(1))
 
     def full(*args: Any, **kwargs: Any) -> None:
@@ -363,9 +393,9 @@ def test_failure_of_any_operation_leaves_the_old_checkpoint(
 
 
 def test_failure_to_reach_the_disk_leaves_the_old_checkpoint(
-    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
-    saver = Saver(policy, tmp_path, keep=1)
+    saver = Saver(policy, tmp_path, keep=1, asynchronous=asynchronous)
     before = content(saver.save(1))
     calls = 0
     fsync, left = os.fsync, 0
@@ -390,17 +420,19 @@ def test_failure_to_reach_the_disk_leaves_the_old_checkpoint(
     [(OSError("rank 1: No space left"), CheckpointError), (RankError("rank 1 was lost"), RankError)],
 )
 def test_failure_of_another_rank_leaves_the_old_checkpoint(
-    policy: Policy, tmp_path: Path, error: Exception, raised: type[Exception]
+    policy: Policy, tmp_path: Path, error: Exception, raised: type[Exception], asynchronous: bool
 ) -> None:
-    saver = Saver(policy, tmp_path)
+    saver = Saver(policy, tmp_path, asynchronous=asynchronous)
     before = content(saver.save(1))
 
-    async def others(aside: Path, mine: Any) -> dict[str, str]:
-        await mine
-        assert (aside / "state.json").exists()
-        raise error
+    class Others:
+        async def stage(self, folder: Path, mine: Any) -> Any:
+            return await mine
 
-    saver.checkpoints = dataclasses.replace(saver.checkpoints, others=others)
+        async def written(self) -> dict[str, str]:
+            raise error
+
+    saver.checkpoints.others = Others()  # type: ignore[assignment]
     with pytest.raises(raised, match="rank 1"):
         saver.save(2)
     assert [path.name for path in saver.checkpoints.folder.iterdir()] == ["000001"]
@@ -457,6 +489,170 @@ def test_what_a_killed_process_left_is_no_checkpoint(policy: Policy, tmp_path: P
     assert saved_steps(tmp_path / "checkpoints") == [1]
     assert saver.restore().step == 1
     assert not aside.exists()
+
+
+# Written while training goes on
+
+
+class Held:
+    """Writers that wait until they are let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go, self.begun = threading.Event(), threading.Event()
+        write = checkpoint._write_each
+
+        def held(*given: Any) -> None:
+            self.begun.set()
+            assert self.go.wait(30)
+            write(*given)
+
+        monkeypatch.setattr(checkpoint, "_write_each", held)
+
+
+def trained_policy(folder: Path, trainable: Trainable, dtype: torch.dtype, compute: Compute) -> Policy:
+    torch.manual_seed(0)
+    model = load_model(str(folder), dtype=dtype, device=torch.device("cpu"))
+    return Policy(trainable.prepare(model), load_tokenizer(str(folder)), name="tiny", compute=compute)
+
+
+@pytest.mark.parametrize(
+    ("trainable", "dtype"),
+    [
+        (Full(), torch.float32),
+        (Full(layers=(1,)), torch.bfloat16),
+        (Lora(rank=2), torch.bfloat16),
+        (Lora(rank=2, merged=True), torch.float32),
+    ],
+    ids=["full", "a layer", "lora", "merged"],
+)
+def test_what_is_written_while_training_goes_on_is_the_step_that_was_saved(
+    policy: Policy,
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    trainable: Trainable,
+    dtype: torch.dtype,
+) -> None:
+    """Byte for byte what a run that waits writes, random state and moving reference included."""
+    moving = trained_policy(tiny_model, trainable, dtype, policy.compute)
+    held = Average(beta=0.1, mixup=0.5).hold(trainable.parameters(moving.model))
+    saver = Saver(moving, tmp_path / "waits", trainable=trainable, held=held)
+    saver.train(1)
+    torch.manual_seed(5)
+    want = content(saver.save(2))
+    behind = Saver(moving, tmp_path / "behind", trainable=trainable, held=held, asynchronous=True)
+    behind.checkpoints.stepper = saver.stepper
+    writers = Held(monkeypatch)
+
+    async def overlapped() -> None:
+        await behind.checkpoints.begin(state(2))
+        saver.train(2)
+        torch.rand(4)
+        await behind.checkpoints.check()
+        assert behind.saved == []
+        writers.go.set()
+        await behind.checkpoints.done()
+
+    asyncio.run(overlapped())
+    assert "reference.safetensors" in want
+    assert content(behind.checkpoints.folder / "000002") == want
+    assert content(saver.save(3)) != want, "training has gone on"
+
+
+def test_one_checkpoint_at_a_time_is_written_and_each_is_told_of_by_its_name(
+    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver, writers = Saver(policy, tmp_path, asynchronous=True), Held(monkeypatch)
+    folder, heard = saver.checkpoints.folder, list[tuple[int, list[int], list[int]]]()
+
+    async def overlapped() -> None:
+        async def hear(step: int) -> None:
+            heard.append((step, saved_steps(folder), list(saver.saved)))
+
+        await saver.checkpoints.begin(state(1), lambda: hear(1))
+        second = asyncio.ensure_future(saver.checkpoints.begin(state(2), lambda: hear(2)))
+        assert await asyncio.to_thread(writers.begun.wait, 30)
+        await asyncio.sleep(0.01)
+        assert [path.name for path in folder.iterdir()] == [".000001.tmp"]
+        assert not second.done()
+        writers.go.set()
+        await second
+        assert heard[0] == (1, [1], [1])
+        await saver.checkpoints.done()
+
+    asyncio.run(overlapped())
+    assert heard[1] == (2, [1, 2], [1, 2])
+
+
+def test_the_last_step_is_waited_for(policy: Policy, tmp_path: Path) -> None:
+    saver = Saver(policy, tmp_path, steps=3, asynchronous=True)
+    asyncio.run(saver.checkpoints.begin(state(3)))
+    assert saver.saved == [3]
+
+
+def test_what_is_there_while_one_is_written_is_the_older_one(
+    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a kill leaves it then; a run goes on from the older one as if nothing had been begun."""
+    saver = Saver(policy, tmp_path / "run", asynchronous=True, keep=1)
+    saver.train(1)
+    saver.save(1)
+    before = saver.tensors()
+    writers = Held(monkeypatch)
+
+    async def killed() -> None:
+        saver.train(2)
+        await saver.checkpoints.begin(state(2))
+        assert await asyncio.to_thread(writers.begun.wait, 30)
+        shutil.copytree(tmp_path / "run", tmp_path / "killed")
+        writers.go.set()
+        await saver.checkpoints.done()
+
+    asyncio.run(killed())
+    assert saved_steps(saver.checkpoints.folder) == [2]
+    other = Saver(policy, tmp_path / "killed")
+    assert dataclasses.replace(other.restore(), rng=()) == state(1)
+    after = other.tensors()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert [path.name for path in other.checkpoints.folder.iterdir()] == ["000001"]
+
+
+def test_a_full_disk_ends_a_run_that_goes_on_meanwhile(policy: Policy, tmp_path: Path) -> None:
+    """At its next step; the checkpoint that follows is not begun, and an error that ends it first is the one told."""
+    saver = Saver(policy, tmp_path, asynchronous=True)
+    before = content(saver.save(1))
+
+    async def overlapped() -> None:
+        with small_files(1000):
+            await saver.checkpoints.begin(state(2))
+            while not (writing := saver.checkpoints._writing).done():  # type: ignore[union-attr]
+                await asyncio.sleep(0.001)
+        assert writing is not None
+        await saver.checkpoints.end(ValueError, ValueError("another"), None)
+        with small_files(1000):
+            await saver.checkpoints.begin(state(2))
+            await asyncio.wait([saver.checkpoints._writing])  # type: ignore[list-item]
+        await saver.checkpoints.check()
+
+    with pytest.raises(CheckpointError, match="cannot be written") as caught:
+        asyncio.run(overlapped())
+    old_one_is_untouched(saver, before, caught.value)
+
+
+def test_a_run_folder_that_is_gone_is_not_made_anew_by_a_writer(
+    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver, writers = Saver(policy, tmp_path / "run", asynchronous=True), Held(monkeypatch)
+
+    async def gone() -> None:
+        await saver.checkpoints.begin(state(1))
+        shutil.rmtree(tmp_path / "run")
+        writers.go.set()
+        await saver.checkpoints.done()
+
+    with pytest.raises(CheckpointError):
+        asyncio.run(gone())
+    assert not (tmp_path / "run").exists()
 
 
 # Failures while reading

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,6 +60,8 @@ class Scene:
     least: int = 0
     folder: Path = Path("runs/here/checkpoints")
     contents: str = "all"
+    behind: bool = False
+    writing: asyncio.Future[None] | None = None
 
     def note(self, what: str) -> None:
         self.log.append(what)
@@ -169,20 +171,41 @@ class Scene:
     def emit(self, step: int, values: Any) -> None:
         self.note(f"emitted {step}")
 
-    def still(self) -> None:
-        """The run's folder is there."""
-
     def due(self, step: int) -> bool:
         return step % self.every == 0 or step == STEPS
 
-    async def save(self, state: TrainerState) -> bool:
-        """As ``Checkpoints`` does, which writes no step twice."""
+    async def begin(self, state: TrainerState, then: Callable[[], Awaitable[None]] | None = None) -> None:
+        """As ``Checkpoints`` does, which writes no step twice, and one at a time; ``behind``: beside training."""
+        await self.done()
         await self.some_while()
-        if state.step in self.saved:
-            return False
-        self.saved[state.step] = state.to_json()
-        self.note(f"saved {state.step}")
-        return True
+        if state.step not in self.saved:
+            staged = state.to_json()
+            self.writing = asyncio.ensure_future(self.write(state.step, staged, then))
+            if not self.behind or state.step == STEPS:
+                await self.done()
+
+    async def write(self, step: int, staged: Json, then: Callable[[], Awaitable[None]] | None) -> None:
+        if self.behind:
+            await asyncio.sleep(0.02)
+        self.saved[step] = staged
+        self.note(f"saved {step}")
+        if then is not None:
+            await then()
+
+    async def save(self, state: TrainerState) -> None:
+        await self.begin(state)
+        await self.done()
+
+    async def done(self) -> None:
+        writing, self.writing = self.writing, None
+        if writing is not None:
+            await writing
+
+    async def check(self) -> None:
+        """Nothing has gone wrong."""
+
+    async def end(self, *how: object) -> None:
+        await self.done()
 
     async def evaluate(self, step: int) -> None:
         if self.evaluates(step):
@@ -224,7 +247,7 @@ class Noted:
         return self.buffer.data_state()
 
     async def saved(self, data_state: DataState) -> None:
-        self.scene.note(f"told of {self.scene.trainer.step}")
+        self.scene.note(f"told of {data_state.taken if self.scene.behind else self.scene.trainer.step}")
 
     def metrics(self) -> Mapping[str, Any]:
         return self.buffer.metrics()
@@ -331,6 +354,35 @@ def test_the_state_that_is_saved_is_the_same_either_way() -> None:
     assert sorted(one.saved) == list(range(1, STEPS + 1))
     assert ids(one.batches) == ids(other.batches) == ids(early.batches)
     assert [TrainerState.from_json(state).data_state.admitted for state in one.saved.values()] == [2, 4, 6, 8, 10]
+
+
+@pytest.mark.parametrize("stop_at", ["", "emitted 4", "saved 2"])
+def test_training_goes_on_while_a_checkpoint_is_written_and_its_source_is_told_once_it_is_whole(stop_at: str) -> None:
+    whole = Scene(lag=1)
+    whole.train()
+    scene = Scene(lag=1, every=2, behind=True, stop_at=stop_at)
+    last = scene.train().step
+    assert scene.writing is None
+    assert scene.log.index("trained 3") < scene.log.index("saved 2") < scene.log.index("told of 2")
+    assert list(scene.saved) == sorted({*range(2, last, 2), last})
+    assert last == STEPS or stop_at
+    assert scene.saved[2]["cursor"] == whole.saved[2]["cursor"], "as it stood after its step"  # type: ignore[index]
+    second = Scene(lag=1)
+    second.train(TrainerState.from_json(scene.saved[last]))
+    assert ids(scene.batches) + ids(second.batches) == ids(whole.batches)
+
+
+def test_what_is_written_ends_before_a_run_that_fails_does() -> None:
+    scene = Scene(every=2, behind=True, unproven=3)
+    with pytest.raises(StaleWeights, match="Step 3 is saved"):
+        scene.train()
+    assert list(scene.saved) == [2, 3]
+    assert scene.log.index("told of 2") < scene.log.index("saved 3")
+    other = Scene(every=2, behind=True, failure=EngineError("no engine"))
+    with pytest.raises(EngineError, match="no engine"):
+        other.train()
+    assert list(other.saved) == [2]
+    assert "told of 2" in other.log
 
 
 @pytest.mark.slow

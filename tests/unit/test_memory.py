@@ -11,7 +11,7 @@ import pytest
 from tandem import machine
 from tandem.config import registry as resolve
 from tandem.config.loading import RunConfig
-from tandem.config.sections import Distributed, GradingOptions, LagControlOptions
+from tandem.config.sections import Checkpoint, Distributed, GradingOptions, LagControlOptions
 from tandem.envs.arithmetic import Arithmetic
 from tandem.errors import DoesNotFit
 from tandem.machine import Machine
@@ -146,8 +146,9 @@ def test_an_accelerator_holds_no_programs(model_config: Any) -> None:
     plan = planned(config(), model_config, card, LARGE)
     by = lines(plan)
     assert by["driver"] == memory.DRIVER
-    assert [line.name for line in plan.lines if line.beside] == ["programs"]
-    assert plan.total_beside == by["programs"] == memory.LIBRARIES + GRADERS
+    assert [line.name for line in plan.lines if line.beside] == ["programs", "checkpoint"]
+    assert by["programs"] == memory.LIBRARIES + GRADERS
+    assert plan.total_beside == by["programs"] + by["checkpoint"]
     assert plan.total == sum(by[name] for name in ("driver", "weights", "optimizer")) + max(
         by["KV cache"] + by["logits"], sum(by[name] for name in TRAINING[:-1])
     )
@@ -185,7 +186,27 @@ def test_an_engine_of_its_own_takes_its_share_of_a_card_and_what_it_lends_is_in_
     assert {line.name: line.bytes for line in plan.lines if line.beside} == {
         "programs": by["programs"],
         "loading": BOTH,  # until the trainer takes the engine's instead
+        "checkpoint": by["checkpoint"],
     }
+
+
+@pytest.mark.parametrize(
+    ("options", "on_a_card", "on_a_host"),
+    [
+        ({}, int(memory.PINNED * 14 * PARAMETERS), None),
+        ({"asynchronous": True}, int(memory.PINNED * 14 * PARAMETERS), 14 * PARAMETERS),
+        ({"save": "weights"}, int(memory.PINNED * 2 * PARAMETERS), None),
+        ({"asynchronous": False}, None, None),
+        ({"save": "none"}, None, None),
+    ],
+)
+def test_the_copy_of_what_is_saved_is_on_the_host(
+    model_config: Any, options: dict[str, Any], on_a_card: int | None, on_a_host: int | None
+) -> None:
+    """Weights of bfloat16, float32 masters and two moments."""
+    saving = config(checkpoint=Checkpoint(**options))
+    assert lines(planned(saving, model_config, CARD, LARGE)).get("checkpoint") == on_a_card
+    assert lines(planned(saving, model_config, LARGE)).get("checkpoint") == on_a_host
 
 
 @pytest.mark.slow
@@ -195,7 +216,7 @@ def test_of_a_share_the_trainers_own_copy_is_no_part(model_config: Any) -> None:
     assert by["engine"] == 5 * 10**10
     assert by["buckets"] == 2 * 2 * BOTH  # of so small a model all of it, twice at each end
     gloo = planned(config(engine=vllm(), sync=sync("broadcast", backend="gloo")), model_config, CARD, LARGE)
-    assert [line.name for line in gloo.lines if line.beside] == ["programs", "buckets"]
+    assert [line.name for line in gloo.lines if line.beside] == ["programs", "buckets", "checkpoint"]
     assert "loading" not in by
 
 
@@ -223,14 +244,14 @@ def test_what_merged_keeps_is_counted_where_it_is(model_config: Any, base_on: st
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["adamw", "adamw_cpu"])
 def test_states_on_the_host_are_held_against_the_hosts_memory(model_config: Any, kind: str) -> None:
-    optimizer = resolve.find("optimizers", kind)()
-    plan = planned(config(optimizer=optimizer), model_config, CARD, LARGE)
+    optimizer, waits = resolve.find("optimizers", kind)(), Checkpoint(asynchronous=False)
+    plan = planned(config(optimizer=optimizer, checkpoint=waits), model_config, CARD, LARGE)
     states = optimizer.state_bytes(PARAMETERS, 2)
     assert [line.bytes for line in plan.lines if line.name == "optimizer" and line.beside] == (
         [states] if kind == "adamw_cpu" else []
     )
     little = replace(LARGE, name="the host", free=lines(plan)["programs"] + states // 2)
-    small = planned(config(optimizer=optimizer), model_config, CARD, little)
+    small = planned(config(optimizer=optimizer, checkpoint=waits), model_config, CARD, little)
     assert small.fits is (kind == "adamw")
     if not small.fits:
         with pytest.raises(DoesNotFit, match="and the host has"):

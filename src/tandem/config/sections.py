@@ -79,13 +79,17 @@ class Checkpoint:
     """Steps between checkpoints."""
     keep: int = 2
     """Newest checkpoints that are kept."""
+    asynchronous: bool | Literal["auto"] = "auto"
+    """Copy what is saved to host memory and write it while training goes on, or have training wait until it is
+    written; auto copies where the weights are on a GPU."""
 
     def __post_init__(self) -> None:
         require(every=(self.every >= 1, "at least 1"), keep=(self.keep >= 1, "at least 1"))
 
     def inert(self) -> Mapping[str, str]:
         """Where nothing is saved, there is no when and how many."""
-        return dict.fromkeys(("every", "keep"), "save is none, so nothing is saved") if self.save == "none" else {}
+        others = ("every", "keep", "asynchronous")
+        return dict.fromkeys(others, "save is none, so nothing is saved") if self.save == "none" else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,6 +52,7 @@ class _Follower:
     def __init__(self, rank: int, host: str, pid: int, channel: Channel):
         self.rank, self.host, self.pid, self.channel = rank, host, pid, channel
         self.replies: asyncio.Queue[Any] = asyncio.Queue()
+        self.reports: asyncio.Queue[Any] = asyncio.Queue()
 
     def __str__(self) -> str:
         return f"rank {self.rank} (pid {self.pid} on {self.host})"
@@ -167,6 +168,25 @@ class Ranks:
         async with waits.waiting(waits.actor("trainer"), f"{command!r} to be executed", on="the other ranks"):
             return [await follower.replies.get() for follower in followers]
 
+    async def reports(self, reason: str) -> list[Any]:
+        """What each follower reports of what it does behind the commands, in order of rank; commands go on meanwhile.
+
+        Raises:
+            RankError: a rank is lost.
+        """
+        every = asyncio.ensure_future(self._reports(reason))
+        try:
+            await asyncio.wait((every, self.failure), return_when=asyncio.FIRST_COMPLETED)
+            if self.failure.done():
+                raise self.error
+            return await every
+        finally:
+            every.cancel()
+
+    async def _reports(self, reason: str) -> list[Any]:
+        async with waits.waiting(waits.actor("trainer"), reason, on="the other ranks"):
+            return [await self._followers[rank].reports.get() for rank in range(1, self.world)]
+
     async def _read(self, follower: _Follower) -> None:
         try:
             while True:
@@ -174,7 +194,7 @@ class Ranks:
                 if kind == "failed":
                     self._fail(follower, body)
                     return
-                follower.replies.put_nowait(body)
+                (follower.reports if kind == "report" else follower.replies).put_nowait(body)
         except (ConnectionError, OSError) as error:
             self._fail(follower, f"it is gone: {first_line(error)}")
 

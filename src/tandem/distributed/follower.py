@@ -99,6 +99,14 @@ class Follower:
             await asyncio.gather(reading, return_exceptions=True)
             self._channel.close()
 
+    async def report(self, body: Any) -> None:
+        """Send the lead something that is no command's reply; of what was begun in one and ended after it."""
+        await self._channel.send(["report", body])
+
+    async def fail(self, error: BaseException) -> None:
+        """Tell the lead of an error outside of commands, which ends the run."""
+        await self._channel.send(["failed", message_of(error)])
+
     async def _read(self, commands: asyncio.Queue[Any]) -> None:
         while True:
             message = await self._channel.receive()

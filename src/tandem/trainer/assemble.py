@@ -6,7 +6,7 @@ import asyncio
 import os
 import tempfile
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,7 @@ from tandem.trainer.rank_parts import RankParts, Together
 from tandem.trainer.rank_slices import RankSlices, Skeleton, SliceCrew
 from tandem.trainer.record import records
 from tandem.trainer.run_folder import RunLock
+from tandem.trainer.staging import Staging, staging_of
 from tandem.trainer.state import TrainerState
 from tandem.trainer.step import Step
 from tandem.trainer.work import LocalWork
@@ -219,7 +220,8 @@ async def _assemble(
     # First: the weights may move into the engine's memory, and the optimizer writes where they are.
     await session.bind(fresh=_started_on_ours(config, engine, state.step))
     step = await _step(config, policy, held, together, parts)
-    checkpoints = _checkpoints(config, lock, policy, step.work, telemetry, together, crew)
+    staging = stack.enter_context(closing(staging_of(config.checkpoint.asynchronous, policy)))
+    checkpoints = _checkpoints(config, lock, policy, step.work, staging, telemetry, together, crew)
     await checkpoints.restore(state)
     await rank_parts.load_states(together, folder, state.step)
     template = _template(config, policy)
@@ -332,6 +334,7 @@ def _checkpoints(
     lock: RunLock,
     policy: Policy,
     work: LocalWork,
+    staging: Staging,
     telemetry: Telemetry,
     together: Together | None,
     crew: SliceCrew | None,
@@ -346,10 +349,11 @@ def _checkpoints(
         trainable=config.trainable,
         stepper=work.stepper,
         held=work.held,
+        staging=staging,
         still=lock.check,
         on_saved=lambda step, path: telemetry.event("checkpoint_saved", step=step, path=str(path)),
         whole=None if crew is None else crew.whole,
-        others=None if together is None else together.saved,
+        others=together,
     )
 
 

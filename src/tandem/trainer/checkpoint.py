@@ -1,17 +1,20 @@
-"""Checkpoints: written aside, flushed to disk, then renamed. What has its final name is whole."""
+"""Checkpoints: staged, written aside, flushed to disk, then renamed. What has its final name is whole."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import logging
 import os
 import shutil
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,15 +25,20 @@ from tandem import machine
 from tandem.algorithms.references.base import ReferenceWeights
 from tandem.distributed import state_shards
 from tandem.distributed.state_shards import SharesStates
-from tandem.errors import CheckpointError
+from tandem.errors import CheckpointError, TandemError
 from tandem.model.policy import Policy
 from tandem.observability import trace, waits
 from tandem.optimizers.base import Stepper
 from tandem.trainable.base import Trainable
 from tandem.trainer import digests
+from tandem.trainer.staging import Staging
 from tandem.trainer.state import TrainerState
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Hold = Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
+"""Tensors as they are now, as ``Staging.hold`` keeps them."""
 
 WHOLE = "optimizer.safetensors"
 """States that one process wrote."""
@@ -45,9 +53,35 @@ def saved_steps(folder: Path) -> list[int]:
     return list(digests.steps_in(folder))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRanks(Protocol):
+    """The other ranks of a run, which write their shares of the optimizer's states into the same checkpoint."""
+
+    async def stage(self, folder: Path, mine: Coroutine[Any, Any, T]) -> T:
+        """Have every rank stage its share, the lead by ``mine``, whose result this is; they go on to write it."""
+
+    async def written(self) -> Mapping[str, str]:
+        """Digests of the files of the other ranks, once all are written; raises OSError where one's disk refuses."""
+
+
+Write = Callable[[Path], object]
+"""Writes what was staged into a folder."""
+
+
+async def _none_written() -> Mapping[str, str]:
+    """There are no other ranks."""
+    return {}
+
+
+async def _nothing() -> None:
+    """Nobody hears of a checkpoint."""
+
+
+@dataclass(slots=True, kw_only=True)
 class Checkpoints:
-    """Saves and restores the checkpoints of one run."""
+    """Saves and restores the checkpoints of one run; one at a time is written.
+
+    A checkpoint is staged first: what it holds is as it was then, whatever is trained while it is written.
+    """
 
     folder: Path
     """The run's ``checkpoints`` folder."""
@@ -67,67 +101,128 @@ class Checkpoints:
     """The optimizer's states."""
     held: ReferenceWeights | None = None
     """The reference, whose weights may move too."""
+    staging: Staging
+    """Whether training goes on while one is written."""
     still: Callable[[], None]
     """Raises TandemError if the run's folder is not there any more."""
     on_saved: Callable[[int, Path], None]
     """Told of each finished checkpoint."""
     whole: Callable[[], Awaitable[nn.Module]] | None = None
-    """Where ranks have a part of the weights each: has all of them in one model here, in host memory."""
-    others: Callable[[Path, Coroutine[Any, Any, None]], Awaitable[Mapping[str, str]]] | None = None
-    """Where several ranks have shares of the optimizer's states: has the others write theirs into a checkpoint's folder
-    while this one writes; digests of their files."""
+    """Where ranks have a part of the weights each: has all of them in one model here, copied to host memory."""
+    others: CheckpointRanks | None = None
+    """Where several ranks have shares of the optimizer's states."""
+    _writing: asyncio.Future[None] | None = field(default=None, init=False)
 
     def due(self, step: int) -> bool:
         """Whether the state after this step is to be saved."""
         return self.contents != "none" and (step % self.every == 0 or step >= self.steps)
 
-    async def save(self, state: TrainerState) -> bool:
-        """Write a checkpoint of this state, unless its step has one, and prune old ones; True if it was written.
+    async def begin(self, state: TrainerState, then: Callable[[], Awaitable[None]] = _nothing) -> None:
+        """Stage a checkpoint of this state, unless its step has one, and begin to write it.
 
-        Nothing is written where nothing is to be saved.
+        The checkpoint before is written by then. The last step's is written when this returns, and so is every one
+        where the staging has training wait. Nothing is written where nothing is to be saved.
+
+        Args:
+            state: of training now.
+            then: awaited once the checkpoint has its name.
 
         Raises:
-            CheckpointError: it cannot be written; older checkpoints are untouched.
+            CheckpointError: it, or the one before, cannot be written; older checkpoints are untouched.
             TandemError: the run's folder is gone, and is not made anew for it.
         """
-        self.still()
-        if self.contents == "none":
-            return False
-        final = self.folder / f"{state.step:06d}"
-        is_new = not final.exists()
-        if is_new:
-            writer = f"the checkpoint writer at {self.folder}"
-            reason = f"step {state.step} to be saved"
+        with trace.span("seconds/checkpoint"):
+            self.still()
+            await self._settle()
+            final = self.folder / f"{state.step:06d}"
+            if self.contents == "none" or final.exists():
+                return
             with self._whole_or_none(state.step, _aside(final)):
-                await waits.wait(self._save(state, final), owner="trainer", reason=reason, on=writer)
-            self.on_saved(state.step, final)
-        self._prune()
-        return is_new
+                reason = f"step {state.step} to be copied"
+                write = await waits.wait(
+                    self._stage(state, _aside(final)), owner="trainer", reason=reason, on=self._writer
+                )
+            self._writing = asyncio.ensure_future(self._write(state.step, write, final, then))
+            if self.staging.waits or state.step >= self.steps:
+                await self._settle()
 
-    def _prune(self) -> None:
+    async def save(self, state: TrainerState) -> None:
+        """Write a checkpoint of this state, unless its step has one; raises what ``begin`` does."""
+        await self.begin(state)
+        await self.done()
+
+    async def done(self) -> None:
+        """Wait until nothing is being written; raises what ``begin`` does."""
+        if self._writing is not None:
+            with trace.span("seconds/checkpoint"):
+                await self._settle()
+
+    async def check(self) -> None:
+        """See that a write that has ended did not fail, and that the folder is there; raises what ``begin`` does."""
+        self.still()
+        if self._writing is not None and self._writing.done():
+            await self._settle()
+
+    async def end(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        """Wait until nothing is being written, as the end of a run by ``error``, which is the one to tell."""
+        try:
+            await self.done()
+        except TandemError as late:
+            if error is None:
+                raise
+            log.error("%s", late)
+
+    async def _settle(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            await waits.wait(writing, owner="trainer", reason="what was copied to be written", on="checkpoint")
+
+    @property
+    def _writer(self) -> str:
+        return f"the checkpoint writer at {self.folder}"
+
+    async def _stage(self, state: TrainerState, aside: Path) -> Write:
+        """Have every rank stage its part of a checkpoint; this rank's."""
+        await self.staging.write(_make_anew, aside)
+        model = self.policy.model if self.whole is None else await self.whole()
+        mine = self.policy.compute(self._staged, state, model)
+        return await (mine if self._shared is None else self._shared.stage(aside, mine))
+
+    @property
+    def _shared(self) -> CheckpointRanks | None:
+        """The ranks that have a part of what is saved beside this one."""
+        return self.others if self.contents == "all" else None
+
+    async def _write(self, step: int, write: Write, final: Path, then: Callable[[], Awaitable[None]]) -> None:
+        """Write what was staged, tell of it, and remove old ones."""
+        with self._whole_or_none(step, _aside(final)):
+            reason = f"step {step} to be written"
+            await waits.wait(self._seal(write, final), owner="checkpoint", reason=reason, on=self._writer)
+        self.on_saved(step, final)
+        await then()
+        await self.staging.write(self._tidy)
+
+    async def _seal(self, write: Write, final: Path) -> None:
+        """Give a checkpoint its name once the files of every rank are on disk."""
+        aside = _aside(final)
+        theirs = _none_written() if self._shared is None else self._shared.written()
+        mine, known = await asyncio.gather(self.staging.write(write, aside), theirs, return_exceptions=True)
+        # Now that no rank writes any more.
+        if isinstance(mine, BaseException):
+            raise mine
+        if isinstance(known, BaseException):
+            raise known
+        await self.staging.write(_seal, aside, final, known)
+
+    def _tidy(self) -> None:
         """Remove the oldest; renamed first, since half of a checkpoint must not bear its name."""
+        machine.trim()  # what is written was copied to the host first
         for step in saved_steps(self.folder)[: -self.keep]:
             old = self.folder / f"{step:06d}"
             try:
                 shutil.rmtree(old.rename(_aside(old)))
             except OSError as error:
                 log.warning("the old checkpoint %s cannot be removed: %s", old, error)
-
-    @trace.span("seconds/checkpoint")
-    async def _save(self, state: TrainerState, final: Path) -> None:
-        """Have every rank write its files aside, and give the folder its name once all are on disk."""
-        aside, compute = _aside(final), self.policy.compute
-        await compute(_make_anew, aside)
-        digests: Mapping[str, str] = {}
-        model = self.policy.model if self.whole is None else await self.whole()
-        if self.others is None or self.contents != "all":
-            await compute(self._write, state, aside, model)
-        else:
-            digests = await self.others(aside, self._mine(state, aside, model))
-        await compute(_seal, aside, final, digests)
-
-    async def _mine(self, state: TrainerState, aside: Path, model: nn.Module) -> None:
-        await self.policy.compute(self._write, state, aside, model)
 
     @contextmanager
     def _whole_or_none(self, step: int, aside: Path) -> Iterator[None]:
@@ -145,19 +240,21 @@ class Checkpoints:
                 f"checkpoint of step {step} cannot be written to {self.folder}: {error}; {kept}. "
                 f"Free disk space or mend the folder, then go on with: tandem train {self.folder.parent}"
             ) from error
-        finally:
-            machine.trim()  # what is written was copied to the host first
 
-    def _write(self, state: TrainerState, aside: Path, model: nn.Module) -> None:
-        """Write this rank's files, the weights as ``model`` has them."""
-        self.trainable.save(model, self.policy.tokenizer, aside / self.trainable.folder_name)
-        if self.contents != "all":
-            return
-        write_states(aside, self.stepper, 0)
-        if self.held is not None and (reference := self.held.state_dict()):
-            save_file(reference, aside / "reference.safetensors")
-        state = dataclasses.replace(state, rng=tuple(torch.get_rng_state().tolist()))
-        (aside / "state.json").write_text(json.dumps({"format": FORMAT, **state.to_json()}), encoding="utf-8")
+    def _staged(self, state: TrainerState, model: nn.Module) -> Write:
+        """What writes this rank's files, as everything is now, the weights as ``model`` has them."""
+        hold, trainable, policy = self.staging.hold, self.trainable, self.policy
+        weights = trainable.live_tensors(model)
+        if model is policy.model:
+            weights = hold(weights)
+        parts: deque[Write] = deque([partial(_write_weights, trainable, model, weights, policy.tokenizer)])
+        if self.contents == "all":
+            parts.append(staged_states(self.stepper, 0, hold))
+            if self.held is not None and (reference := hold(self.held.state_dict())):
+                parts.append(lambda aside: save_file(reference, aside / "reference.safetensors"))
+            rng = tuple(torch.get_rng_state().tolist())
+            parts.append(partial(_write_state, dataclasses.replace(state, rng=rng)))
+        return partial(_write_each, parts)
 
     async def restore(self, state: TrainerState) -> None:
         """Load the optimizer's states that belong to ``state``, once ``restore_weights`` has loaded its weights.
@@ -175,12 +272,21 @@ class Checkpoints:
         log.info("restored step %d from %s", state.step, path)
 
 
-def write_states(folder: Path, stepper: Stepper, rank: int) -> list[Path]:
-    """Write a rank's share of the optimizer's states into a checkpoint's folder, on disk when it returns; its files."""
+def staged_states(stepper: Stepper, rank: int, hold: Hold) -> Callable[[Path], list[Path]]:
+    """What writes a rank's share of the optimizer's states, as they are now, into a checkpoint's folder.
+
+    It returns the files that it wrote, on disk.
+    """
     if isinstance(stepper, SharesStates):
-        return state_shards.write(folder / SHARDS, stepper.shares(stepper.local_states()), rank)
-    save_file(stepper.state_dict(), folder / WHOLE)
-    return [folder / WHOLE]
+        shares = stepper.shares(hold(stepper.local_states()))
+        return lambda folder: state_shards.write(folder / SHARDS, shares, rank)
+    states = hold(stepper.state_dict())
+
+    def write(folder: Path) -> list[Path]:
+        save_file(states, folder / WHOLE)
+        return [folder / WHOLE]
+
+    return write
 
 
 def load_states(path: Path, stepper: Stepper, held: ReferenceWeights | None) -> None:
@@ -243,6 +349,23 @@ async def restore_weights(folder: Path, policy: Policy, trainable: Trainable, fr
 def _on_host(states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors of the same shapes to read into."""
     return {key: torch.empty_like(state, device="cpu") for key, state in states.items()}
+
+
+def _write_each(parts: deque[Write], aside: Path) -> None:
+    """Write one part after another; each is forgotten once it is on disk."""
+    while parts:
+        aside.stat()  # raises where the run's folder is gone, which no writer is to make anew
+        parts.popleft()(aside)
+
+
+def _write_weights(
+    trainable: Trainable, model: nn.Module, weights: Mapping[str, torch.Tensor], tokenizer: Any, aside: Path
+) -> None:
+    trainable.write(model, weights, tokenizer, aside / trainable.folder_name)
+
+
+def _write_state(state: TrainerState, aside: Path) -> None:
+    (aside / "state.json").write_text(json.dumps({"format": FORMAT, **state.to_json()}), encoding="utf-8")
 
 
 def _make_anew(aside: Path) -> None:

@@ -8,8 +8,8 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,12 +30,13 @@ from tandem.model.policy import Policy
 from tandem.observability import vitals
 from tandem.trainable.base import Trainable
 from tandem.trainer import digests, memory_plan
-from tandem.trainer.checkpoint import load_states, write_states
+from tandem.trainer.checkpoint import load_states, staged_states
 from tandem.trainer.live import changing, live_policy, rank_device, work_of
 from tandem.trainer.pairs import has_slices
 from tandem.trainer.rank_crew import handlers
 from tandem.trainer.rank_parts import RankParts, device_name
 from tandem.trainer.rank_slices import RankSlices, slice_handlers
+from tandem.trainer.staging import Staging, staging_of
 from tandem.trainer.work import finish
 from tandem.transport.rendezvous import own_address
 from tandem.weight_sync.base import Trained
@@ -87,6 +88,8 @@ class _Rank:
         self.folder = Path()
         self._config: RunConfig
         self._policy: Policy
+        self._staging: Staging
+        self._writing: asyncio.Task[None] | None = None
         self._held: ReferenceWeights | None = None
         self._adapter: AdapterOfRank | None = None
         self._fleet: Fleet | None = None
@@ -187,6 +190,8 @@ class _Rank:
         policy, config = self._policy, self._config
         trained, stepper = await policy.compute(self._parts.bind, config, policy)
         self._stepper = stepper
+        # Now that the weights lie where they are trained: they may have been loaded on the host.
+        self._staging = self._stack.enter_context(closing(staging_of(config.checkpoint.asynchronous, policy)))
         work = work_of(config, trained, stepper, self._held, stepper.flush)
         work.context, work.clock = self._parts.context, self._parts.clock
         self.handlers |= handlers(work)
@@ -195,15 +200,26 @@ class _Rank:
         if body is not None:
             await self._policy.compute(load_states, Path(body), self._stepper, self._held)
 
-    async def _save(self, body: Any) -> dict[str, Any]:
-        """Write this rank's share of the optimizer's states; a disk that refuses is the lead's to tell."""
-        try:
-            return {"digests": await self._policy.compute(self._written, Path(body))}
-        except (OSError, SafetensorError) as error:
-            return {"error": f"{error} (on {socket.gethostname()})"}
+    async def _save(self, body: Any) -> None:
+        """Stage this rank's share of the optimizer's states, and begin to write it."""
+        staging, rank = self._staging, self._placement.rank
+        write = await self._policy.compute(staged_states, self._stepper, rank, staging.hold)
+        self._writing = asyncio.create_task(self._write(write, Path(body)), name="checkpoint")
 
-    def _written(self, folder: Path) -> dict[str, str]:
-        return digests.of_files(folder, write_states(folder, self._stepper, self._placement.rank))
+    async def _write(self, write: Callable[[Path], list[Path]], folder: Path) -> None:
+        """Write what was staged, and report it; a disk that refuses is the lead's to tell."""
+
+        def written() -> dict[str, str]:
+            return digests.of_files(folder, write(folder))
+
+        try:
+            report: dict[str, Any] = {"digests": await self._staging.write(written)}
+        except (OSError, SafetensorError) as error:
+            report = {"error": f"{error} (on {socket.gethostname()})"}
+        except Exception as error:
+            await self._follower.fail(error)
+            raise
+        await self._follower.report(report)
 
 
 class AdapterOfRank:

@@ -3,7 +3,7 @@
 ``max_lag: 0`` is on-policy; ``max_lag: k`` overlaps sampling with training. The code is the same: the overlap comes
 from the rollout buffer's tasks, which go on while this coroutine awaits the compute thread.
 
-    take -> pack -> forward, backward -> commit [ optimizer, publish ] -> write down -> save
+    take -> pack -> forward, backward -> commit [ optimizer, publish ] -> write down -> stage -> ( save )
                           |                 |
                           +---- release ----+   one of both, as the weight sync decides: the next groups are requested
 
@@ -97,6 +97,7 @@ async def train(run: RunParts, state: TrainerState) -> TrainerState:
             await run.checkpoints.save(state)
             return state
         rollouts = _RolloutWriter(run)
+        stack.push_async_exit(run.checkpoints.end)
         stack.push_async_callback(rollouts.done)
         while state.step < run.steps and not run.stop.is_set():
             begun, step = time.perf_counter(), state.step + 1
@@ -120,7 +121,7 @@ async def train(run: RunParts, state: TrainerState) -> TrainerState:
             state = state.advanced(packed.num_loss_tokens, published.version, batch.data_state, run.lag_control.state)
             await rollouts.begin(step, packed, stats)
             _emit(run, state, packed, stats, metrics, begun, published)
-            run.checkpoints.still()
+            await run.checkpoints.check()
             run.show(step, batch.groups)
             if run.checkpoints.due(step):
                 await _save(run, buffer, rollouts, state)
@@ -143,10 +144,9 @@ def _request_early(
 
 
 async def _save(run: RunParts, buffer: RolloutSource, rollouts: _RolloutWriter, state: TrainerState) -> None:
-    """Save a checkpoint once the rollouts of all steps before it are written, and notify their source."""
+    """Begin a checkpoint once the rollouts of all steps before it are written; it notifies their source in the end."""
     await rollouts.done()
-    if await run.checkpoints.save(state):
-        await buffer.saved(state.data_state)
+    await run.checkpoints.begin(state, partial(buffer.saved, state.data_state))
 
 
 @asynccontextmanager

@@ -377,27 +377,21 @@ class Together:
         """Have every rank's model follow its parameters, the lead's by ``mine``."""
         await self.do("fold", None, mine)
 
-    async def saved(self, folder: Path, mine: Coroutine[Any, Any, None]) -> dict[str, str]:
-        """Have every other rank write its share of the optimizer's states into a checkpoint's folder; their digests.
+    async def stage(self, folder: Path, mine: Coroutine[Any, Any, T]) -> T:
+        """Have every rank stage its share of a checkpoint; the others then write theirs into its folder."""
+        return await self.do("save", str(folder), mine)
+
+    async def written(self) -> dict[str, str]:
+        """Digests of what the others have written of the checkpoint that was staged.
 
         Raises:
-            OSError: a rank's disk refuses, which is said once no rank writes any more.
+            OSError: a rank's disk refuses, which is said once none of them writes any more.
         """
-
-        async def ended() -> Exception | None:
-            try:
-                await mine
-            except Exception as error:
-                return error
-            return None
-
-        error, replies = await self.ranks.execute("save", lambda rank: str(folder), ended())
-        if error is not None:
-            raise error
-        for rank, reply in enumerate(replies, 1):
-            if "error" in reply:
-                raise OSError(f"rank {rank}: {reply['error']}")
-        return {name: digest for reply in replies for name, digest in reply["digests"].items()}
+        reports = await self.ranks.reports("their files to be written")
+        for rank, report in enumerate(reports, 1):
+            if "error" in report:
+                raise OSError(f"rank {rank}: {report['error']}")
+        return {name: digest for report in reports for name, digest in report["digests"].items()}
 
 
 _SENT_REQUIREMENTS = ("model", "dtype", "payload", "rank", "targets", "versions", "seed")
