@@ -271,8 +271,9 @@ MOMENTS: dict[str, Callable[[Started], None]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", long_but(MOMENTS, "while saving"))
 def test_killed_and_resumed_equals_uninterrupted(place: Place, uninterrupted: Path, moment: str) -> None:
+    """Its checkpoints are written while it goes on; those of the one that is not killed are waited for."""
     name = moment.replace(" ", "-")
-    run = place.start("recipe.yaml", f"name={name}", name=name, slow=0.02)
+    run = place.start("recipe.yaml", f"name={name}", "checkpoint.asynchronous=true", name=name, slow=0.02)
     MOMENTS[moment](run)
     run.kill()
     assert not run.has(STEPS), "it was too fast to be killed in time"
