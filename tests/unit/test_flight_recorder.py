@@ -61,9 +61,12 @@ def test_what_a_user_has_set_stays_by_its_old_name_too(tmp_path: Path, name: str
 
 def test_ranks_over_nccl_record_and_those_over_gloo_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str | None] = []
-    monkeypatch.setattr(
-        rank_parts, "DataGroup", lambda *arguments: made.append(os.environ.get("TORCH_FR_DUMP_TEMP_FILE"))
-    )
+
+    def group(*arguments: object) -> Any:
+        made.append(os.environ.get("TORCH_FR_DUMP_TEMP_FILE"))
+        return SimpleNamespace(clock=None)
+
+    monkeypatch.setattr(rank_parts, "DataGroup", group)
     for device in (torch.device("cpu"), torch.device("cuda", 0)):
         RankParts.connect(MEETING, 0, device, Distributed(), tmp_path)
     assert made == [None, f"{tmp_path}/nccl_trace_rank_"]

@@ -176,7 +176,11 @@ class Lab:
             for row, turn in enumerate(turns)
             if turn.versions[0] < version
         }
-        at = [len(turn.prompt) + sum(v < version for v in turn.versions) - 1 for turn in turns]
+        # Of an answer that this version began, all that it sampled is in the cache already.
+        at = [
+            len(turn.prompt) + sum(v < version or v == version == turn.versions[0] for v in turn.versions) - 1
+            for turn in turns
+        ]
         for step in range(max(map(len, due.values()), default=0)):
             now = {row: places[step] for row, places in due.items() if step < len(places)}
             # Rows without a token now get one that the next real one overwrites.
