@@ -74,6 +74,8 @@ STILL, STILL_LARGER, TWICE = 35.0, 55.0, 0.01
 """Most milliseconds that engines stand still for a publish, by shape, and GB of weights that are there twice."""
 FITTING = ("micro_batch_tokens=4608", "checkpointing=selective")
 """What one card of 80 GB has room for beside 16 bytes of states a weight of the 3B shape: two groups of the batch."""
+NO_MULTICAST: dict[str, Any] = {"compilation_config": {"pass_config": {"fuse_allreduce_rms": False}}}
+"""vLLM's own choice on Hopper is a fused all-reduce by NVLink multicast, which a host may have switched off."""
 START = 200.0
 """Seconds more for a setting whose engines are started for it."""
 PATIENCE = 5.0
@@ -126,7 +128,7 @@ SETTINGS = {
     "sharded": Setting(
         "sharded weights, an engine over both cards",
         options=(RANKS, "distributed.shard=weights"),
-        engine={"tensor_parallel_size": CARDS},
+        engine={"tensor_parallel_size": CARDS, "args": NO_MULTICAST},
         engines="sharded",
     ),
     "context": Setting("sequences that two cards share", limit=280.0),
@@ -172,7 +174,8 @@ class Pairs(Bench):
     def _ours(self, name: str, setting: Setting, *, keep: bool) -> None:
         goes_on = self._engines == setting.engines
         lines = self.logs / f"pairs-{name}.jsonl"
-        engine = {**engine_options(self.args), **setting.engine}
+        own = engine_options(self.args)
+        engine = {**own, **setting.engine, "args": {**own["args"], **setting.engine.get("args", {})}}
         engine["max_num_seqs"] *= CARDS  # of any setting
         if not self.args.tries:
             engine["kv_cache_gb"] = self.args.kv_cache_gb

@@ -82,9 +82,9 @@ def alone(optimizer: Any, dtype: torch.dtype, most: float) -> tuple[list[float],
     return norms, {name: p.detach() for name, p in named}, stepper.state_dict()
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize(("world", "local"), [(2, False), (3, False), (4, False), (3, True)])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_weights_and_states_have_the_same_bits_as_one_process(kind: str, world: int) -> None:
+def test_weights_and_states_have_the_same_bits_as_one_process(kind: str, world: int, local: bool) -> None:
     """Micro-batches do not divide by ranks. Bytes are not clipped: a norm's last digit decides which one is nearest."""
     optimizer, dtype = OPTIMIZERS[kind]
     most = 0.0 if "8bit" in kind else 5.0
@@ -92,7 +92,7 @@ def test_weights_and_states_have_the_same_bits_as_one_process(kind: str, world: 
 
     def rank(group: DataGroup) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
         named = weights(dtype)
-        stepper = ShardedStepper(optimizer, named, group)
+        stepper = ShardedStepper(optimizer, named, group, local=local)
         its_norms = trained(stepper, named, group.rank, world, most)
         return its_norms, {name: p.detach() for name, p in named}, stepper.state_dict()
 
@@ -143,12 +143,14 @@ def test_states_of_other_parameters_are_refused() -> None:
     on_ranks(2, rank)
 
 
-def one_step(set_gradients: Callable[[int, dict[str, Parameter]], None]) -> list[tuple[float, dict[str, Tensor]]]:
+def one_step(
+    set_gradients: Callable[[int, dict[str, Parameter]], None], local: bool
+) -> list[tuple[float, dict[str, Tensor]]]:
     """Norm and weights of two ranks after a step."""
 
     def rank(group: DataGroup) -> tuple[float, dict[str, Tensor]]:
         named = weights(torch.bfloat16)
-        stepper = ShardedStepper(AdamW(lr=1e-2), named, group)
+        stepper = ShardedStepper(AdamW(lr=1e-2), named, group, local=local)
         set_gradients(group.rank, dict(named))
         for _, parameter in named:
             stepper.accumulate(parameter)
@@ -159,7 +161,8 @@ def one_step(set_gradients: Callable[[int, dict[str, Parameter]], None]) -> list
     return on_ranks(2, rank)
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all() -> None:
+@pytest.mark.parametrize("local", [False, True])
+def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(local: bool) -> None:
     def nan_on_the_last(rank: int, named: dict[str, Parameter]) -> None:
         for name, parameter in named.items():
             parameter.grad = torch.ones_like(parameter)
@@ -167,7 +170,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all() -> None:
                 parameter.grad[0, 7] = math.nan
 
     before = dict(weights(torch.bfloat16))
-    for norm, after in one_step(nan_on_the_last):
+    for norm, after in one_step(nan_on_the_last, local):
         assert math.isnan(norm)
         assert all(torch.equal(after[name], before[name]) for name in before)
 
@@ -187,13 +190,14 @@ def test_gradients_are_clipped_by_the_norm_over_all_ranks() -> None:
         assert torch.allclose(first[name], tensor, atol=2e-4)
 
 
-def test_a_parameter_with_a_gradient_on_one_rank_alone_moves_on_all_and_others_do_not() -> None:
+@pytest.mark.parametrize("local", [False, True])
+def test_a_parameter_with_a_gradient_on_one_rank_alone_moves_on_all_and_others_do_not(local: bool) -> None:
     def on_the_last(rank: int, named: dict[str, Parameter]) -> None:
         if rank == 1:
             named["wide"].grad = torch.ones_like(named["wide"])
 
     before = dict(weights(torch.bfloat16))
-    for norm, after in one_step(on_the_last):
+    for norm, after in one_step(on_the_last, local):
         assert norm == pytest.approx(math.sqrt(before["wide"].numel()))
         assert {name for name in before if not torch.equal(after[name], before[name])} == {"wide"}
         assert (after["wide"] != before["wide"]).float().mean() > 0.9

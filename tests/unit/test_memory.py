@@ -16,6 +16,8 @@ from tandem.envs.arithmetic import Arithmetic
 from tandem.errors import DoesNotFit
 from tandem.machine import Machine
 from tandem.trainer import memory_plan as memory
+from tandem.trainer.memory_plan import plan as plan_module
+from tandem.trainer.memory_plan import with_gradients
 
 LARGE = Machine(name="this machine", free=10**13, total=10**13, is_host=True)
 LAYERS, HIDDEN, HEADS, KEYS, FEED, VOCAB, CONTEXT = 2, 64, 4, 2, 128, 500, 256
@@ -414,6 +416,27 @@ def test_a_ranks_card_holds_whole_weights_and_its_part_of_the_states(model_confi
     assert four["optimizer"] == alone["optimizer"] // 4
     assert four.pop("gradient buckets") == 2 * 2 * (1 << 24) * 4
     assert {**four, "optimizer": 0} == {**alone, "optimizer": 0}
+    summed = config(ranks=4, distributed=Distributed(gradients="local"))
+    local = lines(planned(summed, model_config, card, host))
+    assert local.pop("gradient sums") == 4 * (PARAMETERS + 2 * VOCAB * HIDDEN)
+    assert local == four
+
+
+@pytest.mark.slow
+def test_gradients_are_summed_once_a_pass_where_there_is_room_and_several_rounds(
+    model_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def chosen(free: int, **options: Any) -> str:
+        card = replace(LARGE, is_host=False, free=free)
+        monkeypatch.setattr(plan_module, "accelerator", lambda: card)
+        return with_gradients(config(**{"ranks": 2, **options}), model_config).distributed.gradients
+
+    few = {"micro_batch_tokens": 64}
+    assert chosen(LARGE.free, **few) == "local"
+    assert chosen(LARGE.free, micro_batch_tokens=1 << 20) == "scattered", "one micro-batch for each rank"
+    assert chosen(1_000_000, **few) == "scattered"
+    assert chosen(LARGE.free, **few, distributed=Distributed(gradients="scattered")) == "scattered"
+    assert chosen(LARGE.free, **few, ranks=None) == "auto", "nothing is summed"
 
 
 @pytest.mark.slow

@@ -55,6 +55,8 @@ class Case:
     updates: int = 1
     """On each step's batch."""
     steps: int = 1
+    local: bool = False
+    """Each rank adds up its own micro-batches."""
 
 
 CASES = {
@@ -70,6 +72,8 @@ CASES = {
     "reference that follows": Case(objective=Objective(loss=Grpo(), reference=Average(mixup=0.5, every=1)), steps=3),
     "repeated updates": Case(objective=OBJECTIVES["corrections"], updates=3),
     "repeated updates with a reference": Case(objective=OBJECTIVES["reference"], updates=2, steps=2),
+    "local sums": Case(objective=Objective(loss=Grpo()), steps=2, local=True),
+    "local sums, repeated updates": Case(objective=OBJECTIVES["reference"], updates=2, local=True),
     "adapter": Case(objective=OBJECTIVES["reference"], trainable="lora", updates=2),
     "merged adapter": Case(objective=OBJECTIVES["reference"], trainable="merged", updates=2),
 }
@@ -188,14 +192,16 @@ def gradients(
         stepper: Any = Alone(named, after)
         if group is not None:
             stepper = ShardedStepper(
-                Recording(AdamW(), after), named, group, replicate=case.trainable != "full", smallest=0, bucket=1 << 14
-            )
+                Recording(AdamW(), after), named, group, replicate=case.trainable != "full", local=case.local,
+                smallest=0, bucket=1 << 14,
+            )  # fmt: skip
         with torch.no_grad():  # the first step is already away from what was loaded
             for name, parameter in named:
                 parameter.copy_(after(0)[name])
         work = LocalWork(
             policy=policy, objective=case.objective, stepper=stepper, sampling=Sampling(), held=held,
             fold=lambda: trainable.fold(policy.model), reduce=getattr(stepper, "flush", lambda: None),
+            end_pass=getattr(stepper, "end_pass", lambda: None),
         )  # fmt: skip
         asyncio.run(stepped(case, work, batch, group))
         if group is None:

@@ -204,6 +204,10 @@ class Distributed:
 
     shard: Literal["states", "weights"] = "states"
     """What each rank keeps a share of: gradients, masters and moments (as ZeRO-2), or the weights too (as ZeRO-3)."""
+    gradients: Literal["auto", "scattered", "local"] = "auto"
+    """When ranks that keep whole weights sum gradients: those of each micro-batch, while backward goes on, or once a
+    pass what each has added up by itself, for 4 bytes a weight more. auto: local where a step has several micro-batches
+    for each rank and the memory plan has room."""
     context_parallel: int = 1
     """Ranks that share one sequence; 1 divides none."""
     share_gpus: bool = False
@@ -215,6 +219,7 @@ class Distributed:
     def __post_init__(self) -> None:
         require(
             shard=(self.shard in ("states", "weights"), "states or weights"),
+            gradients=(self.gradients in ("auto", "scattered", "local"), "auto, scattered or local"),
             context_parallel=(self.context_parallel >= 1, "at least 1"),
             timeout_seconds=(0 < self.timeout_seconds < math.inf, "above 0 (seconds)"),
         )

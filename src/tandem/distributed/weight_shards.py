@@ -104,6 +104,9 @@ class WeightShardStepper:
             (logprobs.sum() * 0.0).backward()
         self._computed = False
 
+    def end_pass(self) -> None:
+        """Nothing: FSDP has summed what each micro-batch has."""
+
     @torch.no_grad()
     def step(self, lr: float, max_grad_norm: float) -> Tensor:
         """Clip and update the own shards; the norm over all ranks."""

@@ -112,6 +112,7 @@ async def _train(
             environments.longest_prompt(config, model, tasks["train"]) if "train" in tasks else memory.TYPICAL_PROMPT
         )
         config = memory.settled(config, model, prompt_tokens=longest, resumed=resume, set_options=set_options)
+        as_divided = memory.with_gradients(config, model, prompt_tokens=longest, resumed=resume)
     folder = dog.folder = resume or run_folder.new_folder(config)
     lock.take(folder)
     with run_folder.reporting(folder), vitals.shown(folder):
@@ -131,7 +132,7 @@ async def _train(
             async with AsyncExitStack() as stack:
                 with dog.ends():  # before any of the parts does
                     together = await stack.enter_async_context(rank_parts.opened(config, world, placement, folder))
-                    run, state = await _assemble(stack, config, lock, tasks, telemetry, stop, together)
+                    run, state = await _assemble(stack, as_divided, lock, tasks, telemetry, stop, together)
                     alarms.stop = stop.set
                     with run_folder.signals(stop, folder), machine.settled():
                         training = loop.train(run, state)
@@ -323,7 +324,7 @@ async def _step(
         own = await policy.compute(config.optimizer.bind, config.trainable.parameters(policy.model))
         return Step(work=work_of(config, policy, own, held), **options)
     trained, stepper = await together.do("bind", None, policy.compute(parts.bind, config, policy))
-    work = work_of(config, trained, stepper, held, stepper.flush)
+    work = work_of(config, trained, stepper, held, stepper.flush, stepper.end_pass)
     work.context, work.clock = parts.context, parts.clock
     crew = RankCrew(work, together.ranks, context_parallel=config.distributed.context_parallel)
     return Step(work=work, crew=crew, **options)

@@ -79,6 +79,7 @@ def work_of(
     stepper: Stepper,
     held: ReferenceWeights | None,
     reduce: Callable[[], None] = lambda: None,
+    end_pass: Callable[[], None] = lambda: None,
 ) -> LocalWork:
     """A rank's part of each step."""
     return LocalWork(
@@ -89,6 +90,7 @@ def work_of(
         held=held,
         fold=lambda: config.trainable.fold(policy.model),
         reduce=reduce,
+        end_pass=end_pass,
     )
 
 

@@ -45,6 +45,7 @@ class RankWork:
                 continue
             pending, logprobs_N, self._known[i] = await self._compute(work.micro, micro, self._known[i])
             passes.append((pending, logprobs_N))
+        await self._compute(work.end_pass)
         queued()
         return await self._compute(work.settle, passes)
 

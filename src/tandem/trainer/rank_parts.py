@@ -114,6 +114,8 @@ def check_division(config: RunConfig, world: int) -> None:
         ),
         "distributed.shard: weights and distributed.share_gpus: gathered weights have no way through host memory; "
         "choose shard: states": sharded and config.distributed.share_gpus,
+        "distributed.shard: weights and distributed.gradients: local: a rank has no room for whole gradients; leave "
+        "gradients out": sharded and config.distributed.gradients == "local",
         "distributed.shard: weights and matmul: fp8: its weights are not cut; leave matmul out": (
             sharded and config.matmul == "fp8"
         ),
@@ -276,6 +278,7 @@ class RankParts:
             config.trainable.parameters(policy.model),
             self.group,
             replicate=config.trainable.folder_name != "model",
+            local=config.distributed.gradients == "local",
         )
 
     @property

@@ -50,6 +50,8 @@ class LocalWork:
     """Brings what the model computes with up to date with what the optimizer wrote."""
     reduce: Callable[[], None] = lambda: None
     """Called after each micro-batch: adds its gradient to that of other ranks, where there are others."""
+    end_pass: Callable[[], None] = lambda: None
+    """Called after the last micro-batch of a pass: adds up what is not added up yet."""
     context: Any = None
     """The group of ranks that compute each micro-batch together; None: this rank computes it alone."""
     clock: ComputeClock | None = None

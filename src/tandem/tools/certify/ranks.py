@@ -89,6 +89,10 @@ class RankStepper:
         """Hand on."""
         self.inner.flush()
 
+    def end_pass(self) -> None:
+        """Hand on."""
+        self.inner.end_pass()
+
     def step(self, lr: float, max_grad_norm: float) -> Tensor:
         """Hand on, and note the norm."""
         norm = self.inner.step(lr, max_grad_norm)
@@ -116,6 +120,7 @@ class CertifiedRank(CertifiedPolicy):
         self.config = config
         self.stepper = RankStepper()
         self.work.stepper, self.work.reduce = self.stepper, self.stepper.flush
+        self.work.end_pass = self.stepper.end_pass
         self._parts: RankParts
 
     def connect(self, parts: RankParts) -> None:
@@ -132,9 +137,14 @@ class CertifiedRank(CertifiedPolicy):
         self.stepper.bind(self._divided(recording, list(self._parameters.items())))
 
     def _divided(self, optimizer: UpdatesParts, named: Sequence[tuple[str, Parameter]]) -> ShardedStepper:
-        replicate = self.config.trainable.folder_name != "model"
         return ShardedStepper(
-            optimizer, named, self._parts.group, replicate=replicate, smallest=SMALLEST, bucket=BUCKET
+            optimizer,
+            named,
+            self._parts.group,
+            replicate=self.config.trainable.folder_name != "model",
+            local=self.config.distributed.gradients == "local",
+            smallest=SMALLEST,
+            bucket=BUCKET,
         )
 
     def digest(self) -> str:

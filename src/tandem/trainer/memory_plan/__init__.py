@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.trainer.memory_plan.fitting import Fitted, fit, settled
+from tandem.trainer.memory_plan.fitting import Fitted, fit, settled, with_gradients
 from tandem.trainer.memory_plan.plan import (
     DRIVER,
     ENGINE,
@@ -34,4 +34,5 @@ __all__ = [
     "fit",
     "planner",
     "settled",
+    "with_gradients",
 ]

@@ -19,6 +19,7 @@ from tandem.config.loading import RunConfig
 from tandem.machine import readable
 from tandem.optimizers.base import Optimizer
 from tandem.trainer.memory_plan.plan import TYPICAL_PROMPT, MemoryPlan, Planner, planner
+from tandem.trainer.memory_plan.ranks import RankCounts
 
 Checkpointing = Literal["none", "selective", "full"]
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
@@ -93,6 +94,27 @@ def settled(
     for line in fitted.messages:
         tell(line)
     return fitted.config
+
+
+def with_gradients(
+    config: RunConfig, model_config: Any, *, prompt_tokens: int = TYPICAL_PROMPT, resumed: Path | None = None
+) -> RunConfig:
+    """The recipe with ``distributed.gradients`` chosen, as this run has it: another number of ranks may choose anew.
+
+    Gradients are local where a step has several micro-batches for each rank and the plan has room for their sums.
+    Arguments as of ``planner``.
+    """
+    ranks, divided = RankCounts.of(config), config.distributed
+    if ranks.world == 1 or divided.shard == "weights" or divided.gradients != "auto":
+        return config
+    run = planner(config, model_config, prompt_tokens=prompt_tokens, resumed=resumed)
+    local, scattered = (
+        dataclasses.replace(config, distributed=dataclasses.replace(divided, gradients=way))
+        for way in ("local", "scattered")
+    )
+    at_once = ranks.world // divided.context_parallel * config.micro_batch_tokens
+    has_rounds = run.step_tokens(config) > at_once
+    return local if has_rounds and run.plan(local).within(ROOM) else scattered
 
 
 def budgets(run: Planner, config: RunConfig, set_options: Collection[str]) -> list[int]:

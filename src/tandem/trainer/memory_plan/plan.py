@@ -359,7 +359,7 @@ class Planner:
         if self.ranks.world > 1 and config.distributed.shard == "weights":
             lines = _cut(lines, self.ranks, config, counts, engines, is_host=machine.is_host)
         return MemoryPlan(
-            lines=(*_divided(lines, self.ranks, config, is_host=machine.is_host), *self._staged(config)),
+            lines=(*_divided(lines, self.ranks, config, counts, is_host=machine.is_host), *self._staged(config)),
             overlap=config.most_lag > 0,
             machine=machine,
             beside=self.beside,
@@ -608,19 +608,20 @@ _SUM_BYTES = 4
 """Of one gradient on its way between ranks: float32."""
 
 
-def _divided(lines: Sequence[MemoryLine], counts: RankCounts, config: RunConfig, *, is_host: bool) -> list[MemoryLine]:
+def _divided(
+    lines: Sequence[MemoryLine], counts: RankCounts, config: RunConfig, modelled: Counts, *, is_host: bool
+) -> list[MemoryLine]:
     """The lines of a plan for an accelerator and its ranks; on a host, and of what lies there, for all ranks of it.
 
     Args:
         lines: of a run of one rank.
         counts: how many there are.
         config: the recipe; an adapter's states are whole on every rank.
+        modelled: parameters of the model.
         is_host: the weights are in the host's memory.
     """
     if counts.world == 1:
         return list(lines)
-    from tandem.distributed.sharding import BUCKET, IN_FLIGHT
-
     parts = counts.world if config.trainable.folder_name == "model" else 1
     divided_lines = []
     for line in lines:
@@ -636,10 +637,21 @@ def _divided(lines: Sequence[MemoryLine], counts: RankCounts, config: RunConfig,
         divided_lines.append(own)
     if config.distributed.shard == "weights":  # FSDP's buffers are a line of their own
         return divided_lines
-    amount = 2 * IN_FLIGHT * BUCKET * _SUM_BYTES * (counts.local if is_host else counts.per_gpu)
-    why = f"{IN_FLIGHT} buckets of float32 gradients on their way to the ranks that own them, and the gradients in them"
-    buckets = replace(lines[0], name="gradient buckets", bytes=amount, why=why, when="training", beside=False)
-    return [*divided_lines, buckets]
+    sums = _sums(config, modelled, counts.local if is_host else counts.per_gpu)
+    return [*divided_lines, sums]
+
+
+def _sums(config: RunConfig, counts: Counts, ranks_here: int) -> MemoryLine:
+    """Gradients that are summed over ranks, of those that share this memory."""
+    from tandem.distributed.gradient_sums import BUCKET, IN_FLIGHT
+
+    if config.distributed.gradients == "local":
+        amount, name = counts.trainable + IN_FLIGHT * counts.largest, "gradient sums"
+        why = "float32 gradients that each rank has added up, and those on their way to the ranks that own them"
+    else:
+        amount, name = 2 * IN_FLIGHT * BUCKET, "gradient buckets"
+        why = f"{IN_FLIGHT} buckets of float32 gradients on their way to the ranks that own them, and what is in them"
+    return MemoryLine(name=name, bytes=amount * _SUM_BYTES * ranks_here, why=why, when="training")
 
 
 def _cut(
