@@ -12,6 +12,7 @@ import torch
 import yaml
 from nursery import Nursery
 from safetensors.torch import load_file
+from tiers import long_but
 
 RECIPE: dict[str, Any] = {
     "steps": 3,
@@ -82,7 +83,7 @@ def test_ranks_train_what_one_rank_trains(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("merged", long_but([False, True], False))
 def test_ranks_train_an_adapter_as_one_rank_does(train: Train, merged: bool) -> None:
     """A merged one's weights follow its factors on every rank, or the second step begins with those of the first."""
     adapter = f"trainable={{kind: lora, rank: 4, merged: {str(merged).lower()}}}"

@@ -13,6 +13,7 @@ import torch
 from conftest import build_tiny_model
 from integration import vllm_runs as vllm
 from nursery import Nursery
+from tiers import long_but
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.config.tree import render
@@ -31,7 +32,7 @@ def wide_model(folder: Path) -> Path:
     return folder / "wide"
 
 
-@pytest.mark.parametrize("trainable", ["full", "lora", "merged"])
+@pytest.mark.parametrize("trainable", long_but(["full", "lora", "merged"], "full"))
 def test_two_pairs_train_publish_and_prove(nursery: Nursery, tmp_path: Path, trainable: str) -> None:
     """Every publish is proven on both engines, so each holds what its rank has; of whole weights nothing is copied."""
     model = wide_model(tmp_path)

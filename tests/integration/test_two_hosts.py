@@ -153,11 +153,12 @@ def test_an_engine_on_another_host_is_trained(hosts: Hosts, tmp_path: Path, trai
         _end(trainer, served)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "trainable",
     [
         pytest.param({"kind": "full"}, id="weights"),
-        pytest.param({"kind": "lora", "rank": 8}, id="adapter", marks=pytest.mark.long),
+        pytest.param({"kind": "lora", "rank": 8}, id="adapter"),
     ],
 )
 def test_ranks_on_two_hosts_each_start_their_engine(hosts: Hosts, tmp_path: Path, trainable: dict[str, Any]) -> None:
