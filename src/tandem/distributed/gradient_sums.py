@@ -136,9 +136,9 @@ class LocalSums:
         """One call: most are norms and biases of a few thousand elements."""
         if not rests:
             return
-        flat = torch.cat([rest for _, rest in rests])
-        self._group.finish([self._group.all_reduce(flat)], "sums of small gradients")
-        totals = flat.split([len(rest) for _, rest in rests])
+        joined = torch.cat([rest for _, rest in rests])
+        self._group.finish([self._group.all_reduce(joined)], "sums of small gradients")
+        totals = joined.split([len(rest) for _, rest in rests])
         for part, total in zip([part for part, _ in rests], totals, strict=True):
             self._deliver(part.parameter, total.view(part.parameter.shape))
 
