@@ -216,3 +216,24 @@ def test_a_follower_replies_once_its_weights_are_written_and_not_only_queued(mon
     for command, body in (("apply", [0.1, 1.0]), ("fold", None)):
         asyncio.run(handlers[command](body))  # type: ignore[arg-type]
     assert done == ["apply", "finish cuda:1", "fold", "finish cuda:1"]
+
+
+def test_a_pass_ends_before_the_engine_is_paused_for_the_update() -> None:
+    """What ranks have added up is summed while the engine samples on, and queued before the host is said to be idle."""
+    order: list[str] = []
+
+    async def compute(function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(*arguments)
+
+    work: Any = SimpleNamespace(
+        policy=SimpleNamespace(compute=compute),
+        hook=lambda: None,
+        micro=lambda micro, known: order.append(micro) or ({}, torch.zeros(1), None),
+        reduce=lambda: order.append("stood in"),
+        end_pass=lambda: order.append("summed"),
+        settle=lambda passes: ([], []),
+    )
+    mine = rank_crew.RankWork(work)
+    mine.take(["first", None])  # type: ignore[list-item]
+    asyncio.run(mine.passed(lambda: order.append("queued")))
+    assert order == ["first", "stood in", "summed", "queued"]

@@ -13,6 +13,7 @@ from tandem.distributed.crew import Ranks
 from tandem.distributed.follower import Handler
 from tandem.distributed.slices import EngineSlice, Slice
 from tandem.errors import TransportError
+from tandem.trainer.work import finish
 from tandem.transport.parts import AttachedPart, attach_parts
 from tandem.weight_sync.verify.probe import Checksums
 
@@ -50,8 +51,7 @@ class RankSlices:
     def publish(self) -> int:
         """Write the weights into the worker's memory, complete when it returns; bytes received from other ranks."""
         received = self._weights.publish(self._slices)
-        if self._weights.device.type == "cuda":
-            torch.cuda.synchronize(self._weights.device)  # the worker reads on a stream of its own
+        finish(self._weights.device)  # the worker reads on a stream of its own
         return received
 
     def checksums(self) -> Checksums:
