@@ -273,7 +273,7 @@ def print_line(args: argparse.Namespace) -> Callable[..., None]:
 
 
 def main() -> int:
-    from tandem.engines.vllm.client.process import free_port
+    from tandem.ports import free_port
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

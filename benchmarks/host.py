@@ -45,10 +45,10 @@ from torch import Tensor
 
 from tandem.config import loading as recipes
 from tandem.engines.base import ExportsWeights
-from tandem.engines.vllm.client.process import free_port
 from tandem.metrics import Sum
 from tandem.model.policy import load_tokenizer
 from tandem.pending import Pending, PendingMetrics
+from tandem.ports import free_port
 from tandem.trainer import assemble as run
 from tandem.trainer.checkpoint import Checkpoints
 from tandem.trainer.objective import Known

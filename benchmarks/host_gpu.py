@@ -40,9 +40,9 @@ from versus_trl import awaited, end_in_order, ended, environment, lines_of
 
 from tandem.config import loading as recipes
 from tandem.engines.vllm.client.engine import VllmEngine
-from tandem.engines.vllm.client.process import free_port
 from tandem.metrics import flatten, merge
 from tandem.observability.emit import Telemetry
+from tandem.ports import free_port
 from tandem.trainer import assemble as run
 from tandem.trainer.checkpoint import Checkpoints
 from tandem.trainer.step import Step

@@ -85,7 +85,11 @@ def wobble(policy: Policy, trainable: Trainable) -> Callable[[], None]:
 async def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Publish, and tell what was seen."""
     trainable, compute = WHAT[args.what](), Compute(args.threads)
-    size = {"gpu_memory_utilization": 0.08} if CUDA else {"kv_cache_gb": 0.25, "args": {"block_size": 32}}
+    size = (
+        {"gpu_memory_utilization": 0.04, "kv_cache_gb": 1.0}
+        if CUDA
+        else {"kv_cache_gb": 0.25, "args": {"block_size": 32}}
+    )
     spec = Vllm(python=args.engine_python, enforce_eager=args.eager, max_num_seqs=8, **size)
     requirements = EngineRequirements(
         model=str(args.model),

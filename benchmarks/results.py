@@ -38,8 +38,8 @@ from _results_report import report
 from _results_sets import RECIPE, SETS, TRY, Planned
 
 from tandem.config.loading import load
-from tandem.engines.vllm.client.process import free_port
 from tandem.errors import TandemError
+from tandem.ports import free_port
 
 HERE = Path(__file__).resolve().parent
 TAIL = 60_000
@@ -169,15 +169,15 @@ class Driver:
 
     def command(self, planned: Planned, folder: Path, engine: Served | None = None) -> list[str]:
         """What begins a run, or goes on with it."""
+        at = [f"engine={json.dumps({'kind': 'vllm', 'urls': [engine.url]})}"] if engine else []
         if planned.system == "trl":
             own = [str(HERE / "_results_trl.py"), str(planned.recipe), str(folder)]
         elif resumable(folder):
-            return [sys.executable, "-m", "tandem", "train", str(folder)]
+            return [sys.executable, "-m", "tandem", "train", str(folder), *at]
         else:
             own = ["-m", "tandem", "train", str(planned.recipe), f"runs={self.runs}", f"name={planned.name}"]
         model = [f"model={self.args.model}"] if self.args.model else []
-        served = [f"engine={json.dumps({'kind': 'vllm', 'urls': [engine.url]})}"] if engine else []
-        return [sys.executable, *own, *planned.words(*model, *self.args.override, *served)]
+        return [sys.executable, *own, *planned.words(*model, *self.args.override, *at)]
 
     def _look(self, job: Job) -> None:
         """Whether it is over; if not, how much memory it has, and whether to kill something of it."""
@@ -326,7 +326,8 @@ def write(driver: Driver) -> None:
 
 def chosen(args: argparse.Namespace) -> list[Planned]:
     """The runs that are asked for."""
-    planned = [run for name in args.set for run in SETS[name](args)]
+    sets = args.set or (tuple(SETS) if args.list else ())
+    planned = [run for name in sets for run in SETS[name](args)]
     planned = [run for run in planned if not args.only or any(word in run.name for word in args.only)]
     if args.tried:
         planned = [
@@ -341,7 +342,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--set", nargs="+", choices=tuple(SETS), default=[], help="in this order")
     parser.add_argument("--only", nargs="+", help="runs in whose names one of these stands")
-    parser.add_argument("--list", action="store_true", help="show the runs and do nothing")
+    parser.add_argument(
+        "--list", action="store_true", help="show the runs, of all sets where none is named, and do nothing"
+    )
     parser.add_argument("--report", type=Path, nargs="+", help="print the tables of these files and do nothing")
     parser.add_argument("--devices", default="", help="CUDA_VISIBLE_DEVICES of runs, such as 0,1")
     parser.add_argument("--beside", type=int, default=1, help="runs at a time on each device")

@@ -173,7 +173,7 @@ def served(bench: Bench, engine: dict[str, Any]) -> Iterator[str]:
     """The engine alone, by ``tandem serve engine``; its address."""
     from _versus_tandem import options
 
-    from tandem.engines.vllm.client.process import free_port
+    from tandem.ports import free_port
 
     port = free_port("127.0.0.1")
     recipe = bench.logs / "engine.yaml"

@@ -24,7 +24,7 @@ from kills_processes import Child
 from kills_systems import Apart, System, choose
 from kills_trials import Found, Killer, run_once
 
-from tandem.engines.vllm.client.process import free_port
+from tandem.ports import free_port
 
 DISK_BYTES = 48 << 20
 """Of the file system of a run and its ledger."""

@@ -21,7 +21,7 @@ from kills_engine import main as engine_main
 from kills_engine import package
 from kills_processes import Child, Stranger, tandem
 
-from tandem.engines.vllm.client.process import free_port
+from tandem.ports import free_port
 
 REWARD = '''
 import os, time

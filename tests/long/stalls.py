@@ -35,7 +35,7 @@ from conftest import build_tiny_model  # type: ignore[import-not-found]
 from nursery import Nursery  # type: ignore[import-not-found]
 from stalls_cases import CASES, END, FULL, GRADING, LOOP, WAIT, Case
 
-from tandem.engines.vllm.client.process import free_port
+from tandem.ports import free_port
 
 HERE = Path(__file__).parent
 COMMON = {

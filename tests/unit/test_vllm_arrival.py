@@ -18,9 +18,9 @@ from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.client import fleet as _vllm_fleet
 from tandem.engines.vllm.client.fleet import Fleet, Launch
 from tandem.engines.vllm.client.http import EngineServer
-from tandem.engines.vllm.client.process import free_port
 from tandem.engines.vllm.spec import Vllm
 from tandem.errors import EngineError
+from tandem.ports import free_port
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ from tandem.engines.base import EngineRequirements, LoadsVersions
 from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.client.engine import INHERIT_TRIES, inherit
 from tandem.engines.vllm.client.http import EngineServer, EngineUnreachable
-from tandem.engines.vllm.client.process import free_port
 from tandem.errors import EngineError
+from tandem.ports import free_port
 
 ABOUT = wire.EngineInfo(
     engine="", state="", reason="", step=0, digest="", updates=0, running=0, adapter=None, model="m", context=8,

@@ -21,8 +21,9 @@ import pytest
 
 from tandem.engines.vllm.client import process as _vllm_process
 from tandem.engines.vllm.client.http import EngineServer, EngineUnreachable
-from tandem.engines.vllm.client.process import EngineProcess, EngineRecord, environment, free_port, import_path
+from tandem.engines.vllm.client.process import EngineProcess, EngineRecord, environment, import_path
 from tandem.errors import Deadline, EngineError
+from tandem.ports import free_port
 from tandem.processes import Identity, alive_after, family, identity, kill
 
 pytestmark = pytest.mark.slow
@@ -403,9 +404,3 @@ def test_the_import_path_holds_this_package_alone(tmp_path: Path) -> None:
     (folder / "torch").mkdir()
     with pytest.raises(EngineError, match="but has torch"):
         import_path(folder)
-
-
-def test_a_free_port_can_be_had() -> None:
-    with HTTPServer(("127.0.0.1", port := free_port()), BaseHTTPRequestHandler) as server:
-        assert server.server_port == port
-        assert free_port() != port

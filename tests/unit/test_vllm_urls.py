@@ -19,10 +19,10 @@ from tandem.engines.vllm.client import http as _vllm_client
 from tandem.engines.vllm.client.engine import TRIES, VllmEngine
 from tandem.engines.vllm.client.fleet import Fleet
 from tandem.engines.vllm.client.http import EngineServer
-from tandem.engines.vllm.client.process import free_port
 from tandem.engines.vllm.protocol import Many, Sampled, framed
 from tandem.engines.vllm.spec import Vllm
 from tandem.errors import Deadline, EngineError, StaleWeights
+from tandem.ports import free_port
 from tandem.types import Completion, PolicyVersion, Sampling
 
 pytestmark = pytest.mark.slow

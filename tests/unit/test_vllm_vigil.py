@@ -18,9 +18,9 @@ from tandem.engines.vllm.client import fleet as vigil
 from tandem.engines.vllm.client.engine import VllmEngine
 from tandem.engines.vllm.client.fleet import Fleet, Launch
 from tandem.engines.vllm.client.http import AGAIN, EngineServer, EngineUnreachable
-from tandem.engines.vllm.client.process import free_port
 from tandem.engines.vllm.spec import Vllm
 from tandem.errors import EngineError
+from tandem.ports import free_port
 
 
 @pytest.fixture(autouse=True)

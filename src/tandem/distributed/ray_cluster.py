@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections import defaultdict
@@ -17,6 +16,7 @@ from typing import Any
 
 from tandem.distributed.placement import Placement
 from tandem.errors import ConfigError, DoesNotFit, RankError
+from tandem.ports import free_port
 
 PLACED_SECONDS = 300.0
 """How long the cluster may take to have room for every rank; an autoscaler starts hosts meanwhile."""
@@ -47,10 +47,7 @@ class RankProcess:
 
     def free_port(self) -> int:
         """A port of this host at which nothing listens."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port: int = probe.getsockname()[1]
-            return port
+        return free_port("")
 
     def run(self, arguments: Sequence[str], environ: Mapping[str, str], folder: str) -> int:
         """Run ``python -m tandem`` to its end; returns its exit code."""

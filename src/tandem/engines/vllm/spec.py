@@ -33,6 +33,7 @@ from tandem.engines.vllm.server.places import PROBES
 from tandem.engines.vllm.speedups import AT_ONCE, FEW, SWITCH
 from tandem.errors import ConfigError
 from tandem.machine import cores
+from tandem.ports import reserve_port
 from tandem.processes import identity
 
 if TYPE_CHECKING:
@@ -289,13 +290,20 @@ class Vllm(EngineSpec):
         return key
 
     def _server(self, index: int) -> EngineServer:
+        reservation = None
         if self.urls:
             key, url = self._key(), self.urls[index]
         else:
-            port = self.port + index if self.port else processes.free_port(self.host)
+            try:
+                reservation = None if self.port else reserve_port(self.host)
+            except OSError as error:
+                raise ConfigError(f"engine.host: no port can be had at {self.host}: {error}") from error
+            port = self.port + index if reservation is None else reservation.getsockname()[1]
             key = self._key() or (secrets.token_urlsafe(24) if self.require_api_key else "")
             url = f"http://{self.host}:{port}"
-        return EngineServer(url, key, control_seconds=self.control_seconds, request_seconds=self.request_seconds)
+        server = EngineServer(url, key, control_seconds=self.control_seconds, request_seconds=self.request_seconds)
+        server.reservation = reservation
+        return server
 
     def _launch(self, requirements: EngineRequirements, context: int) -> Launch:
         """How each engine is started; the model folder may differ from start to start."""

@@ -178,6 +178,7 @@ class Fleet:
             await process.stop()
             return False
         log.info("going on with %s, which an earlier trainer started", server.name)
+        await self.servers[index].close()
         self.servers[index], self.started_elsewhere = server, True
         return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -50,6 +51,8 @@ class EngineServer:
     def __init__(self, url: str, key: str, *, control_seconds: float, request_seconds: float):
         self.url = url.rstrip("/")
         self.process: EngineProcess | None = None
+        self.reservation: socket.socket | None = None
+        """Keeps the port for a process that is still to bind it, and for those started again after it."""
         self.instance_id = ""
         self.outstanding = 0
         self.key = key
@@ -91,6 +94,8 @@ class EngineServer:
     async def close(self) -> None:
         """Close connections; requests in flight fail."""
         self._closed = True
+        if self.reservation is not None:
+            self.reservation.close()
         if self._attending is not None:
             self._attending.cancel()
         if self._session is not None:

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -381,14 +380,6 @@ def has_vllm(python: str | None) -> None:
     if done.stdout.split()[-1:] != ["True"]:
         why = (done.stderr.strip().splitlines() or ["there is none in it"])[-1]
         raise ConfigError(f"engine.python: {python} cannot run vLLM: {why}; {fix}")
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that is free now; the server that is to have it should take it soon."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _health(url: str) -> str:
