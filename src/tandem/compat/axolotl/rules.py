@@ -540,13 +540,15 @@ def _served(recipe: AxolotlRecipe) -> None:
 
 
 def _colocated(recipe: AxolotlRecipe) -> None:
-    """An engine that the run starts on its own GPU, one copy of the weights."""
+    """An engine that the run starts on its own GPUs; one copy of the weights, where it divides them as the ranks do."""
     _started(recipe, 0.3)
     recipe.copy("trl.vllm_gpu_memory_utilization", "engine.gpu_memory_utilization")
     recipe.copy("trl.vllm_enable_prefix_caching", "engine.enable_prefix_caching")
-    several = any(recipe.get(f"vllm.{option}", 1) > 1 for option in ("tensor_parallel_size", "data_parallel_size"))
-    recipe.put("sync.kind", "broadcast" if several else "shared", "trl.vllm_mode")
-    if recipe["trl.vllm_enable_sleep_mode"] and several:
+    parts = recipe.ranks if recipe.sharding.shard == "weights" else 1
+    workers, engines = (recipe.get(f"vllm.{option}", 1) for option in ("tensor_parallel_size", "data_parallel_size"))
+    shared = workers in (1, parts) and engines == 1
+    recipe.put("sync.kind", "shared" if shared else "broadcast", "trl.vllm_mode")
+    if recipe["trl.vllm_enable_sleep_mode"] and not shared:
         recipe.put("engine.sleep", 2, "trl.vllm_enable_sleep_mode")
     elif recipe["trl.vllm_enable_sleep_mode"]:
         recipe.nothing("trl.vllm_enable_sleep_mode", "shared weights are one copy, so none is put to sleep")

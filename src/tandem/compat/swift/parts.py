@@ -183,8 +183,17 @@ def _plugged(args: Reader) -> Collection[str]:
     return tuple(known)
 
 
-def engine(args: Reader, mode: str, rounds: int, visible: Sequence[str]) -> dict[str, Json]:
-    """``engine``, and ``sync`` as weights have to travel; ``visible`` are this process' GPUs."""
+def engine(args: Reader, mode: str, rounds: int, visible: Sequence[str], *, parts: int) -> dict[str, Json]:
+    """``engine``, and ``sync`` as weights have to travel.
+
+    Args:
+        args: the command line.
+        mode: none, server or colocate.
+        rounds: steps from one publish to the next.
+        visible: this process' GPUs.
+        parts: ranks among which the weights are divided, which an engine with as many workers shares; 1 where they
+            are whole.
+    """
     periodic = {"every": rounds} if rounds > 1 else {}
     if mode == "none":
         return {"engine": {"kind": "embedded"}, "sync": {"kind": "shared"}}
@@ -201,7 +210,7 @@ def engine(args: Reader, mode: str, rounds: int, visible: Sequence[str]) -> dict
         options |= {"devices": groups, **({"replicas": len(groups)} if len(groups) > 1 else {})}
     if "vllm_gpu_memory_utilization" not in args and not devices:
         args.note("vllm_gpu_memory_utilization", "0.5 where it is left out, for the trainer is on the same GPU")
-    shared = size == 1 and not devices
+    shared = size in (1, parts) and not devices
     if level := _sleep(args, devices, shared=shared):
         options["sleep"] = level
     return {"engine": options, "sync": {"kind": "shared"} if shared else {"kind": "broadcast", **periodic}}

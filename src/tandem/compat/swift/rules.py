@@ -102,7 +102,7 @@ class SwiftRecipe:
         return {
             "optimizer": optimizer(args, steps, offloaded=self.sharding.offload_optimizer),
             "trainable": trained(args, self.mode),
-            **engine(args, self.mode, self._rounds, visible_accelerators(self.environ)),
+            **engine(args, self.mode, self._rounds, visible_accelerators(self.environ), parts=self._parts),
             "dtype": args["torch_dtype"],
             **({"context": context, "micro_batch_tokens": part * context} if context else {}),
             **({"checkpointing": "full"} if self._recomputes else {}),
@@ -171,6 +171,11 @@ class SwiftRecipe:
     @property
     def _recomputes(self) -> bool:
         return bool(self.args["gradient_checkpointing"] or self.sharding.checkpointing)
+
+    @property
+    def _parts(self) -> int:
+        """Ranks among which the weights are divided."""
+        return self.ranks if self.sharding.shard == "weights" else 1
 
     def _distributed(self) -> dict[str, Json]:
         """Ranks, and what they share."""
