@@ -32,17 +32,26 @@ SHAPES = ((640, 256), (70_001,), (33, 7))
 """Of parameters: cut evenly, cut with a rest, and updated whole by every rank."""
 
 
-def on_gpus(
-    world: int, work: Callable[..., Any], *arguments: Any, context: int = 1, seconds: float = 60.0
-) -> list[Any]:
-    """What every rank's ``work`` returns, in order of rank."""
-    store, rendezvous = serve(Rendezvous(host="127.0.0.1", world=world, backend="gloo", seconds=seconds))
-    with ProcessPoolExecutor(world, mp_context=multiprocessing.get_context("spawn")) as processes:
+class Ranks:
+    """As many processes as ranks, which have loaded torch once and connect anew for each piece of work."""
+
+    def __init__(self, world: int):
+        self.world = world
+        self._processes = ProcessPoolExecutor(world, mp_context=multiprocessing.get_context("spawn"))
+
+    def __call__(self, work: Callable[..., Any], *arguments: Any, context: int = 1, seconds: float = 60.0) -> list[Any]:
+        """What every rank's ``work`` returns, in order of rank."""
+        store, rendezvous = serve(Rendezvous(host="127.0.0.1", world=self.world, backend="gloo", seconds=seconds))
         # One for each process: a rank's connecting ends with that of all others.
-        futures = [processes.submit(_rank, rendezvous, rank, context, work, arguments) for rank in range(world)]
+        submit = self._processes.submit
+        futures = [submit(_rank, rendezvous, rank, context, work, arguments) for rank in range(self.world)]
         found = [future.result(timeout=4 * seconds) for future in futures]
-    del store
-    return found
+        del store
+        return found
+
+    def close(self) -> None:
+        """End them."""
+        self._processes.shutdown(cancel_futures=True)
 
 
 def _rank(rendezvous: Rendezvous, rank: int, context: int, work: Callable[..., Any], arguments: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,41 +23,46 @@ pytestmark = [
 WORLD = 2
 
 
-def test_sums_and_largest_have_the_values_of_all_ranks() -> None:
+@pytest.fixture(scope="module")
+def on_gpus() -> Iterator[nccl_ranks.Ranks]:
+    ranks = nccl_ranks.Ranks(WORLD)
+    yield ranks
+    ranks.close()
+
+
+def test_sums_and_largest_have_the_values_of_all_ranks(on_gpus: nccl_ranks.Ranks) -> None:
     whole, rows = (
         sum(nccl_ranks.values(rank, *shape, device=torch.device("cpu")) for rank in range(WORLD))
         for shape in ((7,), (WORLD, 5))
     )
-    for rank, found in enumerate(nccl_ranks.on_gpus(WORLD, nccl_ranks.sums)):
+    for rank, found in enumerate(on_gpus(nccl_ranks.sums)):
         assert found["whole"] == whole.tolist()
         assert found["square"] == 3.0
         assert found["started"] == [1, 1, 0]
         assert found["own"] == [rows[rank].tolist()] * 2
 
 
-def test_every_rank_has_all_parts_in_place_and_nothing_beside_them() -> None:
-    for found in nccl_ranks.on_gpus(WORLD, nccl_ranks.gathered):
+def test_every_rank_has_all_parts_in_place_and_nothing_beside_them(on_gpus: nccl_ranks.Ranks) -> None:
+    for found in on_gpus(nccl_ranks.gathered):
         assert found == [[-1.0, *[0.0] * size, *[1.0] * size] for size in (4, 1, 3, 2)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bucket", [1 << 24, 10_000], ids=["one bucket", "many buckets"])
-def test_updates_are_those_of_ranks_over_gloo(dtype: torch.dtype, bucket: int) -> None:
+def test_updates_are_those_of_ranks_over_gloo(on_gpus: nccl_ranks.Ranks, dtype: torch.dtype, bucket: int) -> None:
     expected = on_ranks(WORLD, lambda group: nccl_ranks.updated(group, dtype, bucket))
-    found = nccl_ranks.on_gpus(WORLD, nccl_ranks.updated_on_gpu, dtype, bucket)
+    found = on_gpus(nccl_ranks.updated_on_gpu, dtype, bucket)
     for mine, its in zip(*found, strict=True):
         assert torch.equal(mine, its), "ranks have different weights"
     for mine, wanted in zip(found[0], expected[0], strict=True):
         torch.testing.assert_close(mine, wanted, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
 
 
-def test_tokens_are_exchanged_for_heads_as_over_gloo() -> None:
+def test_tokens_are_exchanged_for_heads_as_over_gloo(on_gpus: nccl_ranks.Ranks) -> None:
     def rank(group: DataGroup) -> list[Any]:
         return nccl_ranks.exchanges(group.backend, group.rank, group.device)
 
-    for found, wanted in zip(
-        nccl_ranks.on_gpus(WORLD, nccl_ranks.exchanged, context=WORLD), on_ranks(WORLD, rank), strict=True
-    ):
+    for found, wanted in zip(on_gpus(nccl_ranks.exchanged, context=WORLD), on_ranks(WORLD, rank), strict=True):
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(torch.tensor(one), torch.tensor(other))
 
