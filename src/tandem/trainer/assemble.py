@@ -285,7 +285,7 @@ async def _loaded(
     loading = stack.enter_async_context(live_policy(config, local_ranks=ranks.world))
     policy = await together.do("begin", {"recipe": recipes.dump(config), "folder": str(folder)}, loading)
     logs = folder / "logs"
-    connecting = policy.compute(RankParts.connect, ranks.rendezvous, 0, rank_device(0), config.distributed, logs)
+    connecting = RankParts.join(ranks.rendezvous, 0, rank_device(0), config.distributed, logs)
     parts = await together.do("connect", None, connecting)
     stack.callback(parts.abort)
     ranks.on_failure.append(parts.give_up)
