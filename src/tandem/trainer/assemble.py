@@ -111,8 +111,9 @@ async def _train(
         longest = (
             environments.longest_prompt(config, model, tasks["train"]) if "train" in tasks else memory.TYPICAL_PROMPT
         )
-        config = memory.settled(config, model, prompt_tokens=longest, resumed=resume, set_options=set_options)
-        as_divided = memory.with_gradients(config, model, prompt_tokens=longest, resumed=resume)
+        planner = memory.planner(config, model, prompt_tokens=longest, resumed=resume)
+        config = memory.settled(planner, config, set_options)
+        as_divided = memory.with_gradients(planner, config)
     folder = dog.folder = resume or run_folder.new_folder(config)
     lock.take(folder)
     with run_folder.reporting(folder), vitals.shown(folder):
