@@ -1,13 +1,14 @@
 """Kills and stops of a run's ranks at every boundary: does every other rank end by name, and is a step trained twice?
 
-    python tests/long/rank_kills.py [--trials 60] [--ranks 3]
+    python tests/long/rank_kills.py [--trials 60] [--ranks 3] [--at connect]
 
 One run on a CPU (gloo, a tiny random model) is resumed again and again. In each trial one of its ranks sends SIGKILL or
 SIGSTOP to itself (``rank_lost.py``) as it starts, as it joins, before or after its part of a command, or as the run
 ends. All others have 20 seconds to end, with an error that names what was lost, and no process may be left. Trials go
 through the boundaries in turn; in each round of them every boundary has another rank and the other signal, so that with
-three ranks six rounds are all there is. After the last trial the run trains to its end, and so does the same run
-without any kill: both must have the same metrics in every step, once each, and the same bits of weights.
+three ranks six rounds are all there is; ``--at`` has them go to one boundary alone. After the last trial the run trains
+to its end, and so does the same run without any kill: both must have the same metrics in every step, once each, and the
+same bits of weights.
 
 Commands of vLLM's engines (``engine``, ``attach``, ``adapt``) do not occur with the embedded engine.
 """
@@ -36,6 +37,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.config.tree import render
+from tandem.errors import RankError
 from tandem.processes import Identity, alive_after, identity
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -204,6 +206,8 @@ def lose(folder: Path, trial: Trial, account: Account, limit: float) -> Outcome 
         account.wrong.append(f"{trial.name}: the others ended after {seconds:.1f} s")
     if outcome.named is False:
         account.wrong.append(f"{trial.name}: no error names what was lost:\n{said[-2000:]}")
+    if trial.rank and not over and code != RankError.exit_code:
+        account.wrong.append(f"{trial.name}: the lead ended with {code}:\n{said[-2000:]}")
     if over and (code or max(steps(run)) != until):
         account.wrong.append(f"{trial.name}: the run did not end in order, but with {code}")
     if left:
@@ -253,7 +257,9 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=60)
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=END_SECONDS, help="limit of an end; more on a busy machine")
+    parser.add_argument("--at", choices=BOUNDARIES, help="this boundary alone")
     args = parser.parse_args()
+    wanted = [trial for trial in trials(args.ranks) if args.at in (None, trial.boundary)]
     account = Account()
     with tempfile.TemporaryDirectory(prefix="rank-kills-") as scratch:
         folder = Path(scratch)
@@ -261,7 +267,7 @@ def main() -> int:
         with training(folder, recipe(folder, model, "run", args.ranks), "steps=2") as lead:
             if lead.wait(START_SECONDS):
                 raise SystemExit(f"the run trains nothing:\n{(folder / 'lead.log').read_text()[-3000:]}")
-        for trial in islice(cycle(trials(args.ranks)), args.trials):
+        for trial in islice(cycle(wanted), args.trials):
             if (outcome := lose(folder, trial, account, args.seconds)) is not None:
                 account.outcomes.append(outcome)
                 at = f"{outcome.seconds:.1f} s, {outcome.words}, step {max(steps(folder / 'runs/run'))}"

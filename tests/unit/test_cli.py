@@ -391,7 +391,7 @@ def test_check_plans_for_every_rank_and_says_what_a_publish_takes(run: Run, tiny
     run("new", "env", "my_sums")
     words = ("check", "my_sums.yaml", f"model={tiny_model}", "--tasks", "2")
     for _ in range(2):  # the second from its cache
-        code, out, err = run(*words, "ranks=2")
+        code, out, err = run(*words, "ranks=2", "distributed.gradients=scattered")
         assert code == 0, out + err
         text = " ".join(out.split())
         assert (
@@ -405,6 +405,36 @@ def test_check_plans_for_every_rank_and_says_what_a_publish_takes(run: Run, tiny
     code, out, _ = run(*words, "ranks=2", "optimizer=adafactor")
     assert code == 2
     assert "ranks: 2 cannot go with optimizer" in " ".join(out.split())
+
+
+@pytest.mark.slow
+def test_check_plans_the_sums_of_gradients_that_the_run_would_choose(
+    run: Run, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Local sums where there is room for them, and not where little is free: that is asked each time."""
+    from tandem import machine
+    from tandem.trainer import memory_plan as memory
+
+    monkeypatch.setattr("tandem.machine.accelerated", lambda: False)
+    monkeypatch.setattr(memory.plan, "accelerator", lambda: None)
+    monkeypatch.setattr("tandem.distributed.gradient_sums.BUCKET", 1 << 10)  # of a model as tiny as this one
+    Path("recipe.yaml").write_text(MINIMAL + "ranks: 2\nmicro_batch_tokens: 300\n")
+
+    def checked(free: int) -> str:
+        here = machine.Machine(name="this machine", free=free, total=10**11, is_host=True)
+        monkeypatch.setattr(memory.plan, "host", lambda: here)
+        code, out, _ = run("check", "recipe.yaml", f"model={tiny_model}", "--tasks", "2")
+        assert code == 0, out
+        return " ".join(out.split("memory:")[1].split())
+
+    ample = checked(10**11)
+    assert "gradient sums" in ample
+    assert "distributed.gradients: local, which is auto's choice here" in ample
+    peak = re.search(r"at the peak (\d+\.\d+) GB", ample)
+    assert peak is not None
+    scarce = checked(int(float(peak[1]) * 1.05e9))
+    assert "gradient buckets" in scarce
+    assert "distributed.gradients: scattered, which is auto's choice here" in scarce
 
 
 @pytest.mark.slow

@@ -429,7 +429,8 @@ def test_gradients_are_summed_once_a_pass_where_there_is_room_and_several_rounds
     def chosen(free: int, **options: Any) -> str:
         card = replace(LARGE, is_host=False, free=free)
         monkeypatch.setattr(plan_module, "accelerator", lambda: card)
-        return with_gradients(config(**{"ranks": 2, **options}), model_config).distributed.gradients
+        own = config(**{"ranks": 2, **options})
+        return with_gradients(memory.planner(own, model_config), own).distributed.gradients
 
     few = {"micro_batch_tokens": 64}
     assert chosen(LARGE.free, **few) == "local"

@@ -18,7 +18,7 @@ import msgspec
 import tandem
 from tandem import machine
 from tandem.config.loading import RunConfig, as_json
-from tandem.trainer.memory_plan import MemoryLine, RankCounts
+from tandem.trainer.memory_plan import MemoryLine, RankCounts, chooses_gradients
 from tandem.types import Task
 
 _UNREAD = frozenset(
@@ -62,15 +62,16 @@ class ModelFigures:
 def place(config: RunConfig, tasks: Mapping[str, Sequence[Task]]) -> Path | None:
     """File of the cache for this recipe with these tasks; None where it depends on something not known this early.
 
-    That is a model on the hub, a plan that is to be fitted into what is free, and a machine with an accelerator.
+    That is a model on the hub, a plan that is to be fitted into what is free, or in which ranks choose by that how they
+    sum gradients, and a machine with an accelerator.
     """
-    model = Path(config.model)
-    if not model.is_dir() or config.memory == "fit" or machine.accelerated():
+    model, ranks = Path(config.model), RankCounts.of(config)
+    by_room = config.memory == "fit" or chooses_gradients(config, ranks)
+    if not model.is_dir() or by_room or machine.accelerated():
         return None
     template = Path(config.chat_template) if config.chat_template and "\n" not in config.chat_template else None
     options = {name: value for name, value in as_json(config).items() if name not in _UNREAD}
     prompts = {name: [[(m.role, m.content) for m in task.prompt] for task in some] for name, some in tasks.items()}
-    ranks = RankCounts.of(config)
     known = (
         options,
         [ranks.world, ranks.local, ranks.per_gpu],

@@ -315,6 +315,10 @@ class _RecipeCheck:
             plan = planner.plan(self._config)
             plan.require()
             self._remember(planner, plan)
+        if planner is not None and memory.chooses_gradients(self._config, planner.ranks):
+            as_run = memory.with_gradients(planner, self._config)
+            plan = planner.plan(as_run)
+            chosen = (*chosen, f"distributed.gradients: {as_run.distributed.gradients}, which is auto's choice here")
         self.plan = "\n".join([plan.table(), *(f"  {line}" for line in chosen)])
         return f"about {machine.readable(plan.total)} at the peak of {machine.readable(plan.machine.free)} free"
 

@@ -111,8 +111,9 @@ async def _train(
         longest = (
             environments.longest_prompt(config, model, tasks["train"]) if "train" in tasks else memory.TYPICAL_PROMPT
         )
-        config = memory.settled(config, model, prompt_tokens=longest, resumed=resume, set_options=set_options)
-        as_divided = memory.with_gradients(config, model, prompt_tokens=longest, resumed=resume)
+        planner = memory.planner(config, model, prompt_tokens=longest, resumed=resume)
+        config = memory.settled(planner, config, set_options)
+        as_divided = memory.with_gradients(planner, config)
     folder = dog.folder = resume or run_folder.new_folder(config)
     lock.take(folder)
     with run_folder.reporting(folder), vitals.shown(folder):
@@ -285,7 +286,7 @@ async def _loaded(
     loading = stack.enter_async_context(live_policy(config, local_ranks=ranks.world))
     policy = await together.do("begin", {"recipe": recipes.dump(config), "folder": str(folder)}, loading)
     logs = folder / "logs"
-    connecting = policy.compute(RankParts.connect, ranks.rendezvous, 0, rank_device(0), config.distributed, logs)
+    connecting = RankParts.join(ranks.rendezvous, 0, rank_device(0), config.distributed, logs)
     parts = await together.do("connect", None, connecting)
     stack.callback(parts.abort)
     ranks.on_failure.append(parts.give_up)

@@ -127,8 +127,8 @@ class _Rank:
     async def _connect(self, body: Any) -> None:
         place = self._placement
         rendezvous, device = self._follower.rendezvous, rank_device(place.local_rank)
-        self._parts = await self._policy.compute(
-            RankParts.connect, rendezvous, place.rank, device, self._config.distributed, self.folder / "logs"
+        self._parts = await RankParts.join(
+            rendezvous, place.rank, device, self._config.distributed, self.folder / "logs"
         )
         self._stack.callback(self._parts.abort)
 

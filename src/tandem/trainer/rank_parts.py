@@ -38,9 +38,11 @@ from tandem.engines.base import (
 from tandem.errors import UnsupportedPair
 from tandem.model.penalties import Penalties
 from tandem.model.policy import Policy
+from tandem.observability import waits
 from tandem.optimizers.base import UpdatesParts
 from tandem.trainer.live import rank_device
 from tandem.trainer.pairs import has_slices
+from tandem.transport.daemon import on_daemon
 from tandem.transport.rendezvous import Rendezvous, open_group, own_address, unsupervised, visit
 
 if TYPE_CHECKING:
@@ -207,6 +209,19 @@ class RankParts:
     """torch's default group, where weights are sharded."""
 
     @classmethod
+    async def join(
+        cls,
+        rendezvous: Rendezvous,
+        rank: int,
+        device: torch.device,
+        distributed: Distributed,
+        logs: Path | None = None,
+    ) -> RankParts:
+        """``connect`` on a thread that is left behind when a rank is lost: nothing ends gloo's wait for that rank."""
+        async with waits.waiting(waits.actor("trainer"), "their connection", on="the other ranks"):
+            return await on_daemon(cls.connect, rendezvous, rank, device, distributed, logs)
+
+    @classmethod
     def connect(
         cls,
         rendezvous: Rendezvous,
@@ -215,7 +230,7 @@ class RankParts:
         distributed: Distributed,
         logs: Path | None = None,
     ) -> RankParts:
-        """Join the data group; all ranks call this together, on their compute threads.
+        """Make every group of the ranks; all ranks call this together.
 
         Args:
             rendezvous: the ranks'.
@@ -239,8 +254,10 @@ class RankParts:
             some = replace(data, world=context_parallel, name=f"{rendezvous.name}-context-{rank // context_parallel}")
             context = open_group(some, rank % context_parallel, own_address(some), watched=True)
         group = DataGroup(data, rank, device)
-        clock = group.clock if context is None and distributed.shard == "states" else None
-        return cls(group=group, rendezvous=data, context=context, clock=clock)
+        sharded = distributed.shard == "weights"
+        default = _default_group(data, group) if sharded else None
+        clock = None if sharded or context is not None else group.clock
+        return cls(group=group, rendezvous=data, context=context, clock=clock, default=default)
 
     def cut(self, policy: Policy, bare: nn.Module, whole: nn.Module | None) -> ShardedPolicy:
         """The policy cut, for an engine whose workers hold slices; all ranks call this together.
@@ -258,10 +275,9 @@ class RankParts:
         return ShardedPolicy(policy, weights)
 
     def _mesh(self) -> DeviceMesh:
-        """All ranks, as FSDP wants them: in torch's default group, which is made for it."""
+        """All ranks, as FSDP wants them: in torch's default group."""
         from torch.distributed.device_mesh import init_device_mesh
 
-        self.default = _default_group(self.rendezvous, self.group)
         return init_device_mesh(self.group.device.type, (self.group.world,))
 
     def bind(self, config: RunConfig, policy: Policy) -> tuple[Policy, ShardedStepper | WeightShardStepper]:

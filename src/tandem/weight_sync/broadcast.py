@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from tandem.engines.base import ReceivesBroadcast
 from tandem.errors import EngineError, TandemError, TransportError
@@ -18,13 +17,12 @@ from tandem.lazy import torch
 from tandem.observability import waits
 from tandem.transport.bridge import NCCL_FILE, write_json
 from tandem.transport.buckets import manifest
+from tandem.transport.daemon import on_daemon
 from tandem.types import PolicyVersion
 from tandem.weight_sync.base import Periodic, WeightSyncSession
 
 if TYPE_CHECKING:
     from tandem.transport.rendezvous import Rendezvous
-
-T = TypeVar("T")
 
 LEAVING = 60.0
 """Seconds that an end of the group may take to leave it."""
@@ -97,7 +95,7 @@ class Broadcast(Periodic):
         late = 2 * self.timeout_seconds
         try:
             async with waits.waiting("trainer", "the process group to form", on="engine workers", deadline=late):
-                await _on_daemon(member.connect)
+                await on_daemon(member.connect)
                 while not await engine.connected():
                     await asyncio.sleep(0.05)
         except TransportError as error:
@@ -134,7 +132,7 @@ class Broadcast(Periodic):
         named = list(source)
         entries = [(e.name, tuple(e.shape), e.dtype) for e in manifest(named)]
         receiving = asyncio.ensure_future(engine.receive(entries, self.bucket_mb << 20, adapter))
-        sending = asyncio.ensure_future(_on_daemon(self._send, session.member, named))
+        sending = asyncio.ensure_future(on_daemon(self._send, session.member, named))
         async with waits.waiting(
             "trainer", "a publish to arrive", on="engine workers", deadline=4 * self.timeout_seconds
         ):
@@ -165,7 +163,7 @@ async def _leave(session: WeightSyncSession) -> None:
     """The trainer leaves the group."""
     member, session.member = session.member, None
     if member is not None:
-        leaving = _on_daemon(member.close)
+        leaving = on_daemon(member.close)
         await waits.wait(leaving, owner="trainer", reason="to leave it", on="process group", deadline=LEAVING)
 
 
@@ -200,33 +198,3 @@ def _backend(accelerators: Sequence[str]) -> Literal["nccl", "gloo"]:
 def _group(session: WeightSyncSession) -> str:
     """Names one group of one run, so that a late joiner of an older one is not taken for a member."""
     return f"{id(session):x}-{session.engine.restart_count}"
-
-
-async def _on_daemon(function: Callable[..., T], *args: Any) -> T:
-    """Run a blocking call of a process group on a thread that no exit waits for: a wait in NCCL cannot be cancelled."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def deliver(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)  # type: ignore[arg-type]
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        try:
-            result = function(*args)
-        except BaseException as error:
-            _tell(loop, deliver, None, error)
-        else:
-            _tell(loop, deliver, result, None)
-
-    threading.Thread(target=run, name="process group", daemon=True).start()
-    return await future
-
-
-def _tell(loop: asyncio.AbstractEventLoop, deliver: Callable[..., None], *args: Any) -> None:
-    if not loop.is_closed():  # else no task waits any more
-        loop.call_soon_threadsafe(deliver, *args)

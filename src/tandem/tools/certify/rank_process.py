@@ -44,7 +44,7 @@ class _FollowerCommands:
         assert rank is not None
         placement, rendezvous = self._follower.placement, self._follower.rendezvous
         distributed, device = rank.config.distributed, torch.device("cpu")
-        rank.connect(await rank.policy.compute(RankParts.connect, rendezvous, placement.rank, device, distributed))
+        rank.connect(await RankParts.join(rendezvous, placement.rank, device, distributed))
         self.handlers |= _handlers(rank) | handlers(rank.work)
 
 

@@ -198,7 +198,7 @@ class RankedPolicy(CertifiedRank):
         self._ranks = ranks = await self._open.enter_async_context(lead(self.world, None, command, logs, SECONDS))
         await ranks.execute("certify", lambda rank: [recipes.dump(self.config), real], _nothing())
         distributed = self.config.distributed
-        connecting = self.policy.compute(RankParts.connect, ranks.rendezvous, 0, torch.device("cpu"), distributed)
+        connecting = RankParts.join(ranks.rendezvous, 0, torch.device("cpu"), distributed)
         parts, _ = await ranks.execute("connect", None, connecting)
         ranks.on_failure.append(parts.abort)
         self.connect(parts)

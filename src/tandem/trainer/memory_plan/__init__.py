@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.trainer.memory_plan.fitting import Fitted, fit, settled, with_gradients
+from tandem.trainer.memory_plan.fitting import Fitted, chooses_gradients, fit, settled, with_gradients
 from tandem.trainer.memory_plan.plan import (
     DRIVER,
     ENGINE,
@@ -30,6 +30,7 @@ __all__ = [
     "MemoryPlan",
     "Planner",
     "RankCounts",
+    "chooses_gradients",
     "context",
     "fit",
     "planner",

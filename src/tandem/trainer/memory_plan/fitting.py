@@ -11,14 +11,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from tandem.config import registry as resolve
 from tandem.config.loading import RunConfig
 from tandem.machine import readable
 from tandem.optimizers.base import Optimizer
-from tandem.trainer.memory_plan.plan import TYPICAL_PROMPT, MemoryPlan, Planner, planner
+from tandem.trainer.memory_plan.plan import MemoryPlan, Planner
 from tandem.trainer.memory_plan.ranks import RankCounts
 
 Checkpointing = Literal["none", "selective", "full"]
@@ -73,20 +72,13 @@ def fit(run: Planner, config: RunConfig, set_options: Collection[str]) -> Fitted
 
 
 def settled(
-    config: RunConfig,
-    model_config: Any,
-    *,
-    prompt_tokens: int = TYPICAL_PROMPT,
-    resumed: Path | None = None,
-    set_options: Collection[str] = (),
-    tell: Callable[[str], None] = print,
+    run: Planner, config: RunConfig, set_options: Collection[str] = (), *, tell: Callable[[str], None] = print
 ) -> RunConfig:
-    """The recipe as it is run: as it is, or fitted and told so. Arguments as of ``planner`` and ``fit``.
+    """The recipe as it is run: as it is, or fitted and told so. Arguments as of ``fit``.
 
     Raises:
         DoesNotFit: with the table and what to change.
     """
-    run = planner(config, model_config, prompt_tokens=prompt_tokens, resumed=resumed)
     if config.memory == "check":
         run.plan(config).require()
         return config
@@ -96,23 +88,29 @@ def settled(
     return fitted.config
 
 
-def with_gradients(
-    config: RunConfig, model_config: Any, *, prompt_tokens: int = TYPICAL_PROMPT, resumed: Path | None = None
-) -> RunConfig:
+def chooses_gradients(config: RunConfig, ranks: RankCounts) -> bool:
+    """Whether ``distributed.gradients`` is chosen by what is free."""
+    divided = config.distributed
+    return ranks.world > 1 and divided.shard == "states" and divided.gradients == "auto"
+
+
+def with_gradients(run: Planner, config: RunConfig) -> RunConfig:
     """The recipe with ``distributed.gradients`` chosen, as this run has it: another number of ranks may choose anew.
 
     Gradients are local where a step has several micro-batches for each rank and the plan has room for their sums.
-    Arguments as of ``planner``.
+
+    Args:
+        run: plans it.
+        config: the recipe, settled.
     """
-    ranks, divided = RankCounts.of(config), config.distributed
-    if ranks.world == 1 or divided.shard == "weights" or divided.gradients != "auto":
+    if not chooses_gradients(config, run.ranks):
         return config
-    run = planner(config, model_config, prompt_tokens=prompt_tokens, resumed=resumed)
+    divided = config.distributed
     local, scattered = (
         dataclasses.replace(config, distributed=dataclasses.replace(divided, gradients=way))
         for way in ("local", "scattered")
     )
-    at_once = ranks.world // divided.context_parallel * config.micro_batch_tokens
+    at_once = run.ranks.world // divided.context_parallel * config.micro_batch_tokens
     has_rounds = run.step_tokens(config) > at_once
     return local if has_rounds and run.plan(local).within(ROOM) else scattered
 
