@@ -43,6 +43,8 @@ from tandem.processes import Identity, alive_after, identity
 ROOT = Path(__file__).resolve().parents[2]
 END_SECONDS = 20.0
 """From a kill to the end of all other ranks."""
+CHILDREN_SECONDS = 2.0
+"""From the end of all ranks to that of what they started."""
 START_SECONDS = 180.0
 """Until a boundary comes."""
 BOUNDARIES = (
@@ -191,11 +193,13 @@ def lose(folder: Path, trial: Trial, account: Account, limit: float) -> Outcome 
         while any(running(other, lead) for other in others) and time.monotonic() < since + 3 * limit:
             time.sleep(0.02)
         seconds = time.monotonic() - since
-        time.sleep(0.5)
-        left = [one for one in all_of_it | processes(mark) if one not in lost and running(one, lead)]
-        for process in (*left, *lost):
-            if alive_after(*process):
-                os.kill(process.pid, signal.SIGKILL)
+        end(lost)  # one that is stopped; its own children, such as graders, end with it
+        deadline = time.monotonic() + CHILDREN_SECONDS
+        while (
+            left := [one for one in all_of_it | processes(mark) if running(one, lead)]
+        ) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        end(left)
         code = lead.wait(limit)
     texts = [log.read_bytes()[sizes.get(log, 0) :].decode(errors="replace") for log in logs if log.exists()]
     said = (folder / "lead.log").read_text() if trial.rank else "".join(texts)
@@ -213,6 +217,13 @@ def lose(folder: Path, trial: Trial, account: Account, limit: float) -> Outcome 
     if left:
         account.wrong.append(f"{trial.name}: {len(left)} processes are left")
     return outcome
+
+
+def end(some: Sequence[Identity]) -> None:
+    """Send SIGKILL to those that still run."""
+    for process in some:
+        if alive_after(*process):
+            os.kill(process.pid, signal.SIGKILL)
 
 
 def running(process: Identity, lead: subprocess.Popen[str]) -> bool:

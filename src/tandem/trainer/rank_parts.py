@@ -249,11 +249,11 @@ class RankParts:
         )
         if data.backend == "nccl" and logs is not None:
             flight_recorder.record(logs)
+        group = DataGroup(data, rank, device)  # the first, since it tells this thread its device
         context, context_parallel = None, distributed.context_parallel
         if context_parallel > 1:
             some = replace(data, world=context_parallel, name=f"{rendezvous.name}-context-{rank // context_parallel}")
             context = open_group(some, rank % context_parallel, own_address(some), watched=True)
-        group = DataGroup(data, rank, device)
         sharded = distributed.shard == "weights"
         default = _default_group(data, group) if sharded else None
         clock = None if sharded or context is not None else group.clock
