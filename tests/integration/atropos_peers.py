@@ -28,6 +28,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from tandem.ports import free_port
+
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
 START = 60.0
@@ -50,12 +52,6 @@ def until(true: Callable[[], Any], what: str, seconds: float = 30.0) -> Any:
             return found
         time.sleep(0.02)
     pytest.fail(f"waited {seconds} seconds for {what}", pytrace=False)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def ask(url: str, body: Any = None, *, method: str | None = None, seconds: float = 10.0) -> Any:

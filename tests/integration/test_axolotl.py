@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import yaml
 from conftest import build_tiny_model
-from integration.atropos_peers import free_port
 from integration.vllm_runs import (
     DTYPE,
     HEAD_DIM,
@@ -27,6 +26,7 @@ from integration.vllm_runs import (
 )
 
 from tandem.model.policy import load_tokenizer
+from tandem.ports import free_port
 
 REWARDS = '''
 import re

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 from conftest import build_tiny_model
-from integration.atropos_peers import atropos_python, free_port
+from integration.atropos_peers import atropos_python
 from integration.vllm_runs import (
     alive,
     engine,
@@ -32,6 +32,7 @@ from nursery import Forked, Nursery
 
 from tandem.broker.client import Connection, EnvClient
 from tandem.broker.protocol.messages import EnvRegistration, ScoredGroup
+from tandem.ports import free_port
 
 KEYS = {"TANDEM_ENGINE_KEY": "engine-key", "TANDEM_BROKER_KEY": "trainer-key", "TANDEM_BROKER_ENV_KEY": "env-key"}
 SIZE = 4

@@ -20,12 +20,12 @@ from atropos_document import HERMES, TRAINERS, command
 from compat_cases import OVERRIDES, axolotl_file, axolotl_files, examples, swift_files
 from conftest import build_tiny_model
 from documented import SHORT_RUN, STAND_IN, build_brief_model, build_reward_model, environment_elsewhere
-from integration.atropos_peers import free_port
 from integration.vllm_runs import lines, metrics
 from tiers import long_but
 from unit.test_loggers import fake_library
 
 from tandem.cli import app as cli
+from tandem.ports import free_port
 
 pytestmark = [
     pytest.mark.slow,

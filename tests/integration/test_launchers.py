@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,8 @@ from conftest import build_tiny_model
 from integration.vllm_runs import lines, metrics
 from nursery import Nursery
 from safetensors.torch import load_file
+
+from tandem.ports import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -48,13 +49,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     (place / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     return place
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def environment(**own: str) -> dict[str, str]:

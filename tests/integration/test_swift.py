@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import yaml
 from conftest import build_tiny_model
-from integration.atropos_peers import free_port
 from integration.vllm_runs import DTYPE, HEAD_DIM, engine, lines, metrics, needs_engine, published, same_logprobs, until
+
+from tandem.ports import free_port
 
 pytestmark = [needs_engine, pytest.mark.long]
 

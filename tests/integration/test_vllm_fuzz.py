@@ -18,8 +18,9 @@ import odd_requests as odd
 import pytest
 import yaml
 from conftest import build_tiny_model
-from integration.atropos_peers import free_port
 from integration.vllm_runs import HEAD_DIM, alive, engine, needs_engine, recipe, serving
+
+from tandem.ports import free_port
 
 pytestmark = [needs_engine, pytest.mark.long]
 

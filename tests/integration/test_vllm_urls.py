@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import build_tiny_model
-from integration.atropos_peers import free_port
 from integration.vllm_runs import (
     HEAD_DIM,
     Trainer,
@@ -25,6 +24,8 @@ from integration.vllm_runs import (
     same_logprobs,
 )
 from nursery import Nursery
+
+from tandem.ports import free_port
 
 pytestmark = [needs_engine, pytest.mark.long]
 

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.atropos_peers import free_port, until
+from integration.atropos_peers import until
 
 from tandem.compat.atropos.rules import RunningEngine, read
 from tandem.compat.atropos.services import require_broker, running_engine, served_model
 from tandem.compat.table import Reader
 from tandem.errors import BrokerError, ConfigError, EngineError
+from tandem.ports import free_port
 from tandem.transport import bridge
 from tandem.transport.bridge import VllmBridge
 
