@@ -7,6 +7,8 @@ import os
 import signal
 import socket
 import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,6 +56,13 @@ def test_a_child_that_is_lost_before_it_has_connected_is_named(tmp_path: Path, h
     assert lost.startswith(f"rank 2 (pid {pid} on this host) was lost before it had connected: {text}")
 
 
+def test_a_process_is_as_old_as_its_imports_took() -> None:
+    program = "import time; time.sleep(0.3); from tandem.processes import age; print(age())"
+    begun = time.monotonic()
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert 0.3 <= float(told.stdout) <= time.monotonic() - begun + 0.05, "ticks are of 10 ms"
+
+
 def test_a_process_that_goes_on_again_is_not_lost(
     other: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,6 +79,21 @@ def test_a_process_that_goes_on_again_is_not_lost(
     while is_stopped(*there):
         pass
     assert not pause.lasts()
+
+
+def test_one_that_is_stopped_at_the_first_look_was_so_before_it(
+    other: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(children, "SILENT_SECONDS", 15.0)
+    there = identity(other.pid)
+    assert there is not None
+    seen, unseen = ProcessPause(there, unseen=60.0), ProcessPause(there, unseen=60.0)
+    assert not seen.lasts(), "it runs"
+    os.kill(other.pid, signal.SIGSTOP)
+    while not is_stopped(*there):
+        pass
+    assert not seen.lasts(), "it has run since the first look"
+    assert unseen.lasts()
 
 
 @pytest.mark.parametrize(("how", "text"), [(signal.SIGKILL, "is gone"), (signal.SIGSTOP, "has been stopped")])

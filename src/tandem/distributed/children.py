@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tandem.distributed.channel import SILENT_SECONDS
 from tandem.distributed.placement import Placement
-from tandem.processes import Identity, alive_after, identity, is_stopped
+from tandem.processes import Identity, age, alive_after, identity, is_stopped
 
 POLL_SECONDS = 0.1
 """Between two looks at the children."""
@@ -108,19 +108,26 @@ class Children:
 
 
 class ProcessPause:
-    """Whether a process of this host is stopped, and stays so."""
+    """Whether a process of this host is stopped, and stays so.
 
-    def __init__(self, process: Identity):
+    Args:
+        process: that is looked at.
+        unseen: seconds before the first look; one that is stopped then may have been so for as long, and is taken to.
+    """
+
+    def __init__(self, process: Identity, *, unseen: float = 0.0):
         self._process = process
+        self._unseen = unseen
         self._since: float | None = None
 
     def lasts(self) -> bool:
         """True once every look in ``SILENT_SECONDS`` has found it stopped."""
+        unseen, self._unseen = self._unseen, 0.0
         if not is_stopped(*self._process):
             self._since = None
             return False
         now = time.monotonic()
-        self._since = now if self._since is None else self._since
+        self._since = now - unseen if self._since is None else self._since
         return now - self._since >= SILENT_SECONDS
 
 
@@ -134,7 +141,8 @@ async def lead_lost(environ: Mapping[str, str]) -> str:
     if not pid:
         await asyncio.get_running_loop().create_future()
     lead = Identity(int(pid), started)
-    pause = ProcessPause(lead)
+    # It ran when it started this process, whose imports take as long as others may take to end.
+    pause = ProcessPause(lead, unseen=age())
     while alive_after(*lead):
         if pause.lasts():
             return f"its process {pid} has been stopped, as by SIGSTOP, for {SILENT_SECONDS:g} s"

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from tandem.metrics import Histogram, Mean, Sum, Value
 from tandem.types import Group, Rollout
 
+FEW = 5.0
+"""Tasks that are right, or wrong, below which a bootstrap over tasks is too narrow."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solved:
@@ -67,9 +70,36 @@ def pass_at(solved: int, samples: int, k: int) -> float:
 
 
 def interval(per_task: Sequence[float], *, resamples: int = 4000) -> tuple[float, float]:
-    """95 % percentile bootstrap of the mean, resampling tasks: answers to one task are not independent."""
+    """95 % interval of the mean of shares: percentile bootstrap over tasks, since answers to one are not independent.
+
+    The bootstrap knows what was seen and no more: of 200 tasks of which none was solved it says 0 to 0. So where less
+    than five tasks' worth is right, or wrong, it is widened to Wilson's interval (JASA 1927) of as many answers as
+    tasks, which holds there.
+
+    Args:
+        per_task: of each task the share that is right, 0 to 1.
+        resamples: of the bootstrap.
+
+    Example:
+        >>> low, high = interval([0.0] * 200)
+        >>> f"{low:.3f} to {high:.3f}"
+        '0.000 to 0.019'
+    """
     if len(per_task) < 2:
         return (min(per_task, default=math.nan), max(per_task, default=math.nan))
+    tasks, right = len(per_task), math.fsum(per_task)
     draw = random.Random(0)  # the same data, the same interval
-    means = sorted(math.fsum(draw.choices(per_task, k=len(per_task))) / len(per_task) for _ in range(resamples))
-    return means[round(0.025 * (resamples - 1))], means[round(0.975 * (resamples - 1))]
+    means = sorted(math.fsum(draw.choices(per_task, k=tasks)) / tasks for _ in range(resamples))
+    low, high = means[round(0.025 * (resamples - 1))], means[round(0.975 * (resamples - 1))]
+    if min(right, tasks - right) < FEW:
+        rare_low, rare_high = _wilson(right / tasks, tasks)
+        low, high = min(low, rare_low), max(high, rare_high)
+    return low, high
+
+
+def _wilson(share: float, count: int) -> tuple[float, float]:
+    """95 % score interval of a share of ``count`` answers."""
+    square = 1.96**2
+    middle = (share + square / (2 * count)) / (1 + square / count)
+    half = 1.96 / (1 + square / count) * math.sqrt(share * (1 - share) / count + square / (4 * count**2))
+    return max(0.0, middle - half), min(1.0, middle + half)
