@@ -104,10 +104,10 @@ def test_an_engine_that_falls_says_why(tmp_path: Path, tiny_model: Path, monkeyp
 
 def test_a_recipe_may_name_the_key_of_what_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_KEY", "sesame")
-    engine = config.load(recipe(tmp_path), ["engine.api_key_variable=SOME_KEY"]).config.engine
+    engine = config.load(recipe(tmp_path), ["engine.api_key_variable=SOME_KEY", "engine.port=1"]).config.engine
     assert isinstance(engine, Vllm)
     assert engine._server(0).key == "sesame"
-    assert len(Vllm()._server(0).key) > 20, "a random one where none is named"
+    assert len(Vllm(port=1)._server(0).key) > 20, "a random one where none is named"
 
 
 def test_the_file_is_for_engines_that_run_already() -> None:

@@ -80,7 +80,7 @@ def test_an_open_engine_is_this_machine_s_alone(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ValueError, match="needs a host that this machine alone can reach, not"):
         Vllm(host="0.0.0.0", require_api_key=False)
     monkeypatch.setenv("A_KEY", "x")
-    assert Vllm(require_api_key=False, api_key_variable="A_KEY")._server(0).key == "x"
+    assert Vllm(port=1, require_api_key=False, api_key_variable="A_KEY")._server(0).key == "x"
 
 
 # Where the model is
