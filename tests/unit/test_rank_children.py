@@ -19,7 +19,7 @@ from tandem.distributed.children import LEAD, Children, ProcessPause, lead_lost
 from tandem.distributed.follower import Follower
 from tandem.distributed.placement import Placement
 from tandem.errors import RankError
-from tandem.processes import identity, is_stopped
+from tandem.processes import Identity, identity, is_stopped
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +35,21 @@ def other() -> Iterator[subprocess.Popen[bytes]]:
     yield process
     process.kill()
     process.wait()
+
+
+@pytest.fixture
+def there(other: subprocess.Popen[bytes]) -> Identity:
+    """Which process that is."""
+    found = identity(other.pid)
+    assert found is not None
+    return found
+
+
+def stop(process: Identity) -> None:
+    """Stop it, and wait until it is."""
+    os.kill(process.pid, signal.SIGSTOP)
+    while not is_stopped(*process):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -63,46 +78,34 @@ def test_a_process_is_as_old_as_its_imports_took() -> None:
     assert 0.3 <= float(told.stdout) <= time.monotonic() - begun + 0.05, "ticks are of 10 ms"
 
 
-def test_a_process_that_goes_on_again_is_not_lost(
-    other: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_goes_on_again_is_not_lost(there: Identity, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(children, "SILENT_SECONDS", 0.0)
-    there = identity(other.pid)
-    assert there is not None
     pause = ProcessPause(there)
     assert not pause.lasts()
-    os.kill(other.pid, signal.SIGSTOP)
-    while not is_stopped(*there):
-        pass
+    stop(there)
     assert pause.lasts()
-    os.kill(other.pid, signal.SIGCONT)
+    os.kill(there.pid, signal.SIGCONT)
     while is_stopped(*there):
         pass
     assert not pause.lasts()
 
 
 def test_one_that_is_stopped_at_the_first_look_was_so_before_it(
-    other: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+    there: Identity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(children, "SILENT_SECONDS", 15.0)
-    there = identity(other.pid)
-    assert there is not None
     seen, unseen = ProcessPause(there, unseen=60.0), ProcessPause(there, unseen=60.0)
     assert not seen.lasts(), "it runs"
-    os.kill(other.pid, signal.SIGSTOP)
-    while not is_stopped(*there):
-        pass
+    stop(there)
     assert not seen.lasts(), "it has run since the first look"
     assert unseen.lasts()
 
 
 @pytest.mark.parametrize(("how", "text"), [(signal.SIGKILL, "is gone"), (signal.SIGSTOP, "has been stopped")])
 def test_a_lead_that_is_lost_is_seen_by_those_that_it_has_started(
-    other: subprocess.Popen[bytes], how: signal.Signals, text: str
+    there: Identity, how: signal.Signals, text: str
 ) -> None:
-    there = identity(other.pid)
-    assert there is not None
-    os.kill(other.pid, how)
+    os.kill(there.pid, how)
     environment = {LEAD: f"{there.pid} {there.started}"}
     assert text in asyncio.run(asyncio.wait_for(lead_lost(environment), 20))
 
@@ -116,10 +119,8 @@ def test_a_follower_that_a_launcher_has_started_knows_no_process_of_its_lead() -
 
 
 def test_a_follower_does_not_wait_for_a_lead_that_is_gone(
-    other: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+    other: subprocess.Popen[bytes], there: Identity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there = identity(other.pid)
-    assert there is not None
     monkeypatch.setenv(LEAD, f"{there.pid} {there.started}")
     other.kill()
     with socket.create_server(("127.0.0.1", 0)) as unused:
