@@ -1,7 +1,9 @@
 """Starts ``python -m`` programs by forking a process that has imported them already.
 
 A run of the tiny model takes a second, its imports take six. What is forked is a process of its own all the same: with
-arguments, environment, working directory, files, session and exit code of its own, and children that are not forked.
+arguments, environment, working directory, files, session and exit code of its own. Its children are forked as well if
+it was started so: its ``sys.executable`` is then ``forked-python``, which is this file again as a program that asks for
+a fork, waits for its end and ends alike.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -28,6 +31,12 @@ _MESSAGE_BYTES = 1 << 20
 """The longest message: an environment and a command line."""
 _FILES = 3
 """stdin, stdout and stderr travel with a request."""
+FORKED_PYTHON = Path(__file__).with_name("forked-python")
+"""An interpreter for children of what was forked: as sys.executable, but for ``-m`` programs, which are forked too."""
+_DOOR, _PYTHON = "TANDEM_NURSERY_DOOR", "TANDEM_NURSERY_PYTHON"
+"""Where ``forked-python`` asks, and the interpreter that it stands for."""
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1)
+"""Signals of ``forked-python`` that are for what was forked."""
 
 
 class Forked:
@@ -108,10 +117,15 @@ class Nursery:
 
     def __init__(self, environment: Mapping[str, str] = os.environ):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        self._folder = tempfile.TemporaryDirectory(prefix="nursery-")
+        self._door = str(Path(self._folder.name) / "door")
+        with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+            door.bind(self._door)
+            door.listen()
+            files = (theirs.fileno(), door.fileno())
             self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__)), str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env={**environment, "OMP_NUM_THREADS": "1"},
+                [sys.executable, str(Path(__file__)), *map(str, files)],
+                pass_fds=files, stdin=subprocess.DEVNULL, env={**environment, "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
         self._socket, self._lock = ours, threading.Lock()
 
@@ -124,6 +138,7 @@ class Nursery:
         environment: Mapping[str, str] = os.environ,
         module: str = "tandem",
         limit: int = 0,
+        children: bool = False,
     ) -> Forked:
         """Start ``python -m MODULE WORDS``, the leader of a session.
 
@@ -134,11 +149,15 @@ class Nursery:
             environment: all of it.
             module: what is run.
             limit: most bytes of a file that it may write; 0: any number.
+            children: fork the ``python -m`` programs too that it starts. Not for tests that stop or kill those: the
+                process that they see is another than the one that computes.
         """
         request = {
             "module": module, "words": list(words), "cwd": str(cwd), "environment": dict(environment),
             "limit": limit,
         }  # fmt: skip
+        if children:
+            request["environment"] = {**environment, _DOOR: self._door, _PYTHON: sys.executable}
         with contextlib.ExitStack() as stack:
             stdout = None
             if isinstance(out, int):
@@ -151,6 +170,18 @@ class Nursery:
             stack.callback(os.close, null)
             return Forked(self, self._ask(request, [null, write, write]), stdout)
 
+    @contextlib.contextmanager
+    def children(self) -> Iterator[None]:
+        """In the block, the ``python -m`` programs that this very process starts are forked too."""
+        before = sys.executable
+        os.environ.update({_DOOR: self._door, _PYTHON: before})
+        sys.executable = str(FORKED_PYTHON)
+        try:
+            yield
+        finally:
+            sys.executable = before
+            del os.environ[_DOOR], os.environ[_PYTHON]
+
     def reap(self, pid: int) -> int:
         """Exit code of one that has ended or is about to, negative for a signal."""
         return self._ask({"reap": pid}, [])
@@ -159,6 +190,7 @@ class Nursery:
         """End the process that forks."""
         self._socket.close()
         self._process.wait()
+        self._folder.cleanup()
 
     def __enter__(self) -> Nursery:
         return self
@@ -174,34 +206,129 @@ class Nursery:
         return int(json.loads(reply))
 
 
-def _serve(requests: socket.socket) -> None:
-    """Fork what is asked for, and say how it ended; returns in what was forked, once that has ended."""
-    _load()
-    path = [folder for folder in sys.path[1:] if folder not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    gc.freeze()  # collections in what is forked leave these pages shared
-    if (threads := len(os.listdir("/proc/self/task"))) != 1:
-        raise RuntimeError(f"{threads} threads, of which a fork would keep one")
-    running: set[int] = set()
-    while True:
-        raw, files, _, _ = socket.recv_fds(requests, _MESSAGE_BYTES, _FILES)
+class _Server:
+    """Forks what is asked for, by tests and by those who stand for what they had forked, and says how it ended."""
+
+    def __init__(self, requests: socket.socket, door: socket.socket):
+        self._requests, self._door = requests, door
+        self._path = [
+            folder for folder in sys.path[1:] if folder not in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        ]
+        self._running: set[int] = set()
+        self._askers: dict[int, tuple[socket.socket, int]] = {}
+        """By the file of each end, where to say it and whose it is."""
+        self._ready = select.poll()
+        for place in (requests, door):
+            self._ready.register(place, select.POLLIN)
+
+    def serve(self) -> None:
+        """Until the tests are over; returns in what was forked, once that has ended."""
+        while True:
+            for file, _ in self._ready.poll():
+                if file == self._requests.fileno():
+                    if self._answer():
+                        return
+                elif file == self._door.fileno():
+                    if self._admit():
+                        return
+                else:
+                    self._see_off(file)
+
+    def _answer(self) -> bool:
+        """A test's request; true in what it had forked."""
+        raw, files, _, _ = socket.recv_fds(self._requests, _MESSAGE_BYTES, _FILES)
         if not raw:
-            for pid in running:
+            for pid in (*self._running, *(pid for _, pid in self._askers.values())):
                 os.kill(pid, signal.SIGKILL)
             os._exit(0)  # torch takes its time to be taken down, and there is nothing to save
         request = json.loads(raw)
         if "reap" in request:
-            _, status = os.waitpid(request["reap"], 0)
-            answer = os.waitstatus_to_exitcode(status)
-            running.remove(request["reap"])
+            answer = _code_of(request["reap"])
+            self._running.remove(request["reap"])
+        elif not (answer := self._fork(request, files)):
+            return True
         else:
-            answer = os.fork()
-            if not answer:
-                requests.close()
-                return _become(request, files, path)
-            running.add(answer)
+            self._running.add(answer)
+        self._requests.send(json.dumps(answer).encode())
+        return False
+
+    def _admit(self) -> bool:
+        """A request of ``forked-python``; true in what it had forked."""
+        asker, _ = self._door.accept()
+        raw, files, _, _ = socket.recv_fds(asker, _MESSAGE_BYTES, _FILES)
+        if not raw:  # killed before it could ask
+            asker.close()
+            return False
+        if not (pid := self._fork(json.loads(raw), files)):
+            return True
+        asker.send(json.dumps(pid).encode())
+        end = os.pidfd_open(pid)
+        for file in (end, asker.fileno()):
+            self._askers[file] = asker, pid
+            self._ready.register(file, select.POLLIN)
+        return False
+
+    def _see_off(self, file: int) -> None:
+        """What was forked has ended, or who stands for it has: then the other is not to outlive it."""
+        if file not in self._askers:
+            return
+        asker, pid = self._askers[file]
+        if file == asker.fileno():
+            os.kill(pid, signal.SIGKILL)
+        code = _code_of(pid)
+        with contextlib.suppress(OSError):  # nobody asks any more
+            asker.send(json.dumps(code).encode())
+        for one in [one for one, (whose, _) in self._askers.items() if whose is asker]:
+            del self._askers[one]
+            self._ready.unregister(one)
+            if one != asker.fileno():
+                os.close(one)
+        asker.close()
+
+    def _fork(self, request: Mapping[str, Any], files: Sequence[int]) -> int:
+        """The pid of a new process; in that process 0, once it has ended as a program."""
+        if not (pid := os.fork()):
+            self._requests.close()
+            self._door.close()
+            for file in self._askers:
+                os.close(file)
+            _become(request, files, self._path)
+            return 0
         for file in files:
             os.close(file)
-        requests.send(json.dumps(answer).encode())
+        return pid
+
+
+def _code_of(pid: int) -> int:
+    """Exit code of a child that has ended or is about to, negative for a signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _serve(requests: socket.socket, door: socket.socket) -> None:
+    _load()
+    gc.freeze()  # collections in what is forked leave these pages shared
+    if (threads := len(os.listdir("/proc/self/task"))) != 1:
+        raise RuntimeError(f"{threads} threads, of which a fork would keep one")
+    _Server(requests, door).serve()
+
+
+def _stand_for(module: str, words: Sequence[str]) -> int:
+    """Have a program forked that has this process' surroundings, and end as it does."""
+    request = {
+        "module": module, "words": list(words), "cwd": os.getcwd(), "environment": dict(os.environ), "limit": 0
+    }  # fmt: skip
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        server.connect(os.environ[_DOOR])
+        socket.send_fds(server, [json.dumps(request).encode()], range(_FILES))
+        pid = int(server.recv(_MESSAGE_BYTES))
+        for number in _PASSED_ON:
+            signal.signal(number, lambda number, _: os.kill(pid, number))
+        code = int(server.recv(_MESSAGE_BYTES))
+    if code < 0:
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    return code
 
 
 def _load() -> None:
@@ -229,8 +356,12 @@ def _become(request: Mapping[str, Any], files: Sequence[int], path: Sequence[str
     own = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     sys.path[:] = [request["cwd"], *own, *path]
     sys.argv = [request["module"], *request["words"]]
+    if _DOOR in os.environ:
+        sys.executable = str(FORKED_PYTHON)
     runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    if sys.argv[1] == "-m":
+        sys.exit(_stand_for(sys.argv[2], sys.argv[3:]))
+    _serve(*(socket.socket(fileno=int(file)) for file in sys.argv[1:]))

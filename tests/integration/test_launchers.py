@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from tandem.ports import free_port
 pytestmark = pytest.mark.slow
 
 SRC = Path(__file__).parents[2] / "src"
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port")
 STEPS = 2
 
 
@@ -57,14 +55,24 @@ def environment(**own: str) -> dict[str, str]:
     return plain | {"PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | own
 
 
-def run(place: Path, *command: str, **own: str) -> str:
-    """What a launcher's command prints, which ends well."""
-    done = subprocess.run(
-        command, cwd=place, env=environment(**own), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        timeout=240, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+def run(nursery: Nursery, place: Path, words: Sequence[str], *, module: str = "tandem", **own: str) -> str:
+    """What a program prints, which ends well."""
+    started = nursery.start(
+        words, cwd=place, out=subprocess.PIPE, environment=environment(**own), module=module, children=True
+    )
+    with started as process:
+        try:
+            printed, _ = process.communicate(timeout=240)
+        finally:
+            process.kill()
+    assert process.returncode == 0, printed
+    return printed
+
+
+def torchrun(nursery: Nursery, place: Path, words: Sequence[str]) -> str:
+    """What two ranks of torchrun print, which end well."""
+    options = ["--nproc-per-node", "2", "--master-port", str(free_port())]
+    return run(nursery, place, [*options, "-m", "tandem", *words], module="torch.distributed.run")
 
 
 def tandem(nursery: Nursery, place: Path, words: Sequence[str], *environs: Mapping[str, str]) -> None:
@@ -72,7 +80,9 @@ def tandem(nursery: Nursery, place: Path, words: Sequence[str], *environs: Mappi
     with contextlib.ExitStack() as stack:
         started = [
             stack.enter_context(
-                nursery.start(words, cwd=place, out=subprocess.PIPE, environment=environment(**environ))
+                nursery.start(
+                    words, cwd=place, out=subprocess.PIPE, environment=environment(**environ), children=True
+                )
             )
             for environ in environs
         ]
@@ -107,8 +117,8 @@ def reference(nursery: Nursery, place: Path) -> Path:
     return place
 
 
-def test_torchrun_gives_the_same_bits(reference: Path) -> None:
-    run(reference, *TORCHRUN, str(free_port()), "-m", "tandem", *train("torchrun"))
+def test_torchrun_gives_the_same_bits(nursery: Nursery, reference: Path) -> None:
+    torchrun(nursery, reference, train("torchrun"))
     assert same(reference, "torchrun")
 
 
@@ -126,9 +136,9 @@ def test_srun_gives_the_same_bits(nursery: Nursery, reference: Path) -> None:
     assert same(reference, "srun")
 
 
-def test_ranks_that_disagree_with_the_launcher_end_the_run(reference: Path) -> None:
+def test_ranks_that_disagree_with_the_launcher_end_the_run(nursery: Nursery, reference: Path) -> None:
     with pytest.raises(AssertionError, match=r"ranks: 3, but torchrun started 2 processes"):
-        run(reference, *TORCHRUN, str(free_port()), "-m", "tandem", *train("disagree", "ranks=3"))
+        torchrun(nursery, reference, train("disagree", "ranks=3"))
 
 
 QUICK = (
@@ -158,7 +168,9 @@ FSDP2 = {
     [(FSDP2, "weights"), ({"deepspeed": "deepspeed_configs/zero1.json"}, "states")],
     ids=["FSDP2", "DeepSpeed zero1"],
 )
-def test_an_axolotl_file_trains_on_the_ranks_of_torchrun(shared: dict[str, Any], shard: str, tmp_path: Path) -> None:
+def test_an_axolotl_file_trains_on_the_ranks_of_torchrun(
+    nursery: Nursery, shared: dict[str, Any], shard: str, tmp_path: Path
+) -> None:
     """With accelerate's or DeepSpeed's keys as they are; its batch is that of one rank."""
     build_tiny_model(tmp_path / "tiny")
     axolotl_files(tmp_path)
@@ -173,7 +185,7 @@ def test_an_axolotl_file_trains_on_the_ranks_of_torchrun(shared: dict[str, Any],
         **shared,
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(options))
-    printed = run(tmp_path, *TORCHRUN, str(free_port()), "-m", "tandem", "train", "config.yaml", *QUICK)
+    printed = torchrun(nursery, tmp_path, ["train", "config.yaml", *QUICK])
     assert "ranks: 2; a step has" in printed
     assert list(metrics(tmp_path / "runs/run")) == [1, 2]
     assert [len(lines(tmp_path / f"runs/run/rollouts/{step:06d}.jsonl")) for step in (1, 2)] == [8, 8]
@@ -181,7 +193,7 @@ def test_an_axolotl_file_trains_on_the_ranks_of_torchrun(shared: dict[str, Any],
     assert (saved["ranks"], saved["groups_per_step"], saved["distributed"]["shard"]) == (2, 2, shard)
 
 
-def test_ms_swifts_command_line_starts_its_own_ranks(tmp_path: Path) -> None:
+def test_ms_swifts_command_line_starts_its_own_ranks(nursery: Nursery, tmp_path: Path) -> None:
     """``NPROC_PER_NODE=2 swift rlhf --deepspeed zero2``."""
     build_tiny_model(tmp_path / "tiny")
     swift_files(tmp_path)
@@ -190,7 +202,7 @@ def test_ms_swifts_command_line_starts_its_own_ranks(tmp_path: Path) -> None:
         "--train_type full --per_device_train_batch_size 4 --max_completion_length 6 --max_steps 2 --beta 0 "
         "--torch_dtype float32 --deepspeed zero2 --output_dir runs --run_name run"
     )
-    run(tmp_path, sys.executable, "-m", "tandem", "swift", "rlhf", *line.split(), "threads=1", NPROC_PER_NODE="2")
+    run(nursery, tmp_path, ["swift", "rlhf", *line.split(), "threads=1"], NPROC_PER_NODE="2")
     assert list(metrics(tmp_path / "runs/run")) == [1, 2]
     assert [len(lines(tmp_path / f"runs/run/rollouts/{step:06d}.jsonl")) for step in (1, 2)] == [8, 8]
     assert (tmp_path / "runs/run/logs/rank-1.log").exists()

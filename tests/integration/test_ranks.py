@@ -41,11 +41,13 @@ def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def training(nursery: Nursery, folder: Path, target: Path, *overrides: str) -> Iterator[Forked]:
-    """A trainer under way."""
+def training(
+    nursery: Nursery, folder: Path, target: Path, *overrides: str, children: bool = False
+) -> Iterator[Forked]:
+    """A trainer under way; its followers are forked only where no test looks at their processes."""
     env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     words = ["train", str(target), *overrides]
-    with nursery.start(words, cwd=folder, out=subprocess.PIPE, environment=env) as process:
+    with nursery.start(words, cwd=folder, out=subprocess.PIPE, environment=env, children=children) as process:
         try:
             yield process
         finally:
@@ -67,7 +69,7 @@ def recipe(folder: Path, model: Path, name: str, **changes: Any) -> Path:
 
 
 def trained(nursery: Nursery, folder: Path, target: Path, *overrides: str) -> None:
-    with training(nursery, folder, target, *overrides) as process:
+    with training(nursery, folder, target, *overrides, children=True) as process:
         out, _ = process.communicate(timeout=240)
     assert process.returncode == 0, out
 

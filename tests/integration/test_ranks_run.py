@@ -46,7 +46,7 @@ def train(nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathF
         recipe = folder / f"{name}.yaml"
         recipe.write_text(yaml.safe_dump({**RECIPE, "model": str(tiny_model), "runs": str(folder), "name": name}))
         what = folder / name if resume else recipe
-        with nursery.start(["train", str(what), *overrides], cwd=folder, out=subprocess.PIPE) as process:
+        with nursery.start(["train", str(what), *overrides], cwd=folder, out=subprocess.PIPE, children=True) as process:
             said, _ = process.communicate(timeout=300)
         assert process.returncode == 0, said
         return folder / name

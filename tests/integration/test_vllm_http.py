@@ -7,7 +7,6 @@ import http.client
 import json
 import os
 import signal
-import subprocess
 import threading
 import time
 import warnings
@@ -37,6 +36,7 @@ from integration.vllm_runs import (
     serving,
     until,
 )
+from nursery import Forked, Nursery
 from plays import make_group, make_rollout
 from tiny import live_policy, reference
 
@@ -69,7 +69,7 @@ class Served:
     url: str
     place: Path
     model: Path
-    process: subprocess.Popen[bytes]
+    process: Forked
     step: int = 0
     said: Callable[[], str] = field(default=lambda: "")
 
@@ -127,17 +127,17 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     place = tmp_path_factory.mktemp("serve")
     model = build_tiny_model(place / "model", head_dim=HEAD_DIM)
-    own = engine(forks=False, api_key_variable="SERVE_KEY", max_num_seqs=16)
+    own = engine(api_key_variable="SERVE_KEY", max_num_seqs=16)
     lora = {"kind": "lora", "rank": 8, "alpha": 16}
     options = recipe(
         model, Path("runs"), engine=own, trainable=lora, sync={"kind": "shared"}, rewards={"number": 1.0}, context=512
     )
     (place / "recipe.yaml").write_text(yaml.safe_dump(options))
     environment = {**os.environ, "SERVE_KEY": KEY, "LOGDIR": str(place / "logdir")}
-    with serving(place, environment) as process:
+    with serving(nursery, place, environment) as process:
         text = (place / "said.txt").read_text
         url = text().partition("serving at ")[2].partition(";")[0].strip()
         yield Served(url, place, model, process, said=text)

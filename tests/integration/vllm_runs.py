@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from nursery import Nursery
+from nursery import Forked, Nursery
 
 REPOSITORY = Path(__file__).parents[2]
 FORKING = Path(__file__).with_name("forking-python")
@@ -224,12 +224,11 @@ def letters(completions, **columns):
 
 
 @contextmanager
-def serving(place: Path, environment: Mapping[str, str] = os.environ) -> Iterator[subprocess.Popen[bytes]]:
+def serving(nursery: Nursery, place: Path, environment: Mapping[str, str] = os.environ) -> Iterator[Forked]:
     """``tandem serve engine recipe.yaml`` in a folder while the block lasts; what it says goes to said.txt there."""
     said = place / "said.txt"
-    command = [sys.executable, "-m", "tandem", "serve", "engine", "recipe.yaml"]
-    with said.open("wb") as out:
-        process = subprocess.Popen(command, cwd=place, stdout=out, stderr=out, env=environment)
+    said.touch()
+    process = nursery.start(["serve", "engine", "recipe.yaml"], cwd=place, out=said, environment=environment)
 
     def up() -> bool:
         assert process.poll() is None, said.read_text()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from nursery import Nursery
 
 from tandem.distributed.placement import VARIABLES, Placement
 
@@ -58,7 +57,7 @@ def trainjob() -> tuple[list[str], list[dict[str, str]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("read", [jobset, trainjob], ids=["jobset", "trainjob"])
-def test_what_a_manifest_starts_are_the_ranks_of_one_run(read: Any, tmp_path: Path) -> None:
+def test_what_a_manifest_starts_are_the_ranks_of_one_run(nursery: Nursery, read: Any, tmp_path: Path) -> None:
     """torchrun is run as the manifest says, every pod on this machine and with one process in place of eight."""
     command, pods = read()
     tail = ["-m", "tandem", "train", "/shared/recipe.yaml"]
@@ -77,9 +76,11 @@ def test_what_a_manifest_starts_are_the_ranks_of_one_run(read: Any, tmp_path: Pa
             words = [word.replace(name, value) for word in words]
         if "PET_NNODES" in here:
             here |= {"PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
-        argv = [sys.executable, "-m", "torch.distributed.run", *words, str(tmp_path / "says.py")]
-        names = json.dumps([*VARIABLES, "TORCHELASTIC_RUN_ID"])
-        running.append(subprocess.Popen([*argv, names, str(tmp_path)], env=os.environ | here))
+        words += [str(tmp_path / "says.py"), json.dumps([*VARIABLES, "TORCHELASTIC_RUN_ID"]), str(tmp_path)]
+        pod_process = nursery.start(
+            words, cwd=tmp_path, out=tmp_path / "said.txt", environment=os.environ | here, module="torch.distributed.run"
+        )
+        running.append(pod_process)
     assert [process.wait(120) for process in running] == [0] * len(pods)
     placements = [
         Placement.from_environment(json.loads((tmp_path / str(rank)).read_text())) for rank in range(len(pods))

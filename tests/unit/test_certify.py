@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nursery import Nursery
 from tiers import long_but
 from torch import Tensor
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
@@ -147,12 +148,13 @@ RANKED = [
 
 @pytest.mark.parametrize("source", long_but(RANKED, RANKED[0]), ids=lambda source: " ".join([source[0], *source[1]]))
 def test_a_recipe_of_several_ranks_has_every_step_computed_by_all(
-    architectures: Path, source: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch
+    nursery: Nursery, architectures: Path, source: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, overrides = source
     monkeypatch.setattr(Case, "inert", lambda self: ((), ()))
     ranks = overrides[0].partition("=")[2]
-    found = certify(recipe(name, architectures, overrides))
+    with nursery.children():
+        found = certify(recipe(name, architectures, overrides))
     assert unproven(found.lines) == []
     passed = {line.name: line for line in found.lines if line.state == "pass"}
     assert passed[f"{ranks} processes"].bound == 1e-6
