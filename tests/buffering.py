@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, TypeVar
 
 from tandem.errors import EngineError
@@ -26,8 +27,11 @@ def always_good(task: Task) -> str:
     return "ok"
 
 
-def tasks(count: int) -> list[Task]:
-    return [Task(id=f"t{n}", env="fake", prompt=(Message(role="user", content="?"),), answer="") for n in range(count)]
+@cache
+def tasks(count: int) -> Sequence[Task]:
+    return tuple(
+        Task(id=f"t{n}", env="fake", prompt=(Message(role="user", content="?"),), answer="") for n in range(count)
+    )
 
 
 def rollout(task: Task, id: str, reward: float | None, versions: tuple[int, ...], finish: Finish = "stop") -> Rollout:

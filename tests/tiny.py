@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +25,23 @@ from tandem.types import Sampling
 
 @contextmanager
 def live_policy(folder: Path, *, trainable: Trainable | None = None) -> Iterator[Policy]:
-    """A float32 policy on a compute thread of its own."""
+    """A float32 policy on a compute thread of its own; its weights are its own, its tokenizer is that of all."""
     compute = Compute(1)
     try:
         torch.manual_seed(0)
-        model = load_model(str(folder), dtype=torch.float32, device=torch.device("cpu"))
+        model = copy.deepcopy(_model(str(folder)))
         model = (trainable or Full()).prepare(model).eval()
-        yield Policy(model, load_tokenizer(str(folder)), name=str(folder), compute=compute)
+        yield Policy(model, _tokenizer(str(folder)), name=str(folder), compute=compute)
     finally:
         compute.close()
+
+
+@cache
+def _model(folder: str) -> Any:
+    return load_model(folder, dtype=torch.float32, device=torch.device("cpu"))
+
+
+_tokenizer = cache(load_tokenizer)
 
 
 def told(*parts: PendingMetrics) -> dict[str, float]:

@@ -117,8 +117,8 @@ class Policy:
 
     def scores(self, tokens: Sequence[int], *temperatures: float) -> list[list[float]]:
         """The same at several temperatures, by one pass."""
-        logprobs_of_rows = list[Tensor]()
-        if not all(0 <= token < self.head.weight.shape[0] for token in tokens):
+        logprobs_of_rows, vocabulary = list[Tensor](), self.head.weight.shape[0]
+        if not all(0 <= token < vocabulary for token in tokens):
             return [[math.nan] * (len(tokens) - 1) for _ in temperatures]
         plan = Packed(lengths=(len(tokens) - 1,), parents=(None,))
         ids = torch.tensor(tokens, device=self.device)
