@@ -1,9 +1,10 @@
 """Weights cut among the ranks: torch's FSDP2, cut so that each rank's shard is its slice of a tensor-parallel engine.
 
 A rank holds 1/N of the float32 masters. Each layer's bfloat16 copy is gathered when it is computed with and dropped
-after; gradients are reduce-scattered in float32 and *summed*, since the packer has divided already. To publish, a rank
-rounds its own masters into the memory of the engine's worker beside it: what the engine's slices have in common with
-the rank's shards never travels.
+after; gradients are reduce-scattered in float32 and *summed*, since the packer has divided already: after each
+micro-batch, or once for several, which until then are added up whole on each rank. To publish, a rank rounds its own
+masters into the memory of the engine's worker beside it: what the engine's slices have in common with the rank's
+shards never travels.
 
 Everything here but ``local_parameters`` is collective: all ranks call it, in the same order.
 """
@@ -145,6 +146,13 @@ class ShardedWeights:
         """Last hidden states, (B, T, hidden size); the head's weight is whole from here to the end of ``backward``."""
         hidden: Tensor = getattr(self.model, BACKBONE)(tokens_BT, positions_BT, plan)
         return hidden
+
+    def reduce_gradients(self, is_reduced: bool) -> None:
+        """Whether the backward passes from now on sum gradients over ranks, and with them those that did not.
+
+        What is not summed is added up on each rank, as whole float32 tensors (float64 for weights of that type).
+        """
+        self.model.set_requires_gradient_sync(is_reduced)
 
     def reshard(self) -> None:
         """Drop gathered weights: those of a pass without backward would outlive the next update."""
