@@ -455,7 +455,8 @@ def test_cut_weights_have_local_sums_where_there_is_room_for_whole_float32_gradi
         card = replace(LARGE, is_host=False, free=free)
         monkeypatch.setattr(plan_module, "accelerator", lambda: card)
         divided = Distributed(shard="weights", gradients=gradients)  # type: ignore[arg-type]
-        own = config(ranks=2, micro_batch_tokens=64, distributed=divided)
+        engine = vllm(tensor_parallel_size=2, kv_cache_gb=0.5)
+        own = apart("shared", engine, ranks=2, micro_batch_tokens=64, distributed=divided)
         planner = memory.planner(own, model_config)
         return planner.plan(own), with_gradients(planner, own).distributed.gradients
 
