@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tandem.distributed import slice_writer
 from tandem.distributed.sharded_weights import ShardedWeights
 from tandem.distributed.slices import EngineSlice, Slice
 from tandem.distributed.weight_shards import ShardedPolicy, WeightShardStepper, WholeWeights
@@ -117,11 +119,33 @@ def publishing(rank: int, name: str, dtype: str) -> dict[str, Any]:
     with torch.no_grad():
         for _, parameter in weights.local_parameters:
             parameter.mul_(-1.5)
-    received = weights.publish(slices)
+    writer = weights.writer(slices)
+    with Calls("allgather") as gathers:
+        received = writer.write()
     wrong = [of for of, parameter in fresh.named_parameters() if not torch.equal(engine.get_parameter(of), parameter)]
     same = weights.checksums() == checksums(changed.named_parameters())
+    # Again, after a pass; and by a writer that gathers one tensor at a time.
+    with mock.patch.object(slice_writer, "GATHERED_BYTES", 1):
+        apart = weights.writer(slices)
+    for again in (writer, apart):
+        with torch.no_grad():
+            cost(weights.hidden, model.lm_head, TREE, 0)
+            weights.reshard()
+            for parameter in [*changed.parameters(), *(p for _, p in weights.local_parameters)]:
+                parameter.mul_(-2)
+        again.write()
+        fresh = served(changed, Worker(rank, world))
+        wrong += [of for of, p in fresh.named_parameters() if not torch.equal(engine.get_parameter(of), p)]
+        same &= weights.checksums() == checksums(changed.named_parameters())
     whole = all(torch.equal(tensor, changed.get_parameter(of)) for of, tensor in weights.whole(slices))
-    return {"wrong": wrong, "received": received, "stay": sorted(stay), "checksums": same, "whole": whole}
+    return {
+        "wrong": wrong,
+        "received": received,
+        "gathers": gathers.num,
+        "stay": sorted(stay),
+        "checksums": same,
+        "whole": whole,
+    }
 
 
 def scoring(rank: int, name: str) -> dict[str, Any]:
@@ -147,13 +171,15 @@ DEALS: dict[int, tuple[tuple[int | None, ...], ...]] = {
 """By the number of ranks: which of ``ROWS`` each has in each round of a pass; None: it stands in."""
 
 
-class Reductions(TorchDispatchMode):
-    """How many collectives scatter sums."""
+class Calls(TorchDispatchMode):
+    """How often a collective is called."""
 
-    num = 0
+    def __init__(self, collective: str):
+        super().__init__()
+        self.collective, self.num = collective, 0
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.num += "c10d" in str(op) and "reduce_scatter" in str(op)
+        self.num += "c10d" in str(op) and self.collective in str(op)
         return op(*args, **(kwargs or {}))
 
 
@@ -181,7 +207,7 @@ class Dealt:
 
     def passed(self, *, rounds: int | None = None, times: float = 1.0) -> int:
         """As ``RankWork`` has them, or left after so many rounds; how often gradients were reduced."""
-        with Reductions() as reductions:
+        with Calls("reduce_scatter") as reductions:
             self.stepper.begin_pass(len(self.deal))
             for seed in self.deal[:rounds]:
                 if seed is not None:

@@ -75,6 +75,7 @@ def test_a_pass_with_local_sums_that_ends_early_is_forgotten_or_summed(
 def test_a_publish_leaves_what_the_engine_would_have_loaded(name: str, world: int, dtype: str) -> None:
     for found in on_ranks(world, cut_weights.publishing, name, dtype):
         assert found["wrong"] == []
+        assert found["gathers"] == 1, "of all that some worker needs more of than its rank holds"
         assert found["checksums"]
         assert found["whole"]
         assert any("o_proj.weight" in of for of in found["stay"])
