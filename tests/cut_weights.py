@@ -5,18 +5,22 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from served import Worker, served, trained
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tandem.distributed import slice_writer
 from tandem.distributed.sharded_weights import ShardedWeights
 from tandem.distributed.slices import EngineSlice, Slice
 from tandem.distributed.weight_shards import ShardedPolicy, WeightShardStepper, WholeWeights
 from tandem.engines.vllm.worker.parameter_map import places
 from tandem.model import attention
+from tandem.model.layers import decoder_layers
 from tandem.model.logprobs import token_logprobs
 from tandem.model.plans import Packed, sequential_positions
 from tandem.model.policy import Policy
@@ -26,6 +30,7 @@ from tandem.transport.checksums import checksums
 MODELS: dict[str, dict[str, Any]] = {
     "qwen2-tied": {"kind": "Qwen2", "tied": True},
     "qwen3-few-key-heads": {"kind": "Qwen3", "keys": 2},
+    "qwen3-thirds": {"kind": "Qwen3", "keys": 3, "num_attention_heads": 3, "intermediate_size": 96},
     "llama-biases": {"kind": "Llama", "attention_bias": True, "mlp_bias": True, "vocabulary": 256},
 }
 TREE = Packed(lengths=(9, 4, 7, 5), parents=(None, 0, 0, 2))
@@ -114,11 +119,33 @@ def publishing(rank: int, name: str, dtype: str) -> dict[str, Any]:
     with torch.no_grad():
         for _, parameter in weights.local_parameters:
             parameter.mul_(-1.5)
-    received = weights.publish(slices)
+    writer = weights.writer(slices)
+    with Calls("allgather") as gathers:
+        received = writer.write()
     wrong = [of for of, parameter in fresh.named_parameters() if not torch.equal(engine.get_parameter(of), parameter)]
     same = weights.checksums() == checksums(changed.named_parameters())
+    # Again, after a pass; and by a writer that gathers one tensor at a time.
+    with mock.patch.object(slice_writer, "GATHERED_BYTES", 1):
+        apart = weights.writer(slices)
+    for again in (writer, apart):
+        with torch.no_grad():
+            cost(weights.hidden, model.lm_head, TREE, 0)
+            weights.reshard()
+            for parameter in [*changed.parameters(), *(p for _, p in weights.local_parameters)]:
+                parameter.mul_(-2)
+        again.write()
+        fresh = served(changed, Worker(rank, world))
+        wrong += [of for of, p in fresh.named_parameters() if not torch.equal(engine.get_parameter(of), p)]
+        same &= weights.checksums() == checksums(changed.named_parameters())
     whole = all(torch.equal(tensor, changed.get_parameter(of)) for of, tensor in weights.whole(slices))
-    return {"wrong": wrong, "received": received, "stay": sorted(stay), "checksums": same, "whole": whole}
+    return {
+        "wrong": wrong,
+        "received": received,
+        "gathers": gathers.num,
+        "stay": sorted(stay),
+        "checksums": same,
+        "whole": whole,
+    }
 
 
 def scoring(rank: int, name: str) -> dict[str, Any]:
@@ -136,7 +163,119 @@ def scoring(rank: int, name: str) -> dict[str, Any]:
     return {"before": float(before), "after": float(after), "expected": float(expected)}
 
 
-def stepping(rank: int, name: str, dtype: str) -> dict[str, Any]:
+DEALS: dict[int, tuple[tuple[int | None, ...], ...]] = {
+    2: ((0, None, 2), (None, 1, None)),
+    3: ((0, 2, None), (1, None, None), (None, None, None)),
+    4: ((None, 0, 2), (None, None, 1), (None, None, None), (None, None, None)),
+}
+"""By the number of ranks: which of ``ROWS`` each has in each round of a pass; None: it stands in."""
+
+
+class Calls(TorchDispatchMode):
+    """How often a collective is called."""
+
+    def __init__(self, collective: str):
+        super().__init__()
+        self.collective, self.num = collective, 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += "c10d" in str(op) and self.collective in str(op)
+        return op(*args, **(kwargs or {}))
+
+
+class Dealt:
+    """A rank's stepper, and its passes over what it is dealt."""
+
+    def __init__(self, rank: int, model: Any, shape: Sequence[int], *, local: bool):
+        policy = Policy(model, None, name="", compute=None)  # type: ignore[arg-type]
+        self.policy = ShardedPolicy(policy, ShardedWeights(model, mesh_of(shape)))
+        self.weights = self.policy.weights
+        self.stepper = WeightShardStepper(AdamW(), self.policy, local=local)
+        self.deal = DEALS[dist.get_world_size()][rank]
+        self.sums: dict[Any, Tensor] = {}  # the optimizer's own are float32
+        self._add, self.stepper._inner.add = self.stepper._inner.add, self._noted  # type: ignore[method-assign]
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self.stepper.accumulate)
+
+    def _noted(self, local: Any, grad: Tensor) -> None:
+        self.sums[local] = self.sums.get(local, 0.0) + grad
+        self._add(local, grad)
+
+    def forget(self) -> None:
+        self.stepper.zero_grad()
+        self.sums.clear()
+
+    def passed(self, *, rounds: int | None = None, times: float = 1.0) -> int:
+        """As ``RankWork`` has them, or left after so many rounds; how often gradients were reduced."""
+        with Calls("reduce_scatter") as reductions:
+            self.stepper.begin_pass(len(self.deal))
+            for seed in self.deal[:rounds]:
+                if seed is not None:
+                    (cost(self.policy.hidden, self.policy.head, ROWS[seed], seed) * times).backward()
+                self.stepper.flush()
+            if rounds is None:
+                self.stepper.end_pass()
+        return reductions.num
+
+    def errors(self, expected: dict[str, Tensor]) -> float:
+        """The largest of an element of the gradient so far, as a share of the largest element of all."""
+        largest = max(float(grad.abs().max()) for grad in expected.values())
+        wrong = []
+        for of, local in self.stepper._local.items():
+            whole = self.weights.state(of, self.sums[local])
+            wrong.append(float((whole.double() - expected[of]).abs().max()) / largest)
+        return max(wrong)
+
+
+def local_sums(rank: int, name: str, shape: Sequence[int], dtype: str) -> dict[str, Any]:
+    """Gradients of two passes, of which each rank adds up its own micro-batches, and how often they were reduced."""
+    model = made(name, getattr(torch, dtype))
+    expected = alone(copy.deepcopy(model), torch.float64)
+    groups = len(decoder_layers(model)) + 1
+    mine = Dealt(rank, model, shape, local=True)
+    first = mine.passed()
+    error, dtypes = mine.errors(expected), {grad.dtype for grad in mine.sums.values()}
+    mine.forget()
+    second = mine.passed()
+    twice = mine.errors(expected)
+    scattered = Dealt(rank, made(name, getattr(torch, dtype)), shape, local=False)
+    return {
+        "error": max(error, twice),
+        "dtypes": dtypes,
+        "reduced": (first / groups, second / groups),
+        "scattered": scattered.passed() / groups,
+    }
+
+
+def unfinished(rank: int, name: str, dtype: str) -> dict[str, Any]:
+    """Passes that end early: forgotten ones leave nothing, and ones that are ended have all that was added up."""
+    model = made(name, getattr(torch, dtype))
+    expected = alone(copy.deepcopy(model), torch.float64)
+    mine = Dealt(rank, model, (dist.get_world_size(),), local=True)
+    reduced = [mine.passed(rounds=1, times=1e3), mine.passed(rounds=2, times=float("inf"))]
+    mine.forget()
+    left = [name for name, p in model.named_parameters() if p.grad is not None]
+    left += [name for name, grad in mine.stepper._inner.gradients().items() if bool(grad.any())]
+    mine.passed()
+    forgotten = mine.errors(expected)
+    mine.forget()
+    mine.deal = (*mine.deal, None)
+    mine.passed(rounds=3)
+    mine.stepper.end_pass()
+    ended = mine.errors(expected)
+    norm = float(torch.stack([grad.double().square().sum() for grad in expected.values()]).sum().sqrt())
+    mine.forget()
+    mine.passed(rounds=3)
+    return {
+        "reduced": reduced,
+        "left": left,
+        "forgotten": forgotten,
+        "ended": ended,
+        "norms": (float(mine.stepper.step(1e-3, 1.0)), norm),
+    }
+
+
+def stepping(rank: int, name: str, dtype: str, local: bool = False) -> dict[str, Any]:
     """Three AdamW steps by ranks, of which one has all rows, and by one process; then the states loaded."""
     model = made(name, getattr(torch, dtype))
     lone, optimizer = copy.deepcopy(model), AdamW(lr=1e-2, eps=1e-4)
@@ -144,11 +283,12 @@ def stepping(rank: int, name: str, dtype: str) -> dict[str, Any]:
     policy = Policy(model, None, name=name, compute=None)  # type: ignore[arg-type]
     whole = {of: p.detach() for of, p in copy.deepcopy(model).named_parameters()} if rank == 0 else {}
     sharded = ShardedPolicy(policy, ShardedWeights(model, mesh_of((dist.get_world_size(),))))
-    mine = WeightShardStepper(optimizer, sharded, WholeWeights(sharded.weights, whole).refresh)
+    mine = WeightShardStepper(optimizer, sharded, WholeWeights(sharded.weights, whole).refresh, local=local)
     for parameter in sharded.model.parameters():
         parameter.register_post_accumulate_grad_hook(mine.accumulate)
     norms = []
     for _ in range(3):
+        mine.begin_pass(len(ROWS))
         for seed, row in enumerate(ROWS):
             cost(lambda t, p, plan: plain(lone, t, p, plan), lone.lm_head, row, seed).backward()
             for parameter in lone.parameters():
@@ -156,6 +296,7 @@ def stepping(rank: int, name: str, dtype: str) -> dict[str, Any]:
             if rank == 0:
                 cost(sharded.hidden, sharded.head, row, seed).backward()
             mine.flush()
+        mine.end_pass()
         norms.append((float(mine.step(1e-2, 0.5)), float(stepper.step(1e-2, 0.5))))
     expected, states = stepper.state_dict(), mine.state_dict()
     masters = {of: expected.get(f"{of}/master", p.detach()) for of, p in lone.named_parameters()}

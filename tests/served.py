@@ -106,16 +106,13 @@ def fused(parts: list[list[Tensor]]) -> list[Tensor]:
 
 def trained(kind: str, *, keys: int = 2, tied: bool = False, vocabulary: int = VOCABULARY, **options: Any) -> Any:
     """A tiny model as the trainer has it, with no two elements of a tensor alike."""
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": MLP, "num_attention_heads": 4, "head_dim": HEAD}
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=vocabulary,
-        hidden_size=HIDDEN,
-        intermediate_size=MLP,
         num_hidden_layers=2,
-        num_attention_heads=4,
         num_key_value_heads=keys,
-        head_dim=HEAD,
         tie_word_embeddings=tied,
-        **options,
+        **{**sizes, **options},
     )
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForCausalLM")(config)

@@ -18,6 +18,7 @@ from tandem.machine import Machine
 from tandem.trainer import memory_plan as memory
 from tandem.trainer.memory_plan import plan as plan_module
 from tandem.trainer.memory_plan import with_gradients
+from tandem.trainer.memory_plan.fitting import ROOM
 
 LARGE = Machine(name="this machine", free=10**13, total=10**13, is_host=True)
 LAYERS, HIDDEN, HEADS, KEYS, FEED, VOCAB, CONTEXT = 2, 64, 4, 2, 128, 500, 256
@@ -438,6 +439,32 @@ def test_gradients_are_summed_once_a_pass_where_there_is_room_and_several_rounds
     assert chosen(1_000_000, **few) == "scattered"
     assert chosen(LARGE.free, **few, distributed=Distributed(gradients="scattered")) == "scattered"
     assert chosen(LARGE.free, **few, ranks=None) == "auto", "nothing is summed"
+    cut = {**few, "distributed": Distributed(shard="weights")}
+    assert chosen(LARGE.free, **cut) == "local"
+    assert chosen(LARGE.free, **{**cut, "micro_batch_tokens": 1 << 20}) == "scattered"
+    assert chosen(1_000_000, **cut) == "scattered"
+    scattered = Distributed(shard="weights", gradients="scattered")
+    assert chosen(LARGE.free, **few, distributed=scattered) == "scattered"
+
+
+@pytest.mark.slow
+def test_cut_weights_have_local_sums_where_there_is_room_for_whole_float32_gradients(
+    model_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan(free: int, gradients: str) -> Any:
+        card = replace(LARGE, is_host=False, free=free)
+        monkeypatch.setattr(plan_module, "accelerator", lambda: card)
+        divided = Distributed(shard="weights", gradients=gradients)  # type: ignore[arg-type]
+        engine = vllm(tensor_parallel_size=2, kv_cache_gb=0.5)
+        own = apart("shared", engine, ranks=2, micro_batch_tokens=64, distributed=divided)
+        planner = memory.planner(own, model_config)
+        return planner.plan(own), with_gradients(planner, own).distributed.gradients
+
+    (local, _), (scattered, _) = plan(LARGE.free, "local"), plan(LARGE.free, "scattered")
+    assert lines(local) == {**lines(scattered), "gradient sums": 4 * PARAMETERS}
+    assert scattered.total < local.total <= scattered.total + 4 * PARAMETERS
+    assert plan(int(local.total / ROOM) - 1000, "auto")[1] == "scattered"
+    assert plan(int(local.total / ROOM) + 1000, "auto")[1] == "local"
 
 
 @pytest.mark.slow

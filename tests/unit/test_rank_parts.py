@@ -228,6 +228,7 @@ def test_a_pass_ends_before_the_engine_is_paused_for_the_update() -> None:
     work: Any = SimpleNamespace(
         policy=SimpleNamespace(compute=compute),
         hook=lambda: None,
+        begin_pass=lambda num_rounds: order.append(f"{num_rounds} rounds"),
         micro=lambda micro, known: order.append(micro) or ({}, torch.zeros(1), None),
         reduce=lambda: order.append("stood in"),
         end_pass=lambda: order.append("summed"),
@@ -236,4 +237,4 @@ def test_a_pass_ends_before_the_engine_is_paused_for_the_update() -> None:
     mine = rank_crew.RankWork(work)
     mine.take(["first", None])  # type: ignore[list-item]
     asyncio.run(mine.passed(lambda: order.append("queued")))
-    assert order == ["first", "stood in", "summed", "queued"]
+    assert order == ["2 rounds", "first", "stood in", "summed", "queued"]

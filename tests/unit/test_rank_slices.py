@@ -97,7 +97,7 @@ SUMS = {"weight": 1, "bias": 2}
 def test_an_engine_that_was_started_on_these_weights_must_hold_them() -> None:
     ranks = FakeRanks(SUMS)
     sync, bound = session(ranks, FakeEngine(SUMS), fresh=True)
-    assert (sync.finishes, sync.verify_every, sync.pause) == (True, 3, "transfer")
+    assert (sync.finishes, sync.verify_every, sync.pause, sync.sums_before_pause) == (True, 3, "transfer", True)
     asyncio.run(sync.bind(bound))
     assert ranks.calls == ["pause", "attach ['first', 'second']"]
     sync, bound = session(ranks, FakeEngine({"weight": 1, "bias": 3}), fresh=True)

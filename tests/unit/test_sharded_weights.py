@@ -28,6 +28,45 @@ def test_gradients_are_those_of_one_process(name: str, shape: tuple[int, ...], d
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("name", "shape", "dtype", "most"), [
+    ("qwen2-tied", (2,), "float32", 1e-6),
+    ("qwen3-thirds", (3,), "float32", 1e-6),
+    ("llama-biases", (2,), "float64", 1e-12),
+    ("qwen3-thirds", (3,), "float64", 1e-12),
+    ("qwen2-tied", (2, 2), "float32", 1e-6),  # replicas of shards
+    ("qwen2-tied", (2,), "bfloat16", 1e-2),
+])  # fmt: skip
+def test_local_sums_are_one_processs_gradient_and_are_reduced_once_a_pass(
+    name: str, shape: tuple[int, ...], dtype: str, most: float
+) -> None:
+    """Ranks have unequal numbers of micro-batches; which is a rank's first or last one is a stand-in for some."""
+    for found in on_ranks(torch.Size(shape).numel(), cut_weights.local_sums, name, shape, dtype):
+        assert found["error"] < most
+        assert found["dtypes"] == {torch.float64 if dtype == "float64" else torch.float32}
+        assert found["reduced"] == (1, 1), "of each layer, and of what is outside of them"
+        assert found["scattered"] == 3, "once for each micro-batch"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "world", "dtype", "most"), [
+    ("qwen2-tied", 2, "float32", 1e-6),
+    ("qwen3-thirds", 3, "float64", 1e-12),
+    ("llama-biases", 2, "bfloat16", 1e-2),
+])  # fmt: skip
+def test_a_pass_with_local_sums_that_ends_early_is_forgotten_or_summed(
+    name: str, world: int, dtype: str, most: float
+) -> None:
+    """Also where what is forgotten is no number."""
+    for found in on_ranks(world, cut_weights.unfinished, name, dtype):
+        assert found["reduced"] == [0, 0]
+        assert found["left"] == []
+        assert found["forgotten"] < most
+        assert found["ended"] < most
+        mine, expected = found["norms"]
+        assert mine == pytest.approx(expected, rel=max(most, 1e-5))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "world", "dtype"), [
     ("qwen2-tied", 2, "bfloat16"),
     ("qwen3-few-key-heads", 4, "bfloat16"),
@@ -36,6 +75,7 @@ def test_gradients_are_those_of_one_process(name: str, shape: tuple[int, ...], d
 def test_a_publish_leaves_what_the_engine_would_have_loaded(name: str, world: int, dtype: str) -> None:
     for found in on_ranks(world, cut_weights.publishing, name, dtype):
         assert found["wrong"] == []
+        assert found["gathers"] == 1, "of all that some worker needs more of than its rank holds"
         assert found["checksums"]
         assert found["whole"]
         assert any("o_proj.weight" in of for of in found["stay"])
@@ -50,13 +90,16 @@ def test_a_pass_without_backward_leaves_no_old_weights_behind() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "world", "dtype", "most"), [
-    ("qwen2-tied", 2, "float32", 3e-7),
-    ("qwen3-few-key-heads", 4, "bfloat16", 2e-3),
+@pytest.mark.parametrize(("name", "world", "dtype", "most", "local"), [
+    ("qwen2-tied", 2, "float32", 3e-7, False),
+    ("qwen2-tied", 2, "float32", 3e-7, True),
+    ("qwen3-few-key-heads", 4, "bfloat16", 2e-3, False),
 ])  # fmt: skip
-def test_steps_are_those_of_one_process_and_their_states_resume(name: str, world: int, dtype: str, most: float) -> None:
+def test_steps_are_those_of_one_process_and_their_states_resume(
+    name: str, world: int, dtype: str, most: float, local: bool
+) -> None:
     """Ranks without a row take part in the others' passes; the lead's whole weights follow the masters."""
-    for found in on_ranks(world, cut_weights.stepping, name, dtype):
+    for found in on_ranks(world, cut_weights.stepping, name, dtype, local):
         assert [mine for mine, _ in found["norms"]] == pytest.approx([theirs for _, theirs in found["norms"]], rel=2e-3)
         assert found["lost"] < most
         assert found["far"] < max(most, 2**-8)

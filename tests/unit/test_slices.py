@@ -46,6 +46,9 @@ def test_a_slice_within_another_is_found_there() -> None:
     assert outer.contains(inner)
     assert not inner.contains(outer)
     assert torch.equal(inner.within(outer).of(outer.of(whole)), inner.of(whole))
+    assert inner.overlap(outer) == outer.overlap(inner) == inner
+    apart = Slice(rows=range(inner.rows.stop, inner.rows.stop + 2), columns=inner.columns)
+    assert not inner.overlap(apart).num_elements
     assert inner.contains(Slice.at((0, 0), (0, 5)))  # a worker whose rows are all padding needs nothing
     assert (outer.first, outer.num_elements) == ((2, 1), 16)
 

@@ -155,6 +155,11 @@ class CopiedLive(Copied):
     pause: ClassVar[Literal["step", "transfer", "never"]] = "never"
 
 
+@dataclass(frozen=True, kw_only=True)
+class CopiedOnceSummed(Copied):
+    sums_before_pause: ClassVar[bool] = True
+
+
 def run(policy: Policy, work: Callable[[Watched], Coroutine[Any, Any, Any]], **lies: Any) -> Any:
     kind = lies.pop("kind", Watched)
 
@@ -344,6 +349,40 @@ def test_the_order_of_a_commit(policy: Policy, sync: type[Copied], order: list[s
 
     run(policy, work, kind=Attesting, events=events)
     assert events == order
+
+
+@pytest.mark.parametrize(
+    ("sync", "order"),
+    [
+        (Copied, ["optimizer", "pause", "move", "checksums", "compare", "score", "set_version", "resume"]),
+        (CopiedOnceSummed, ["optimizer", "checksums", "pause", "move", "compare", "score", "set_version", "resume"]),
+    ],
+)
+def test_checksums_of_memory_that_the_trainer_alone_writes_are_taken_while_the_engine_samples(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch, sync: type[Copied], order: list[str]
+) -> None:
+    events: list[str] = []
+    own = base.Trained.checksums
+
+    async def noted(self: base.Trained) -> Checksums:
+        events.append("checksums")
+        return await own(self)
+
+    def torn(held: dict[str, Tensor]) -> None:
+        next(iter(held.values())).view(-1)[0] += 1
+
+    async def work(engine: Watched) -> None:
+        monkeypatch.setattr(base.Trained, "checksums", noted)
+        async with sync().open(policy, engine, START, Full()) as session:
+            events.clear()
+            async with session.commit(1):
+                events.append("optimizer")
+        with pytest.raises(TornWeights):
+            async with sync(fault=torn).open(policy, engine, START, Full()):
+                pass
+
+    run(policy, work, kind=Attesting, events=events)
+    assert events[: len(order)] == order
 
 
 def test_an_engine_that_never_rests_is_not_paused_for_nothing(policy: Policy) -> None:

@@ -205,9 +205,9 @@ class Distributed:
     shard: Literal["states", "weights"] = "states"
     """What each rank keeps a share of: gradients, masters and moments (as ZeRO-2), or the weights too (as ZeRO-3)."""
     gradients: Literal["auto", "scattered", "local"] = "auto"
-    """When ranks that keep whole weights sum gradients: those of each micro-batch, while backward goes on, or once a
-    pass what each has added up by itself, for 4 bytes a weight more. auto: local where a step has several micro-batches
-    for each rank and the memory plan has room."""
+    """When ranks sum gradients: those of each micro-batch, while backward goes on, or once a pass what each has added
+    up by itself, for 4 bytes a weight more on every rank. auto: local where a step has several micro-batches for each
+    rank and the memory plan has room."""
     context_parallel: int = 1
     """Ranks that share one sequence; 1 divides none."""
     share_gpus: bool = False

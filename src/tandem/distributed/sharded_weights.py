@@ -1,9 +1,10 @@
 """Weights cut among the ranks: torch's FSDP2, cut so that each rank's shard is its slice of a tensor-parallel engine.
 
 A rank holds 1/N of the float32 masters. Each layer's bfloat16 copy is gathered when it is computed with and dropped
-after; gradients are reduce-scattered in float32 and *summed*, since the packer has divided already. To publish, a rank
-rounds its own masters into the memory of the engine's worker beside it: what the engine's slices have in common with
-the rank's shards never travels.
+after; gradients are reduce-scattered in float32 and *summed*, since the packer has divided already: after each
+micro-batch, or once for several, which until then are added up whole on each rank. To publish, a rank rounds its own
+masters into the memory of the engine's worker beside it: what the engine's slices have in common with the rank's
+shards never travels.
 
 Everything here but ``local_parameters`` is collective: all ranks call it, in the same order.
 """
@@ -21,15 +22,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
+from tandem.distributed.rounded_sums import RoundedSums
+from tandem.distributed.slice_writer import SliceWriter
 from tandem.distributed.slices import EngineSlice, Slice, shard_dimension, shard_slice
 from tandem.errors import ConfigError
 from tandem.model.layers import decoder_layers
-from tandem.transport import checksums
+from tandem.transport.checksums import Shard as ChecksumShard
 
-ROUNDED_BYTES = 1 << 28
-"""Of rounded weights that are checksummed at once: no second copy of the rank's weights is held for it."""
 BACKBONE = "tandem_backbone"
 """Method of the sharded causal model that computes hidden states: the head's weight is gathered with it."""
+_LOW = (1 << 32) - 1
 
 
 class ShardedWeights:
@@ -74,10 +76,12 @@ class ShardedWeights:
             reduce_dtype=torch.float32 if narrow else None,
             cast_forward_inputs=False,
         )
+        self._cut_modules: list[FSDPModule] = []
         for layer in layers:
             self._cut(layer, reshard_after_forward=True)
         # Embeddings, last norm and head: needed at both ends of a pass, so they stay until the backward pass is over.
         self._cut(model, reshard_after_forward=False)
+        self._sums: RoundedSums | None = None
         setattr(model, BACKBONE, MethodType(_backbone, model))
         register_fsdp_forward_method(model, BACKBONE)
 
@@ -93,6 +97,7 @@ class ShardedWeights:
             mp_policy=self._precision,
         )
         assert isinstance(module, FSDPModule)
+        self._cut_modules.append(module)
         module.set_gradient_divide_factor(1.0)
         # A sum as it is: NCCL would multiply by a factor of 1 on the way, and gloo knows no other reduction.
         module.set_force_sum_reduction_for_comms(True)
@@ -146,11 +151,17 @@ class ShardedWeights:
         hidden: Tensor = getattr(self.model, BACKBONE)(tokens_BT, positions_BT, plan)
         return hidden
 
+    def reduce_gradients(self, is_reduced: bool) -> None:
+        """Whether the backward passes from now on sum gradients over ranks, and with them those that did not.
+
+        What is not summed is added up on each rank, as whole float32 tensors (float64 for weights of that type).
+        """
+        self.model.set_requires_gradient_sync(is_reduced)
+
     def reshard(self) -> None:
         """Drop gathered weights: those of a pass without backward would outlive the next update."""
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for module in self._cut_modules:
+            module.reshard()
 
     def global_norm(self, local_norm: Tensor) -> Tensor:
         """L2 norm over all ranks' shards from that over this rank's; float64, no dimension."""
@@ -182,12 +193,8 @@ class ShardedWeights:
         dist.all_gather(parts, padded, group=self.group)
         return torch.cat(parts, dimension).narrow(dimension, 0, shape[dimension])
 
-    @torch.no_grad()
-    def publish(self, slices: Mapping[str, Sequence[EngineSlice]]) -> int:
-        """Write the weights into the engine's worker beside this rank; returns bytes received from other ranks.
-
-        A tensor of which some rank's slices are not all within its own shard is gathered by all ranks, one at a time:
-        key heads that several workers hold, norms that all do, a vocabulary whose padded rows are cut elsewhere.
+    def writer(self, slices: Mapping[str, Sequence[EngineSlice]]) -> SliceWriter:
+        """What writes the weights into the engine's worker beside this rank, as often as they are published.
 
         Args:
             slices: of every parameter, where its parts lie in the worker's memory; in the model's dtype.
@@ -195,63 +202,26 @@ class ShardedWeights:
         Raises:
             ConfigError: the engine holds other tensors than the model, or of another dtype.
         """
-        self._check(slices)
+        return SliceWriter(self._shards(), self._shapes, slices, dtype=self.dtype, group=self.group)
+
+    def _shards(self) -> dict[str, Tensor]:
+        """All of this rank's, tied ones once; they stay where they are."""
         self.reshard()
-        gathered = self._to_gather(slices)
-        received = 0
-        for name, parameter in self.model.named_parameters():
-            local, own = _local(parameter), self.part(name)
-            if name not in gathered:
-                for target in slices[name]:
-                    if target.part.num_elements:
-                        target.tensor.copy_(target.part.within(own).of(local))
-                continue
-            whole = self._gathered(name, local.to(self.dtype))
-            received += (whole.numel() - local.numel()) * whole.element_size()
-            for target in slices[name]:
-                target.tensor.copy_(target.part.of(whole))
-        return received
-
-    def _check(self, slices: Mapping[str, Sequence[EngineSlice]]) -> None:
-        if rest := sorted(slices.keys() ^ self._shapes.keys()):
-            raise ConfigError(f"the engine and the model do not have the same weights: {rest[0]!r} is of one of them")
-        for name, targets in slices.items():
-            if any(target.tensor.dtype != self.dtype for target in targets):
-                raise ConfigError(
-                    f"the engine holds {name!r} as {targets[0].tensor.dtype}, the model as {self.dtype}; give both the "
-                    "same dtype"
-                )
-
-    def _to_gather(self, slices: Mapping[str, Sequence[EngineSlice]]) -> set[str]:
-        """Names of tensors that some rank needs more of than it has; every rank has to know, since it has to send."""
-        names = list(self._shapes)
-        needed = torch.tensor(
-            [not all(self.part(name).contains(target.part) for target in slices[name]) for name in names],
-            dtype=torch.int32,
-            device=self.mesh.device_type,
-        )
-        dist.all_reduce(needed, op=dist.ReduceOp.MAX, group=self.group)
-        return {name for name, flag in zip(names, needed.tolist(), strict=True) if flag}
+        return {name: _local(parameter) for name, parameter in self.model.named_parameters()}
 
     @torch.no_grad()
     def checksums(self) -> dict[str, int]:
         """Checksum of every whole tensor as it is published, from every rank's part; the same on all ranks."""
-        self.reshard()
-        sums: dict[str, int] = {}
-        rounded: list[checksums.Shard] = []
-        for name, parameter in self.model.named_parameters():
-            rounded.append(checksums.Shard(name, _local(parameter).to(self.dtype), self.part(name).first))
-            if sum(shard.tensor.nbytes for shard in rounded) >= ROUNDED_BYTES:
-                sums |= checksums.ChecksumTally(rounded).take()
-                rounded.clear()
-        sums |= checksums.ChecksumTally(rounded).take()
-        names = list(self._shapes)
+        if self._sums is None:
+            shards = [ChecksumShard(name, of, self.part(name).first) for name, of in self._shards().items()]
+            self._sums = RoundedSums(shards, self.dtype)
+        sums = self._sums.queue()
         # Two halves of 32 bits: sums of int64 that overflow are defined for no backend.
-        halves = torch.tensor([[sums[name] >> 32, sums[name] & 0xFFFFFFFF] for name in names])
-        halves = halves.to(self.mesh.device_type)
+        halves = torch.stack([(sums >> 32) & _LOW, sums & _LOW], dim=1)
         dist.all_reduce(halves, group=self.group)
         return {
-            name: ((high << 32) + low) % (1 << 64) for name, (high, low) in zip(names, halves.tolist(), strict=True)
+            name: ((high << 32) + low) % (1 << 64)
+            for name, (high, low) in zip(self._sums.names, halves.tolist(), strict=True)
         }
 
 

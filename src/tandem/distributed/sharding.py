@@ -79,6 +79,9 @@ class ShardedStepper:
 
     # Gradients
 
+    def begin_pass(self, num_rounds: int) -> None:
+        """Nothing: what is summed when does not depend on how many micro-batches follow."""
+
     def accumulate(self, parameter: Parameter) -> None:
         """Take ``parameter.grad`` of a micro-batch, which may begin to travel."""
         if parameter.grad is None:

@@ -80,6 +80,8 @@ class SharedSlices(Shared):
     # Masters are updated beside the engine's memory, so it samples on until they are written there.
     pause: ClassVar[Literal["step", "transfer", "never"]] = "transfer"
 
+    sums_before_pause: ClassVar[bool] = True
+
     ranks: SliceRanks | None = None
     """Of the run; None where only options are checked."""
 

@@ -46,6 +46,10 @@ class Slice:
         """Whether every element of ``other`` is in this part."""
         return not other.num_elements or (_inside(other.rows, self.rows) and _inside(other.columns, self.columns))
 
+    def overlap(self, other: Slice) -> Slice:
+        """The elements that both have."""
+        return Slice(rows=_common(self.rows, other.rows), columns=_common(self.columns, other.columns))
+
     def within(self, outer: Slice) -> Slice:
         """The same elements, counted from where ``outer``, which contains them, begins."""
         return Slice(
@@ -118,6 +122,11 @@ def shard_slice(name: str, shape: Sequence[int], rank: int, ranks: int) -> Slice
     own = range(min(rank * each, sizes[dimension]), min((rank + 1) * each, sizes[dimension]))
     whole = range(sizes[1 - dimension])
     return Slice(rows=own, columns=whole) if dimension == 0 else Slice(rows=whole, columns=own)
+
+
+def _common(one: range, other: range) -> range:
+    start = max(one.start, other.start)
+    return range(start, max(start, min(one.stop, other.stop)))
 
 
 def _inside(inner: range, outer: range) -> bool:

@@ -31,6 +31,8 @@ class ShardedPolicy(Policy):
             weights.model, policy.tokenizer, name=policy.name, compute=policy.compute, compile=policy.compile
         )
         self.weights = weights
+        self.has_computed = False
+        """Whether it has computed what a gradient follows, since the stepper looked last."""
 
     @property
     def device(self) -> torch.device:
@@ -44,6 +46,7 @@ class ShardedPolicy(Policy):
 
     def hidden(self, tokens_BT: Tensor, positions_BT: Tensor, plan: Plan) -> Tensor:
         """Last hidden states, (B, T, hidden size)."""
+        self.has_computed |= torch.is_grad_enabled()
         return self.weights.hidden(tokens_BT, positions_BT, plan)
 
 
@@ -77,14 +80,31 @@ class WeightShardStepper:
         optimizer: computes each element by itself.
         policy: whose weights are sharded.
         updated: called after each update, on all ranks.
+        local: each rank adds up its own micro-batches, whole and in float32, and ranks sum once a pass, with its last
+            micro-batch, instead of after each.
     """
 
-    def __init__(self, optimizer: UpdatesParts, policy: ShardedPolicy, updated: Callable[[], None] = _nothing):
+    def __init__(
+        self,
+        optimizer: UpdatesParts,
+        policy: ShardedPolicy,
+        updated: Callable[[], None] = _nothing,
+        *,
+        local: bool = False,
+    ):
         self._policy, self._weights, self._updated = policy, policy.weights, updated
         self._local = dict(self._weights.local_parameters)
         self._name_of = {p: name for name, p in self._weights.model.named_parameters() if name in self._local}
         self._inner = optimizer.bind_parts([ParameterPart(name=name, parameter=p) for name, p in self._local.items()])
-        self._computed = False
+        self._is_local = local
+        self._num_left = 0
+        """Micro-batches that are left of a pass with local sums, the one under way included; 0 between passes."""
+
+    def begin_pass(self, num_rounds: int) -> None:
+        """Say how many micro-batches each rank computes or stands in for: with local sums the last one's are summed."""
+        if self._is_local and num_rounds:
+            self._num_left = num_rounds
+            self._weights.reduce_gradients(num_rounds == 1)
 
     def accumulate(self, parameter: Parameter) -> None:
         """Add the reduced gradient of this rank's shard, which FSDP has left on its parameter."""
@@ -92,24 +112,34 @@ class WeightShardStepper:
             grad: Any = parameter.grad
             self._inner.add(self._local[self._name_of[parameter]], grad.to_local())
             parameter.grad = None
-            self._computed = True
 
+    @torch.enable_grad()  # also where an update, which is none of autograd's, has a pass to end
     def flush(self) -> None:
         """End a micro-batch, or stand in for one that this rank does not have: the others need its shards."""
-        if not self._computed:
+        if not self._policy.has_computed:
             policy, device = self._policy, self._weights.device
             tokens = torch.arange(2, device=device)  # of a single one the compiler would make code apart
             hidden = policy.hidden(tokens[None], tokens[None], Packed(lengths=(2,), parents=(None,)))[0]
             logprobs, _ = token_logprobs(hidden, policy.head.weight, tokens, bias=policy.head.bias)
             (logprobs.sum() * 0.0).backward()
-        self._computed = False
+        self._policy.has_computed = False
+        if self._num_left:
+            self._num_left -= 1
+            if self._num_left == 1:
+                self._weights.reduce_gradients(True)
 
     def end_pass(self) -> None:
-        """Nothing: FSDP has summed what each micro-batch has."""
+        """Sum what an unfinished pass has added up, by one more micro-batch; else nothing: the last one has done it."""
+        if self._num_left:
+            self._num_left = 1
+            self._weights.reduce_gradients(True)
+            self._policy.has_computed = False
+            self.flush()
 
     @torch.no_grad()
     def step(self, lr: float, max_grad_norm: float) -> Tensor:
         """Clip and update the own shards; the norm over all ranks."""
+        self.end_pass()
         self._weights.reshard()
         gradients = [gradient for gradient in self._inner.gradients().values() if gradient.numel()]
         zero = torch.zeros((), dtype=torch.float64, device=self._weights.device)
@@ -120,11 +150,15 @@ class WeightShardStepper:
         return norm
 
     def zero_grad(self) -> None:
-        """Forget the gradients of an unfinished step."""
+        """Forget the gradients of an unfinished step.
+
+        Those that FSDP has added up by itself it gives out by summing them alone, so they are summed and then dropped.
+        """
+        self.end_pass()
         self._inner.zero_grad()
         for parameter in self._name_of:
             parameter.grad = None
-        self._computed = False
+        self._policy.has_computed = False
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:

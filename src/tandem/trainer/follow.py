@@ -192,7 +192,7 @@ class _Rank:
         self._stepper = stepper
         # Now that the weights lie where they are trained: they may have been loaded on the host.
         self._staging = self._stack.enter_context(closing(staging_of(config.checkpoint.asynchronous, policy)))
-        work = work_of(config, trained, stepper, self._held, stepper.flush, stepper.end_pass)
+        work = work_of(config, trained, stepper, self._held, stepper.begin_pass, stepper.flush, stepper.end_pass)
         work.context, work.clock = self._parts.context, self._parts.clock
         self.handlers |= handlers(work)
 

@@ -78,6 +78,7 @@ def work_of(
     policy: Policy,
     stepper: Stepper,
     held: ReferenceWeights | None,
+    begin_pass: Callable[[int], None] = lambda num_rounds: None,
     reduce: Callable[[], None] = lambda: None,
     end_pass: Callable[[], None] = lambda: None,
 ) -> LocalWork:
@@ -89,6 +90,7 @@ def work_of(
         sampling=config.sampling,
         held=held,
         fold=lambda: config.trainable.fold(policy.model),
+        begin_pass=begin_pass,
         reduce=reduce,
         end_pass=end_pass,
     )

@@ -39,6 +39,7 @@ class RankWork:
         """Forward and backward over them; metrics and logprobs of those that there are."""
         work, passes = self.work, list[tuple[PendingMetrics, Tensor]]()
         work.hook()
+        await self._compute(work.begin_pass, len(self._micros))
         for i, micro in enumerate(self._micros):
             if micro is None:
                 await self._compute(work.reduce)

@@ -116,8 +116,6 @@ def check_division(config: RunConfig, world: int) -> None:
         ),
         "distributed.shard: weights and distributed.share_gpus: gathered weights have no way through host memory; "
         "choose shard: states": sharded and config.distributed.share_gpus,
-        "distributed.shard: weights and distributed.gradients: local: a rank has no room for whole gradients; leave "
-        "gradients out": sharded and config.distributed.gradients == "local",
         "distributed.shard: weights and matmul: fp8: its weights are not cut; leave matmul out": (
             sharded and config.matmul == "fp8"
         ),
@@ -287,21 +285,24 @@ class RankParts:
         """
         optimizer = config.optimizer
         assert isinstance(optimizer, UpdatesParts)
+        is_local = config.distributed.gradients == "local"
         if config.distributed.shard == "weights":
-            return self._bound_shards(policy, optimizer)
+            return self._bound_shards(policy, optimizer, is_local)
         return policy, ShardedStepper(
             optimizer,
             config.trainable.parameters(policy.model),
             self.group,
             replicate=config.trainable.folder_name != "model",
-            local=config.distributed.gradients == "local",
+            local=is_local,
         )
 
     @property
     def _backends(self) -> list[Any]:
         return [backend for backend in (self.group.backend, self.context, self.default) if backend is not None]
 
-    def _bound_shards(self, policy: Policy, optimizer: UpdatesParts) -> tuple[Policy, WeightShardStepper]:
+    def _bound_shards(
+        self, policy: Policy, optimizer: UpdatesParts, is_local: bool
+    ) -> tuple[Policy, WeightShardStepper]:
         """Sharded weights and their optimizer.
 
         A policy that is not cut yet is the lead's own, for an engine in its process and for checkpoints, and stays as
@@ -311,14 +312,15 @@ class RankParts:
         from tandem.distributed.weight_shards import ShardedPolicy, WeightShardStepper, WholeWeights
 
         if isinstance(policy, ShardedPolicy):
-            return policy, WeightShardStepper(optimizer, policy)
+            return policy, WeightShardStepper(optimizer, policy, local=is_local)
         whole: dict[str, Any] = {}
         model = policy.model
         if self.group.rank == 0:
             whole = dict(model.named_parameters())
             model = copy.deepcopy(model)
         sharded = ShardedPolicy(policy, ShardedWeights(model, self._mesh()))
-        return sharded, WeightShardStepper(optimizer, sharded, WholeWeights(sharded.weights, whole).refresh)
+        refresh = WholeWeights(sharded.weights, whole).refresh
+        return sharded, WeightShardStepper(optimizer, sharded, refresh, local=is_local)
 
     def abort(self) -> None:
         """Give up what is under way in every group, so that nothing waits for a rank that is gone, and leave them."""

@@ -18,6 +18,7 @@ from tandem.transport.parts import AttachedPart, attach_parts
 from tandem.weight_sync.verify.probe import Checksums
 
 if TYPE_CHECKING:
+    from tandem.distributed.slice_writer import SliceWriter
     from tandem.distributed.weight_shards import ShardedPolicy
 
 
@@ -28,13 +29,15 @@ class RankSlices:
         self.policy = policy
         self._weights = policy.weights
         self._slices: dict[str, list[EngineSlice]] = {}
+        self._writer: SliceWriter | None = None
+        """Of the attached memory; made by the first publish, in which all ranks take part."""
 
     def attach(self, export: Mapping[str, Any]) -> str:
         """Attach a worker's memory; why that cannot be, and empty once it is done.
 
         All ranks must have tried before one can tell: none may be left waiting for another in what follows.
         """
-        self._slices.clear()  # of a worker that is gone
+        self._slices, self._writer = {}, None  # of a worker that is gone
         try:
             parts = attach_parts(export["parameters"], export["places"])
         except TransportError as error:
@@ -50,7 +53,9 @@ class RankSlices:
 
     def publish(self) -> int:
         """Write the weights into the worker's memory, complete when it returns; bytes received from other ranks."""
-        received = self._weights.publish(self._slices)
+        if self._writer is None:
+            self._writer = self._weights.writer(self._slices)
+        received = self._writer.write()
         finish(self._weights.device)  # the worker reads on a stream of its own
         return received
 

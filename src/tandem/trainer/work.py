@@ -48,6 +48,8 @@ class LocalWork:
     """The reference's weights, where the objective has a reference."""
     fold: Callable[[], None] = lambda: None
     """Brings what the model computes with up to date with what the optimizer wrote."""
+    begin_pass: Callable[[int], None] = lambda num_rounds: None
+    """Called before the first micro-batch of a pass, with how many every rank computes or stands in for."""
     reduce: Callable[[], None] = lambda: None
     """Called after each micro-batch: adds its gradient to that of other ranks, where there are others."""
     end_pass: Callable[[], None] = lambda: None

@@ -82,6 +82,20 @@ class ChecksumTally:
                 out[self._names[index]] += value
         return {name: value & _MASK for name, value in out.items()}
 
+    def queue(self) -> Tensor:
+        """The checksum of each shard, in their order, where all are on one device: int64 that have the bits of it.
+
+        On CUDA nothing waits for them. The tensor is written anew by the next ``take`` or ``queue``.
+        """
+        if self._devices:
+            (tally,) = self._devices
+            tally.launch()
+            return tally.sums
+        sums = [0] * len(self._names)
+        for index, matrix in self._host:
+            sums[index] = _signed(_sum_host(matrix) & _MASK)
+        return torch.tensor(sums, dtype=torch.int64)
+
 
 class Standing:
     """Checksums of the same tensors over many publishes; the tally is rebuilt only where a tensor was moved."""

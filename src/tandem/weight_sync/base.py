@@ -296,6 +296,10 @@ class WeightSync(ABC):
     pause: ClassVar[Literal["step", "transfer", "never"]]
     """When the engine is paused: from before the optimizer, from before the transfer, or not at all."""
 
+    sums_before_pause: ClassVar[bool] = False
+    """Whether the trainer's checksums are taken while the engine samples on: what it publishes lies in memory that only
+    the trainer writes, and that no restart of the engine moves."""
+
     verify_every: int = field(default=1, metadata={"formerly": "prove_every"})
     """Publishes between two verifications; the first publish of a run is always verified."""
     tolerance: float = 0.0
@@ -630,6 +634,10 @@ class WeightSyncSession:
         self, version: PolicyVersion, commit: Commit, *, paused_at: float | None, optimizer: float
     ) -> Published:
         start = time.monotonic()
+        mine: Checksums | None = None
+        if self.sync.sums_before_pause:
+            await self._fold()
+            mine = await self.trained.checksums()
         if self.sync.pause != "never":
             await self._paused_for(version.step)
             if not self.sync.finishes:  # where requests would die with the engine, later
@@ -642,9 +650,11 @@ class WeightSyncSession:
             self.state.write()
         try:
             await self._wake()
-            await self._fold()
+            if mine is None:
+                await self._fold()
             copied = await self.sync.transfer(self, version)
-            mine = await self.trained.checksums()
+            if mine is None:
+                mine = await self.trained.checksums()
             version = self._named(version, digest(mine))
             commit.unverified = version
             # What is not brought back after the second sleep level is garbage, whatever it was before.

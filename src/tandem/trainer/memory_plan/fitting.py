@@ -90,8 +90,7 @@ def settled(
 
 def chooses_gradients(config: RunConfig, ranks: RankCounts) -> bool:
     """Whether ``distributed.gradients`` is chosen by what is free."""
-    divided = config.distributed
-    return ranks.world > 1 and divided.shard == "states" and divided.gradients == "auto"
+    return ranks.world > 1 and config.distributed.gradients == "auto"
 
 
 def with_gradients(run: Planner, config: RunConfig) -> RunConfig:

@@ -635,23 +635,25 @@ def _divided(
         elif not here and counts.per_gpu > 1 and own.name in _EVERY_GPUS:
             own = replace(own, bytes=own.bytes * counts.per_gpu, why=f"{counts.per_gpu} ranks × {own.why}")
         divided_lines.append(own)
-    if config.distributed.shard == "weights":  # FSDP's buffers are a line of their own
-        return divided_lines
-    sums = _sums(config, modelled, counts.local if is_host else counts.per_gpu)
-    return [*divided_lines, sums]
+    return [*divided_lines, *_sums(config, modelled, counts.local if is_host else counts.per_gpu)]
 
 
-def _sums(config: RunConfig, counts: Counts, ranks_here: int) -> MemoryLine:
+def _sums(config: RunConfig, counts: Counts, ranks_here: int) -> list[MemoryLine]:
     """Gradients that are summed over ranks, of those that share this memory."""
     from tandem.distributed.gradient_sums import BUCKET, IN_FLIGHT
 
-    if config.distributed.gradients == "local":
+    is_local = config.distributed.gradients == "local"
+    if config.distributed.shard == "weights":  # what FSDP has on the way is among the gathered layers
+        why = "whole float32 gradients that each rank has added up, until a pass's last micro-batch"
+        size = counts.trainable * _SUM_BYTES * ranks_here
+        return [MemoryLine(name="gradient sums", bytes=size, why=why, when="training")] if is_local else []
+    if is_local:
         amount, name = counts.trainable + IN_FLIGHT * counts.largest, "gradient sums"
         why = "float32 gradients that each rank has added up, and those on their way to the ranks that own them"
     else:
         amount, name = 2 * IN_FLIGHT * BUCKET, "gradient buckets"
         why = f"{IN_FLIGHT} buckets of float32 gradients on their way to the ranks that own them, and what is in them"
-    return MemoryLine(name=name, bytes=amount * _SUM_BYTES * ranks_here, why=why, when="training")
+    return [MemoryLine(name=name, bytes=amount * _SUM_BYTES * ranks_here, why=why, when="training")]
 
 
 def _cut(

@@ -1,0 +1,146 @@
+"""A publish of ranks whose weights are cut: each writes the slices of one worker of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tandem.distributed.slices import EngineSlice, Slice, shard_slice
+from tandem.errors import ConfigError
+
+GATHERED_BYTES = 1 << 28
+"""Of whole tensors that are gathered by one call, at most, unless a single tensor has more."""
+
+
+class Gathered(NamedTuple):
+    """A tensor that some rank needs more of than it holds."""
+
+    name: str
+    parts: tuple[Slice, ...]
+    """Of each rank."""
+    size: int
+    """Elements that each rank sends: those of the largest part, the first."""
+
+
+class SliceWriter:
+    """Writes a rank's worker's slices again and again; all ranks make and call theirs together.
+
+    What goes where is looked up once. What a rank's shards have in common with its worker's slices is copied by few
+    kernels. A tensor of which some rank's slices are not all within its own shard is sent by all ranks, many tensors at
+    once: key heads that several workers hold, norms that all do, a vocabulary whose padded rows are cut elsewhere.
+
+    Args:
+        shards: this rank's, by name; their memory must stay where it is.
+        shapes: of the whole tensors.
+        slices: of every tensor, where its parts lie in the worker's memory.
+        dtype: of the worker's memory, to which shards are rounded.
+        group: the ranks that hold the whole model together.
+
+    Raises:
+        ConfigError: the engine holds other tensors than the model, or of another dtype.
+    """
+
+    def __init__(
+        self,
+        shards: Mapping[str, Tensor],
+        shapes: Mapping[str, Sequence[int]],
+        slices: Mapping[str, Sequence[EngineSlice]],
+        *,
+        dtype: torch.dtype,
+        group: Any,
+    ):
+        _check(shapes, slices, dtype)
+        self._shards, self._shapes, self._slices, self._dtype, self._group = shards, shapes, slices, dtype, group
+        self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
+        gathered = self._to_gather()
+        own = {name: self._part(name, self._rank) for name in shapes if name not in gathered}
+        pairs = [
+            (target.tensor, target.part.within(part).of(shards[name]))
+            for name, part in own.items()
+            for target in slices[name]
+            if target.part.num_elements
+        ]
+        self._targets, self._sources = [target for target, _ in pairs], [source for _, source in pairs]
+        self._calls = list(self._batches(gathered))
+
+    def _part(self, name: str, rank: int) -> Slice:
+        return shard_slice(name, self._shapes[name], rank, self._ranks)
+
+    def _to_gather(self) -> list[str]:
+        """Names of tensors that some rank needs more of than it has; every rank has to know, since it has to send."""
+        missing = [
+            not all(self._part(name, self._rank).contains(target.part) for target in self._slices[name])
+            for name in self._shapes
+        ]
+        device = next(iter(self._shards.values())).device
+        needed = torch.tensor(missing, dtype=torch.int32, device=device)
+        dist.all_reduce(needed, op=dist.ReduceOp.MAX, group=self._group)
+        return [name for name, flag in zip(self._shapes, needed.tolist(), strict=True) if flag]
+
+    def _batches(self, names: Sequence[str]) -> Iterator[list[Gathered]]:
+        most, batch, size = GATHERED_BYTES // self._dtype.itemsize // self._ranks, list[Gathered](), 0
+        for name in names:
+            parts = tuple(self._part(name, rank) for rank in range(self._ranks))
+            one = Gathered(name, parts, parts[0].num_elements)
+            if batch and size + one.size > most:
+                yield batch
+                batch, size = [], 0
+            batch.append(one)
+            size += one.size
+        if batch:
+            yield batch
+
+    @torch.no_grad()
+    def write(self) -> int:
+        """Queue it; returns the bytes that this rank receives from others."""
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources)
+        return sum(self._gather(batch) for batch in self._calls)
+
+    def _gather(self, batch: Sequence[Gathered]) -> int:
+        """Send this rank's parts of some tensors, and copy of all ranks' what the worker needs."""
+        size, sample = sum(one.size for one in batch), self._shards[batch[0].name]
+        mine = torch.empty(size, dtype=self._dtype, device=sample.device)
+        every = torch.empty(self._ranks * size, dtype=self._dtype, device=sample.device)
+        sent = [
+            (place[: shard.numel()].view(shard.shape), shard)
+            for place, shard in zip(
+                mine.split([one.size for one in batch]), [self._shards[one.name] for one in batch], strict=True
+            )
+            if shard.numel()
+        ]
+        if sent:
+            torch._foreach_copy_([place for place, _ in sent], [shard for _, shard in sent])
+        dist.all_gather_into_tensor(every, mine, group=self._group)
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for rank, of_rank in enumerate(every.split(size)):
+            for one, place in zip(batch, of_rank.split([one.size for one in batch]), strict=True):
+                pairs += self._needed(one, one.parts[rank], place)
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+        received = sum(part.num_elements for one in batch for part in one.parts)
+        return (received - sum(shard.numel() for _, shard in sent)) * self._dtype.itemsize
+
+    def _needed(self, one: Gathered, part: Slice, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Where in the worker's memory elements of one rank's part belong, and these."""
+        vector = len(self._shapes[one.name]) == 1
+        shape = (len(part.rows),) if vector else (len(part.rows), len(part.columns))
+        values = place[: part.num_elements].view(shape)
+        for target in self._slices[one.name]:
+            common = target.part.overlap(part)
+            if common.num_elements:
+                yield common.within(target.part).of(target.tensor), common.within(part).of(values)
+
+
+def _check(shapes: Mapping[str, Any], slices: Mapping[str, Sequence[EngineSlice]], dtype: torch.dtype) -> None:
+    if rest := sorted(slices.keys() ^ shapes.keys()):
+        raise ConfigError(f"the engine and the model do not have the same weights: {rest[0]!r} is of one of them")
+    for name, targets in slices.items():
+        if any(target.tensor.dtype != dtype for target in targets):
+            raise ConfigError(
+                f"the engine holds {name!r} as {targets[0].tensor.dtype}, the model as {dtype}; give both the same "
+                "dtype"
+            )
