@@ -1,9 +1,10 @@
 """One setting of ``pairs.py``: Tandem's own loop on one rank or more, with a stopwatch around the lead's parts.
 
-    python benchmarks/_pairs_run.py MODEL LINES.jsonl --runs FOLDER [--keep] [--engine JSON] [key=value ...]
+    python benchmarks/_pairs_run.py MODEL LINES.jsonl --runs FOLDER [--engine JSON] [key=value ...]
 
 A run that an earlier setting has left in FOLDER is gone on with, by as many ranks as the recipe says: engines that
---keep left running are found by their records. Besides the parts of ``_versus_tandem.py`` each step's line has, in
+it left running are found by their records. It ends after its last step as if killed: nothing is saved, and its engines
+run on, which ``pairs.py`` ends. Besides the parts of ``_versus_tandem.py`` each step's line has, in
 seconds: ``paused``, in which the engine that waited longest sampled nothing; ``publish``, from pause to resume without
 the optimizer; ``update``, the optimizer on the lead's compute thread; and ``gather``, of that what passed until all
 ranks had all weights.
@@ -42,8 +43,8 @@ NAME = "pairs"
 class Publishes:
     """How long engines stand still for each publish, and of what; and what engine and trainer hold."""
 
-    def __init__(self, parts: Parts, last: int, *, keep: bool):
-        self._parts, self._last, self._keep = parts, last, keep
+    def __init__(self, parts: Parts, last: int):
+        self._parts, self._last = parts, last
         self._seconds: dict[str, float] = defaultdict(float)
         self._engine: Any = None
 
@@ -56,11 +57,11 @@ class Publishes:
         self._seconds[name] += time.perf_counter() - begin
 
     def told(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Note a step's; after the last, end this process and leave its engines to the next, if they are kept."""
+        """Note a step's; after the last, end this process: saving the states would take longer than all steps."""
         paused, publish = (float(metrics.get(name, 0.0)) for name in ("engine/paused_seconds", "seconds/sync"))
         self._parts.note(paused=paused, publish=publish, update=self._seconds["update"], gather=self._seconds["gather"])
         self._seconds.clear()
-        if self._keep and step == self._last:
+        if step == self._last:
             sys.stdout.flush()
             os._exit(0)
 
@@ -110,14 +111,13 @@ def _own_gb() -> float | None:
 def main() -> None:
     parser = tandem.parser_of(__doc__)
     parser.add_argument("--runs", type=Path, required=True, help="folder of the run's folder")
-    parser.add_argument("--keep", action="store_true", help="leave the engines to another run in that folder")
     args = parser.parse_intermixed_args()
     work, parts, folder = work_of(args), Parts(args.lines), args.runs / NAME
     recipe = {**tandem.options(work, args.model, args.engine, str(args.runs)), "name": NAME}
     loaded = recipes.from_options(recipe, args.overrides, Path("pairs"))
     append(args.lines, kind="about", overrides=args.overrides, rollouts=work.groups * work.siblings)
     tandem.instrument(parts, args.lines, work)
-    publishes = Publishes(parts, work.steps + 1, keep=args.keep)
+    publishes = Publishes(parts, work.steps + 1)
     publishes.watch()
     resume = folder if folder.exists() else None
     asyncio.run(run.train(loaded.config, resume=resume, on_step=publishes.told))

@@ -11,7 +11,8 @@ One vLLM serves three runs, one after another, each of the loop of ``tandem trai
 - graded: the same answers, math_verify and the format
 
 Medians of a step's milliseconds without the first two: of the whole, of what is waited for, of a publish by part, and
-of how long the engine stood still; and the trainer's processor time for each rollout.
+of how long the engine stood still; and the trainer's processor time for each rollout. The settings are run through
+--rounds times in turns, and the last time counts: the first to meet a length compiles for it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import statistics
 import sys
@@ -173,6 +175,7 @@ def main() -> int:
     parser.add_argument("--siblings", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=256, help="most of an answer to GSM8K")
     parser.add_argument("--steps", type=int, default=12, help="that are measured")
+    parser.add_argument("--rounds", type=int, default=2, help="through all settings, of which the last counts")
     parser.add_argument("--limit", type=float, default=90.0, help="seconds of one setting")
     parser.add_argument("--engine-limit", type=float, default=400.0, help="seconds until the engine is there")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=SETTINGS)
@@ -189,8 +192,8 @@ def main() -> int:
     end_in_order()
     found: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory(prefix="host-gpu-") as scratch, served(args, Path(scratch)) as url:
-        for setting in args.settings:
-            lines, log = Path(scratch) / f"{setting}.jsonl", Path(scratch) / f"{setting}.log"
+        for number, setting in itertools.product(range(args.rounds), args.settings):
+            lines, log = (Path(scratch) / f"{setting}-{number}.{end}" for end in ("jsonl", "log"))
             given = [*sys.argv[1:], "--one", setting, "--url", url, "--lines", str(lines)]
             with ended([sys.executable, __file__, *given], environment(), log) as process:
                 _, stopped = awaited(process, args.limit)

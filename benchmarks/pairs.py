@@ -180,7 +180,7 @@ class Pairs(Bench):
         if not self.args.tries:
             engine["kv_cache_gb"] = self.args.kv_cache_gb
         command = [sys.executable, str(HERE / "_pairs_run.py"), str(self.model_of(setting)), str(lines)]
-        command += ["--runs", str(self._runs), *(["--keep"] if keep else []), "--engine", json.dumps(engine)]
+        command += ["--runs", str(self._runs), "--engine", json.dumps(engine)]
         given = () if self.args.tries else setting.on_gpu
         command += [*work_options(self.work_of(setting)), *given, *setting.options, *self.args.override]
         self._mark()

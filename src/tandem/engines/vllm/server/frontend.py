@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from tandem.engines.vllm.protocol import IN_PLACE, Refusal, unrefused
-from tandem.engines.vllm.server.places import PROBES, Places
+from tandem.engines.vllm.server.places import PROBES, Places, Turnstile
 from tandem.engines.vllm.speedups import PIECES_KEY, PrefillRoom, Scheduler
 
 
@@ -219,6 +219,7 @@ class Frontend:
         self.steps: dict[int, int] = {UNKNOWN: UNKNOWN, 0: UNKNOWN}
         self.digest = ""
         self.places = Places(client.vllm_config.scheduler_config.max_num_seqs - PROBES)
+        self._turnstile = Turnstile()
         self._live: dict[str, RequestRecord] = {}
         self._verified = 0
         self._generation_of: dict[str, int] = {}  # of adapters by name, where each is a version of its own
@@ -392,7 +393,7 @@ class Frontend:
         """Let the scheduler go on, with everything sampled from now on held back.
 
         What is asked within is asked before all that waited: none is told yet. Where nothing is in flight, the
-        scheduler goes on at the end of the block, once those that waited are handed in too: one forward pass for all.
+        scheduler goes on at the end of the block, so that its first forward pass has all of it.
         """
         async with self._control:
             stood, alone = self.state in ("paused", "stopped"), self._alone
@@ -404,10 +405,9 @@ class Frontend:
                 yield
             finally:
                 if stood:
-                    self._turn("proving")
                     if alone:
-                        await asyncio.sleep(0)  # in which each that waited is handed in
                         await self._go_on()
+                    self._turn("proving")
 
     @contextlib.asynccontextmanager
     async def first(self) -> AsyncIterator[None]:
@@ -478,8 +478,10 @@ class Frontend:
         while min_step > self._sampling_step and self.state != "stopped":
             await self._changed.wait()
         async with self.places.taken(answers):
+            await self._turnstile.passed()
             while not self._admits(prompt, answers, min_step):
                 await self._changed.wait()
+                await self._turnstile.passed()
             if self.state == "stopped":
                 raise Stopped(self.reason)
             yield
