@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -82,6 +83,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         slow = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("long")}
         items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish() -> None:
+    """Libraries and tests are a million objects that stay: collections in runs need not look through them again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _is_of_the_tier(item: pytest.Item, config: pytest.Config) -> bool:

@@ -127,17 +127,19 @@ def reserved(device: str) -> int | None:
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """Spare the garbage collector what there is already, while the block lasts.
+    """Spare the garbage collector what there is already, while the block lasts; for good, where something was before.
 
     torch and transformers are half a million objects. To look through them again takes a tenth of a second or more, in
     which the event loop stands still and neither is a request sent nor an answer read.
     """
+    was_spared = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not was_spared:
+            gc.unfreeze()
 
 
 def free_disk(folder: Path) -> int:

@@ -80,9 +80,7 @@ def tandem(nursery: Nursery, place: Path, words: Sequence[str], *environs: Mappi
     with contextlib.ExitStack() as stack:
         started = [
             stack.enter_context(
-                nursery.start(
-                    words, cwd=place, out=subprocess.PIPE, environment=environment(**environ), children=True
-                )
+                nursery.start(words, cwd=place, out=subprocess.PIPE, environment=environment(**environ), children=True)
             )
             for environ in environs
         ]

@@ -41,9 +41,7 @@ def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def training(
-    nursery: Nursery, folder: Path, target: Path, *overrides: str, children: bool = False
-) -> Iterator[Forked]:
+def training(nursery: Nursery, folder: Path, target: Path, *overrides: str, children: bool = False) -> Iterator[Forked]:
     """A trainer under way; its followers are forked only where no test looks at their processes."""
     env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     words = ["train", str(target), *overrides]

@@ -44,7 +44,9 @@ def test_two_pairs_train_publish_and_prove(nursery: Nursery, tmp_path: Path, tra
     recipe.write_text(render(options), encoding="utf-8")
     source = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": f"{source / 'src'}:{source / 'tests'}", "OMP_NUM_THREADS": "1"}
-    with nursery.start(["train", str(recipe)], cwd=tmp_path, out=subprocess.PIPE, environment=env, children=True) as process:
+    with nursery.start(
+        ["train", str(recipe)], cwd=tmp_path, out=subprocess.PIPE, environment=env, children=True
+    ) as process:
         said, _ = process.communicate(timeout=540)
     assert process.returncode == 0, said
     run = tmp_path / "runs" / "pairs"

@@ -88,7 +88,9 @@ def written(folder: Path, options: dict[str, Any]) -> Path:
 def started(nursery: Nursery, folder: Path, what: Path, *overrides: str) -> Any:
     source = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": f"{source / 'src'}:{source / 'tests'}", "OMP_NUM_THREADS": "1"}
-    return nursery.start(["train", str(what), *overrides], cwd=folder, out=subprocess.PIPE, environment=env, children=True)
+    return nursery.start(
+        ["train", str(what), *overrides], cwd=folder, out=subprocess.PIPE, environment=env, children=True
+    )
 
 
 def ended(process: Any) -> None:

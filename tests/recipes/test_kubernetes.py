@@ -78,7 +78,11 @@ def test_what_a_manifest_starts_are_the_ranks_of_one_run(nursery: Nursery, read:
             here |= {"PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
         words += [str(tmp_path / "says.py"), json.dumps([*VARIABLES, "TORCHELASTIC_RUN_ID"]), str(tmp_path)]
         pod_process = nursery.start(
-            words, cwd=tmp_path, out=tmp_path / "said.txt", environment=os.environ | here, module="torch.distributed.run"
+            words,
+            cwd=tmp_path,
+            out=tmp_path / "said.txt",
+            environment=os.environ | here,
+            module="torch.distributed.run",
         )
         running.append(pod_process)
     assert [process.wait(120) for process in running] == [0] * len(pods)

@@ -7,6 +7,7 @@ import gc
 import subprocess
 import sys
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,16 @@ class Node:
         self.me = self
 
 
+@pytest.fixture
+def unspared() -> Iterator[None]:
+    """As a program begins: tests have spared the collector their own libraries."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("unspared")
 def test_what_was_there_before_is_not_looked_at_and_is_collected_afterwards() -> None:
     node = Node()
     old = weakref.ref(node)
@@ -47,10 +57,20 @@ def test_what_tensors_took_of_an_accelerator(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unspared")
 def test_a_run_that_fails_leaves_the_collector_as_it_was() -> None:
     with pytest.raises(ZeroDivisionError), machine.settled():
         _ = 1 / 0
     assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("unspared")
+def test_what_was_spared_before_a_run_is_spared_after_it() -> None:
+    gc.freeze()
+    with machine.settled():
+        pass
+    assert gc.get_freeze_count() > 10_000
 
 
 def test_processes_have_a_card_in_turns_unless_mps_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,6 +111,10 @@ class Counts:
     """Those outside the layers: embeddings, the last norm and the head."""
 
 
+_PASSES: dict[tuple[Any, ...], Pass] = {}
+"""Passes that were run, by all that they depend on."""
+
+
 class FakeModel:
     """A recipe's model on fake tensors, ready to be counted and run."""
 
@@ -126,6 +130,7 @@ class FakeModel:
 
         from tandem.model.attention import NAME
 
+        self._key = (model_config.to_json_string(use_diff=False), repr(config.trainable), config.dtype, on_host)
         dtype = getattr(torch, config.dtype)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(model_config, attn_implementation=NAME, dtype=dtype)
@@ -156,7 +161,16 @@ class FakeModel:
         )
 
     def run(self, config: RunConfig, layout: Layout) -> Pass:
-        """One micro-batch's forward and backward, with the recipe's checkpointing. Nothing is compiled for it."""
+        """One micro-batch's forward and backward, with the recipe's checkpointing. Nothing is compiled for it.
+
+        What this process found once for the same model and micro-batch is not looked for again: it takes a second.
+        """
+        key = (*self._key, repr(config.sampling), config.checkpointing, layout)
+        if key not in _PASSES:
+            _PASSES[key] = self._run(config, layout)
+        return _PASSES[key]
+
+    def _run(self, config: RunConfig, layout: Layout) -> Pass:
         from tandem.model.layers import tune
 
         for layer in self._left:

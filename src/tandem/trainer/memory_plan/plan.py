@@ -340,7 +340,6 @@ class Planner:
     """Folder of a run that is gone on with; an engine that it left running has its memory already."""
     ranks: RankCounts = field(default_factory=RankCounts)
     """How many ranks the states are divided over."""
-    _passes: dict[tuple[Layout, str], Pass] = field(default_factory=dict)
 
     def plan(self, config: RunConfig) -> MemoryPlan:
         """Every line of a run."""
@@ -409,7 +408,7 @@ class Planner:
         prompt, answer = self.longest(config)
         budget = min(config.micro_batch_tokens, self.step_tokens(config))
         layout = Layout.of(tokens=budget, prompt=prompt, answer=answer, siblings=config.group_size)
-        each_pass = self._pass(config, layout)
+        each_pass = self.modelled.run(config, layout)
         kept = {"none": "all", "selective": "products and attention", "full": "each layer's input, and one layer"}
         each = each_pass.activations // layout.tokens
         what = f"one micro-batch: {layout.tokens:,} tokens × {each:,} bytes, of {kept[config.checkpointing]}"
@@ -427,17 +426,11 @@ class Planner:
         why = f"{SLACK:.0%} of what is made and freed"
         remade = 0
         if config.checkpointing != "none":
-            remade = max(0, self._pass(replace(config, checkpointing="none"), layout).total - each_pass.total)
+            unsaved = self.modelled.run(replace(config, checkpointing="none"), layout)
+            remade = max(0, unsaved.total - each_pass.total)
             why += f", {REMADE:.0%} of {readable(remade)} that are made again"
         why += ": holes that the allocator cannot use at once"
         return MemoryLine(name="slack", bytes=int(SLACK * each_pass.total + REMADE * remade), why=why, when="training")
-
-    def _pass(self, config: RunConfig, layout: Layout) -> Pass:
-        """What a forward and backward take, found once."""
-        key = (layout, config.checkpointing)
-        if key not in self._passes:
-            self._passes[key] = self.modelled.run(config, layout)
-        return self._passes[key]
 
     def _sampling(self, config: RunConfig, engines: Engines) -> list[MemoryLine]:
         """What sampling in this process takes."""
