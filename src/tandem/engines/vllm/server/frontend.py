@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from tandem.engines.vllm.protocol import IN_PLACE, Refusal, unrefused
-from tandem.engines.vllm.server.places import PROBES, Places, Turnstile
+from tandem.engines.vllm.server.places import PROBES, Places
 from tandem.engines.vllm.speedups import PIECES_KEY, PrefillRoom, Scheduler
 
 
@@ -219,7 +219,6 @@ class Frontend:
         self.steps: dict[int, int] = {UNKNOWN: UNKNOWN, 0: UNKNOWN}
         self.digest = ""
         self.places = Places(client.vllm_config.scheduler_config.max_num_seqs - PROBES)
-        self._turnstile = Turnstile()
         self._live: dict[str, RequestRecord] = {}
         self._verified = 0
         self._generation_of: dict[str, int] = {}  # of adapters by name, where each is a version of its own
@@ -478,10 +477,10 @@ class Frontend:
         while min_step > self._sampling_step and self.state != "stopped":
             await self._changed.wait()
         async with self.places.taken(answers):
-            await self._turnstile.passed()
+            await self.places.turnstile.passed()
             while not self._admits(prompt, answers, min_step):
                 await self._changed.wait()
-                await self._turnstile.passed()
+                await self.places.turnstile.passed()
             if self.state == "stopped":
                 raise Stopped(self.reason)
             yield

@@ -65,6 +65,8 @@ class Places:
         """Requests with vLLM."""
         self.users: Counter[str] = Counter()
         """Those of each adapter, by name; of none: the empty name."""
+        self.turnstile = Turnstile()
+        """What those go through that wait for the same weights."""
         self._all = self._free = number
         self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._empty = asyncio.Event()
