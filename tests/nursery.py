@@ -9,8 +9,11 @@ a fork, waits for its end and ends alike.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
+import importlib
 import json
+import multiprocessing
 import os
 import resource
 import runpy
@@ -113,18 +116,23 @@ class Nursery:
     Args:
         environment: of that process. What is read by the interpreter as it starts, such as ``PYTHONHASHSEED``, is the
             same for all that it forks.
+        python: its interpreter.
+        loads: what it imports before it forks: ``tandem``, or ``vllm`` for engines.
     """
 
-    def __init__(self, environment: Mapping[str, str] = os.environ):
+    def __init__(
+        self, environment: Mapping[str, str] = os.environ, *, python: str = sys.executable, loads: str = "tandem"
+    ):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._folder = tempfile.TemporaryDirectory(prefix="nursery-")
-        self._door = str(Path(self._folder.name) / "door")
+        self.door = str(Path(self._folder.name) / "door")
+        """Where programs ask for a fork."""
         with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
-            door.bind(self._door)
+            door.bind(self.door)
             door.listen()
             files = (theirs.fileno(), door.fileno())
             self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__)), *map(str, files)],
+                [python, str(Path(__file__)), loads, *map(str, files)],
                 pass_fds=files, stdin=subprocess.DEVNULL, env={**environment, "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
         self._socket, self._lock = ours, threading.Lock()
@@ -157,7 +165,7 @@ class Nursery:
             "limit": limit,
         }  # fmt: skip
         if children:
-            request["environment"] = {**environment, _DOOR: self._door, _PYTHON: sys.executable}
+            request["environment"] = {**environment, _DOOR: self.door, _PYTHON: sys.executable}
         with contextlib.ExitStack() as stack:
             stdout = None
             if isinstance(out, int):
@@ -174,7 +182,7 @@ class Nursery:
     def children(self) -> Iterator[None]:
         """In the block, the ``python -m`` programs that this very process starts are forked too."""
         before = sys.executable
-        os.environ.update({_DOOR: self._door, _PYTHON: before})
+        os.environ.update({_DOOR: self.door, _PYTHON: before})
         sys.executable = str(FORKED_PYTHON)
         try:
             yield
@@ -304,8 +312,10 @@ def _code_of(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def _serve(requests: socket.socket, door: socket.socket) -> None:
-    _load()
+def _serve(loads: str, requests: socket.socket, door: socket.socket) -> None:
+    gc.disable()  # while it imports, it would look through all that is imported already again and again
+    {"tandem": _load, "vllm": _load_vllm}[loads]()
+    gc.enable()
     gc.freeze()  # collections in what is forked leave these pages shared
     if (threads := len(os.listdir("/proc/self/task"))) != 1:
         raise RuntimeError(f"{threads} threads, of which a fork would keep one")
@@ -315,7 +325,8 @@ def _serve(requests: socket.socket, door: socket.socket) -> None:
 def _stand_for(module: str, words: Sequence[str]) -> int:
     """Have a program forked that has this process' surroundings, and end as it does."""
     request = {
-        "module": module, "words": list(words), "cwd": os.getcwd(), "environment": dict(os.environ), "limit": 0
+        "module": module, "words": list(words), "cwd": os.getcwd(), "environment": dict(os.environ), "limit": 0,
+        "network": f"/proc/{os.getpid()}/ns/net",
     }  # fmt: skip
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         server.connect(os.environ[_DOOR])
@@ -342,8 +353,19 @@ def _load() -> None:
     import tandem.trainer.assemble  # noqa: F401
 
 
+def _load_vllm() -> None:
+    """Import what engines import; in what is forked a server forks its engine, and that its workers."""
+    for name in ("entrypoints.openai.api_server", "model_executor.models.llama", "v1.executor.uniproc_executor"):
+        importlib.import_module(f"vllm.{name}")
+    for name in ("v1.engine.utils", "v1.executor.multiproc_executor"):
+        module: Any = importlib.import_module(f"vllm.{name}")
+        module.get_mp_context = lambda: multiprocessing.get_context("fork")
+
+
 def _become(request: Mapping[str, Any], files: Sequence[int], path: Sequence[str]) -> None:
     """Be the program that was asked for, to its end."""
+    if (network := request.get("network")) and not os.path.samefile(network, "/proc/self/ns/net"):
+        _enter(network)
     os.setsid()
     os.chdir(request["cwd"])
     os.environ.clear()
@@ -356,12 +378,19 @@ def _become(request: Mapping[str, Any], files: Sequence[int], path: Sequence[str
     own = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     sys.path[:] = [request["cwd"], *own, *path]
     sys.argv = [request["module"], *request["words"]]
-    if _DOOR in os.environ:
+    if _PYTHON in os.environ:
         sys.executable = str(FORKED_PYTHON)
     runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+
+
+def _enter(network: str) -> None:
+    """Have the network of another process, as the tests of two hosts give them."""
+    with open(network) as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0):
+            raise OSError(ctypes.get_errno(), f"{network} cannot be entered")
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "-m":
         sys.exit(_stand_for(sys.argv[2], sys.argv[3:]))
-    _serve(*(socket.socket(fileno=int(file)) for file in sys.argv[1:]))
+    _serve(sys.argv[1], *(socket.socket(fileno=int(file)) for file in sys.argv[2:]))

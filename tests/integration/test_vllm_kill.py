@@ -61,7 +61,7 @@ def checked(folder: Path, *, steps: int, each: int = 4) -> None:
     same_logprobs(folder)
 
 
-APART = engine() if CUDA else engine(args={})
+APART = engine() if CUDA else engine(forks=False, args={})
 """The worker has a process of its own, as it has by default."""
 KILLED: dict[str, tuple[Callable[[Left], int], dict[str, Any]]] = {
     "server": (lambda left: left.pid, {"trainable": {"kind": "full"}, "sync": "shared"}),
