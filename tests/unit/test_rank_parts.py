@@ -56,7 +56,7 @@ CUT = (WEIGHTS, "engine=vllm", "engine.tensor_parallel_size=2")
 
 @pytest.mark.parametrize(("world", "options", "said"), [
     (2, (WEIGHTS, "engine=vllm"), "engine.tensor_parallel_size: 1: each rank writes.*tensor_parallel_size to 2"),
-    (4, CUT, "engine.tensor_parallel_size: 2: each rank writes.*tensor_parallel_size to 4"),
+    (6, (*CUT[:2], "engine.tensor_parallel_size=4"), "_size: 4: each rank writes.*_size to 2 or 3 or 6, or choose"),
     (2, (*CUT, "distributed.share_gpus=true"), "shard: weights and distributed.share_gpus"),
     (2, (*CUT, "sync=broadcast"), "this sync: every rank's engine shares its weights; choose sync: shared"),
     (2, (*CUT, "engine.replicas=2"), "engine.replicas or engine.devices"),
