@@ -156,7 +156,8 @@ class Vllm(EngineSpec):
             return (
                 f"tensor_parallel_size is {self.tensor_parallel_size}: each of its processes holds a slice of every "
                 "weight, and one trainer process cannot train on slices. sync: broadcast feeds such an engine, and "
-                f"so do ranks: {self.tensor_parallel_size} with distributed.shard: weights, each its own process"
+                f"so do ranks: {self.tensor_parallel_size} or a multiple of it with distributed.shard: weights, each "
+                "its own process"
             )
         if capability is ExportsWeights and engines > 1:
             return f"there are {engines} engines and the weights can lie in one of them only; use sync: broadcast"
