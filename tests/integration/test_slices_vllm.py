@@ -137,7 +137,8 @@ def test_ranks_of_two_hosts_have_an_engine_on_each_and_end_with_one_of_them(nurs
         records = [json.loads((run / f"engine-{number}.json").read_text()) for number in (0, 1)]
         ranks[3].kill()
         said = [process.communicate(timeout=60)[0] for process in ranks]
-        assert [process.returncode for process in ranks[:3]] == [RankError.exit_code] * 3, said
+        assert ranks[0].returncode == RankError.exit_code, said[0]
+        assert all(process.returncode for process in ranks), "a collective broke, or the lead said so"
         assert "rank 3 (pid" in str(said[0])
     newest = max(int(folder.name) for folder in (run / "checkpoints").glob("[0-9]*"))
     with started(nursery, tmp_path, run, f"steps={newest + 1}") as process:
