@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,18 +37,20 @@ def exported(worker: WorkerExtension) -> dict[str, Any]:
     return {"parameters": told["lent"], "places": told["map"]}
 
 
-def publishing(rank: int, name: str, dtype: str) -> dict[str, Any]:
-    """Attach what the worker exports, change the masters, publish, score and gather."""
-    world = dist.get_world_size()
+def publishing(rank: int, name: str, shape: Sequence[int], dtype: str) -> dict[str, Any]:
+    """Attach what the worker exports, change the masters, publish, score and gather; an engine has the last dimension's
+    workers."""
+    world = shape[-1]
+    number = rank % world
     model = made(name, getattr(torch, dtype))
     changed = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in changed.parameters():
             parameter.mul_(-1.5)
-    worker, fresh = worker_of(model, rank, world), served(changed, Worker(rank, world))
+    worker, fresh = worker_of(model, number, world), served(changed, Worker(number, world))
     skeleton = Skeleton(model)
     policy = Policy(model, None, name=name, compute=None)  # type: ignore[arg-type]
-    weights_of_all = ShardedWeights(skeleton.bare(), mesh_of((world,)))
+    weights_of_all = ShardedWeights(skeleton.bare(), mesh_of(shape))
     weights_of_all.fill(model if rank == 0 else None)
     mine = RankSlices(ShardedPolicy(policy, weights_of_all))
     stale = mine.attach(
@@ -58,8 +61,9 @@ def publishing(rank: int, name: str, dtype: str) -> dict[str, Any]:
         for _, parameter in mine.policy.weights.local_parameters:
             parameter.mul_(-1.5)
     mine.publish()
-    parts: list[Any] = [None] * world
+    parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, worker.tandem_checksums())
+    parts = parts[rank - number : rank - number + world]
     mine_sums, expected = mine.checksums(), checksums(changed.named_parameters())
     tokens = [5, 9, 2, 77, 31, 8]
     lone = Policy(changed, None, name=name, compute=None)  # type: ignore[arg-type]

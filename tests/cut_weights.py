@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tandem.distributed import slice_writer
+from tandem.distributed import slice_writer, state_shards
 from tandem.distributed.sharded_weights import ShardedWeights
 from tandem.distributed.slices import EngineSlice, Slice
 from tandem.distributed.weight_shards import ShardedPolicy, WeightShardStepper, WholeWeights
@@ -275,14 +276,19 @@ def unfinished(rank: int, name: str, dtype: str) -> dict[str, Any]:
     }
 
 
-def stepping(rank: int, name: str, dtype: str, local: bool = False) -> dict[str, Any]:
-    """Three AdamW steps by ranks, of which one has all rows, and by one process; then the states loaded."""
+def stepping(
+    rank: int, name: str, shape: Sequence[int], dtype: str, local: bool = False, folder: Path | None = None
+) -> dict[str, Any]:
+    """Three AdamW steps by ranks, of which one has all rows, and by one process; then the states loaded.
+
+    With a folder ranks write their shares of the states there.
+    """
     model = made(name, getattr(torch, dtype))
     lone, optimizer = copy.deepcopy(model), AdamW(lr=1e-2, eps=1e-4)
     stepper = optimizer.bind(list(lone.named_parameters()))
     policy = Policy(model, None, name=name, compute=None)  # type: ignore[arg-type]
     whole = {of: p.detach() for of, p in copy.deepcopy(model).named_parameters()} if rank == 0 else {}
-    sharded = ShardedPolicy(policy, ShardedWeights(model, mesh_of((dist.get_world_size(),))))
+    sharded = ShardedPolicy(policy, ShardedWeights(model, mesh_of(shape)))
     mine = WeightShardStepper(optimizer, sharded, WholeWeights(sharded.weights, whole).refresh, local=local)
     for parameter in sharded.model.parameters():
         parameter.register_post_accumulate_grad_hook(mine.accumulate)
@@ -306,6 +312,8 @@ def stepping(rank: int, name: str, dtype: str, local: bool = False) -> dict[str,
         for of, master in masters.items()
         if shards[of].numel()
     )
+    if folder is not None:
+        state_shards.write(folder, mine.shares(mine.local_states()), rank)
     shared = [states if rank == 0 else None]
     dist.broadcast_object_list(shared, src=0)
     fresh = WeightShardStepper(optimizer, sharded)
@@ -318,7 +326,9 @@ def stepping(rank: int, name: str, dtype: str, local: bool = False) -> dict[str,
     return {
         "norms": norms,
         "lost": lost,
-        "keys": rank > 0 or sorted(states) == sorted(expected),
+        "keys": sorted(states) == (sorted(expected) if rank == 0 else []),
+        "states": states,
+        "norm": mine._weights.global_norm(torch.tensor(1.0 + rank)).item(),
         "far": max((float((whole[of].float() - masters[of]).abs().max()) for of in whole), default=0.0),
         "again": sorted(again),
         "restored": all(torch.equal(shards[of], local) for of, local in fresh._local.items()),

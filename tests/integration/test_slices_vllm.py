@@ -1,7 +1,8 @@
-"""Two ranks whose weights are cut, and one vLLM engine of two workers: each rank writes its worker's slices."""
+"""Ranks whose weights are cut, and vLLM engines of two workers each: each rank writes its worker's slices."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -17,6 +18,8 @@ from nursery import Nursery
 from safetensors.torch import load_file
 
 from tandem.config.tree import render
+from tandem.errors import RankError
+from tandem.ports import free_port
 
 pytestmark = [pytest.mark.slow, vllm.needs_engine]
 
@@ -79,15 +82,82 @@ def test_slices_train_what_one_rank_trains_and_outlive_their_engine(nursery: Nur
         assert float((tensor - two[name]).abs().max()) < CLOSE, name
 
 
+@pytest.mark.skipif(vllm.CUDA and torch.cuda.device_count() < 4, reason="four ranks need four GPUs")
+@pytest.mark.long
+def test_four_ranks_share_two_engines_and_go_on_as_two_with_one(nursery: Nursery, tmp_path: Path) -> None:
+    """Replicas of shards: an engine is killed and started again, both are proven, the weights are one rank's."""
+    model = build_tiny_model(tmp_path / "tiny", head_dim=vllm.HEAD_DIM)
+    same = {"steps": 2, "seed": 3, "optimizer": {"lr": 1.0e-3, "eps": 1.0e-3}}
+    engine = vllm.engine(seeded=True, **WORKERS)
+    cut = vllm.recipe(model, tmp_path / "runs", name="cut", engine=engine, **{**CUT, "ranks": 4}, **same)
+    alone = vllm.recipe(model, tmp_path / "runs", name="alone", engine=vllm.engine(seeded=True), **same)
+    run = tmp_path / "runs" / "cut"
+    with started(nursery, tmp_path, written(tmp_path, cut)) as process:
+        vllm.until(lambda: vllm.published(run) or process.poll() is not None, "the first publish", 500)
+        # All of its processes at once: those that were forked hold its port.
+        os.killpg(json.loads((run / "engine-1.json").read_text())["pid"], signal.SIGKILL)
+        ended(process)
+    with started(nursery, tmp_path, written(tmp_path, alone)) as process:
+        ended(process)
+    assert not (run / "engine-2.json").exists(), "one for each two ranks"
+    events = vllm.published(run)
+    assert sorted(events) == [1, 2]
+    assert all(event["probe_gap"] <= vllm.GAP for event in events.values())
+    one, four = weights(tmp_path / "runs" / "alone", 2), weights(run, 2)
+    started_from = load_file(model / "model.safetensors")
+    for name, tensor in one.items():
+        assert float((tensor - started_from[name]).abs().max()) > 30 * CLOSE, name
+        assert float((tensor - four[name]).abs().max()) < CLOSE, name
+    with started(nursery, tmp_path, run, "ranks=2", "steps=3") as process:
+        ended(process)
+    assert sorted(vllm.published(run)) == [1, 2, 3]
+    vllm.same_logprobs(run)
+
+
+@pytest.mark.skipif(vllm.CUDA, reason="ranks of two hosts would each take the first GPU")
+@pytest.mark.long
+def test_ranks_of_two_hosts_have_an_engine_on_each_and_end_with_one_of_them(nursery: Nursery, tmp_path: Path) -> None:
+    """Each host's first rank starts its engine; when a rank is killed all end by its name, and its run goes on."""
+    model = build_tiny_model(tmp_path / "tiny", head_dim=vllm.HEAD_DIM)
+    engine = vllm.engine(**WORKERS)
+    recipe = vllm.recipe(model, tmp_path / "runs", name="hosts", steps=50, engine=engine, **{**CUT, "ranks": 4})
+    run, port = tmp_path / "runs" / "hosts", free_port()
+    ranks = []
+    for rank in range(4):
+        place = {"RANK": rank, "LOCAL_RANK": rank % 2, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+        place_text = {"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in place.items()}}
+        ranks.append(started(nursery, tmp_path, written(tmp_path, recipe), **place_text))
+    with contextlib.ExitStack() as stack:
+        for process in ranks:
+            stack.enter_context(process)
+        vllm.until(
+            lambda: (run / "checkpoints/000001").exists() or any(p.poll() is not None for p in ranks), "a step", 400
+        )
+        assert [process.poll() for process in ranks] == [None] * 4
+        records = [json.loads((run / f"engine-{number}.json").read_text()) for number in (0, 1)]
+        ranks[3].kill()
+        said = [process.communicate(timeout=60)[0] for process in ranks]
+        assert ranks[0].returncode == RankError.exit_code, said[0]
+        assert all(process.returncode for process in ranks), "a collective broke, or the lead said so"
+        assert "rank 3 (pid" in str(said[0])
+    newest = max(int(folder.name) for folder in (run / "checkpoints").glob("[0-9]*"))
+    with started(nursery, tmp_path, run, f"steps={newest + 1}") as process:
+        ended(process)
+    assert len({record["pid"] for record in records}) == 2
+    events = [event for event in vllm.lines(run / "events.jsonl") if event["event"] == "published"]
+    assert {event["step"] for event in events} == set(range(1, newest + 2))
+    assert all(event["probe_gap"] <= vllm.GAP for event in events)
+
+
 def written(folder: Path, options: dict[str, Any]) -> Path:
     recipe = folder / f"{options['name']}.yaml"
     recipe.write_text(render(options), encoding="utf-8")
     return recipe
 
 
-def started(nursery: Nursery, folder: Path, what: Path, *overrides: str) -> Any:
+def started(nursery: Nursery, folder: Path, what: Path, *overrides: str, **variables: str) -> Any:
     source = Path(__file__).parents[2]
-    env = {**os.environ, "PYTHONPATH": f"{source / 'src'}:{source / 'tests'}", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": f"{source / 'src'}:{source / 'tests'}", "OMP_NUM_THREADS": "1", **variables}
     return nursery.start(
         ["train", str(what), *overrides], cwd=folder, out=subprocess.PIPE, environment=env, children=True
     )

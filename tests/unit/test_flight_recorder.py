@@ -124,9 +124,9 @@ class Backend:
 
 
 def parts_of(*backends: Backend) -> RankParts:
-    data, context, default = backends
+    data, context, *of_mesh = backends
     group: Any = SimpleNamespace(backend=data, rank=0)
-    return RankParts(group=group, rendezvous=MEETING, context=context, default=default)
+    return RankParts(group=group, rendezvous=MEETING, context=context, of_mesh=tuple(of_mesh))
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])

@@ -494,6 +494,25 @@ def test_a_ranks_card_holds_its_part_of_weights_that_are_cut(model_config: Any) 
 
 
 @pytest.mark.slow
+def test_ranks_that_share_several_engines_divide_weights_and_states_by_the_workers_of_one(model_config: Any) -> None:
+    """Four ranks with two engines of two workers: a card has what one of two ranks has, a host all four ranks'."""
+    card = replace(LARGE, is_host=False)
+    cut = {"distributed": Distributed(shard="weights"), "dtype": "bfloat16"}
+    workers = vllm(tensor_parallel_size=2, kv_cache_gb=0.5)
+    two, four = (planned(apart("shared", workers, ranks=n, **cut), model_config, card, LARGE) for n in (2, 4))
+    on_card = [{line.name: line.bytes for line in plan.lines if not line.beside} for plan in (two, four)]
+    assert on_card[0] == on_card[1]
+    assert on_card[1]["weights"] == 2 * PARAMETERS // 2
+    two, four = (planned(apart("shared", workers, ranks=n, **cut), model_config, LARGE) for n in (2, 4))
+    one, both = lines(two), lines(four)
+    assert both["weights"] == 2 * one["weights"] == 2 * (2 * PARAMETERS)
+    assert both["optimizer"] == 2 * one["optimizer"]
+    assert both["engine"] == 2 * one["engine"] == 4 * 500_000_000
+    assert (one["loading"], both["loading"]) == (2 * 2 * PARAMETERS, 3 * 2 * PARAMETERS)
+    assert both["programs"] > one["programs"]
+
+
+@pytest.mark.slow
 def test_ranks_that_share_a_gpu_are_all_counted_on_it(model_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     card = replace(LARGE, is_host=False)

@@ -17,12 +17,13 @@ from tandem.api.targets import resumed
 from tandem.config.loading import digest, dump, load
 from tandem.config.sections import Distributed
 from tandem.distributed.placement import Placement
+from tandem.engines.base import EngineRequirements
 from tandem.errors import ConfigError, UnsupportedPair
 from tandem.trainer import rank_crew, rank_parts
 from tandem.trainer.live import rank_device
 from tandem.trainer.memory_plan import RankCounts
 from tandem.trainer.pairs import check_pairs
-from tandem.trainer.rank_parts import RankParts, check_ranks
+from tandem.trainer.rank_parts import RankParts, Together, check_host, check_ranks, engine_devices, ranks_of_engine
 from tandem.transport.rendezvous import Rendezvous
 
 WEIGHTS = "distributed.shard=weights"
@@ -56,7 +57,7 @@ CUT = (WEIGHTS, "engine=vllm", "engine.tensor_parallel_size=2")
 
 @pytest.mark.parametrize(("world", "options", "said"), [
     (2, (WEIGHTS, "engine=vllm"), "engine.tensor_parallel_size: 1: each rank writes.*tensor_parallel_size to 2"),
-    (4, CUT, "engine.tensor_parallel_size: 2: each rank writes.*tensor_parallel_size to 4"),
+    (6, (*CUT[:2], "engine.tensor_parallel_size=4"), "_size: 4: each rank writes.*_size to 2 or 3 or 6, or choose"),
     (2, (*CUT, "distributed.share_gpus=true"), "shard: weights and distributed.share_gpus"),
     (2, (*CUT, "sync=broadcast"), "this sync: every rank's engine shares its weights; choose sync: shared"),
     (2, (*CUT, "engine.replicas=2"), "engine.replicas or engine.devices"),
@@ -69,20 +70,30 @@ def test_ranks_and_workers_that_cannot_share_slices_are_refused_by_name(
     assert re.search(said, refused(tmp_path, world, *options))
 
 
-def test_ranks_share_the_slices_of_one_engine_on_one_host(tmp_path: Path) -> None:
+def test_ranks_share_the_slices_of_engines_that_are_each_on_one_host(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: m\nsteps: 3\nenv: arithmetic\n")
     config = load(recipe, ["ranks=2", *CUT]).config
     check_pairs(config)
     check_ranks(config, 2)
+    check_ranks(load(recipe, ["ranks=4", *CUT]).config, 4)
     place = Placement(
         rank=0, world_size=2, local_rank=0, local_world_size=1, master_addr="a", master_port=1, launcher="slurm"
     )
-    with pytest.raises(UnsupportedPair, match="processes of its own on several hosts"):
+    with pytest.raises(UnsupportedPair, match=r"2 on a host that has 1 of them: an engine is within one host.*states"):
         check_ranks(config, 2, place)
+    check_ranks(config, 8, replace(place, world_size=8, local_world_size=4))
+    second = replace(place, rank=4, world_size=8, local_world_size=4)
+    check_host(config, second)
+    check_host(load(recipe, ["engine=vllm"]).config, replace(second, rank=3))
+    four = load(recipe, [*CUT[:2], "engine.tensor_parallel_size=4"]).config
+    with pytest.raises(UnsupportedPair, match="2 on a host that has 4 of them"):
+        check_host(config, replace(second, rank=3))
+    with pytest.raises(UnsupportedPair, match=r"4 on a host that has 6 of them.*_size to 2 or 3 or 6, or choose"):
+        check_ranks(four, 12, replace(place, world_size=12, local_world_size=6))
     with pytest.raises(UnsupportedPair, match="memory that ranks write to must stay"):
         check_pairs(load(recipe, ["ranks=2", *CUT, "engine.sleep=1"]).config)
-    with pytest.raises(UnsupportedPair, match=r"so do ranks: 2 with distributed\.shard: weights"):
+    with pytest.raises(UnsupportedPair, match=r"so do ranks: 2 or a multiple of it with distributed\.shard: weights"):
         check_pairs(load(recipe, ["ranks=2", *CUT[1:]]).config)
 
 
@@ -96,6 +107,8 @@ def test_a_run_of_slices_goes_on_with_another_number_of_ranks_and_workers(tmp_pa
         load(recipe, ["ranks=2", "engine=vllm", "sync=broadcast"]).config
     )
     recipe.write_text(dump(two))
+    four = resumed(tmp_path, ["ranks=4"])
+    assert digest(four) == digest(two)
     three = resumed(tmp_path, ["ranks=3", "engine.tensor_parallel_size=3"])
     assert (three.ranks, three.engine.tensor_parallel_size, digest(three)) == (3, 3, digest(two))  # type: ignore[attr-defined]
     back = resumed(tmp_path, ["ranks=1", "distributed.shard=states", "engine.tensor_parallel_size=1"])
@@ -120,6 +133,37 @@ def test_workers_are_on_the_gpus_of_the_ranks_in_order(
     assert (cut.replicas, cut.devices, cut.tensor_parallel_size) == (1, devices, 2)
     pairs: Any = rank_parts.engines_of(load(recipe, ["ranks=2", "engine=vllm"]).config, together)
     assert (pairs.replicas, ",".join(pairs.devices)) == (2, gpus)
+
+
+def test_each_engine_is_on_the_gpus_of_its_neighbouring_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: m\nsteps: 3\nenv: arithmetic\n")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    config = load(recipe, ["ranks=4", *CUT]).config
+    cut: Any = rank_parts.engines_of(config, SimpleNamespace(ranks=SimpleNamespace(world=4)))  # type: ignore[arg-type]
+    assert (cut.replicas, cut.devices, cut.tensor_parallel_size) == (2, ("7,6", "5,4"), 2)
+    assert (ranks_of_engine(config), engine_devices(2, 2)) == (2, "5,4")
+    assert ranks_of_engine(load(recipe, ["ranks=4", "engine=vllm"]).config) == 1
+    assert ranks_of_engine(load(recipe, ["ranks=4", WEIGHTS]).config) == 1
+
+
+def test_of_ranks_that_share_an_engine_on_another_host_the_first_has_it() -> None:
+    asked: list[list[Any]] = []
+
+    class Commands:
+        async def execute(self, command: str, body: Callable[[int], Any], mine: Any) -> tuple[None, list[Any]]:
+            await mine
+            asked.append([body(rank) for rank in (1, 2, 3)])
+            return None, [None, {"url": "http://b", "key": "k", "reattached": False}, None]
+
+    together = Together(Commands(), None, ranks_of_engine=2)  # type: ignore[arg-type]
+    requirements = EngineRequirements(model="m", dtype="float32")
+    (engine,) = asyncio.run(together.start_engines(requirements))  # type: ignore[misc]
+    assert (engine.url, engine.key) == ("http://b", "k")
+    assert asyncio.run(together.restart_engine(1)) == engine
+    assert asked[1] == [None, {}, None], "the second engine's first rank is rank 2"
 
 
 def test_engines_of_pairs_do_not_sleep_as_one_that_shares_its_weights_does_not(tmp_path: Path) -> None:

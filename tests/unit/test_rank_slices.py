@@ -9,6 +9,7 @@ from typing import Any
 
 import cut_slices
 import pytest
+import torch
 from ranks import on_ranks
 from torch import nn
 
@@ -21,12 +22,15 @@ from tandem.weight_sync.shared import Shared
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "world", "dtype", "far"), [
-    ("qwen2-tied", 2, "bfloat16", 0.02),
-    ("qwen3-few-key-heads", 4, "float32", 1e-5),
+@pytest.mark.parametrize(("name", "shape", "dtype", "far"), [
+    ("qwen2-tied", (2,), "bfloat16", 0.02),
+    ("qwen3-few-key-heads", (4,), "float32", 1e-5),
+    ("qwen2-tied", (2, 2), "float32", 1e-5),  # two engines of two workers
 ])  # fmt: skip
-def test_each_rank_writes_what_its_worker_would_have_loaded(name: str, world: int, dtype: str, far: float) -> None:
-    for found in on_ranks(world, cut_slices.publishing, name, dtype):
+def test_each_rank_writes_what_its_worker_would_have_loaded(
+    name: str, shape: tuple[int, ...], dtype: str, far: float
+) -> None:
+    for found in on_ranks(torch.Size(shape).numel(), cut_slices.publishing, name, shape, dtype):
         assert "cannot be opened" in found["stale"]
         assert found["attached"] == ""
         assert found["emptied"], "as ranks took their parts"
@@ -45,7 +49,7 @@ class FakeRanks:
     def __init__(self, sums: Mapping[str, int]):
         self.sums, self.calls = sums, list[str]()
 
-    async def attach(self, exports: Sequence[Any]) -> None:
+    async def attach(self, exports: Sequence[Sequence[Any]]) -> None:
         self.calls.append(f"attach {list(exports)}")
 
     async def publish(self) -> int:
@@ -68,8 +72,8 @@ class FakeEngine:
     def __init__(self, sums: Mapping[str, int]):
         self.sums = sums
 
-    async def exports_of_workers(self) -> Sequence[Any]:
-        return ["first", "second"]
+    async def exports_of_workers(self) -> Sequence[Sequence[Any]]:
+        return [["first", "second"]]
 
     async def checksums(self, payload: str) -> Mapping[str, Mapping[str, int]]:
         return {"engine 0": self.sums}
@@ -99,7 +103,7 @@ def test_an_engine_that_was_started_on_these_weights_must_hold_them() -> None:
     sync, bound = session(ranks, FakeEngine(SUMS), fresh=True)
     assert (sync.finishes, sync.verify_every, sync.pause, sync.sums_before_pause) == (True, 3, "transfer", True)
     asyncio.run(sync.bind(bound))
-    assert ranks.calls == ["pause", "attach ['first', 'second']"]
+    assert ranks.calls == ["pause", "attach [['first', 'second']]"]
     sync, bound = session(ranks, FakeEngine({"weight": 1, "bias": 3}), fresh=True)
     with pytest.raises(UnsupportedPair, match="'bias' with other values than the ranks"):
         asyncio.run(sync.bind(bound))
@@ -135,19 +139,18 @@ def test_what_is_read_of_the_weights_is_asked_of_all_ranks() -> None:
 
 def test_a_rank_that_cannot_attach_is_told_once_all_have_tried() -> None:
     class Commands:
-        world = 3
-
         async def execute(self, command: str, body: Any, mine: Any) -> tuple[Any, list[Any]]:
             assert command == "attach_slices"
-            assert [body(rank) for rank in (1, 2)] == ["b", "c"]
-            return await mine, ["", "rank 2 cannot"]
+            assert [body(rank) for rank in (1, 2, 3)] == ["b", "c", "d"]
+            return await mine, ["", "rank 2 cannot", ""]
 
     async def compute(function: Any, *arguments: Any) -> Any:
         return function(*arguments)
 
-    mine: Any = SimpleNamespace(attach=lambda export: "", policy=SimpleNamespace(compute=compute))
+    policy = SimpleNamespace(compute=compute, weights=SimpleNamespace(ranks=2))
+    mine: Any = SimpleNamespace(attach={"a": ""}.__getitem__, policy=policy)
     crew = SliceCrew(mine, SimpleNamespace(), Commands())  # type: ignore[arg-type]
     with pytest.raises(TransportError, match="rank 2 cannot"):
-        asyncio.run(crew.attach(["a", "b", "c"]))
-    with pytest.raises(TransportError, match="has 2 workers, and there are 3 ranks"):
-        asyncio.run(crew.attach(["a", "b"]))
+        asyncio.run(crew.attach([["a", "b"], ["c", "d"]]))
+    with pytest.raises(TransportError, match="engine 0 has 4 workers, and 2 ranks hold whole weights together"):
+        asyncio.run(crew.attach([["a", "b", "c", "d"], ["e", "f"]]))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import cut_weights
 import pytest
 import torch
 from ranks import on_ranks
+from safetensors.torch import load_file
 from torch import nn
 
+from tandem.distributed import state_shards
 from tandem.distributed.sharded_weights import ShardedWeights
 from tandem.errors import ConfigError
 
@@ -90,22 +94,41 @@ def test_a_pass_without_backward_leaves_no_old_weights_behind() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "world", "dtype", "most", "local"), [
-    ("qwen2-tied", 2, "float32", 3e-7, False),
-    ("qwen2-tied", 2, "float32", 3e-7, True),
-    ("qwen3-few-key-heads", 4, "bfloat16", 2e-3, False),
+@pytest.mark.parametrize(("name", "shape", "dtype", "most", "local"), [
+    ("qwen2-tied", (2,), "float32", 3e-7, False),
+    ("qwen2-tied", (2,), "float32", 3e-7, True),
+    ("qwen3-few-key-heads", (4,), "bfloat16", 2e-3, False),
+    ("qwen3-few-key-heads", (2, 2), "float32", 3e-7, False),  # replicas of shards
+    ("qwen2-tied", (2, 2), "bfloat16", 2e-3, True),
 ])  # fmt: skip
 def test_steps_are_those_of_one_process_and_their_states_resume(
-    name: str, world: int, dtype: str, most: float, local: bool
+    name: str, shape: tuple[int, ...], dtype: str, most: float, local: bool
 ) -> None:
     """Ranks without a row take part in the others' passes; the lead's whole weights follow the masters."""
-    for found in on_ranks(world, cut_weights.stepping, name, dtype, local):
+    for found in on_ranks(torch.Size(shape).numel(), cut_weights.stepping, name, shape, dtype, local):
         assert [mine for mine, _ in found["norms"]] == pytest.approx([theirs for _, theirs in found["norms"]], rel=2e-3)
         assert found["lost"] < most
         assert found["far"] < max(most, 2**-8)
         assert found["keys"]
         assert found["again"] == []
         assert found["restored"]
+
+
+@pytest.mark.slow
+def test_replicas_share_the_writing_of_states_and_the_sum_of_a_norm(tmp_path: Path) -> None:
+    """What the four of them wrote is whole, each element once, and is read by any other number of ranks."""
+    ranks = on_ranks(4, cut_weights.stepping, "qwen2-tied", (2, 2), "bfloat16", False, tmp_path)
+    assert [found["norm"] for found in ranks] == [5**0.5] * 4, "of the first replica's ranks, 1 and 2"
+    states = ranks[0]["states"]
+    written = [load_file(file) for file in tmp_path.iterdir()]
+    assert sum(tensor.numel() for of in written for tensor in of.values()) == sum(
+        state.numel() for state in states.values()
+    )
+    by_rank = {int(file.name.split("-")[1]) for file in tmp_path.iterdir()}
+    assert len(by_rank) == 4
+    empty = {key: torch.zeros_like(state) for key, state in states.items()}
+    state_shards.read(tmp_path, state_shards.whole_shares(empty))
+    assert [key for key, state in states.items() if not torch.equal(empty[key], state)] == []
 
 
 def test_a_model_without_known_layers_is_refused_by_name() -> None:

@@ -11,7 +11,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -111,6 +111,8 @@ class Sharding:
     """Whether masters and moments are in host memory."""
     checkpointing: bool = False
     """Whether layers are computed again in the backward pass."""
+    group: int = 1
+    """Ranks that hold all of what is sharded together, of which others have replicas; 1 where it is not said."""
     notes: tuple[str, ...] = ()
     """Keys that change nothing, and why."""
 
@@ -205,7 +207,9 @@ def of_accelerate(environ: Mapping[str, str], refuse: Refuse) -> Sharding | None
         return None
     truth = {"true": True, "false": False}
     named = {name.lower(): text for name, text in environ.items() if name.startswith("FSDP_")}
-    return of_fsdp({name: truth.get(text.lower(), text) for name, text in named.items()}, (), refuse)
+    sharding = of_fsdp({name: truth.get(text.lower(), text) for name, text in named.items()}, (), refuse)
+    group = environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1")
+    return replace(sharding, group=max(1, int(group))) if group.isdigit() else sharding
 
 
 def started_ranks(environ: Mapping[str, str]) -> int | None:

@@ -441,7 +441,7 @@ RESUMABLE = frozenset({
 RESUMABLE_SYNC = {"verify_every": 1, "tolerance": 0.0}
 """Those of the way that weights travel, with the values that they have in the digest of every run."""
 RESUMABLE_WORKERS = "tensor_parallel_size"
-"""Of the engine, where ranks' weights are cut: it has a worker for each rank, and 1 in the digest."""
+"""Of the engine, where ranks' weights are cut: it has a worker for each of so many ranks, and 1 in the digest."""
 
 
 def digest(config: RunConfig) -> str:

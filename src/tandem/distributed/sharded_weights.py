@@ -1,7 +1,8 @@
 """Weights cut among the ranks: torch's FSDP2, cut so that each rank's shard is its slice of a tensor-parallel engine.
 
-A rank holds 1/N of the float32 masters. Each layer's bfloat16 copy is gathered when it is computed with and dropped
-after; gradients are reduce-scattered in float32 and *summed*, since the packer has divided already: after each
+A rank holds 1/N of the float32 masters, where N ranks hold the whole model together: all, or those of each replica
+(HSDP). Each layer's bfloat16 copy is gathered when it is computed with and dropped after; gradients are
+reduce-scattered in float32 and *summed*, over replicas too, since the packer has divided already: after each
 micro-batch, or once for several, which until then are added up whole on each rank. To publish, a rank rounds its own
 masters into the memory of the engine's worker beside it: what the engine's slices have in common with the rank's
 shards never travels.
@@ -67,6 +68,8 @@ class ShardedWeights:
         self.group = shard_mesh.get_group()
         """Ranks that hold the whole model together."""
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.replica, self.num_replicas = (0, 1) if mesh.ndim == 1 else (mesh.get_local_rank(0), mesh.size(0))
+        """Which of the replicas of all shards this rank has one of, and how many there are."""
         # Of the parameters themselves none is held: what is cut is freed before the next layer is.
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self._dimensions = {id(p): shard_dimension(name, p.shape, self.ranks) for name, p in model.named_parameters()}
@@ -126,7 +129,7 @@ class ShardedWeights:
             here = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         else:
             here = tensor.detach().to(self.device, dtype).contiguous()
-        dist.broadcast(here, group=self.group, group_src=0)
+        dist.broadcast(here, src=0)
         return here
 
     @property
@@ -164,9 +167,15 @@ class ShardedWeights:
             module.reshard()
 
     def global_norm(self, local_norm: Tensor) -> Tensor:
-        """L2 norm over all ranks' shards from that over this rank's; float64, no dimension."""
+        """L2 norm over all shards from that over this rank's; float64, no dimension.
+
+        It is one sum of all ranks, to which one replica adds: replicas that each added up their own could differ in the
+        last bit, and then in their weights.
+        """
         square = local_norm.double().square().to(self.device)
-        dist.all_reduce(square, group=self.group)
+        if self.replica:
+            square = torch.zeros_like(square)
+        dist.all_reduce(square)
         return square.sqrt()
 
     @torch.no_grad()

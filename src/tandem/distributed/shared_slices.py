@@ -23,8 +23,8 @@ from tandem.weight_sync.verify.probe import Checksums, differing
 class SliceRanks(Protocol):
     """The trainer's ranks, each with its slices of the weights; all of them execute each call together."""
 
-    async def attach(self, exports: Sequence[Any]) -> None:
-        """Attach the memory of the engine's workers, each rank that of its own."""
+    async def attach(self, exports: Sequence[Sequence[Any]]) -> None:
+        """Attach the memory of each engine's workers, each rank that of its own."""
         ...
 
     async def publish(self) -> int:

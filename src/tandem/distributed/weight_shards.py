@@ -167,7 +167,7 @@ class WeightShardStepper:
         out = {}
         for key in sorted(states):
             whole = self._weights.state(key.rpartition("/")[0], states[key])
-            if self._weights.rank == 0:
+            if self._weights.rank == self._weights.replica == 0:
                 out[key] = whole.cpu()
         return out
 
@@ -179,17 +179,22 @@ class WeightShardStepper:
         return states
 
     def shares(self, states: Mapping[str, Tensor]) -> list[StateShare]:
-        """Where in whole states those of this rank's shards have their place; rank 0 writes what all have."""
+        """Where in whole states those of this rank's shards have their place.
+
+        Of what all have the first rank's is written; what every replica has, each writes some of.
+        """
         shares = []
-        for key, state in states.items():
+        weights = self._weights
+        for number, (key, state) in enumerate(states.items()):
+            is_ours = number % weights.num_replicas == weights.replica
             if not state.dim():
-                box = Box(offsets=(0,), tensor=state.view(1), is_written=self._weights.rank == 0)
+                box = Box(offsets=(0,), tensor=state.view(1), is_written=is_ours and weights.rank == 0)
                 shares.append(StateShare(name=key, shape=(1,), boxes=(box,)))
                 continue
             name = key.rpartition("/")[0]
-            shape = matrix_shape(self._weights.shape(name))
-            first = self._weights.part(name).first[: len(shape)]
-            boxes = (Box(offsets=first, tensor=state.view(matrix_shape(state.shape))),) if state.numel() else ()
+            shape = matrix_shape(weights.shape(name))
+            first, own = weights.part(name).first[: len(shape)], state.view(matrix_shape(state.shape))
+            boxes = (Box(offsets=first, tensor=own, is_written=is_ours),) if state.numel() else ()
             shares.append(StateShare(name=key, shape=shape, boxes=boxes))
         return shares
 

@@ -96,14 +96,14 @@ class RankEngine:
 
 
 class RankHosts(Protocol):
-    """The trainer's ranks 1 and on, each of which has an engine on its own host."""
+    """The trainer's ranks that have started each engine but the first on their own hosts."""
 
     async def start_engines(self, requirements: EngineRequirements) -> Sequence[RankEngine]:
-        """Have each start its engine, or find it; in order of rank."""
+        """Have each start its engine, or find it; in the order of the engines."""
         ...
 
-    async def restart_engine(self, rank: int) -> RankEngine:
-        """Have one start its engine again, which has died."""
+    async def restart_engine(self, engine: int) -> RankEngine:
+        """Have one start its engine again, which has died; the first of the run is engine 0."""
         ...
 
 
@@ -256,13 +256,13 @@ class ExportsToRanks(Protocol):
 
 @runtime_checkable
 class ExportsSlices(Protocol):
-    """An engine whose tensor-parallel workers each share their slices of the weights with one of the trainer's ranks.
+    """Engines whose tensor-parallel workers each share their slices of the weights with one of the trainer's ranks.
 
     The ranks' weights are cut as the workers' are (``distributed.shard: weights``).
     """
 
-    async def exports_of_workers(self) -> Sequence[Any]:
-        """Worker by worker, where its slices are, as plain data: ``parameters`` and ``places`` of ``attach_parts``."""
+    async def exports_of_workers(self) -> Sequence[Sequence[Any]]:
+        """Where slices are, engine by engine and worker by worker, as plain data for ``attach_parts``."""
         ...
 
 

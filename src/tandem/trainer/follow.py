@@ -32,9 +32,9 @@ from tandem.trainable.base import Trainable
 from tandem.trainer import digests, memory_plan
 from tandem.trainer.checkpoint import load_states, staged_states
 from tandem.trainer.live import changing, live_policy, rank_device, work_of
-from tandem.trainer.pairs import has_slices
+from tandem.trainer.pairs import has_slices, shards_of
 from tandem.trainer.rank_crew import handlers
-from tandem.trainer.rank_parts import RankParts, device_name
+from tandem.trainer.rank_parts import RankParts, check_host, engine_devices, ranks_of_engine
 from tandem.trainer.rank_slices import RankSlices, slice_handlers
 from tandem.trainer.staging import Staging, staging_of
 from tandem.trainer.work import finish
@@ -116,6 +116,7 @@ class _Rank:
         assert isinstance(tree, Branch)
         self._config = config = from_options(plain(tree), (), Path("the lead's recipe")).config
         place = self._placement
+        check_host(config, place)
         self._policy = policy = await self._stack.enter_async_context(
             live_policy(
                 config, local_rank=place.local_rank, local_ranks=place.local_world_size, bare=has_slices(config)
@@ -128,7 +129,12 @@ class _Rank:
         place = self._placement
         rendezvous, device = self._follower.rendezvous, rank_device(place.local_rank)
         self._parts = await RankParts.join(
-            rendezvous, place.rank, device, self._config.distributed, self.folder / "logs"
+            rendezvous,
+            place.rank,
+            device,
+            self._config.distributed,
+            self.folder / "logs",
+            shards_of(self._config, place.world_size),
         )
         self._stack.callback(self._parts.abort)
 
@@ -138,8 +144,11 @@ class _Rank:
             await self._policy.compute(self._config.trainable.load, self._policy.model, Path(body))
 
     async def _engine(self, body: Any) -> dict[str, Any] | None:
-        """Start the engine of this rank on its host; again where it died, and None where another's has."""
-        if body is None:
+        """Start the engine of this rank on its host; again where it died, and None where another's has.
+
+        Of ranks that share an engine the first does so.
+        """
+        if body is None or self._placement.rank % ranks_of_engine(self._config):
             return None
         if self._fleet is None:
             self._fleet = await self._stack.enter_async_context(await self._beside(body))
@@ -152,14 +161,15 @@ class _Rank:
         from tandem.engines.vllm.spec import Vllm  # where there is no such engine nothing of it is loaded
 
         config, place, engine = self._config, self._placement, self._config.engine
+        each = ranks_of_engine(config)
         assert isinstance(engine, Vllm)
         weights = None if body["weights"] is None else Path(body["weights"])
         plain = {**body, "targets": tuple(body["targets"]), "weights": weights}
         if torch.cuda.is_available():
-            engine = replace(engine, devices=(device_name(place.local_rank),))
-        return engine.beside_rank(
-            place.rank,
-            ranks=place.world_size,
+            engine = replace(engine, devices=(engine_devices(place.local_rank, each),))
+        return engine.beside_ranks(
+            place.rank // each,
+            engines=place.world_size // each,
             host=await asyncio.to_thread(own_address, self._follower.rendezvous),
             context=memory_plan.context(config, self._policy.config),
             requirements=EngineRequirements(**plain, folder=self.folder, capability=config.sync.capability),

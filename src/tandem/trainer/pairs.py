@@ -40,6 +40,11 @@ def has_slices(config: RunConfig) -> bool:
     return apart and config.distributed.shard == "weights" and config.ranks != 1
 
 
+def shards_of(config: RunConfig, world: int) -> int:
+    """How many neighbours of so many ranks hold whole weights together, where these are cut: one engine's workers."""
+    return int(getattr(config.engine, "tensor_parallel_size", world)) if has_slices(config) else world
+
+
 def _sync(config: RunConfig) -> WeightSync:
     """The way that the recipe's weights reach its engine."""
     if not has_slices(config):

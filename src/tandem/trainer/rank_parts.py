@@ -41,7 +41,7 @@ from tandem.model.policy import Policy
 from tandem.observability import waits
 from tandem.optimizers.base import UpdatesParts
 from tandem.trainer.live import rank_device
-from tandem.trainer.pairs import has_slices
+from tandem.trainer.pairs import has_slices, shards_of
 from tandem.transport.daemon import on_daemon
 from tandem.transport.rendezvous import Rendezvous, open_group, own_address, unsupervised, visit
 
@@ -154,13 +154,37 @@ def _refused_engines(config: RunConfig, placement: Placement | None) -> dict[str
 
 def _refused_slices(config: RunConfig, world: int, placement: Placement | None) -> dict[str, bool]:
     """What cannot be where each rank writes the slices of one engine's worker."""
-    workers = getattr(config.engine, "tensor_parallel_size", 1)
+    workers, local = shards_of(config, world), world if placement is None else placement.local_world_size
     return {
         f"distributed.shard: weights and engine.tensor_parallel_size: {workers}: each rank writes the slices of one of "
-        f"the engine's workers; set engine.tensor_parallel_size to {world}, or choose shard: states": workers != world,
-        "distributed.shard: weights and an engine in processes of its own on several hosts, which is not built yet; "
-        "start all ranks on one host, or choose shard: states": _on_several_hosts(placement),
+        f"an engine's workers; set engine.tensor_parallel_size to {_divisors(world)}, or choose shard: states": (
+            workers == 1 or world % workers > 0
+        ),
+        f"engine.tensor_parallel_size: {workers} on a host that has {local} of them: an engine is within one host; set "
+        f"engine.tensor_parallel_size to {_divisors(local)}, or choose distributed.shard: states": (
+            placement is not None and not _within_host(placement, workers)
+        ),
     }
+
+
+def check_host(config: RunConfig, placement: Placement) -> None:
+    """Refuse an engine whose ranks are not all on this rank's host, which a rank knows of its own host alone.
+
+    Raises:
+        UnsupportedPair: names the option, and what can be done.
+    """
+    if has_slices(config):
+        _refuse(placement.world_size, _refused_slices(config, placement.world_size, placement))
+
+
+def _divisors(number: int) -> str:
+    """Numbers above 1 that divide one, in words."""
+    return " or ".join(str(each) for each in range(2, number + 1) if number % each == 0) or "a number that divides it"
+
+
+def _within_host(placement: Placement, neighbours: int) -> bool:
+    """Whether no group of so many neighbouring ranks has ranks of this host and others; a host's follow one another."""
+    return not (placement.rank - placement.local_rank) % neighbours and not placement.local_world_size % neighbours
 
 
 def _on_several_hosts(placement: Placement | None) -> bool:
@@ -173,19 +197,27 @@ def world_of(together: Together | None) -> int:
 
 
 def engines_of(config: RunConfig, together: Together | None) -> EngineSpec:
-    """The recipe's engine, where it is in a process of its own one beside each rank."""
+    """The recipe's engine, where it is in a process of its own one beside each rank or group of ranks."""
     engine: Any = config.engine
     if (world := world_of(together)) == 1 or ReportsChecksums not in engine.capabilities:
         return config.engine
-    devices = tuple(device_name(rank) for rank in range(world)) if torch.cuda.is_available() else ()
-    spec: EngineSpec = replace(engine, replicas=world, devices=devices)
-    if has_slices(config):  # one engine, whose workers are on the ranks' devices
-        spec = replace(engine, replicas=1, devices=(",".join(devices),) if devices else ())
+    each = ranks_of_engine(config)
+    devices = tuple(engine_devices(first, each) for first in range(0, world, each)) if torch.cuda.is_available() else ()
+    spec: EngineSpec = replace(engine, replicas=world // each, devices=devices)
     return spec
 
 
-def device_name(local_rank: int) -> str:
-    """A rank's GPU as CUDA_VISIBLE_DEVICES names it to a process that is started here."""
+def ranks_of_engine(config: RunConfig) -> int:
+    """How many neighbouring ranks share one engine, each its worker on the rank's device; 1 where each has its own."""
+    return shards_of(config, 1)
+
+
+def engine_devices(local_rank: int, ranks: int) -> str:
+    """GPUs of so many ranks, the first of which is given, as CUDA_VISIBLE_DEVICES names them to their engine."""
+    return ",".join(_device_name(rank) for rank in range(local_rank, local_rank + ranks))
+
+
+def _device_name(local_rank: int) -> str:
     index = rank_device(local_rank).index
     visible = visible_accelerators(os.environ)
     return visible[index] if index < len(visible) else str(index)
@@ -203,8 +235,10 @@ class RankParts:
     """The group of ranks that share this one's micro-batches; None: it shares none."""
     clock: ComputeClock | None = None
     """Of what it computes; None where ranks need one another for each layer, and none is slower by itself."""
-    default: Any = None
-    """torch's default group, where weights are sharded."""
+    mesh: DeviceMesh | None = None
+    """All ranks, where weights are sharded: one dimension, or replicas of shards."""
+    of_mesh: tuple[Any, ...] = ()
+    """Groups of the mesh, and torch's default one."""
 
     @classmethod
     async def join(
@@ -214,10 +248,11 @@ class RankParts:
         device: torch.device,
         distributed: Distributed,
         logs: Path | None = None,
+        shards: int | None = None,
     ) -> RankParts:
         """``connect`` on a thread that is left behind when a rank is lost: nothing ends gloo's wait for that rank."""
         async with waits.waiting(waits.actor("trainer"), "their connection", on="the other ranks"):
-            return await on_daemon(cls.connect, rendezvous, rank, device, distributed, logs)
+            return await on_daemon(cls.connect, rendezvous, rank, device, distributed, logs, shards)
 
     @classmethod
     def connect(
@@ -227,6 +262,7 @@ class RankParts:
         device: torch.device,
         distributed: Distributed,
         logs: Path | None = None,
+        shards: int | None = None,
     ) -> RankParts:
         """Make every group of the ranks; all ranks call this together.
 
@@ -236,6 +272,7 @@ class RankParts:
             device: its accelerator, or the host.
             distributed: the recipe's section.
             logs: folder for the last collectives of NCCL, should a rank be lost; None: they are not recorded.
+            shards: how many neighbouring ranks hold whole weights together, where these are sharded; None: all.
         """
         data = Rendezvous(
             host=rendezvous.host,
@@ -253,9 +290,11 @@ class RankParts:
             some = replace(data, world=context_parallel, name=f"{rendezvous.name}-context-{rank // context_parallel}")
             context = open_group(some, rank % context_parallel, own_address(some), watched=True)
         sharded = distributed.shard == "weights"
-        default = _default_group(data, group) if sharded else None
         clock = None if sharded or context is not None else group.clock
-        return cls(group=group, rendezvous=data, context=context, clock=clock, default=default)
+        parts = cls(group=group, rendezvous=data, context=context, clock=clock)
+        if sharded:
+            parts.mesh, parts.of_mesh = _mesh(data, group, shards or data.world)
+        return parts
 
     def cut(self, policy: Policy, bare: nn.Module, whole: nn.Module | None) -> ShardedPolicy:
         """The policy cut, for an engine whose workers hold slices; all ranks call this together.
@@ -268,15 +307,10 @@ class RankParts:
         from tandem.distributed.sharded_weights import ShardedWeights
         from tandem.distributed.weight_shards import ShardedPolicy
 
-        weights = ShardedWeights(bare, self._mesh())
+        assert self.mesh is not None
+        weights = ShardedWeights(bare, self.mesh)
         weights.fill(whole)
         return ShardedPolicy(policy, weights)
-
-    def _mesh(self) -> DeviceMesh:
-        """All ranks, as FSDP wants them: in torch's default group."""
-        from torch.distributed.device_mesh import init_device_mesh
-
-        return init_device_mesh(self.group.device.type, (self.group.world,))
 
     def bind(self, config: RunConfig, policy: Policy) -> tuple[Policy, ShardedStepper | WeightShardStepper]:
         """What this rank trains, and the optimizer of its parts.
@@ -298,7 +332,7 @@ class RankParts:
 
     @property
     def _backends(self) -> list[Any]:
-        return [backend for backend in (self.group.backend, self.context, self.default) if backend is not None]
+        return [backend for backend in (self.group.backend, self.context, *self.of_mesh) if backend is not None]
 
     def _bound_shards(
         self, policy: Policy, optimizer: UpdatesParts, is_local: bool
@@ -318,7 +352,8 @@ class RankParts:
         if self.group.rank == 0:
             whole = dict(model.named_parameters())
             model = copy.deepcopy(model)
-        sharded = ShardedPolicy(policy, ShardedWeights(model, self._mesh()))
+        assert self.mesh is not None
+        sharded = ShardedPolicy(policy, ShardedWeights(model, self.mesh))
         refresh = WholeWeights(sharded.weights, whole).refresh
         return sharded, WeightShardStepper(optimizer, sharded, refresh, local=is_local)
 
@@ -346,27 +381,37 @@ class RankParts:
             await asyncio.sleep(FAULT_POLL_SECONDS)
 
 
-def _default_group(rendezvous: Rendezvous, group: DataGroup) -> Any:
-    """torch's default group, made of all ranks: FSDP asks for it."""
+def _mesh(rendezvous: Rendezvous, group: DataGroup, shards: int) -> tuple[DeviceMesh, tuple[Any, ...]]:
+    """All ranks as FSDP wants them, in torch's default group, and the backends of all groups that it uses."""
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
     if dist.is_initialized():
         dist.destroy_process_group()
+    timeout, kind = timedelta(seconds=rendezvous.seconds), group.device.type
     with unsupervised():
         dist.init_process_group(
             rendezvous.backend,
             store=dist.PrefixStore("default", visit(rendezvous)),  # type: ignore[attr-defined]
             rank=group.rank,
             world_size=group.world,
-            timeout=timedelta(seconds=rendezvous.seconds),
+            timeout=timeout,
         )
-    world: Any = dist.group.WORLD
-    return world._get_backend(group.device)
+        groups: list[Any] = [dist.group.WORLD]
+        if shards == group.world:
+            mesh = init_device_mesh(kind, (shards,))
+        else:  # by torch itself they would have timeouts of its own
+            ranks = torch.arange(group.world).view(-1, shards)
+            for rows in (ranks.T, ranks):
+                groups.append(dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)[0])
+            mesh = DeviceMesh.from_group(groups[1:], kind, mesh=ranks, mesh_dim_names=("replicas", "shards"))
+    return mesh, tuple(each._get_backend(group.device) for each in groups)
 
 
 class Together:
     """The lead's commands around a run; those of a step are ``RankCrew``'s."""
 
-    def __init__(self, ranks: Ranks, placement: Placement | None):
-        self.ranks = ranks
+    def __init__(self, ranks: Ranks, placement: Placement | None, *, ranks_of_engine: int = 1):
+        self.ranks, self._ranks_of_engine = ranks, ranks_of_engine
         self.hosts: RankHosts | None = self if _on_several_hosts(placement) else None
         """Itself, where each rank starts the engine on its own host."""
 
@@ -379,14 +424,15 @@ class Together:
         await self.ranks.execute("attach", lambda rank: [exports[rank - 1], fresh], _nothing())
 
     async def start_engines(self, requirements: EngineRequirements) -> Sequence[RankEngine]:
-        """Have every other rank start its engine, all at once."""
+        """Have the first rank of each other engine start it, all at once."""
         body = {field: getattr(requirements, field) for field in _SENT_REQUIREMENTS}
         body["weights"] = None if requirements.weights is None else str(requirements.weights)
         _, replies = await self.ranks.execute("engine", lambda rank: body, _nothing())
-        return [RankEngine(**reply) for reply in replies]
+        return [RankEngine(**reply) for reply in replies if reply is not None]
 
-    async def restart_engine(self, rank: int) -> RankEngine:
-        """Have one rank start its engine again."""
+    async def restart_engine(self, engine: int) -> RankEngine:
+        """Have the first rank of one engine start it again."""
+        rank = engine * self._ranks_of_engine
         _, replies = await self.ranks.execute("engine", lambda other: {} if other == rank else None, _nothing())
         return RankEngine(**replies[rank - 1])
 
@@ -430,7 +476,7 @@ async def opened(
     # The folder's recipe: what the lead was given on its command line is in it.
     command = [sys.executable, "-m", "tandem", "train", str(folder / "config.yaml")]
     async with lead(world, placement, command, folder / "logs", config.distributed.timeout_seconds) as ranks:
-        yield Together(ranks, placement)
+        yield Together(ranks, placement, ranks_of_engine=ranks_of_engine(config))
 
 
 async def load_weights(together: Together | None, config: RunConfig, folder: Path, step: int) -> None:

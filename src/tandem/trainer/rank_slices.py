@@ -46,8 +46,9 @@ class RankSlices:
         places = {part.tensor.device for of in self._slices.values() for part in of}
         if places != {self._weights.device}:
             return (
-                f"rank {self._weights.rank} is on {self._weights.device}, and the memory of the engine's worker "
-                f"{self._weights.rank} on {', '.join(map(str, places))}: workers must be on the ranks' devices in order"
+                f"rank {self._weights.mesh.get_rank()} is on {self._weights.device}, and the memory of worker "
+                f"{self._weights.rank} of its engine on {', '.join(map(str, places))}: workers must be on the ranks' "
+                "devices in order"
             )
         return ""
 
@@ -118,20 +119,23 @@ class SliceCrew:
         self._mine, self._skeleton, self._ranks = mine, skeleton, ranks
         self._compute = mine.policy.compute
 
-    async def attach(self, exports: Sequence[Any]) -> None:
-        """Have each rank attach the memory of its own worker.
+    async def attach(self, exports: Sequence[Sequence[Any]]) -> None:
+        """Have each rank attach the memory of its own worker: neighbours have those of one engine.
 
         Raises:
-            TransportError: a rank cannot, or the engine has another number of workers.
+            TransportError: a rank cannot, or an engine has another number of workers.
         """
-        if len(exports) != self._ranks.world:
-            raise TransportError(
-                f"the engine has {len(exports)} workers, and there are {self._ranks.world} ranks: it was left by this "
-                "run's trainer when there were as many as it has workers. Go on once it has ended, which it does after "
-                "engine.linger_seconds"
-            )
-        own = self._compute(self._mine.attach, exports[0])
-        why, others = await self._ranks.execute("attach_slices", lambda rank: exports[rank], own)
+        shards = self._mine.policy.weights.ranks
+        for number, workers in enumerate(exports):
+            if len(workers) != shards:
+                raise TransportError(
+                    f"engine {number} has {len(workers)} workers, and {shards} ranks hold whole weights together: it "
+                    "was left by this run's trainer when engines had as many as it has. Go on once it has ended, which "
+                    "it does after engine.linger_seconds"
+                )
+        every = [export for workers in exports for export in workers]
+        own = self._compute(self._mine.attach, every[0])
+        why, others = await self._ranks.execute("attach_slices", lambda rank: every[rank], own)
         if failed := [reason for reason in (why, *others) if reason]:
             raise TransportError(failed[0])
 

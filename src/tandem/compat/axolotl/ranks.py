@@ -89,7 +89,11 @@ def _ranks(recipe: AxolotlRecipe, environ: Mapping[str, str], *, sharded: bool) 
             recipe.wrong(option, "it must be at least 1")
         wanted *= max(1, recipe[option])
     if recipe["dp_replicate_size"] > 1:
-        recipe.note("dp_replicate_size", "states are divided among all ranks, of which each then keeps less")
+        engines = recipe["trl.use_vllm"] and recipe["trl.vllm_mode"] == "colocate"
+        has_replicas = engines and recipe.sharding.shard == "weights"
+        note = "weights are divided among the ranks of each engine: those that its tensor_parallel_size says"
+        other = "states are divided among all ranks, of which each then keeps less"
+        recipe.note("dp_replicate_size", note if has_replicas else other)
     if started is not None and wanted not in (1, started):
         recipe.wrong("dp_shard_size", f"the launcher started {started} ranks, and the file is for {wanted}")
     if started is not None or wanted > 1:

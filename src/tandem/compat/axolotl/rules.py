@@ -546,7 +546,11 @@ def _colocated(recipe: AxolotlRecipe) -> None:
     recipe.copy("trl.vllm_enable_prefix_caching", "engine.enable_prefix_caching")
     parts = recipe.ranks if recipe.sharding.shard == "weights" else 1
     workers, engines = (recipe.get(f"vllm.{option}", 1) for option in ("tensor_parallel_size", "data_parallel_size"))
-    shared = workers in (1, parts) and engines == 1
+    group = max(recipe["dp_shard_size"], recipe.sharding.group)
+    if parts > 1 and group > 1 and "vllm.tensor_parallel_size" not in recipe:
+        workers = group
+        recipe.put("engine.tensor_parallel_size", workers, "dp_shard_size")
+    shared = parts % workers == 0 and engines == 1
     recipe.put("sync.kind", "shared" if shared else "broadcast", "trl.vllm_mode")
     if recipe["trl.vllm_enable_sleep_mode"] and not shared:
         recipe.put("engine.sleep", 2, "trl.vllm_enable_sleep_mode")

@@ -191,7 +191,7 @@ def engine(args: Reader, mode: str, rounds: int, visible: Sequence[str], *, part
         mode: none, server or colocate.
         rounds: steps from one publish to the next.
         visible: this process' GPUs.
-        parts: ranks among which the weights are divided, which an engine with as many workers shares; 1 where they
+        parts: ranks among which the weights are divided, which engines share whose workers divide them; 1 where they
             are whole.
     """
     periodic = {"every": rounds} if rounds > 1 else {}
@@ -210,7 +210,7 @@ def engine(args: Reader, mode: str, rounds: int, visible: Sequence[str], *, part
         options |= {"devices": groups, **({"replicas": len(groups)} if len(groups) > 1 else {})}
     if "vllm_gpu_memory_utilization" not in args and not devices:
         args.note("vllm_gpu_memory_utilization", "0.5 where it is left out, for the trainer is on the same GPU")
-    shared = size in (1, parts) and not devices
+    shared = parts % size == 0 and not devices
     if level := _sleep(args, devices, shared=shared):
         options["sleep"] = level
     return {"engine": options, "sync": {"kind": "shared"} if shared else {"kind": "broadcast", **periodic}}

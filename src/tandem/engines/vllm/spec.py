@@ -156,7 +156,8 @@ class Vllm(EngineSpec):
             return (
                 f"tensor_parallel_size is {self.tensor_parallel_size}: each of its processes holds a slice of every "
                 "weight, and one trainer process cannot train on slices. sync: broadcast feeds such an engine, and "
-                f"so do ranks: {self.tensor_parallel_size} with distributed.shard: weights, each its own process"
+                f"so do ranks: {self.tensor_parallel_size} or a multiple of it with distributed.shard: weights, each "
+                "its own process"
             )
         if capability is ExportsWeights and engines > 1:
             return f"there are {engines} engines and the weights can lie in one of them only; use sync: broadcast"
@@ -251,26 +252,26 @@ class Vllm(EngineSpec):
             await fleet.close()
 
     @asynccontextmanager
-    async def beside_rank(
-        self, rank: int, *, ranks: int, host: str, context: int, requirements: EngineRequirements
+    async def beside_ranks(
+        self, number: int, *, engines: int, host: str, context: int, requirements: EngineRequirements
     ) -> AsyncIterator[Fleet]:
-        """Start the engine of a rank on its own host, or find it, for the lead elsewhere; it ends with the block.
+        """Start one engine of several on this host, or find it, for the lead elsewhere; it ends with the block.
 
         Args:
-            rank: of this process; the engine's number among those of the run.
-            ranks: how many engines the run has.
+            number: the engine's among those of the run.
+            engines: how many engines the run has.
             host: this host's address, as the lead reaches it; the engine listens there.
             context: most tokens of a prompt and completion.
             requirements: the run's.
         """
-        own = replace(self, host=host, replicas=1, port=self.port + rank if self.port else 0)
+        own = replace(self, host=host, replicas=1, port=self.port + number if self.port else 0)
         fleet = Fleet(
             [own._server(0)],
             launch=own._launch(requirements, context),
             options=own,
             requirements=requirements,
-            first=rank,
-            every=ranks,
+            first=number,
+            every=engines,
         )
         try:
             await fleet.start()

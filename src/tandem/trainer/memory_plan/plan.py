@@ -16,6 +16,7 @@ from tandem.machine import Machine, accelerator, host, readable
 from tandem.optimizers.base import LARGE_PIECE, Optimizer
 from tandem.trainer.memory_plan.passes import Counts, FakeModel, Layout, Pass
 from tandem.trainer.memory_plan.ranks import RankCounts
+from tandem.trainer.pairs import has_slices, shards_of
 
 if TYPE_CHECKING:
     from tandem.engines.vllm.spec import Vllm
@@ -189,7 +190,7 @@ class Engines:
     """Bytes of keys and values beside each slice, where they are counted apart."""
 
     @classmethod
-    def of(cls, config: RunConfig, machine: Machine, resumed: Path | None) -> Engines:
+    def of(cls, config: RunConfig, machine: Machine, resumed: Path | None, ranks: RankCounts) -> Engines:
         """Those of a recipe, or those that the run in ``resumed`` left running."""
         apart = ReportsChecksums in config.engine.capabilities
         exported = apart and config.sync.capability is ExportsWeights
@@ -202,11 +203,15 @@ class Engines:
         if not isinstance(engine, Vllm) or engine.urls or left:
             return cls(apart=True, exported=exported)
         apart_from_share = machine.is_host or engine.kv_cache_gb > 0
+        started = engine.replicas
+        if ranks.world > 1 and has_slices(config):  # one for so many ranks, of which a card has one
+            started = max(1, ranks.local // engine.tensor_parallel_size)
+        near = started if machine.is_host else engine.replicas
         return cls(
             apart=True,
             exported=exported,
-            started=engine.replicas,
-            near=engine.replicas if machine.is_host or exported else _on_our_card(engine),
+            started=started,
+            near=near if machine.is_host or exported else _on_our_card(engine),
             ranks=engine.tensor_parallel_size,
             held=engine.tensor_parallel_size if machine.is_host else 1,
             sleeps=engine.sleep,
@@ -344,7 +349,7 @@ class Planner:
     def plan(self, config: RunConfig) -> MemoryPlan:
         """Every line of a run."""
         machine, counts = self.machine, self.modelled.counts
-        engines = Engines.of(config, machine, self.resumed)
+        engines = Engines.of(config, machine, self.resumed, self.ranks)
         lines = [
             *_programs(config, machine, engines),
             *_weights(config, counts, machine, engines),
@@ -384,7 +389,7 @@ class Planner:
             gradient = 2 if getattr(config.optimizer, "gradients", "float32") == "bfloat16" else 4  # which is not saved
             whole = self.checkpoint_bytes(config)
             states = config.optimizer.state_bytes(counts.trainable, width) - gradient * counts.trainable
-            shared_by = ranks.world if config.trainable.folder_name == "model" else 1
+            shared_by = shards_of(config, ranks.world) if config.trainable.folder_name == "model" else 1
             amount = whole - gradient * counts.trainable - states + states * ranks.local // shared_by
         why = "copies of weights and states, while they are written"
         if not is_host:
@@ -615,7 +620,7 @@ def _divided(
     """
     if counts.world == 1:
         return list(lines)
-    parts = counts.world if config.trainable.folder_name == "model" else 1
+    parts = shards_of(config, counts.world) if config.trainable.folder_name == "model" else 1
     divided_lines = []
     for line in lines:
         own = line
@@ -662,12 +667,12 @@ def _cut(
 
     With an engine in a process of its own no rank has whole weights once it has started; else the lead has them.
     """
-    width, world = _width(config), ranks.world
+    width, num_shards = _width(config), shards_of(config, ranks.world)
     wide = counts.parameters - (counts.trainable if width < _SUM_BYTES else 0)  # masters are among the states
     shards = MemoryLine(
         name="shards",
-        bytes=wide * _SUM_BYTES // world,
-        why=f"1/{world} of {wide:,} float32 parameters that are no masters",
+        bytes=wide * _SUM_BYTES // num_shards,
+        why=f"1/{num_shards} of {wide:,} float32 parameters that are no masters",
     )
     gathered = MemoryLine(
         name="gathered layers",
@@ -681,13 +686,13 @@ def _cut(
     whole = counts.base * width
     slices = MemoryLine(
         name="weights",
-        bytes=0 if engines.weights_counted else whole // world,
-        why=f"1/{world} of {readable(whole)}, the slices of the engine's worker"
+        bytes=0 if engines.weights_counted else whole // num_shards,
+        why=f"1/{num_shards} of {readable(whole)}, the slices of the engine's worker"
         + ": part of what the engine holds" * engines.weights_counted,
     )
     loading = MemoryLine(
         name="loading",
-        bytes=whole * (1 + is_host),
+        bytes=whole * (1 + is_host * max(1, engines.started)),
         why="the whole model as the lead loads it, before all ranks take their parts"
         + ", and the engine's before it is in shared memory" * is_host,
         when="starting",

@@ -334,11 +334,10 @@ class VllmEngine(Engine):
         """Where the weights of each engine but the first are, as plain data: ``attached_weights`` takes it."""
         return [msgspec.to_builtins(await exported_weights(server)) for server in self.servers[1:]]
 
-    async def exports_of_workers(self) -> Sequence[Any]:
-        """Where the slices of each worker of the one engine are, as plain data."""
-        (server,) = self.servers
-        answer = await server.post("/bridge/lend")
-        return [{"parameters": rank["lent"], "places": rank["map"]} for rank in answer["ranks"]]
+    async def exports_of_workers(self) -> Sequence[Sequence[Any]]:
+        """Where the slices of each worker of each engine are, as plain data."""
+        answers = await self.fleet.all("/bridge/lend")
+        return [[{"parameters": rank["lent"], "places": rank["map"]} for rank in answer["ranks"]] for answer in answers]
 
     def as_stored(self, adapter: LoraAdapter) -> Iterable[tuple[str, Any]]:
         """An adapter's tensors under the names and with the values that the engine stores them."""
