@@ -88,7 +88,7 @@ def test_four_ranks_share_two_engines_and_go_on_as_two_with_one(nursery: Nursery
     """Replicas of shards: an engine is killed and started again, both are proven, the weights are one rank's."""
     model = build_tiny_model(tmp_path / "tiny", head_dim=vllm.HEAD_DIM)
     same = {"steps": 2, "seed": 3, "optimizer": {"lr": 1.0e-3, "eps": 1.0e-3}}
-    engine = vllm.engine(seeded=True, **WORKERS)
+    engine = vllm.engine(forks=False, seeded=True, **WORKERS)
     cut = vllm.recipe(model, tmp_path / "runs", name="cut", engine=engine, **{**CUT, "ranks": 4}, **same)
     alone = vllm.recipe(model, tmp_path / "runs", name="alone", engine=vllm.engine(seeded=True), **same)
     run = tmp_path / "runs" / "cut"
