@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -1019,3 +1020,20 @@ main()
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stderr) == (130, "")
+
+
+@pytest.mark.parametrize(("said", "level"), [({}, "ERROR"), ({"TORCH_CPP_LOG_LEVEL": "INFO"}, "INFO")])
+def test_torchs_own_warnings_are_left_out_unless_they_are_asked_for(said: dict[str, str], level: str) -> None:
+    code = """
+import atexit, os, sys
+atexit.register(lambda: print(os.environ["TORCH_CPP_LOG_LEVEL"]))
+from tandem.cli import main
+sys.argv = ["tandem", "--version"]
+main()
+"""
+    plain = {name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=plain | said, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split()[-1] == level
+    assert "torch" not in done.stderr

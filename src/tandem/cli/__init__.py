@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 
 def main() -> None:
     """Entry point of the ``tandem`` command."""
+    # Read as torch loads. Where ranks lose one another its warnings are pages of C++ around the error that says who.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         from tandem.cli.app import main as run_command  # not before: what imports one verb needs no other
     except KeyboardInterrupt:  # while Python still reads the files
