@@ -13,6 +13,7 @@ import torch.distributed as dist
 from served import Worker, served, trained
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.distributed import slice_writer, state_shards
@@ -234,8 +235,10 @@ def local_sums(rank: int, name: str, shape: Sequence[int], dtype: str) -> dict[s
     expected = alone(copy.deepcopy(model), torch.float64)
     groups = len(decoder_layers(model)) + 1
     mine = Dealt(rank, model, shape, local=True)
-    first = mine.passed()
+    with Calls("allgather") as gathers:
+        first = mine.passed()
     error, dtypes = mine.errors(expected), {grad.dtype for grad in mine.sums.values()}
+    left = [of for of, p in model.named_parameters() if not isinstance(p, DTensor)]
     mine.forget()
     second = mine.passed()
     twice = mine.errors(expected)
@@ -244,6 +247,8 @@ def local_sums(rank: int, name: str, shape: Sequence[int], dtype: str) -> dict[s
         "error": max(error, twice),
         "dtypes": dtypes,
         "reduced": (first / groups, second / groups),
+        "gathered": gathers.num / groups,
+        "left_gathered": left,
         "scattered": scattered.passed() / groups,
     }
 

@@ -481,6 +481,10 @@ def test_a_ranks_card_holds_its_part_of_weights_that_are_cut(model_config: Any) 
     outside = VOCAB * HIDDEN + HIDDEN
     layer = (PARAMETERS - outside) // LAYERS
     assert by["gathered layers"] == 2 * (2 * layer + outside) + 4 * (layer + outside)
+    summed = {**cut, "distributed": Distributed(shard="weights", gradients="local")}
+    local = lines(planned(apart("shared", workers, **summed), model_config, card, LARGE))
+    assert local["gathered layers"] == 2 * PARAMETERS + 4 * (layer + outside), "a pass gathers all weights once"
+    assert local["gradient sums"] == 4 * PARAMETERS
     assert by["loading"] == 2 * PARAMETERS
     assert by["saving"] == 2 * PARAMETERS
     assert not by.keys() & {"shards", "gradient buckets"}

@@ -48,6 +48,8 @@ def test_local_sums_are_one_processs_gradient_and_are_reduced_once_a_pass(
         assert found["error"] < most
         assert found["dtypes"] == {torch.float64 if dtype == "float64" else torch.float32}
         assert found["reduced"] == (1, 1), "of each layer, and of what is outside of them"
+        assert found["gathered"] == 1, "once a pass, as they are reduced"
+        assert found["left_gathered"] == []
         assert found["scattered"] == 3, "once for each micro-batch"
 
 

@@ -161,6 +161,16 @@ class ShardedWeights:
         """
         self.model.set_requires_gradient_sync(is_reduced)
 
+    def keep_gathered(self, *, forward: bool, backward: bool) -> None:
+        """Whether what passes gather from now on stays after the forward pass, and after the backward pass.
+
+        Embeddings, last norm and head always stay after the forward pass.
+        """
+        for layer in self._cut_modules[:-1]:
+            layer.set_reshard_after_forward(not forward, recurse=False)
+        for module in self._cut_modules:
+            module.set_reshard_after_backward(not backward, recurse=False)
+
     def reshard(self) -> None:
         """Drop gathered weights: those of a pass without backward would outlive the next update."""
         for module in self._cut_modules:

@@ -81,7 +81,7 @@ class WeightShardStepper:
         policy: whose weights are sharded.
         updated: called after each update, on all ranks.
         local: each rank adds up its own micro-batches, whole and in float32, and ranks sum once a pass, with its last
-            micro-batch, instead of after each.
+            micro-batch, instead of after each; weights are gathered once a pass too, and stay until its end.
     """
 
     def __init__(
@@ -103,8 +103,17 @@ class WeightShardStepper:
     def begin_pass(self, num_rounds: int) -> None:
         """Say how many micro-batches each rank computes or stands in for: with local sums the last one's are summed."""
         if self._is_local and num_rounds:
-            self._num_left = num_rounds
-            self._weights.reduce_gradients(num_rounds == 1)
+            self._weights.reduce_gradients(False)
+            self._weights.keep_gathered(forward=True, backward=True)
+            self._go_on(num_rounds)
+
+    def _go_on(self, num_left: int) -> None:
+        """So many micro-batches of a pass with local sums are left."""
+        self._num_left = num_left
+        if num_left == 1:
+            self._weights.reduce_gradients(True)
+        if num_left < 2:
+            self._weights.keep_gathered(forward=num_left == 1, backward=False)
 
     def accumulate(self, parameter: Parameter) -> None:
         """Add the reduced gradient of this rank's shard, which FSDP has left on its parameter."""
@@ -124,15 +133,12 @@ class WeightShardStepper:
             (logprobs.sum() * 0.0).backward()
         self._policy.has_computed = False
         if self._num_left:
-            self._num_left -= 1
-            if self._num_left == 1:
-                self._weights.reduce_gradients(True)
+            self._go_on(self._num_left - 1)
 
     def end_pass(self) -> None:
         """Sum what an unfinished pass has added up, by one more micro-batch; else nothing: the last one has done it."""
         if self._num_left:
-            self._num_left = 1
-            self._weights.reduce_gradients(True)
+            self._go_on(1)
             self._policy.has_computed = False
             self.flush()
 

@@ -674,10 +674,13 @@ def _cut(
         bytes=wide * _SUM_BYTES // num_shards,
         why=f"1/{num_shards} of {wide:,} float32 parameters that are no masters",
     )
+    is_local = config.distributed.gradients == "local"
+    stay = counts.base if is_local else 2 * counts.layer + counts.outside
     gathered = MemoryLine(
         name="gathered layers",
-        bytes=(2 * counts.layer + counts.outside) * width + (counts.layer + counts.outside) * _SUM_BYTES,
-        why="weights of two layers, embeddings and head, and gradients of one layer and these, float32, on their way",
+        bytes=stay * width + (counts.layer + counts.outside) * _SUM_BYTES,
+        why=("all weights, until a pass is over" if is_local else "weights of two layers, embeddings and head")
+        + ", and float32 gradients of one layer, embeddings and head on their way",
         when="training",
     )
     kept = [line for line in lines if line.name not in ("weights", "loading")]
