@@ -6,8 +6,8 @@ A run that an earlier setting has left in FOLDER is gone on with, by as many ran
 it left running are found by their records. It ends after its last step as if killed: nothing is saved, and its engines
 run on, which ``pairs.py`` ends. Besides the parts of ``_versus_tandem.py`` each step's line has, in
 seconds: ``paused``, in which the engine that waited longest sampled nothing; ``publish``, from pause to resume without
-the optimizer; ``update``, the optimizer on the lead's compute thread; and ``gather``, of that what passed until all
-ranks had all weights.
+the optimizer, and ``calls``, what the lead waited for in it; ``update``, the optimizer on the lead's compute thread;
+and ``gather``, of that what passed until all ranks had all weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,26 @@ from _versus import Parts, append, synchronize, work_of
 
 from tandem.config import loading as recipes
 from tandem.distributed.group import DataGroup
+from tandem.distributed.shared_slices import SharedSlices, TrainedSlices
+from tandem.engines.vllm.client.engine import VllmEngine
 from tandem.trainer import assemble as run
 from tandem.trainer.step import Step
 from tandem.trainer.work import LocalWork
-from tandem.weight_sync.base import WeightSyncSession
+from tandem.weight_sync.base import Trained, WeightSyncSession
 
 NAME = "pairs"
 """Of the run's folder."""
+CALLS: dict[tuple[Any, str], str] = {
+    **{(owner, "checksums"): "sums here" for owner in (Trained, TrainedSlices)},
+    **{(owner, "scores"): "scores here" for owner in (Trained, TrainedSlices)},
+    (SharedSlices, "transfer"): "slices written",
+    (VllmEngine, "pause"): "pause",
+    (VllmEngine, "checksums"): "sums there",
+    (VllmEngine, "probe"): "probe",
+    (VllmEngine, "set_version"): "stamp",
+    (VllmEngine, "resume"): "resume",
+}
+"""What a publish waits for."""
 
 
 class Publishes:
@@ -46,6 +59,7 @@ class Publishes:
     def __init__(self, parts: Parts, last: int):
         self._parts, self._last = parts, last
         self._seconds: dict[str, float] = defaultdict(float)
+        self._calls: dict[str, float] = defaultdict(float)
         self._engine: Any = None
 
     @contextlib.contextmanager
@@ -59,11 +73,23 @@ class Publishes:
     def told(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Note a step's; after the last, end this process: saving the states would take longer than all steps."""
         paused, publish = (float(metrics.get(name, 0.0)) for name in ("engine/paused_seconds", "seconds/sync"))
-        self._parts.note(paused=paused, publish=publish, update=self._seconds["update"], gather=self._seconds["gather"])
+        update, gather = self._seconds["update"], self._seconds["gather"]
+        self._parts.note(paused=paused, publish=publish, update=update, gather=gather, calls=dict(self._calls))
         self._seconds.clear()
+        self._calls.clear()
         if step == self._last:
             sys.stdout.flush()
             os._exit(0)
+
+    def _called(self, name: str, function: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def call(*args: Any, **options: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return await function(*args, **options)
+            finally:
+                self._calls[name] += time.perf_counter() - begin
+
+        return call
 
     def watch(self) -> None:
         """Time the update and its gather, and note memory once weights are shared and once all is under way."""
@@ -96,7 +122,8 @@ class Publishes:
             (WeightSyncSession, "bind"): watched_bind,
             (Step, "forward_backward"): watched_train,
         }
-        for (owner, name), value in changed.items():
+        called = {(owner, name): self._called(what, getattr(owner, name)) for (owner, name), what in CALLS.items()}
+        for (owner, name), value in {**changed, **called}.items():
             setattr(owner, name, value)
 
 

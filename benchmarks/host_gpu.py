@@ -56,7 +56,7 @@ PARTS = {"pause": "pause", "checksums": "sums there", "probe": "probe", "set_ver
 """What a publish asks of the engine, and what it is called here."""
 ROWS = (
     "step", "wait", "forward_backward", "pack", "sync", "stood still", *PARTS.values(), "optimizer", "sums here",
-    "grading, summed over groups", "processor time of a rollout",
+    "scores here", "grading, summed over groups", "processor time of a rollout",
 )  # fmt: skip
 
 
@@ -100,12 +100,6 @@ def one(args: argparse.Namespace) -> None:
 
         return call
 
-    def here(self: Trained) -> Any:
-        begin = time.perf_counter()
-        found = sums(self)
-        seconds["sums here"] = seconds.get("sums here", 0.0) + time.perf_counter() - begin
-        return found
-
     def told(self: Telemetry, step: int, parts: Any) -> Any:
         nonlocal before
         parts = list(parts)
@@ -127,11 +121,12 @@ def one(args: argparse.Namespace) -> None:
     async def not_saved(self: Checkpoints, state: Any) -> bool:
         return False
 
-    sums, emit = Trained.checksums, Telemetry.emit
+    emit = Telemetry.emit
     changed: dict[tuple[Any, str], Any] = {
         **{(VllmEngine, method): timed(name, getattr(VllmEngine, method)) for method, name in PARTS.items()},
         (Step, "apply"): timed("optimizer", Step.apply),
-        (Trained, "checksums"): here,
+        (Trained, "checksums"): timed("sums here", Trained.checksums),
+        (Trained, "scores"): timed("scores here", Trained.scores),
         (Telemetry, "emit"): told,
         (Checkpoints, "save"): not_saved,
     }

@@ -285,7 +285,11 @@ def publishes(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     still = [step["paused"] - step["update"] + step["gather"] for step in steps]
     found = {"still": statistics.median(still), "still_most": max(still)}
     found |= {key: statistics.median(step[key] for step in steps) for key in ("publish", "update", "gather")}
-    return {f"{name}_ms": round(1000 * value, 2) for name, value in found.items()}
+    calls = {name: statistics.median(step["calls"].get(name, 0.0) for step in steps) for name in steps[-1]["calls"]}
+    return {
+        **{f"{name}_ms": round(1000 * value, 2) for name, value in found.items()},
+        "calls_ms": {name: round(1000 * value, 2) for name, value in calls.items()},
+    }
 
 
 def end_engines(runs: Path) -> None:
@@ -313,7 +317,7 @@ def report(lines: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
         for line in lines
         if line.get("half") == "context" and str(line.get("batch", "")).startswith("length ")
     }
-    text = [_times(found), _memory(found), *_lengths(long)]
+    text = [_times(found), _calls(found), _memory(found), *_lengths(long)]
     goals = _goals(found, long)
     text.append("\n".join(line for line, _ in goals))
     errors = [line for line in lines if line.get("error")]
@@ -330,6 +334,16 @@ def _times(found: Mapping[str, Mapping[str, Any]]) -> str:
             still = (number(of.get(key), 1) for key in ("still_ms", "gather_ms"))
             rows.append([name, str(of.get("rollouts", "-")), f"{1000 * of['seconds']:.0f}", *parts, *still])
     return aligned(rows) if rows[1:] else "nothing was measured"
+
+
+def _calls(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """What publishes wait for; some of it at the same time, and sums that are taken early before the pause."""
+    publishes = {name: of for name, of in found.items() if of.get("calls_ms")}
+    calls = list(dict.fromkeys(call for of in publishes.values() for call in of["calls_ms"]))
+    rows = [["ms of a publish", "all", *calls]]
+    for name, of in publishes.items():
+        rows.append([name, number(of["publish_ms"], 1), *(number(of["calls_ms"].get(call), 1) for call in calls)])
+    return aligned(rows) if rows[1:] else ""
 
 
 def _memory(found: Mapping[str, Mapping[str, Any]]) -> str:
