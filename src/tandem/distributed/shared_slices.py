@@ -121,9 +121,9 @@ class SharedSlices(Shared):
         await self._ranks.attach(await engine.exports_of_workers())
         if not session.fresh:
             return
-        mine, engine_sums = await session.trained.sums(engine, await self._ranks.checksums())
-        for name, theirs in engine_sums.items():
-            if wrong := differing(mine, theirs):
+        sums = await session.trained.sums(engine, await self._ranks.checksums())
+        for name, theirs in sums.engines.items():
+            if wrong := differing(sums.stored, theirs):
                 raise UnsupportedPair(
                     f"sync shared: {name} holds {wrong[0]!r} with other values than the ranks, or not at all: it is "
                     "laid out otherwise, or was loaded from elsewhere; use distributed.shard: states"

@@ -37,8 +37,8 @@ from tandem.trainer.rank_crew import handlers
 from tandem.trainer.rank_parts import RankParts, check_host, engine_devices, ranks_of_engine
 from tandem.trainer.rank_slices import RankSlices, slice_handlers
 from tandem.trainer.staging import Staging, staging_of
-from tandem.trainer.work import finish
 from tandem.transport.rendezvous import own_address
+from tandem.transport.sharing import finish
 from tandem.weight_sync.base import Trained
 from tandem.weight_sync.shared import attach_export
 

@@ -17,7 +17,8 @@ from tandem.trainer.pack import Micro, StepBatch
 from tandem.trainer.rank_pace import paces
 from tandem.trainer.rank_wire import metrics_of, metrics_to_plain, micro_of, micro_to_plain
 from tandem.trainer.step import BatchPass
-from tandem.trainer.work import LocalWork, finish
+from tandem.trainer.work import LocalWork
+from tandem.transport.sharing import finish
 
 
 class RankWork:

@@ -13,8 +13,8 @@ from tandem.distributed.crew import Ranks
 from tandem.distributed.follower import Handler
 from tandem.distributed.slices import EngineSlice, Slice
 from tandem.errors import TransportError
-from tandem.trainer.work import finish
 from tandem.transport.parts import AttachedPart, attach_parts
+from tandem.transport.sharing import finish
 from tandem.weight_sync.verify.probe import Checksums
 
 if TYPE_CHECKING:

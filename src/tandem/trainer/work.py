@@ -26,12 +26,6 @@ from tandem.trainer.pack import Micro
 from tandem.types import Sampling
 
 
-def finish(device: torch.device) -> None:
-    """Return once a device has done what was queued: an engine in another process may read it from then on."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 @dataclass(slots=True, kw_only=True)
 class LocalWork:
     """What a rank computes, on its compute thread."""

@@ -38,6 +38,12 @@ ASK_AGAIN = "the lender has ended or was restarted: ask the running one for a ne
 _MAGIC = b"tandem lent tensors\n"
 
 
+def finish(device: torch.device) -> None:
+    """Return once a device has done what was queued: an engine in another process may read it from then on."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def create(path: Path, size: int, token: str) -> int:
     """A new file, with all its memory reserved and its lock held; the lock is how others see that we live.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, TypeVar, cast
 
 from tandem.engines.base import Engine, EngineSpec, LoraAdapter, ReportsChecksums
 from tandem.errors import EngineError, StaleWeights, TandemError, TornWeights, UnsupportedPair
@@ -21,6 +21,7 @@ from tandem.lazy import torch
 from tandem.metrics import Max, Sum, Value
 from tandem.observability import waits
 from tandem.transport.checksums import Shard, Standing, checksums, digest
+from tandem.transport.sharing import finish
 from tandem.types import PolicyVersion
 from tandem.weight_sync.verify.probe import Behaviour, Checksums, Rollouts, compare_frozen, differing
 
@@ -192,6 +193,18 @@ class Commit:
         return out
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PayloadSums:
+    """Checksums of what a publish carries, by the names of its tensors."""
+
+    mine: Checksums
+    """Of the trainer's own bytes."""
+    stored: Checksums
+    """Of the same as engines store them."""
+    engines: Mapping[str, Checksums] = field(default_factory=dict)
+    """Of each engine's bytes by the engine's name; empty where none was asked."""
+
+
 class Trained:
     """The trainer's weights or adapter, as weight sync reads them.
 
@@ -258,20 +271,36 @@ class Trained:
         """Of the adapter as the engine stores it, made anew from the trainer's own bytes."""
         return self._stored.take(Shard(name, tensor) for name, tensor in engine.as_stored(self.adapter()))
 
-    async def sums(self, engine: Engine, mine: Checksums) -> tuple[Checksums, Mapping[str, Checksums]]:
-        """Checksums of the payload: the trainer's, as engines store it, and each engine's by its name.
-
-        Both ends read their own memory, at the same time.
+    async def sums(self, engine: Engine, mine: Checksums | None = None) -> PayloadSums:
+        """Checksums of the payload at both ends, which read their own memory at the same time: it must be written.
 
         Args:
             engine: in another process.
-            mine: those of the trainer's own bytes, taken already.
+            mine: those of the trainer's own bytes, where they are taken already.
         """
         assert isinstance(engine, ReportsChecksums)
-        theirs = engine.checksums(self._trainable.payload)
+        here, engines = await _both(self._sums_here(engine, mine), engine.checksums(self._trainable.payload))
+        own, stored = here
+        return PayloadSums(mine=own, stored=stored, engines=engines)
+
+    async def _sums_here(self, engine: ReportsChecksums, mine: Checksums | None) -> tuple[Checksums, Checksums]:
+        """Of the trainer's own bytes, and of these as engines store them."""
+        own = await self.checksums() if mine is None else mine
         if self._trainable.payload == "adapter":
-            return await asyncio.gather(self._policy.compute(self._as_stored, engine), theirs)
-        return mine, await theirs
+            return own, await self._policy.compute(self._as_stored, engine)
+        return own, own
+
+
+U = TypeVar("U")
+
+
+async def _both(here: Awaitable[T], there: Awaitable[U]) -> tuple[T, U]:
+    """Both results; where one fails, its error, once the other has ended too: nothing is left running."""
+    mine, theirs = await asyncio.gather(here, there, return_exceptions=True)
+    for result in (mine, theirs):
+        if isinstance(result, BaseException):
+            raise result
+    return cast(T, mine), cast(U, theirs)
 
 
 log = logging.getLogger(__name__)
@@ -363,21 +392,9 @@ class WeightSync(ABC):
     async def unbind(self, session: WeightSyncSession) -> None:  # noqa: B027
         """Called when the run ends, however it does; again does nothing."""
 
-    async def compare(self, session: WeightSyncSession, mine: Checksums) -> None:
-        """Compare the trainer's checksums with those of the engine's own bytes.
-
-        Raises:
-            StaleWeights: none of the trained tensors agree.
-            TornWeights: some do.
-        """
-        mine, engine_sums = await session.trained.sums(session.engine, mine)
-        for name, theirs in engine_sums.items():
-            if wrong := differing(mine, theirs):
-                kind = StaleWeights if len(wrong) == len(mine) else TornWeights
-                raise kind(
-                    f"{len(wrong)} of {len(mine)} published tensors differ between the trainer and {name}, first "
-                    f"{wrong[0]!r}; the engine gives out nothing until a publish succeeds"
-                )
+    def compares(self, engine: Engine) -> bool:
+        """Whether the engine is asked for the checksums of its own bytes."""
+        return True
 
     @asynccontextmanager
     async def open(
@@ -570,9 +587,13 @@ class WeightSyncSession:
             commit.accept_requests()
 
     async def _fold(self) -> None:
-        """What is computed with and sampled from follows the parameters, on every rank."""
-        mine = self.policy.compute(self.trainable.fold, self.policy.model)
+        """What is computed with and sampled from follows the parameters, on every rank; written when this returns."""
+        mine = self.policy.compute(self._folded)
         await (mine if self.ranks is None or not self.trainable.folds else self.ranks.fold(mine))
+
+    def _folded(self) -> None:
+        self.trainable.fold(self.policy.model)
+        finish(self.policy.device)
 
     async def sleep(self) -> None:
         """Let an engine that is to sleep while a step is trained do so, until the next publish; others go on."""
@@ -638,7 +659,9 @@ class WeightSyncSession:
         if self.sync.sums_before_pause:
             await self._fold()
             mine = await self.trained.checksums()
-        if self.sync.pause != "never":
+        # One that was paused for the optimizer still is, unless it was started again since.
+        stands = paused_at is not None and self.state.state is SyncState.WRITING and self._recovery.is_bound
+        if self.sync.pause != "never" and not stands:
             await self._paused_for(version.step)
             if not self.sync.finishes:  # where requests would die with the engine, later
                 commit.accept_requests()
@@ -653,15 +676,14 @@ class WeightSyncSession:
             if mine is None:
                 await self._fold()
             copied = await self.sync.transfer(self, version)
-            if mine is None:
-                mine = await self.trained.checksums()
-            version = self._named(version, digest(mine))
-            commit.unverified = version
             # What is not brought back after the second sleep level is garbage, whatever it was before.
             sleeps_deep = self.engine.sleeps > 1
             is_due = self._publishes % self.sync.verify_every == 0
             should_verify = is_due or sleeps_deep or not self._recovery.is_published
-            gap = await self._verify(version, mine) if should_verify else None
+            sums = await self._sums(mine, should_verify=should_verify)
+            version = self._named(version, digest(sums.mine))
+            commit.unverified = version
+            gap = await self._verify(version, sums) if should_verify else None
             await self.engine.set_version(version)
         except BaseException as error:
             await self.abort(f"the publish of version {version.step} failed: {error}")
@@ -689,11 +711,34 @@ class WeightSyncSession:
             )
         return PolicyVersion(step=version.step, digest=actual)
 
-    async def _verify(self, version: PolicyVersion, mine: Checksums) -> float:
+    async def _sums(self, mine: Checksums | None, *, should_verify: bool) -> PayloadSums:
+        """Checksums of the payload, the engines' only where they are to be compared."""
+        if should_verify and self.sync.compares(self.engine):
+            return await self.trained.sums(self.engine, mine)
+        own = await self.trained.checksums() if mine is None else mine
+        return PayloadSums(mine=own, stored=own)
+
+    async def _verify(self, version: PolicyVersion, sums: PayloadSums) -> float:
         if not self._recovery.is_published:
             await compare_frozen(self.engine, self.trained)
-        await self.sync.compare(self, mine)
+        compare(sums)
         return await self._behaviour.compare(self.engine, version)
+
+
+def compare(sums: PayloadSums) -> None:
+    """Compare the trainer's checksums with those of each engine's own bytes.
+
+    Raises:
+        StaleWeights: none of the trained tensors agree.
+        TornWeights: some do.
+    """
+    for name, theirs in sums.engines.items():
+        if wrong := differing(sums.stored, theirs):
+            kind = StaleWeights if len(wrong) == len(sums.stored) else TornWeights
+            raise kind(
+                f"{len(wrong)} of {len(sums.stored)} published tensors differ between the trainer and {name}, first "
+                f"{wrong[0]!r}; the engine gives out nothing until a publish succeeds"
+            )
 
 
 def _name(thing: object) -> str:

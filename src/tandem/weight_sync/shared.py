@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 
-from tandem.engines.base import EngineSpec, ExportsToRanks, ExportsWeights, ReportsChecksums, TakesAdapter
+from tandem.engines.base import Engine, EngineSpec, ExportsToRanks, ExportsWeights, ReportsChecksums, TakesAdapter
 from tandem.errors import EngineError, UnsupportedPair
 from tandem.lazy import torch
 from tandem.transport.bridge import VllmBridge, find
 from tandem.types import PolicyVersion
 from tandem.weight_sync.base import WeightSync, WeightSyncSession
-from tandem.weight_sync.verify.probe import Checksums, differing
+from tandem.weight_sync.verify.probe import differing
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -83,7 +83,7 @@ class Shared(WeightSync):
         The engine stands still, and its weights are published and proven before it goes on.
         """
         await self._adapted(session)
-        await session.trained.sums(session.engine, await session.trained.checksums())
+        await session.trained.sums(session.engine)
 
     async def transfer(self, session: WeightSyncSession, version: PolicyVersion) -> int:
         """Nothing travels but an adapter that the engine does not hold; everything else must be the engine's own.
@@ -115,10 +115,9 @@ class Shared(WeightSync):
             await session.ranks.adapt(await engine.slots_of_ranks(session.adapter()))
         return copied
 
-    async def compare(self, session: WeightSyncSession, mine: Checksums) -> None:
+    def compares(self, engine: Engine) -> bool:
         """In process, that ``transfer`` saw the same addresses is the comparison; else of the engine's own bytes."""
-        if isinstance(session.engine, ReportsChecksums):
-            await super().compare(session, mine)
+        return isinstance(engine, ReportsChecksums)
 
 
 def _attach(session: WeightSyncSession, exported: Mapping[str, Any]) -> None:

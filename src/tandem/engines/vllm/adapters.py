@@ -193,9 +193,7 @@ class AttachedAdapter:
         """Copy a version into the slot; returns its bytes. The engine must stand still."""
         values = [tensor for _, tensor in stored]
         torch._foreach_copy_(self._views, values)
-        if values[0].is_cuda:
-            # Streams order nothing between processes: only what is complete can be told of.
-            torch.cuda.synchronize(values[0].device)
+        sharing.finish(values[0].device)  # streams order nothing between processes
         return sum(tensor.nbytes for tensor in values)
 
 

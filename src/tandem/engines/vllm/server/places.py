@@ -14,8 +14,9 @@ from typing import Any
 
 PROBES = 3
 """Places that are kept for a probe, whose questions are asked all at once."""
-AT_ONCE = 8
-"""Requests that are handed in within one turn of the event loop: each takes it some tenths of a millisecond."""
+AT_ONCE = 2
+"""Requests that are handed in within one turn of the event loop: each takes it some tenths of a millisecond, and a
+command of a publish several turns."""
 
 
 class Turnstile:
