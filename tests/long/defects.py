@@ -188,8 +188,8 @@ DEFECTS = (
     Defect(
         "a checkpoint forgets the random state",
         "src/tandem/trainer/checkpoint.py",
-        "rng=tuple(torch.get_rng_state().tolist())",
-        "rng=()",
+        "rng = tuple(torch.get_rng_state().tolist())",
+        "rng: tuple[int, ...] = ()",
         "tests/unit/test_checkpoint.py",
     ),
     Defect(
