@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
 from nursery import Nursery
+
+from tandem import machine
 
 # Read by torch, tokenizers and the hub when they load; child processes inherit them. More threads would only
 # add noise: the models of these tests are tiny, and sums over a fixed number of threads are repeatable.
@@ -85,10 +86,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: item.path not in slow)
 
 
-def pytest_collection_finish() -> None:
-    """Libraries and tests are a million objects that stay: collections in runs need not look through them again."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Libraries and tests are a million objects that stay: no collection looks through them, now or in a run."""
+    with machine.importing():
+        return (yield)
 
 
 def _is_of_the_tier(item: pytest.Item, config: pytest.Config) -> bool:
