@@ -21,6 +21,7 @@ import runpy
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -158,8 +159,8 @@ class Nursery:
             environment: all of it.
             module: what is run.
             limit: most bytes of a file that it may write; 0: any number.
-            children: fork the ``python -m`` programs too that it starts. Not for tests that stop or kill those: the
-                process that they see is another than the one that computes.
+            children: fork the ``python -m`` programs too that it starts. The process that it started then only stands
+                for the one that computes, of which ``forked_for`` tells.
         """
         request = {
             "module": module, "words": list(words), "cwd": str(cwd), "environment": dict(environment),
@@ -190,6 +191,10 @@ class Nursery:
         finally:
             sys.executable = before
             del os.environ[_DOOR], os.environ[_PYTHON]
+
+    def forked_for(self, pid: int) -> int:
+        """The process that computes, of one that stands for it; 0 until it has been forked."""
+        return self._ask({"forked for": pid}, [])
 
     def reap(self, pid: int) -> int:
         """Exit code of one that has ended or is about to, negative for a signal."""
@@ -254,6 +259,8 @@ class _Server:
         if "reap" in request:
             answer = _code_of(request["reap"])
             self._running.remove(request["reap"])
+        elif "forked for" in request:
+            answer = next((pid for asker, pid in self._askers.values() if _peer(asker) == request["forked for"]), 0)
         elif not (answer := self._fork(request, files)):
             return True
         else:
@@ -311,6 +318,12 @@ class _Server:
 def _code_of(pid: int) -> int:
     """Exit code of a child that has ended or is about to, negative for a signal."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _peer(asker: socket.socket) -> int:
+    """The pid of who has connected."""
+    pid, _, _ = struct.unpack("3i", asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(pid)
 
 
 def _serve(loads: str, requests: socket.socket, door: socket.socket) -> None:
