@@ -223,6 +223,7 @@ def main(pipe: int) -> None:
     if first is None:
         return
     order: Order = pickle.loads(first)
+    gc.disable()  # it would look through what is imported again and again
     rewards = _load(order.specs)
     if isinstance(rewards, str):
         _send(wire_out, rewards)
@@ -233,6 +234,7 @@ def main(pipe: int) -> None:
             loop.make()  # not in the time that the first call has
         gc.collect()
         gc.freeze()  # a library of symbols is half a million objects; looking through them takes longer than a group
+        gc.enable()
         grader = _Grader(rewards, order.steps, AnswerPipe(pipe, wire_out), loop)
         while (job := jobs.get()) is not None:
             grader.serve(job)
