@@ -21,6 +21,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TQDM_DISABLE"] = "1"
+# Else the first compilation of a process starts others to compile in, each of which imports torch.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 EXAMPLES = {"default": 50, "long": 100}
 """How many examples a property is looked at with, by profile; ``tiers.examples`` for those that want more or fewer."""
