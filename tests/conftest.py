@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
 from nursery import Nursery
+
+from tandem import machine
 
 # Read by torch, tokenizers and the hub when they load; child processes inherit them. More threads would only
 # add noise: the models of these tests are tiny, and sums over a fixed number of threads are repeatable.
@@ -20,6 +21,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TQDM_DISABLE"] = "1"
+# Else the first compilation of a process starts others to compile in, each of which imports torch.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 EXAMPLES = {"default": 50, "long": 100}
 """How many examples a property is looked at with, by profile; ``tiers.examples`` for those that want more or fewer."""
@@ -85,10 +88,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: item.path not in slow)
 
 
-def pytest_collection_finish() -> None:
-    """Libraries and tests are a million objects that stay: collections in runs need not look through them again."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Libraries and tests are a million objects that stay: no collection looks through them, now or in a run."""
+    with machine.importing():
+        return (yield)
 
 
 def _is_of_the_tier(item: pytest.Item, config: pytest.Config) -> bool:

@@ -8,6 +8,7 @@ a fork, waits for its end and ends alike.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -20,6 +21,7 @@ import runpy
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -28,7 +30,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 _MESSAGE_BYTES = 1 << 20
 """The longest message: an environment and a command line."""
@@ -157,8 +159,8 @@ class Nursery:
             environment: all of it.
             module: what is run.
             limit: most bytes of a file that it may write; 0: any number.
-            children: fork the ``python -m`` programs too that it starts. Not for tests that stop or kill those: the
-                process that they see is another than the one that computes.
+            children: fork the ``python -m`` programs too that it starts. The process that it started then only stands
+                for the one that computes, of which ``forked_for`` tells.
         """
         request = {
             "module": module, "words": list(words), "cwd": str(cwd), "environment": dict(environment),
@@ -189,6 +191,10 @@ class Nursery:
         finally:
             sys.executable = before
             del os.environ[_DOOR], os.environ[_PYTHON]
+
+    def forked_for(self, pid: int) -> int:
+        """The process that computes, of one that stands for it; 0 until it has been forked."""
+        return self._ask({"forked for": pid}, [])
 
     def reap(self, pid: int) -> int:
         """Exit code of one that has ended or is about to, negative for a signal."""
@@ -253,6 +259,8 @@ class _Server:
         if "reap" in request:
             answer = _code_of(request["reap"])
             self._running.remove(request["reap"])
+        elif "forked for" in request:
+            answer = next((pid for asker, pid in self._askers.values() if _peer(asker) == request["forked for"]), 0)
         elif not (answer := self._fork(request, files)):
             return True
         else:
@@ -312,11 +320,14 @@ def _code_of(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+def _peer(asker: socket.socket) -> int:
+    """The pid of who has connected."""
+    pid, _, _ = struct.unpack("3i", asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(pid)
+
+
 def _serve(loads: str, requests: socket.socket, door: socket.socket) -> None:
-    gc.disable()  # while it imports, it would look through all that is imported already again and again
     {"tandem": _load, "vllm": _load_vllm}[loads]()
-    gc.enable()
-    gc.freeze()  # collections in what is forked leave these pages shared
     if (threads := len(os.listdir("/proc/self/task"))) != 1:
         raise RuntimeError(f"{threads} threads, of which a fork would keep one")
     _Server(requests, door).serve()
@@ -343,23 +354,32 @@ def _stand_for(module: str, words: Sequence[str]) -> int:
 
 
 def _load() -> None:
-    """Import what runs import."""
-    import peft  # noqa: F401
-    import transformers.models.auto.modeling_auto
-    import transformers.models.auto.tokenization_auto
-    import transformers.models.llama.modeling_llama  # noqa: F401
+    """Import what runs import, and what takes them a third of a second to make as they load a model."""
+    from tandem import machine
 
-    import tandem.cli.app
-    import tandem.trainer.assemble  # noqa: F401
+    with machine.importing():  # collections in what is forked leave these pages shared
+        import peft  # noqa: F401
+        import transformers.models.auto.modeling_auto
+        import transformers.models.auto.tokenization_auto
+        import transformers.models.llama.modeling_llama  # noqa: F401
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        import tandem.cli.app
+        import tandem.trainer.assemble  # noqa: F401
+
+        get_checkpoint_conversion_mapping("llama")
 
 
 def _load_vllm() -> None:
     """Import what engines import; in what is forked a server forks its engine, and that its workers."""
+    gc.disable()  # as above; Tandem is not in their environment
     for name in ("entrypoints.openai.api_server", "model_executor.models.llama", "v1.executor.uniproc_executor"):
         importlib.import_module(f"vllm.{name}")
     for name in ("v1.engine.utils", "v1.executor.multiproc_executor"):
         module: Any = importlib.import_module(f"vllm.{name}")
         module.get_mp_context = lambda: multiprocessing.get_context("fork")
+    gc.freeze()
+    gc.enable()
 
 
 def _become(request: Mapping[str, Any], files: Sequence[int], path: Sequence[str]) -> None:
@@ -380,7 +400,23 @@ def _become(request: Mapping[str, Any], files: Sequence[int], path: Sequence[str
     sys.argv = [request["module"], *request["words"]]
     if _PYTHON in os.environ:
         sys.executable = str(FORKED_PYTHON)
-    runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        if ended.code is None or isinstance(ended.code, int):
+            _end(ended.code or 0)
+        raise
+    _end(0)
+
+
+def _end(code: int) -> NoReturn:
+    """End as Python does, but for taking down all that was imported, whose pages would be copied for it first."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as it must before what was registered
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code & 0xFF)
 
 
 def _enter(network: str) -> None:

@@ -53,6 +53,11 @@ def test_light_modules_load_nothing_heavy(name: str) -> None:
     assert not loaded("\n".join(f"import {module}" for module in with_modules(name))) & HEAVY
 
 
+def test_a_grading_process_starts_without_asyncio() -> None:
+    """Which is as much as all else that it imports, for what most rewards have no use for."""
+    assert "asyncio" not in loaded("import tandem.rewards.grading.grader, tandem.rewards.number")
+
+
 READS = {
     "a typo": ["check", "recipes/quickstart.yaml", "group_siz=3"],
     "list": ["list"],

@@ -41,11 +41,11 @@ def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def training(nursery: Nursery, folder: Path, target: Path, *overrides: str, children: bool = False) -> Iterator[Forked]:
-    """A trainer under way; its followers are forked only where no test looks at their processes."""
+def training(nursery: Nursery, folder: Path, target: Path, *overrides: str) -> Iterator[Forked]:
+    """A trainer under way; its followers are forked too."""
     env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     words = ["train", str(target), *overrides]
-    with nursery.start(words, cwd=folder, out=subprocess.PIPE, environment=env, children=children) as process:
+    with nursery.start(words, cwd=folder, out=subprocess.PIPE, environment=env, children=True) as process:
         try:
             yield process
         finally:
@@ -67,7 +67,7 @@ def recipe(folder: Path, model: Path, name: str, **changes: Any) -> Path:
 
 
 def trained(nursery: Nursery, folder: Path, target: Path, *overrides: str) -> None:
-    with training(nursery, folder, target, *overrides, children=True) as process:
+    with training(nursery, folder, target, *overrides) as process:
         out, _ = process.communicate(timeout=240)
     assert process.returncode == 0, out
 
@@ -110,8 +110,8 @@ def written_by(checkpoint: Path) -> set[int]:
     return {(int(path.name.split("-")[1]) - 1) // MOST_BOXES for path in (checkpoint / "optimizer").iterdir()}
 
 
-def follower_of(lead: int) -> Identity:
-    """The child that is a rank, once it runs."""
+def follower_of(lead: int, nursery: Nursery) -> Identity:
+    """The process that computes as a rank, once the child that stands for it has it forked."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         for entry in Path("/proc").iterdir():
@@ -119,12 +119,20 @@ def follower_of(lead: int) -> Identity:
                 pid = int(entry.name)
                 status = (entry / "stat").read_text().rpartition(")")[2].split()
                 environment = (entry / "environ").read_bytes().split(b"\0")
-                if int(status[1]) == lead and b"RANK=1" in environment:
-                    found = identity(pid)
+                if int(status[1]) == lead and b"RANK=1" in environment and (forked := nursery.forked_for(pid)):
+                    found = identity(forked)
                     assert found is not None
                     return found
         time.sleep(0.1)
     raise AssertionError("no follower was started")
+
+
+def ends(process: Identity, seconds: float = 2.0) -> None:
+    """See a process end; by default at once, but for the moment in which it is killed for the one it stands behind."""
+    deadline = time.monotonic() + seconds
+    while alive_after(*process) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not alive_after(*process)
 
 
 def wait_for_steps(run: Path) -> None:
@@ -142,7 +150,7 @@ def test_a_follower_that_is_lost_ends_the_run_by_name(
     nursery: Nursery, model: Path, tmp_path: Path, how: signal.Signals
 ) -> None:
     with training(nursery, tmp_path, recipe(tmp_path, model, "run", ranks=2, steps=100_000)) as lead:
-        follower = follower_of(lead.pid)
+        follower = follower_of(lead.pid, nursery)
         wait_for_steps(tmp_path / "runs/run")
         os.kill(follower.pid, how)
         since = time.monotonic()
@@ -151,18 +159,15 @@ def test_a_follower_that_is_lost_ends_the_run_by_name(
     assert lead.returncode == 13, out
     assert f"rank 1 (pid {follower.pid} on " in out
     assert "was lost in command" in out
-    assert not alive_after(*follower)
+    ends(follower)
 
 
 def test_a_follower_ends_when_the_lead_is_killed(nursery: Nursery, model: Path, tmp_path: Path) -> None:
     with training(nursery, tmp_path, recipe(tmp_path, model, "run", ranks=2, steps=100_000)) as lead:
-        follower = follower_of(lead.pid)
+        follower = follower_of(lead.pid, nursery)
         wait_for_steps(tmp_path / "runs/run")
         lead.kill()
-        deadline = time.monotonic() + END_SECONDS
-        while alive_after(*follower) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not alive_after(*follower)
+        ends(follower, END_SECONDS)
     assert "lost the lead, rank 0" in (tmp_path / "runs/run/logs/rank-1.log").read_text()
 
 
@@ -174,7 +179,7 @@ def test_a_rank_killed_while_it_saves_leaves_whole_checkpoints_alone(
     saving = {"every": 1, "asynchronous": True}
     every = recipe(tmp_path, model, "run", ranks=2, steps=100_000, checkpoint=saving)
     with training(nursery, tmp_path, every) as lead:
-        follower = follower_of(lead.pid)
+        follower = follower_of(lead.pid, nursery)
         wait_for_steps(run)
         deadline = time.monotonic() + 60
         while not list((run / "checkpoints").glob(".*.tmp/optimizer")) and time.monotonic() < deadline:

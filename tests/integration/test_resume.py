@@ -1,6 +1,7 @@
 """A run that was ended at any moment and resumed is the run that was never ended, bit for bit.
 
-Runs are forked from a process that has loaded torch; those that go on from another, which has another hash seed.
+Runs are forked from a process that has loaded torch; those that go on from another, which has another hash seed: each
+draws its own.
 """
 
 from __future__ import annotations
@@ -145,18 +146,17 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def place(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def place(tiny_model: Path, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     path = tmp_path_factory.mktemp("resume")
     (path / "marks.py").write_text(REWARD)
     (path / "recipe.yaml").write_text(yaml.safe_dump({"model": str(tiny_model), **RECIPE}))
-    begun, gone_on = (Nursery({**os.environ, "PYTHONHASHSEED": seed}) for seed in ("1", "2"))
-    place = Place(path, (begun, gone_on))
-    yield place
-    for run in place.started:
-        if run.code() is None:  # of a test that failed
-            os.kill(run.pid, signal.SIGKILL)
-    begun.close()
-    gone_on.close()
+    assert "PYTHONHASHSEED" not in os.environ, "both would have that one"
+    with Nursery() as gone_on:
+        place = Place(path, (nursery, gone_on))
+        yield place
+        for run in place.started:
+            if run.code() is None:  # of a test that failed
+                os.kill(run.pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")

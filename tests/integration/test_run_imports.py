@@ -11,13 +11,16 @@ from pathlib import Path
 SRC = Path(__file__).parents[2] / "src"
 OFF_THE_PATH = ("tandem.agents.server", "tandem.broker", "tandem.compat", "tandem.http", "tandem.tools")
 RUN = """
-import json, sys
+import gc, json, os, sys
+gc.disable()  # it would look through what is imported again and again
 from tandem.cli.app import main
 try:
     main(["train", sys.argv[1]])
 except SystemExit as end:
     assert end.code == 0
 sys.stdout.write(json.dumps(sorted(name for name in sys.modules if name.startswith("tandem"))))
+sys.stdout.flush()
+os._exit(0)  # torch takes seconds to be taken down
 """
 
 

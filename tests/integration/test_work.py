@@ -17,6 +17,7 @@ from typing import Literal
 import pytest
 from fake_broker import FakeBroker, quick, until
 from fake_engine import END, FakeEngine
+from nursery import Nursery
 
 from tandem.broker.client import Connection, TakenBatch, TrainerClient
 from tandem.broker.journal.ledger import opened
@@ -200,7 +201,7 @@ def test_an_engine_that_goes_away_costs_no_group(tiny_model: Path) -> None:
     asyncio.run(go())
 
 
-def test_ctrl_c_finishes_what_is_under_way(tiny_model: Path, tmp_path: Path) -> None:
+def test_ctrl_c_finishes_what_is_under_way(nursery: Nursery, tiny_model: Path, tmp_path: Path) -> None:
     """As a process: the groups being played are handed in, then it ends and says what it did."""
 
     async def go() -> tuple[int | None, str, str, int, int]:
@@ -223,7 +224,8 @@ def test_ctrl_c_finishes_what_is_under_way(tiny_model: Path, tmp_path: Path) -> 
             out, err = await child.communicate()
             return child.returncode, out.decode(), err.decode(), len(broker.groups), len(broker.envs)
 
-    code, out, err, groups, envs = asyncio.run(go())
+    with nursery.children():
+        code, out, err, groups, envs = asyncio.run(go())
     assert code == 0, err
     assert groups + out.count("zero-variance") > 0
     assert f"ended: {groups} groups sent" in out

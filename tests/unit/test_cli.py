@@ -1037,3 +1037,15 @@ main()
     )
     assert done.stdout.split()[-1] == level
     assert "torch" not in done.stderr
+
+
+def test_the_end_of_a_command_does_not_look_through_what_it_imported() -> None:
+    code = """
+import atexit, gc, sys
+atexit.register(lambda: print(gc.get_freeze_count() > 1000))
+from tandem.cli import main
+sys.argv = ["tandem", "--version"]
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split()[-1] == "True"

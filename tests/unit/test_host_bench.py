@@ -6,8 +6,6 @@ import asyncio
 import os
 import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from nursery import Nursery
 from plays import make_group, make_rollout
 
 from tandem.algorithms.advantages.dr_grpo import DrGrpo
@@ -66,19 +65,15 @@ def test_a_step_of_the_benchmark_computes_nothing(host: ModuleType, monkeypatch:
     assert applied["grad_norm"].value == 0.0
 
 
-def test_an_engine_ends_with_the_benchmark_that_was_asked_to_end(tmp_path: Path) -> None:
+def test_an_engine_ends_with_the_benchmark_that_was_asked_to_end(nursery: Nursery, tmp_path: Path) -> None:
     # In place of vLLM's interpreter: it never says whether vLLM is there.
     python, note = tmp_path / "python", tmp_path / "pid"
     python.write_text(f"#!/bin/sh\necho $$ > {note}.new && mv {note}.new {note}\nexec sleep 300\n")
     python.chmod(0o755)
-    command = [str(ROOT / "benchmarks" / "host_gpu.py"), "--model", str(tmp_path), "--data", str(tmp_path)]
-    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    with subprocess.Popen(
-        [sys.executable, *command, "--python", str(python)],
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    ) as bench:
+    words = ["--model", str(tmp_path), "--data", str(tmp_path), "--python", str(python)]
+    path = os.pathsep.join([str(ROOT / "benchmarks"), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    with nursery.start(words, cwd=tmp_path, out=tmp_path / "said", environment=environment, module="host_gpu") as bench:
         try:
             while not note.exists():
                 assert bench.poll() is None

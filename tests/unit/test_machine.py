@@ -23,8 +23,9 @@ class Node:
 
 
 @pytest.fixture
-def unspared() -> Iterator[None]:
+def unspared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As a program begins: tests have spared the collector their own libraries."""
+    monkeypatch.setattr(machine, "_spared", False)
     gc.unfreeze()
     yield
     gc.freeze()
@@ -67,7 +68,24 @@ def test_a_run_that_fails_leaves_the_collector_as_it_was() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("unspared")
 def test_what_was_spared_before_a_run_is_spared_after_it() -> None:
-    gc.freeze()
+    machine.spare()
+    with machine.settled():
+        pass
+    assert gc.get_freeze_count() > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("unspared")
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_what_is_imported_is_spared_then_and_later(was_enabled: bool) -> None:
+    before = gc.isenabled()
+    (gc.enable if was_enabled else gc.disable)()
+    try:
+        with machine.importing():
+            assert not gc.isenabled()
+        assert gc.isenabled() == was_enabled
+    finally:
+        (gc.enable if before else gc.disable)()
     with machine.settled():
         pass
     assert gc.get_freeze_count() > 10_000

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import typer
 
+from tandem import machine
 from tandem.api.blocking import run_to_end
 from tandem.api.targets import recipe_of, resumed
 from tandem.config.loading import from_options, load
@@ -37,7 +38,8 @@ def train(target: Path, overrides: Sequence[str], *, show: bool, launcher: str |
 
         launch(["train", str(target), *overrides], config.ranks if isinstance(config.ranks, int) else None)
         return "done, on Ray: the lead's last line says where"
-    from tandem.trainer import assemble as run  # only now: a mistake in the recipe is told before the rest has loaded
+    with machine.importing():  # only now: a mistake in the recipe is told before the rest has loaded
+        from tandem.trainer import assemble as run
 
     folder = run_to_end(run.train(config, resume=resume, set_options=set_options))
     return ended(folder)

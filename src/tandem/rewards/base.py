@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
 from typing import ClassVar, Literal, NamedTuple
 
 from tandem.errors import RewardError
+from tandem.lazy import asyncio
 from tandem.types import Rollout
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import math
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tandem.errors import SHOWN_TEXT, RewardError
+from tandem.lazy import asyncio
 from tandem.rewards.base import Failure, GroupReward, Reward, Verdict
 from tandem.types import TEXT, Message, Rollout
 

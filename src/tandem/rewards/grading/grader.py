@@ -9,7 +9,6 @@ to this process; the parent is told on stdout when the job is done, or before th
 
 from __future__ import annotations
 
-import asyncio
 import faulthandler
 import gc
 import inspect
@@ -23,15 +22,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from tandem.errors import RewardError, message_of, raised
+from tandem.lazy import asyncio
 from tandem.rewards.base import Failure, Reward
 from tandem.rewards.grading.calls import Called, Outcome, called, traceback_of
 from tandem.types import Rollout
+
+T = TypeVar("T")
 
 HEADER = struct.Struct("!I")
 """Length of the message that follows."""
@@ -109,6 +112,27 @@ class AnswerPipe:
         self._unread = 0
 
 
+class _EventLoop:
+    """The event loop that runs what is async. Where nothing is, none is made, and asyncio is not imported."""
+
+    def __init__(self) -> None:
+        self._runner: asyncio.Runner | None = None
+
+    def make(self) -> asyncio.Runner:
+        """Have it ready."""
+        self._runner = self._runner or asyncio.Runner()
+        return self._runner
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """What a coroutine returns."""
+        return self.make().run(coroutine)
+
+    def close(self) -> None:
+        """End the tasks that are left."""
+        if self._runner is not None:
+            self._runner.close()
+
+
 @dataclass(frozen=True, slots=True)
 class _Grader:
     """Rewards that are ready, and the way back to the run."""
@@ -119,7 +143,7 @@ class _Grader:
     """Of the whole run."""
     answers: AnswerPipe
     """Where answers go."""
-    runner: asyncio.Runner
+    loop: _EventLoop
     """Runs what is async."""
 
     def serve(self, job: bytes) -> None:
@@ -138,7 +162,7 @@ class _Grader:
             return
         for number, batch in enumerate(batches, 1):
             if self.rewards[batch[0].name].is_async:
-                self.runner.run(self._together(batch, rollouts))
+                self.loop.run(self._together(batch, rollouts))
             else:
                 self.answers.give(0, self._alone(batch[0], rollouts), tell=number == len(batches))
 
@@ -176,7 +200,7 @@ class _Grader:
         async def wait() -> Any:
             return await value
 
-        return self.runner.run(wait())
+        return self.loop.run(wait())
 
 
 def main(pipe: int) -> None:
@@ -199,15 +223,19 @@ def main(pipe: int) -> None:
     if first is None:
         return
     order: Order = pickle.loads(first)
+    gc.disable()  # it would look through what is imported again and again
     rewards = _load(order.specs)
     if isinstance(rewards, str):
         _send(wire_out, rewards)
         return
     _send(wire_out, {name: Ability(reward.takes_groups, reward.is_async) for name, reward in rewards.items()})
-    gc.collect()
-    gc.freeze()  # a library of symbols is half a million objects, and looking through them takes longer than a group
-    with asyncio.Runner() as runner:
-        grader = _Grader(rewards, order.steps, AnswerPipe(pipe, wire_out), runner)
+    with closing(_EventLoop()) as loop:
+        if any(reward.is_async for reward in rewards.values()):
+            loop.make()  # not in the time that the first call has
+        gc.collect()
+        gc.freeze()  # a library of symbols is half a million objects; looking through them takes longer than a group
+        gc.enable()
+        grader = _Grader(rewards, order.steps, AnswerPipe(pipe, wire_out), loop)
         while (job := jobs.get()) is not None:
             grader.serve(job)
 

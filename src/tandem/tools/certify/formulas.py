@@ -429,13 +429,15 @@ def logprobs(exact: PlainModel, sequence: SampledSequence, known: Formula) -> Te
         possible = row.detach().clone()
         possible[list(known.ends if early else ())] = -math.inf
         allowed = torch.full_like(possible, -math.inf)
-        allowed[[*_support(possible, known.sampling), token]] = 0.0
+        allowed[_support(possible, known.sampling)] = allowed[token] = 0.0
         rows.append((row + allowed).log_softmax(-1)[token])
     return torch.stack(rows)
 
 
 def _penalised(row: Tensor, prompt: Sequence[int], answer: Sequence[int], sampling: Options) -> Tensor:
     """Logits with what tokens before do to them."""
+    if (sampling["repetition_penalty"], sampling["frequency_penalty"], sampling["presence_penalty"]) == (1, 0, 0):
+        return row
     scale, less = torch.ones_like(row, requires_grad=False), torch.zeros_like(row, requires_grad=False)
     seen = list({*prompt, *answer})
     scale[seen] = sampling["repetition_penalty"] ** torch.where(row[seen] > 0, -1.0, 1.0).double()
@@ -444,8 +446,8 @@ def _penalised(row: Tensor, prompt: Sequence[int], answer: Sequence[int], sampli
     return row * scale - less
 
 
-def _support(row: Tensor, sampling: Options) -> list[int]:
-    """Possible tokens that min_p leaves, then top_k, then top_p of what is left."""
+def _support(row: Tensor, sampling: Options) -> Tensor:
+    """Ids of the possible tokens that min_p leaves, then top_k, then top_p of what is left."""
     probabilities, order = row.softmax(-1).sort(descending=True)
     least = sampling["min_p"] * probabilities[0]
     number = int(((probabilities >= least) & (probabilities > 0)).sum())
@@ -454,7 +456,7 @@ def _support(row: Tensor, sampling: Options) -> list[int]:
     if sampling["top_p"] < 1:
         mass = probabilities[:number].cumsum(0)
         number = 1 + int((mass[:-1] < sampling["top_p"] * mass[-1]).sum())
-    return order[:number].tolist()
+    return order[:number]
 
 
 def share(known: Formula, sequences: Sequence[SampledSequence], one: SampledSequence) -> float:
