@@ -225,7 +225,9 @@ class Pairs(Bench):
         records, log = self.logs / "context.jsonl", self.logs / "context.log"
         records.unlink(missing_ok=True)
         fits = "checkpointing=full"
-        cases = [f"alone lengths {fits}", f"divided lengths {fits} {RANKS} distributed.context_parallel={CARDS}"]
+        # The recipe of made-up groups says nothing of their lengths, by which a run would choose local sums.
+        divided = f"{RANKS} distributed.context_parallel={CARDS} distributed.gradients=local"
+        cases = [f"alone lengths {fits}", f"divided lengths {fits} {divided}"]
         command = [sys.executable, str(HERE / "step_gpu.py"), "scaling", "--out", str(records)]
         command += ["--shape", self.args.shape, *(["--folder", str(self.args.folder)] if self.args.folder else [])]
         command += ["--lengths", str(length), "--equal", str(length * self.args.sequences), "--least", "20"]

@@ -191,7 +191,10 @@ class Ranks:
         try:
             while True:
                 kind, body = await follower.channel.receive()
-                if kind == "failed":
+                if kind == "broke":
+                    # A collective broke off there; the rank that broke it is about to be heard, or missed.
+                    await asyncio.wait((self.failure,), timeout=ALONG_SECONDS)
+                if kind in ("broke", "failed"):
                     self._fail(follower, body)
                     return
                 (follower.reports if kind == "report" else follower.replies).put_nowait(body)

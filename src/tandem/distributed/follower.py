@@ -11,10 +11,14 @@ from typing import Any
 from tandem.distributed.channel import COMMANDS, NEXT_COMMAND, Channel
 from tandem.distributed.children import lead_lost
 from tandem.distributed.crew import group_name
+from tandem.distributed.group import broke_off
 from tandem.distributed.placement import Placement
 from tandem.errors import RankError, message_of
 from tandem.observability import trace, waits
-from tandem.transport.rendezvous import Rendezvous, own_address, visit
+from tandem.transport.rendezvous import Rendezvous, first_line, own_address, visit
+
+WORD_SECONDS = 8.0
+"""How long it waits for the lead's word on which rank is lost, which the lead may take some seconds to hear of."""
 
 Handler = Callable[[Any], Awaitable[Any]]
 """Executes one kind of command on its body; what it returns is the reply."""
@@ -73,7 +77,7 @@ class Follower:
         """Execute commands, one at a time, until the lead says that it ends.
 
         Raises:
-            RankError: the lead is gone, or failed.
+            RankError: the lead is gone, or failed; or a collective broke off here, for another rank is gone.
         """
         commands: asyncio.Queue[Any] = asyncio.Queue()
         reading = asyncio.create_task(self._read(commands), name="commands of the lead")
@@ -92,12 +96,24 @@ class Follower:
         except RankError:
             raise
         except Exception as error:
-            await self._channel.send(["failed", message_of(error)])
-            raise
+            if not broke_off(error):
+                await self._channel.send(["failed", message_of(error)])
+                raise
+            raise await self._without_another(error, reading) from error
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
             self._channel.close()
+
+    async def _without_another(self, error: Exception, reading: asyncio.Task[None]) -> RankError:
+        """What ends this rank where a collective broke off: the lead knows, or learns, which rank is lost."""
+        await self._channel.send(["broke", message_of(error)])
+        await asyncio.wait((reading,), timeout=WORD_SECONDS)
+        word = f"the lead says: {reading.exception()}" if reading.done() else "the lead's output says which"
+        return RankError(
+            f"rank {self.placement.rank} on {socket.gethostname()} ends in command {self._doing!r}, for a collective "
+            f"broke off, as it does where another rank is gone; {word} ({first_line(error)})"
+        )
 
     async def report(self, body: Any) -> None:
         """Send the lead something that is no command's reply; of what was begun in one and ended after it."""
@@ -119,10 +135,7 @@ class Follower:
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait((task, reading), return_when=asyncio.FIRST_COMPLETED)
-            broke = task.done() and isinstance(task.exception(), RuntimeError)  # a collective, by a rank that is gone
-            if broke and not reading.done():
-                await asyncio.wait((reading,), timeout=1.0)
-            if reading.done() and (not task.done() or broke):
+            if reading.done() and not task.done():
                 where = f"{self.placement.master_addr}:{self.placement.master_port}"
                 raise RankError(
                     f"rank {self.placement.rank} on {socket.gethostname()} ends in command {self._doing!r}, for it "

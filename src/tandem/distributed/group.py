@@ -31,6 +31,14 @@ def on_host(tensor: Tensor) -> Tensor:
     return tensor.cpu()
 
 
+def broke_off(error: BaseException) -> bool:
+    """Whether an error says that a collective broke off, as it does on every rank where one of them is gone.
+
+    NCCL's errors have a type of their own, and of gloo's only the text says so.
+    """
+    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error))
+
+
 class HostWork:
     """A collective of gloo under way, whose result is copied to where it belongs when it is waited for."""
 
