@@ -3,49 +3,75 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import subprocess
 import sys
-import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tandem import machine
 
+COLLECTOR = """
+import gc
+import weakref
+from tandem import machine
 
-class Node:
-    """Something that refers to itself, so that the collector alone can take it away."""
 
-    def __init__(self) -> None:
+class Node:  # refers to itself, so that the collector alone can take it away
+    def __init__(self):
         self.me = self
 
 
-@pytest.fixture
-def unspared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As a program begins: tests have spared the collector their own libraries."""
-    monkeypatch.setattr(machine, "_spared", False)
-    gc.unfreeze()
-    yield
-    gc.freeze()
+many = [[] for _ in range(20_000)]
+node = Node()
+old = weakref.ref(node)
+"""
 
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("unspared")
-def test_what_was_there_before_is_not_looked_at_and_is_collected_afterwards() -> None:
-    node = Node()
-    old = weakref.ref(node)
-    with machine.settled():
-        assert gc.get_freeze_count() > 10_000
-        del node
-        new = weakref.ref(Node())
-        gc.collect()
-        assert old() is not None
-        assert new() is None
+SCENES = {
+    "what was there is not looked at and is collected afterwards": """
+with machine.settled():
+    assert gc.get_freeze_count() > 10_000
+    del node
+    new = weakref.ref(Node())
     gc.collect()
-    assert gc.get_freeze_count() == 0
-    assert old() is None
+    assert old() is not None
+    assert new() is None
+gc.collect()
+assert gc.get_freeze_count() == 0
+assert old() is None
+""",
+    "a run that fails leaves the collector as it was": """
+try:
+    with machine.settled():
+        1 / 0
+except ZeroDivisionError:
+    pass
+assert gc.get_freeze_count() == 0
+""",
+    "what was spared before a run is spared after it": """
+machine.spare()
+with machine.settled():
+    pass
+assert gc.get_freeze_count() > 10_000
+""",
+    "what is imported is spared then and later": """
+for enabled in (True, False):
+    (gc.enable if enabled else gc.disable)()
+    with machine.importing():
+        assert not gc.isenabled()
+    assert gc.isenabled() == enabled
+    with machine.settled():
+        pass
+    assert gc.get_freeze_count() > 10_000
+""",
+}
+
+
+@pytest.mark.parametrize("scene", SCENES.values(), ids=SCENES)
+def test_what_the_collector_is_spared(scene: str) -> None:
+    """In a program of its own: here a collection would look through the libraries of all tests."""
+    done = subprocess.run([sys.executable, "-c", COLLECTOR + scene], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_tensors_took_of_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,40 +81,6 @@ def test_what_tensors_took_of_an_accelerator(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("torch.cuda.max_memory_reserved", {"cuda:1": 7}.__getitem__)
     assert machine.reserved("cpu") is None
     assert machine.reserved("cuda:1") == 7
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("unspared")
-def test_a_run_that_fails_leaves_the_collector_as_it_was() -> None:
-    with pytest.raises(ZeroDivisionError), machine.settled():
-        _ = 1 / 0
-    assert gc.get_freeze_count() == 0
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("unspared")
-def test_what_was_spared_before_a_run_is_spared_after_it() -> None:
-    machine.spare()
-    with machine.settled():
-        pass
-    assert gc.get_freeze_count() > 10_000
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("unspared")
-@pytest.mark.parametrize("was_enabled", [True, False])
-def test_what_is_imported_is_spared_then_and_later(was_enabled: bool) -> None:
-    before = gc.isenabled()
-    (gc.enable if was_enabled else gc.disable)()
-    try:
-        with machine.importing():
-            assert not gc.isenabled()
-        assert gc.isenabled() == was_enabled
-    finally:
-        (gc.enable if before else gc.disable)()
-    with machine.settled():
-        pass
-    assert gc.get_freeze_count() > 10_000
 
 
 def test_processes_have_a_card_in_turns_unless_mps_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

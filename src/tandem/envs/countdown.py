@@ -6,6 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
 
 from tandem.envs.base import Environment, Split
 from tandem.envs.data.split import Tasks, check_share, opening, some, split_of
@@ -77,14 +78,16 @@ class Countdown(Environment):
         puzzles: dict[str, _Puzzle] = {}
         vain = 0
         while len(puzzles) < self.size and vain < _GIVE_UP_AFTER:
-            numbers = [rng.randint(1, self.max_number) for _ in range(rng.randint(self.min_numbers, self.max_numbers))]
+            vain += 1
+            length = self.min_numbers + rng.randrange(self.max_numbers - self.min_numbers + 1)
+            numbers = [1 + rng.randrange(self.max_number) for _ in range(length)]
             target, solution = _combine(numbers, self.operators, rng)
-            key = f"{'+'.join(map(str, sorted(numbers)))}={target}"
-            if not 1 <= target <= self.max_target or key in puzzles:
-                vain += 1
+            if not 1 <= target <= self.max_target:
                 continue
-            vain = 0
-            puzzles[key] = (tuple(numbers), target, solution)
+            key = f"{'+'.join(map(str, sorted(numbers)))}={target}"
+            if key not in puzzles:
+                vain = 0
+                puzzles[key] = (tuple(numbers), target, _text(solution)[1:-1])
         return puzzles
 
     def _task(self, key: str, puzzle: _Puzzle) -> Task:
@@ -103,15 +106,36 @@ class Countdown(Environment):
         )
 
 
-def _combine(numbers: Sequence[int], operators: Sequence[str], rng: random.Random) -> tuple[int, str]:
-    """Join numbers at random until one value is left; 0 if an operator does not fit."""
-    pool = [(number, str(number)) for number in numbers]
+_Joined: TypeAlias = "int | tuple[_Joined, str, _Joined]"
+"""An expression: a number, or two expressions with an operator between them."""
+
+
+def _combine(numbers: Sequence[int], operators: Sequence[str], rng: random.Random) -> tuple[int, _Joined]:
+    """Join numbers at random until one value is left; 0 if an operator does not fit.
+
+    Most of what is joined is no puzzle, so it is written out only where it is one.
+    """
+    pool: list[tuple[int, _Joined]] = [(number, number) for number in numbers]
     while len(pool) > 1:
-        (left, left_text), (right, right_text) = (pool.pop(rng.randrange(len(pool))) for _ in range(2))
-        symbol = rng.choice(operators)
-        if symbol == "/" and (not right or left % right):
-            return 0, ""
-        value = {"+": left + right, "-": left - right, "*": left * right, "/": left // (right or 1)}[symbol]
-        pool.append((value, f"({left_text} {symbol} {right_text})"))
-    value, text = pool[0]
-    return value, text[1:-1]
+        left, left_of = pool.pop(rng.randrange(len(pool)))
+        right, right_of = pool.pop(rng.randrange(len(pool)))
+        symbol = operators[rng.randrange(len(operators))]
+        if symbol == "+":
+            value = left + right
+        elif symbol == "-":
+            value = left - right
+        elif symbol == "*":
+            value = left * right
+        elif right and not left % right:
+            value = left // right
+        else:
+            return 0, 0
+        pool.append((value, (left_of, symbol, right_of)))
+    return pool[0]
+
+
+def _text(joined: _Joined) -> str:
+    if isinstance(joined, int):
+        return str(joined)
+    left, symbol, right = joined
+    return f"({_text(left)} {symbol} {_text(right)})"
