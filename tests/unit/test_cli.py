@@ -924,6 +924,7 @@ def test_doctor_finds_this_machine_fit(run: Run) -> None:
     assert out.endswith("ready to train\n")
 
 
+@pytest.mark.slow
 def test_doctor_names_what_is_missing_and_how_to_get_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.metadata
 
@@ -966,6 +967,7 @@ def interpreter(path: Path, script: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_doctor_looks_for_vllm_here_and_in_the_environment_beside(run: Run) -> None:
     code, out, _ = run("doctor")
     assert code == 0

@@ -82,7 +82,10 @@ def alone(optimizer: Any, dtype: torch.dtype, most: float) -> tuple[list[float],
     return norms, {name: p.detach() for name, p in named}, stepper.state_dict()
 
 
-@pytest.mark.parametrize(("world", "local"), [(2, False), (3, False), (4, False), (3, True)])
+SLOW = [pytest.param(world, local, marks=pytest.mark.slow) for world, local in ((2, False), (4, False), (3, True))]
+
+
+@pytest.mark.parametrize(("world", "local"), [(3, False), *SLOW])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_weights_and_states_have_the_same_bits_as_one_process(kind: str, world: int, local: bool) -> None:
     """Micro-batches do not divide by ranks. Bytes are not clipped: a norm's last digit decides which one is nearest."""

@@ -65,6 +65,7 @@ def test_a_step_of_the_benchmark_computes_nothing(host: ModuleType, monkeypatch:
     assert applied["grad_norm"].value == 0.0
 
 
+@pytest.mark.slow
 def test_an_engine_ends_with_the_benchmark_that_was_asked_to_end(nursery: Nursery, tmp_path: Path) -> None:
     # In place of vLLM's interpreter: it never says whether vLLM is there.
     python, note = tmp_path / "python", tmp_path / "pid"

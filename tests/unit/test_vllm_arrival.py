@@ -104,6 +104,7 @@ def of_ranks(own: int, hosts: OtherHosts) -> Fleet:
     )
 
 
+@pytest.mark.slow
 def test_a_rank_on_another_host_starts_its_engine_and_starts_it_again() -> None:
     own, first, second, third = (free_port() for _ in range(4))
 
