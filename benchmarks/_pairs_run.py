@@ -22,12 +22,12 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from _versus import Parts, append, synchronize, work_of
+from _versus import Parts, append, synchronize, timed_calls, work_of
 
 from tandem.config import loading as recipes
 from tandem.distributed.group import DataGroup
@@ -59,7 +59,7 @@ class Publishes:
     def __init__(self, parts: Parts, last: int):
         self._parts, self._last = parts, last
         self._seconds: dict[str, float] = defaultdict(float)
-        self._calls: dict[str, float] = defaultdict(float)
+        self._calls: dict[str, float] = {}
         self._engine: Any = None
 
     @contextlib.contextmanager
@@ -80,16 +80,6 @@ class Publishes:
         if step == self._last:
             sys.stdout.flush()
             os._exit(0)
-
-    def _called(self, name: str, function: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        async def call(*args: Any, **options: Any) -> Any:
-            begin = time.perf_counter()
-            try:
-                return await function(*args, **options)
-            finally:
-                self._calls[name] += time.perf_counter() - begin
-
-        return call
 
     def watch(self) -> None:
         """Time the update and its gather, and note memory once weights are shared and once all is under way."""
@@ -122,7 +112,9 @@ class Publishes:
             (WeightSyncSession, "bind"): watched_bind,
             (Step, "forward_backward"): watched_train,
         }
-        called = {(owner, name): self._called(what, getattr(owner, name)) for (owner, name), what in CALLS.items()}
+        called = {
+            (owner, name): timed_calls(self._calls, what, getattr(owner, name)) for (owner, name), what in CALLS.items()
+        }
         for (owner, name), value in {**changed, **called}.items():
             setattr(owner, name, value)
 

@@ -9,7 +9,7 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -155,6 +155,21 @@ def multiplied(model: Any) -> int:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     count: int = sum(p.numel() for p in model.parameters())
     return count if head.weight is embedding.weight else count - int(embedding.weight.numel())
+
+
+def timed_calls(
+    seconds: MutableMapping[str, float], name: str, function: Callable[..., Awaitable[Any]]
+) -> Callable[..., Awaitable[Any]]:
+    """An asynchronous function whose calls add the time that they take to ``seconds``, under a name."""
+
+    async def call(*args: Any, **options: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return await function(*args, **options)
+        finally:
+            seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - begin
+
+    return call
 
 
 def synchronize() -> None:

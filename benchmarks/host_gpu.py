@@ -32,12 +32,13 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from _versus import add_engine, aligned
+from _versus import add_engine, aligned, append, timed_calls
 from versus_trl import awaited, end_in_order, ended, environment, lines_of
 
 from tandem.config import loading as recipes
@@ -90,15 +91,7 @@ def one(args: argparse.Namespace) -> None:
     seconds: dict[str, float] = {}
     before = time.process_time()
 
-    def timed(name: str, function: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        async def call(*given: Any, **more: Any) -> Any:
-            begin = time.perf_counter()
-            try:
-                return await function(*given, **more)
-            finally:
-                seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - begin
-
-        return call
+    timed = partial(timed_calls, seconds)
 
     def told(self: Telemetry, step: int, parts: Any) -> Any:
         nonlocal before
@@ -162,6 +155,16 @@ def served(args: argparse.Namespace, folder: Path) -> Iterator[str]:
         yield url
 
 
+@contextlib.contextmanager
+def kept(found: dict[str, dict[str, float]], file: Path | None) -> Iterator[None]:
+    """Append what was measured in the block to a file, also where the block is ended by a signal."""
+    try:
+        yield
+    finally:
+        if file and found:
+            append(file, **found)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder")
@@ -186,7 +189,11 @@ def main() -> int:
         return 0
     end_in_order()
     found: dict[str, dict[str, float]] = {}
-    with tempfile.TemporaryDirectory(prefix="host-gpu-") as scratch, served(args, Path(scratch)) as url:
+    with (
+        kept(found, args.json),
+        tempfile.TemporaryDirectory(prefix="host-gpu-") as scratch,
+        served(args, Path(scratch)) as url,
+    ):
         for number, setting in itertools.product(range(args.rounds), args.settings):
             lines, log = (Path(scratch) / f"{setting}-{number}.{end}" for end in ("jsonl", "log"))
             given = [*sys.argv[1:], "--one", setting, "--url", url, "--lines", str(lines)]
@@ -204,9 +211,6 @@ def main() -> int:
     print(aligned(table))
     if {"trivial", "graded"} <= found.keys():
         print(f"graded against trivial: {found['graded']['step'] / found['trivial']['step']:.3f} (goal <= 1.15)")
-    if args.json:
-        with args.json.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(found) + "\n")
     return int(found.keys() != set(args.settings))
 
 

@@ -109,6 +109,30 @@ def test_a_collective_that_breaks_off_is_not_blamed_on_the_rank_that_says_so_fir
     assert told in str(ends[1]), "it says what the lead says"
 
 
+def test_a_collective_that_breaks_off_for_the_lead_ends_by_the_leads_name(tmp_path: Path) -> None:
+    place = placed(2)
+
+    async def gone(follower: Follower) -> None:
+        """The lead's end is closed under the follower, as by a kill."""
+        follower._channel.close()
+        raise ConnectionResetError("Connection lost")
+
+    async def following_to_its_end() -> None:
+        follower = await Follower.join(replace(place, rank=1, local_rank=1), TIMEOUT_SECONDS)
+        follower._channel.send = lambda message: gone(follower)  # type: ignore[method-assign]
+        with pytest.raises(RankError, match="a collective broke off.*it lost the lead, rank 0"):
+            await follower.serve({"micros": broken})
+
+    async def scene() -> None:
+        follower = asyncio.create_task(following_to_its_end())
+        with pytest.raises(RankError, match="^rank 1 "):
+            async with lead(2, place, [], tmp_path, TIMEOUT_SECONDS) as ranks:
+                await ranks.execute("micros", None, executed(None))
+        await follower
+
+    asyncio.run(scene())
+
+
 def test_what_is_no_collectives_error_ends_a_follower_as_it_is(tmp_path: Path) -> None:
     place = placed(2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 from collections.abc import Awaitable, Callable, Mapping
@@ -107,12 +108,13 @@ class Follower:
 
     async def _without_another(self, error: Exception, reading: asyncio.Task[None]) -> RankError:
         """What ends this rank where a collective broke off: the lead knows, or learns, which rank is lost."""
-        await self._channel.send(["broke", message_of(error)])
+        with contextlib.suppress(ConnectionError, OSError):  # it may be the lead that is gone
+            await self._channel.send(["broke", message_of(error)])
         await asyncio.wait((reading,), timeout=WORD_SECONDS)
-        word = f"the lead says: {reading.exception()}" if reading.done() else "the lead's output says which"
+        lost = f"it lost the lead, rank 0: {reading.exception()}" if reading.done() else "the lead's output says which"
         return RankError(
             f"rank {self.placement.rank} on {socket.gethostname()} ends in command {self._doing!r}, for a collective "
-            f"broke off, as it does where another rank is gone; {word} ({first_line(error)})"
+            f"broke off, as it does where another rank is gone; {lost} ({first_line(error)})"
         )
 
     async def report(self, body: Any) -> None:
