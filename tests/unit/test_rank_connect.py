@@ -120,12 +120,12 @@ def test_a_collective_that_breaks_off_for_the_lead_ends_by_the_leads_name(tmp_pa
     async def following_to_its_end() -> None:
         follower = await Follower.join(replace(place, rank=1, local_rank=1), TIMEOUT_SECONDS)
         follower._channel.send = lambda message: gone(follower)  # type: ignore[method-assign]
-        with pytest.raises(RankError, match="a collective broke off.*it lost the lead, rank 0"):
+        with pytest.raises(RankError, match=r"a collective broke off.*it lost the lead, rank 0"):
             await follower.serve({"micros": broken})
 
     async def scene() -> None:
         follower = asyncio.create_task(following_to_its_end())
-        with pytest.raises(RankError, match="^rank 1 "):
+        with pytest.raises(RankError, match=r"^rank 1 "):
             async with lead(2, place, [], tmp_path, TIMEOUT_SECONDS) as ranks:
                 await ranks.execute("micros", None, executed(None))
         await follower
