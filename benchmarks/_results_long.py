@@ -84,11 +84,11 @@ def resident(pid: int) -> tuple[float, float] | None:
 
 
 def card_gb(device: str | None) -> float | None:
-    """GB in use on a card, by all processes; None without one."""
+    """GB in use on a card, the first of several, by all processes; None without one."""
     with contextlib.suppress(Exception):  # no driver, or no such package: nothing is measured
         pynvml: Any = importlib.import_module("pynvml")
         pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(int(device or 0))
+        handle = pynvml.nvmlDeviceGetHandleByIndex(int((device or "0").partition("+")[0]))
         return round(float(pynvml.nvmlDeviceGetMemoryInfo(handle).used) / 1e9, 3)
     return None
 

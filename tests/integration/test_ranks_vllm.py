@@ -32,13 +32,20 @@ def wide_model(folder: Path) -> Path:
     return folder / "wide"
 
 
-@pytest.mark.parametrize("trainable", long_but(["full", "lora", "merged"], "full"))
-def test_two_pairs_train_publish_and_prove(nursery: Nursery, tmp_path: Path, trainable: str) -> None:
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"trainable": {"kind": "lora", "rank": 8}},
+    "merged": {"trainable": {"kind": "lora", "rank": 8, "merged": True}},
+    "context": {"distributed": {"context_parallel": 2}},
+}
+
+
+@pytest.mark.parametrize("kind", long_but(list(KINDS), "full"))
+def test_two_pairs_train_publish_and_prove(nursery: Nursery, tmp_path: Path, kind: str) -> None:
     """Every publish is proven on both engines, so each holds what its rank has; of whole weights nothing is copied."""
     model = wide_model(tmp_path)
-    kind: Any = "full" if trainable == "full" else {"kind": "lora", "rank": 8, "merged": trainable == "merged"}
     options = vllm.recipe(
-        model, tmp_path / "runs", name="pairs", steps=3, ranks=2, engine=vllm.engine(), trainable=kind
+        model, tmp_path / "runs", name="pairs", steps=3, ranks=2, engine=vllm.engine(), **KINDS[kind]
     )
     recipe = tmp_path / "pairs.yaml"
     recipe.write_text(render(options), encoding="utf-8")
@@ -53,7 +60,7 @@ def test_two_pairs_train_publish_and_prove(nursery: Nursery, tmp_path: Path, tra
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     published = [event for event in events if event["event"] == "published"]
     assert [event["step"] for event in published] == [1, 2, 3]
-    assert all((event["bytes"] == 0) == (trainable != "lora") for event in published)
+    assert all((event["bytes"] == 0) == (kind != "lora") for event in published)
     assert all(event["probe_gap"] is not None for event in published)
     assert len({event["digest"] for event in published}) == 3, "every step moved the weights"
     assert len(list((run / "logs").glob("*engine*"))) >= 2

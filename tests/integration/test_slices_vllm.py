@@ -58,13 +58,19 @@ def test_ranks_write_the_slices_of_their_workers(nursery: Nursery, tmp_path: Pat
 
 @needs_two_gpus
 @pytest.mark.long
-def test_slices_train_what_one_rank_trains_and_outlive_their_engine(nursery: Nursery, tmp_path: Path) -> None:
+@pytest.mark.parametrize("context", [1, 2], ids=["each its own rows", "shared rows"])
+def test_slices_train_what_one_rank_trains_and_outlive_their_engine(
+    nursery: Nursery, tmp_path: Path, context: int
+) -> None:
     """A killed engine is started again, attached by both ranks and published to; the weights are one rank's."""
     model = build_tiny_model(tmp_path / "tiny", head_dim=vllm.HEAD_DIM)
     # Where a gradient is all noise, its sign decides Adam's step: eps makes that step small.
     same = {"steps": 4, "seed": 3, "optimizer": {"lr": 1.0e-3, "eps": 1.0e-3}}
     engine = vllm.engine(forks=False, seeded=True, **WORKERS)
-    cut = vllm.recipe(model, tmp_path / "runs", name="cut", engine=engine, **CUT, **same)
+    distributed = {"shard": "weights", "context_parallel": context}
+    cut = vllm.recipe(
+        model, tmp_path / "runs", name="cut", engine=engine, **{**CUT, "distributed": distributed}, **same
+    )
     alone = vllm.recipe(model, tmp_path / "runs", name="alone", engine=vllm.engine(seeded=True), **same)
     run = tmp_path / "runs" / "cut"
     with started(nursery, tmp_path, written(tmp_path, cut)) as process:

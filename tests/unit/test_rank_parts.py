@@ -61,7 +61,6 @@ CUT = (WEIGHTS, "engine=vllm", "engine.tensor_parallel_size=2")
     (2, (*CUT, "distributed.share_gpus=true"), "shard: weights and distributed.share_gpus"),
     (2, (*CUT, "sync=broadcast"), "this sync: every rank's engine shares its weights; choose sync: shared"),
     (2, (*CUT, "engine.replicas=2"), "engine.replicas or engine.devices"),
-    (2, (*CUT, "distributed.context_parallel=2"), "context_parallel with an engine in a process of its own"),
     (2, (*CUT, "trainable=lora"), "shard: weights and this trainable"),
 ])  # fmt: skip
 def test_ranks_and_workers_that_cannot_share_slices_are_refused_by_name(

@@ -147,8 +147,6 @@ def _refused_engines(config: RunConfig, placement: Placement | None) -> dict[str
         ),
         "engine.require_api_key: false on several hosts, where whoever reaches an engine could overwrite its weights; "
         "leave it out": _on_several_hosts(placement) and not engine.require_api_key and not engine.api_key_variable,
-        "distributed.context_parallel with an engine in a process of its own, which is not built yet; choose engine: "
-        "embedded": config.distributed.context_parallel > 1,
     }
 
 
