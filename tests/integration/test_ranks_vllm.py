@@ -44,9 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_two_pairs_train_publish_and_prove(nursery: Nursery, tmp_path: Path, kind: str) -> None:
     """Every publish is proven on both engines, so each holds what its rank has; of whole weights nothing is copied."""
     model = wide_model(tmp_path)
-    options = vllm.recipe(
-        model, tmp_path / "runs", name="pairs", steps=3, ranks=2, engine=vllm.engine(), **KINDS[kind]
-    )
+    options = vllm.recipe(model, tmp_path / "runs", name="pairs", steps=3, ranks=2, engine=vllm.engine(), **KINDS[kind])
     recipe = tmp_path / "pairs.yaml"
     recipe.write_text(render(options), encoding="utf-8")
     source = Path(__file__).parents[2]

@@ -160,7 +160,7 @@ class Worker(worker.WorkerExtension):
 
     def _tandem_mapped(self) -> Callable[[], None]:
         def forget() -> None:
-            self._tandem_where = ()  # what was found by the other map is found anew
+            self._tandem_layout = None  # what was found by the other map is found anew
 
         forget()
         return forget

@@ -174,3 +174,22 @@ def test_a_tensor_that_does_not_fit_is_refused(name: str, how: str) -> None:
 def test_a_tensor_that_is_not_there_is_named_before_anything_comes() -> None:
     with group() as (_, receiver, _), pytest.raises(EngineError, match="no weight 'three'"):
         receive(receiver, {"three": torch.ones(3)}, 1 << 20)
+
+
+@pytest.mark.parametrize("how", ["written", "other storage", "another parameter", "one more"])
+def test_checksums_are_of_what_parameters_hold_now(how: str) -> None:
+    """However often they were taken: a view of storage that a parameter has left would be summed for ever."""
+    receiver = Receiver()
+    storage, before = receiver.storage, receiver.tandem_checksums()
+    assert receiver.tandem_checksums() == before
+    match how:
+        case "written":
+            storage.rows.data.fill_(2.0)
+        case "other storage":
+            storage.rows.data = torch.full((7, 1024), 2.0)
+        case "another parameter":
+            storage.rows = nn.Parameter(torch.full((7, 1024), 2.0))
+        case "one more":
+            storage.copies.append(nn.Parameter(torch.full((ROWS, 1024), 2.0)))
+    sums = {part for part, value in receiver.tandem_checksums().items() if before.get(part) != value}
+    assert sums == ({"twice@0,0"} if how == "one more" else {"rows@3,0"})

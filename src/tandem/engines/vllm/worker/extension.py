@@ -22,7 +22,7 @@ from tandem.engines.vllm.worker.adapter import InPlaceAdapters
 from tandem.engines.vllm.worker.parameter_map import TensorPlace, places, share, uncovered, whole
 from tandem.errors import EngineError, TransportError
 from tandem.transport import sharing
-from tandem.transport.checksums import Shard, Standing
+from tandem.transport.checksums import ChecksumTally, Shard, Standing
 from tandem.transport.collective import Member
 from tandem.transport.rendezvous import Rendezvous, accelerator
 
@@ -150,8 +150,7 @@ class WorkerExtension:
                 self._tandem_exported, self._tandem_keep = exported.description, exported
         return json.dumps({"lent": self._tandem_exported, "map": json.loads(self.tandem_map())})
 
-    _tandem_placements: dict[str, list[TensorPlace]] = {}  # noqa: RUF012 - replaced, never written
-    _tandem_where: tuple[int, ...] = ()
+    _tandem_layout: _Layout | None = None
     _tandem_exported: Any = None
     _tandem_keep: Any = None
 
@@ -160,22 +159,18 @@ class WorkerExtension:
 
         Parts add up to the whole; ranks that hold the same part must give the same.
         """
-        places = self._tandem_current()
-        shards = (
-            Shard(_part(name, p.first), p.tensor, p.first) for name, placements in places.items() for p in placements
-        )
-        return _hexadecimal(self._tandem_standing("weights").take(shards))
+        return _hexadecimal(self._tandem_current().tally.take())
 
     def _tandem_standing(self, what: str) -> Standing:
         sums: dict[str, Standing] = self.__dict__.setdefault("_tandem_sums", {})
         return sums.setdefault(what, Standing())
 
-    def _tandem_current(self) -> dict[str, list[TensorPlace]]:
+    def _tandem_current(self) -> _Layout:
         """The places, found anew only where storage was moved: views of the old one would be read and written on."""
-        where = tuple(p.data_ptr() for p in self.tandem_model.parameters())
-        if where != self._tandem_where:
-            self._tandem_placements, self._tandem_where = self.tandem_places(), where
-        return self._tandem_placements
+        layout = self._tandem_layout
+        if layout is None or layout.is_moved():
+            self._tandem_layout = layout = _Layout(self.tandem_model, self.tandem_places())
+        return layout
 
     @_refusing
     def tandem_export_adapter(self, lora_id: int, config: str, manifest: str) -> str:
@@ -246,7 +241,7 @@ class WorkerExtension:
                 lora_id, json.loads(config), dict(pair for bucket in buckets for pair in bucket)
             )
         else:
-            places = self._tandem_current()
+            places = self._tandem_current().places
             if unknown := [name for name, _, _ in entries if name not in places]:
                 raise EngineError(f"the engine has no weight {unknown[0]!r}, which the trainer wants to send")
             straight = whole(places)
@@ -275,6 +270,30 @@ class WorkerExtension:
         if self._tandem_joining is not None:
             self._tandem_joining.leave()
         self._tandem_joining = None
+
+
+class _Layout:
+    """Where a model's tensors lie, and a tally of them that is made once: an engine waits while it is taken."""
+
+    def __init__(self, model: torch.nn.Module, places: dict[str, list[TensorPlace]]):
+        self.places = places
+        # Where modules keep their parameters: to walk all modules takes longer than to sum their weights.
+        self._parameters = [module._parameters for module in model.modules()]
+        self._where = self._addresses()
+
+    def _addresses(self) -> list[int]:
+        return [p.data_ptr() for kept in self._parameters for p in kept.values() if p is not None]
+
+    def is_moved(self) -> bool:
+        """Whether a parameter is another one by now, or has other storage."""
+        return self._addresses() != self._where
+
+    @functools.cached_property
+    def tally(self) -> ChecksumTally:
+        """Of every part of a tensor that is here, by ``name@row,column``."""
+        return ChecksumTally(
+            Shard(_part(name, p.first), p.tensor, p.first) for name, parts in self.places.items() for p in parts
+        )
 
 
 class _Joining(threading.Thread):
