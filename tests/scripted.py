@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -228,7 +229,8 @@ class Scripted(Engine):
         sampled = Completion(tokens=drawn, logprobs=tuple(logprobs), versions=(0,) * samples, finish="length")
         scored = tuple(self.inner.score(tokens))
         # As a prefix cache does that was filled since the publish: by the same weights, which is in order.
-        again = len(tokens) * (self.events[::-1].index("checksums") > 1) if "checksums" in self.events else 0
+        published = list(takewhile(lambda e: e not in ("set_version", "recover"), reversed(self.events)))
+        again = len(tokens) * (published.count("probe") > 1)
         told = ProbeResult(name="engine one", scored=scored, sampled=sampled, temperature=0.7, cached=again)
         return [self.probed(told)]
 

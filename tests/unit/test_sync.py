@@ -329,10 +329,10 @@ def test_the_tolerance_is_the_recipes(policy: Policy) -> None:
 @pytest.mark.parametrize(
     ("sync", "order"),
     [
-        (CopiedAtRest, ["pause", "release", "optimizer", "move", "compare", "score", "set_version", "resume"]),
-        (Copied, ["optimizer", "pause", "release", "move", "compare", "score", "set_version", "resume"]),
-        (CopiedDrained, ["optimizer", "drain", "move", "compare", "score", "set_version", "resume", "release"]),
-        (CopiedLive, ["optimizer", "move", "compare", "score", "set_version", "resume", "release"]),
+        (CopiedAtRest, ["pause", "release", "optimizer", "move", "score", "compare", "set_version", "resume"]),
+        (Copied, ["optimizer", "pause", "release", "move", "score", "compare", "set_version", "resume"]),
+        (CopiedDrained, ["optimizer", "drain", "move", "score", "compare", "set_version", "resume", "release"]),
+        (CopiedLive, ["optimizer", "move", "score", "compare", "set_version", "resume", "release"]),
     ],
 )
 def test_the_order_of_a_commit(policy: Policy, sync: type[Copied], order: list[str]) -> None:
@@ -354,8 +354,8 @@ def test_the_order_of_a_commit(policy: Policy, sync: type[Copied], order: list[s
 @pytest.mark.parametrize(
     ("sync", "order"),
     [
-        (Copied, ["optimizer", "pause", "move", "checksums", "compare", "score", "set_version", "resume"]),
-        (CopiedOnceSummed, ["optimizer", "checksums", "pause", "move", "compare", "score", "set_version", "resume"]),
+        (Copied, ["optimizer", "pause", "move", "score", "checksums", "compare", "set_version", "resume"]),
+        (CopiedOnceSummed, ["optimizer", "checksums", "pause", "move", "score", "compare", "set_version", "resume"]),
     ],
 )
 def test_checksums_of_memory_that_the_trainer_alone_writes_are_taken_while_the_engine_samples(
@@ -414,6 +414,50 @@ def test_both_ends_sum_at_the_same_time_and_only_what_is_written(
     monkeypatch.setattr(base, "finish", lambda device: events.append("finish"))
     run(policy, work, kind=Meeting, events=events)
     assert events[:4] == ["pause", "optimizer", "finish", "move"]
+
+
+def test_wrong_bytes_end_a_publish_whose_probe_is_still_waited_for(policy: Policy) -> None:
+    cancelled: list[bool] = []
+
+    class Slow(Attesting):
+        async def probe(self, tokens: Sequence[int], *, samples: int = 0) -> Any:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                cancelled.append(True)
+                raise
+
+    def torn(held: dict[str, Tensor]) -> None:
+        next(iter(held.values())).view(-1)[0] += 1
+
+    async def work(engine: Watched) -> None:
+        with pytest.raises(TornWeights):
+            await asyncio.wait_for(Copied(fault=torn).open(policy, engine, START, Full()).__aenter__(), 20)
+
+    run(policy, work, kind=Slow)
+    assert cancelled
+
+
+def test_the_engine_samples_before_its_sums_are_known(policy: Policy) -> None:
+    asked = asyncio.Event()
+
+    class Summing(Attesting):
+        async def probe(self, tokens: Sequence[int], *, samples: int = 0) -> Any:
+            asked.set()
+            return await super().probe(tokens, samples=samples)
+
+        async def checksums(self, payload: str) -> dict[str, Checksums]:
+            await asyncio.wait_for(asked.wait(), 20)
+            return await super().checksums(payload)
+
+    async def work(engine: Watched) -> None:
+        async with Copied().open(policy, engine, START, Full()) as session:
+            asked.clear()
+            async with session.commit(1) as commit:
+                pass
+            assert commit.succeeded().moved
+
+    run(policy, work, kind=Summing)
 
 
 def test_an_engine_that_cannot_sum_is_told_of_once_this_end_is_done(

@@ -23,7 +23,7 @@ from tandem.observability import waits
 from tandem.transport.checksums import Shard, Standing, checksums, digest
 from tandem.transport.sharing import finish
 from tandem.types import PolicyVersion
-from tandem.weight_sync.verify.probe import Behaviour, Checksums, Rollouts, compare_frozen, differing
+from tandem.weight_sync.verify.probe import Behaviour, Checksums, ProbeAnswers, Rollouts, compare_frozen, differing
 
 if TYPE_CHECKING:
     from tandem.model.policy import Policy
@@ -680,10 +680,14 @@ class WeightSyncSession:
             sleeps_deep = self.engine.sleeps > 1
             is_due = self._publishes % self.sync.verify_every == 0
             should_verify = is_due or sleeps_deep or not self._recovery.is_published
-            sums = await self._sums(mine, should_verify=should_verify)
-            version = self._named(version, digest(sums.mine))
-            commit.unverified = version
-            gap = await self._verify(version, sums) if should_verify else None
+            if should_verify and not self._recovery.is_published:
+                await compare_frozen(self.engine, self.trained)
+            async with self._asked(ask=should_verify) as answers:
+                sums = await self._sums(mine, should_verify=should_verify)
+                version = self._named(version, digest(sums.mine))
+                commit.unverified = version
+                compare(sums)
+            gap = None if answers is None else await self._behaviour.compare(self.engine, version, await answers)
             await self.engine.set_version(version)
         except BaseException as error:
             await self.abort(f"the publish of version {version.step} failed: {error}")
@@ -718,11 +722,23 @@ class WeightSyncSession:
         own = await self.trained.checksums() if mine is None else mine
         return PayloadSums(mine=own, stored=own)
 
-    async def _verify(self, version: PolicyVersion, sums: PayloadSums) -> float:
-        if not self._recovery.is_published:
-            await compare_frozen(self.engine, self.trained)
-        compare(sums)
-        return await self._behaviour.compare(self.engine, version)
+    @asynccontextmanager
+    async def _asked(self, *, ask: bool) -> AsyncIterator[asyncio.Task[ProbeAnswers] | None]:
+        """Ask the probe while the bytes are summed, and forget it where they are wrong.
+
+        The engine samples as soon as it is asked, and nothing of that is given out before the version is set: it need
+        not stand still for the sums.
+        """
+        answers = asyncio.ensure_future(self._behaviour.ask(self.engine)) if ask else None
+        try:
+            yield answers
+        except BaseException as error:
+            if answers is not None:
+                answers.cancel()
+                (failed,) = await asyncio.gather(answers, return_exceptions=True)
+                if isinstance(failed, EngineError):  # it died: what else is said of it is of one that was started again
+                    raise failed from error
+            raise
 
 
 def compare(sums: PayloadSums) -> None:

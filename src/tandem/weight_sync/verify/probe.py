@@ -122,6 +122,18 @@ class ProbeReading:
         return [self.scored] if self.sampled is None else [self.scored, self.sampled]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeAnswers:
+    """What all engines answered to one probe."""
+
+    tokens: Sequence[int]
+    """The text."""
+    thorough: bool
+    """It is the first since a start of the engine: longer, and held against other weights too."""
+    probes: Sequence[ProbeResult]
+    """By engine."""
+
+
 NOTHING = LogprobComparison((), ())
 
 
@@ -149,26 +161,34 @@ class Behaviour:
         self._restart_count = -1
         self._known: dict[str, Sequence[float]] = {}
 
-    async def compare(self, engine: Engine, version: PolicyVersion) -> float:
-        """Largest difference of a logprob, in nats, over all engines. To be asked once the bytes were compared.
+    async def ask(self, engine: Engine) -> ProbeAnswers:
+        """Put the probe to an engine, which samples from now on by the weights that it holds."""
+        thorough = self._restart_count != engine.restart_count
+        tokens = self._text(engine) if thorough else self.tokens
+        probes = await engine.probe(tokens, samples=FIRST_SAMPLES if thorough else PROBE_SAMPLES)
+        return ProbeAnswers(tokens=tokens, thorough=thorough, probes=probes)
+
+    async def compare(self, engine: Engine, version: PolicyVersion, answers: ProbeAnswers) -> float:
+        """Largest difference of a logprob, in nats, over all engines. Call it once the bytes were compared.
 
         Args:
-            engine: asked by the weights that it holds now.
+            engine: that was asked; more is asked of it where that is in doubt.
             version: that it is to hold.
+            answers: to the probe.
 
         Raises:
             StaleWeights: it answers otherwise than these weights do.
         """
-        first, self._restart_count = self._restart_count != engine.restart_count, engine.restart_count
-        tokens = self._text(engine) if first else self.tokens
+        self._restart_count = engine.restart_count
+        tokens = answers.tokens
         readings: list[ProbeReading] = []
-        for probe in await engine.probe(tokens, samples=FIRST_SAMPLES if first else PROBE_SAMPLES):
+        for probe in answers.probes:
             if probe.cached:
                 raise StaleWeights(
                     f"{probe.name} took {probe.cached} tokens of a prompt from its prefix cache right after a publish: "
                     "their keys and values are of older weights"
                 )
-            readings.append(await self._read(tokens, probe, thorough=first))
+            readings.append(await self._read(tokens, probe, thorough=answers.thorough))
         for index, reading in enumerate(readings):
             noise, new = self._noise.setdefault(index, Noise(self._floor)), reading.answers
             if not noise.seen:

@@ -275,6 +275,11 @@ class Frontend:
         async with self._control:
             await self._pause_scheduler()
 
+    async def in_turn(self) -> None:
+        """Return when commands that came before have been given to the scheduler: first it goes on, then it sums."""
+        async with self._control:
+            pass
+
     @contextlib.asynccontextmanager
     async def standing(self) -> AsyncIterator[None]:
         """Nothing is sampled in the block. An engine that serves goes on after it, and no pause begins before that."""

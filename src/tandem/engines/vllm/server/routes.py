@@ -353,6 +353,7 @@ class _Live:
 
     async def checksums(self, body: bytes) -> Any:
         request = parsed(body, wire.Checksums)
+        await self.frontend.in_turn()
         if request.payload == "weights":
             ranks = await self.frontend.rpc("tandem_checksums")
         else:
