@@ -86,7 +86,7 @@ SHARES = (1.3, 1.05, 0.98, 0.95, 0.92, 0.9, 0.88, 0.85, 0.82, 0.8, 0.75, 0.7, 0.
 
 @pytest.mark.parametrize("on_host", long_but([True, False], False))
 def test_it_chooses_what_a_search_through_everything_finds(planners: Any, on_host: bool, long: bool) -> None:
-    planner, own = planners[on_host], recipe()
+    planner, own = planners[on_host], recipe(groups_per_step=2, group_size=2)
     most = planner.plan(replace(own, micro_batch_tokens=planner.step_tokens(own))).total
     seen = set()
     for share in SHARES[:: 1 if long else 2]:
