@@ -167,9 +167,16 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
+def passes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder in which runs leave what they found for their memory plans, of all processes that share a session."""
+    base = tmp_path_factory.getbasetemp()
+    return (base.parent if hasattr(request.config, "workerinput") else base) / "passes"
+
+
+@pytest.fixture(scope="session")
+def nursery(passes: Path) -> Iterator[Nursery]:
     """Starts whole runs as processes of their own without their imports."""
-    with Nursery() as nursery:
+    with Nursery(passes=passes) as nursery:
         yield nursery
 
 
