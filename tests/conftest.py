@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -88,6 +89,37 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: item.path not in slow)
 
 
+TOGETHER = (
+    # import vLLM
+    ("integration", ("broker_train", "ranks_vllm", "slices_vllm", "two_hosts", "vllm", "vllm_http")),
+    # fork ranks
+    ("unit", ("context_parallel", "rank_slices", "sharded_weights", "sharing")),
+    # import torch's compiler
+    ("unit", ("adapted", "layers", "layers_whole", "logprobs")),
+)
+"""Folders and files of them that one process of a shared session has all of, for what each process imports for seconds.
+
+With ``--long`` they are shared out, as there the tests themselves take longer by far.
+"""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """As ``--dist loadfile``, with files together that are to be."""
+    if config.getoption("dist") != "loadfile" or config.getoption("--long"):
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    first = {f"{folder}/test_{name}.py": f"{folder}/{names[0]}" for folder, names in TOGETHER for name in names}
+
+    class Together(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return first.get("/".join(Path(file).parts[-2:]), file)
+
+    return Together(config, log)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Libraries and tests are a million objects that stay: no collection looks through them, now or in a run."""
@@ -167,9 +199,16 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
+def passes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder in which runs leave what they found for their memory plans, of all processes that share a session."""
+    base = tmp_path_factory.getbasetemp()
+    return (base.parent if hasattr(request.config, "workerinput") else base) / "passes"
+
+
+@pytest.fixture(scope="session")
+def nursery(passes: Path) -> Iterator[Nursery]:
     """Starts whole runs as processes of their own without their imports."""
-    with Nursery() as nursery:
+    with Nursery(passes=passes) as nursery:
         yield nursery
 
 

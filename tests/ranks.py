@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,10 +18,16 @@ PRELOADED = [
 """What bodies import, a third of a rank's time if each of them did."""
 
 
-def on_ranks(world: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What ``body(rank, *arguments)``, a function of a module beside this one, returns on each rank."""
+def forkserver() -> ForkServerContext:
+    """What forks processes that have the libraries loaded; one for all tests of a process."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def on_ranks(world: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What ``body(rank, *arguments)``, a function of a module beside this one, returns on each rank."""
+    context = forkserver()
     with TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         pipes, processes = [], []

@@ -120,9 +120,15 @@ DEATHS = {
 """One moment for each way in which an engine can die; every moment of every way is for --long."""
 
 
-@pytest.fixture(params=long_but(WAYS, *DISTINCT, "shared merged", "shared, requests end first"))
+@pytest.fixture(params=long_but(WAYS, *DISTINCT))
 def way(request: pytest.FixtureRequest) -> tuple[WeightSync, Trainable]:
     return WAYS[request.param]
+
+
+more_ways = pytest.mark.parametrize(
+    "way", long_but(WAYS, *DISTINCT, "shared merged", "shared, requests end first"), indirect=True
+)
+"""Also those that are another way's but for what is written, or for how requests end."""
 
 
 def deaths(*ways: str) -> list[Any]:
@@ -177,6 +183,7 @@ def test_every_way_is_here() -> None:
 
 
 @pytest.mark.slow
+@more_ways
 def test_an_honest_engine_serves_each_version(
     tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trainable]
 ) -> None:
@@ -194,7 +201,14 @@ def test_an_honest_engine_serves_each_version(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainable", [Full(), MERGED, Lora(rank=2)], ids=["weights", "merged", "adapter"])
+@pytest.mark.parametrize(
+    "trainable",
+    [
+        pytest.param(Full(), id="weights"),
+        pytest.param(MERGED, id="merged", marks=pytest.mark.long),
+        pytest.param(Lora(rank=2), id="adapter", marks=pytest.mark.long),
+    ],
+)
 def test_a_real_process_group_does_too(gloo: None, tiny_model: Path, tmp_path: Path, trainable: Trainable) -> None:
     """Its engine dies once while tensors arrive, and a new group is formed."""
     with paired(tiny_model, tmp_path, (NET, trainable)) as pair:
@@ -210,6 +224,7 @@ def test_a_real_process_group_does_too(gloo: None, tiny_model: Path, tmp_path: P
 
 
 @pytest.mark.slow
+@more_ways
 def test_requests_end_first_if_they_are_to(tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trainable]) -> None:
     sync, _ = way
     with paired(tiny_model, tmp_path, way) as pair:
@@ -633,6 +648,7 @@ def test_the_way_is_left_however_it_ends(
 
 OTHERS = [name for name in WAYS if not name.startswith("restart")]
 """Ways by which an engine can be published to that was not started by the run."""
+BORROWED = [name for name in OTHERS if name in DISTINCT]
 
 
 @contextlib.contextmanager
@@ -749,7 +765,7 @@ def test_a_file_of_the_engines_that_cannot_be_read_is_found_before_it_is_paused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", long_but(OTHERS, *BORROWED))
 def test_what_fails_between_bind_and_publish_leaves_an_engine_of_these_very_weights_serving(
     tiny_model: Path, tmp_path: Path, name: str
 ) -> None:
@@ -799,7 +815,7 @@ def test_what_was_written_when_it_was_bound_is_never_served(tiny_model: Path, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", long_but(OTHERS, *BORROWED))
 @pytest.mark.parametrize("asked", ["move", "checksums", "probe", "set_version"])
 def test_a_first_publish_that_fails_serves_nothing_that_was_written(
     tiny_model: Path, tmp_path: Path, name: str, asked: str, monkeypatch: pytest.MonkeyPatch
@@ -829,7 +845,7 @@ def test_a_first_publish_that_fails_serves_nothing_that_was_written(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", long_but(OTHERS, *BORROWED))
 def test_an_optimizer_that_fails_leaves_the_last_version_or_nothing(
     tiny_model: Path, tmp_path: Path, name: str
 ) -> None:

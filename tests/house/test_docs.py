@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import typer.main
 import yaml
+from sources import parsed
 
 import tandem
 from tandem.cli.app import with_compat_verbs
@@ -61,15 +63,20 @@ def placeholder(word: str) -> bool:
     return word.isupper() or word[0] in "<[{" or "..." in word or "…" in word
 
 
+@cache
+def verbs() -> dict[str, Any]:
+    """Every verb by its name."""
+    return dict(typer.main.get_command(with_compat_verbs()).commands)  # type: ignore[attr-defined]
+
+
 def problem(words: list[str]) -> str | None:
     """What is wrong with a command, or None."""
-    verbs: dict[str, Any] = typer.main.get_command(with_compat_verbs()).commands  # type: ignore[attr-defined]
     verb, *rest = words
     if verb.startswith("-") or placeholder(verb):
         return None
-    if verb not in verbs:
+    if verb not in verbs():
         return f"there is no verb {verb!r}"
-    command = verbs[verb]
+    command = verbs()[verb]
     while rest and rest[0] in getattr(command, "commands", {}):
         command = command.commands[rest.pop(0)]
     known = {name for parameter in command.params for name in parameter.opts} | {"--help", "--debug"}
@@ -163,7 +170,7 @@ def test_every_metric_is_in_the_glossary() -> None:
     """A row names it, or has a placeholder where it varies."""
     rows = [line.split("|")[1] for line in GLOSSARY.read_text().splitlines() if line.startswith("| `")]
     known = [re.sub(r"<\w+>", "*", name) for row in rows for name in re.findall(r"`([^`]+)`", row)]
-    trees = [ast.parse(path.read_text()) for path in (ROOT / "src").rglob("*.py")]
+    trees = [parsed(path) for path in (ROOT / "src").rglob("*.py")]
     names = {name for tree in trees for name in metric_names(tree)}
     assert {"loss", "groups/dropped_*", "rollouts/*", "seconds/wait", "ess", "kl_reference"} <= names
     names -= {name for name in names if f"env/*/{name}" in known}
@@ -173,7 +180,7 @@ def test_every_metric_is_in_the_glossary() -> None:
 
 def lines_of(path: str, name: str) -> int:
     """Lines of a function, or of a class, that a page names."""
-    node: Any = ast.parse((ROOT / "src/tandem" / path).read_text())
+    node: Any = parsed(ROOT / "src/tandem" / path)
     for part in name.split("."):
         inner = [one for one in node.body if getattr(one, "name", None) == part]
         assert inner, f"{path} has no {name}"

@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from sources import parsed
+
 SRC = Path(__file__).parents[2] / "src"
 
 AS_A_NAME = {
@@ -89,7 +91,7 @@ def names_left() -> list[str]:
     left: set[str] = set()
     for path in sorted((SRC / "tandem").rglob("*.py")):
         module = ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__")
-        left.update(f"{module}: {name}" for name in replaced(ast.parse(path.read_text(), filename=str(path))))
+        left.update(f"{module}: {name}" for name in replaced(parsed(path)))
     return sorted(left)
 
 

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import sources
 
 pytestmark = pytest.mark.slow
 
@@ -29,9 +30,8 @@ def named(path: Path) -> str:
 FILES = {named(path): path for path in sorted((SRC / "tandem").rglob("*.py"))}
 
 
-@cache
 def parsed(module: str) -> ast.Module:
-    return ast.parse(FILES[module].read_text())
+    return sources.parsed(FILES[module])
 
 
 def imported(tree: ast.AST, modules: Iterable[str]) -> set[str]:

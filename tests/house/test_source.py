@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from sources import parsed
 
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src"
@@ -45,11 +46,6 @@ MANY_ATTRIBUTES: dict[str, int] = {
 
 BANNED_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "managers"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-@cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), filename=str(path))
 
 
 def shown(path: Path) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sources import parsed
 
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src" / "tandem"
@@ -92,7 +93,7 @@ def _bare(call: ast.Call) -> bool:
 def test_every_wait_is_registered() -> None:
     found: dict[str, list[str]] = {}
     for path in sorted(SRC.rglob("*.py")):
-        for function, line, text in waiting(ast.parse(path.read_text())):
+        for function, line, text in waiting(parsed(path)):
             place = f"{path.relative_to(SRC).as_posix()}:{function}"
             found.setdefault(place, []).append(f"{path.relative_to(ROOT)}:{line}: {text}")
     strangers = [line for place, lines in found.items() if place not in ALLOWED for line in lines]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections import Counter
@@ -27,13 +28,15 @@ from integration.atropos_peers import (
     lines,
     until,
 )
+from integration.test_broker_train import Place, hand_in, train_recipe, trained
 from integration.vllm_runs import DTYPE, GAP, groups_once, metrics, needs_engine, recipe, rollouts
 from integration.vllm_runs import engine as engine_options
+from nursery import Nursery
 from tiny import reference
 
 pytestmark = pytest.mark.slow
 
-STEPS = 40
+STEPS = 12
 """Batches that the example trainer takes."""
 
 
@@ -133,6 +136,23 @@ def test_minimum_share(played: Played) -> None:
     managed = played.environments["managed"].sent()
     for line in played.trainer:
         assert sum(key in managed for key in line["keys"]) >= 1
+
+
+def test_our_trainer_takes_what_others_handed_in_to_its_server(
+    tmp_path: Path, tiny_model: Path, host: Host, nursery: Nursery
+) -> None:
+    with Peers(tmp_path, tiny_model, host) as peers, Place(tmp_path, nursery, peers.run_api().url) as place:
+        path = train_recipe(place, tiny_model, broker=place.url, sampling={"temperature": 0.7})
+        trainer = place.start("train", "train", str(path))
+        asyncio.run(hand_in(place.url, 6))
+        assert trainer.wait(120) == 0, place.logs()
+        assert "Traceback" not in place.said("train")
+        groups_once(place.run, each=2)
+        assert sorted(trained(place.run)) == [f"g{n}" for n in range(6)]
+        other = yaml.safe_load(path.read_text()) | {"name": "other", "groups_per_step": 3}
+        (place.path / "other.yaml").write_text(yaml.safe_dump(other))
+        assert place.start("other", "train", "other.yaml").wait(120) == 7
+        assert "the broker serves batches of 8 sequences, as an earlier trainer told it" in place.said("other")
 
 
 @pytest.mark.long

@@ -6,17 +6,15 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import yaml
 from conftest import build_tiny_model
-from integration.atropos_peers import atropos_python
 from integration.vllm_runs import (
     alive,
     engine,
@@ -45,19 +43,12 @@ class Place:
     path: Path
     nursery: Nursery
     url: str = ""
-    started: list[Forked | subprocess.Popen[bytes]] = field(default_factory=list)
+    started: list[Forked] = field(default_factory=list)
 
     def start(self, name: str, *words: str) -> Forked:
         """``tandem`` with these words."""
         environment = {**os.environ, **KEYS, "PYTHONPATH": str(Path(__file__).parents[1])}
         process = self.nursery.start(words, cwd=self.path, out=self.path / f"{name}.log", environment=environment)
-        self.started.append(process)
-        return process
-
-    def start_program(self, name: str, *words: str) -> subprocess.Popen[bytes]:
-        """Another's program."""
-        with (self.path / f"{name}.log").open("ab") as said:
-            process = subprocess.Popen(words, cwd=self.path, stdout=said, stderr=said, start_new_session=True)
         self.started.append(process)
         return process
 
@@ -82,6 +73,14 @@ class Place:
         self.until(lambda: "broker at" in self.said("broker")[before:], process)
         return process
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.started:
+            process.kill()
+            process.wait()
+
     @property
     def run(self) -> Path:
         return self.path / "runs" / "run"
@@ -92,11 +91,8 @@ class Place:
 
 @pytest.fixture
 def place(nursery: Nursery, tmp_path: Path) -> Iterator[Place]:
-    place = Place(tmp_path, nursery)
-    yield place
-    for process in place.started:
-        process.kill()
-        process.wait()
+    with Place(tmp_path, nursery) as place:
+        yield place
 
 
 def foreign_group(name: str) -> ScoredGroup:
@@ -189,24 +185,6 @@ def test_kill_9_of_trainer_and_broker_loses_and_doubles_nothing(place: Place, ti
     assert "say it:" in (place.run / "report.html").read_text()
     last = metrics(place.run)[STEPS]
     assert last["reward/score"] == pytest.approx(0.375)
-
-
-def test_a_trainer_at_atropos_own_server(place: Place, tiny_model: Path) -> None:
-    port = free_port()
-    place.url = f"http://127.0.0.1:{port}"
-    server = place.start_program("broker", str(atropos_python().parent / "run-api"), "--port", str(port))
-    path = train_recipe(place, tiny_model, broker=place.url, sampling={"temperature": 0.7})
-    trainer = place.start("train", "train", str(path))
-    asyncio.run(hand_in(place.url, 6))
-    assert trainer.wait(120) == 0, place.logs()
-    assert server.poll() is None
-    assert "Traceback" not in place.said("train")
-    groups_once(place.run, each=2)
-    assert sorted(trained(place.run)) == [f"g{n}" for n in range(6)]
-    other = yaml.safe_load(path.read_text()) | {"name": "other", "groups_per_step": 3}
-    (place.path / "other.yaml").write_text(yaml.safe_dump(other))
-    assert place.start("other", "train", "other.yaml").wait(120) == 7
-    assert "the broker serves batches of 8 sequences, as an earlier trainer told it" in place.said("other")
 
 
 @needs_engine

@@ -2,7 +2,8 @@
 
 Its lengths and sizes are its own: the model's answers are short. Where it has vLLM beside or within the trainer the
 trainer's own model samples instead, which ``engine=embedded`` says; ``test_axolotl``, ``test_swift`` and
-``test_atropos_document`` train some of them with vLLM. A few are trained by default, all of them with ``--long``.
+``test_atropos_document`` train some of them with vLLM. A few are trained by default, all of them with ``--long``; of
+ms-swift those of ``unit/test_swift`` and ``test_launchers`` are.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ def test_axolotls_examples_train(what: str, place: Path) -> None:
         assert all(row["text"].count("Next step:") == 0 for row in rows)
 
 
-@pytest.mark.parametrize("what", long_but(TRAINED, "a reward function"))
+@pytest.mark.long
+@pytest.mark.parametrize("what", TRAINED)
 def test_ms_swifts_examples_train(what: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = TRAINED[what]["line"]
     words = ["swift", "rlhf", *shlex.split(line)]

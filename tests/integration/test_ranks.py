@@ -41,11 +41,13 @@ def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def training(nursery: Nursery, folder: Path, target: Path, *overrides: str) -> Iterator[Forked]:
+def training(nursery: Nursery, folder: Path, target: Path, *overrides: str, module: str = "tandem") -> Iterator[Forked]:
     """A trainer under way; its followers are forked too."""
     env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     words = ["train", str(target), *overrides]
-    with nursery.start(words, cwd=folder, out=subprocess.PIPE, environment=env, children=True) as process:
+    with nursery.start(
+        words, cwd=folder, out=subprocess.PIPE, environment=env, module=module, children=True
+    ) as process:
         try:
             yield process
         finally:
@@ -149,7 +151,8 @@ def wait_for_steps(run: Path) -> None:
 def test_a_follower_that_is_lost_ends_the_run_by_name(
     nursery: Nursery, model: Path, tmp_path: Path, how: signal.Signals
 ) -> None:
-    with training(nursery, tmp_path, recipe(tmp_path, model, "run", ranks=2, steps=100_000)) as lead:
+    endless = recipe(tmp_path, model, "run", ranks=2, steps=100_000)
+    with training(nursery, tmp_path, endless, module="integration.impatient") as lead:
         follower = follower_of(lead.pid, nursery)
         wait_for_steps(tmp_path / "runs/run")
         os.kill(follower.pid, how)

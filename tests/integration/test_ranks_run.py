@@ -69,8 +69,8 @@ def weights(run: Path, step: int = 3) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), [
-    ("weights", ["ranks=2", "distributed={shard: weights, gradients: local}"]),
-    ("context", ["ranks=2", "distributed.context_parallel=2"]),
+    pytest.param("weights", ["ranks=2", "distributed={shard: weights, gradients: local}"], marks=pytest.mark.long),
+    pytest.param("context", ["ranks=2", "distributed.context_parallel=2"], marks=pytest.mark.long),
     ("both", ["ranks=2", "distributed={shard: weights, gradients: local, context_parallel: 2}"]),
 ])  # fmt: skip
 def test_ranks_train_what_one_rank_trains(
@@ -100,6 +100,6 @@ def test_ranks_train_an_adapter_as_one_rank_does(train: Train, merged: bool) -> 
 def test_a_run_goes_on_with_its_weights_divided_otherwise(train: Train, alone: dict[str, torch.Tensor]) -> None:
     train("turns", "ranks=2", "distributed={shard: weights, gradients: scattered}", "steps=1")
     train("turns", "ranks=1", "distributed={shard: states}", "steps=2", resume=True)
-    run = train("turns", "ranks=2", "distributed.shard=weights", "steps=3", resume=True)
+    run = train("turns", "ranks=2", "distributed={shard: weights, gradients: local}", "steps=3", resume=True)
     for of, tensor in weights(run).items():
         assert float((tensor - alone[of]).abs().max()) < CLOSE, of

@@ -5,26 +5,16 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
-SRC = Path(__file__).parents[2] / "src"
+from nursery import Nursery
+
+TESTS = Path(__file__).parents[1]
 OFF_THE_PATH = ("tandem.agents.server", "tandem.broker", "tandem.compat", "tandem.http", "tandem.tools")
-RUN = """
-import gc, json, os, sys
-gc.disable()  # it would look through what is imported again and again
-from tandem.cli.app import main
-try:
-    main(["train", sys.argv[1]])
-except SystemExit as end:
-    assert end.code == 0
-sys.stdout.write(json.dumps(sorted(name for name in sys.modules if name.startswith("tandem"))))
-sys.stdout.flush()
-os._exit(0)  # torch takes seconds to be taken down
-"""
 
 
-def test_a_run_without_a_broker_imports_nothing_of_one(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_run_without_a_broker_imports_nothing_of_one(nursery: Nursery, tiny_model: Path, tmp_path: Path) -> None:
+    """Of the process that it is forked from neither, which has imported the command and what trains."""
     recipe = {
         "model": str(tiny_model),
         "runs": str(tmp_path),
@@ -43,15 +33,17 @@ def test_a_run_without_a_broker_imports_nothing_of_one(tiny_model: Path, tmp_pat
     }
     file = tmp_path / "recipe.yaml"
     file.write_text(json.dumps(recipe))
-    out = subprocess.run(
-        [sys.executable, "-c", RUN, str(file)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": str(SRC), "HF_HUB_OFFLINE": "1"},
+    environment = {**os.environ, "PYTHONPATH": f"{TESTS.parent / 'src'}:{TESTS}"}
+    started = nursery.start(
+        ["train", str(file)],
+        cwd=tmp_path,
+        out=subprocess.PIPE,
+        environment=environment,
+        module="integration.imported",
     )
-    assert out.returncode == 0, out.stderr
-    loaded = set(json.loads(out.stdout.splitlines()[-1]))
+    with started as process:
+        printed, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, printed
+    loaded = set(json.loads(printed.splitlines()[-1]))
     assert "tandem.trainer.loop" in loaded
     assert not [name for name in loaded if name.startswith(OFF_THE_PATH)]

@@ -41,8 +41,8 @@ def test_ranks_write_the_slices_of_their_workers(nursery: Nursery, tmp_path: Pat
     options = vllm.recipe(model, tmp_path / "runs", name="slices", steps=100, engine=vllm.engine(**WORKERS), **CUT)
     run = tmp_path / "runs" / "slices"
     with started(nursery, tmp_path, written(tmp_path, options)) as process:
-        saved = run / "checkpoints" / "000003"
-        vllm.until(lambda: saved.exists() or process.poll() is not None, "step 3", 400)
+        saved = run / "checkpoints" / "000002"
+        vllm.until(lambda: saved.exists() or process.poll() is not None, "step 2", 400)
         process.kill()
     newest = max(int(folder.name) for folder in saved.parent.glob("[0-9]*"))
     with started(nursery, tmp_path, run, f"steps={newest + 1}") as process:

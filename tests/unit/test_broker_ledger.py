@@ -16,6 +16,7 @@ from types import ModuleType
 import msgspec
 import pytest
 from brokers import run_parameters
+from tiers import long_but
 
 from tandem.broker.journal import ledger as ledgers
 from tandem.broker.journal import payloads
@@ -271,7 +272,7 @@ def test_a_ledger_that_cannot_write_promises_nothing_more(tmp_path: Path, monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("memory", [0, 1 << 20])
+@pytest.mark.parametrize("memory", long_but([0, 1 << 20], 0))
 def test_the_disk_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
     """Many times what is held goes through; one old group among each file's worth stays and is moved."""
     monkeypatch.setattr(payloads, "FILE_BYTES", 10_000)

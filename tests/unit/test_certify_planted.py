@@ -770,7 +770,7 @@ CUTS = [
 @pytest.mark.parametrize(
     "defect",
     [
-        pytest.param(defect, id=defect.what, marks=[] if defect in SIXTEEN[::4] else [pytest.mark.long])
+        pytest.param(defect, id=defect.what, marks=[] if defect in SIXTEEN[::8] else [pytest.mark.long])
         for defect in [*SIXTEEN, *OWN, *CUTS]
     ],
 )

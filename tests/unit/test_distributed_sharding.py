@@ -82,11 +82,20 @@ def alone(optimizer: Any, dtype: torch.dtype, most: float) -> tuple[list[float],
     return norms, {name: p.detach() for name, p in named}, stepper.state_dict()
 
 
-SLOW = [pytest.param(world, local, marks=pytest.mark.slow) for world, local in ((2, False), (4, False), (3, True))]
+TWO_AND_FOUR = ("adamw masters", "adamw8bit stochastic")
+"""Optimizers that the default tier has on two and four ranks too, beside three."""
+DIVIDED = [
+    *((kind, 3, False) for kind in OPTIMIZERS),
+    *(pytest.param(kind, 3, True, marks=pytest.mark.slow) for kind in OPTIMIZERS),
+    *(
+        pytest.param(kind, world, False, marks=[pytest.mark.slow if kind in TWO_AND_FOUR else pytest.mark.long])
+        for kind in OPTIMIZERS
+        for world in (2, 4)
+    ),
+]
 
 
-@pytest.mark.parametrize(("world", "local"), [(3, False), *SLOW])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(("kind", "world", "local"), DIVIDED)
 def test_weights_and_states_have_the_same_bits_as_one_process(kind: str, world: int, local: bool) -> None:
     """Micro-batches do not divide by ranks. Bytes are not clipped: a norm's last digit decides which one is nearest."""
     optimizer, dtype = OPTIMIZERS[kind]

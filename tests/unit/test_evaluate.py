@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiers import long_but
 
 from tandem.config.loading import from_options
 from tandem.rollout.measure import Solved, interval, measure, pass_at
@@ -47,7 +48,7 @@ def test_interval_covers_the_truth_nineteen_times_in_twenty() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.005, 0.02, 0.99])
+@pytest.mark.parametrize("share", long_but([0.005, 0.02, 0.99], 0.005))
 def test_interval_covers_a_share_that_is_seldom_seen(share: float) -> None:
     """The bootstrap alone covers 0.5 % of 200 tasks, two answers each, in 87 of 100 evaluations."""
     draw = random.Random(2)

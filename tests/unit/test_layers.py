@@ -167,17 +167,15 @@ def test_compiled_layers_give_the_gradients_of_eager_ones(tiny_model: Path, trai
 
 @pytest.mark.usefixtures("anywhere")
 @pytest.mark.slow
-def test_one_code_for_all_layers_and_all_plans_that_sampling_leaves_alone(tiny_model: Path) -> None:
-    with live_policy(tiny_model) as policy:
-        want = [gradients(policy, plan) for plan in PLANS]
+def test_one_code_for_all_layers_and_all_plans_that_sampling_and_other_weights_leave_alone(tiny_model: Path) -> None:
+    """Weights that move and change in place are those it computes with."""
+    with live_policy(tiny_model) as policy, live_policy(tiny_model) as plain:
         layers.tune(policy.model, compile=True, backend="aot_eager")
         gradients(policy, PLANS[0])
-        with torch.no_grad():
-            hidden(policy, PLANS[0])
         graphs = counters["stats"]["unique_graphs"]
-        # The norm; queries, keys and values; attention, with nothing in it; the output; the rest: of each two, one that
-        # remembers and one that does not.
-        assert graphs == 10
+        # The norm; queries, keys and values; attention, with nothing in it; the output; the rest. Of each there is
+        # another that remembers nothing, as tests of layers with attention in them see.
+        assert graphs == 5
 
         async def sample() -> None:
             async with Embedded(max_rows=4).open(policy, context=64) as engine:
@@ -186,20 +184,8 @@ def test_one_code_for_all_layers_and_all_plans_that_sampling_leaves_alone(tiny_m
                 await asyncio.gather(*asked)
 
         asyncio.run(sample())
-        for plan, expected in zip(PLANS, want, strict=True):
-            assert distance(gradients(policy, plan), expected) < 1e-6
-            with torch.no_grad():
-                hidden(policy, plan)
-        assert counters["stats"]["unique_graphs"] == graphs
-
-
-@pytest.mark.usefixtures("anywhere")
-@pytest.mark.slow
-def test_weights_that_move_and_change_in_place_are_those_it_computes_with(tiny_model: Path) -> None:
-    with live_policy(tiny_model) as policy, live_policy(tiny_model) as plain:
-        layers.tune(policy.model, compile=True, backend="aot_eager")
-        gradients(policy, PLANS[1])
-        graphs = counters["stats"]["unique_graphs"]
+        for plan in PLANS:
+            assert distance(gradients(policy, plan), gradients(plain, plan)) < 1e-6
         for one, other in zip(policy.model.parameters(), plain.model.parameters(), strict=True):
             one.data = one.detach().clone()  # as when it comes to lie in an engine's memory
             with torch.no_grad():

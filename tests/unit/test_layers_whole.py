@@ -59,10 +59,11 @@ def test_one_code_for_all_layers_and_all_plans(tiny_model: Path) -> None:
         layers.tune(policy.model, compile=True, backend="aot_eager")
         for plan, expected in zip(PLANS, want, strict=True):
             assert distance(gradients(policy, plan), expected) < 1e-6
-            with torch.no_grad():
-                hidden(policy, plan)
-        # With shared parts and without; of each, one that remembers and one that does not.
-        assert counters["stats"]["unique_graphs"] == 4
+            if len(plan.lengths) == 1:
+                with torch.no_grad():
+                    hidden(policy, plan)
+        # With shared parts and without; of the latter, one that remembers and one that does not.
+        assert counters["stats"]["unique_graphs"] == 3
         assert not counters["graph_break"]
 
 

@@ -385,10 +385,17 @@ def test_what_is_written_ends_before_a_run_that_fails_does() -> None:
     assert "told of 2" in other.log
 
 
+STOPPED = [
+    pytest.param(asked, every, lag, marks=[] if (every == 3) == (bool(lag) != (asked == "still")) else pytest.mark.long)
+    for asked in ("moved", "still", "early")
+    for every in (1, 3)
+    for lag in (0, 1)
+]
+"""Every pair of these is in the default tier, and every three of them in the long one."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("asked", ["moved", "still", "early"])
+@pytest.mark.parametrize(("asked", "every", "lag"), STOPPED)
 @pytest.mark.parametrize(
     "stop_at", ["trained 2", "moved 2", "released 2", "emitted 2", "saved 3", "told of 3", "evaluated 4"]
 )

@@ -49,7 +49,7 @@ def model_config() -> Any:
 def recipe(**options: Any) -> RunConfig:
     engine = resolve.find("engines", "embedded")(max_rows=1)
     given = {"model": "m", "steps": 1, "env": Arithmetic(), "memory": "fit", "sampling": Sampling(max_tokens=200)}
-    return RunConfig(**(given | {"groups_per_step": 4, "group_size": 4, "engine": engine} | options))
+    return RunConfig(**(given | {"groups_per_step": 2, "group_size": 2, "engine": engine} | options))
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def with_free(planner: memory.Planner, free: int) -> memory.Planner:
 def test_with_room_enough_a_step_is_one_micro_batch_and_nothing_else_changes(planners: Any) -> None:
     own = recipe()
     fitted = memory.fit(planners[True], own, ())
-    whole = 4 * (100 + 4 * 199)
+    whole = 2 * (100 + 2 * 199)
     assert fitted.config == replace(own, memory="check", micro_batch_tokens=whole)
     assert fitted.messages == (
         f"micro_batch_tokens: {whole}, a whole step of the longest answers",
@@ -121,7 +121,8 @@ def test_with_room_enough_a_step_is_one_micro_batch_and_nothing_else_changes(pla
 
 
 def test_what_the_recipe_sets_is_a_bound_or_kept(planners: Any) -> None:
-    own = recipe(micro_batch_tokens=1200, checkpointing="full")
+    large = {"groups_per_step": 4, "group_size": 4}
+    own = recipe(micro_batch_tokens=1200, checkpointing="full", **large)
     fitted = memory.fit(planners[True], own, ("micro_batch_tokens", "checkpointing"))
     assert (fitted.config.micro_batch_tokens, fitted.config.checkpointing) == (1200, "full")
     assert fitted.messages[:2] == (
@@ -186,7 +187,7 @@ def test_what_does_not_fit_at_all_is_refused_without_advice_that_was_tried(plann
     assert "lower micro_batch_tokens" not in message
     assert "adamw_cpu" not in message
     with pytest.raises(DoesNotFit, match="memory: fit"):
-        with_free(planners[False], 605 * 10**6).plan(recipe(micro_batch_tokens=3584)).require()
+        with_free(planners[False], 605 * 10**6).plan(recipe(micro_batch_tokens=996)).require()
 
 
 def test_a_run_is_saved_as_it_was_fitted_and_goes_on_so(tiny_model: Path, tmp_path: Path) -> None:

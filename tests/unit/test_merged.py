@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import long_but
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -242,7 +243,7 @@ def test_fold_on_a_host_holds_a_few_rows_of_the_sum(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", long_but([torch.float32, torch.bfloat16], torch.bfloat16))
 def test_a_thousand_folds_do_not_drift(dtype: torch.dtype) -> None:
     trainable = Lora(rank=4, merged=True)
     live = prepared(trainable, dtype=dtype)

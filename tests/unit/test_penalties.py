@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiers import long_but
 from tiny import Largest, penalised, support
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -117,7 +118,7 @@ def test_every_penalty_changes_something(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["repetition", "frequency", "all"])
+@pytest.mark.parametrize("name", long_but(["repetition", "frequency", "all"], "all"))
 def test_gradients_are_finite_differences(name: str) -> None:
     case, sampling = Case(hidden=4, vocabulary=90), SAMPLINGS[name]
     case.temperature = case.temperature.double()

@@ -409,8 +409,15 @@ def test_the_scale_is_robust() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("growth", [1.0, 1.5])
-@pytest.mark.parametrize("tails", ["normal", "heavy"])
+@pytest.mark.parametrize(
+    ("tails", "growth"),
+    [
+        ("normal", 1.0),
+        ("heavy", 1.5),
+        pytest.param("normal", 1.5, marks=pytest.mark.long),
+        pytest.param("heavy", 1.0, marks=pytest.mark.long),
+    ],
+)
 def test_noise_is_rarely_doubted_and_never_refused(growth: float, tails: str) -> None:
     """Also where it is half as large again as it was measured, and where it has outliers as rounding has them."""
 
@@ -440,8 +447,15 @@ def answer_of(trainer: Sequence[float], residuals: Sequence[float]) -> LogprobCo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("effect", long_but([0.0, 1e-4, 0.01, 0.03, 0.1], 0.0, 0.03))
-@pytest.mark.parametrize("rounded", ["the engine alone", "all three"])
-@pytest.mark.parametrize("heavy", [False, True])
+@pytest.mark.parametrize(
+    ("rounded", "heavy"),
+    [
+        ("the engine alone", False),
+        ("all three", True),
+        pytest.param("the engine alone", True, marks=pytest.mark.long),
+        pytest.param("all three", False, marks=pytest.mark.long),
+    ],
+)
 def test_noise_is_mistaken_for_no_other_weights(effect: float, rounded: str, heavy: bool) -> None:
     """Also where a few tokens have most of the noise, and of the difference between two versions; and where what the
     trainer computes is as rounded as what the engine does, so that what both compare with is off the same way."""

@@ -264,7 +264,7 @@ def trained(model: nn.Module, batches: list[StepBatch], group: DataGroup | None)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", long_but([2, 4], 2))
 def test_bfloat16_weights_have_one_ranks_bits_on_every_rank_after_four_steps(
     world: int, two: Run, four: Run, models: dict[str, nn.Module], groups: list[Group]
 ) -> None:

@@ -144,7 +144,7 @@ def test_one_that_waits_too_long_is_given_up_and_its_process_lives_on() -> None:
 @pytest.mark.parametrize(
     ("culprit", "reason", "said"),
     [
-        ("block", "timeout", "took longer than 0.5 s and was stopped"),
+        pytest.param("block", "timeout", "took longer than 0.5 s and was stopped", marks=pytest.mark.long),
         ("stubborn", "timeout", "took longer than 0.5 s and was stopped"),
         ("die", "crashed", "ended its process with exit code 3"),
     ],

@@ -175,25 +175,24 @@ def test_a_conversation_is_shown_with_its_roles() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "score"),
-    [
-        ("7", 7),
-        (" 8.5\n", 8.5),
-        ("7/10", 7),
-        ("Good.\nScore: 7", 7),
-        ("**Score:** 7 / 10.", 7),
-        ("Score: 3\nOn reflection:\nscore: 4", 4),
-        ("# Score\n10", 10),
-        ("Score = 0", 0),
-        ("1. It is right\n2. It is brief\nScore: 9", 9),
-    ],
-)
-def test_scores_are_found(text: str, score: float) -> None:
+def test_scores_are_found() -> None:
+    texts = {
+        "7": 7.0,
+        " 8.5\n": 8.5,
+        "7/10": 7.0,
+        "Good.\nScore: 7": 7.0,
+        "**Score:** 7 / 10.": 7.0,
+        "Score: 3\nOn reflection:\nscore: 4": 4.0,
+        "# Score\n10": 10.0,
+        "Score = 0": 0.0,
+        "1. It is right\n2. It is brief\nScore: 9": 9.0,
+    }
+    replies = {f"reply {i}": text for i, text in enumerate(texts)}
     server = FakeServer()
-    server.script = says(text)
-    got, _ = judged(group("x"), server)
-    assert got[0].reward == pytest.approx(score / 10)
+    server.script = lambda reply, times: replies[reply]
+    got, _ = judged(group(*replies), server)
+    scores = {text: rollout.reward for text, rollout in zip(texts, got, strict=True)}
+    assert scores == pytest.approx({text: score / 10 for text, score in texts.items()})
 
 
 def test_own_pattern_and_scale() -> None:
@@ -203,22 +202,21 @@ def test_own_pattern_and_scale() -> None:
     assert got[0].reward == pytest.approx(0.8)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("I cannot say. 7 of them are fine.", "found no score in the judge's answer ...'I cannot say. 7 of them"),
-        ("Score: 12", "was given 12, expected a score from 0 to 10"),
-        ("Score: -1", "was given -1, expected a score from 0 to 10"),
-    ],
-)
-def test_an_answer_without_a_score_costs_its_rollout(text: str, said: str) -> None:
+def test_an_answer_without_a_score_costs_its_rollout() -> None:
+    texts = {
+        "I cannot say. 7 of them are fine.": "found no score in the judge's answer ...'I cannot say. 7 of them",
+        "Score: 12": "was given 12, expected a score from 0 to 10",
+        "Score: -1": "was given -1, expected a score from 0 to 10",
+    }
+    replies = {f"reply {i}": text for i, text in enumerate(texts)}
     server = FakeServer()
-    server.script = lambda reply, times: text if reply == "x" else None
-    got, metrics = judged(group("5", "x"), server, away="stop")
-    assert [rollout.reward for rollout in got] == [0.5, None]
-    assert got[1].status == "error"
-    assert said in got[1].error
-    assert metrics["grading/failed_bad_value"] == 1.0
+    server.script = lambda reply, times: replies.get(reply)
+    got, metrics = judged(group("5", *replies), server, away="stop")
+    assert [rollout.reward for rollout in got] == [0.5, None, None, None]
+    assert [rollout.status for rollout in got[1:]] == ["error"] * 3
+    for rollout, error in zip(got[1:], texts.values(), strict=True):
+        assert error in rollout.error
+    assert metrics["grading/failed_bad_value"] == 3.0
 
 
 def test_an_answer_that_was_cut_before_it_said_anything() -> None:
@@ -275,13 +273,13 @@ def status(code: int, times: int, **headers: str) -> Callable[[str, int], Any]:
     return lambda reply, asked: web.Response(status=code, headers=headers) if asked <= times else None
 
 
-@pytest.mark.parametrize("code", [408, 429, 500, 502, 503, 529])
-def test_busy_servers_are_asked_again(code: int) -> None:
+def test_busy_servers_are_asked_again() -> None:
+    codes = {"2": 408, "3": 429, "4": 500, "5": 502, "6": 503, "7": 529}
     server = FakeServer()
-    server.script = status(code, 2)
-    got, _ = judged(group("7", "8"), server)
-    assert [rollout.reward for rollout in got] == pytest.approx([0.7, 0.8])
-    assert len(server.asked) == 6
+    server.script = lambda reply, asked: status(codes[reply], 2)(reply, asked)
+    got, _ = judged(group(*codes), server)
+    assert [rollout.reward for rollout in got] == pytest.approx([0.2, 0.3, 0.4, 0.5, 0.6, 0.7])
+    assert len(server.asked) == 18
 
 
 def test_a_page_of_a_proxy_is_no_answer() -> None:

@@ -34,8 +34,8 @@ def test_gradients_are_those_of_one_process(name: str, shape: tuple[int, ...], d
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "shape", "dtype", "most"), [
     ("qwen2-tied", (2,), "float32", 1e-6),
-    ("qwen3-thirds", (3,), "float32", 1e-6),
-    ("llama-biases", (2,), "float64", 1e-12),
+    pytest.param("qwen3-thirds", (3,), "float32", 1e-6, marks=pytest.mark.long),
+    pytest.param("llama-biases", (2,), "float64", 1e-12, marks=pytest.mark.long),
     ("qwen3-thirds", (3,), "float64", 1e-12),
     ("qwen2-tied", (2, 2), "float32", 1e-6),  # replicas of shards
     ("qwen2-tied", (2,), "bfloat16", 1e-2),
@@ -55,7 +55,7 @@ def test_local_sums_are_one_processs_gradient_and_are_reduced_once_a_pass(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "world", "dtype", "most"), [
-    ("qwen2-tied", 2, "float32", 1e-6),
+    pytest.param("qwen2-tied", 2, "float32", 1e-6, marks=pytest.mark.long),
     ("qwen3-thirds", 3, "float64", 1e-12),
     ("llama-biases", 2, "bfloat16", 1e-2),
 ])  # fmt: skip
@@ -98,10 +98,10 @@ def test_a_pass_without_backward_leaves_no_old_weights_behind() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "shape", "dtype", "most", "local"), [
     ("qwen2-tied", (2,), "float32", 3e-7, False),
-    ("qwen2-tied", (2,), "float32", 3e-7, True),
+    pytest.param("qwen2-tied", (2,), "float32", 3e-7, True, marks=pytest.mark.long),
     ("qwen3-few-key-heads", (4,), "bfloat16", 2e-3, False),
-    ("qwen3-few-key-heads", (2, 2), "float32", 3e-7, False),  # replicas of shards
-    ("qwen2-tied", (2, 2), "bfloat16", 2e-3, True),
+    pytest.param("qwen3-few-key-heads", (2, 2), "float32", 3e-7, False, marks=pytest.mark.long),
+    ("qwen2-tied", (2, 2), "bfloat16", 2e-3, True),  # replicas of shards
 ])  # fmt: skip
 def test_steps_are_those_of_one_process_and_their_states_resume(
     name: str, shape: tuple[int, ...], dtype: str, most: float, local: bool

@@ -8,73 +8,17 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lending import second_process
 from torch import Tensor
 
 from tandem.errors import TransportError
 from tandem.transport import sharing
 from tandem.transport.sharing import attach, export_cuda, export_host, remove_orphans
-
-CHILD = """
-import json, sys
-from pathlib import Path
-import torch
-from tandem.errors import TransportError
-from tandem.transport import sharing
-
-def memory():
-    lines = open("/proc/self/status").read().splitlines()
-    return {key: int(value.split()[0]) * 1024 for key, value in (line.split(":") for line in lines if "Rss" in line)}
-
-held = {}
-for line in sys.stdin:
-    job = json.loads(line)
-    out = None
-    try:
-        if job["do"] == "attach":
-            held = sharing.attach(job["description"])
-        elif job["do"] == "read":
-            out = held[job["name"]].double().tolist()
-        elif job["do"] == "fill":
-            held[job["name"]].fill_(job["value"])
-            if held[job["name"]].is_cuda:
-                torch.cuda.synchronize()
-        elif job["do"] == "add everywhere":
-            before = memory()
-            for tensor in held.values():
-                tensor.add_(1)
-            out = {key: value - before[key] for key, value in memory().items()}
-        elif job["do"] == "allocated":
-            out = torch.cuda.memory_allocated()
-        elif job["do"] == "lend":
-            lent = sharing.export_host({"w": torch.arange(6.0)}, Path(job["path"]))
-            out = lent.description
-        elif job["do"] == "forget":
-            held = {}
-    except TransportError as error:
-        out = {"error": str(error)}
-    print(json.dumps(out), flush=True)
-"""
-
-
-class Peer:
-    """A second process that does what it is told."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-
-    def __call__(self, do: str, **job: Any) -> Any:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps({"do": do, **job}) + "\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
 
 
 def run(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -86,22 +30,6 @@ def run(code: str, *arguments: str, **environment: str) -> subprocess.CompletedP
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
     )
-
-
-@contextmanager
-def second_process(**environment: str) -> Iterator[Peer]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", CHILD],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
-    )
-    try:
-        yield Peer(process)
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @pytest.fixture
@@ -212,7 +140,7 @@ def test_there_is_no_second_copy() -> None:
     try:
         with second_process() as peer:
             peer("attach", description=exported.description)
-            grown = peer("add everywhere")
+            grown = peer("add_everywhere")
         assert grown["RssShmem"] >= size
         assert grown["RssAnon"] < size / 8
         assert exported.tensors["w"].eq(1).all()
@@ -227,8 +155,7 @@ def test_memory_survives_its_lender(folder: Path) -> None:
         description = lender("lend", path=str(path))
         attached = attach(description)
         assert remove_orphans(folder) == []
-        lender.process.kill()
-        lender.process.wait()
+        lender.kill()
     assert path.exists()
     assert remove_orphans(folder) == [path]
     assert not path.exists()
@@ -250,23 +177,13 @@ def test_closing_takes_the_name_and_leaves_the_memory(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_lender_that_ends_by_itself_leaves_nothing(folder: Path) -> None:
-    with second_process() as lender:
-        lender("lend", path=str(folder / "w"))
-        assert lender.process.stdin is not None
-        lender.process.stdin.close()
-        lender.process.wait()
-        lender.process.stdin = None
-    assert list(folder.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_a_forked_child_does_not_take_the_file_away(folder: Path) -> None:
+def test_a_lender_that_ends_by_itself_leaves_nothing_and_a_forked_child_takes_nothing_away(folder: Path) -> None:
     code = (
         "import os, pathlib, sys, torch\n"
         "from tandem.transport.sharing import export_host\n"
         "path = pathlib.Path(sys.argv[1])\n"
         "lent = export_host({'w': torch.ones(3)}, path)\n"
+        "left = export_host({'w': torch.ones(3)}, path.with_name('left'))\n"
         "child = os.fork()\n"
         "if child == 0:\n"
         "    lent.close()\n"
@@ -275,9 +192,12 @@ def test_a_forked_child_does_not_take_the_file_away(folder: Path) -> None:
         "assert path.exists()\n"
         "lent.close()\n"
         "assert not path.exists()\n"
+        "print(path.with_name('left').exists())\n"
     )
     done = run(code, str(folder / "w"))
     assert done.returncode == 0, done.stderr
+    assert done.stdout == "True\n"
+    assert list(folder.iterdir()) == []
 
 
 def test_closing_leaves_another_file_of_that_name(folder: Path) -> None:

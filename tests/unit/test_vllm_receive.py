@@ -154,8 +154,15 @@ def test_an_adapter_is_put_whole() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["two", "bias"])
-@pytest.mark.parametrize("how", ["shape", "type"])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("two", "shape"),
+        ("bias", "type"),
+        pytest.param("two", "type", marks=pytest.mark.long),
+        pytest.param("bias", "shape", marks=pytest.mark.long),
+    ],
+)
 def test_a_tensor_that_does_not_fit_is_refused(name: str, how: str) -> None:
     named = trained(1)
     named[name] = (
