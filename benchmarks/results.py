@@ -174,7 +174,8 @@ class Driver:
         if planned.system == "trl":
             own = [str(HERE / "_results_trl.py"), str(planned.recipe), str(folder)]
         elif resumable(folder):
-            return [sys.executable, "-m", "tandem", "train", str(folder), *at]
+            urls = [f"engine.urls=[{engine.url}]"] if engine else []
+            return [sys.executable, "-m", "tandem", "train", str(folder), *urls]
         else:
             own = ["-m", "tandem", "train", str(planned.recipe), f"runs={self.runs}", f"name={planned.name}"]
         model = [f"model={self.args.model}"] if self.args.model else []

@@ -104,7 +104,8 @@ def widened(model: Any, heads: int) -> Any:
         sys.exit(f"--heads {heads}: expected a multiple of {of_each}, {old.num_attention_heads} or more")
     size = old.head_dim or old.hidden_size // old.num_attention_heads
     changes = {"num_attention_heads": heads, "num_key_value_heads": heads // of_each, "head_dim": size}
-    wide: Any = LlamaForCausalLM(LlamaConfig.from_dict({**old.to_dict(), **changes})).to(torch.bfloat16)
+    made: Any = LlamaForCausalLM(LlamaConfig.from_dict({**old.to_dict(), **changes}))
+    wide = made.to(torch.bfloat16)
     weights = model.state_dict()
     for name, of_wide in wide.state_dict().items():  # heads are rows of q, k and v, and columns of o
         of_wide.zero_()

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tandem.config.loading import RESUMABLE, RESUMABLE_SYNC, RESUMABLE_WORKERS, RunConfig, from_options, load
+from tandem.config.loading import (
+    RESUMABLE,
+    RESUMABLE_SYNC,
+    RESUMABLE_URLS,
+    RESUMABLE_WORKERS,
+    RunConfig,
+    from_options,
+    load,
+)
 from tandem.errors import CheckpointError, ConfigError
 from tandem.trainer import digests
 
@@ -32,7 +40,10 @@ def resumed(folder: Path, overrides: Sequence[str]) -> RunConfig:
     """
     recipe = recipe_of(folder)
     within = {f"sync.{name}" for name in RESUMABLE_SYNC}
-    if "distributed.shard=weights" in overrides or load(recipe, []).config.distributed.shard == "weights":
+    begun = load(recipe, []).config
+    if hasattr(begun.engine, RESUMABLE_URLS):
+        within.add(f"engine.{RESUMABLE_URLS}")
+    if "distributed.shard=weights" in overrides or begun.distributed.shard == "weights":
         within.add(f"engine.{RESUMABLE_WORKERS}")
     for override in overrides:
         name = override.partition("=")[0]

@@ -442,6 +442,9 @@ RESUMABLE_SYNC = {"verify_every": 1, "tolerance": 0.0}
 """Those of the way that weights travel, with the values that they have in the digest of every run."""
 RESUMABLE_WORKERS = "tensor_parallel_size"
 """Of the engine, where ranks' weights are cut: it has a worker for each of so many ranks, and 1 in the digest."""
+RESUMABLE_URLS = "urls"
+"""Of the engine: where one runs that was started by somebody else, who may have started it elsewhere since; none in the
+digest."""
 
 
 def digest(config: RunConfig) -> str:
@@ -450,6 +453,8 @@ def digest(config: RunConfig) -> str:
     assert isinstance(trained["sync"], dict)
     trained["sync"] = {**trained["sync"], **RESUMABLE_SYNC}
     engine = trained["engine"]
+    if isinstance(engine, dict) and RESUMABLE_URLS in engine:
+        engine = trained["engine"] = {**engine, RESUMABLE_URLS: []}
     if config.distributed.shard == "weights" and isinstance(engine, dict) and RESUMABLE_WORKERS in engine:
         trained["engine"] = {**engine, RESUMABLE_WORKERS: 1}
     return hashlib.sha256(json.dumps(trained, sort_keys=True).encode()).hexdigest()
