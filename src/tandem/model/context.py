@@ -99,7 +99,15 @@ def heads_of_row(query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup)
     copies = max(1, ranks // key.shape[1])
     if copies > 1:  # of each key head there is one on every rank that has some of its query heads
         key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
-    return _heads(query, group), _heads(key, group), _heads(value, group)
+    parts_NhtD = [x[0].unflatten(0, (ranks, -1)) for x in (query, key, value)]
+    # All three by one exchange: ranks meet in each, which costs more than the bytes of keys and values.
+    together = _exchanged(torch.cat([part.flatten(1) for part in parts_NhtD], dim=1), group)
+    exchanged = together.split([part[0].numel() for part in parts_NhtD], dim=1)
+    query, key, value = (
+        x.unflatten(1, part.shape[1:]).transpose(0, 1).flatten(1, 2)[None]
+        for x, part in zip(exchanged, parts_NhtD, strict=True)
+    )
+    return query, key, value
 
 
 def tokens_of_rank(out: Tensor, group: ProcessGroup) -> Tensor:
@@ -108,12 +116,6 @@ def tokens_of_rank(out: Tensor, group: ProcessGroup) -> Tensor:
     blocks = out[0].unflatten(0, (ranks, -1)).contiguous()
     heads_NthD = _exchanged(blocks, group)
     return heads_NthD.transpose(0, 1).flatten(1, 2)[None]
-
-
-def _heads(x: Tensor, group: ProcessGroup) -> Tensor:
-    """(1, H, t, D) -> (1, H/N, T, D)."""
-    tokens_NhtD = _exchanged(x[0].unflatten(0, (group.size(), -1)).contiguous(), group)
-    return tokens_NhtD.transpose(0, 1).flatten(1, 2)[None]
 
 
 def _exchanged(blocks: Tensor, group: ProcessGroup) -> Tensor:
