@@ -55,7 +55,8 @@ from tandem.trainer.objective import Known
 from tandem.trainer.pack import Micro
 from tandem.trainer.work import LocalWork
 from tandem.types import PolicyVersion
-from tandem.weight_sync.base import WeightSync, WeightSyncSession
+from tandem.weight_sync.base import PayloadSums, Trained, WeightSync, WeightSyncSession
+from tandem.weight_sync.verify.probe import Behaviour
 
 HERE = Path(__file__).resolve().parent
 SKIPPED = 2
@@ -175,7 +176,11 @@ def stubs(rows: Rows) -> dict[tuple[type, str], Any]:
         logprobs_N = micro.batch.behavior_logprobs_N
         return {"loss": Pending(Sum, torch.zeros(()))}, logprobs_N, Known(first_N=logprobs_N, reference_N=None)
 
-    async def no_proof(self: WeightSyncSession, *given: Any) -> float:
+    async def own_sums(self: Trained, *given: Any) -> PayloadSums:
+        own = await self.checksums()
+        return PayloadSums(mine=own, stored=own)
+
+    async def no_proof(self: Behaviour, *given: Any) -> float:
         return 0.0
 
     async def not_saved(self: Checkpoints, state: Any) -> bool:
@@ -192,7 +197,9 @@ def stubs(rows: Rows) -> dict[tuple[type, str], Any]:
     return {
         (LocalWork, "micro"): micro,
         (LocalWork, "apply"): lambda self, lr, max_grad_norm: torch.tensor([0.0]),
-        (WeightSyncSession, "_verify"): no_proof,
+        (Trained, "sums"): own_sums,
+        (Behaviour, "ask"): no_proof,
+        (Behaviour, "compare"): no_proof,
         (WeightSyncSession, "commit"): lapped,
         (Checkpoints, "save"): not_saved,
     }

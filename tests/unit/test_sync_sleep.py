@@ -116,7 +116,7 @@ async def steps(
 def test_it_sleeps_from_the_batch_to_the_publish_which_brings_what_it_forgot(tiny_model: Path, depth: int) -> None:
     with pair(tiny_model, Full(), depth=depth) as (policy, engine):
         asyncio.run(steps(policy, engine, Sent(), Full()))
-        step = ["drain", "sleep", "pause", "wake", "move", "checksums", "probe", "set_version", "resume"]
+        step = ["drain", "sleep", "pause", "wake", "move", "probe", "checksums", "set_version", "resume"]
         assert engine.events[-18:] == [*step, *step]
         assert [step for step, _ in engine.given] == [0, 1, 2]
         assert engine.held() == checksums(Full().source(policy.model))

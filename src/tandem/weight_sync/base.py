@@ -682,7 +682,7 @@ class WeightSyncSession:
             should_verify = is_due or sleeps_deep or not self._recovery.is_published
             if should_verify and not self._recovery.is_published:
                 await compare_frozen(self.engine, self.trained)
-            async with self._asked(ask=should_verify) as answers:
+            async with self._probed(ask=should_verify) as answers:
                 sums = await self._sums(mine, should_verify=should_verify)
                 version = self._named(version, digest(sums.mine))
                 commit.unverified = version
@@ -723,7 +723,7 @@ class WeightSyncSession:
         return PayloadSums(mine=own, stored=own)
 
     @asynccontextmanager
-    async def _asked(self, *, ask: bool) -> AsyncIterator[asyncio.Task[ProbeAnswers] | None]:
+    async def _probed(self, *, ask: bool) -> AsyncIterator[asyncio.Task[ProbeAnswers] | None]:
         """Ask the probe while the bytes are summed, and forget it where they are wrong.
 
         The engine samples as soon as it is asked, and nothing of that is given out before the version is set: it need
