@@ -141,8 +141,9 @@ def test_the_first_probe_measures_and_later_ones_are_short(
     assert asked == [(512 - 32 - 1, 32), (64, 4), (64, 4), (64, 4)]
 
 
+@pytest.mark.parametrize("dies", ["before it is asked", "once it has answered"])
 def test_an_engine_that_was_started_again_is_measured_again(
-    policy: Policy, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    policy: Policy, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, dies: str
 ) -> None:
     asked: list[int] = []
     probe = Scripted.probe
@@ -150,13 +151,16 @@ def test_an_engine_that_was_started_again_is_measured_again(
     async def noted(self: Scripted, tokens: Sequence[int], *, samples: int = PROBE_SAMPLES) -> Sequence[ProbeResult]:
         asked.append(len(tokens))
         (found,) = await probe(self, tokens, samples=samples)
+        if len(asked) == 2 and dies == "once it has answered":
+            self.die()
+            await self.recover()
         return [replace(found, name=f"engine of process {self.restart_count}")]
 
     async def work() -> None:
         with scripted(tiny_model) as engine:
             async with Shared().open(policy, engine, START, Full(), new_folder()) as session:
                 for step in (1, 2, 3):
-                    if step == 2:
+                    if step == 2 and dies == "before it is asked":
                         engine.die()
                     async with session.commit(step):
                         pass

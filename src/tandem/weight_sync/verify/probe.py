@@ -130,6 +130,8 @@ class ProbeAnswers:
     """The text."""
     thorough: bool
     """It is the first since a start of the engine: longer, and held against other weights too."""
+    restart_count: int
+    """The engine's as it was asked; if it was started again since, it is not known yet."""
     probes: Sequence[ProbeResult]
     """By engine."""
 
@@ -163,10 +165,11 @@ class Behaviour:
 
     async def ask(self, engine: Engine) -> ProbeAnswers:
         """Put the probe to an engine, which samples from now on by the weights that it holds."""
-        thorough = self._restart_count != engine.restart_count
+        restart_count = engine.restart_count
+        thorough = self._restart_count != restart_count
         tokens = self._text(engine) if thorough else self.tokens
         probes = await engine.probe(tokens, samples=FIRST_SAMPLES if thorough else PROBE_SAMPLES)
-        return ProbeAnswers(tokens=tokens, thorough=thorough, probes=probes)
+        return ProbeAnswers(tokens=tokens, thorough=thorough, restart_count=restart_count, probes=probes)
 
     async def compare(self, engine: Engine, version: PolicyVersion, answers: ProbeAnswers) -> float:
         """Largest difference of a logprob, in nats, over all engines. Call it once the bytes were compared.
@@ -179,7 +182,7 @@ class Behaviour:
         Raises:
             StaleWeights: it answers otherwise than these weights do.
         """
-        self._restart_count = engine.restart_count
+        self._restart_count = answers.restart_count
         tokens = answers.tokens
         readings: list[ProbeReading] = []
         for probe in answers.probes:
