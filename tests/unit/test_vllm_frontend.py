@@ -758,30 +758,3 @@ async def _marked_by_the_processor() -> list[int]:
 
 def test_tokens_in_flight_at_a_pause_are_counted_by_vllms_own_record() -> None:
     assert asyncio.run(_marked_by_the_processor()) == [0, 0, 1]
-
-
-def test_sums_that_come_with_a_probe_are_asked_for_once_the_scheduler_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that sums cannot sample, and a scheduler that stands still waits for it."""
-
-    async def body(front: Frontend, client: FakeClient) -> None:
-        order = list[str]()
-        await front.pause()
-        go_on = client.resume_generation
-
-        async def resumed() -> None:
-            order.append("goes on")
-            await go_on()
-
-        async def summed() -> None:
-            await front.in_turn()
-            order.append("sums")
-
-        monkeypatch.setattr(client, "resume_generation", resumed)
-        async with front.proving():
-            sums = asyncio.ensure_future(summed())
-            await settle()
-            assert "sums" not in order
-        await sums
-        assert order == ["goes on", "sums"]
-
-    run(body)

@@ -322,6 +322,28 @@ def test_a_control_message_ends_with_the_process_that_was_to_do_it() -> None:
     run(body)
 
 
+def test_sums_that_come_with_a_probe_are_asked_for_once_the_scheduler_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that sums cannot sample, and a scheduler that stands still waits for it."""
+    stood: list[bool] = []
+    rpc = FakeClient.collective_rpc
+
+    async def noted(self: FakeClient, method: str, args: tuple[Any, ...]) -> Any:
+        stood.append(self.paused)
+        return await rpc(self, method, args)
+
+    async def body(c: Client) -> None:
+        await c.post("/bridge/pause", {})
+        monkeypatch.setattr(FakeClient, "collective_rpc", noted)
+        async with c.front.proving():
+            sums = asyncio.ensure_future(c.begin("/bridge/checksums", {"travels": "weights"}))
+            await settle()
+            assert stood == []
+        assert (await sums).status == 200
+        assert stood == [False]
+
+    run(body)
+
+
 def test_a_client_that_goes_away_takes_its_work_along() -> None:
     async def body(c: Client) -> None:
         gone = asyncio.Event()

@@ -41,7 +41,7 @@ def resumed(folder: Path, overrides: Sequence[str]) -> RunConfig:
     recipe = recipe_of(folder)
     within = {f"sync.{name}" for name in RESUMABLE_SYNC}
     begun = load(recipe, []).config
-    if hasattr(begun.engine, RESUMABLE_URLS):
+    if getattr(begun.engine, RESUMABLE_URLS, ()):
         within.add(f"engine.{RESUMABLE_URLS}")
     if "distributed.shard=weights" in overrides or begun.distributed.shard == "weights":
         within.add(f"engine.{RESUMABLE_WORKERS}")

@@ -1,8 +1,9 @@
 """vLLM worker extension (``--worker-extension-cls``): exports, receives and checksums weights and adapters.
 
-Every method is called through ``collective_rpc`` while the scheduler stands still, takes and returns plain data, and
-touches the storage that the forward pass reads; nothing of vLLM is replaced. On a CPU alone, linear layers are kept
-from being repacked for oneDNN when weights are to be written in place: the repacked copy is what would be read.
+Every method is called through ``collective_rpc``, those that write while the scheduler stands still, takes and returns
+plain data, and touches the storage that the forward pass reads; nothing of vLLM is replaced. On a CPU alone, linear
+layers are kept from being repacked for oneDNN when weights are to be written in place: the repacked copy is what would
+be read.
 """
 
 from __future__ import annotations
@@ -277,7 +278,8 @@ class _Layout:
 
     def __init__(self, model: torch.nn.Module, places: dict[str, list[TensorPlace]]):
         self.places = places
-        # Where modules keep their parameters: to walk all modules takes longer than to sum their weights.
+        # Where modules keep their parameters: to walk all modules takes longer than to sum their weights. vLLM may
+        # replace a parameter later, but no module of a model that is loaded.
         self._parameters = [module._parameters for module in model.modules()]
         self._where = self._addresses()
 
