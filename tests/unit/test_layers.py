@@ -173,8 +173,7 @@ def test_one_code_for_all_layers_and_all_plans_that_sampling_and_other_weights_l
         layers.tune(policy.model, compile=True, backend="aot_eager")
         gradients(policy, PLANS[0])
         graphs = counters["stats"]["unique_graphs"]
-        # The norm; queries, keys and values; attention, with nothing in it; the output; the rest. Of each there is
-        # another that remembers nothing, as tests of layers with attention in them see.
+        # The norm; queries, keys and values; attention, with nothing in it; the output; the rest.
         assert graphs == 5
 
         async def sample() -> None:
@@ -192,6 +191,23 @@ def test_one_code_for_all_layers_and_all_plans_that_sampling_and_other_weights_l
                 one.mul_(1.5)
                 other.mul_(1.5)
         assert distance(gradients(policy, PLANS[1]), gradients(plain, PLANS[1])) < 1e-6
+        assert counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.long
+def test_one_code_that_remembers_nothing_for_all_plans_beside_the_one_that_does(tiny_model: Path) -> None:
+    with live_policy(tiny_model) as policy:
+        layers.tune(policy.model, compile=True, backend="aot_eager")
+        gradients(policy, PLANS[0])
+        with torch.no_grad():
+            hidden(policy, PLANS[0])
+        graphs = counters["stats"]["unique_graphs"]
+        assert graphs == 10  # of each of the five one that remembers and one that does not
+        for plan in PLANS:
+            gradients(policy, plan)
+            with torch.no_grad():
+                hidden(policy, plan)
         assert counters["stats"]["unique_graphs"] == graphs
 
 
