@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +19,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.storage import StorageReader
 
 from tandem.errors import CheckpointError
 
@@ -175,20 +173,22 @@ def read(folder: Path, shares: Sequence[StateShare]) -> None:
         CheckpointError: the states are of other parameters, or of another optimizer, or a file cannot be read.
     """
     try:
-        _load(folder, _Wanted(shares))
+        _load(HuggingFaceStorageReader(str(folder)), _Wanted(shares))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder} cannot be read ({type(error).__name__}: {error})") from error
 
 
-def _load(folder: Path, planner: LoadPlanner) -> None:
-    """Read by torch's load, for this rank alone; what went wrong is raised as it was, which torch wraps."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            load({}, storage_reader=HuggingFaceStorageReader(str(folder)), planner=planner, no_dist=True)
-        except CheckpointException as error:
-            ((failure, _),) = error.failures.values()
-            raise failure from error
+def _load(reader: StorageReader, planner: LoadPlanner) -> None:
+    """The steps of torch's ``load`` for a rank alone.
+
+    Not ``load`` itself: without a process group it warns, and a warning cannot be silenced for one thread of several.
+    """
+    metadata = reader.read_metadata()
+    planner.set_up_planner({}, metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+    (plan,) = reader.prepare_global_plan(plans)
+    reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
 class _Wanted(LoadPlanner):
