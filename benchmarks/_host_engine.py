@@ -1,9 +1,10 @@
-"""A stand-in for vLLM behind Tandem's own HTTP routes, in a process of its own: every answer is there at once.
+"""A stand-in for vLLM behind Tandem's own HTTP routes, in a process of its own: nothing is computed.
 
-    python benchmarks/_host_engine.py PORT ANSWERS.json TOKENS
+    python benchmarks/_host_engine.py PORT ANSWERS.json TOKENS SECONDS
 
 Routes, frontend and wire are those of a real engine; what is sampled comes from ANSWERS.json, lists of token ids that
-are cut or repeated to TOKENS. So what it costs is the HTTP process' share of a rollout, less vLLM's own.
+are cut or repeated to TOKENS. Each answer is there within so many seconds, at a random time, and with 0 all are at
+once. So what it costs is the HTTP process' share of a rollout, less vLLM's own.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ class Client:
 
     errored = False
 
-    def __init__(self, answers: list[list[int]], tokens: int):
+    def __init__(self, answers: list[list[int]], tokens: int, seconds: float):
+        self._seconds = seconds
         whole = [list(itertools.islice(itertools.cycle(answer), tokens)) for answer in answers]
-        draw = random.Random(0)
+        self._draw = draw = random.Random(0)
         self._answers = itertools.cycle([(one, Flat([-draw.random() for _ in one])) for one in whole])
         self.output_processor = SimpleNamespace(request_states={})
         self.vllm_config = SimpleNamespace(
@@ -60,7 +62,7 @@ class Client:
         return
 
     async def generate(self, prompt: Any, params: Any, key: str, *, lora_request: Any = None) -> AsyncIterator[Any]:
-        await asyncio.sleep(0)
+        await asyncio.sleep(self._seconds * self._draw.random())
         outputs = []
         for index in range(params.n):
             tokens, logprobs = next(self._answers)
@@ -85,8 +87,8 @@ async def nothing(scope: Any, receive: Any, send: Any) -> None:
 
 
 def main() -> None:
-    port, file, tokens = sys.argv[1:]
-    client = Client(json.loads(Path(file).read_text(encoding="utf-8")), int(tokens))
+    port, file, tokens, seconds = sys.argv[1:]
+    client = Client(json.loads(Path(file).read_text(encoding="utf-8")), int(tokens), float(seconds))
     routes, state = Routes(nothing), SimpleNamespace(state=SimpleNamespace(engine_client=client))
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -186,7 +186,7 @@ CARDS = {
     "pairs": ("ranks=2",),
     "weights": ("ranks=2", *WEIGHTS, NO_MULTICAST),
     "context": ("ranks=2", *WEIGHTS, NO_MULTICAST, "distributed.context_parallel=2"),
-    "hybrid": ("ranks=4", *WEIGHTS, NO_MULTICAST),
+    "hybrid": ("ranks=4", "distributed.replicas=2", *WEIGHTS, NO_MULTICAST),
 }
 """How cards divide the work; the last has two engines, each over two of four cards."""
 

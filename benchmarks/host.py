@@ -5,8 +5,9 @@
 
 The trainer's own loop, with everything on the way of a rollout but a model: feed, environment, chat template, HTTP
 client, graders in processes of their own, packing, metrics, and the lines that are written down. Its engine is a
-stand-in behind Tandem's own routes in a process of its own, which has every answer at once (``_host_engine.py``), so
-what it takes itself is the engine's HTTP process' share. Nothing is computed or published.
+stand-in behind Tandem's own routes in a process of its own (``_host_engine.py``), so what it takes itself is the
+engine's HTTP process' share. It has every answer at once, or with ``--spread`` one after another, as a real engine has
+them. Nothing is computed or published.
 
 Milliseconds of a processor for a rollout, medians over the steps after the first two. The event loop's thread is
 looked at every millisecond that it computes, and what it took since goes to the innermost part that it is in.
@@ -252,7 +253,8 @@ def answers(model: Path, data: Path, tokens: int, file: Path) -> None:
 def engine(args: argparse.Namespace, file: Path) -> Iterator[tuple[str, int]]:
     """The stand-in: its address and process."""
     port = free_port("127.0.0.1")
-    command = [args.python or sys.executable, str(HERE / "_host_engine.py"), str(port), str(file), str(args.tokens)]
+    command = [args.python or sys.executable, str(HERE / "_host_engine.py"), str(port), str(file)]
+    command += [str(args.tokens), str(args.spread)]
     path = [str(Path(run.__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     given = args.python or "the interpreter of this script"
     process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(path)})
@@ -326,6 +328,7 @@ def main() -> None:
     parser.add_argument("--siblings", type=int, default=8)
     parser.add_argument("--tokens", type=int, nargs="+", default=[4, 128], help="of each answer; several are compared")
     parser.add_argument("--steps", type=int, default=6, help="that are measured")
+    parser.add_argument("--spread", type=float, default=0.0, help="seconds over which a step's answers come")
     parser.add_argument("--reward", choices=("trivial", "math_verify"), default="trivial")
     parser.add_argument("--profile", action="store_true", help="every function's time instead, which makes all slower")
     parser.add_argument("--json", type=Path, help="append results here")

@@ -37,11 +37,13 @@ def exported(worker: WorkerExtension) -> dict[str, Any]:
     return {"parameters": told["lent"], "places": told["map"]}
 
 
-def publishing(rank: int, name: str, shape: Sequence[int], dtype: str) -> dict[str, Any]:
-    """Attach what the worker exports, change the masters, publish, score and gather; an engine has the last dimension's
-    workers."""
-    world = shape[-1]
-    number = rank % world
+def publishing(rank: int, name: str, shape: Sequence[int], world: int, dtype: str) -> dict[str, Any]:
+    """Attach what the worker of ``world`` exports, change the masters, publish, score and gather.
+
+    Ranks are numbered by their shards: those of the last dimension hold the model together.
+    """
+    num_holders = shape[-1] // world
+    number = rank % shape[-1] // num_holders
     model = made(name, getattr(torch, dtype))
     changed = copy.deepcopy(model)
     with torch.no_grad():
@@ -50,7 +52,9 @@ def publishing(rank: int, name: str, shape: Sequence[int], dtype: str) -> dict[s
     worker, fresh = worker_of(model, number, world), served(changed, Worker(number, world))
     skeleton = Skeleton(model)
     policy = Policy(model, None, name=name, compute=None)  # type: ignore[arg-type]
-    weights_of_all = ShardedWeights(skeleton.bare(), mesh_of(shape))
+    rows = torch.arange(dist.get_world_size()).view(-1, num_holders).tolist()
+    holders = dist.new_subgroups_by_enumeration(rows)[0] if num_holders > 1 else None
+    weights_of_all = ShardedWeights(skeleton.bare(), mesh_of(shape), holders)
     weights_of_all.fill(model if rank == 0 else None)
     mine = RankSlices(ShardedPolicy(policy, weights_of_all))
     stale = mine.attach(
@@ -60,10 +64,10 @@ def publishing(rank: int, name: str, shape: Sequence[int], dtype: str) -> dict[s
     with torch.no_grad():
         for _, parameter in mine.policy.weights.local_parameters:
             parameter.mul_(-1.5)
-    mine.publish()
+    received = mine.publish()
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, worker.tandem_checksums())
-    parts = parts[rank - number : rank - number + world]
+    parts = parts[rank % num_holders + rank // shape[-1] * shape[-1] :][: shape[-1] : num_holders]
     mine_sums, expected = mine.checksums(), checksums(changed.named_parameters())
     tokens = [5, 9, 2, 77, 31, 8]
     lone = Policy(changed, None, name=name, compute=None)  # type: ignore[arg-type]
@@ -75,6 +79,7 @@ def publishing(rank: int, name: str, shape: Sequence[int], dtype: str) -> dict[s
         "stale": stale,
         "emptied": rank > 0 or not any(p.numel() for p in model.parameters()),
         "attached": attached,
+        "received": received / sum(p.numel() * p.element_size() for p in changed.parameters()),
         "wrong": [
             of
             for of, parameter in fresh.named_parameters()

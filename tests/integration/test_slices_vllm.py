@@ -90,12 +90,16 @@ def test_slices_train_what_one_rank_trains_and_outlive_their_engine(
 
 @pytest.mark.skipif(vllm.CUDA and torch.cuda.device_count() < 4, reason="four ranks need four GPUs")
 @pytest.mark.long
-def test_four_ranks_share_two_engines_and_go_on_as_two_with_one(nursery: Nursery, tmp_path: Path) -> None:
-    """Replicas of shards: an engine is killed and started again, both are proven, the weights are one rank's."""
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_four_ranks_share_two_engines_and_go_on_as_two_with_one(
+    nursery: Nursery, tmp_path: Path, replicas: int
+) -> None:
+    """Shards of all, or replicas: a killed engine is started again, both are proven, the weights are one rank's."""
     model = build_tiny_model(tmp_path / "tiny", head_dim=vllm.HEAD_DIM)
     same = {"steps": 2, "seed": 3, "optimizer": {"lr": 1.0e-3, "eps": 1.0e-3}}
     engine = vllm.engine(forks=False, seeded=True, **WORKERS)
-    cut = vllm.recipe(model, tmp_path / "runs", name="cut", engine=engine, **{**CUT, "ranks": 4}, **same)
+    of_four = {**CUT, "ranks": 4, "distributed": {"shard": "weights", "replicas": replicas}}
+    cut = vllm.recipe(model, tmp_path / "runs", name="cut", engine=engine, **of_four, **same)
     alone = vllm.recipe(model, tmp_path / "runs", name="alone", engine=vllm.engine(seeded=True), **same)
     run = tmp_path / "runs" / "cut"
     with started(nursery, tmp_path, written(tmp_path, cut)) as process:
@@ -114,7 +118,7 @@ def test_four_ranks_share_two_engines_and_go_on_as_two_with_one(nursery: Nursery
     for name, tensor in one.items():
         assert float((tensor - started_from[name]).abs().max()) > 30 * CLOSE, name
         assert float((tensor - four[name]).abs().max()) < CLOSE, name
-    with started(nursery, tmp_path, run, "ranks=2", "steps=3") as process:
+    with started(nursery, tmp_path, run, "ranks=2", "distributed.replicas=1", "steps=3") as process:
         ended(process)
     assert sorted(vllm.published(run)) == [1, 2, 3]
     vllm.same_logprobs(run)

@@ -498,16 +498,24 @@ def test_a_ranks_card_holds_its_part_of_weights_that_are_cut(model_config: Any) 
 
 
 @pytest.mark.slow
-def test_ranks_that_share_several_engines_divide_weights_and_states_by_the_workers_of_one(model_config: Any) -> None:
-    """Four ranks with two engines of two workers: a card has what one of two ranks has, a host all four ranks'."""
+def test_ranks_that_share_several_engines_divide_states_by_the_ranks_of_a_replica(model_config: Any) -> None:
+    """Four ranks with two engines of two workers: a card has what one of two ranks has, a host all four ranks'.
+
+    So it is with two replicas; with one the states are cut among all four.
+    """
     card = replace(LARGE, is_host=False)
-    cut = {"distributed": Distributed(shard="weights"), "dtype": "bfloat16"}
+    cut: dict[str, Any] = {"distributed": Distributed(shard="weights"), "dtype": "bfloat16"}
     workers = vllm(tensor_parallel_size=2, kv_cache_gb=0.5)
-    two, four = (planned(apart("shared", workers, ranks=n, **cut), model_config, card, LARGE) for n in (2, 4))
+    one, two = (lines(planned(apart("shared", workers, ranks=n, **cut), model_config, card, LARGE)) for n in (2, 4))
+    assert one["weights"] == two["weights"] == 2 * PARAMETERS // 2
+    assert one["optimizer"] == 2 * two["optimizer"]
+    cut["distributed"] = Distributed(shard="weights", replicas=2)
+    replicas = {2: {**cut, "distributed": Distributed(shard="weights")}, 4: cut}
+    two, four = (planned(apart("shared", workers, ranks=n, **replicas[n]), model_config, card, LARGE) for n in (2, 4))
     on_card = [{line.name: line.bytes for line in plan.lines if not line.beside} for plan in (two, four)]
     assert on_card[0] == on_card[1]
     assert on_card[1]["weights"] == 2 * PARAMETERS // 2
-    two, four = (planned(apart("shared", workers, ranks=n, **cut), model_config, LARGE) for n in (2, 4))
+    two, four = (planned(apart("shared", workers, ranks=n, **replicas[n]), model_config, LARGE) for n in (2, 4))
     one, both = lines(two), lines(four)
     assert both["weights"] == 2 * one["weights"] == 2 * (2 * PARAMETERS)
     assert both["optimizer"] == 2 * one["optimizer"]

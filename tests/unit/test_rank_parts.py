@@ -46,6 +46,8 @@ def refused(folder: Path, world: int, *options: str) -> str:
     ((WEIGHTS, "distributed.share_gpus=true"), "shard: weights and distributed.share_gpus"),
     (("optimizer=adafactor",), "it updates whole tensors"),
     (("distributed.context_parallel=2", "sampling.presence_penalty=0.5"), "context_parallel and penalties"),
+    (("distributed.replicas=2",), "replicas: 2 without distributed.shard: weights.*leave it out"),
+    ((WEIGHTS, "distributed.replicas=3"), "replicas: 3: as many ranks have each replica.*set it to 1 or 2$"),
     (("distributed.context_parallel=3",), "3 ranks cannot share each sequence where there are 2"),
 ])  # fmt: skip
 def test_what_ranks_cannot_do_is_refused_by_name(tmp_path: Path, options: tuple[str, ...], said: str) -> None:
@@ -60,6 +62,7 @@ CUT = (WEIGHTS, "engine=vllm", "engine.tensor_parallel_size=2")
     (6, (*CUT[:2], "engine.tensor_parallel_size=4"), "_size: 4: each rank writes.*_size to 2 or 3 or 6, or choose"),
     (2, (*CUT, "distributed.share_gpus=true"), "shard: weights and distributed.share_gpus"),
     (2, (*CUT, "sync=broadcast"), "this sync: every rank's engine shares its weights; choose sync: shared"),
+    (4, (*CUT, "distributed.replicas=4"), "replicas: 4 and engine.tensor_parallel_size: 2: each replica is cut"),
     (2, (*CUT, "engine.replicas=2"), "engine.replicas or engine.devices"),
     (2, (*CUT, "trainable=lora"), "shard: weights and this trainable"),
 ])  # fmt: skip
@@ -76,6 +79,7 @@ def test_ranks_share_the_slices_of_engines_that_are_each_on_one_host(tmp_path: P
     check_pairs(config)
     check_ranks(config, 2)
     check_ranks(load(recipe, ["ranks=4", *CUT]).config, 4)
+    check_ranks(load(recipe, ["ranks=4", *CUT, "distributed.replicas=2"]).config, 4)
     place = Placement(
         rank=0, world_size=2, local_rank=0, local_world_size=1, master_addr="a", master_port=1, launcher="slurm"
     )

@@ -23,15 +23,18 @@ from tandem.weight_sync.shared import Shared
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "shape", "dtype", "far"), [
-    ("qwen2-tied", (2,), "bfloat16", 0.02),
-    ("qwen3-few-key-heads", (4,), "float32", 1e-5),
-    ("qwen2-tied", (2, 2), "float32", 1e-5),  # two engines of two workers
+@pytest.mark.parametrize(("name", "shape", "workers", "dtype", "far", "received"), [
+    ("qwen2-tied", (2,), 2, "bfloat16", 0.02, 0.12),
+    ("qwen3-few-key-heads", (4,), 4, "float32", 1e-5, 0.34),
+    ("qwen2-tied", (2, 2), 2, "float32", 1e-5, 0.12),  # two engines of two workers, replicas of shards
+    ("qwen2-tied", (4,), 2, "float32", 1e-5, 0.37),  # the same engines, of one replica: each slice is two ranks'
+    pytest.param("qwen2-tied", (2, 4), 2, "bfloat16", 0.02, 0.37, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_each_rank_writes_what_its_worker_would_have_loaded(
-    name: str, shape: tuple[int, ...], dtype: str, far: float
+    name: str, shape: tuple[int, ...], workers: int, dtype: str, far: float, received: float
 ) -> None:
-    for found in on_ranks(torch.Size(shape).numel(), cut_slices.publishing, name, shape, dtype):
+    for found in on_ranks(torch.Size(shape).numel(), cut_slices.publishing, name, shape, workers, dtype):
+        assert found["received"] < received, "of the bytes of all weights"
         assert "cannot be opened" in found["stale"]
         assert found["attached"] == ""
         assert found["emptied"], "as ranks took their parts"
@@ -140,18 +143,20 @@ def test_what_is_read_of_the_weights_is_asked_of_all_ranks() -> None:
 
 def test_a_rank_that_cannot_attach_is_told_once_all_have_tried() -> None:
     class Commands:
+        world = 4
+
         async def execute(self, command: str, body: Any, mine: Any) -> tuple[Any, list[Any]]:
             assert command == "attach_slices"
             assert [body(rank) for rank in (1, 2, 3)] == ["b", "c", "d"]
-            return await mine, ["", "rank 2 cannot", ""]
+            return await mine, ["", "it cannot", ""]
 
     async def compute(function: Any, *arguments: Any) -> Any:
         return function(*arguments)
 
-    policy = SimpleNamespace(compute=compute, weights=SimpleNamespace(ranks=2))
+    policy = SimpleNamespace(compute=compute)
     mine: Any = SimpleNamespace(attach={"a": ""}.__getitem__, policy=policy)
     crew = SliceCrew(mine, SimpleNamespace(), Commands())  # type: ignore[arg-type]
-    with pytest.raises(TransportError, match="rank 2 cannot"):
+    with pytest.raises(TransportError, match="rank 2: it cannot"):
         asyncio.run(crew.attach([["a", "b"], ["c", "d"]]))
-    with pytest.raises(TransportError, match="engine 0 has 4 workers, and 2 ranks hold whole weights together"):
+    with pytest.raises(TransportError, match="engine 0 has 4 workers, and 2 ranks share it"):
         asyncio.run(crew.attach([["a", "b", "c", "d"], ["e", "f"]]))

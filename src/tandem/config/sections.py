@@ -208,6 +208,8 @@ class Distributed:
     """When ranks sum gradients: those of each micro-batch, while backward goes on, or once a pass what each has added
     up by itself, for 4 bytes a weight more on every rank. auto: local where a step has several micro-batches for each
     rank and the memory plan has room."""
+    replicas: int = 1
+    """Of the whole model where weights are cut (HSDP): each is cut among ranks / replicas neighbours; 1: among all."""
     context_parallel: int = 1
     """Ranks that share one sequence; 1 divides none."""
     share_gpus: bool = False
@@ -220,6 +222,7 @@ class Distributed:
         require(
             shard=(self.shard in ("states", "weights"), "states or weights"),
             gradients=(self.gradients in ("auto", "scattered", "local"), "auto, scattered or local"),
+            replicas=(self.replicas >= 1, "at least 1"),
             context_parallel=(self.context_parallel >= 1, "at least 1"),
             timeout_seconds=(0 < self.timeout_seconds < math.inf, "above 0 (seconds)"),
         )

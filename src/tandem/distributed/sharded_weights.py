@@ -42,6 +42,8 @@ class ShardedWeights:
         model: a transformers model with weights alike on all ranks, or on the meta device and filled after; it is
             changed in place. Its parameters become float32 (float64 ones stay so), each rank keeping its own shard.
         mesh: of one dimension, or of two: (replicas, shards), where gradients are summed over replicas as well.
+        holders: group of the ranks whose shards are together the slice of the engine's worker beside this one, in the
+            order of shards; None: each rank's shard is.
 
     Raises:
         ConfigError: names a parameter that cannot be cut, or says that the model's layers are not known.
@@ -52,7 +54,7 @@ class ShardedWeights:
         >>> loss_of(weights.hidden(tokens_BT, positions_BT, plan)).backward()  # doctest: +SKIP
     """
 
-    def __init__(self, model: Any, mesh: DeviceMesh):
+    def __init__(self, model: Any, mesh: DeviceMesh, holders: Any = None):
         if not (layers := decoder_layers(model)):
             raise ConfigError(
                 f"distributed.shard: weights cuts a model layer by layer, and the layers of a {type(model).__name__} "
@@ -67,6 +69,7 @@ class ShardedWeights:
         shard_mesh = mesh if mesh.ndim == 1 else mesh[_names(mesh)[-1]]
         self.group = shard_mesh.get_group()
         """Ranks that hold the whole model together."""
+        self._holders = holders
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.replica, self.num_replicas = (0, 1) if mesh.ndim == 1 else (mesh.get_local_rank(0), mesh.size(0))
         """Which of the replicas of all shards this rank has one of, and how many there are."""
@@ -221,7 +224,8 @@ class ShardedWeights:
         Raises:
             ConfigError: the engine holds other tensors than the model, or of another dtype.
         """
-        return SliceWriter(self._shards(), self._shapes, slices, dtype=self.dtype, group=self.group)
+        holders = self._holders
+        return SliceWriter(self._shards(), self._shapes, slices, dtype=self.dtype, group=self.group, holders=holders)
 
     def _shards(self) -> dict[str, Tensor]:
         """All of this rank's, tied ones once; they stay where they are."""

@@ -16,12 +16,21 @@ GATHERED_BYTES = 1 << 28
 """Of whole tensors that are gathered by one call, at most, unless a single tensor has more."""
 
 
+class Circle(NamedTuple):
+    """Ranks that send each other what their workers need."""
+
+    ranks: range
+    """By their shards' numbers."""
+    group: Any
+    """None: a rank alone, which sends nothing."""
+
+
 class Gathered(NamedTuple):
     """A tensor that some rank needs more of than it holds."""
 
     name: str
     parts: tuple[Slice, ...]
-    """Of each rank."""
+    """Of each rank of the circle."""
     size: int
     """Elements that each rank sends: those of the largest part, the first."""
 
@@ -30,8 +39,9 @@ class SliceWriter:
     """Writes a rank's worker's slices again and again; all ranks make and call theirs together.
 
     What goes where is looked up once. What a rank's shards have in common with its worker's slices is copied by few
-    kernels. A tensor of which some rank's slices are not all within its own shard is sent by all ranks, many tensors at
-    once: key heads that several workers hold, norms that all do, a vocabulary whose padded rows are cut elsewhere.
+    kernels. Where several ranks' shards are one worker's slice, these send them to one another, many tensors at once. A
+    tensor of which some rank's slices are in neither is sent by all ranks: key heads that several workers hold, norms
+    that all do, a vocabulary whose padded rows are cut elsewhere.
 
     Args:
         shards: this rank's, by name; their memory must stay where it is.
@@ -39,6 +49,7 @@ class SliceWriter:
         slices: of every tensor, where its parts lie in the worker's memory.
         dtype: of the worker's memory, to which shards are rounded.
         group: the ranks that hold the whole model together.
+        holders: those of them whose shards are together this worker's slice; None: each rank's shard is.
 
     Raises:
         ConfigError: the engine holds other tensors than the model, or of another dtype.
@@ -52,39 +63,59 @@ class SliceWriter:
         *,
         dtype: torch.dtype,
         group: Any,
+        holders: Any = None,
     ):
         _check(shapes, slices, dtype)
-        self._shards, self._shapes, self._slices, self._dtype, self._group = shards, shapes, slices, dtype, group
+        self._shards, self._shapes, self._slices, self._dtype = shards, shapes, slices, dtype
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
-        gathered = self._to_gather()
-        own = {name: self._part(name, self._rank) for name in shapes if name not in gathered}
+        circles = [Circle(range(self._rank, self._rank + 1), None), Circle(range(self._ranks), group)]
+        if holders is not None:
+            num = dist.get_world_size(holders)
+            first = self._rank // num * num
+            circles.insert(1, Circle(range(first, first + num), holders))
+        names = self._by_circle(circles)
         pairs = [
-            (target.tensor, target.part.within(part).of(shards[name]))
-            for name, part in own.items()
+            (target.tensor, target.part.within(self._part(name, self._rank)).of(shards[name]))
+            for name in names[0]
             for target in slices[name]
             if target.part.num_elements
         ]
         self._targets, self._sources = [target for target, _ in pairs], [source for _, source in pairs]
-        self._calls = list(self._batches(gathered))
+        self._calls = [
+            (circle, batch)
+            for circle, some in zip(circles[1:], names[1:], strict=True)
+            for batch in self._batches(circle, some)
+        ]
 
     def _part(self, name: str, rank: int) -> Slice:
         return shard_slice(name, self._shapes[name], rank, self._ranks)
 
-    def _to_gather(self) -> list[str]:
-        """Names of tensors that some rank needs more of than it has; every rank has to know, since it has to send."""
-        missing = [
-            not all(self._part(name, self._rank).contains(target.part) for target in self._slices[name])
-            for name in self._shapes
-        ]
-        device = next(iter(self._shards.values())).device
-        needed = torch.tensor(missing, dtype=torch.int32, device=device)
-        dist.all_reduce(needed, op=dist.ReduceOp.MAX, group=self._group)
-        return [name for name, flag in zip(self._shapes, needed.tolist(), strict=True) if flag]
+    def _by_circle(self, circles: Sequence[Circle]) -> list[list[str]]:
+        """Names of tensors by the smallest circle that has what each of its ranks needs of it.
 
-    def _batches(self, names: Sequence[str]) -> Iterator[list[Gathered]]:
-        most, batch, size = GATHERED_BYTES // self._dtype.itemsize // self._ranks, list[Gathered](), 0
+        Every rank has to know them all, since it has to send.
+        """
+        device = next(iter(self._shards.values())).device
+        least = [self._smallest(name, circles) for name in self._shapes]
+        chosen = torch.tensor(least, dtype=torch.int32, device=device)
+        dist.all_reduce(chosen, op=dist.ReduceOp.MAX, group=circles[-1].group)
+        names: list[list[str]] = [[] for _ in circles]
+        for name, number in zip(self._shapes, chosen.tolist(), strict=True):
+            names[number].append(name)
+        return names
+
+    def _smallest(self, name: str, circles: Sequence[Circle]) -> int:
+        """Number of the first circle whose ranks' parts, which follow one another, have all that the worker needs."""
+        for number, circle in enumerate(circles[:-1]):
+            held = self._part(name, circle.ranks[0]).through(self._part(name, circle.ranks[-1]))
+            if all(held.contains(target.part) for target in self._slices[name]):
+                return number
+        return len(circles) - 1
+
+    def _batches(self, circle: Circle, names: Sequence[str]) -> Iterator[list[Gathered]]:
+        most, batch, size = GATHERED_BYTES // self._dtype.itemsize // len(circle.ranks), list[Gathered](), 0
         for name in names:
-            parts = tuple(self._part(name, rank) for rank in range(self._ranks))
+            parts = tuple(self._part(name, rank) for rank in circle.ranks)
             one = Gathered(name, parts, parts[0].num_elements)
             if batch and size + one.size > most:
                 yield batch
@@ -99,13 +130,13 @@ class SliceWriter:
         """Queue it; returns the bytes that this rank receives from others."""
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources)
-        return sum(self._gather(batch) for batch in self._calls)
+        return sum(self._gather(circle, batch) for circle, batch in self._calls)
 
-    def _gather(self, batch: Sequence[Gathered]) -> int:
-        """Send this rank's parts of some tensors, and copy of all ranks' what the worker needs."""
+    def _gather(self, circle: Circle, batch: Sequence[Gathered]) -> int:
+        """Send this rank's parts of some tensors, and copy of the circle's what the worker needs."""
         size, sample = sum(one.size for one in batch), self._shards[batch[0].name]
         mine = torch.empty(size, dtype=self._dtype, device=sample.device)
-        every = torch.empty(self._ranks * size, dtype=self._dtype, device=sample.device)
+        every = torch.empty(len(circle.ranks) * size, dtype=self._dtype, device=sample.device)
         sent = [
             (place[: shard.numel()].view(shard.shape), shard)
             for place, shard in zip(
@@ -115,7 +146,7 @@ class SliceWriter:
         ]
         if sent:
             torch._foreach_copy_([place for place, _ in sent], [shard for _, shard in sent])
-        dist.all_gather_into_tensor(every, mine, group=self._group)
+        dist.all_gather_into_tensor(every, mine, group=circle.group)
         pairs: list[tuple[Tensor, Tensor]] = []
         for rank, of_rank in enumerate(every.split(size)):
             for one, place in zip(batch, of_rank.split([one.size for one in batch]), strict=True):

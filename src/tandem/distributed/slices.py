@@ -57,6 +57,13 @@ class Slice:
             columns=range(self.columns.start - outer.columns.start, self.columns.stop - outer.columns.start),
         )
 
+    def through(self, last: Slice) -> Slice:
+        """All from the first element of this part to the last one of another, which follows it or is empty."""
+        return Slice(
+            rows=range(self.rows.start, max(self.rows.stop, last.rows.stop)),
+            columns=range(self.columns.start, max(self.columns.stop, last.columns.stop)),
+        )
+
     @property
     def num_elements(self) -> int:
         """Rows times columns."""
@@ -105,7 +112,7 @@ def shard_dimension(name: str, shape: Sequence[int], ranks: int) -> int:
     if shape[1] % ranks:
         raise ConfigError(
             f"distributed.shard: weights cuts the {shape[1]} columns of {name} among {ranks} ranks, which does not "
-            "divide; use a number of ranks that does, or distributed.shard: states"
+            "divide; use a number of ranks that does, more of distributed.replicas, or distributed.shard: states"
         )
     return 1
 
@@ -122,6 +129,22 @@ def shard_slice(name: str, shape: Sequence[int], rank: int, ranks: int) -> Slice
     own = range(min(rank * each, sizes[dimension]), min((rank + 1) * each, sizes[dimension]))
     whole = range(sizes[1 - dimension])
     return Slice(rows=own, columns=whole) if dimension == 0 else Slice(rows=whole, columns=own)
+
+
+def shard_number(rank: int, shards: int, workers: int) -> int:
+    """Which shard of all replicas' a rank holds: together those of ranks beside a worker of one number are its slice.
+
+    Args:
+        rank: whose neighbours have the other shards of its replica, and the other workers of its engine.
+        shards: of each replica, a multiple of ``workers``.
+        workers: of each engine.
+
+    Example:
+        >>> [shard_number(rank, 4, 2) for rank in range(4)]  # two engines of two workers
+        [0, 2, 1, 3]
+    """
+    engine, worker = divmod(rank % shards, workers)
+    return rank - rank % shards + worker * (shards // workers) + engine
 
 
 def _common(one: range, other: range) -> range:

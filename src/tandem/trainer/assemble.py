@@ -46,7 +46,7 @@ from tandem.trainer.live import live_policy, model_of, rank_device, work_of
 from tandem.trainer.live import objective as objective
 from tandem.trainer.pack import Packer
 from tandem.trainer.pairs import check_pairs as check_pairs
-from tandem.trainer.pairs import has_slices, shards_of
+from tandem.trainer.pairs import has_slices, ranks_of_engine
 from tandem.trainer.rank_crew import RankCrew
 from tandem.trainer.rank_parts import RankParts, Together
 from tandem.trainer.rank_slices import RankSlices, Skeleton, SliceCrew
@@ -286,8 +286,8 @@ async def _loaded(
     loading = stack.enter_async_context(live_policy(config, local_ranks=ranks.world))
     policy = await together.do("begin", {"recipe": recipes.dump(config), "folder": str(folder)}, loading)
     logs = folder / "logs"
-    shards = shards_of(config, ranks.world)
-    connecting = RankParts.join(ranks.rendezvous, 0, rank_device(0), config.distributed, logs, shards)
+    workers = ranks_of_engine(config)
+    connecting = RankParts.join(ranks.rendezvous, 0, rank_device(0), config.distributed, logs, workers)
     parts = await together.do("connect", None, connecting)
     stack.callback(parts.abort)
     ranks.on_failure.append(parts.give_up)

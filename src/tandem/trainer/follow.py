@@ -32,9 +32,9 @@ from tandem.trainable.base import Trainable
 from tandem.trainer import digests, memory_plan
 from tandem.trainer.checkpoint import load_states, staged_states
 from tandem.trainer.live import changing, live_policy, rank_device, work_of
-from tandem.trainer.pairs import has_slices, shards_of
+from tandem.trainer.pairs import has_slices, ranks_of_engine
 from tandem.trainer.rank_crew import handlers
-from tandem.trainer.rank_parts import RankParts, check_host, engine_devices, ranks_of_engine
+from tandem.trainer.rank_parts import RankParts, check_host, engine_devices
 from tandem.trainer.rank_slices import RankSlices, slice_handlers
 from tandem.trainer.staging import Staging, staging_of
 from tandem.transport.rendezvous import own_address
@@ -134,7 +134,7 @@ class _Rank:
             device,
             self._config.distributed,
             self.folder / "logs",
-            shards_of(self._config, place.world_size),
+            ranks_of_engine(self._config),
         )
         self._stack.callback(self._parts.abort)
 

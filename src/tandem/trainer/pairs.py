@@ -40,9 +40,14 @@ def has_slices(config: RunConfig) -> bool:
     return apart and config.distributed.shard == "weights" and config.ranks != 1
 
 
+def ranks_of_engine(config: RunConfig) -> int:
+    """How many neighbouring ranks share one engine, each its worker on the rank's device; 1 where each has its own."""
+    return int(getattr(config.engine, "tensor_parallel_size", 1)) if has_slices(config) else 1
+
+
 def shards_of(config: RunConfig, world: int) -> int:
-    """How many neighbours of so many ranks hold whole weights together, where these are cut: one engine's workers."""
-    return int(getattr(config.engine, "tensor_parallel_size", world)) if has_slices(config) else world
+    """Among how many of so many ranks states are divided, and weights too where they are cut: those of a replica."""
+    return max(1, world // config.distributed.replicas) if config.distributed.shard == "weights" else world
 
 
 def _sync(config: RunConfig) -> WeightSync:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._C._distributed_c10d import ErrorType
 
 from tandem.config.loading import RunConfig
@@ -27,6 +27,7 @@ from tandem.distributed.crew import Ranks, lead
 from tandem.distributed.group import DataGroup
 from tandem.distributed.placement import Placement, visible_accelerators
 from tandem.distributed.sharding import ShardedStepper
+from tandem.distributed.slices import shard_number
 from tandem.engines.base import (
     EngineRequirements,
     EngineSpec,
@@ -41,7 +42,7 @@ from tandem.model.policy import Policy
 from tandem.observability import waits
 from tandem.optimizers.base import UpdatesParts
 from tandem.trainer.live import rank_device
-from tandem.trainer.pairs import has_slices, shards_of
+from tandem.trainer.pairs import has_slices, ranks_of_engine, shards_of
 from tandem.transport.daemon import on_daemon
 from tandem.transport.rendezvous import Rendezvous, open_group, own_address, unsupervised, visit
 
@@ -95,8 +96,12 @@ def check_division(config: RunConfig, world: int) -> None:
         )
     if world == 1:
         return
-    sharded = config.distributed.shard == "weights"
+    sharded, replicas = config.distributed.shard == "weights", config.distributed.replicas
     refused = {
+        f"distributed.replicas: {replicas} without distributed.shard: weights: states are divided among all ranks; "
+        "leave it out": replicas > 1 and not sharded,
+        f"distributed.replicas: {replicas}: as many ranks have each replica of the cut weights; set it to 1 or "
+        f"{_divisors(world)}": world % replicas > 0,
         "optimizer: it updates whole tensors, of which each rank has a part; choose adamw, adamw8bit or adamw_cpu": (
             not isinstance(config.optimizer, UpdatesParts)
         ),
@@ -152,12 +157,16 @@ def _refused_engines(config: RunConfig, placement: Placement | None) -> dict[str
 
 def _refused_slices(config: RunConfig, world: int, placement: Placement | None) -> dict[str, bool]:
     """What cannot be where each rank writes the slices of one engine's worker."""
-    workers, local = shards_of(config, world), world if placement is None else placement.local_world_size
+    workers, local = ranks_of_engine(config), world if placement is None else placement.local_world_size
+    shards = shards_of(config, world)
     return {
         f"distributed.shard: weights and engine.tensor_parallel_size: {workers}: each rank writes the slices of one of "
         f"an engine's workers; set engine.tensor_parallel_size to {_divisors(world)}, or choose shard: states": (
             workers == 1 or world % workers > 0
         ),
+        f"distributed.replicas: {config.distributed.replicas} and engine.tensor_parallel_size: {workers}: each replica "
+        f"is cut among {shards} ranks, which have whole engines; set engine.tensor_parallel_size to "
+        f"{_divisors(shards)}, or distributed.replicas to fewer": shards % workers > 0,
         f"engine.tensor_parallel_size: {workers} on a host that has {local} of them: an engine is within one host; set "
         f"engine.tensor_parallel_size to {_divisors(local)}, or choose distributed.shard: states": (
             placement is not None and not _within_host(placement, workers)
@@ -205,11 +214,6 @@ def engines_of(config: RunConfig, together: Together | None) -> EngineSpec:
     return spec
 
 
-def ranks_of_engine(config: RunConfig) -> int:
-    """How many neighbouring ranks share one engine, each its worker on the rank's device; 1 where each has its own."""
-    return shards_of(config, 1)
-
-
 def engine_devices(local_rank: int, ranks: int) -> str:
     """GPUs of so many ranks, the first of which is given, as CUDA_VISIBLE_DEVICES names them to their engine."""
     return ",".join(_device_name(rank) for rank in range(local_rank, local_rank + ranks))
@@ -219,6 +223,58 @@ def _device_name(local_rank: int) -> str:
     index = rank_device(local_rank).index
     visible = visible_accelerators(os.environ)
     return visible[index] if index < len(visible) else str(index)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardMesh:
+    """All ranks as FSDP wants them, by the numbers of their shards, in torch's default group."""
+
+    ranks: DeviceMesh
+    """Of one dimension, or of two: replicas, and the shards of each."""
+    holders: Any
+    """Group of the ranks whose shards are together the slice of this one's worker; None where one shard is."""
+    backends: tuple[Any, ...]
+    """Of all groups that are used."""
+
+    @classmethod
+    def of(cls, rendezvous: Rendezvous, group: DataGroup, shards: int, workers: int) -> ShardMesh:
+        """Make the groups; all ranks call this together.
+
+        Args:
+            rendezvous: where they meet.
+            group: all ranks.
+            shards: of each replica.
+            workers: of each engine whose slices ranks write; 1: there is none.
+        """
+        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        timeout, kind = timedelta(seconds=rendezvous.seconds), group.device.type
+        numbers, num_holders = torch.arange(group.world), shards // workers
+
+        def groups_of(rows: Tensor) -> Any:  # by torch itself they would have timeouts of its own
+            return dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)[0]
+
+        with unsupervised():
+            dist.init_process_group(
+                rendezvous.backend,
+                store=dist.PrefixStore("default", visit(rendezvous)),  # type: ignore[attr-defined]
+                rank=shard_number(group.rank, shards, workers),
+                world_size=group.world,
+                timeout=timeout,
+            )
+            groups: list[Any] = [dist.group.WORLD]
+            if shards == group.world:
+                mesh = init_device_mesh(kind, (shards,))
+            else:
+                rows = numbers.view(-1, shards)
+                groups += [groups_of(rows.T), groups_of(rows)]
+                mesh = DeviceMesh.from_group(groups[1:], kind, mesh=rows, mesh_dim_names=("replicas", "shards"))
+            holders = None
+            if workers > 1 and num_holders > 1:
+                groups.append(holders := groups_of(numbers.view(-1, num_holders)))
+        return cls(ranks=mesh, holders=holders, backends=tuple(each._get_backend(group.device) for each in groups))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -233,10 +289,8 @@ class RankParts:
     """The group of ranks that share this one's micro-batches; None: it shares none."""
     clock: ComputeClock | None = None
     """Of what it computes; None where ranks need one another for each layer, and none is slower by itself."""
-    mesh: DeviceMesh | None = None
-    """All ranks, where weights are sharded: one dimension, or replicas of shards."""
-    of_mesh: tuple[Any, ...] = ()
-    """Groups of the mesh, and torch's default one."""
+    mesh: ShardMesh | None = None
+    """All ranks, where weights are cut."""
 
     @classmethod
     async def join(
@@ -246,11 +300,11 @@ class RankParts:
         device: torch.device,
         distributed: Distributed,
         logs: Path | None = None,
-        shards: int | None = None,
+        workers: int = 1,
     ) -> RankParts:
         """``connect`` on a thread that is left behind when a rank is lost: nothing ends gloo's wait for that rank."""
         async with waits.waiting(waits.actor("trainer"), "their connection", on="the other ranks"):
-            return await on_daemon(cls.connect, rendezvous, rank, device, distributed, logs, shards)
+            return await on_daemon(cls.connect, rendezvous, rank, device, distributed, logs, workers)
 
     @classmethod
     def connect(
@@ -260,7 +314,7 @@ class RankParts:
         device: torch.device,
         distributed: Distributed,
         logs: Path | None = None,
-        shards: int | None = None,
+        workers: int = 1,
     ) -> RankParts:
         """Make every group of the ranks; all ranks call this together.
 
@@ -270,7 +324,7 @@ class RankParts:
             device: its accelerator, or the host.
             distributed: the recipe's section.
             logs: folder for the last collectives of NCCL, should a rank be lost; None: they are not recorded.
-            shards: how many neighbouring ranks hold whole weights together, where these are sharded; None: all.
+            workers: how many neighbouring ranks share an engine, each the slices of a worker; 1: none does.
         """
         data = Rendezvous(
             host=rendezvous.host,
@@ -291,7 +345,7 @@ class RankParts:
         clock = None if sharded or context is not None else group.clock
         parts = cls(group=group, rendezvous=data, context=context, clock=clock)
         if sharded:
-            parts.mesh, parts.of_mesh = _mesh(data, group, shards or data.world)
+            parts.mesh = ShardMesh.of(data, group, data.world // distributed.replicas, workers)
         return parts
 
     def cut(self, policy: Policy, bare: nn.Module, whole: nn.Module | None) -> ShardedPolicy:
@@ -306,7 +360,7 @@ class RankParts:
         from tandem.distributed.weight_shards import ShardedPolicy
 
         assert self.mesh is not None
-        weights = ShardedWeights(bare, self.mesh)
+        weights = ShardedWeights(bare, self.mesh.ranks, self.mesh.holders)
         weights.fill(whole)
         return ShardedPolicy(policy, weights)
 
@@ -330,7 +384,8 @@ class RankParts:
 
     @property
     def _backends(self) -> list[Any]:
-        return [backend for backend in (self.group.backend, self.context, *self.of_mesh) if backend is not None]
+        of_mesh = () if self.mesh is None else self.mesh.backends
+        return [backend for backend in (self.group.backend, self.context, *of_mesh) if backend is not None]
 
     def _bound_shards(
         self, policy: Policy, optimizer: UpdatesParts, is_local: bool
@@ -351,7 +406,7 @@ class RankParts:
             whole = dict(model.named_parameters())
             model = copy.deepcopy(model)
         assert self.mesh is not None
-        sharded = ShardedPolicy(policy, ShardedWeights(model, self.mesh))
+        sharded = ShardedPolicy(policy, ShardedWeights(model, self.mesh.ranks))
         refresh = WholeWeights(sharded.weights, whole).refresh
         return sharded, WeightShardStepper(optimizer, sharded, refresh, local=is_local)
 
@@ -377,32 +432,6 @@ class RankParts:
                     if (error := backend.get_error()) != ErrorType.SUCCESS:
                         return _FAULTS.get(error, str(error)).format(seconds=self.rendezvous.seconds)
             await asyncio.sleep(FAULT_POLL_SECONDS)
-
-
-def _mesh(rendezvous: Rendezvous, group: DataGroup, shards: int) -> tuple[DeviceMesh, tuple[Any, ...]]:
-    """All ranks as FSDP wants them, in torch's default group, and the backends of all groups that it uses."""
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    timeout, kind = timedelta(seconds=rendezvous.seconds), group.device.type
-    with unsupervised():
-        dist.init_process_group(
-            rendezvous.backend,
-            store=dist.PrefixStore("default", visit(rendezvous)),  # type: ignore[attr-defined]
-            rank=group.rank,
-            world_size=group.world,
-            timeout=timeout,
-        )
-        groups: list[Any] = [dist.group.WORLD]
-        if shards == group.world:
-            mesh = init_device_mesh(kind, (shards,))
-        else:  # by torch itself they would have timeouts of its own
-            ranks = torch.arange(group.world).view(-1, shards)
-            for rows in (ranks.T, ranks):
-                groups.append(dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)[0])
-            mesh = DeviceMesh.from_group(groups[1:], kind, mesh=ranks, mesh_dim_names=("replicas", "shards"))
-    return mesh, tuple(each._get_backend(group.device) for each in groups)
 
 
 class Together:

@@ -46,9 +46,8 @@ class RankSlices:
         places = {part.tensor.device for of in self._slices.values() for part in of}
         if places != {self._weights.device}:
             return (
-                f"rank {self._weights.mesh.get_rank()} is on {self._weights.device}, and the memory of worker "
-                f"{self._weights.rank} of its engine on {', '.join(map(str, places))}: workers must be on the ranks' "
-                "devices in order"
+                f"it is on {self._weights.device}, and the memory of its engine's worker on "
+                f"{', '.join(map(str, places))}: workers must be on the ranks' devices in order"
             )
         return ""
 
@@ -125,18 +124,18 @@ class SliceCrew:
         Raises:
             TransportError: a rank cannot, or an engine has another number of workers.
         """
-        shards = self._mine.policy.weights.ranks
+        ranks = self._ranks.world // len(exports)
         for number, workers in enumerate(exports):
-            if len(workers) != shards:
+            if len(workers) != ranks:
                 raise TransportError(
-                    f"engine {number} has {len(workers)} workers, and {shards} ranks hold whole weights together: it "
-                    "was left by this run's trainer when engines had as many as it has. Go on once it has ended, which "
-                    "it does after engine.linger_seconds"
+                    f"engine {number} has {len(workers)} workers, and {ranks} ranks share it: it was left by this "
+                    "run's trainer when engines had as many as it has. Go on once it has ended, which it does after "
+                    "engine.linger_seconds"
                 )
         every = [export for workers in exports for export in workers]
         own = self._compute(self._mine.attach, every[0])
         why, others = await self._ranks.execute("attach_slices", lambda rank: every[rank], own)
-        if failed := [reason for reason in (why, *others) if reason]:
+        if failed := [f"rank {rank}: {reason}" for rank, reason in enumerate((why, *others)) if reason]:
             raise TransportError(failed[0])
 
     async def publish(self) -> int:

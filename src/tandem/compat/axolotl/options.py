@@ -146,7 +146,7 @@ TOP: Mapping[str, ForeignOption] = by_name(
     idle("fsdp_final_state_dict_type", "anything", "checkpoints are ordinary Hugging Face folders"),
     becomes("deepspeed", "anything", "distributed.shard and optimizer: adamw_cpu, by the file that it names"),
     becomes("dp_shard_size", "whole", "ranks, times dp_replicate_size", 1),
-    becomes("dp_replicate_size", "whole", "ranks, times dp_shard_size", 1),
+    becomes("dp_replicate_size", "whole", "ranks, times dp_shard_size; distributed.replicas", 1),
     becomes("context_parallel_size", "whole", "distributed.context_parallel", 1),
     becomes("sequence_parallel_degree", "whole", "distributed.context_parallel", 1),
     *(refused(name, "anything", _WHOLE, off=(1,)) for name in ("tensor_parallel_size", "expert_parallel_size")),

@@ -47,6 +47,23 @@ def read_ranks(recipe: AxolotlRecipe, environ: Mapping[str, str]) -> None:
         recipe.note(key, "with one rank there is nothing to divide; a launcher such as torchrun starts several")
 
 
+def read_replicas(recipe: AxolotlRecipe) -> None:
+    """Set how many replicas of divided weights there are; of divided states there is one, of all ranks."""
+    group, option = max(recipe["dp_shard_size"], recipe.sharding.group), "dp_replicate_size"
+    replicas: int = recipe[option]
+    if replicas == 1 and group > 1 and recipe.ranks % group == 0:
+        replicas, option = recipe.ranks // group, "dp_shard_size"
+    if replicas == 1 or recipe.serving:
+        return
+    workers = recipe.get("vllm.tensor_parallel_size", 1) if recipe["trl.vllm_mode"] == "colocate" else 1
+    if recipe.sharding.shard == "states":
+        recipe.note(option, "states are divided among all ranks, of which each then keeps less")
+    elif recipe.ranks // replicas % workers:
+        recipe.note(option, f"weights are divided among all ranks: each engine is of {workers}")
+    else:
+        recipe.put("distributed.replicas", replicas, option)
+
+
 def _context_parallel(recipe: AxolotlRecipe) -> int:
     """Ranks that share a sequence, and so a batch."""
     for option in ("context_parallel_size", "sequence_parallel_degree"):
@@ -88,12 +105,6 @@ def _ranks(recipe: AxolotlRecipe, environ: Mapping[str, str], *, sharded: bool) 
         if recipe[option] < 1:
             recipe.wrong(option, "it must be at least 1")
         wanted *= max(1, recipe[option])
-    if recipe["dp_replicate_size"] > 1:
-        engines = recipe["trl.use_vllm"] and recipe["trl.vllm_mode"] == "colocate"
-        has_replicas = engines and recipe.sharding.shard == "weights"
-        note = "weights are divided among the ranks of each engine: those that its tensor_parallel_size says"
-        other = "states are divided among all ranks, of which each then keeps less"
-        recipe.note("dp_replicate_size", note if has_replicas else other)
     if started is not None and wanted not in (1, started):
         recipe.wrong("dp_shard_size", f"the launcher started {started} ranks, and the file is for {wanted}")
     if started is not None or wanted > 1:

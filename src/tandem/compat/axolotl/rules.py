@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tandem.compat.axolotl import rollout
 from tandem.compat.axolotl.datasets import AxolotlDatasets
-from tandem.compat.axolotl.ranks import read_ranks
+from tandem.compat.axolotl.ranks import read_ranks, read_replicas
 from tandem.compat.axolotl.recipe import AxolotlRecipe
 from tandem.compat.axolotl.templates import TEMPLATES, brought_by
 from tandem.compat.generation import translated
@@ -63,6 +63,7 @@ def make(recipe: AxolotlRecipe, environ: Mapping[str, str]) -> None:
     _differences(recipe)
     _again(recipe)
     _engine(recipe)
+    read_replicas(recipe)
     steps = _steps(recipe, groups)
     _optimizer(recipe, steps)
     _data(recipe)

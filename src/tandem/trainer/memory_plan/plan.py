@@ -16,7 +16,7 @@ from tandem.machine import Machine, accelerator, host, readable
 from tandem.optimizers.base import LARGE_PIECE, Optimizer
 from tandem.trainer.memory_plan.passes import Counts, FakeModel, Layout, Pass
 from tandem.trainer.memory_plan.ranks import RankCounts
-from tandem.trainer.pairs import has_slices, shards_of
+from tandem.trainer.pairs import has_slices, ranks_of_engine, shards_of
 
 if TYPE_CHECKING:
     from tandem.engines.vllm.spec import Vllm
@@ -687,10 +687,11 @@ def _cut(
     if not engines.exported:
         return [*lines, *([shards] if wide else []), gathered]
     whole = counts.base * width
+    workers = ranks_of_engine(config)
     slices = MemoryLine(
         name="weights",
-        bytes=0 if engines.weights_counted else whole // num_shards,
-        why=f"1/{num_shards} of {readable(whole)}, the slices of the engine's worker"
+        bytes=0 if engines.weights_counted else whole // workers,
+        why=f"1/{workers} of {readable(whole)}, the slices of the engine's worker"
         + ": part of what the engine holds" * engines.weights_counted,
     )
     loading = MemoryLine(
