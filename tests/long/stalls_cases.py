@@ -91,7 +91,7 @@ EVALUATED = {**ENV, "evaluate": {"tasks": 2, "samples": 1, "after": False}}
 LOST = r"environment stalls_parts \(.*/\d\)"
 HUNG = r"waited for grading process \(pid \d+\) \(reward \w+ of group|reward '\w+' took longer"
 RECEIVE = r"for engine http://127\.0\.0\.1:\d+ \(POST /nccl/receive\)"
-COMPUTE = r"for compute thread \(Work\.micro\)"
+COMPUTE = r"for compute thread \(LocalWork\.micro\)"
 
 CASES = (
     # Environments
