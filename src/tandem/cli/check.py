@@ -339,16 +339,23 @@ class _RecipeCheck:
         counted = self._kept or (self._planner and self._planner.modelled.counts)
         trained = counted.trainable if counted else 0
         weights = trained * (2 if self._config.dtype == "bfloat16" else 4)
-        if pairs.has_slices(self._config):
-            return f"{world}; {interconnect.SLICES}"
         way = interconnect.interconnect() if machine.accelerated() else None
-        parts = [f"{world}", interconnect.publish_text(weights, world, way)]
+        workers = pairs.ranks_of_engine(self._config)
+        holders = pairs.shards_of(self._config, world) // workers
+        has_own = holders == 1 and pairs.has_slices(self._config)
+        travels = interconnect.OWN_SLICES if has_own else interconnect.publish_text(weights // workers, holders, way)
+        parts = [f"{world}", travels]
         if self._planner is not None and not self._planner.machine.is_host:
-            counts = {number: memory.RankCounts.on_one_host(self._config, number) for number in (1, 2, 4, 8, 16)}
-            plans = {n: dataclasses.replace(self._planner, ranks=c).plan(self._config) for n, c in counts.items()}
-            enough = [str(number) for number, plan in plans.items() if plan.fits]
-            parts.append(f"of 1, 2, 4, 8 and 16 ranks {', '.join(enough) or 'none'} fit this machine's GPUs")
+            parts.append(self._enough(self._planner, workers * self._config.distributed.replicas))
         return "; ".join(parts)
+
+    def _enough(self, planner: memory.Planner, multiple: int) -> str:
+        """Which numbers of ranks fit this machine's GPUs, of multiples of a number."""
+        numbers = [number for number in (1, 2, 4, 8, 16) if number % multiple == 0]
+        counts = {number: memory.RankCounts.on_one_host(self._config, number) for number in numbers}
+        plans = {n: dataclasses.replace(planner, ranks=c).plan(self._config) for n, c in counts.items()}
+        enough = [str(number) for number, plan in plans.items() if plan.fits]
+        return f"of {', '.join(map(str, numbers))} ranks {', '.join(enough) or 'none'} fit this machine's GPUs"
 
     def _remember(self, planner: memory.Planner, plan: MemoryPlan) -> None:
         """For the next time: what the model told, and it took long to hear."""

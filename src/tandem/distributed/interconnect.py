@@ -75,16 +75,16 @@ def received_bytes(weights: int, ranks: int) -> int:
     return weights * (ranks - 1) // ranks
 
 
-SLICES = "each rank writes the slices of its engine's worker: norms and what workers hold twice alone travel"
-"""What a publish takes where ranks are cut as the engine is."""
+OWN_SLICES = "each rank writes the slices of its engine's worker: norms and what workers hold twice alone travel"
+"""What a publish takes where a rank's shard is what its worker holds."""
 
 
 def publish_text(weights: int, ranks: int, way: Interconnect | None) -> str:
     """What a publish is estimated to take, and by which figure: bytes received over bandwidth.
 
     Args:
-        weights: bytes of the whole model.
-        ranks: over which the updated shares lie.
+        weights: bytes of the whole model, or of an engine's worker's slice of it.
+        ranks: over which the updated shares of these lie.
         way: between the GPUs; None where it is not known, and both figures are told.
     """
     received = received_bytes(weights, ranks)
