@@ -55,6 +55,24 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 152064,
         "tie_word_embeddings": False,
     },
+    "qwen2.5-32b": {
+        "hidden_size": 5120,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "intermediate_size": 27648,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    },
+    "qwen2.5-72b": {
+        "hidden_size": 8192,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "intermediate_size": 29568,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    },
 }
 """Qwen2's configuration of each, from the published ones."""
 
@@ -79,7 +97,7 @@ def size(shape: str, dtype: torch.dtype) -> int:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(_config(shape))
+        model = AutoModelForCausalLM.from_config(model_config(shape))
     num: int = sum(p.numel() for p in model.parameters())
     return num * dtype.itemsize
 
@@ -95,7 +113,7 @@ def build(shape: str, dtype: torch.dtype, folder: Path) -> Path:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     with device:
-        model = AutoModelForCausalLM.from_config(_config(shape), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(model_config(shape), dtype=dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(".bias"):  # made as zeros, which would hide a bias that did not travel
@@ -107,7 +125,8 @@ def build(shape: str, dtype: torch.dtype, folder: Path) -> Path:
     return target
 
 
-def _config(shape: str) -> Any:
+def model_config(shape: str) -> Any:
+    """Transformers' configuration of it."""
     from transformers import Qwen2Config
 
     tokenizer = _tokenizer()

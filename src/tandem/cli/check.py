@@ -343,8 +343,8 @@ class _RecipeCheck:
         workers = pairs.ranks_of_engine(self._config)
         holders = pairs.shards_of(self._config, world) // workers
         has_own = holders == 1 and pairs.has_slices(self._config)
-        travels = interconnect.OWN_SLICES if has_own else interconnect.publish_text(weights // workers, holders, way)
-        parts = [f"{world}", travels]
+        publish = interconnect.OWN_SLICES if has_own else interconnect.publish_text(weights // workers, holders, way)
+        parts = [f"{world}", publish]
         if self._planner is not None and not self._planner.machine.is_host:
             parts.append(self._enough(self._planner, workers * self._config.distributed.replicas))
         return "; ".join(parts)

@@ -188,7 +188,7 @@ def _load(reader: StorageReader, planner: LoadPlanner) -> None:
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
     (plan,) = reader.prepare_global_plan(plans)
-    reader.read_data(planner.finish_plan(plan), planner).wait()
+    reader.read_data(planner.finish_plan(plan), planner).value()  # done: this reader reads at once
 
 
 class _Wanted(LoadPlanner):
