@@ -418,8 +418,10 @@ class RankParts:
     def give_up(self) -> None:
         """The same in a thread, once the last collectives are on disk: either may have to wait for the device."""
 
+        number = self.group.rank if self.mesh is None else dist.get_rank()  # by which torch compares the files
+
         def ended() -> None:
-            flight_recorder.write(self.group.rank)
+            flight_recorder.write(number)
             self.abort()
 
         threading.Thread(target=ended, name="abort of collectives").start()
