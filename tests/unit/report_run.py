@@ -57,12 +57,12 @@ def problem(rng: random.Random) -> tuple[str, str, int, int]:
 
 
 def made_answer(rng: random.Random, what: str, a: int, b: int, right: bool, long: bool) -> str:
-    said = a + b if right else a + b + rng.choice([-3, -2, -1, 1, 2, 10])
+    total = a + b if right else a + b + rng.choice([-3, -2, -1, 1, 2, 10])
     text = rng.choice(
         [
-            f"To find the total, we add {a} and {b}.\n\n{a} + {b} = {said}\n\n#### {said}",
-            f"There are {a} {what} at first. Then {b} more are found, so {a} + {b} = {said}.\n#### {said}",
-            f"{a} + {b} = {said}\n#### {said}",
+            f"To find the total, we add {a} and {b}.\n\n{a} + {b} = {total}\n\n#### {total}",
+            f"There are {a} {what} at first. Then {b} more are found, so {a} + {b} = {total}.\n#### {total}",
+            f"{a} + {b} = {total}\n#### {total}",
         ]
     )
     return (

@@ -95,7 +95,7 @@ def explicit(layer: Any, x: Tensor) -> list[Tensor]:
     return [tensor for tensor in (y.detach(), x64.grad, a.grad, b.grad) if tensor is not None]
 
 
-def found(layer: Any, x: Tensor, run: Callable[..., Tensor] | None = None) -> list[Tensor]:
+def computed(layer: Any, x: Tensor, run: Callable[..., Tensor] | None = None) -> list[Tensor]:
     """The same from the layer itself."""
     layer.zero_grad()
     x = x.detach().requires_grad_()
@@ -157,7 +157,7 @@ def test_sum_and_gradients_are_the_explicit_ones(
 ) -> None:
     layer = layer_of(block(bias=bias, dtype=dtype))
     x = torch.randn(shape).to(dtype)
-    mine = found(layer, x)
+    mine = computed(layer, x)
     assert {t.dtype for t in mine} == {dtype}
     assert near(mine, explicit(layer, x), within)
     assert layer.base_layer.bias is None or layer.base_layer.bias.grad is None
@@ -168,7 +168,7 @@ def test_sum_and_gradients_are_the_explicit_ones(
 
 @pytest.mark.parametrize("shape", [(0, INS), (1, 0, INS)])
 def test_no_positions(shape: tuple[int, ...], asked_peft: list[Any]) -> None:
-    y, dx, da, db = found(layer_of(block(bias=True)), torch.zeros(shape))
+    y, dx, da, db = computed(layer_of(block(bias=True)), torch.zeros(shape))
     assert (y.shape, dx.shape) == ((*shape[:-1], OUTS), shape)
     assert not da.any()
     assert not db.any()
@@ -179,7 +179,7 @@ def test_no_positions(shape: tuple[int, ...], asked_peft: list[Any]) -> None:
 def test_sum_and_gradients_are_those_of_peft(bias: bool) -> None:
     layer = layer_of(block(bias=bias))
     x = torch.randn(2, 25, INS)
-    assert near(found(layer, x), found(layer, x, by_peft), 1e-6)
+    assert near(computed(layer, x), computed(layer, x, by_peft), 1e-6)
 
 
 def test_each_wide_result_is_written_once() -> None:

@@ -25,8 +25,8 @@ REWARDS = st.lists(st.floats(-10, 10), min_size=2, max_size=16)
 def group(*rewards: float | None) -> Group:
     """Siblings with these rewards; None is one that failed."""
     task = Task(id="t", env="e", prompt=(), answer="")
-    said = Completion(tokens=(1,), logprobs=(-1.0,), versions=(0,), finish="stop")
-    turn = Turn(prompt=(0,), completion=said, temperature=1.0)
+    completion = Completion(tokens=(1,), logprobs=(-1.0,), versions=(0,), finish="stop")
+    turn = Turn(prompt=(0,), completion=completion, temperature=1.0)
     rollouts = tuple(
         Rollout(
             id=f"g/{i}",
@@ -96,8 +96,8 @@ def rewarded(*each: dict[str, float], weights: dict[str, float] | None = None, p
 def test_batch_std_divides_by_the_deviation_of_all_rewards(rewards: list[list[float]]) -> None:
     std = np.std([r for mine in rewards for r in mine], ddof=1)
     want = [[(r - np.mean(mine)) / (std + 1e-4) for r in mine] for mine in rewards]
-    found = advantages(BatchStd(), [group(*mine) for mine in rewards])
-    for mine, theirs in zip(found, want, strict=True):
+    computed = advantages(BatchStd(), [group(*mine) for mine in rewards])
+    for mine, theirs in zip(computed, want, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-9, atol=1e-9)
 
 
@@ -113,8 +113,8 @@ def test_gdpo_is_numpys_standardisation_of_each_reward_then_of_their_sum(step: l
         sums.append(z @ np.array([1.0, 0.3]))
     every = np.concatenate(sums)
     groups = [rewarded(*({"a": a, "b": b} for a, b in mine), weights=weights) for mine in step]
-    found = advantages(Gdpo().weighed({"e": weights}), groups)
-    for got, total in zip(found, sums, strict=True):
+    computed = advantages(Gdpo().weighed({"e": weights}), groups)
+    for got, total in zip(computed, sums, strict=True):
         want = (total - every.mean()) / (every.std(ddof=1) + 1e-4)
         np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
 

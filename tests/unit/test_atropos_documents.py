@@ -36,13 +36,13 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def said(line: str, *more: str, monkeypatch: pytest.MonkeyPatch) -> int:
+def exit_code(line: str, *more: str, monkeypatch: pytest.MonkeyPatch) -> int:
     """The exit code of a line of the document."""
-    asked = command(line)
-    for name, value in asked.environ.items():
+    invocation = command(line)
+    for name, value in invocation.environ.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as stopped:
-        cli.main([*asked.words, *more])
+        cli.main([*invocation.words, *more])
     assert isinstance(stopped.value.code, int)
     return stopped.value.code
 
@@ -50,7 +50,7 @@ def said(line: str, *more: str, monkeypatch: pytest.MonkeyPatch) -> int:
 def recipe(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunConfig:
     """What ``--show`` makes of a line, read back, its parts found to go together."""
     capsys.readouterr()
-    code = said(line, "--show", monkeypatch=monkeypatch)
+    code = exit_code(line, "--show", monkeypatch=monkeypatch)
     printed = capsys.readouterr()
     assert code == 0, printed.err
     config = from_options(yaml.safe_load(printed.out), (), Path("the document")).config
@@ -91,7 +91,7 @@ def test_environments(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     played: list[Work] = []
     monkeypatch.setattr("tandem.cli.env.play", lambda config: played.append(config) or "ended")
     monkeypatch.setattr("tandem.cli.env.served_model", lambda url, key: "the engine's")
-    assert said(ENVIRONMENTS[name], monkeypatch=monkeypatch) == 0, capsys.readouterr().err
+    assert exit_code(ENVIRONMENTS[name], monkeypatch=monkeypatch) == 0, capsys.readouterr().err
     (config,) = played
     assert config.engine.urls == ("http://localhost:9001/v1",)
     assert config.group_size == 4
@@ -102,7 +102,7 @@ def test_environments(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_brokers(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[tuple[Any, ...]] = []
     monkeypatch.setattr("tandem.cli.serve_broker.serve_broker", lambda *words: begun.append(words))
-    assert said(line, monkeypatch=monkeypatch) == 0
+    assert exit_code(line, monkeypatch=monkeypatch) == 0
     assert begun[0][1] == (8002 if "8002" in line else 8000)
 
 
@@ -111,5 +111,5 @@ def test_another_objective_is_refused_with_the_reason(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line, reason = REFUSED[name]
-    assert said(line, monkeypatch=monkeypatch) == 2
+    assert exit_code(line, monkeypatch=monkeypatch) == 2
     assert reason in capsys.readouterr().err

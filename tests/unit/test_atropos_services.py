@@ -50,8 +50,8 @@ def listening(status: int, answer: Any) -> Iterator[int]:
         server.server_close()
 
 
-def flags(port: int, mode: str = "lora_only", **given: Any) -> Reader:
-    named = {"model_name": "m", "vllm_port": port, "weight_bridge_mode": mode, **given}
+def flags(port: int, mode: str = "lora_only", **options: Any) -> Reader:
+    named = {"model_name": "m", "vllm_port": port, "weight_bridge_mode": mode, **options}
     return read({name.replace("_", "-"): value for name, value in named.items()})
 
 
@@ -120,8 +120,8 @@ def test_its_file_is_looked_for_where_atropos_looks(
 
 def test_a_file_that_is_named_says_where_its_engine_is(tmp_path: Path) -> None:
     file = lend(tmp_path / "there", "http://127.0.0.1:7")
-    found = running_engine(flags(9, "shared_vllm", vllm_config_path=file), {})
-    assert found == RunningEngine(url="http://127.0.0.1:7", bridge=file)
+    engine = running_engine(flags(9, "shared_vllm", vllm_config_path=file), {})
+    assert engine == RunningEngine(url="http://127.0.0.1:7", bridge=file)
     with pytest.raises(ConfigError, match="of an engine that serves m, not other"):
         running_engine(flags(9, "shared_vllm", model_name="other", vllm_config_path=file), {})
     Path(file).write_text("{")
@@ -130,10 +130,10 @@ def test_a_file_that_is_named_says_where_its_engine_is(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_there_yet_is_of_the_engine_at_the_port() -> None:
-    found = running_engine(flags(9, "shared_vllm", vllm_config_path="/no/where.json"), {})
-    assert found == RunningEngine(url="http://localhost:9")
+    engine = running_engine(flags(9, "shared_vllm", vllm_config_path="/no/where.json"), {})
+    assert engine == RunningEngine(url="http://localhost:9")
     lend(Path("last resort"), "http://127.0.0.1:9")  # of an engine that has ended
-    assert running_engine(flags(9, "shared_vllm", vllm_config_path="/no/where.json"), {}) == found
+    assert running_engine(flags(9, "shared_vllm", vllm_config_path="/no/where.json"), {}) == engine
 
 
 # The engine of an environment
@@ -172,8 +172,8 @@ def test_the_first_sigterm_ends_the_wait_for_a_broker(tmp_path: Path, tiny_model
     port = free_port()
     words = ["--model", str(tiny_model), "--atropos-url", f"http://localhost:{port}", "--vllm-port", str(free_port())]
     command = [sys.executable, "-m", "tandem", "atropos-grpo", *words]
-    with (tmp_path / "said").open("wb") as said:
-        trainer = subprocess.Popen(command, stdout=said, stderr=said, cwd=tmp_path)
+    with (tmp_path / "said").open("wb") as output:
+        trainer = subprocess.Popen(command, stdout=output, stderr=output, cwd=tmp_path)
     try:
         until(lambda: "max_lag" in (tmp_path / "said").read_text(), "the flags to be read", 60)
         trainer.terminate()

@@ -189,20 +189,20 @@ def test_decoding_from_a_stored_prompt_is_the_whole_sequence(pair: tuple[Any, An
         device=torch.device("cpu"),
     )
     cache.reserve(13)
-    said: list[list[int]] = [[(7 * r + 3 * i) % 64 for i in range(70)] for r in range(3)]
-    found: list[list[Tensor]] = [[], [], []]
+    continuations: list[list[int]] = [[(7 * r + 3 * i) % 64 for i in range(70)] for r in range(3)]
+    hidden_states: list[list[Tensor]] = [[], [], []]
     with torch.no_grad():
         plan = Packed(lengths=(7, 12), parents=(None, None), store=(cache, ((0, 2), (1,))))
         hidden(ours, [*prompts[0], *prompts[1]], plan)
         for i in range(70):
             step = decode_plan(cache, [len(prompts[p]) + i for p in rows], torch.device("cpu"), torch.float32)
-            tokens = torch.tensor([[said[r][i]] for r in range(3)])
+            tokens = torch.tensor([[continuations[r][i]] for r in range(3)])
             out = body(ours)(input_ids=tokens, position_ids=step.positions_R[:, None], use_cache=False, plan=step)
             for r in range(3):
-                found[r].append(out.last_hidden_state[r, 0])
+                hidden_states[r].append(out.last_hidden_state[r, 0])
         for r, p in enumerate(rows):
-            alone = plain_hidden(plain, [*prompts[p], *said[r]])[len(prompts[p]) :]
-            torch.testing.assert_close(torch.stack(found[r]), alone, rtol=1e-5, atol=1e-5)
+            alone = plain_hidden(plain, [*prompts[p], *continuations[r]])[len(prompts[p]) :]
+            torch.testing.assert_close(torch.stack(hidden_states[r]), alone, rtol=1e-5, atol=1e-5)
     assert cache.capacity >= 82
 
 
@@ -323,9 +323,9 @@ def test_compiled_layers_are_compiled_once_for_all_plans() -> None:
     for lengths, parents in [((7, 5, 3), (None, 0, 0)), ((30,), (None,)), ((12, 5, 6, 1), (None, 0, 1, None))]:
         plan = Packed(lengths=lengths, parents=parents)
         tokens = [(7 * t) % 64 for t in range(sum(lengths))]
-        found, expected = (hidden(model, tokens, plan) for model in (compiled, plain))
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-        for out in (found, expected):
+        actual, expected = (hidden(model, tokens, plan) for model in (compiled, plain))
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+        for out in (actual, expected):
             (out.sin()).sum().backward()  # type: ignore[no-untyped-call]
         graphs.append(counted.frame_count)
     assert graphs[0] > 0

@@ -97,9 +97,9 @@ RENDERED = {
 def rendered(name: str, *messages: tuple[str, str], prompt: bool = True) -> str:
     """Messages by a template, as transformers renders them."""
     env = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    said = [{"role": role, "content": content} for role, content in messages]
+    conversation = [{"role": role, "content": content} for role, content in messages]
     tokens = {"bos_token": "<s>", "eos_token": "</s>"}
-    return env.from_string(TEMPLATES[name]).render(messages=said, add_generation_prompt=prompt, **tokens)
+    return env.from_string(TEMPLATES[name]).render(messages=conversation, add_generation_prompt=prompt, **tokens)
 
 
 @pytest.mark.parametrize("name", RENDERED)

@@ -126,8 +126,8 @@ def test_a_group_beyond_the_budget_is_cut_evenly() -> None:
 
 
 def test_a_long_sequence_is_alone() -> None:
-    found = dealt([siblings(0, 20, 10, 500, 10), siblings(1, 20, 10)], 100)
-    assert sizes(found) == [70, 520]
+    rows = dealt([siblings(0, 20, 10, 500, 10), siblings(1, 20, 10)], 100)
+    assert sizes(rows) == [70, 520]
 
 
 def test_cost_counts_what_attention_sees() -> None:

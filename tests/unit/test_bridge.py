@@ -67,10 +67,10 @@ def test_what_an_engine_exports_is_attached_by_its_file(tmp_path: Path) -> None:
     path = file.write(tmp_path / "new" / "folder")
     assert path == tmp_path / "new" / "folder" / VLLM_FILE
     assert path.stat().st_mode & 0o777 == 0o600
-    found = VllmBridge.read(path)
-    assert found == file
-    assert found.tandem["version"] == 3
-    assert torch.equal(found.attach()["b"], weight)
+    vllm_bridge = VllmBridge.read(path)
+    assert vllm_bridge == file
+    assert vllm_bridge.tandem["version"] == 3
+    assert torch.equal(vllm_bridge.attach()["b"], weight)
     fields = json.loads(path.read_text())
     assert set(fields) == {*THEIRS, "tandem"} - {"vllm_version"}, "the fields that others read"
     assert fields["param_names"] == ["a", "b"]
@@ -81,9 +81,9 @@ def test_what_an_engine_exports_is_attached_by_its_file(tmp_path: Path) -> None:
 
 
 def test_their_file_is_read(tmp_path: Path) -> None:
-    found = VllmBridge.read(put(tmp_path / "theirs.json"))
-    assert found.model == THEIRS["model"]
-    assert found.param_mappings["norm.weight"] == MappedParameter(
+    vllm_bridge = VllmBridge.read(put(tmp_path / "theirs.json"))
+    assert vllm_bridge.model == THEIRS["model"]
+    assert vllm_bridge.param_mappings["norm.weight"] == MappedParameter(
         vllm_name="norm.weight", shape=[4], dtype="torch.bfloat16", device="cuda:0"
     )
 
@@ -117,9 +117,11 @@ def test_a_torn_file_is_said_to_be_one(tmp_path: Path, text: str, why: str) -> N
 
 
 def test_an_engine_that_lends_nothing_says_so(tmp_path: Path) -> None:
-    found = VllmBridge.read(put(tmp_path / VLLM_FILE, {**THEIRS, "ipc_handles": {}, "single_copy_enabled": False}))
+    vllm_bridge = VllmBridge.read(
+        put(tmp_path / VLLM_FILE, {**THEIRS, "ipc_handles": {}, "single_copy_enabled": False})
+    )
     with pytest.raises(TransportError, match="lends no memory"):
-        found.attach()
+        vllm_bridge.attach()
 
 
 def test_another_users_file_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

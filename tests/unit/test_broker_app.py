@@ -37,8 +37,8 @@ def test_gzip_in(size: int) -> None:
         for zipped in (gzip.compress(body), gzip.compress(body[:99]) + gzip.compress(body[99:]) + b"\0\0"):
             for name in ("gzip", "GZip", "x-gzip"):
                 assert (await client.post("/scored_data", zipped, Content_Encoding=name)).json == {"status": "received"}
-                found = (await client.get("/batch")).json["batch"]
-                assert found[0]["images"] == "x" * size
+                batch = (await client.get("/batch")).json["batch"]
+                assert batch[0]["images"] == "x" * size
 
     play(scene, limits=small(inflation=10_000))
 
@@ -142,8 +142,8 @@ def test_without_a_content_type_a_body_is_none(kind: str | None) -> None:
             assert response.status == 422
             assert b"send application/json" in await response.read()
         assert client.broker.store.run is None
-        said = await client.post("/register", RUN, Content_Type="application/json; charset=utf-8")
-        assert said.status == 200
+        reply = await client.post("/register", RUN, Content_Type="application/json; charset=utf-8")
+        assert reply.status == 200
 
     play(scene)
 
@@ -179,8 +179,8 @@ def test_messagepack_in_and_out() -> None:
         assert msgspec.msgpack.decode(reply.body)["env_id"] == 0
         await client.post("/scored_data", msgspec.msgpack.encode(group(1, scores=[0.25])), **both)
         await client.post("/scored_data", group(1))  # JSON joins it in one batch
-        found = msgspec.msgpack.decode((await client.get("/batch", Accept=MSGPACK)).body)["batch"]
-        assert [one["scores"] for one in found] == [[0.25], [0.0]]
+        batch = msgspec.msgpack.decode((await client.get("/batch", Accept=MSGPACK)).body)["batch"]
+        assert [one["scores"] for one in batch] == [[0.25], [0.0]]
         reply = await client.post("/register", msgspec.msgpack.encode(RUN), **both)
         assert int(msgspec.msgpack.decode(reply.body)["uuid"]) > 2**64
 
@@ -268,11 +268,18 @@ def test_keys() -> None:
     async def scene(client: Client) -> None:
         for needed, calls in ROUTES.items():
             for call in calls:
-                for given, wrong in (("", 401), ("Bearer bad", 401), ("Basic trains", 401), ("Bearer plays", 403)):
-                    reply = await client.call(*call.split(), **({"Authorization": given} if given else {}))
-                    allowed = needed == "" or (needed == "environment" and given == "Bearer plays")
-                    assert (reply.status in (401, 403)) != allowed, (call, given, reply.status)
-                    assert allowed or reply.status == wrong, (call, given)
+                for authorization, wrong in (
+                    ("", 401),
+                    ("Bearer bad", 401),
+                    ("Basic trains", 401),
+                    ("Bearer plays", 403),
+                ):
+                    reply = await client.call(
+                        *call.split(), **({"Authorization": authorization} if authorization else {})
+                    )
+                    allowed = needed == "" or (needed == "environment" and authorization == "Bearer plays")
+                    assert (reply.status in (401, 403)) != allowed, (call, authorization, reply.status)
+                    assert allowed or reply.status == wrong, (call, authorization)
                     assert (reply.status == 401) == ("WWW-Authenticate" in reply.headers)
                 reply = await client.call(*call.split(), Authorization="bearer trains")
                 assert reply.status not in (401, 403)
@@ -325,8 +332,8 @@ def test_a_browser_may_look_and_not_reset() -> None:
         for path in ("/", "/docs", "/status?detail=1", "/metrics"):
             assert (await client.get(path, **browser, Sec_Fetch_Site="none")).status == 200
         for path in ("/batch", "/reset_data"):
-            for said in (browser, browser | {"Sec_Fetch_Site": "none"}):
-                assert (await client.get(path, **said)).status == 403
+            for headers in (browser, browser | {"Sec_Fetch_Site": "none"}):
+                assert (await client.get(path, **headers)).status == 403
         assert (await client.get("/status")).json["queue_size"] == 1
 
     play(scene)
@@ -580,13 +587,13 @@ def test_the_page_fits_a_telephone_and_says_one_step() -> None:
 
 def test_openapi_names_every_route() -> None:
     async def scene(client: Client) -> None:
-        found = (await client.get("/openapi.json")).json
-        named = {(method.upper(), path) for path, methods in found["paths"].items() for method in methods}
+        document = (await client.get("/openapi.json")).json
+        named = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
         routes = {tuple(call.split()) for calls in ROUTES.values() for call in calls}
         assert named == routes - {("GET", "/docs"), ("GET", "/openapi.json")}
-        body = found["paths"]["/scored_data"]["post"]["requestBody"]["content"]
+        body = document["paths"]["/scored_data"]["post"]["requestBody"]["content"]
         assert set(body) == {"application/json", MSGPACK}
-        assert set(found["components"]["schemas"]["ScoredGroup"]["required"]) == {"tokens", "masks", "scores"}
+        assert set(document["components"]["schemas"]["ScoredGroup"]["required"]) == {"tokens", "masks", "scores"}
 
     play(scene)
 

@@ -60,7 +60,7 @@ def test_finds_out_whose_broker_it_is(ours: bool) -> None:
 
 def test_something_else_is_no_broker() -> None:
     class Other(FakeBroker):
-        def _GET_(self, request: Any, said: Any) -> dict[str, Any]:
+        def _GET_(self, request: Any, body: Any) -> dict[str, Any]:
             return {"hello": "world"}
 
     async def go() -> None:

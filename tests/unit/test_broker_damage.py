@@ -59,8 +59,8 @@ def refused(folder: Path) -> str:
 
 def payloads(folder: Path) -> dict[str, bytes]:
     """Files that have something in them."""
-    found = folder.glob("payloads/*.bin")
-    return {path.name: path.read_bytes() for path in found if path.is_file() and path.stat().st_size}
+    files = folder.glob("payloads/*.bin")
+    return {path.name: path.read_bytes() for path in files if path.is_file() and path.stat().st_size}
 
 
 def flipped(path: Path, place: int) -> None:

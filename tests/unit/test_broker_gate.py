@@ -39,7 +39,7 @@ async def ended(reader: asyncio.StreamReader) -> bytes:
         return b""
 
 
-async def asked(url: str) -> int:
+async def status_of(url: str) -> int:
     async with aiohttp.ClientSession() as session, session.get(url + "/info") as response:
         return response.status
 
@@ -49,7 +49,7 @@ def test_slow_connections_keep_nobody_out(sent: bytes) -> None:
     async def scene(url: str) -> None:
         slow = [await opened(url, sent) for _ in range(60)]
         for _ in range(20):
-            assert await asked(url) == 200
+            assert await status_of(url) == 200
         closed = [await ended(reader) for reader, _ in slow[:30]]
         assert closed == [b""] * 30
         for _, writer in slow:
@@ -87,7 +87,7 @@ def test_one_address_leaves_room_for_others() -> None:
             writer.close()
         while True:  # until the broker knows that they are gone
             try:
-                assert await asked(url) == 200
+                assert await status_of(url) == 200
             except aiohttp.ClientError:
                 continue
             return
@@ -100,7 +100,7 @@ def test_a_connection_that_has_long_been_silent_makes_room() -> None:
         held = [await opened(url, b"GET /info HTTP/1.1\r\nHost: b\r\n\r\n") for _ in range(4)]
         for reader, _ in held:
             assert b"200 OK" in await reader.readline()
-        assert await asked(url) == 200
+        assert await status_of(url) == 200
         assert b"batch_size" in await ended(held[0][0])
         for _, writer in held:
             writer.close()

@@ -78,9 +78,11 @@ def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
         assert again is not None
         assert (again.env_id, again.wandb_name) == (1, "e_1")
         assert put(two, "a", key="k") == "duplicate"
-        found = store.take(100.0, lease=True)
-        assert found is not None
-        assert loaded(found.entries) == [GroupEntry(id="b", env=None, size=4, version=3, received=5.0, payload=b"b")]
+        second_batch = store.take(100.0, lease=True)
+        assert second_batch is not None
+        assert loaded(second_batch.entries) == [
+            GroupEntry(id="b", env=None, size=4, version=3, received=5.0, payload=b"b")
+        ]
         assert store.acknowledge(batch.id, 109.0)  # its lease began anew
         assert [item.entry.id for item in store.tenants.by_id[0].buffer] == ["c"]
 
@@ -324,11 +326,11 @@ def kill_script() -> ModuleType:
 def test_nothing_promised_is_lost_by_kill_minus_nine(tmp_path: Path, long: bool) -> None:
     """Kills at random moments under load; a child process answers as the broker would."""
     kills = 8 if long else 3
-    found = kill_script().against_a_child(tmp_path, kills=kills, seed=0)
-    assert found.kills == kills
-    assert found.accepted > 100
-    assert found.acknowledged > 20
-    assert found.lost == found.doubled == 0
+    tally = kill_script().against_a_child(tmp_path, kills=kills, seed=0)
+    assert tally.kills == kills
+    assert tally.accepted > 100
+    assert tally.acknowledged > 20
+    assert tally.lost == tally.doubled == 0
 
 
 def test_a_broker_that_is_killed_lets_the_folder_go(tmp_path: Path) -> None:

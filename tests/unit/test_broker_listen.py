@@ -22,9 +22,9 @@ def test_who_connects_before_it_is_ready_is_answered() -> None:
         reader, writer = await asyncio.open_connection(*sockets[0].getsockname())
         writer.write(b"GET /info HTTP/1.1\r\nHost: b\r\nConnection: close\r\n\r\n")
         async with serving(BrokerServer(GroupQueue()), "127.0.0.1", 0, sockets):
-            found = await asyncio.wait_for(reader.read(), 20)
+            response = await asyncio.wait_for(reader.read(), 20)
         writer.close()
-        return found
+        return response
 
     assert b'{"batch_size":-1,"max_token_len":-1}' in asyncio.run(scene())
 

@@ -72,18 +72,20 @@ def test_owners_are_known_after_a_restart(tmp_path: Path) -> None:
             assert (await client.post("/scored_data", group(env_id=env_id), **BOB)).status == 200
             return env_id
 
-    found: int | None = None
+    known_id: int | None = None
     for _ in range(2):
         ledger = Ledger.open(tmp_path, StoreOptions(), 0.0)
-        found = asyncio.run(scene(ledger, found))
+        known_id = asyncio.run(scene(ledger, known_id))
         ledger.close()
     assert b"alice" not in (tmp_path / "ledger.sqlite").read_bytes()
 
 
-@pytest.mark.parametrize("given", ["", "Bearer ", "Bearer alic", "Bearer alice,bob", "Bearer alice, bob", "Bearer ,"])
-def test_several_keys_are_no_key_together(given: str) -> None:
+@pytest.mark.parametrize(
+    "authorization", ["", "Bearer ", "Bearer alic", "Bearer alice,bob", "Bearer alice, bob", "Bearer ,"]
+)
+def test_several_keys_are_no_key_together(authorization: str) -> None:
     async def scene(client: Client) -> None:
-        assert (await client.get("/info", **({"Authorization": given} if given else {}))).status == 401
+        assert (await client.get("/info", **({"Authorization": authorization} if authorization else {}))).status == 401
 
     play(scene, keys=KEYS)
 

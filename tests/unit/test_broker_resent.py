@@ -14,9 +14,9 @@ def test_each_stands_for_one_repetition_for_a_minute() -> None:
     resent = Resent()
     assert resent.among([b"a"], 0.0) == {}
     resent.note([b"a", b"b"], 0.0)
-    found = resent.among([b"x", b"b", b"b"], SECONDS)
-    assert len(found) == 1, "of two alike in one list, one is new"
-    resent.forget(found.values())
+    matches = resent.among([b"x", b"b", b"b"], SECONDS)
+    assert len(matches) == 1, "of two alike in one list, one is new"
+    resent.forget(matches.values())
     assert resent.among([b"b"], SECONDS) == {}
     assert list(resent.among([b"a"], SECONDS)) == [0]
     assert resent.among([b"a"], SECONDS + 1) == {}

@@ -38,10 +38,10 @@ def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
 def verdict(read: Any, body: bytes) -> Any:
     """All that can be seen of a reading: what is wrong, or what is kept and known."""
     try:
-        found = read(body)
+        parsed = read(body)
     except Malformed as error:
         return error.problems
-    return found.size, found.env_id, found.version, json.loads(found.payload)
+    return parsed.size, parsed.env_id, parsed.version, json.loads(parsed.payload)
 
 
 def same(body: bytes) -> None:
@@ -136,9 +136,9 @@ def test_what_programs_write_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> 
     logprobs = [[1.0, -1e-7, -12.5]] * 2
     sent = group(2, inference_logprobs=logprobs, advantages=[], ref_logprobs=None, env_id=4, later=1)
     for separators in ((",", ":"), (", ", ": ")):
-        found = wire.read_group(json.dumps(sent, separators=separators).encode())
-        assert (found.size, found.env_id, found.version) == (2, 4, None)
-        assert json.loads(found.payload) == dict.fromkeys(FIELDS) | {k: v for k, v in sent.items() if k != "later"}
+        parsed = wire.read_group(json.dumps(sent, separators=separators).encode())
+        assert (parsed.size, parsed.env_id, parsed.version) == (2, 4, None)
+        assert json.loads(parsed.payload) == dict.fromkeys(FIELDS) | {k: v for k, v in sent.items() if k != "later"}
 
 
 def test_small_groups_are_decoded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,10 +153,10 @@ def test_small_groups_are_decoded_at_once(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_list_that_only_looks_like_the_field_is_not_taken_for_it() -> None:
     """What stands where a list was may be found in another place than the field's own: then it is not its list."""
     rest = '"masks":[[1]],"scores":[1]}'
-    for told in ('"images":{"tokens":[[1]]}', '"images":"\\"tokens\\": [[1]]"', '"x\\"tokens": [[1]]'):
+    for decoy in ('"images":{"tokens":[[1]]}', '"images":"\\"tokens\\": [[1]]"', '"x\\"tokens": [[1]]'):
         for own in ('"tokens":["tokens"]', '"\\u0074okens":["tokens"]', '"tokens":"x"'):
-            assert wire._skimmed(f"{{{told},{own},{rest}".encode()) is None
-            assert wire._skimmed(f"{{{own},{told},{rest}".encode()) is None
+            assert wire._skimmed(f"{{{decoy},{own},{rest}".encode()) is None
+            assert wire._skimmed(f"{{{own},{decoy},{rest}".encode()) is None
 
 
 def listed(numbers: str, name: str = "tokens") -> Cut | None:
@@ -194,9 +194,9 @@ def test_what_is_no_number_is_found_at_every_place(gap: str) -> None:
         before = gap.join(["1"] * (place // (len(gap) + 1)) + ["1" * (1 + place % (len(gap) + 1))])
         for name, numbers in fine.items():
             for text in numbers:
-                found = listed(before + gap + text, name)
-                assert found is not None
-                assert len(found.rows[name][0]) == before.count(",") + 2
+                pieces = listed(before + gap + text, name)
+                assert pieces is not None
+                assert len(pieces.rows[name][0]) == before.count(",") + 2
         for text in ("01", "12345678", "-1", "1.5", "", "1 2", "1,", "  1", "1 ", "[1]", "x"):
             assert listed(before + gap + text, "tokens") is None
         for text in (
@@ -240,9 +240,9 @@ def test_a_list_that_is_there_twice_is_left_to_the_decoder() -> None:
 
 def test_rows_that_are_very_many_are_decoded() -> None:
     few, many = ('{"tokens":[' + ",".join(["[1]"] * rows) + "]}" for rows in (MOST_ROWS, MOST_ROWS + 1))
-    found = cut(few.encode())
-    assert found is not None
-    assert len(found.rows["tokens"]) == MOST_ROWS
+    pieces = cut(few.encode())
+    assert pieces is not None
+    assert len(pieces.rows["tokens"]) == MOST_ROWS
     assert cut(many.encode()) is None
 
 
@@ -270,11 +270,11 @@ def test_rows_that_are_very_many_are_decoded() -> None:
     ],
 )
 def test_cut(data: str, name: str, lengths: list[int] | None) -> None:
-    found = cut(f'{{"a":1,"{name}":{data},"b":2}}'.encode())
+    pieces = cut(f'{{"a":1,"{name}":{data},"b":2}}'.encode())
     if lengths is None:
-        assert found is None
+        assert pieces is None
         return
-    assert found is not None
-    assert [len(row) for row in found.rows[name]] == lengths
-    assert bytes(found.lists[name]) == data.encode()
-    assert found.rest == b'{"a":1,"%s":%s,"b":2}' % (name.encode(), STAND_INS[name])
+    assert pieces is not None
+    assert [len(row) for row in pieces.rows[name]] == lengths
+    assert bytes(pieces.lists[name]) == data.encode()
+    assert pieces.rest == b'{"a":1,"%s":%s,"b":2}' % (name.encode(), STAND_INS[name])

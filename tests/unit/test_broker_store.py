@@ -493,20 +493,20 @@ def test_environments_follow_the_steps_of_a_trainer_that_tells_them() -> None:
     env = joined(store)
     Names(store).put(*[1] * 8)
 
-    def told() -> int:
+    def current_step() -> int:
         return store.status_env(env, 0.0).current_step
 
-    assert told() == 0
+    assert current_step() == 0
     for policy, then in ((0, 1), (0, 1), (1, 2), (1, 2), (1, 2), (2, 2)):
         assert store.take(0.0, lease=True, policy=policy) is not None
-        assert told() == then
+        assert current_step() == then
     assert store.step == 6
     for lease in list(store.leases.out):
-        assert told() == 2
+        assert current_step() == 2
         store.acknowledge(lease, 0.0)
-    assert told() == 3
+    assert current_step() == 3
     store.take(0.0, policy=3)
-    assert told() == 4  # one more is being trained on
+    assert current_step() == 4  # one more is being trained on
     store.take(0.0, lease=True)
     assert store.take(0.0, policy=4) is None
-    assert told() == 4, "nothing was served for this step yet"
+    assert current_step() == 4, "nothing was served for this step yet"

@@ -51,13 +51,13 @@ def problem(value: Any, encoding: wire.Encoding = "json") -> str:
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("sent", [FULL, group(), group(1, advantages=[], group_overrides={}, messages=None)])
 def test_a_group_comes_back_as_sent_with_14_keys(sent: dict[str, Any], encoding: wire.Encoding) -> None:
-    found = wire.read_group(encoded(sent, encoding), encoding)
-    assert decoded(found.payload, encoding) == dict.fromkeys(FIELDS) | sent
+    parsed = wire.read_group(encoded(sent, encoding), encoding)
+    assert decoded(parsed.payload, encoding) == dict.fromkeys(FIELDS) | sent
     assert len(FIELDS) == 14
-    assert wire.encoding_of(found.payload) == encoding
-    assert found.size == len(sent["tokens"])
+    assert wire.encoding_of(parsed.payload) == encoding
+    assert parsed.size == len(sent["tokens"])
     for other in ENCODINGS:
-        assert decoded(wire.recode(found.payload, other), other) == dict.fromkeys(FIELDS) | sent
+        assert decoded(wire.recode(parsed.payload, other), other) == dict.fromkeys(FIELDS) | sent
 
 
 def test_values_stay_byte_for_byte() -> None:
@@ -77,10 +77,10 @@ def test_a_long_messagepack_map_is_completed() -> None:
 
 def test_numbers_are_coerced_and_unknown_fields_ignored() -> None:
     sent = group(1, tokens=[["5", 1.0, True]], scores=["0.5"], env_id="7", later={"a": 1}, masks=[[-100, 1, 1]])
-    found = wire.read_group(encoded(sent, "json"))
-    assert wire.read(found.payload, ScoredGroup).tokens == [[5, 1, 1]]
-    assert wire.read(found.payload, ScoredGroup).scores == [0.5]
-    kept = json.loads(found.payload)
+    parsed = wire.read_group(encoded(sent, "json"))
+    assert wire.read(parsed.payload, ScoredGroup).tokens == [[5, 1, 1]]
+    assert wire.read(parsed.payload, ScoredGroup).scores == [0.5]
+    kept = json.loads(parsed.payload)
     assert (kept["env_id"], kept["tokens"], set(kept)) == (7, [[5, 1, 1]], set(FIELDS))
 
 
@@ -96,8 +96,8 @@ def test_an_unknown_field_is_ignored_however_bad(encoding: wire.Encoding) -> Non
 
 
 def test_one_advantage_for_each_sequence_is_spread_over_its_tokens() -> None:
-    found = wire.read_group(encoded(group(2, advantages=[1, -0.5]), "json"))
-    assert json.loads(found.payload)["advantages"] == [[1.0] * 3, [-0.5] * 3]
+    parsed = wire.read_group(encoded(group(2, advantages=[1, -0.5]), "json"))
+    assert json.loads(parsed.payload)["advantages"] == [[1.0] * 3, [-0.5] * 3]
     assert "advantages.0" in problem(group(2, advantages=[1]))
 
 
@@ -252,9 +252,9 @@ def test_a_list_is_taken_whole_or_not_at_all() -> None:
 @pytest.mark.parametrize("lease", [None, {"batch": "b", "versions": [1, None]}])
 def test_batches(encoding: wire.Encoding, lease: Any) -> None:
     payloads = [wire.read_group(encoded(one, encoding), encoding).payload for one in (FULL, group(3))]
-    found = decoded(wire.write_batch(payloads, encoding, lease), encoding)
-    assert found.pop("tandem", None) == lease
-    assert found == {"batch": [dict.fromkeys(FIELDS) | one for one in (FULL, group(3))]}
+    batch = decoded(wire.write_batch(payloads, encoding, lease), encoding)
+    assert batch.pop("tandem", None) == lease
+    assert batch == {"batch": [dict.fromkeys(FIELDS) | one for one in (FULL, group(3))]}
     assert decoded(wire.write_batch(None, encoding), encoding) == {"batch": None}
 
 
@@ -288,8 +288,8 @@ def test_registrations(kind: Any, good: dict[str, Any], change: dict[str, Any], 
 
 @pytest.mark.parametrize("given_as", [8, "8", 8.0, "8.0"])
 def test_registrations_are_coerced(given_as: Any) -> None:
-    found = wire.read(encoded(RUN | {"batch_size": given_as, "num_steps": True, "more": 1}, "json"), RunParameters)
-    assert (found.batch_size, found.num_steps) == (8, 1)
+    parameters = wire.read(encoded(RUN | {"batch_size": given_as, "num_steps": True, "more": 1}, "json"), RunParameters)
+    assert (parameters.batch_size, parameters.num_steps) == (8, 1)
 
 
 def test_every_missing_field_is_named_and_of_a_list_the_first_problem() -> None:
@@ -316,11 +316,11 @@ def test_anything_is_taken_or_refused(change: dict[str, Any], encoding: wire.Enc
     except OverflowError:
         return
     try:
-        found = wire.read_group(body, encoding)
+        parsed = wire.read_group(body, encoding)
     except Malformed as error:
         wire.write({"detail": error.problems})  # the answer can be sent
         return
     for other in ENCODINGS:  # whatever was taken can be served to everybody
-        json_or_not = decoded(wire.recode(found.payload, other), other)
+        json_or_not = decoded(wire.recode(parsed.payload, other), other)
         assert set(json_or_not) == set(FIELDS)
         assert all(math.isfinite(score) for score in json_or_not["scores"])

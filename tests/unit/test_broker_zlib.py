@@ -19,19 +19,19 @@ FLAGS = 3
 
 @pytest.fixture(params=["isal.isal_zlib", "zlib"])
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    found = pytest.importorskip(request.param)
-    monkeypatch.setattr(compression, "_library", found)
-    return found
+    module = pytest.importorskip(request.param)
+    monkeypatch.setattr(compression, "_library", module)
+    return module
 
 
 def inflated(data: bytes, most: int, broken: type[Exception]) -> tuple[bytes, bytes] | None:
     """What a member holds and what follows it; None: it is none, or not whole."""
     stream = compression.gunzip()
     try:
-        found = stream.decompress(data, most)
+        output = stream.decompress(data, most)
     except broken:
         return None
-    return (found, stream.unused_data) if stream.eof else None
+    return (output, stream.unused_data) if stream.eof else None
 
 
 def test_a_member_and_what_follows(library: Any) -> None:
@@ -56,8 +56,8 @@ def test_damage_is_found(library: Any) -> None:
         bad = bytearray(WHOLE)
         bad[place] ^= 1 << chance.randrange(8)
         harmless = 4 <= place < 10 or place == FLAGS  # time, system and the like
-        found = inflated(bytes(bad), 1 << 20, library.error)
-        assert found is None or (harmless and found == (RAW, b"")), place
+        member = inflated(bytes(bad), 1 << 20, library.error)
+        assert member is None or (harmless and member == (RAW, b"")), place
 
 
 def test_checksums(library: Any) -> None:

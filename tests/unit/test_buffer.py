@@ -87,8 +87,8 @@ def test_how_far_it_is_ahead_may_change_with_every_step_and_by_parts_of_a_batch(
 
     for seed in range(8):
         trainer = Trainer(kind, seed)
-        found = run(go(trainer, random.Random(seed)))
-        assert kind is mixed or ids(found) == plain
+        varied = run(go(trainer, random.Random(seed)))
+        assert kind is mixed or ids(varied) == plain
         assert "stale" not in dict(trainer.dropped), "the slots alone must bound it"
         most = max(most, *map(len, trainer.company))
     assert (worst, most) == (3, 3 + 9)
@@ -239,11 +239,11 @@ def test_flat_and_failed_groups_are_dropped_counted_told_and_replaced() -> None:
 
     batches, counts, again = run(go())
     assert all(mixed(group.rollouts[0].task) == "ok" for batch in batches for group in batch)
-    told = Counter(reason for reason, _ in trainer.dropped)
-    assert told["zero_variance"] > 3
-    assert told["failed"] > 1
-    assert counts["groups/dropped_zero_variance"] == told["zero_variance"]
-    assert counts["groups/dropped_failed"] == told["failed"]
+    reasons = Counter(reason for reason, _ in trainer.dropped)
+    assert reasons["zero_variance"] > 3
+    assert reasons["failed"] > 1
+    assert counts["groups/dropped_zero_variance"] == reasons["zero_variance"]
+    assert counts["groups/dropped_failed"] == reasons["failed"]
     assert counts["groups/dropped_stale"] == 0
     assert again["groups/dropped_zero_variance"] == 0, "counted once"
     assert not set(ids(batches)) & {id for _, id in trainer.dropped}
@@ -263,13 +263,13 @@ def test_the_numbers_of_a_step_are_of_its_batch_and_of_what_was_dropped_on_the_w
                     await asyncio.sleep(0)
                 dropped = Counter(reason for reason, _ in trainer.dropped)
                 trainer.dropped.clear()
-                found = flatten(buffer.metrics())
-                assert found["env/fake/groups"] == len(batch) + dropped.total()
-                assert found["reward/max"] == 1.0
-                assert found["env/fake/trained"] == len(batch)
+                metrics = flatten(buffer.metrics())
+                assert metrics["env/fake/groups"] == len(batch) + dropped.total()
+                assert metrics["reward/max"] == 1.0
+                assert metrics["env/fake/trained"] == len(batch)
                 failed = dropped["failed"]
                 scored = 2 * (len(batch) + dropped["zero_variance"]) + failed
-                assert found["reward"] == pytest.approx((len(batch) + 2 * dropped["zero_variance"] + failed) / scored)
+                assert metrics["reward"] == pytest.approx((len(batch) + 2 * dropped["zero_variance"] + failed) / scored)
                 trainer.step += 1
                 batch.release()
             return buffer.data_state()
@@ -335,8 +335,8 @@ def group_of(id: str, *, index: int, version: int) -> Group:
 
 def draw_of(buffer: RolloutBuffer, task: str) -> Draw:
     (runner,) = buffer.runners
-    found = (number for number in range(len(runner.tasks)) if runner.of(Draw(runner.name, number))[0].id == task)
-    return Draw(runner.name, next(found))
+    numbers = (number for number in range(len(runner.tasks)) if runner.of(Draw(runner.name, number))[0].id == task)
+    return Draw(runner.name, next(numbers))
 
 
 @pytest.mark.parametrize(("kind", "says"), [("zero_variance", "rewards [1.0, 1.0]"), ("failed", "it broke")])
@@ -427,13 +427,13 @@ def test_a_mixture_is_told_environment_by_environment() -> None:
             await trainer.train(buffer, 4)
             return flatten(buffer.metrics())
 
-    found = run(go())
-    assert (found["env/easy/trained"], found["env/hard/trained"]) == (4, 8)
-    assert found["env/easy/zero_variance"] == 0.0
-    hard = found["env/hard/groups"]
-    assert found["env/hard/zero_variance"] == pytest.approx(found["groups/dropped_zero_variance"] / hard)
-    assert found["env/hard/reward"] == pytest.approx(((hard - found["groups/dropped_zero_variance"]) * 0.5
-                                                      + found["groups/dropped_zero_variance"]) / hard)  # fmt: skip
+    metrics = run(go())
+    assert (metrics["env/easy/trained"], metrics["env/hard/trained"]) == (4, 8)
+    assert metrics["env/easy/zero_variance"] == 0.0
+    hard = metrics["env/hard/groups"]
+    assert metrics["env/hard/zero_variance"] == pytest.approx(metrics["groups/dropped_zero_variance"] / hard)
+    assert metrics["env/hard/reward"] == pytest.approx(((hard - metrics["groups/dropped_zero_variance"]) * 0.5
+                                                        + metrics["groups/dropped_zero_variance"]) / hard)  # fmt: skip
 
 
 @pytest.mark.slow
@@ -487,11 +487,13 @@ def test_an_environment_without_a_use_is_left_out_and_tried_now_and_then(caplog:
     assert makeup(batches) == [{"easy": 3}] * (2 * REST + 5)
     # Four batches' worth of its two places and one more, then one batch's worth each time.
     assert len(trainer.dropped) == 4 * 2 + 2 + 2 * 2
-    (told,) = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert told.getMessage().startswith(
+    (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.getMessage().startswith(
         "hard: 9 groups in a row could not be trained on (zero_variance); the last group, hard/"
     )
-    assert "goes to the other environments, and after 20 steps it is tried again. Make hard easier" in told.getMessage()
+    assert (
+        "goes to the other environments, and after 20 steps it is tried again. Make hard easier" in warning.getMessage()
+    )
 
 
 @pytest.mark.parametrize("max_lag", [0, 2])

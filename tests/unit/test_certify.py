@@ -59,8 +59,8 @@ def architectures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recipe(name: str, architectures: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """A shipped recipe, its model's architecture taken from a folder."""
-    found = load(Path(f"recipes/{name}.yaml"), overrides).config
-    (kind,) = [kind for kind in ARCHITECTURES if kind in found.model.lower()]
+    shipped = load(Path(f"recipes/{name}.yaml"), overrides).config
+    (kind,) = [kind for kind in ARCHITECTURES if kind in shipped.model.lower()]
     return load(Path(f"recipes/{name}.yaml"), [*eager(overrides), f"model={architectures / kind}"]).config
 
 
@@ -81,22 +81,22 @@ def inert(config: RunConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return case.inert()
 
 
-def unproven(found: Sequence[CertificateLine]) -> list[CertificateLine]:
+def unproven(verdicts: Sequence[CertificateLine]) -> list[CertificateLine]:
     """Lines that did not pass, but for compiled layers."""
-    return [line for line in found if line.state != "pass" and line.name != COMPILED]
+    return [line for line in verdicts if line.state != "pass" and line.name != COMPILED]
 
 
-def state(found: Sequence[CertificateLine], part: str) -> str:
-    (line,) = [line for line in found if part in line.name]
+def state(verdicts: Sequence[CertificateLine], part: str) -> str:
+    (line,) = [line for line in verdicts if part in line.name]
     return line.state
 
 
 @pytest.mark.parametrize("name", long_but([path.stem for path in RECIPES], "lora"))
 def test_a_shipped_recipe_passes(name: str, architectures: Path) -> None:
-    found = certify(recipe(name, architectures), several=0)
-    assert unproven(found.lines) == []
-    assert found.passed
-    assert found.inert == ()
+    certificate = certify(recipe(name, architectures), several=0)
+    assert unproven(certificate.lines) == []
+    assert certificate.passed
+    assert certificate.inert == ()
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,8 @@ def test_why_compiled_layers_are_left_out(
     monkeypatch.setattr("tandem.tools.certify.case.missing", lambda device: lacks)
     monkeypatch.setattr("tandem.tools.certify.case.VARIATIONS", {COMPILED: compiled})
     monkeypatch.setattr(Case, "later", lambda self: iter(()))
-    found = lines(recipe("quickstart", architectures, [f"compile={wanted}"]))
-    (left_out,) = [line for line in found if line.state != "pass"]
+    verdicts = lines(recipe("quickstart", architectures, [f"compile={wanted}"]))
+    (left_out,) = [line for line in verdicts if line.state != "pass"]
     assert (left_out.name, left_out.state, left_out.note) == (COMPILED, "skipped", note)
 
 
@@ -157,9 +157,9 @@ def test_a_recipe_of_several_ranks_has_every_step_computed_by_all(
     monkeypatch.setattr("tandem.tools.certify.case.VARIATIONS", {})  # those of one process are other tests'
     ranks = overrides[0].partition("=")[2]
     with nursery.children():
-        found = certify(recipe(name, architectures, overrides))
-    assert unproven(found.lines) == []
-    passed = {line.name: line for line in found.lines if line.state == "pass"}
+        certificate = certify(recipe(name, architectures, overrides))
+    assert unproven(certificate.lines) == []
+    passed = {line.name: line for line in certificate.lines if line.state == "pass"}
     assert passed[f"{ranks} processes"].bound == 1e-6
     assert passed[f"weights of {ranks} processes"].figure == 0
     assert passed[f"weights of {ranks} processes after two steps"].figure == 0
@@ -174,17 +174,17 @@ def test_what_ranks_cannot_divide_is_not_certified_on_several(architectures: Pat
 
 def test_what_a_broker_sends_is_certified_too(architectures: Path) -> None:
     own = ["broker.env_advantages=true", "loss=gspo", "loss.gradient=token"]
-    found = certify(recipe("broker", architectures, own), several=0)
-    assert found.passed
-    assert found.inert == ()
+    certificate = certify(recipe("broker", architectures, own), several=0)
+    assert certificate.passed
+    assert certificate.inert == ()
 
 
 def test_penalties_and_the_support_that_was_sampled_from_are_in_the_formula(architectures: Path) -> None:
     own = ["repetition_penalty=1.3", "frequency_penalty=0.4", "presence_penalty=-0.3", "min_tokens=3"]
     own += ["top_p=0.9", "min_p=0.1"]
-    found = lines(recipe("quickstart", architectures, [f"sampling.{option}" for option in own]))
-    assert state(found, "formulas") == "pass"
-    assert unproven(found) == []
+    verdicts = lines(recipe("quickstart", architectures, [f"sampling.{option}" for option in own]))
+    assert state(verdicts, "formulas") == "pass"
+    assert unproven(verdicts) == []
 
 
 def test_options_that_change_nothing_are_named(architectures: Path) -> None:
@@ -230,16 +230,16 @@ def test_an_option_without_effect_fails_unless_it_is_accepted(
     monkeypatch.setattr(Case, "lines", lambda self, several: iter(()))
     monkeypatch.setattr(Case, "later", lambda self: iter(()))
     for accepted, passes in ((), False), (dead[:3], False), (dead, True):
-        found = certify(config, several=0, inert=accepted)
-        (line,) = [line for line in found.lines if line.name == EVERY_OPTION]
-        assert found.inert == dead
-        assert (line.state == "pass") == found.passed == passes
+        certificate = certify(config, several=0, inert=accepted)
+        (line,) = [line for line in certificate.lines if line.name == EVERY_OPTION]
+        assert certificate.inert == dead
+        assert (line.state == "pass") == certificate.passed == passes
         assert all((name in line.note) == (name not in accepted) for name in dead)
 
 
 def test_a_part_of_ones_own_is_not_compared_but_varied(architectures: Path) -> None:
-    found = lines(recipe("quickstart", architectures, [f"loss={__name__}:Mine"]))
-    (left_out,) = unproven(found)
+    verdicts = lines(recipe("quickstart", architectures, [f"loss={__name__}:Mine"]))
+    (left_out,) = unproven(verdicts)
     assert (left_out.name, left_out.state) == (FORMULAS, "skipped")
     assert "Mine" in left_out.note
 
@@ -253,21 +253,21 @@ def test_a_tiny_model_keeps_its_architecture() -> None:
 def test_the_real_model(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Case, "inert", lambda self: ((), ()))
     config = load(Path("recipes/quickstart.yaml"), [f"model={tiny_model}"]).config
-    found = certify(config, real=True, several=0)
-    assert found.passed
-    assert str(tiny_model) in found.model
+    certificate = certify(config, real=True, several=0)
+    assert certificate.passed
+    assert str(tiny_model) in certificate.model
 
 
 def test_the_command_says_it_in_words_and_as_json(architectures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tandem.cli import certify as verb
 
-    def quick(config: RunConfig, **given: Any) -> Certificate:
-        return certify(config, **given, several=0)
+    def quick(config: RunConfig, **options: Any) -> Certificate:
+        return certify(config, **options, several=0)
 
     monkeypatch.setattr(verb, "certify", quick)
     monkeypatch.setattr(Case, "inert", lambda self: ((), ("loss.clip_low",)))
-    asked = ["certify", "recipes/quickstart.yaml", f"model={architectures / 'smollm2'}"]
-    words = CliRunner().invoke(app, asked)
+    arguments = ["certify", "recipes/quickstart.yaml", f"model={architectures / 'smollm2'}"]
+    words = CliRunner().invoke(app, arguments)
     assert words.exit_code == 0
     assert "micro-batch sizes" in words.output
     assert "padding" in words.output
@@ -278,13 +278,13 @@ def test_the_command_says_it_in_words_and_as_json(architectures: Path, monkeypat
     monkeypatch.setattr("tandem.tools.certify.case.VARIATIONS", {})
     monkeypatch.setattr(Case, "later", lambda self: iter(()))
     monkeypatch.setattr(Case, "inert", lambda self: (("loss.clip_low",), ()))
-    plain = CliRunner().invoke(app, [*asked, "--json"])
+    plain = CliRunner().invoke(app, [*arguments, "--json"])
     assert plain.exit_code == 1
-    told = json.loads(plain.output)
-    assert told["passed"] is False
-    assert told["inert"] == ["loss.clip_low"]
-    assert told["inert_on_policy"] == []
-    failed = [line["name"] for line in told["lines"] if line["state"] == "fail"]
+    certificate = json.loads(plain.output)
+    assert certificate["passed"] is False
+    assert certificate["inert"] == ["loss.clip_low"]
+    assert certificate["inert_on_policy"] == []
+    failed = [line["name"] for line in certificate["lines"] if line["state"] == "fail"]
     assert failed[-1] == EVERY_OPTION
     assert FORMULAS in failed
 

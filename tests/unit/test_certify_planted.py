@@ -211,9 +211,9 @@ def without_scale(position: int) -> Callable[[Any], Any]:
 
     def make(whole: Any) -> Any:
         def wrong(ctx: Any, dy: Tensor) -> Any:
-            found = list(whole(ctx, dy))
-            found[position] = found[position] / ctx.scale
-            return tuple(found)
+            gradients = list(whole(ctx, dy))
+            gradients[position] = gradients[position] / ctx.scale
+            return tuple(gradients)
 
         return staticmethod(wrong)
 
@@ -256,8 +256,8 @@ def each_alone(whole: Any) -> Any:
         for weight in self.weights:
             if weight.started:
                 weight.gradient.mul_((most / weight.gradient.norm()).clamp(max=1.0))
-        found: Tensor = whole(self, lr, most)
-        return found
+        norm: Tensor = whole(self, lr, most)
+        return norm
 
     return wrong
 
@@ -314,8 +314,8 @@ async def not_folded(self: SingleRank) -> None:
 
 def told_clipped(whole: Any) -> Any:
     async def wrong(self: Step, *args: Any) -> Any:
-        told = await whole(self, *args)
-        return {**told, "grad_norm": Sum(min(told["grad_norm"].value, 1.0))}
+        metrics = await whole(self, *args)
+        return {**metrics, "grad_norm": Sum(min(metrics["grad_norm"].value, 1.0))}
 
     return wrong
 
@@ -334,8 +334,8 @@ def unknown_is_nothing(whole: Any) -> Any:
     def wrong(self: Objective, batch: MicroBatch, known: Any) -> MicroBatch:
         told_N = batch.behavior_logprobs_N
         held = dataclasses.replace(batch, behavior_logprobs_N=torch.where(told_N == UNKNOWN, 0.0, told_N))
-        found: MicroBatch = whole(self, held, known)
-        return found
+        prepared: MicroBatch = whole(self, held, known)
+        return prepared
 
     return wrong
 
@@ -779,8 +779,8 @@ def test_a_defect_is_found_and_named(defect: Defect, model: Path, monkeypatch: P
     if not {SIZES, ORDER, SHARED, PADDING, "layers computed again"} & set(defect.fails):
         monkeypatch.setattr("tandem.tools.certify.case.VARIATIONS", {})
     defect.plant(monkeypatch)
-    found = failed(model, defect)
-    assert [part for part in defect.fails if not any(part in name for name in found)] == []
+    failures = failed(model, defect)
+    assert [part for part in defect.fails if not any(part in name for name in failures)] == []
 
 
 @pytest.mark.long
@@ -796,9 +796,9 @@ def test_a_mean_over_micro_batches_is_right_where_there_is_one(model: Path, monk
 
     monkeypatch.chdir(ROOT)
     batches(means)(monkeypatch)
-    found = failed(model, Defect("", batches(means), (), ("micro_batch_tokens=4096",)))
-    assert any(SIZES in name for name in found)
-    assert not any(GRADIENT in name for name in found)
+    failures = failed(model, Defect("", batches(means), (), ("micro_batch_tokens=4096",)))
+    assert any(SIZES in name for name in failures)
+    assert not any(GRADIENT in name for name in failures)
 
 
 @pytest.mark.long
@@ -888,9 +888,9 @@ def test_ranks_without_a_defect_pass(model: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr("tandem.tools.certify.case.VARIATIONS", {})
     monkeypatch.setattr(Case, "inert", lambda self: ((), ()))
     own = [f"model={model}", "compile=false", "trainable.merged=true", "reference=start", "updates_per_batch=2"]
-    found = certify(load(Path("recipes/lora.yaml"), own).config)
-    assert {line.name: line.state for line in found.lines}["2 processes"] == "pass"
-    assert found.passed
+    certificate = certify(load(Path("recipes/lora.yaml"), own).config)
+    assert {line.name: line.state for line in certificate.lines}["2 processes"] == "pass"
+    assert certificate.passed
 
 
 def recipes() -> list[Defect]:

@@ -31,10 +31,10 @@ class Scripted:
     def __init__(self, says: Sequence[tuple[Sequence[int], Finish]], context: int = 1024) -> None:
         self.says = list(says)
         self.context = context
-        self.asked: list[tuple[tuple[int, ...], int]] = []
+        self.requests: list[tuple[tuple[int, ...], int]] = []
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling, key: int) -> Completion:
-        self.asked.append((tuple(prompt), key))
+        self.requests.append((tuple(prompt), key))
         tokens, finish = self.says.pop(0)
         num = len(tokens)
         return Completion(tokens=tuple(tokens), logprobs=(-1.0,) * num, versions=(0,) * num, finish=finish)
@@ -56,11 +56,11 @@ def converse(chat: EngineChat, replies: Sequence[Sequence[Message]]) -> list[Mes
     """The policy speaks once more than it is replied to."""
 
     async def go() -> list[Message]:
-        said = [await chat.reply()]
+        answers = [await chat.reply()]
         for reply in replies:
             chat.add(*reply)
-            said.append(await chat.reply())
-        return said
+            answers.append(await chat.reply())
+        return answers
 
     return asyncio.run(go())
 
@@ -101,7 +101,7 @@ def test_bridges_are_what_the_template_would_render(
     chat = chat_with(tokenizer, engine)
     converse(chat, [reply for _, _, reply in turns])
     at = 1
-    for turn, (prompt, _) in zip(chat.turns, engine.asked, strict=True):
+    for turn, (prompt, _) in zip(chat.turns, engine.requests, strict=True):
         assert list(turn.prompt) == list(prompt) == canonical(tokenizer, chat.messages[:at])
         at += 1 + len(turn.reply)
 
@@ -113,8 +113,8 @@ def test_sampled_tokens_are_never_tokenised_again(tokenizer: Any) -> None:
     odd = [*ids_of(tokenizer, "a"), *half, tokenizer.bos_token_id, *ids_of(tokenizer, "b"), end]
     engine = Scripted([(odd, "stop"), (half, "stop"), ([end], "stop")])
     chat = chat_with(tokenizer, engine)
-    said = converse(chat, [[user("so?")], [user("well?")]])
-    assert ids_of(tokenizer, said[0].content) != odd[:-1], "or else this proves nothing"
+    answers = converse(chat, [[user("so?")], [user("well?")]])
+    assert ids_of(tokenizer, answers[0].content) != odd[:-1], "or else this proves nothing"
     first, second, third = chat.turns
     assert list(first.prompt) == canonical(tokenizer, task().prompt)
     bridge = ids_of(tokenizer, "\n<|im_start|>user\nso?<|im_end|>\n<|im_start|>assistant\n")
@@ -150,9 +150,9 @@ def test_record_keeps_messages_replies_and_temperature(tokenizer: Any) -> None:
     opening = (Message(role="system", content="Be brief."), user("3 + 4?"))
     chat = chat_with(tokenizer, engine, *opening, temperature=0.7)
     reply = (Message(role="tool", content="no"), user("again"))
-    said = converse(chat, [reply])
-    assert [m.content for m in said] == ["six", "7"]
-    assert chat.messages == (*opening, said[0], *reply, said[1])
+    answers = converse(chat, [reply])
+    assert [m.content for m in answers] == ["six", "7"]
+    assert chat.messages == (*opening, answers[0], *reply, answers[1])
     assert [turn.reply for turn in chat.turns] == [reply, ()]
     assert [turn.temperature for turn in chat.turns] == [0.7, 0.7]
     greedy = chat_with(tokenizer, Scripted([([end], "stop")]), temperature=0.0)
@@ -166,7 +166,7 @@ def test_every_turn_and_every_conversation_has_its_own_stream(tokenizer: Any) ->
     def keys(stream: str) -> list[int]:
         engine = Scripted([([end], "stop")] * 2)
         converse(chat_with(tokenizer, engine, stream=stream), [[user("?")]])
-        return [key for _, key in engine.asked]
+        return [key for _, key in engine.requests]
 
     assert keys("0/a") == keys("0/a")
     assert len({*keys("0/a"), *keys("1/a"), *keys("0/b")}) == 6
@@ -192,7 +192,7 @@ def test_full_context_costs_the_conversation_and_not_the_engine(tokenizer: Any) 
     chat = chat_with(tokenizer, engine)
     with pytest.raises(EnvError, match="no room is left"):
         converse(chat, [[user("a long reply" * 9)]])
-    assert len(engine.asked) == 1
+    assert len(engine.requests) == 1
     assert len(chat.turns) == 1
 
 
@@ -217,7 +217,7 @@ def test_a_text_is_gone_on_with_as_it_is(tokenizer: Any) -> None:
     chat = chat_with(tokenizer, engine, Message(role="text", content="3 + 4 ="))
     with pytest.raises(EnvError, match="no message can follow it"):
         converse(chat, [[user("And then?")]])
-    assert engine.asked[0][0] == tuple(tokenizer("3 + 4 =")["input_ids"]) == tuple(ids_of(tokenizer, "3 + 4 ="))
+    assert engine.requests[0][0] == tuple(tokenizer("3 + 4 =")["input_ids"]) == tuple(ids_of(tokenizer, "3 + 4 ="))
     assert chat.messages[:2] == (Message(role="text", content="3 + 4 ="), Message(role="assistant", content="7"))
 
 

@@ -106,9 +106,9 @@ class Saver:
 
         async def both() -> TrainerState:
             folder = self.checkpoints.folder
-            found = await restore_weights(folder, self.policy, self.checkpoints.trainable, state(0, digest))
-            await self.checkpoints.restore(found)
-            return found
+            restored = await restore_weights(folder, self.policy, self.checkpoints.trainable, state(0, digest))
+            await self.checkpoints.restore(restored)
+            return restored
 
         return asyncio.run(both())
 
@@ -176,8 +176,8 @@ def test_everything_is_restored_bit_for_bit(policy: Policy, tmp_path: Path) -> N
     saver.train(2)
     assert any(not torch.equal(before[name], tensor) for name, tensor in saver.tensors().items())
     other = Saver(policy, tmp_path)
-    found = other.restore()
-    assert dataclasses.replace(found, rng=()) == state(3)
+    restored = other.restore()
+    assert dataclasses.replace(restored, rng=()) == state(3)
     after = other.tensors()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -191,13 +191,13 @@ def test_weights_are_restored_before_there_is_an_optimizer(policy: Policy, tmp_p
     before = saver.tensors()
     saver.train(2)
     moved = saver.stepper.state_dict()
-    found = asyncio.run(restore_weights(saver.checkpoints.folder, policy, Full(), state(0)))
-    assert dataclasses.replace(found, rng=()) == state(3)
+    restored = asyncio.run(restore_weights(saver.checkpoints.folder, policy, Full(), state(0)))
+    assert dataclasses.replace(restored, rng=()) == state(3)
     after = saver.tensors()
     names = dict(policy.model.named_parameters())
     assert all(torch.equal(before[name], after[name]) for name in names)
     assert all(torch.equal(moved[name], after[name]) for name in moved), "the optimizer's states are restored apart"
-    asyncio.run(saver.checkpoints.restore(found))
+    asyncio.run(saver.checkpoints.restore(restored))
     assert all(torch.equal(before[name], tensor) for name, tensor in saver.tensors().items())
 
 
@@ -338,8 +338,8 @@ def old_one_is_untouched(saver: Saver, before: dict[str, bytes], error: Checkpoi
     assert [path.name for path in folder.iterdir()] == ["000001"]
     assert content(folder / "000001") == before
     assert saver.saved == [1]
-    for told in ("step 2", str(folder), "newest checkpoint is step 1", f"tandem train {folder.parent}"):
-        assert told in str(error)
+    for phrase in ("step 2", str(folder), "newest checkpoint is step 1", f"tandem train {folder.parent}"):
+        assert phrase in str(error)
     assert saver.restore().step == 1
 
 
@@ -501,10 +501,10 @@ class Held:
         self.go, self.begun = threading.Event(), threading.Event()
         write = checkpoint._write_each
 
-        def held(*given: Any) -> None:
+        def held(*arguments: Any) -> None:
             self.begun.set()
             assert self.go.wait(30)
-            write(*given)
+            write(*arguments)
 
         monkeypatch.setattr(checkpoint, "_write_each", held)
 

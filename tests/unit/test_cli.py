@@ -143,9 +143,9 @@ def test_help_names_every_verb(run: Run) -> None:
 
 def test_a_broker_says_where_it_cannot_keep_its_ledger(run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    code, _, said = run("serve", "broker", "--port", "0", "--data", str(tmp_path / "file"))
-    assert (code, said.count("\n")) == (7, 1)
-    assert "file: File exists; give --data a folder to write to" in said
+    code, _, err = run("serve", "broker", "--port", "0", "--data", str(tmp_path / "file"))
+    assert (code, err.count("\n")) == (7, 1)
+    assert "file: File exists; give --data a folder to write to" in err
 
 
 def test_the_version(run: Run) -> None:
@@ -353,9 +353,9 @@ def test_list_shows_every_part(run: Run) -> None:
             assert f"  {kind} " in out
 
 
-@pytest.mark.parametrize("asked", ["losses", "loss"])
-def test_list_shows_options_with_defaults_types_and_docs(run: Run, asked: str) -> None:
-    code, out, _ = run("list", asked)
+@pytest.mark.parametrize("category", ["losses", "loss"])
+def test_list_shows_options_with_defaults_types_and_docs(run: Run, category: str) -> None:
+    code, out, _ = run("list", category)
     assert code == 0
     flat = " ".join(out.split())
     for kind in resolve.names("losses"):
@@ -467,14 +467,14 @@ def test_check_and_train_refuse_heads_that_ranks_cannot_share(
 
     monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", refuse)
     Path("recipe.yaml").write_text(MINIMAL)
-    said = (
+    message = (
         "distributed.context_parallel: 3 processes cannot share 4 query heads and 2 key/value heads; use one of 1, 2, 4"
     )
     words = ("recipe.yaml", f"model={tiny_model}", "ranks=3", "distributed.context_parallel=3")
     for verb in ("check", "train"):
         code, out, err = run(verb, *words)
         assert code == 2, out + err
-        assert said in " ".join((out + err).split())
+        assert message in " ".join((out + err).split())
         assert not Path("runs").exists()
     code, out, err = run("check", "recipe.yaml", f"model={tiny_model}", "ranks=4", "distributed.context_parallel=4")
     assert code == 0, out + err
@@ -537,13 +537,13 @@ def test_check_looks_at_each_of_several_environments(
     code, out, err = run(
         "check", "recipe.yaml", f"model={tiny_model}", "--tasks", "12", "envs.takes.rewards={number: 1}"
     )
-    told = " ".join(out.split())
+    text = " ".join(out.split())
     assert code == 0, out + err
-    assert "env arithmetic, env takes (arithmetic)" in told
-    (count,) = re.findall(r"train tasks arithmetic \d+; takes (\d+)", told)
-    assert "arithmetic 12 graded, each beside a wrong answer: number gives full marks" in told
-    assert f"takes {count} graded, each beside a wrong answer: number" in told
-    assert re.search(r"\d+ grader processes", told)
+    assert "env arithmetic, env takes (arithmetic)" in text
+    (count,) = re.findall(r"train tasks arithmetic \d+; takes (\d+)", text)
+    assert "arithmetic 12 graded, each beside a wrong answer: number gives full marks" in text
+    assert f"takes {count} graded, each beside a wrong answer: number" in text
+    assert re.search(r"\d+ grader processes", text)
     code, out, _ = run("check", "recipe.yaml", f"model={tiny_model}", "--tasks", "12",
                        "envs.takes.rewards={format: {pattern: zzz}}")  # fmt: skip
     assert code == 4
@@ -584,9 +584,9 @@ def test_check_finds_each_mistake_and_exits_with_its_code(
         "rewards": {"exact": 1},
     }
     Path("recipe.yaml").write_text(json.dumps(recipe))
-    found, out, err = run("check", "recipe.yaml", *overrides)
+    exit_code, out, err = run("check", "recipe.yaml", *overrides)
     assert message in " ".join((out + err).split()), out + err
-    assert found == code, out + err
+    assert exit_code == code, out + err
 
 
 def test_check_tells_every_problem(run: Run, trainer: types.SimpleNamespace) -> None:
@@ -619,7 +619,7 @@ def fails_on_wrong(completions, answer, **columns):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("reward", "code", "told"),
+    ("reward", "code", "expected"),
     [
         ("right", 0, ["own:right gives 1 on average, and the wrong ones 0", "ok"]),
         ("penalty", 0, ["own:penalty gives 0 on average, and the wrong ones -1", "ok"]),
@@ -633,17 +633,17 @@ def fails_on_wrong(completions, answer, **columns):
 )
 @pytest.mark.usefixtures("known_pass")
 def test_check_grades_a_gold_reply_beside_a_wrong_one(
-    run: Run, tiny_model: Path, reward: str, code: int, told: list[str]
+    run: Run, tiny_model: Path, reward: str, code: int, expected: list[str]
 ) -> None:
     Path("own.py").write_text(OWN)
     Path("rows.jsonl").write_text("".join(f'{{"prompt": "Question {n}", "answer": "word{n}"}}\n' for n in range(30)))
     Path("recipe.yaml").write_text(
         f"model: {tiny_model}\nsteps: 1\nenv: {{kind: dataset, path: rows.jsonl}}\nrewards: {{'own:{reward}': 1}}\n"
     )
-    found, out, err = run("check", "recipe.yaml")
+    exit_code, out, err = run("check", "recipe.yaml")
     words = " ".join(out.split())
-    assert [text for text in told if text not in words] == []
-    assert found == code
+    assert [text for text in expected if text not in words] == []
+    assert exit_code == code
     assert "Traceback" not in out + err
     log = re.search(r"what rewards printed, and their tracebacks: (\S+)", out)
     assert bool(log) == (reward in ("raises", "fails_on_wrong"))
@@ -1052,8 +1052,8 @@ main()
     assert (ended.returncode, ended.stderr) == (130, "")
 
 
-@pytest.mark.parametrize(("said", "level"), [({}, "ERROR"), ({"TORCH_CPP_LOG_LEVEL": "INFO"}, "INFO")])
-def test_torchs_own_warnings_are_left_out_unless_they_are_asked_for(said: dict[str, str], level: str) -> None:
+@pytest.mark.parametrize(("variables", "level"), [({}, "ERROR"), ({"TORCH_CPP_LOG_LEVEL": "INFO"}, "INFO")])
+def test_torchs_own_warnings_are_left_out_unless_they_are_asked_for(variables: dict[str, str], level: str) -> None:
     code = """
 import atexit, os, sys
 atexit.register(lambda: print(os.environ["TORCH_CPP_LOG_LEVEL"]))
@@ -1063,7 +1063,7 @@ main()
 """
     plain = {name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=plain | said, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], env=plain | variables, capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.split()[-1] == level
     assert "torch" not in done.stderr

@@ -37,21 +37,21 @@ from tandem.errors import TransportError
 from tandem.transport.collective import Member
 from tandem.transport.rendezvous import Rendezvous
 
-asked = socket.socket(fileno=int(sys.argv[1]))
+requests = socket.socket(fileno=int(sys.argv[1]))
 while True:
-    word, fds, _, _ = socket.recv_fds(asked, 100, 3)
+    word, fds, _, _ = socket.recv_fds(requests, 100, 3)
     if not word:
         sys.exit()
     if fds:
         if not (pid := os.fork()):
             break
-        asked.send(json.dumps(pid).encode())
+        requests.send(json.dumps(pid).encode())
     else:
-        found = os.waitid(os.P_PID, json.loads(word), os.WEXITED | os.WSTOPPED | os.WNOWAIT)
-        asked.send(json.dumps([found.si_code, found.si_status]).encode())
+        ended = os.waitid(os.P_PID, json.loads(word), os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+        requests.send(json.dumps([ended.si_code, ended.si_status]).encode())
     for fd in fds:
         os.close(fd)
-asked.close()
+requests.close()
 for place, fd in enumerate(fds):  # from here on a process as any other, to its end
     os.dup2(fd, place)
     os.close(fd)
@@ -84,12 +84,12 @@ class Child:
 
     def __init__(self, nursery: socket.socket) -> None:
         self._nursery = nursery
-        (stdin, given), (answers, stdout), (told, stderr) = os.pipe(), os.pipe(), os.pipe()
+        (stdin, requests), (answers, stdout), (errors, stderr) = os.pipe(), os.pipe(), os.pipe()
         socket.send_fds(nursery, [b"fork"], [stdin, stdout, stderr])
         self.pid: int = json.loads(nursery.recv(100))
         for theirs in (stdin, stdout, stderr):
             os.close(theirs)
-        self.stdin, self.stdout, self.stderr = os.fdopen(given, "w"), os.fdopen(answers), os.fdopen(told)
+        self.stdin, self.stdout, self.stderr = os.fdopen(requests, "w"), os.fdopen(answers), os.fdopen(errors)
 
     def state(self) -> tuple[int, int]:
         """How it ended or was stopped, which is waited for, and by which code or signal."""

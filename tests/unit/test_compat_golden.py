@@ -31,9 +31,9 @@ from tandem.config.loading import from_options, load
 from tandem.errors import TandemError
 from tandem.trainer.pairs import check_pairs
 
-Given = dict[str, Any]
+Source = dict[str, Any]
 Result = dict[str, Any]
-Translate = Callable[[Given], tuple[Any, Any]]
+Translate = Callable[[Source], tuple[Any, Any]]
 Check = Callable[..., None]
 
 
@@ -56,13 +56,13 @@ def check(request: pytest.FixtureRequest) -> Check:
     Examples must load, too, and their parts go together.
     """
 
-    def compare(system: str, translate: Translate, made: Mapping[str, Given] | None = None) -> None:
+    def compare(system: str, translate: Translate, made: Mapping[str, Source] | None = None) -> None:
         known = cases(system)
-        given = {name: case["given"] for name, case in known.items() if "given" in case} | dict(made or {})
-        results = {name: outcome(translate, one) for name, one in given.items()}
+        sources = {name: case["given"] for name, case in known.items() if "given" in case} | dict(made or {})
+        results = {name: outcome(translate, one) for name, one in sources.items()}
         short = shortened(results)
-        for name in given.keys() - (made or {}).keys():
-            short[name] = {"given": given[name], **short[name]}
+        for name in sources.keys() - (made or {}).keys():
+            short[name] = {"given": sources[name], **short[name]}
         short = json.loads(json.dumps(short))
         if request.config.getoption("--golden"):
             GOLDEN.write_text(written(json.loads(GOLDEN.read_text()) | {system: short}))
@@ -114,10 +114,10 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     }
 
 
-def outcome(translate: Translate, given: Given) -> Result:
+def outcome(translate: Translate, source: Source) -> Result:
     """What a translation returns, or why it refuses."""
     try:
-        recipe, notes = translate(given)
+        recipe, notes = translate(source)
     except TandemError as error:
         head, *lines = str(error).replace(str(Path.cwd()), "HERE").split("\n")
         return {"refused": "\n".join([head, *sorted(lines)])}
@@ -132,21 +132,21 @@ def loads(recipe: Any, *overrides: str) -> None:
 # Axolotl
 
 
-def axolotl(given: Given) -> tuple[Any, Any]:
+def axolotl(source: Source) -> tuple[Any, Any]:
     """What an Axolotl file comes to; of the data's options, which the recipe repeats, the kind alone is kept."""
-    text = axolotl_file(given)
+    text = axolotl_file(source)
     Path("a.yaml").write_text(text)
     overrides = OVERRIDES[:1] if "fp8: true" in text else ()
-    with patch.dict(os.environ, given.get("environ", {})):
-        loaded = load(Path("a.yaml"), overrides, serving=given.get("serving", False))
-    if "file" in given and not loaded.config.compile:  # which torch is asked for
+    with patch.dict(os.environ, source.get("environ", {})):
+        loaded = load(Path("a.yaml"), overrides, serving=source.get("serving", False))
+    if "file" in source and not loaded.config.compile:  # which torch is asked for
         check_pairs(loaded.config)
     options: dict[str, Any] = json.loads(json.dumps(loaded.options))
     options["env"].pop("cfg")
     return options, loaded.notes
 
 
-def axolotl_rows() -> Iterator[tuple[str, Given]]:
+def axolotl_rows() -> Iterator[tuple[str, Source]]:
     """A value for each option that becomes nothing, and one of another type for the others."""
     for group, options in GROUPS.items():
         for name, option in options.items():
@@ -168,20 +168,20 @@ def test_axolotls_files_come_to_what_they_did(here: Path, check: Check) -> None:
 # ms-swift
 
 
-def command(given: Given) -> tuple[Any, Any]:
+def command(source: Source) -> tuple[Any, Any]:
     """What ``swift rlhf`` comes to."""
-    words = swift_words(given["line"]) if "line" in given else swift_words(SWIFT) | swift_words(given["changes"])
-    found = swift.rlhf(words, {"CUDA_VISIBLE_DEVICES": "0"} | given.get("environ", {}))
-    if "line" in given:
-        loads(found.options, *(OVERRIDES[1:] if "sleep" in found.options["engine"] else ()))
-    return found.options, found.notes
+    words = swift_words(source["line"]) if "line" in source else swift_words(SWIFT) | swift_words(source["changes"])
+    translation = swift.rlhf(words, {"CUDA_VISIBLE_DEVICES": "0"} | source.get("environ", {}))
+    if "line" in source:
+        loads(translation.options, *(OVERRIDES[1:] if "sleep" in translation.options["engine"] else ()))
+    return translation.options, translation.notes
 
 
-def served(given: Given) -> tuple[Any, Any]:
+def served(source: Source) -> tuple[Any, Any]:
     """What ``swift deploy`` comes to."""
-    found = swift.deploy({"model": ["m"]} | swift_words(given["line"], DEPLOY))
-    loads(found.options)
-    return found.options, [*found.notes, *found.environ]
+    translation = swift.deploy({"model": ["m"]} | swift_words(source["line"], DEPLOY))
+    loads(translation.options)
+    return translation.options, [*translation.notes, *translation.environ]
 
 
 PLACES = (
@@ -199,7 +199,7 @@ def value_of(argument: ForeignOption) -> str:
     return {"whole": "3", "number": "0.3", "truth": truth, "mapping": "'{\"a\":1}'"}.get(argument.takes, "x")
 
 
-def swift_rows() -> Iterator[tuple[str, Given]]:
+def swift_rows() -> Iterator[tuple[str, Source]]:
     """A value for each argument that becomes nothing, in every place, and one of another type for each."""
     for argument in RLHF:
         if not argument.becomes:
@@ -224,34 +224,34 @@ def test_ms_swifts_engines_come_to_what_they_did(check: Check) -> None:
 # Atropos
 
 
-def flags(given: Given) -> dict[str, Any]:
+def flags(source: Source) -> dict[str, Any]:
     """Values of flags whose names have dashes."""
-    return {name.replace("_", "-"): value for name, value in given["flags"].items()}
+    return {name.replace("_", "-"): value for name, value in source["flags"].items()}
 
 
-def trainer(given: Given) -> tuple[Any, Any]:
+def trainer(source: Source) -> tuple[Any, Any]:
     """What ``atropos-grpo`` comes to."""
-    running = RunningEngine(**given["running"]) if "running" in given else None
-    own = {"model-name": "m", "env": "arithmetic", **flags(given)}
-    found = translate_trainer(read(own), given.get("environ", {}), running)
-    loads(found.options)
-    return found.options, [*found.notes, *found.environ.items()]
+    running = RunningEngine(**source["running"]) if "running" in source else None
+    own = {"model-name": "m", "env": "arithmetic", **flags(source)}
+    translation = translate_trainer(read(own), source.get("environ", {}), running)
+    loads(translation.options)
+    return translation.options, [*translation.notes, *translation.environ.items()]
 
 
-def server(given: Given) -> tuple[Any, Any]:
+def server(source: Source) -> tuple[Any, Any]:
     """What ``atropos-server`` comes to."""
-    found = translate_server({"model": "m", **flags(given)}, given.get("rest", {}), given.get("environ", {}))
-    loads(found.options)
-    return found.options, [*found.notes, *found.environ.items()]
+    translation = translate_server({"model": "m", **flags(source)}, source.get("rest", {}), source.get("environ", {}))
+    loads(translation.options)
+    return translation.options, [*translation.notes, *translation.environ.items()]
 
 
-def environment(given: Given) -> tuple[Any, Any]:
+def environment(source: Source) -> tuple[Any, Any]:
     """What ``tandem env gsm8k serve`` comes to."""
-    own = {"env.tokenizer_name": "m", **given["flags"]}
+    own = {"env.tokenizer_name": "m", **source["flags"]}
     words = {name: value if value is None else [str(value)] for name, value in own.items()}
-    found = translate_environment("gsm8k", words)
-    work_options(found.options, (), "flags")
-    return found.options, [*found.notes, *found.environ.items()]
+    translation = translate_environment("gsm8k", words)
+    work_options(translation.options, (), "flags")
+    return translation.options, [*translation.notes, *translation.environ.items()]
 
 
 ATROPOS: dict[str, Translate] = {"atropos": trainer, "atropos server": server, "atropos env": environment}
@@ -267,21 +267,21 @@ def test_atropos_command_lines_come_to_what_they_did(system: str, check: Check) 
 
 def options_of(system: str) -> set[str]:
     """Options that some case of a system has; of Axolotl by path."""
-    found: set[str] = set()
+    options: set[str] = set()
     for name, case in cases(system).items():
-        given = case.get("given", {})
-        if "flags" in given:
-            found |= set(given["flags"])
+        source = case.get("given", {})
+        if "flags" in source:
+            options |= set(source["flags"])
         elif system == "axolotl":
-            found |= set(given.get("changes", ())) | ({*entry_paths(given["file"])} if "file" in given else set())
+            options |= set(source.get("changes", ())) | ({*entry_paths(source["file"])} if "file" in source else set())
         elif not name.startswith(("other", "wrong")):
             table = DEPLOY if system == "swift deploy" else RLHF
-            found |= set(swift_words(f"{SWIFT if 'changes' in given else ''} {given_line(given)}", table))
-    return found
+            options |= set(swift_words(f"{SWIFT if 'changes' in source else ''} {given_line(source)}", table))
+    return options
 
 
-def given_line(given: Given) -> str:
-    return str(given.get("line") or given.get("changes") or "")
+def given_line(source: Source) -> str:
+    return str(source.get("line") or source.get("changes") or "")
 
 
 def entry_paths(file: Mapping[str, Any]) -> Iterator[str]:

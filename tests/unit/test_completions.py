@@ -24,7 +24,7 @@ def groups() -> list[Group]:
     return [make_group("t0@0", rollouts[:4]), make_group("t1@0", rollouts[4:])]
 
 
-def told(folder: Path, options: PrintCompletions, steps: int = 20) -> list[dict[str, Any]]:
+def events_of(folder: Path, options: PrintCompletions, steps: int = 20) -> list[dict[str, Any]]:
     """Every event of a run whose steps all train the same groups."""
     with Telemetry(RunInfo(name="run", folder=folder, steps=steps, config={}), [Console(live="never")]) as telemetry:
         show = Completions(options, telemetry)
@@ -36,7 +36,7 @@ def told(folder: Path, options: PrintCompletions, steps: int = 20) -> list[dict[
 def test_an_answer_is_shown_after_the_first_step_and_every_few_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    events = told(tmp_path, PrintCompletions(every=5))
+    events = events_of(tmp_path, PrintCompletions(every=5))
     assert [event["step"] for event in events] == [1, 5, 10, 15, 20]
     assert all(event["event"] == "completions" and len(event["samples"]) == 1 for event in events)
     lines = capsys.readouterr().out.splitlines()
@@ -48,18 +48,18 @@ def test_an_answer_is_shown_after_the_first_step_and_every_few_steps(
 
 
 def test_none_are_shown_where_none_are_wanted_and_all_where_all_are(tmp_path: Path) -> None:
-    assert told(tmp_path / "a", PrintCompletions(every=0)) == []
-    whole = told(tmp_path / "b", PrintCompletions(every=20, count=None))
+    assert events_of(tmp_path / "a", PrintCompletions(every=0)) == []
+    whole = events_of(tmp_path / "b", PrintCompletions(every=20, count=None))
     assert [len(event["samples"]) for event in whole] == [8, 8]
-    some = told(tmp_path / "c", PrintCompletions(every=10, count=3))
+    some = events_of(tmp_path / "c", PrintCompletions(every=10, count=3))
     assert [len(event["samples"]) for event in some] == [3, 3, 3]
-    again = told(tmp_path / "d", PrintCompletions(every=10, count=3))
+    again = events_of(tmp_path / "d", PrintCompletions(every=10, count=3))
     assert [event["samples"] for event in again] == [event["samples"] for event in some]
 
 
 def test_the_recipe_says_how_often_by_a_number_or_a_mapping() -> None:
-    def read(given: Any) -> PrintCompletions:
-        options = {"model": "m", "steps": 1, "env": "arithmetic", "print_completions": given}
+    def read(setting: Any) -> PrintCompletions:
+        options = {"model": "m", "steps": 1, "env": "arithmetic", "print_completions": setting}
         return from_options(options, (), Path("r.yaml")).config.print_completions
 
     assert read(3) == PrintCompletions(every=3)

@@ -374,9 +374,9 @@ def test_what_is_out_of_range_is_told_at_once_in_every_part_and_beside_it(here: 
         "recipe.yaml:11: threads must be at least 0",
         "recipe.yaml:12: unknown option 'mixups' of reference (average)",
     ]
-    found = message.splitlines()[1:]
-    assert [line for line in expected if not any(line in told for told in found)] == []
-    assert len(found) == len(expected), found
+    problems = message.splitlines()[1:]
+    assert [line for line in expected if not any(line in problem for problem in problems)] == []
+    assert len(problems) == len(expected), problems
 
 
 @pytest.mark.parametrize(
@@ -846,9 +846,9 @@ def test_a_broker_is_an_address_or_a_mapping_and_stands_for_an_environment(here:
 
 
 def test_options_of_a_broker_go_over_its_address(here: Path) -> None:
-    found = read(BROKER, "broker.lease_seconds=5").broker
-    assert found is not None
-    assert (found.url, found.lease_seconds) == ("http://h:1", 5.0)
+    broker = read(BROKER, "broker.lease_seconds=5").broker
+    assert broker is not None
+    assert (broker.url, broker.lease_seconds) == ("http://h:1", 5.0)
     moved = read(BROKER, "broker=http://other:2").broker
     assert moved is not None
     assert moved.url == "http://other:2"
@@ -943,8 +943,8 @@ def test_an_old_name_of_an_option_is_a_mistake_that_says_the_new_one(old: str, n
 
 @pytest.mark.usefixtures("here")
 def test_an_override_by_an_old_name_says_the_new_one() -> None:
-    said = wrong(MINIMAL, "trains.rank=8")
-    assert "command line: trains.rank: 'trains' is called 'trainable' now" in said
+    message = wrong(MINIMAL, "trains.rank=8")
+    assert "command line: trains.rank: 'trains' is called 'trainable' now" in message
 
 
 def test_what_ranks_can_share_is_said(here: Path) -> None:

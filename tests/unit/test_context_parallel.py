@@ -32,8 +32,8 @@ def test_logprobs_and_gradients_are_those_of_one_process(
 
 @pytest.mark.parametrize(("query_heads", "key_heads", "ranks"), [(4, 2, 3), (12, 4, 6), (4, 4, 8)])
 def test_heads_that_cannot_be_shared_are_refused_with_what_fits(query_heads: int, key_heads: int, ranks: int) -> None:
-    said = rf"some\.option: {ranks} processes cannot share {query_heads} query heads.*use one of 1, 2"
-    with pytest.raises(ConfigError, match=said):
+    message = rf"some\.option: {ranks} processes cannot share {query_heads} query heads.*use one of 1, 2"
+    with pytest.raises(ConfigError, match=message):
         check_heads(query_heads, key_heads, ranks, option="some.option")
 
 

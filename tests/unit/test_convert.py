@@ -94,15 +94,15 @@ def test_failed_rollouts_stay_at_home() -> None:
 
 def test_untrained_and_given_advantages_travel() -> None:
     group = made_group(trained=False)
-    given_ = replace(
+    with_advantages = replace(
         group,
         rollouts=tuple(replace(r, advantages=tuple(0.5 + n for n in range(r.num_tokens))) for r in group.rollouts),
     )
-    wired = group_to_wire(given_)
+    wired = group_to_wire(with_advantages)
     assert wired.advantages == [[0.0, 0.0, 0.5, 1.5, 0.0, 0.0, 2.5], [0.0, 0.0, 0.5]]
     back = rollouts(wired, env_advantages=True)
     assert [r.trained for r in back] == [True, False]
-    assert [r.advantages for r in back] == [r.advantages for r in given_.rollouts]
+    assert [r.advantages for r in back] == [r.advantages for r in with_advantages.rollouts]
 
 
 BRANCHING = make_rollout(
@@ -135,8 +135,8 @@ def test_a_rollout_of_several_conversations_is_as_many_sequences_with_its_score(
         {"temperature": 1.0},
     ]
     assert wired.advantages is None, "the other has none"
-    told = wired.group_overrides or {}
-    assert (told["group_size"], told["tandem_rollouts"]) == (4, [0, 0, 0, 1])
+    overrides = wired.group_overrides or {}
+    assert (overrides["group_size"], overrides["tandem_rollouts"]) == (4, [0, 0, 0, 1])
     assert {"group_size", "tandem_rollouts"}.isdisjoint(group_to_wire(made_group()).group_overrides or {})
     read_group(write(wired))
 
@@ -157,8 +157,8 @@ def test_its_sequences_are_one_rollout_again() -> None:
 
 def test_a_turn_continues_the_longest_that_it_could() -> None:
     """Two answers to one question, of which one begins as the other: the agent went on with the longer."""
-    said = [((1,), (2,), (-0.1,)), ((1,), (2, 3), (-0.2, -0.3)), ((1, 2, 3, 4), (5,), (-0.4,)), ((1,), (), ())]
-    wired = group_to_wire(make_group("t@1", [make_rollout("t@1/0", said, 1.0)]))
+    turns = [((1,), (2,), (-0.1,)), ((1,), (2, 3), (-0.2, -0.3)), ((1, 2, 3, 4), (5,), (-0.4,)), ((1,), (), ())]
+    wired = group_to_wire(make_group("t@1", [make_rollout("t@1/0", turns, 1.0)]))
     assert wired.tokens == [[1, 2], [1, 2, 3, 4, 5]]
     assert wired.masks == [[-100, 2], [-100, 2, 3, -100, 5]]
 
@@ -184,15 +184,15 @@ def test_every_run_of_trained_tokens_is_a_turn_after_all_before_it(mask: list[bo
     masks = [token if on else -100 for token, on in zip(tokens, mask, strict=True)]
     logprobs = [-token / 100 if on else 1.0 for token, on in zip(tokens, mask, strict=True)]
     (one,) = rollouts(scored(tokens=[tokens], masks=[masks], scores=[1.0], inference_logprobs=[logprobs]))
-    found = {}
+    by_position = {}
     for turn in one.turns:
         assert list(turn.prompt) == tokens[: len(turn.prompt)]
         for at, (token, logprob) in enumerate(
             zip(turn.completion.tokens, turn.completion.logprobs, strict=True), start=len(turn.prompt)
         ):
-            found[at] = (token, logprob)
-    assert found == {at: (tokens[at], -tokens[at] / 100) for at, on in enumerate(mask) if on and at > 0}
-    assert (one.status == "ok") == bool(found)
+            by_position[at] = (token, logprob)
+    assert by_position == {at: (tokens[at], -tokens[at] / 100) for at, on in enumerate(mask) if on and at > 0}
+    assert (one.status == "ok") == bool(by_position)
 
 
 # Tolerant reading
@@ -245,16 +245,16 @@ def test_lists_that_are_not_parallel_cost_the_group(name: str) -> None:
 
 
 def test_scores_that_float32_cannot_tell_apart_are_alike() -> None:
-    told = {"tandem_rewards": [{"a": 1e-320, "b": 1e200}, {"a": 2e-320}]}
-    found = rollouts(scored(scores=[1e-320, 2e-320], group_overrides=told))
-    assert [rollout.reward for rollout in found] == [0.0, 0.0]
-    assert [rollout.rewards for rollout in found] == [{"a": 0.0}, {"a": 0.0}]
+    overrides = {"tandem_rewards": [{"a": 1e-320, "b": 1e200}, {"a": 2e-320}]}
+    back = rollouts(scored(scores=[1e-320, 2e-320], group_overrides=overrides))
+    assert [rollout.reward for rollout in back] == [0.0, 0.0]
+    assert [rollout.rewards for rollout in back] == [{"a": 0.0}, {"a": 0.0}]
 
 
 def test_names_that_a_stranger_gave_move_no_cursor_and_have_an_end() -> None:
     odd = "\x1b]0;owned\x07"
-    told = {"tandem_env": odd, "tandem_task": odd + "x" * 9999, "tandem_rewards": [{odd: 1.0}, {}]}
-    (one, _) = rollouts(scored(group_overrides=told))
+    overrides = {"tandem_env": odd, "tandem_task": odd + "x" * 9999, "tandem_rewards": [{odd: 1.0}, {}]}
+    (one, _) = rollouts(scored(group_overrides=overrides))
     assert one.task.env == "�]0;owned�"
     assert one.task.id == "�]0;owned�" + "x" * 190
     assert list(one.rewards) == ["�]0;owned�"]
@@ -291,7 +291,7 @@ def test_missing_logprobs_are_refused_or_left_to_the_policy(rows: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "expected"),
+    ("overrides", "expected"),
     [
         ({}, (5, 5, 5)),
         ({"tandem_version": 3}, (3, 3, 3)),
@@ -305,8 +305,8 @@ def test_missing_logprobs_are_refused_or_left_to_the_policy(rows: Any) -> None:
         ({"tandem_version": "odd"}, (5, 5, 5)),
     ],
 )
-def test_versions_of_tokens_then_group_then_the_brokers(told: dict[str, Any], expected: tuple[int, ...]) -> None:
-    assert rollouts(scored(group_overrides=told))[0].turns[0].completion.versions == expected
+def test_versions_of_tokens_then_group_then_the_brokers(overrides: dict[str, Any], expected: tuple[int, ...]) -> None:
+    assert rollouts(scored(group_overrides=overrides))[0].turns[0].completion.versions == expected
 
 
 def test_what_is_not_read_is_noted() -> None:
@@ -321,9 +321,9 @@ def test_what_is_not_read_is_noted() -> None:
 
 def test_messages_are_theirs_or_the_text_of_the_tokens() -> None:
     chat = [{"role": "user", "content": [{"type": "text", "text": "2+2?"}]}, {"role": "assistant", "content": "4"}]
-    said = (Message(role="user", content="2+2?"), Message(role="assistant", content="4"))
+    expected = (Message(role="user", content="2+2?"), Message(role="assistant", content="4"))
     (one, _) = rollouts(scored(messages=[chat, chat]))
-    assert (one.messages, one.task.prompt, one.text) == (said, said[:1], "4")
+    assert (one.messages, one.task.prompt, one.text) == (expected, expected[:1], "4")
 
     def decode(tokens: Any) -> str:
         return "".join(map(chr, tokens))

@@ -42,8 +42,8 @@ def test_every_rank_has_the_sum_or_the_largest(handed: bool, largest: bool, want
         group.all_reduce(mine, largest=largest).wait()
         return mine
 
-    for found in on_ranks(WORLD, rank):
-        assert torch.equal(found, wanted)
+    for reduced in on_ranks(WORLD, rank):
+        assert torch.equal(reduced, wanted)
 
 
 def test_each_rank_has_its_row_of_the_sum(handed: bool) -> None:
@@ -68,8 +68,8 @@ def test_every_rank_has_all_parts_in_place(handed: bool, dtype: torch.dtype) -> 
         assert [whole.data_ptr() for whole in wholes] == before
         return wholes
 
-    for found in on_ranks(WORLD, rank):
-        for whole, each in zip(found, (4, 1), strict=True):
+    for gathered in on_ranks(WORLD, rank):
+        for whole, each in zip(gathered, (4, 1), strict=True):
             assert torch.equal(whole, torch.cat([values(number, each) for number in range(WORLD)]).to(dtype))
 
 
@@ -81,8 +81,8 @@ def test_of_several_under_way_each_has_its_own_result(handed: bool) -> None:
             work.wait()
         return sums
 
-    for found in on_ranks(WORLD, rank):
-        for number, tensor in enumerate(found):
+    for reduced in on_ranks(WORLD, rank):
+        for number, tensor in enumerate(reduced):
             assert torch.equal(tensor, torch.stack([values(r + 10 * number, 6) for r in range(WORLD)]).sum(0))
 
 

@@ -106,10 +106,10 @@ def check(folder: Path, objective: Objective, kind: str, world: int, updates: in
             far = (weights[name] - tensor).abs() > 1e-5
             assert float(far.float().mean()) < 0.002, name
     of_ranks: Sequence[Any] = [m for _, _, metrics in results for m in metrics]
-    told, expected = flatten(merge(of_ranks)), flatten(merge(alone))
-    assert told.keys() == expected.keys()
+    combined, expected = flatten(merge(of_ranks)), flatten(merge(alone))
+    assert combined.keys() == expected.keys()
     for name, value in expected.items():
-        assert told[name] == pytest.approx(value, rel=2e-5, abs=2e-6), name
+        assert combined[name] == pytest.approx(value, rel=2e-5, abs=2e-6), name
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

@@ -56,8 +56,8 @@ def test_where_the_browser_says_that_a_page_is_from_elsewhere(site: str) -> None
 
 
 def test_no_browser_may_send_a_get_that_changes_something() -> None:
-    for said in ({"sec-fetch-site": "none"}, {"sec-fetch-site": "same-origin"}, MODERN):
-        assert "a browser asks" in doors.from_a_page("GET", {**HERE, **said})
+    for headers in ({"sec-fetch-site": "none"}, {"sec-fetch-site": "same-origin"}, MODERN):
+        assert "a browser asks" in doors.from_a_page("GET", {**HERE, **headers})
     for program in ("Python/3.11 aiohttp/3.14.5", "python-requests/2.34.2", "curl/8.5.0", ""):
         assert doors.from_a_page("GET", {**HERE, "user-agent": program}) == ""
 

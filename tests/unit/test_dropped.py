@@ -60,20 +60,20 @@ def drop(
     """What is told of so many groups dropped for each step, of batches of four."""
     step = resumed
     with Telemetry(info(folder, resumed), [Console(live="never")]) as telemetry:
-        told = DroppedGroups(telemetry=telemetry, version=lambda: step, groups_per_step=4, max_tokens=64)
+        dropped_groups = DroppedGroups(telemetry=telemetry, version=lambda: step, groups_per_step=4, max_tokens=64)
         for step in range(resumed, resumed + steps):  # noqa: B007 - read by version
             for index in range(count):
-                told(reason, make(index))
+                dropped_groups(reason, make(index))
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     return [event for event in events if event["event"] == "groups_dropped"]
 
 
 def test_the_first_is_told_then_a_batchs_worth_then_five_as_a_warning_then_whenever_it_doubles(tmp_path: Path) -> None:
-    told = drop(tmp_path)
-    assert [event["dropped"] for event in told] == [1, 4, 20, 40, 80, 160, 320]
-    assert [event["warning"] for event in told] == [False, False, True, True, True, True, True]
-    assert all(event["step"] == 1 for event in told)
-    assert told[2]["why"] == {"every reward 0": 20}
+    events = drop(tmp_path)
+    assert [event["dropped"] for event in events] == [1, 4, 20, 40, 80, 160, 320]
+    assert [event["warning"] for event in events] == [False, False, True, True, True, True, True]
+    assert all(event["step"] == 1 for event in events)
+    assert events[2]["why"] == {"every reward 0": 20}
 
 
 def test_the_console_shows_an_answer_its_reward_and_what_to_change(
@@ -130,9 +130,9 @@ def test_a_resume_forgets_those_of_later_steps(tmp_path: Path) -> None:
 
 
 def test_the_board_shows_them_until_the_step_is_there(tmp_path: Path) -> None:
-    told = drop(tmp_path, count=4)
+    events = drop(tmp_path, count=4)
     board = RunBoard(info(tmp_path))
-    board.event("groups_dropped", told[-1])
+    board.event("groups_dropped", events[-1])
     assert board.dropped == "step 1: 4 groups dropped so far: 4 with every reward 0"
     board.write(1, {"reward": 0.5})
     assert not board.dropped

@@ -46,9 +46,9 @@ def run(policy: Policy, work: Callable[[Engine], Awaitable[Any]], *, context: in
     return asyncio.run(main())
 
 
-def sample(policy: Policy, asked: Sequence[tuple[Sequence[int], Sampling, int]], **options: Any) -> list[Completion]:
+def sample(policy: Policy, requests: Sequence[tuple[Sequence[int], Sampling, int]], **options: Any) -> list[Completion]:
     async def work(engine: Engine) -> list[Completion]:
-        return await asyncio.gather(*(engine.generate(*request) for request in asked))
+        return await asyncio.gather(*(engine.generate(*request) for request in requests))
 
     return run(policy, work, **options)  # type: ignore[no-any-return]
 
@@ -106,8 +106,8 @@ def test_no_text_stops_an_answer_before_min_tokens(policy: Policy) -> None:
 
 def test_rows_with_and_without_penalties_share_a_batch(policy: Policy, naive: Any) -> None:
     samplings = [Sampling(max_tokens=24), Sampling(repetition_penalty=1.4, max_tokens=24, min_tokens=24)]
-    asked = [(prompt, samplings[i % 2], i) for i, prompt in enumerate(PROMPTS)]
-    for (prompt, sampling, _), completion in zip(asked, sample(policy, asked), strict=True):
+    requests = [(prompt, samplings[i % 2], i) for i, prompt in enumerate(PROMPTS)]
+    for (prompt, sampling, _), completion in zip(requests, sample(policy, requests), strict=True):
         assert_agrees(naive, prompt, completion, sampling)
         assert len(completion.tokens) >= sampling.min_tokens
 
@@ -137,19 +137,19 @@ def test_tokens_are_drawn_with_their_probabilities(policy: Policy, naive: Any) -
 @pytest.mark.slow
 def test_the_cache_grows_and_keeps_what_it_holds(policy: Policy, naive: Any) -> None:
     sampling = Sampling(max_tokens=220)
-    asked = [(prompt, sampling, 10 + key) for key, prompt in enumerate(PROMPTS)]
-    done = sample(policy, asked)
+    requests = [(prompt, sampling, 10 + key) for key, prompt in enumerate(PROMPTS)]
+    done = sample(policy, requests)
     assert max(len(c.tokens) for c in done) > 150, "several times its first 64 places"
-    for (prompt, _, _), completion in zip(asked, done, strict=True):
+    for (prompt, _, _), completion in zip(requests, done, strict=True):
         assert_agrees(naive, prompt, completion, sampling)
 
 
 def test_rows_close_up_as_neighbours_end(policy: Policy, naive: Any) -> None:
     """Rows of many lengths end at many moments, first and last ones too; whoever moves keeps its past."""
-    asked = [
+    requests = [
         (PROMPTS[i % 6], Sampling(max_tokens=most), i) for i, most in enumerate((3, 40, 1, 17, 9, 40, 2, 25, 5, 33))
     ]
-    for (prompt, sampling, _), completion in zip(asked, sample(policy, asked), strict=True):
+    for (prompt, sampling, _), completion in zip(requests, sample(policy, requests), strict=True):
         assert_agrees(naive, prompt, completion, sampling)
         if completion.finish == "length":
             assert len(completion.tokens) == sampling.max_tokens
@@ -158,8 +158,8 @@ def test_rows_close_up_as_neighbours_end(policy: Policy, naive: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"max_rows": 1}, {"max_rows": 3}, {"max_rows": 64, "prefill_tokens": 5}])
 def test_more_requests_than_rows_or_prefill_tokens(policy: Policy, options: dict[str, int]) -> None:
-    asked = [(PROMPTS[i % 6], Sampling(max_tokens=4 + 3 * (i % 5)), i) for i in range(14)]
-    assert [c.tokens for c in sample(policy, asked, **options)] == [c.tokens for c in sample(policy, asked)]
+    requests = [(PROMPTS[i % 6], Sampling(max_tokens=4 + 3 * (i % 5)), i) for i in range(14)]
+    assert [c.tokens for c in sample(policy, requests, **options)] == [c.tokens for c in sample(policy, requests)]
 
 
 def test_no_more_rows_run_than_allowed(policy: Policy) -> None:
@@ -188,12 +188,12 @@ def test_siblings_share_one_prefill(policy: Policy, naive: Any, monkeypatch: pyt
 
     monkeypatch.setattr(policy, "hidden", spy)
     long, other, sampling = list(range(1, 31)), [9, 9, 9], Sampling(max_tokens=10)
-    asked = [(long, sampling, key) for key in range(5)] + [(other, sampling, key) for key in range(2)]
-    done = sample(policy, asked)
+    requests = [(long, sampling, key) for key in range(5)] + [(other, sampling, key) for key in range(2)]
+    done = sample(policy, requests)
     assert seen[0] == len(long) + len(other)
     assert set(seen[1:]) == {1}
     assert len({c.tokens for c in done}) == len(done), "each sibling draws from its own stream"
-    for (prompt, _, _), completion in zip(asked, done, strict=True):
+    for (prompt, _, _), completion in zip(requests, done, strict=True):
         assert_agrees(naive, prompt, completion, sampling)
 
 
@@ -222,10 +222,10 @@ def test_a_cancelled_request_gives_up_its_row(policy: Policy) -> None:
 
 def test_a_pause_that_lets_requests_end_admits_nobody_meanwhile(policy: Policy, naive: Any) -> None:
     """Rows that become free are not filled again, so that it ends when those under way have."""
-    asked = [([72, 105], Sampling(max_tokens=20, top_k=20), 0), ([5, 99], Sampling(max_tokens=4), 1)]
+    requests = [([72, 105], Sampling(max_tokens=20, top_k=20), 0), ([5, 99], Sampling(max_tokens=4), 1)]
 
     async def work(engine: Engine) -> list[Completion]:
-        tasks = [asyncio.create_task(engine.generate(*request)) for request in asked]
+        tasks = [asyncio.create_task(engine.generate(*request)) for request in requests]
         while (await engine.health()).running == 0:
             await asyncio.sleep(0)
         assert (await engine.health()).waiting == 1
@@ -237,7 +237,7 @@ def test_a_pause_that_lets_requests_end_admits_nobody_meanwhile(policy: Policy, 
         return await asyncio.gather(*tasks)
 
     done = run(policy, work, max_rows=1)
-    for (prompt, sampling, _), completion in zip(asked, done, strict=True):
+    for (prompt, sampling, _), completion in zip(requests, done, strict=True):
         assert_agrees(naive, prompt, completion, sampling)
 
 
@@ -247,10 +247,10 @@ def test_steps_that_end_requests_are_not_time_without_sampling(
     """By a clock that ticks once in every step of the engine."""
     hidden, steps = policy.hidden, 1
 
-    def counted(*asked: Any) -> torch.Tensor:
+    def counted(*arguments: Any) -> torch.Tensor:
         nonlocal steps
         steps += 1
-        return hidden(*asked)
+        return hidden(*arguments)
 
     async def work(engine: Engine) -> tuple[int, float, int]:
         task = asyncio.create_task(engine.generate([72, 105], Sampling(max_tokens=30, top_k=20), 0))
@@ -321,8 +321,8 @@ def test_a_failing_model_fails_who_waits_and_who_comes_later(policy: Policy, mon
 
     async def work(engine: Engine) -> None:
         monkeypatch.setattr(policy, "hidden", broken)
-        asked = [engine.generate([7], Sampling(), key) for key in range(3)]
-        for outcome in await asyncio.gather(*asked, return_exceptions=True):
+        requests = [engine.generate([7], Sampling(), key) for key in range(3)]
+        for outcome in await asyncio.gather(*requests, return_exceptions=True):
             assert isinstance(outcome, EngineError)
             assert "planted" in str(outcome)
         with pytest.raises(EngineError, match="planted"):

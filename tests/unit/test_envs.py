@@ -80,7 +80,7 @@ def test_arithmetic_worked_examples_are_turns_and_are_not_posed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"operators": ("/",)}, "operators must be"),
         ({"operators": ()}, "operators must be"),
@@ -94,8 +94,8 @@ def test_arithmetic_worked_examples_are_turns_and_are_not_posed() -> None:
         ({"terms": 9, "max_number": 999}, "10\\^18"),
     ],
 )
-def test_arithmetic_refuses_options_that_make_no_sense(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_arithmetic_refuses_options_that_make_no_sense(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         Arithmetic(**options)
 
 
@@ -149,12 +149,12 @@ class Scripted:
 
     async def reply(self) -> Message:
         assert self.open
-        said = Message(role="assistant", content=self._lines.pop(0))
-        self.messages = (*self.messages, said)
+        message = Message(role="assistant", content=self._lines.pop(0))
+        self.messages = (*self.messages, message)
         if self._cut is not None:
             self._cut -= 1
             self.open = self._cut > 0
-        return said
+        return message
 
     def add(self, *messages: Message) -> None:
         assert self.open
@@ -169,8 +169,8 @@ def play(env: Calculator, *lines: str, cut: int | None = None) -> tuple[list[tup
 
 
 def test_calculator_answers_a_call() -> None:
-    said, metrics = play(Calculator(), "Let me see <calc>12*34</calc>", "It is 408.", "never said")
-    assert said == [
+    messages, metrics = play(Calculator(), "Let me see <calc>12*34</calc>", "It is 408.", "never said")
+    assert messages == [
         ("assistant", "Let me see <calc>12*34</calc>"),
         ("user", "<result>408</result>"),
         ("assistant", "It is 408."),
@@ -179,21 +179,21 @@ def test_calculator_answers_a_call() -> None:
 
 
 def test_calculator_mistake_becomes_a_reply() -> None:
-    said, metrics = play(Calculator(role="tool"), "<calc>1/0</calc>", "<calc>import os</calc>", "Hm. 3")
-    assert said[1] == ("tool", "<error>division by zero</error>")
-    assert said[3][1].startswith("<error>only numbers")
+    messages, metrics = play(Calculator(role="tool"), "<calc>1/0</calc>", "<calc>import os</calc>", "Hm. 3")
+    assert messages[1] == ("tool", "<error>division by zero</error>")
+    assert messages[3][1].startswith("<error>only numbers")
     assert metrics == {"tool_calls": 2.0, "tool_errors": 2.0}
 
 
 def test_calculator_ends_with_the_policy_speaking() -> None:
-    said, metrics = play(Calculator(max_turns=2), "<calc>1</calc>", "<calc>2</calc>", "never said")
-    assert [role for role, _ in said] == ["assistant", "user", "assistant"]
+    messages, metrics = play(Calculator(max_turns=2), "<calc>1</calc>", "<calc>2</calc>", "never said")
+    assert [role for role, _ in messages] == ["assistant", "user", "assistant"]
     assert metrics["tool_calls"] == 2.0
 
 
 def test_calculator_stops_when_the_chat_is_cut() -> None:
-    said, _ = play(Calculator(), "<calc>1</calc>", "never said", cut=1)
-    assert [role for role, _ in said] == ["assistant"]
+    messages, _ = play(Calculator(), "<calc>1</calc>", "never said", cut=1)
+    assert [role for role, _ in messages] == ["assistant"]
 
 
 # reasoning-gym

@@ -26,7 +26,7 @@ def train(env: Dataset | Gsm8k) -> list[Task]:
     return list(env.tasks("train"))
 
 
-def asked(content: str, *before: Message) -> tuple[Message, ...]:
+def user_prompt(content: str, *before: Message) -> tuple[Message, ...]:
     return (*before, Message(role="user", content=content))
 
 
@@ -45,7 +45,7 @@ def test_gsm8k_reads_a_local_file(tmp_path: Path) -> None:
     tasks = train(env)
     assert [task.id for task in tasks] == ["train/1", "train/2", "train/3"]
     assert [task.answer for task in tasks] == ["7", "2,000", "10"]
-    assert tasks[0].prompt == asked(EGGS["question"] + "\nBe brief.")
+    assert tasks[0].prompt == user_prompt(EGGS["question"] + "\nBe brief.")
     assert env.check(tasks[0]) == f"This follows from what is asked: {EGGS['question']}\nHe has 3+4=7 eggs.\n#### 7"
     assert tasks[0].meta["question"] == EGGS["question"]
 
@@ -106,8 +106,8 @@ def test_jsonl_with_bom_and_blank_lines(tmp_path: Path) -> None:
     file.write_bytes(b'\xef\xbb\xbf{"prompt": "a", "answer": "1"}\r\n\r\n  \n{"prompt": "b", "answer": 2, "n": [1]}')
     tasks = train(Dataset(path=str(file), test_share=0.0))
     assert [(task.id, task.prompt, task.answer) for task in tasks] == [
-        ("train/1", asked("a"), "1"),
-        ("train/4", asked("b"), "2"),
+        ("train/1", user_prompt("a"), "1"),
+        ("train/4", user_prompt("b"), "2"),
     ]
     assert tasks[1].meta == {"prompt": "b", "answer": 2, "n": [1]}
 
@@ -117,14 +117,14 @@ def test_csv_with_bom_quotes_and_line_breaks(tmp_path: Path) -> None:
     file.write_bytes('\ufeffprompt,answer\r\n"a, or\nb?","1,000"\r\n\r\nß?,2\r\n'.encode())
     tasks = train(Dataset(path=str(file), test_share=0.0))
     assert [(task.id, task.prompt, task.answer) for task in tasks] == [
-        ("train/3", asked("a, or\nb?"), "1,000"),
-        ("train/5", asked("ß?"), "2"),
+        ("train/3", user_prompt("a, or\nb?"), "1,000"),
+        ("train/5", user_prompt("ß?"), "2"),
     ]
 
 
 def test_tsv(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_text("prompt\tanswer\na, b\t1\n")
-    assert train(Dataset(path=str(tmp_path / "a.tsv"), test_share=0.0))[0].prompt == asked("a, b")
+    assert train(Dataset(path=str(tmp_path / "a.tsv"), test_share=0.0))[0].prompt == user_prompt("a, b")
 
 
 @pytest.mark.slow
@@ -153,7 +153,7 @@ def test_template_names_columns(tmp_path: Path) -> None:
         path=path, prompt="{context}\n\n{question}", answer="label", system="S", instruction="I", test_share=0
     )
     (task,) = train(env)
-    assert task.prompt == asked("It {rains}.\n\nWet?\nI", Message(role="system", content="S"))
+    assert task.prompt == user_prompt("It {rains}.\n\nWet?\nI", Message(role="system", content="S"))
     assert task.answer == "yes"
     assert env.check(task) == "yes"
 
@@ -177,7 +177,7 @@ def test_messages_column(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "said"),
+    ("prompt", "message"),
     [
         ([], "should end with a user's message, got nothing"),
         ([{"role": "assistant", "content": "hi"}], "got an assistant's message"),
@@ -189,12 +189,12 @@ def test_messages_column(tmp_path: Path) -> None:
         ({"text": "hi"}, "should hold text, got an object"),
     ],
 )
-def test_malformed_prompts_name_the_line(tmp_path: Path, prompt: Any, said: str | None) -> None:
+def test_malformed_prompts_name_the_line(tmp_path: Path, prompt: Any, message: str | None) -> None:
     env = Dataset(path=jsonl(tmp_path / "a.jsonl", {"prompt": "ok"}, {"prompt": prompt}), answer="", test_share=0)
-    if said is None:
+    if message is None:
         assert len(train(env)) == 2
         return
-    with pytest.raises(EnvError, match=said) as caught:
+    with pytest.raises(EnvError, match=message) as caught:
         train(env)
     assert str(caught.value).startswith(f"{tmp_path}/a.jsonl:2: column 'prompt'")
 
@@ -203,7 +203,7 @@ def test_malformed_prompts_name_the_line(tmp_path: Path, prompt: Any, said: str 
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ('{"prompt": "b", ', r":2: not valid JSON: .* at column 16; each line must be one JSON object"),
         ('{"prompt": "b', r":2: not valid JSON: Unterminated string starting at column 12; each line must be one"),
@@ -214,9 +214,9 @@ def test_malformed_prompts_name_the_line(tmp_path: Path, prompt: Any, said: str 
         ('{"prompt": "b", "answer": ["1"]}', ":2: column 'answer' should hold text, got a list"),
     ],
 )
-def test_malformed_row_names_its_line(tmp_path: Path, line: str, said: str) -> None:
+def test_malformed_row_names_its_line(tmp_path: Path, line: str, message: str) -> None:
     path = jsonl(tmp_path / "a.jsonl", {"prompt": "a", "answer": "1"}, line)
-    with pytest.raises(EnvError, match=r"a\.jsonl" + said):
+    with pytest.raises(EnvError, match=r"a\.jsonl" + message):
         train(Dataset(path=path, test_share=0.0))
 
 
@@ -321,12 +321,12 @@ def transforms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_transform_changes_rows_and_leaves_some_out(transforms: str) -> None:
     tasks = train(Dataset(path=transforms, transform="row_changes:good", test_share=0.0))
     assert [task.answer for task in tasks] == ["0", "1", "3"]
-    assert tasks[0].prompt == asked("What is 0?")
+    assert tasks[0].prompt == user_prompt("What is 0?")
     assert tasks[0].meta["a"] == 0
 
 
 @pytest.mark.parametrize(
-    ("transform", "said"),
+    ("transform", "message"),
     [
         ("row_changes:bad", r"a\.jsonl:1: transform row_changes:bad raised ZeroDivisionError"),
         ("row_changes:wrong", r"a\.jsonl:1: transform row_changes:wrong returned list, expected the row or None"),
@@ -335,8 +335,8 @@ def test_transform_changes_rows_and_leaves_some_out(transforms: str) -> None:
         ("no_such_module:fn", "cannot be imported: No module named 'no_such_module'"),
     ],
 )
-def test_transform_mistakes(transforms: str, transform: str, said: str) -> None:
-    with pytest.raises(EnvError, match=said):
+def test_transform_mistakes(transforms: str, transform: str, message: str) -> None:
+    with pytest.raises(EnvError, match=message):
         train(Dataset(path=transforms, transform=transform, test_share=0.0))
 
 

@@ -15,7 +15,7 @@ NUMBERS: dict[str, Any] = {
     "tasks": 2, "mean": 0.5, "mean_ci": [0.1, 0.9], "pass_at": {"1": 0.5}, "pass_ci": [0.1, 0.9], "tokens": 4.0,
     "truncated": 0.0, "failed": 0,
 }  # fmt: skip
-SAID = [
+ROLLOUTS = [
     {"task": "a", "prompt": "1 + 1?", "answer": "2", "text": "It is 3.", "reward": 0.0},
     {"task": "b", "prompt": "2 + 2?", "answer": "4", "text": "It is 4.", "reward": 1.0},
     {"task": "c", "prompt": "3 + 3?", "answer": "6", "text": "Six?", "reward": 0.5},
@@ -25,7 +25,7 @@ SAID = [
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     async def evaluated(config: Any, *, weights: Path | None) -> dict[str, Any]:
-        return {**NUMBERS, "env": "arithmetic", "samples": 1, "envs": {"arithmetic": NUMBERS}, "rollouts": SAID}
+        return {**NUMBERS, "env": "arithmetic", "samples": 1, "envs": {"arithmetic": NUMBERS}, "rollouts": ROLLOUTS}
 
     monkeypatch.setattr(run, "evaluate", evaluated)
     path = tmp_path / "recipe.yaml"

@@ -109,10 +109,10 @@ class Player:
 
     def __init__(self, answers: dict[str, tuple[str, ...]]) -> None:
         self.answers = answers
-        self.asked: list[tuple[str, int, Sampling]] = []
+        self.requests: list[tuple[str, int, Sampling]] = []
 
     async def run(self, task: Task, *, id: str, index: int, size: int, sampling: Sampling) -> Group:
-        self.asked.append((id, size, sampling))
+        self.requests.append((id, size, sampling))
         made = tuple(rollout(task, f"{id}/{n}", kind) for n, kind in enumerate(self.answers[task.id]))
         return Group(id=id, index=index, env="sums", rollouts=made)
 
@@ -132,16 +132,16 @@ def runner(name: str, player: Player, label: str = "") -> EnvRunner:
 
 
 def evaluator(player: Player, samples: int, due: Any = lambda step: True) -> tuple[Evaluator, list[Any]]:
-    told: list[Any] = []
+    records: list[Any] = []
     made = Evaluator(
         runners=[runner("sums", player)] if player.answers else [],
         samples=samples,
         sampling=Sampling(temperature=0.5),
         due=due,
-        record=told.append,
-        happened=lambda name, step: told.append((name, step)),
+        record=records.append,
+        happened=lambda name, step: records.append((name, step)),
     )
-    return made, told
+    return made, records
 
 
 ANSWERS = {
@@ -171,8 +171,8 @@ def test_summary_counts_failed_answers_as_wrong() -> None:
     assert record["tokens"] == pytest.approx((4 * (len(answered) - 1) + 8) / len(answered))
     assert record["mean_ci"] == list(interval([1.0, 0.25, 0.25, 0.0]))
     assert record["pass_ci"] == list(interval([1.0, 1.0, 1.0, 0.0]))
-    told = {"task": "b", "prompt": "b?", "answer": "7", "text": "wrong", "reward": 0.5}
-    assert record["rollouts"][1] == told | {"truncated": False, "error": ""}
+    row = {"task": "b", "prompt": "b?", "answer": "7", "text": "wrong", "reward": 0.5}
+    assert record["rollouts"][1] == row | {"truncated": False, "error": ""}
     assert record["rollouts"][2]["error"] == "it broke"
 
 
@@ -188,7 +188,7 @@ def test_several_environments_are_told_together_and_each_by_itself() -> None:
     assert record["envs"]["hard"]["mean"] == pytest.approx((4 + 4 + 0) / 12), "by its own first reward"
     assert record["mean"] == pytest.approx((4 + 4 + 4 + 0) / 16), "over all tasks"
     assert record["envs"]["hard"]["mean_ci"] == list(interval([1.0, 1.0, 0.0]))
-    assert [id for id, *_ in hard.asked] == ["hard/a@eval", "hard/b@eval", "hard/d@eval"]
+    assert [id for id, *_ in hard.requests] == ["hard/a@eval", "hard/b@eval", "hard/d@eval"]
     assert [row["task"] for row in record["rollouts"]] == ["easy/a", "hard/a", "hard/b", "hard/d"]
 
 
@@ -197,9 +197,9 @@ def test_every_evaluation_asks_the_same() -> None:
     player = Player(ANSWERS)
     made, _ = evaluator(player, 4)
     asyncio.run(made(0))
-    first, player.asked = player.asked, []
+    first, player.requests = player.requests, []
     asyncio.run(made(9))
-    assert player.asked == first
+    assert player.requests == first
     assert [id for id, *_ in first] == [f"{id}@eval" for id in ANSWERS]
     assert {(size, sampling.temperature) for _, size, sampling in first} == {(4, 0.5)}
 
@@ -211,15 +211,15 @@ TRAINING = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("asked", [{}, {"temperature": 0}, {"top_p": 1.0}, {"temperature": 1.0, "top_p": 0.5}])
-def test_answers_are_sampled_as_those_that_are_trained_on_but_for_what_is_said(asked: dict[str, float]) -> None:
+@pytest.mark.parametrize("overrides", [{}, {"temperature": 0}, {"top_p": 1.0}, {"temperature": 1.0, "top_p": 0.5}])
+def test_answers_are_sampled_as_those_that_are_trained_on_but_for_what_is_said(overrides: dict[str, float]) -> None:
     assert set(TRAINING) == {f.name for f in dataclasses.fields(Sampling)}, "an option of sampling is not looked at"
-    options = {"model": "m", "steps": 1, "env": "arithmetic", "sampling": TRAINING, "evaluate": asked}
+    options = {"model": "m", "steps": 1, "env": "arithmetic", "sampling": TRAINING, "evaluate": overrides}
     options |= {"engine": "vllm", "old_logprobs": "recomputed"}  # which a regex needs
     config = from_options(options, [], Path("r.yaml")).config
     assert all(getattr(config.sampling, f.name) != f.default for f in dataclasses.fields(Sampling))
     made = of_recipe(config, [])
-    assert made.sampling == dataclasses.replace(config.sampling, **asked)
+    assert made.sampling == dataclasses.replace(config.sampling, **overrides)
 
 
 def test_ks_are_powers_of_two_and_the_number_of_samples() -> None:
@@ -231,15 +231,15 @@ def test_ks_are_powers_of_two_and_the_number_of_samples() -> None:
 
 def test_nothing_is_done_unless_due() -> None:
     player = Player(ANSWERS)
-    made, told = evaluator(player, 4, due=lambda step: step == 5)
+    made, records = evaluator(player, 4, due=lambda step: step == 5)
     asyncio.run(made.maybe(4))
-    assert told == []
-    assert player.asked == []
+    assert records == []
+    assert player.requests == []
     asyncio.run(made.maybe(5))
-    assert [told[0], told[1]["step"], told[2]] == [("eval_started", 5), 5, ("eval_done", 5)]
-    empty, told = evaluator(Player({}), 4)
+    assert [records[0], records[1]["step"], records[2]] == [("eval_started", 5), 5, ("eval_done", 5)]
+    empty, records = evaluator(Player({}), 4)
     asyncio.run(empty.maybe(5))
-    assert told == []
+    assert records == []
 
 
 def test_solved_reads_the_first_reward_alone() -> None:
@@ -257,18 +257,18 @@ def test_measure_tells_scored_from_failed() -> None:
         asyncio.run(player.run(Task(id=id, env="e", prompt=(), answer=""), id=id, index=0, size=4, sampling=Sampling()))
         for id in ANSWERS
     ]
-    found = {
+    scalars = {
         name: number
         for metric, value in measure(groups, Solved(reward="number", full_marks=1.0)).items()
         for name, number in value.scalars(metric).items()
     }
-    assert found["rollouts/failed"] == 6
-    assert found["accuracy"] == pytest.approx(6 / 10), "of those that could be scored"
-    assert found["reward/number"] == pytest.approx(6 / 10)
-    assert found["reward/length"] == pytest.approx(0.5)
-    assert found["reward"] == pytest.approx(1.1)
-    assert found["tokens/generated"] == 4 * 10 + 8
-    assert found["rollouts/truncated"] == pytest.approx(1 / 10)
+    assert scalars["rollouts/failed"] == 6
+    assert scalars["accuracy"] == pytest.approx(6 / 10), "of those that could be scored"
+    assert scalars["reward/number"] == pytest.approx(6 / 10)
+    assert scalars["reward/length"] == pytest.approx(0.5)
+    assert scalars["reward"] == pytest.approx(1.1)
+    assert scalars["tokens/generated"] == 4 * 10 + 8
+    assert scalars["rollouts/truncated"] == pytest.approx(1 / 10)
 
 
 def test_measure_tells_environments_apart() -> None:
@@ -284,9 +284,9 @@ def test_measure_tells_environments_apart() -> None:
         group("b", ("right", "right"), calls=9.0),
     ]
     values = measure(groups, Solved(reward="number", full_marks=1.0))
-    found = {name: number for metric, value in values.items() for name, number in value.scalars(metric).items()}
-    told = {name: number for name, number in found.items() if name.startswith("env/")}
-    assert told == {
+    scalars = {name: number for metric, value in values.items() for name, number in value.scalars(metric).items()}
+    per_env = {name: number for name, number in scalars.items() if name.startswith("env/")}
+    assert per_env == {
         "env/a/reward": pytest.approx((1.5 + 0.5 + 0.5 + 0.5 + 1.5) / 5),
         "env/a/accuracy": pytest.approx(2 / 5),
         "env/a/groups": 3.0,

@@ -36,7 +36,7 @@ def test_numbers_are_listed_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("1/0", "division by zero"),
         ("0^-1", "division by zero"),
@@ -53,8 +53,8 @@ def test_numbers_are_listed_in_order() -> None:
         ("(" * 250, "well-formed"),
     ],
 )
-def test_refusals_say_why(text: str, said: str) -> None:
-    with pytest.raises(BadExpression, match=said):
+def test_refusals_say_why(text: str, message: str) -> None:
+    with pytest.raises(BadExpression, match=message):
         evaluate(text)
 
 

@@ -38,14 +38,14 @@ def drawn(sampling: Sampling, count: int = 1) -> list[Completion]:
 def test_logprobs_are_those_of_the_penalised_distribution(sampling: Sampling) -> None:
     for answer in drawn(sampling, 8):
         assert len(answer.tokens) >= sampling.min_tokens or answer.tokens[-1] == VOCABULARY - 1
-        for i, (token, told) in enumerate(zip(answer.tokens, answer.logprobs, strict=True)):
+        for i, (token, logprob) in enumerate(zip(answer.tokens, answer.logprobs, strict=True)):
             row = penalised(torch.zeros(VOCABULARY).double(), PROMPT, answer.tokens[:i], sampling)
             row /= sampling.temperature
             if i < sampling.min_tokens:
                 row[[VOCABULARY - 1, *sampling.stop_token_ids]] = -math.inf
             least = min(row[list(support(row, sampling))])
             kept = row.masked_fill(row < least, -math.inf)  # tokens that tie at the edge are all in
-            assert told == pytest.approx(kept.log_softmax(-1)[token].item(), abs=1e-6)
+            assert logprob == pytest.approx(kept.log_softmax(-1)[token].item(), abs=1e-6)
 
 
 @pytest.mark.slow

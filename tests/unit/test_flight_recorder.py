@@ -150,7 +150,7 @@ def test_every_group_is_given_up() -> None:
 
 def ended(rank_lost_first: bool) -> tuple[RankError, list[str]]:
     """What a run ends by when a collective is late, and who was told to give up."""
-    told: list[str] = []
+    notified: list[str] = []
 
     async def fault() -> str:
         return "a collective is late"
@@ -158,13 +158,13 @@ def ended(rank_lost_first: bool) -> tuple[RankError, list[str]]:
     async def run() -> RankError:
         ranks = Ranks(MEETING, 2)
         ranks.advice = "; look there"
-        ranks.on_failure.append(lambda: told.append("give up"))
+        ranks.on_failure.append(lambda: notified.append("give up"))
         if rank_lost_first:
             asyncio.get_running_loop().call_soon(ranks._end, "rank 1 was lost")
         await ranks.end_at(fault())
         return ranks.error
 
-    return asyncio.run(run()), told
+    return asyncio.run(run()), notified
 
 
 @pytest.mark.parametrize(("rank_lost_first", "why"), [(False, "a collective is late"), (True, "rank 1 was lost")])
@@ -172,10 +172,10 @@ def test_a_fault_ends_the_run_unless_a_lost_rank_has(
     monkeypatch: pytest.MonkeyPatch, rank_lost_first: bool, why: str
 ) -> None:
     monkeypatch.setattr(crew, "ALONG_SECONDS", 0.05)
-    error, told = ended(rank_lost_first)
+    error, notified = ended(rank_lost_first)
     assert why in str(error)
     assert str(error).endswith("; look there")
-    assert told == ["give up"]
+    assert notified == ["give up"]
 
 
 @pytest.mark.parametrize(("watched", "seconds"), [(True, 5.0), (False, 86_400.0)])

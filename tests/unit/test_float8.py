@@ -35,13 +35,13 @@ def passed(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
     out = policy.hidden(torch.arange(18)[None], torch.as_tensor(sequential_positions(plan))[None], plan)
     torch.manual_seed(0)
     (out * torch.randn_like(out)).sum().backward()
-    found = {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
     policy.model.zero_grad()
-    return out.detach(), found
+    return out.detach(), gradients
 
 
-def off(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
+def off(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 @pytest.mark.usefixtures("small")
@@ -64,9 +64,9 @@ def test_layers_compute_in_8_bits_by_the_same_parameters(tiny_model: Path, train
         assert len(changed) == 10
         assert {id(p) for p in policy.model.parameters()} == before
         assert list(policy.model.state_dict()) == names
-        found, others = passed(policy)
+        actual, others = passed(policy)
         assert others.keys() == gradients.keys()
-        assert 1e-3 < off(found, want) < 0.1, "3 bits of mantissa round by 2^-4 at most"
+        assert 1e-3 < off(actual, want) < 0.1, "3 bits of mantissa round by 2^-4 at most"
         whole = [torch.cat([g.flatten() for g in some.values()]) for some in (others, gradients)]
         assert off(*whole) < 0.15
 

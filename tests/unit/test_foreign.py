@@ -56,14 +56,14 @@ RUN = RunParameters(
 
 def sent(name: str, *scores: float, version: int | None = None, **changed: Any) -> ScoredGroup:
     """A group as an environment sends it: one prompt token, two trained ones."""
-    told = {"tandem_task": name} | ({} if version is None else {"tandem_version": version})
+    overrides = {"tandem_task": name} | ({} if version is None else {"tandem_version": version})
     n = len(scores or (0.0, 1.0))
     plain: dict[str, Any] = {
         "tokens": [[1, 2, 3]] * n,
         "masks": [[-100, 2, 3]] * n,
         "scores": list(scores or (0.0, 1.0)),
         "inference_logprobs": [[1.0, -0.5, -0.5]] * n,
-        "group_overrides": told,
+        "group_overrides": overrides,
         **changed,
     }
     return ScoredGroup(**plain)
@@ -126,9 +126,9 @@ class Local:
         if taken is None:
             self.on_empty()
             return None
-        return self._told(taken)
+        return self._as_taken(taken)
 
-    def _told(self, taken: ServedBatch) -> TakenBatch:
+    def _as_taken(self, taken: ServedBatch) -> TakenBatch:
         return TakenBatch(
             id=taken.id if self.leases else None,
             groups=[entry.payload for entry in taken.entries],
@@ -161,7 +161,7 @@ class Trainer:
 
     def source(self, **options: Any) -> BrokerSource:
         rules = {name: options.pop(name) for name in ("env_advantages", "policy_logprobs") if name in options}
-        given_ = {
+        defaults = {
             "groups_per_step": 2,
             "group_size": 2,
             "max_lag": 2,
@@ -171,7 +171,7 @@ class Trainer:
         return BrokerSource(
             broker=self.broker,
             run=RUN,
-            options=BrokerSourceOptions(**{**given_, **options}, rules=Rules(**rules), poll_seconds=0.0),
+            options=BrokerSourceOptions(**{**defaults, **options}, rules=Rules(**rules), poll_seconds=0.0),
             version=lambda: self.step,
             solved=full_marks,
             on_drop=lambda reason, group: self.dropped.append((reason, group.id.partition("@")[0])),
@@ -258,11 +258,11 @@ def test_a_broker_that_forgot_is_told_again() -> None:
 @pytest.mark.parametrize("hangs", [False, True], ids=["the broker has nothing", "the broker does not answer"])
 def test_where_nobody_can_sample_any_more_nothing_is_waited_for(hangs: bool) -> None:
     class Silent(Local):
-        async def batch(self, **asked: Any) -> TakenBatch | None:
+        async def batch(self, **arguments: Any) -> TakenBatch | None:
             if hangs and self.polls:
                 self.on_empty()
                 await asyncio.Event().wait()
-            return await super().batch(**asked)
+            return await super().batch(**arguments)
 
     broker = Silent()
     broker.put(sent("a"), sent("b"))
@@ -307,19 +307,21 @@ def test_a_broker_that_goes_on_with_another_batch_size_is_an_error() -> None:
 
 @pytest.mark.parametrize("where", ["generation_params", "group_overrides", "overrides"])
 @pytest.mark.parametrize(
-    "given",
+    "options",
     [{"top_p": 0.9}, {"top_k": 9}, {"min_p": 0.1}, {"repetition_penalty": 1.1}, {"presence_penalty": -1},
      {"frequency_penalty": 0.5}, {"min_tokens": 3}],
-    ids=lambda given: next(iter(given)),
+    ids=lambda options: next(iter(options)),
 )  # fmt: skip
-def test_groups_that_say_that_they_were_sampled_otherwise_end_the_run(given: dict[str, Any], where: str) -> None:
-    ((name, value),) = given.items()
+def test_groups_that_say_that_they_were_sampled_otherwise_end_the_run(options: dict[str, Any], where: str) -> None:
+    ((name, value),) = options.items()
     same = Local()
-    same.put(sent("a"), sent("b", **{where: [given, {}] if where == "overrides" else {**given, "tandem_task": "b"}}))
+    same.put(
+        sent("a"), sent("b", **{where: [options, {}] if where == "overrides" else {**options, "tandem_task": "b"}})
+    )
     run_like_it = Sampling(**{name: value})
     assert taken(same, 1, sampling=run_like_it)[0] == [["a", "b"]], "groups that say nothing are taken as they are"
     other = Local()
-    other.put(sent("a"), sent("b", **{where: [{}, given] if where == "overrides" else given}))
+    other.put(sent("a"), sent("b", **{where: [{}, options] if where == "overrides" else options}))
     own = getattr(Sampling(), name)
     with pytest.raises(BrokerError, match=rf"samples with {name} {value}, .* with {own:g}; .* sampling\.{name}"):
         taken(other, 1)
@@ -327,7 +329,7 @@ def test_groups_that_say_that_they_were_sampled_otherwise_end_the_run(given: dic
 
 def test_what_is_no_number_says_nothing_of_sampling() -> None:
     broker = Local()
-    said = {
+    params = {
         "top_p": None,
         "top_k": -1,
         "min_p": "0.1",
@@ -335,7 +337,7 @@ def test_what_is_no_number_says_nothing_of_sampling() -> None:
         "repetition_penalty": 1,
         "temperature": 0.5,
     }
-    broker.put(sent("a", generation_params=said), sent("b", generation_params=unrecorded_options(Sampling())))
+    broker.put(sent("a", generation_params=params), sent("b", generation_params=unrecorded_options(Sampling())))
     assert taken(broker, 1)[0] == [["a", "b"]]
 
 
@@ -460,12 +462,12 @@ def test_what_is_ignored_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     broker.put(*(sent(f"g{n}", ref_logprobs=rows, advantages=rows) for n in range(4)))
     with caplog.at_level(logging.WARNING):
         taken(broker, 2)
-    told = sorted({record.getMessage() for record in caplog.records})
-    assert len(told) == 3
-    assert "body.tokens: odd" in told[0]
-    assert "send advantages" in told[1]
-    assert "broker.env_advantages: true" in told[1]
-    assert "send ref_logprobs" in told[2]
+    warnings = sorted({record.getMessage() for record in caplog.records})
+    assert len(warnings) == 3
+    assert "body.tokens: odd" in warnings[0]
+    assert "send advantages" in warnings[1]
+    assert "broker.env_advantages: true" in warnings[1]
+    assert "send ref_logprobs" in warnings[2]
 
 
 def test_environments_without_end_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -630,9 +632,9 @@ def test_what_is_held_is_renewed_until_the_end_even_after_an_outage(monkeypatch:
 
 def test_a_step_has_the_sequences_of_a_batch_though_rollouts_are_several() -> None:
     broker = Local()
-    told = {"tandem_task": "wide", "tandem_rollouts": [0, 0, 0, 1]}
+    overrides = {"tandem_task": "wide", "tandem_rollouts": [0, 0, 0, 1]}
     tokens = [[1, 2, 3], [8, 2, 3], [9, 2, 3], [1, 2, 3]]
-    broker.put(sent("", 1.0, 1.0, 1.0, 0.0, tokens=tokens, group_overrides=told), sent("g0"), sent("g1"))
+    broker.put(sent("", 1.0, 1.0, 1.0, 0.0, tokens=tokens, group_overrides=overrides), sent("g0"), sent("g1"))
     batches, _ = taken(broker, 2)
     assert batches == [["wide"], ["g0", "g1"]]
 
@@ -643,13 +645,13 @@ def test_the_numbers_of_a_step_are_of_its_groups_though_more_had_arrived() -> No
     broker.put(sent("zero_variance", 1.0, 1.0), sent("a"), sent("b", 0.0, 0.5), sent("c"), sent("d"), sent("e"))
 
     async def go() -> list[tuple[list[str], float, float]]:
-        found = []
+        rows = []
         async with Trainer(broker).source().open(DataState()) as source:
             for _ in range(2):
                 batch = names(await source.take())
                 numbers = flatten(source.metrics())
-                found.append((batch, numbers["reward"], numbers["tokens/generated"]))
-        return found
+                rows.append((batch, numbers["reward"], numbers["tokens/generated"]))
+        return rows
 
     # Two tokens are sampled of each answer; the first step has the flat group too.
     assert run(go()) == [(["a", "b"], 3.5 / 6, 12.0), (["c", "d"], 0.5, 8.0)]
@@ -758,9 +760,9 @@ def test_a_data_state_survives_json() -> None:
 def test_a_record_has_no_number_where_nobody_told_one(
     trained: tuple[float, ...], numbers: tuple[float | None, ...]
 ) -> None:
-    told = sent("a", inference_logprobs=None, advantages=[[0.0, 0.25, -1.0], [0.0] * 3])
+    wired = sent("a", inference_logprobs=None, advantages=[[0.0, 0.25, -1.0], [0.0] * 3])
     rules = Rules(policy_logprobs=True, env_advantages=True)
-    group = group_from_wire(told, id="a@0", version=0, rules=rules)
+    group = group_from_wire(wired, id="a@0", version=0, rules=rules)
     batch = StepBatch(micro=(), groups=(group,), advantages={"a@0/0": -0.375}, num_loss_tokens=2, num_samples=1)
     stats = StepStats(metrics={}, logprobs={"a@0/0": trained})
 

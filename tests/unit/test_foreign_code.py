@@ -29,16 +29,16 @@ class Mine(Arithmetic):
     wrong: str = ""
 
     def tasks(self, split):
-        found = super().tasks(split)
+        tasks = super().tasks(split)
         if self.wrong == "raises":
-            return found[len(self.missing)]
+            return tasks[len(self.missing)]
         if self.wrong == "generator":
-            return (task for task in found)
+            return (task for task in tasks)
         if self.wrong == "texts":
             return ["1 + 1", "2 + 2"]
         if self.wrong == "empty":
             return []
-        return None if self.wrong == "none" else found
+        return None if self.wrong == "none" else tasks
 
     def check(self, task):
         return 1 / 0 if self.wrong == "check raises" else 7 if self.wrong == "check" else super().check(task)
@@ -65,7 +65,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ("raises", "tasks('train') raised AttributeError: 'Mine' object has no attribute 'missing' (my_env.py:14 in"),
         ("none", "tasks('train') (my_env.py:11) returned None; expected a sequence of Task, such as a list"),
@@ -74,10 +74,10 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
         ("empty", "mine has no train tasks"),
     ],
 )  # fmt: skip
-def test_tasks(mine: Callable[[str], Any], wrong: str, said: str) -> None:
+def test_tasks(mine: Callable[[str], Any], wrong: str, message: str) -> None:
     with pytest.raises(EnvError) as caught:
         environments.tasks_of("mine", EnvSource(env=mine(wrong)), "train")
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -86,21 +86,21 @@ def test_tasks_that_are_right(mine: Callable[[str], Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ("check raises", "raised ZeroDivisionError: division by zero (my_env.py:24 in check)"),
         ("check", "check() (my_env.py:23) returned a int for task"),
     ],
 )
-def test_check(mine: Callable[[str], Any], wrong: str, said: str) -> None:
+def test_check(mine: Callable[[str], Any], wrong: str, message: str) -> None:
     env = mine(wrong)
     with pytest.raises(EnvError) as caught:
         asyncio.run(siblings(env, graders=None, tasks=env.tasks("train")[:2]))  # type: ignore[arg-type]
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ("mixed", "returned the metric 'tool': 'calculator' (str); expected a number by its name"),
         ("keys", "returned the metric '1': '2.0' (float); expected a number by its name"),
@@ -109,16 +109,16 @@ def test_check(mine: Callable[[str], Any], wrong: str, said: str) -> None:
         ("fine", ""),
     ],
 )
-def test_metrics(mine: Callable[[str], Any], wrong: str, said: str) -> None:
+def test_metrics(mine: Callable[[str], Any], wrong: str, message: str) -> None:
     env = mine(wrong)
     worker = GroupRunner(name="mine", env=env, engine=None, graders=None, template=None, seed=0)  # type: ignore[arg-type]
     task, never = env.tasks("train")[0], _Never()
     rollout = asyncio.run(worker._play(task, (1,), "mine/1", never))  # type: ignore[arg-type]
-    if not said:
+    if not message:
         assert (rollout.status, rollout.metrics) == ("ok", {"calls": 1.0})
         return
     assert rollout.status == "error"
-    assert rollout.error.startswith(f"environment: play() (my_env.py:26) {said}")
+    assert rollout.error.startswith(f"environment: play() (my_env.py:26) {message}")
 
 
 class _Never:
@@ -144,11 +144,11 @@ def test_the_command_line_tells_whose_an_error_is(
     monkeypatch.setattr(list_parts, "list_parts", theirs)
     with pytest.raises(SystemExit) as ended:
         main(["list"])
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert ended.value.code == 1
-    assert said.startswith("tandem: ZeroDivisionError: division by zero (my_env.py:24 in check")
-    assert "it is your code, and --debug shows how" in said
-    assert len(said.splitlines()) == 1
+    assert stderr.startswith("tandem: ZeroDivisionError: division by zero (my_env.py:24 in check")
+    assert "it is your code, and --debug shows how" in stderr
+    assert len(stderr.splitlines()) == 1
     with pytest.raises(SystemExit):
         main(["list", "--debug"])
     assert "Traceback" in capsys.readouterr().err

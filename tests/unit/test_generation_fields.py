@@ -11,7 +11,9 @@ import pytest
 from tandem.compat.generation import FIELDS, translated
 from tandem.types import Sampling
 
-FOUND = sorted((Path(__file__).parents[2] / ".venv-engine").glob("lib/python3*/site-packages/vllm/sampling_params.py"))
+VLLM_SOURCES = sorted(
+    (Path(__file__).parents[2] / ".venv-engine").glob("lib/python3*/site-packages/vllm/sampling_params.py")
+)
 
 
 def test_each_says_one_thing_and_options_exist() -> None:
@@ -24,9 +26,9 @@ def test_each_says_one_thing_and_options_exist() -> None:
     )
 
 
-@pytest.mark.skipif(not FOUND, reason="there is no vLLM beside this environment")
+@pytest.mark.skipif(not VLLM_SOURCES, reason="there is no vLLM beside this environment")
 def test_none_of_vllms_is_forgotten() -> None:
-    tree = ast.parse(FOUND[0].read_text())
+    tree = ast.parse(VLLM_SOURCES[0].read_text())
     (params,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "SamplingParams"]
     names = {n.target.id for n in params.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
     made_by_vllm = {"output_text_buffer_length"}
@@ -34,21 +36,21 @@ def test_none_of_vllms_is_forgotten() -> None:
 
 
 def test_values_are_brought_into_sampling() -> None:
-    found = translated(
+    translation = translated(
         {"stop": "a", "top_k": -1, "min_p": None, "frequency_penalty": 0.5, "skip_special_tokens": False}
     )
-    assert found.sampling == {"stop": ["a"], "top_k": 0, "frequency_penalty": 0.5}
-    assert [note.partition(" ")[0] for note in found.notes] == ["skip_special_tokens"]
-    assert found.wrong == ()
+    assert translation.sampling == {"stop": ["a"], "top_k": 0, "frequency_penalty": 0.5}
+    assert [note.partition(" ")[0] for note in translation.notes] == ["skip_special_tokens"]
+    assert translation.wrong == ()
 
 
 def test_the_rest_is_refused_by_name() -> None:
-    found = translated({"logit_bias": {3: 1.0}, "guided_decoding": {"regex": "a"}, "topk": 3, "bad_words": None})
-    assert found.sampling == {}
-    assert [why.partition(":")[0].partition(" is")[0] for why in found.wrong] == [
+    translation = translated({"logit_bias": {3: 1.0}, "guided_decoding": {"regex": "a"}, "topk": 3, "bad_words": None})
+    assert translation.sampling == {}
+    assert [why.partition(":")[0].partition(" is")[0] for why in translation.wrong] == [
         "logit_bias",
         "guided_decoding",
         "topk",
     ]
-    assert "reward the form" in found.wrong[1]
-    assert "did you mean 'top_k'?" in found.wrong[2]
+    assert "reward the form" in translation.wrong[1]
+    assert "did you mean 'top_k'?" in translation.wrong[2]

@@ -134,10 +134,10 @@ def test_group_holds_scored_siblings_in_order(template: Template) -> None:
     for r in group.rollouts:
         assert r.status == "ok"
         assert r.reward == r.num_tokens == sum(len(turn.completion.tokens) for turn in r.turns)
-        said = [m for m in r.messages if m.role == "assistant"]
-        assert r.metrics == {"turns": len(said)}
-        assert len(r.turns) == len(said)
-        assert r.text == "\n".join(m.content for m in said)
+        answers = [m for m in r.messages if m.role == "assistant"]
+        assert r.metrics == {"turns": len(answers)}
+        assert len(r.turns) == len(answers)
+        assert r.text == "\n".join(m.content for m in answers)
 
 
 def test_the_prompt_is_rendered_once_for_all_siblings(template: Template, monkeypatch: pytest.MonkeyPatch) -> None:

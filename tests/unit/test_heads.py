@@ -22,7 +22,7 @@ def recipe(folder: Path, *options: str) -> RunConfig:
     return load(folder / "recipe.yaml", options).config
 
 
-@pytest.mark.parametrize(("model", "options", "said"), [
+@pytest.mark.parametrize(("model", "options", "message"), [
     (TWELVE, ("ranks=6", "distributed.context_parallel=6"), "distributed.context_parallel: 6 processes cannot share "
      "12 query heads and 4 key/value heads; use one of 1, 2, 4, 12"),
     (TWELVE, (*VLLM, "engine.tensor_parallel_size=3"), "engine.tensor_parallel_size: 3 processes cannot share "
@@ -32,9 +32,9 @@ def recipe(folder: Path, *options: str) -> RunConfig:
      "use one of 1, 3, 9"),
 ])  # fmt: skip
 def test_heads_that_processes_cannot_share_are_refused(
-    tmp_path: Path, model: Any, options: tuple[str, ...], said: str
+    tmp_path: Path, model: Any, options: tuple[str, ...], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         check_model_heads(recipe(tmp_path, *options), model)
 
 

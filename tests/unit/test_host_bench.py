@@ -44,8 +44,8 @@ def test_a_step_of_the_benchmark_computes_nothing(host: ModuleType, monkeypatch:
     for (owner, name), value in host.stubs(mock.Mock()).items():
         monkeypatch.setattr(owner, name, value)  # raises where there is no such method to stand in for
 
-    async def compute(function: Callable[..., Any], *given: Any) -> Any:
-        return function(*given)
+    async def compute(function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(*arguments)
 
     # Whatever would compute raises: a policy has more than these.
     policy: Any = SimpleNamespace(compute=compute, model=torch.nn.Module(), device=torch.device("cpu"))

@@ -70,10 +70,10 @@ def test_check_of_a_hub_recipe_says_so_in_a_line_each(endpoint: socket.socket, t
 def test_a_path_that_begins_at_the_clones_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = clone.ROOT
     monkeypatch.chdir(tmp_path)
-    found = root / "recipes" / "data" / "capitals.jsonl"
-    assert clone.where("recipes/data/capitals.jsonl") == f"; there is {found}: run from {root}, or name that"
+    path = root / "recipes" / "data" / "capitals.jsonl"
+    assert clone.where("recipes/data/capitals.jsonl") == f"; there is {path}: run from {root}, or name that"
     assert clone.where("no/such/file") == ""
-    assert clone.where(str(found)) == ""
+    assert clone.where(str(path)) == ""
     monkeypatch.setattr(clone, "ROOT", tmp_path)
     assert clone.where(".cache/smollm2") == ""  # not a clone
     (tmp_path / "recipes").mkdir()

@@ -63,8 +63,8 @@ def test_doctor_says_nothing_of_ranks_on_one_gpu() -> None:
 
 
 def test_doctor_names_the_launcher_and_its_mistakes() -> None:
-    found = {one.what: one for one in doctor.ranks(RANK | {"CUDA_VISIBLE_DEVICES": ""})}
-    assert found["ranks"].detail == "rank 1 of 2, started by environment; they meet at h"
+    checks = {one.what: one for one in doctor.ranks(RANK | {"CUDA_VISIBLE_DEVICES": ""})}
+    assert checks["ranks"].detail == "rank 1 of 2, started by environment; they meet at h"
     (wrong,) = doctor.ranks({"RANK": "1"})
     assert wrong.state == "problem"
     assert "RANK=1" in wrong.detail
@@ -73,9 +73,9 @@ def test_doctor_names_the_launcher_and_its_mistakes() -> None:
 def test_doctor_looks_at_the_way_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "interconnect", lambda: parse(MIXED))
     monkeypatch.setattr(doctor, "_nccl", lambda: "2.27.3, 3 GPUs")
-    found = {one.what: one for one in doctor.ranks({"CUDA_VISIBLE_DEVICES": "0,1,2"})}
-    assert found["NCCL"].detail == "2.27.3, 3 GPUs"
-    assert (found["interconnect"].state, found["interconnect"].detail) == (
+    checks = {one.what: one for one in doctor.ranks({"CUDA_VISIBLE_DEVICES": "0,1,2"})}
+    assert checks["NCCL"].detail == "2.27.3, 3 GPUs"
+    assert (checks["interconnect"].state, checks["interconnect"].detail) == (
         "note", "3 GPUs over PCIe (NODE between the slowest two)",
     )  # fmt: skip
 
@@ -87,5 +87,5 @@ def test_doctor_says_whether_the_port_is_free(monkeypatch: pytest.MonkeyPatch) -
         taken.bind(("", 0))
         taken.listen()
         monkeypatch.setattr(doctor, "DEFAULT_PORT", taken.getsockname()[1])
-        found = {one.what: one for one in doctor.ranks({"CUDA_VISIBLE_DEVICES": "0,1"})}
-    assert (found["port"].state, "in use" in found["port"].detail) == ("note", True)
+        checks = {one.what: one for one in doctor.ranks({"CUDA_VISIBLE_DEVICES": "0,1"})}
+    assert (checks["port"].state, "in use" in checks["port"].detail) == ("note", True)

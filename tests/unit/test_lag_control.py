@@ -62,7 +62,7 @@ def test_on_policy_is_what_is_never_ahead() -> None:
     assert LagControl.fixed(4, 0).on_policy
     assert not LagControl.fixed(4, 1).on_policy
     budget = LagController(groups_per_step=4, most=4, ess_floor=0.5)
-    paced = LagControl.auto(budget, RateState(ahead=0), lambda told: None)
+    paced = LagControl.auto(budget, RateState(ahead=0), lambda event: None)
     assert paced.ahead == 0
     assert not paced.on_policy, "it may be ahead by the end of the step"
 
@@ -74,7 +74,7 @@ def test_it_begins_with_one_batch_ahead_or_what_the_budget_has() -> None:
 
 
 def test_a_trainer_that_waits_gets_more_until_it_waits_no_more() -> None:
-    machine = Machine(training=1.0, speed=lambda given: given / 3)  # of 24 in flight, 8 a second
+    machine = Machine(training=1.0, speed=lambda groups: groups / 3)  # of 24 in flight, 8 a second
     state = machine.run(budget(), 60)
     assert max(machine.tried) == 2 * GROUPS, "not one group more than stops the waits"
     assert machine.tried[-20:] == [2 * GROUPS] * 20
@@ -82,7 +82,7 @@ def test_a_trainer_that_waits_gets_more_until_it_waits_no_more() -> None:
 
 
 def test_more_that_makes_no_step_faster_is_taken_back_and_tried_again_later() -> None:
-    machine = Machine(training=1.0, speed=lambda given: 4.0)  # generation alone takes two seconds
+    machine = Machine(training=1.0, speed=lambda groups: 4.0)  # generation alone takes two seconds
     machine.run(budget(), 200)
     assert set(machine.tried) == {GROUPS, GROUPS + GROUPS // 2}
     changes = [i for i in range(1, 200) if machine.tried[i] != machine.tried[i - 1]]
@@ -91,7 +91,7 @@ def test_more_that_makes_no_step_faster_is_taken_back_and_tried_again_later() ->
 
 
 def test_an_engine_that_has_nothing_to_do_is_given_less_until_the_trainer_would_wait() -> None:
-    machine = Machine(training=4.0, speed=lambda given: 8.0)
+    machine = Machine(training=4.0, speed=lambda groups: 8.0)
     machine.run(budget(), 200, RateState(ahead=3 * GROUPS))
     assert machine.tried[0] == 3 * GROUPS
     late = machine.tried[-WINDOW * HOLD :]
@@ -101,12 +101,12 @@ def test_an_engine_that_has_nothing_to_do_is_given_less_until_the_trainer_would_
 
 
 def test_where_training_takes_nearly_all_the_time_most_of_a_batch_is_sampled_on_demand() -> None:
-    machine = Machine(training=100.0, speed=lambda given: 8.0)
+    machine = Machine(training=100.0, speed=lambda groups: 8.0)
     assert machine.run(budget(), 100).ahead == 1
 
 
 def test_below_the_floor_it_is_halved_at_once_and_not_again_before_that_can_show() -> None:
-    machine = Machine(training=1.0, speed=lambda given: given / 100, ess=lambda ahead: 0.99 - 0.02 * ahead)
+    machine = Machine(training=1.0, speed=lambda groups: groups / 100, ess=lambda ahead: 0.99 - 0.02 * ahead)
     machine.run(budget(ess_floor=0.7), 400)
     first = next(i for i, ahead in enumerate(machine.tried) if machine.ess(ahead) < 0.7)
     assert machine.tried[first + 1] == machine.tried[first] // 2
@@ -130,7 +130,7 @@ def test_an_old_step_right_after_the_halving_does_not_halve_again() -> None:
 
 
 def test_it_goes_down_to_on_policy_where_nothing_less_holds_the_floor() -> None:
-    machine = Machine(training=1.0, speed=lambda given: 1.0, ess=lambda ahead: 0.5 if ahead else 1.0)
+    machine = Machine(training=1.0, speed=lambda groups: 1.0, ess=lambda ahead: 0.5 if ahead else 1.0)
     assert machine.run(budget(), 30).ahead == 0
 
 
@@ -174,8 +174,8 @@ class Clock:
 
 
 def test_waits_and_idleness_are_of_the_step_alone() -> None:
-    clock, told = Clock(), list[Mapping[str, Any]]()
-    lag_control = LagControl.auto(budget(), None, told.append)
+    clock, events = Clock(), list[Mapping[str, Any]]()
+    lag_control = LagControl.auto(budget(), None, events.append)
     lag_control.clock = clock
 
     def step(metrics: Metrics) -> dict[str, float]:
@@ -201,12 +201,12 @@ def test_waits_and_idleness_are_of_the_step_alone() -> None:
     with lag_control.waiting():
         clock.now = 107.0
     assert step({})["engine/idle_seconds"] == 0.0
-    assert not told
+    assert not events
 
 
 def test_a_change_is_told_with_what_it_was_for() -> None:
-    clock, told = Clock(), list[Mapping[str, Any]]()
-    lag_control = LagControl.auto(budget(), None, told.append)
+    clock, events = Clock(), list[Mapping[str, Any]]()
+    lag_control = LagControl.auto(budget(), None, events.append)
     lag_control.clock = clock
     for step in range(1, 20):
         with lag_control.waiting(), lag_control.playing():
@@ -214,9 +214,9 @@ def test_a_change_is_told_with_what_it_was_for() -> None:
         with lag_control.playing():
             clock.now += 1.0
         lag_control.step(step, {"ess": Share(9.0, 9.0, 10.0)})
-        if told:
+        if events:
             break
-    assert told == [
+    assert events == [
         {"step": WINDOW, "reason": "waits", "was": 8, "ahead": 12, "lag": 2, "waited": 0.75, "idle": 0.0, "ess": 0.9}
     ]
     assert lag_control.state is not None
@@ -224,12 +224,12 @@ def test_a_change_is_told_with_what_it_was_for() -> None:
 
 
 def test_the_effective_sample_size_is_read_from_the_steps_own_metric() -> None:
-    told = list[Mapping[str, Any]]()
-    lag_control = LagControl.auto(budget(), None, told.append)
+    events = list[Mapping[str, Any]]()
+    lag_control = LagControl.auto(budget(), None, events.append)
     with lag_control.waiting():
         pass
     lag_control.step(7, {"ess": Share(5.0, 10.0, 5.0), "correction/ess": Share(1.0, 1.0, 1.0)})
-    assert [(t["step"], t["reason"], t["ahead"], t["ess"]) for t in told] == [(7, "ess", 4, 0.5)]
+    assert [(t["step"], t["reason"], t["ahead"], t["ess"]) for t in events] == [(7, "ess", 4, 0.5)]
 
 
 def test_a_fixed_lag_stays_and_says_nothing_of_a_rate() -> None:
@@ -239,14 +239,14 @@ def test_a_fixed_lag_stays_and_says_nothing_of_a_rate() -> None:
             pass
         with lag_control.playing():
             pass
-        found = lag_control.step(step, {"ess": Share(1.0, 9.0, 9.0)})
-        assert set(found) == {"engine/idle_seconds"}
-        assert isinstance(found["engine/idle_seconds"], Sum)
+        metrics = lag_control.step(step, {"ess": Share(1.0, 9.0, 9.0)})
+        assert set(metrics) == {"engine/idle_seconds"}
+        assert isinstance(metrics["engine/idle_seconds"], Sum)
     assert (lag_control.ahead, lag_control.lag, lag_control.state) == (16, 2, None)
 
 
 def test_a_state_of_a_larger_budget_is_cut() -> None:
-    assert LagControl.auto(budget(most=5), RateState(ahead=20), lambda told: None).ahead == 5
+    assert LagControl.auto(budget(most=5), RateState(ahead=20), lambda event: None).ahead == 5
 
 
 # Recipes
@@ -269,7 +269,7 @@ def test_auto_counts_as_its_budget_wherever_a_lag_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"max_lag": "often"}, "max_lag"),
         ({"max_lag": 1, "lag_control": {"ess_floor": 0.5}}, "read by max_lag: auto alone"),
@@ -278,7 +278,7 @@ def test_auto_counts_as_its_budget_wherever_a_lag_counts() -> None:
         ({"broker": "http://h:1", "env": None}, "at least 1 with broker, and not auto"),
     ],
 )
-def test_what_it_cannot_do_is_refused(changes: dict[str, Any], said: str) -> None:
+def test_what_it_cannot_do_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         recipe(**changes)
-    assert said in str(refused.value)
+    assert message in str(refused.value)

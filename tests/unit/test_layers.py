@@ -74,22 +74,22 @@ def after_a_step(folder: Path, trainable: Trainable, **options: Any) -> tuple[di
 @pytest.mark.parametrize("how", ["selective", "full"])
 def test_computing_again_changes_no_bit_of_a_step(tiny_model: Path, how: Any, trainable: str) -> None:
     plain, logprobs = after_a_step(tiny_model, TRAINABLE[trainable])
-    found, same = after_a_step(tiny_model, TRAINABLE[trainable], compile=False, checkpointing=how)
+    weights, same = after_a_step(tiny_model, TRAINABLE[trainable], compile=False, checkpointing=how)
     assert same == logprobs
-    assert found.keys() == plain.keys()
+    assert weights.keys() == plain.keys()
     for name, weight in plain.items():
-        assert torch.equal(found[name], weight), name
+        assert torch.equal(weights[name], weight), name
 
 
 def kept(policy: Policy, plan: Packed) -> int:
     """Bytes that a forward pass leaves in memory for its backward pass, weights aside."""
     weights = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            found[storage.data_ptr()] = storage.nbytes()
+            sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     before = {id(thing) for thing in gc.get_objects() if issubclass(type(thing), Tensor)}
@@ -99,7 +99,7 @@ def kept(policy: Policy, plan: Packed) -> int:
     for thing in gc.get_objects():
         if issubclass(type(thing), Tensor) and id(thing) not in before and thing is not out:
             note(thing)
-    return sum(found.values())
+    return sum(sizes.values())
 
 
 @pytest.mark.slow
@@ -179,8 +179,8 @@ def test_one_code_for_all_layers_and_all_plans_that_sampling_and_other_weights_l
         async def sample() -> None:
             async with Embedded(max_rows=4).open(policy, context=64) as engine:
                 prompts = [tuple(range(n)) for n in (3, 7, 20)]
-                asked = [engine.generate(prompt, Sampling(max_tokens=5), key=n) for n, prompt in enumerate(prompts)]
-                await asyncio.gather(*asked)
+                requests = [engine.generate(prompt, Sampling(max_tokens=5), key=n) for n, prompt in enumerate(prompts)]
+                await asyncio.gather(*requests)
 
         asyncio.run(sample())
         for plan in PLANS:

@@ -107,7 +107,7 @@ def test_on_a_gpu_it_is_torchs_own_kernel_in_torchs_own_compiler(
 ) -> None:
     """In bfloat16, compiled and eager: as far from float32 as one another."""
     monkeypatch.undo()
-    found = {}
+    results = {}
     for name, dtype, compile in (
         ("exact", torch.float32, False),
         ("eager", torch.bfloat16, False),
@@ -116,7 +116,7 @@ def test_on_a_gpu_it_is_torchs_own_kernel_in_torchs_own_compiler(
         with live_policy(tiny_model, trainable=TRAINABLE[trainable]) as policy:
             policy.model.to("cuda", dtype)
             layers.tune(policy.model, compile=compile)
-            found[name] = [gradients(policy, plan) for plan in PLANS]
+            results[name] = [gradients(policy, plan) for plan in PLANS]
     assert not counters["graph_break"]
-    for exact, eager, whole in zip(*found.values(), strict=True):
+    for exact, eager, whole in zip(*results.values(), strict=True):
         assert distance(whole, exact) < 1.5 * distance(eager, exact) + 1e-3

@@ -132,7 +132,7 @@ def test_a_resume_is_one_line_of_the_console(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    ("part", "told"),
+    ("part", "expected"),
     [
         ({"kind": "dataset", "path": "rows.jsonl"}, "dataset"),
         ("own.parts:Rows", "Rows"),
@@ -141,8 +141,8 @@ def test_a_resume_is_one_line_of_the_console(tmp_path: Path, capsys: pytest.Capt
         (None, ""),
     ],
 )
-def test_a_part_of_ones_own_is_told_by_its_data(part: Any, told: str) -> None:
-    assert kind(part) == told
+def test_a_part_of_ones_own_is_told_by_its_data(part: Any, expected: str) -> None:
+    assert kind(part) == expected
 
 
 def test_console_survives_a_closed_pipe_as_an_ordinary_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,8 +217,8 @@ def test_the_board_evaluates_no_longer_than_it_does(tmp_path: Path) -> None:
 def test_phases_have_the_names_that_a_user_gives_them(tmp_path: Path, lag: Any, name: str) -> None:
     config = CONFIG | {"max_lag": lag}
     spans = {"wait": 6.0, "forward_backward": 1.0, "pack": 0.5, "optimizer": 0.5, "sync": 2.0}
-    told = phases({f"seconds/{part}": seconds for part, seconds in spans.items()}, config)
-    assert told == {name: 6.0, "training": 2.0, "publish": 2.0}
+    durations = phases({f"seconds/{part}": seconds for part, seconds in spans.items()}, config)
+    assert durations == {name: 6.0, "training": 2.0, "publish": 2.0}
     opened = dataclasses.replace(info(tmp_path), config=config)
     wait = Activity(phases=(("seconds/wait", 12.0),), waits=[waiting()])
     assert f"{name}  trainer waits for" in "\n".join(
@@ -232,24 +232,24 @@ def test_what_is_left_of_the_time_goes_on_within_a_step(tmp_path: Path, monkeypa
     now = 100.0
     monkeypatch.setattr(boards.time, "monotonic", lambda: now)
     board = RunBoard(info(tmp_path))
-    told = []
+    estimates = []
     for now in (110.0, 120.0):
         board.write(int(now - 100) // 10, METRICS)
     for now in (120.0, 124.0, 128.0, 132.0, 160.0):  # noqa: B007 - read by the clock
-        told.append(board.seconds_left())
-    assert told[:3] == [1980.0, 1976.0, 1972.0]
-    assert all(left is not None and left > 0 for left in told)
-    assert told[4] > told[0], "a step four times as long as those before says that the others may be, too"
+        estimates.append(board.seconds_left())
+    assert estimates[:3] == [1980.0, 1976.0, 1972.0]
+    assert all(left is not None and left > 0 for left in estimates)
+    assert estimates[4] > estimates[0], "a step four times as long as those before says that the others may be, too"
 
 
 def test_an_alarm_is_told_in_full_and_stays_on_the_board(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     writer = Console(live="never").open(info(tmp_path))
     writer.event("alarm", ALARM)
     writer.event("alarm_over", {"alarm": "length", "step": 75, "since": 50})
-    told = capsys.readouterr().out
-    assert "ALARM length at step 52, since step 50: answers have 4 tokens" in told
-    assert all(ALARM[key] in told for key in ("means", "change"))
-    assert "alarm length is over at step 75" in told
+    out = capsys.readouterr().out
+    assert "ALARM length at step 52, since step 50: answers have 4 tokens" in out
+    assert all(ALARM[key] in out for key in ("means", "change"))
+    assert "alarm length is over at step 75" in out
     board = RunBoard(info(tmp_path))
     board.event("alarm", ALARM)
     shown = " ".join(re.sub("[│╭╮╰╯─]", " ", " ".join(drawn(board, 60))).split())
@@ -295,8 +295,8 @@ def test_a_long_answer_is_cut_in_the_console(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_resumed_board_shows_alarms_that_are_open(tmp_path: Path) -> None:
-    told = [{**ALARM, "event": "alarm"}, {**ALARM, "event": "alarm", "alarm": "ess", "step": 90}]
-    (tmp_path / "events.jsonl").write_text("".join(json.dumps({"time": 1.0, **row}) + "\n" for row in told))
+    rows = [{**ALARM, "event": "alarm"}, {**ALARM, "event": "alarm", "alarm": "ess", "step": 90}]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps({"time": 1.0, **row}) + "\n" for row in rows))
     assert set(RunBoard(info(tmp_path, resumed_step=60)).alarms) == {"length"}, "step 90 did not happen"
 
 

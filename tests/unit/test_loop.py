@@ -73,11 +73,11 @@ class Scene:
         self.trainer.step = state.step
         play = self.trainer.run
 
-        async def held_back(*words: Any, **given: Any) -> Group:
+        async def held_back(*words: Any, **options: Any) -> Group:
             least = self.least
             while self.trainer.step < least:
                 await asyncio.sleep(0)
-            return await play(*words, **given)
+            return await play(*words, **options)
 
         self.trainer.run = held_back  # type: ignore[method-assign]
         run: Any = loop.RunParts(
@@ -165,8 +165,8 @@ class Scene:
         self.recorded.append((step, f"moved {step}" in self.log, f"saved {step}" in self.log))  # on a thread
         self.log.append(f"written {step}")
 
-    def event(self, name: str, **told: Any) -> None:
-        self.note(f"{name} {told['step']}")
+    def event(self, name: str, **fields: Any) -> None:
+        self.note(f"{name} {fields['step']}")
 
     def emit(self, step: int, values: Any) -> None:
         self.note(f"emitted {step}")
@@ -331,9 +331,9 @@ def test_the_next_wave_is_played_before_the_step_is_saved_or_after_it_is_evaluat
     scene = Scene(evaluates=lambda step: evaluates)
     play = scene.trainer.run
 
-    async def noted(*words: Any, **given: Any) -> Group:
+    async def noted(*words: Any, **options: Any) -> Group:
         scene.log.append(f"played {scene.trainer.step}")
-        return await play(*words, **given)
+        return await play(*words, **options)
 
     scene.trainer.run = noted  # type: ignore[method-assign]
     scene.train()
@@ -386,8 +386,8 @@ def test_what_is_written_ends_before_a_run_that_fails_does() -> None:
 
 
 STOPPED = [
-    pytest.param(asked, every, lag, marks=[] if (every == 3) == (bool(lag) != (asked == "still")) else pytest.mark.long)
-    for asked in ("moved", "still", "early")
+    pytest.param(mode, every, lag, marks=[] if (every == 3) == (bool(lag) != (mode == "still")) else pytest.mark.long)
+    for mode in ("moved", "still", "early")
     for every in (1, 3)
     for lag in (0, 1)
 ]
@@ -395,18 +395,18 @@ STOPPED = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("asked", "every", "lag"), STOPPED)
+@pytest.mark.parametrize(("mode", "every", "lag"), STOPPED)
 @pytest.mark.parametrize(
     "stop_at", ["trained 2", "moved 2", "released 2", "emitted 2", "saved 3", "told of 3", "evaluated 4"]
 )
-def test_a_stop_in_between_loses_nothing(stop_at: str, asked: str, every: int, lag: int) -> None:
+def test_a_stop_in_between_loses_nothing(stop_at: str, mode: str, every: int, lag: int) -> None:
     """Whatever was being played when the run was stopped is trained by the run that goes on, once."""
     whole = Scene(lag=lag)
     whole.train()
-    ways = {"stands_still": asked == "still", "early": asked == "early"}
+    ways = {"stands_still": mode == "still", "early": mode == "early"}
     first = Scene(lag=lag, every=every, stop_at=stop_at, evaluates=lambda step: step == 4, **ways)  # type: ignore[arg-type]
     reached = first.train()
-    next_one = stop_at == "released 2" and asked == "early" and not lag  # released while that one is computed
+    next_one = stop_at == "released 2" and mode == "early" and not lag  # released while that one is computed
     assert reached.step == int(stop_at[-1]) + next_one
     assert sorted(first.saved)[-1] == reached.step
     second = Scene(lag=lag, every=every, **ways)  # type: ignore[arg-type]
@@ -417,12 +417,12 @@ def test_a_stop_in_between_loses_nothing(stop_at: str, asked: str, every: int, l
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("asked", ["moved", "still", "early"])
-def test_a_step_whose_proof_fails_is_saved_and_the_run_goes_on_from_it(asked: str, lag: int) -> None:
+@pytest.mark.parametrize("mode", ["moved", "still", "early"])
+def test_a_step_whose_proof_fails_is_saved_and_the_run_goes_on_from_it(mode: str, lag: int) -> None:
     """It is the engine that is in doubt, not the policy: nothing is trained twice."""
     whole = Scene(lag=lag)
     whole.train()
-    ways = {"stands_still": asked == "still", "early": asked == "early"}
+    ways = {"stands_still": mode == "still", "early": mode == "early"}
     first = Scene(lag=lag, every=10, unproven=3, **ways)  # type: ignore[arg-type]
     with pytest.raises(StaleWeights, match=r"Step 3 is saved\. To go on, .*: tandem train runs/here"):
         first.train()

@@ -177,10 +177,10 @@ def test_what_counts_as_clipped() -> None:
         num_samples=1,
     )
     now = torch.tensor([6.0, 4.0, 0.1, 0.9, 7.0]).log()
-    found = told(Cispo(cap=5.0)(now, micro).metrics)
-    assert (found["clip_fraction/low"], found["clip_fraction/high"]) == pytest.approx((0.0, 1 / 5))
-    found = told(Sapo(temperature_positive=3.0, temperature_negative=3.0)(now, micro).metrics)
-    assert (found["clip_fraction/low"], found["clip_fraction/high"]) == pytest.approx((1 / 5, 2 / 5))
+    metrics = told(Cispo(cap=5.0)(now, micro).metrics)
+    assert (metrics["clip_fraction/low"], metrics["clip_fraction/high"]) == pytest.approx((0.0, 1 / 5))
+    metrics = told(Sapo(temperature_positive=3.0, temperature_negative=3.0)(now, micro).metrics)
+    assert (metrics["clip_fraction/low"], metrics["clip_fraction/high"]) == pytest.approx((1 / 5, 2 / 5))
     assert told(Reinforce()(now, micro).metrics)["clip_fraction"] == 0.0
 
 

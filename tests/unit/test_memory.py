@@ -57,8 +57,8 @@ GRADERS = memory.GRADER * GradingOptions().processes(RunConfig.groups_per_step)
 TRAINING = ("activations", "logprobs", "gradients", "slack")
 
 
-def planned(found: RunConfig, model_config: Any, *where: Any, **how: Any) -> memory.MemoryPlan:
-    return memory.planner(found, model_config, *where, **how).plan(found)
+def planned(recipe: RunConfig, model_config: Any, *where: Any, **how: Any) -> memory.MemoryPlan:
+    return memory.planner(recipe, model_config, *where, **how).plan(recipe)
 
 
 def lines(plan: memory.MemoryPlan) -> dict[str, int]:
@@ -81,11 +81,13 @@ def test_an_adapter_trains_rank_times_in_plus_out_of_each_linear_layer(model_con
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "width"), [("bfloat16", 2), ("float32", 4)])
 def test_each_line_is_what_its_reason_says(model_config: Any, dtype: Any, width: int) -> None:
-    found = config(dtype=dtype, micro_batch_tokens=512)
-    found = replace(found, sampling=replace(found.sampling, max_tokens=40), engine=replace(found.engine, max_rows=16))
-    by = lines(planned(found, model_config, LARGE, prompt_tokens=60))
+    recipe = config(dtype=dtype, micro_batch_tokens=512)
+    recipe = replace(
+        recipe, sampling=replace(recipe.sampling, max_tokens=40), engine=replace(recipe.engine, max_rows=16)
+    )
+    by = lines(planned(recipe, model_config, LARGE, prompt_tokens=60))
     assert by["weights"] == PARAMETERS * width
-    assert by["optimizer"] == found.optimizer.state_bytes(PARAMETERS, width)
+    assert by["optimizer"] == recipe.optimizer.state_bytes(PARAMETERS, width)
     assert by["KV cache"] == 16 * 150 * 2 * LAYERS * KEYS * HEAD * width
     assert by["logits"] == 16 * VOCAB * 12
     assert by["programs"] == memory.LIBRARIES + GRADERS
@@ -225,9 +227,9 @@ def test_of_a_share_the_trainers_own_copy_is_no_part(model_config: Any) -> None:
 
 @pytest.mark.slow
 def test_a_lent_adapter_is_the_trainers(model_config: Any) -> None:
-    found = apart("shared", trainable=lora(2))
-    trained = memory.planner(found, model_config).modelled.counts.trainable
-    by = lines(planned(found, model_config, CARD, LARGE))
+    recipe = apart("shared", trainable=lora(2))
+    trained = memory.planner(recipe, model_config).modelled.counts.trainable
+    by = lines(planned(recipe, model_config, CARD, LARGE))
     assert by["weights"] == 0
     assert by["adapter"] == 2 * trained
 
@@ -356,8 +358,8 @@ def test_the_context_is_the_smaller_of_the_models_and_the_recipes(model_config: 
 
 def test_a_checkpoint_holds_what_is_trained_and_the_optimizers_state(model_config: Any) -> None:
     expected = PARAMETERS * 2 + config().optimizer.state_bytes(PARAMETERS, 2)
-    found, adapter = config(), config(trainable=lora(2))
-    assert memory.planner(found, model_config).checkpoint_bytes(found) == expected
+    recipe, adapter = config(), config(trainable=lora(2))
+    assert memory.planner(recipe, model_config).checkpoint_bytes(recipe) == expected
     assert memory.planner(adapter, model_config).checkpoint_bytes(adapter) < expected / 10
 
 
@@ -371,16 +373,16 @@ def meminfo(folder: Path) -> Path:
 
 
 def test_without_a_container_the_machines_own_memory_counts(tmp_path: Path) -> None:
-    found = machine.host(meminfo(tmp_path), tmp_path / "none")
-    assert (found.free, found.total) == (6000 * 1024, 8000 * 1024)
+    limits = machine.host(meminfo(tmp_path), tmp_path / "none")
+    assert (limits.free, limits.total) == (6000 * 1024, 8000 * 1024)
 
 
 def test_a_containers_limit_counts_less_what_is_used_but_not_its_page_cache(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("4096000\n")
     (tmp_path / "memory.current").write_text("3000000\n")
     (tmp_path / "memory.stat").write_text("anon 100\ninactive_file 500000\n")
-    found = machine.host(meminfo(tmp_path), tmp_path)
-    assert (found.free, found.total) == (4096000 - 3000000 + 500000, 4096000)
+    limits = machine.host(meminfo(tmp_path), tmp_path)
+    assert (limits.free, limits.total) == (4096000 - 3000000 + 500000, 4096000)
 
 
 def test_the_older_containers_files_are_read_too(tmp_path: Path) -> None:

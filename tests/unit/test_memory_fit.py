@@ -48,8 +48,8 @@ def model_config() -> Any:
 
 def recipe(**options: Any) -> RunConfig:
     engine = resolve.find("engines", "embedded")(max_rows=1)
-    given = {"model": "m", "steps": 1, "env": Arithmetic(), "memory": "fit", "sampling": Sampling(max_tokens=200)}
-    return RunConfig(**(given | {"groups_per_step": 2, "group_size": 2, "engine": engine} | options))
+    defaults = {"model": "m", "steps": 1, "env": Arithmetic(), "memory": "fit", "sampling": Sampling(max_tokens=200)}
+    return RunConfig(**(defaults | {"groups_per_step": 2, "group_size": 2, "engine": engine} | options))
 
 
 @pytest.fixture(scope="module")
@@ -59,18 +59,18 @@ def planners(model_config: Any) -> dict[bool, memory.Planner]:
     return {m.is_host: memory.planner(own, model_config, m, HOST, prompt_tokens=100) for m in (HOST, CARD)}
 
 
-def searched(planner: memory.Planner, config: RunConfig, given: Collection[str]) -> tuple[Any, ...] | None:
+def searched(planner: memory.Planner, config: RunConfig, set_options: Collection[str]) -> tuple[Any, ...] | None:
     """The first that fits of everything, by going through all of it."""
-    ways = CHECKPOINTING if "checkpointing" not in given else (config.checkpointing,)
+    ways = CHECKPOINTING if "checkpointing" not in set_options else (config.checkpointing,)
     kinds = [k for k in OPTIMIZERS if k[0] != "adamw_cpu" or not planner.machine.is_host]
     for share, (kind, options), how in itertools.product((ROOM, 1.0), kinds, ways):
         optimizer = resolve.find("optimizers", kind)(lr=config.optimizer.lr, **options)
-        for size in sorted(budgets(planner, config, given), reverse=True):
-            found = replace(config, optimizer=optimizer, checkpointing=how, micro_batch_tokens=size)
-            plan = planner.plan(found)
+        for size in sorted(budgets(planner, config, set_options), reverse=True):
+            candidate = replace(config, optimizer=optimizer, checkpointing=how, micro_batch_tokens=size)
+            plan = planner.plan(candidate)
             fits = plan.total <= share * plan.machine.free
             if fits and (plan.beside is None or plan.total_beside <= share * plan.beside.free):
-                return chosen(found)
+                return chosen(candidate)
     return None
 
 
@@ -157,8 +157,8 @@ def test_a_precision_that_is_set_is_kept(planners: Any) -> None:
 
 
 def test_gradients_are_narrowed_only_where_few_are_added_up_and_the_weights_are_narrow(planners: Any) -> None:
-    def narrowed(own: RunConfig, *given: str) -> list[RunConfig]:
-        tried = fitting._ways(own, given, planners[False])
+    def narrowed(own: RunConfig, *set_options: str) -> list[RunConfig]:
+        tried = fitting._ways(own, set_options, planners[False])
         return [way for way in tried if getattr(way.optimizer, "gradients", "") == "bfloat16"]
 
     assert len(narrowed(recipe())) == len(CHECKPOINTING)

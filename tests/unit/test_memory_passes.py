@@ -89,10 +89,10 @@ def test_layers_that_differ_are_counted_as_what_they_are() -> None:
 
 def group(index: int, prompt: int, answer: int) -> Group:
     task = Task(id=str(index), env="e", prompt=(Message(role="user", content=""),), answer="")
-    given = {"logprobs": (-5.0,) * answer, "versions": (0,) * answer, "finish": "length"}
+    sampled = {"logprobs": (-5.0,) * answer, "versions": (0,) * answer, "finish": "length"}
 
     def rollout(i: int) -> Rollout:
-        completion = Completion(tokens=tuple((i + j) % 50 for j in range(answer)), **given)  # type: ignore[arg-type]
+        completion = Completion(tokens=tuple((i + j) % 50 for j in range(answer)), **sampled)  # type: ignore[arg-type]
         turn = Turn(prompt=tuple((index + j) % 50 for j in range(prompt)), completion=completion, temperature=1.0)
         whole = {"task": task, "turns": (turn,), "messages": task.prompt, "status": "ok"}
         return Rollout(id=f"{index}/{i}", reward=float(i % 2), **whole)  # type: ignore[arg-type]

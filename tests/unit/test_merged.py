@@ -108,10 +108,10 @@ def test_gradient_is_that_of_the_explicit_sum(bias: bool) -> None:
     assert layer.weight.grad is None
     assert layer.bias is None or layer.bias.grad is None
     pairs = [(y, y64), (x.grad, x64.grad), (layer.lora_A.grad, a.grad), (layer.lora_B.grad, b.grad)]
-    for found, wanted in pairs:
-        assert found is not None
+    for actual, wanted in pairs:
+        assert actual is not None
         assert wanted is not None
-        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(actual.double(), wanted, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.slow

@@ -45,22 +45,22 @@ def lagged(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def looked(folder: Path, **options: Any) -> Mismatch:
-    found = look(folder, config.load(folder / "config.yaml").config, **options)
-    adds_up(found)
-    return found
+    report = look(folder, config.load(folder / "config.yaml").config, **options)
+    adds_up(report)
+    return report
 
 
-def adds_up(found: Mismatch) -> None:
-    whole = float(found.gap["rms"] > 0.0)
-    assert sum(part.share for part in found.parts) == pytest.approx(whole, abs=1e-9)
-    assert sum(part.mean for part in found.parts) == pytest.approx(found.gap["mean"], abs=1e-9)
-    assert sum(found.categories.values()) == pytest.approx(whole, abs=1e-9)
-    for token in found.worst:
+def adds_up(report: Mismatch) -> None:
+    whole = float(report.gap["rms"] > 0.0)
+    assert sum(part.share for part in report.parts) == pytest.approx(whole, abs=1e-9)
+    assert sum(part.mean for part in report.parts) == pytest.approx(report.gap["mean"], abs=1e-9)
+    assert sum(report.categories.values()) == pytest.approx(whole, abs=1e-9)
+    for token in report.worst:
         assert sum(token.parts.values()) == pytest.approx(token.trainer - token.engine, abs=1e-9)
-    *bins, _ = found.positions
-    assert sum(place.tokens for place in bins) == found.tokens
-    assert sum(place.tokens * place.mean for place in bins) == pytest.approx(found.tokens * found.gap["mean"])
-    for place in found.positions:
+    *bins, _ = report.positions
+    assert sum(place.tokens for place in bins) == report.tokens
+    assert sum(place.tokens * place.mean for place in bins) == pytest.approx(report.tokens * report.gap["mean"])
+    for place in report.positions:
         assert sum(place.shares.values()) == pytest.approx(1.0, abs=1e-9) or place.rms == 0.0
 
 
@@ -73,24 +73,24 @@ def injected(folder: Path, to: Path, engine: Engine, sampling: Sampling = SAMPLI
     return looked(altered(folder, to / "altered", STEPS, told_by(engine, sampling)), step=STEPS)
 
 
-def faults(found: Mismatch) -> list[str]:
-    return [part.name for part in found.parts if part.fault]
+def faults(report: Mismatch) -> list[str]:
+    return [part.name for part in report.parts if part.fault]
 
 
 def test_a_run_without_fault_has_nothing_to_explain(plain: Path) -> None:
-    found = looked(plain)
-    assert found.dominant is None
-    assert found.verdict.startswith("Nothing to explain")
-    assert found.gap["rms"] < 1e-5 < found.allowed < 1e-4
-    assert not faults(found)
-    assert not found.breaks
-    assert (found.step, found.rollouts, dict(found.versions)) == (STEPS, 8, {STEPS - 1: found.tokens})
+    report = looked(plain)
+    assert report.dominant is None
+    assert report.verdict.startswith("Nothing to explain")
+    assert report.gap["rms"] < 1e-5 < report.allowed < 1e-4
+    assert not faults(report)
+    assert not report.breaks
+    assert (report.step, report.rollouts, dict(report.versions)) == (STEPS, 8, {STEPS - 1: report.tokens})
 
 
 def test_float64_formulas_agree_where_there_is_no_fault(plain: Path, tmp_path: Path) -> None:
-    found = injected(plain, tmp_path, exact(weights(plain, STEPS - 1)))
-    assert found.dominant is None
-    assert found.gap["rms"] < 1e-5
+    report = injected(plain, tmp_path, exact(weights(plain, STEPS - 1)))
+    assert report.dominant is None
+    assert report.gap["rms"] < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -106,34 +106,34 @@ def test_float64_formulas_agree_where_there_is_no_fault(plain: Path, tmp_path: P
 def test_an_injected_fault_dominates(
     plain: Path, tmp_path: Path, fault: dict[str, Any], category: str, name: str
 ) -> None:
-    found = injected(plain, tmp_path, exact(weights(plain, STEPS - 1), **fault))
-    assert found.dominant is not None
-    assert (found.dominant.category, found.dominant.name) == (category, name)
-    assert found.dominant.share > 0.9
-    assert found.dominant.interval is not None
-    assert found.dominant.interval[0] <= found.dominant.share <= found.dominant.interval[1]
-    assert faults(found)[0] == name
-    assert name in found.verdict
-    assert found.dominant.advice in found.verdict
+    report = injected(plain, tmp_path, exact(weights(plain, STEPS - 1), **fault))
+    assert report.dominant is not None
+    assert (report.dominant.category, report.dominant.name) == (category, name)
+    assert report.dominant.share > 0.9
+    assert report.dominant.interval is not None
+    assert report.dominant.interval[0] <= report.dominant.share <= report.dominant.interval[1]
+    assert faults(report)[0] == name
+    assert name in report.verdict
+    assert report.dominant.advice in report.verdict
 
 
 @pytest.mark.parametrize("held", long_but([0, 1, 2], 1))
 def test_an_engine_that_holds_older_weights_than_it_stamps(plain: Path, tmp_path: Path, held: int) -> None:
     base = Path(config.load(plain / "config.yaml").config.model)
-    found = injected(plain, tmp_path, exact(weights(plain, held) if held else base))
-    assert found.dominant is not None
-    assert found.dominant.category == "staleness"
-    assert found.dominant.name == f"the engine sampled from version {held}, stamped {STEPS - 1}"
-    assert found.dominant.share > 0.99
-    assert found.dominant.fault
+    report = injected(plain, tmp_path, exact(weights(plain, held) if held else base))
+    assert report.dominant is not None
+    assert report.dominant.category == "staleness"
+    assert report.dominant.name == f"the engine sampled from version {held}, stamped {STEPS - 1}"
+    assert report.dominant.share > 0.99
+    assert report.dominant.fault
 
 
 def test_an_engine_that_never_took_the_adapter(tiny_model: Path, tmp_path: Path) -> None:
     folder = trained(tiny_model, tmp_path, "lora", trainable={"kind": "lora", "rank": 4}, optimizer={"lr": 0.02})
     assert looked(folder).dominant is None
-    found = injected(folder, tmp_path, exact(tiny_model))
-    assert found.dominant is not None
-    assert found.dominant.name == f"the engine sampled from version 0, stamped {STEPS - 1}"
+    report = injected(folder, tmp_path, exact(tiny_model))
+    assert report.dominant is not None
+    assert report.dominant.name == f"the engine sampled from version 0, stamped {STEPS - 1}"
 
 
 def test_a_turn_that_is_tokenised_anew_on_its_way_to_the_engine(
@@ -147,11 +147,11 @@ def test_a_turn_that_is_tokenised_anew_on_its_way_to_the_engine(
         return await generate(self, tokenizer.encode(text, add_special_tokens=False), sampling, key)
 
     monkeypatch.setattr(EmbeddedEngine, "generate", anew)
-    found = looked(trained(tiny_model, tmp_path, "run", sampling={"max_tokens": 12}))
-    assert found.dominant is not None
-    assert (found.dominant.category, found.dominant.share > 0.9) == ("tokenisation", True)
-    assert all(token.turn == 1 for token in found.worst), "only what follows sampled tokens can differ"
-    assert not found.breaks, "the record says what the engine should have been given"
+    report = looked(trained(tiny_model, tmp_path, "run", sampling={"max_tokens": 12}))
+    assert report.dominant is not None
+    assert (report.dominant.category, report.dominant.share > 0.9) == ("tokenisation", True)
+    assert all(token.turn == 1 for token in report.worst), "only what follows sampled tokens can differ"
+    assert not report.breaks, "the record says what the engine should have been given"
 
 
 @pytest.mark.long
@@ -159,25 +159,30 @@ def test_a_turn_that_is_tokenised_anew_on_its_way_to_the_engine(
 def test_temperature_alone(tiny_model: Path, tmp_path: Path, dtype: str) -> None:
     folder = trained(tiny_model, tmp_path, "run", sampling={"max_tokens": 12, "temperature": 0.5}, dtype=dtype)
     assert looked(folder).dominant is None
-    found = injected(folder, tmp_path, exact(weights(folder, STEPS - 1), temperature=False), Sampling(temperature=0.5))
-    assert found.dominant is not None
-    assert found.dominant.name == "temperature not applied (raw logprobs)"
-    assert len(faults(found)) == 1, "the rest is rounding"
+    report = injected(folder, tmp_path, exact(weights(folder, STEPS - 1), temperature=False), Sampling(temperature=0.5))
+    assert report.dominant is not None
+    assert report.dominant.name == "temperature not applied (raw logprobs)"
+    assert len(faults(report)) == 1, "the rest is rounding"
 
 
 def test_penalties_that_the_engine_left_out_of_its_logprobs(tiny_model: Path, tmp_path: Path) -> None:
-    asked: dict[str, Any] = {"temperature": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "max_tokens": 12}
-    folder = trained(tiny_model, tmp_path, "run", sampling=asked)
+    options: dict[str, Any] = {
+        "temperature": 0.7,
+        "repetition_penalty": 1.3,
+        "frequency_penalty": 0.5,
+        "max_tokens": 12,
+    }
+    folder = trained(tiny_model, tmp_path, "run", sampling=options)
     assert looked(folder).dominant is None
     engine = exact(weights(folder, STEPS - 1))
-    assert injected(folder, tmp_path / "right", engine, Sampling(**asked)).dominant is None
+    assert injected(folder, tmp_path / "right", engine, Sampling(**options)).dominant is None
     for fault, name in (
         ({"penalties": False}, "repetition_penalty 1.3 and frequency_penalty 0.5 not applied"),
         ({"penalties": False, "temperature": False}, "raw logprobs"),
     ):
-        found = injected(folder, tmp_path / name, exact(weights(folder, STEPS - 1), **fault), Sampling(**asked))
-        assert found.dominant is not None
-        assert (found.dominant.category, found.dominant.name) == ("sampling", name)
+        report = injected(folder, tmp_path / name, exact(weights(folder, STEPS - 1), **fault), Sampling(**options))
+        assert report.dominant is not None
+        assert (report.dominant.category, report.dominant.name) == ("sampling", name)
 
 
 @pytest.mark.parametrize(
@@ -210,23 +215,23 @@ def test_two_faults_are_both_named_the_larger_one_first(
 ) -> None:
     base = Path(config.load(plain / "config.yaml").config.model)
     folder = weights(plain, held) if held else base
-    found = injected(plain, tmp_path, exact(folder, **fault))
-    told = faults(found)
-    assert [told[i].startswith(name) for i, name in enumerate(names)] == [True, True], told
-    assert all(name in found.verdict for name in names)
-    assert found.parts[0].rms > found.parts[1].rms > 3 * max(part.rms for part in found.parts[2:])
+    report = injected(plain, tmp_path, exact(folder, **fault))
+    fault_names = faults(report)
+    assert [fault_names[i].startswith(name) for i, name in enumerate(names)] == [True, True], fault_names
+    assert all(name in report.verdict for name in names)
+    assert report.parts[0].rms > report.parts[1].rms > 3 * max(part.rms for part in report.parts[2:])
 
 
 def test_staleness_that_the_recipe_allows_is_no_fault(lagged: Path) -> None:
-    found = looked(lagged, step=STEPS)
-    assert len(found.versions) > 1
-    assert found.dominant is not None
-    assert (found.dominant.category, found.dominant.fault) == ("staleness", False)
-    names = {part.name.partition(",")[0] for part in found.parts if part.category == "staleness"}
+    report = looked(lagged, step=STEPS)
+    assert len(report.versions) > 1
+    assert report.dominant is not None
+    assert (report.dominant.category, report.dominant.fault) == ("staleness", False)
+    names = {part.name.partition(",")[0] for part in report.parts if part.category == "staleness"}
     assert names == {"older weights sampled", "answers went on across an update"}
-    assert found.categories["staleness"] == pytest.approx(1.0, abs=1e-3)
-    assert found.categories.get("unexplained", 0.0) == pytest.approx(0.0, abs=1e-3)
-    assert all(part.rms < 1e-5 for part in found.parts if part.category == "numerics")
+    assert report.categories["staleness"] == pytest.approx(1.0, abs=1e-3)
+    assert report.categories.get("unexplained", 0.0) == pytest.approx(0.0, abs=1e-3)
+    assert all(part.rms < 1e-5 for part in report.parts if part.category == "numerics")
 
 
 def test_without_the_weights_that_sampled_nothing_is_guessed(lagged: Path, tmp_path: Path) -> None:
@@ -236,12 +241,12 @@ def test_without_the_weights_that_sampled_nothing_is_guessed(lagged: Path, tmp_p
     gone = [version for version in whole.versions if version < STEPS - 1]
     for version in gone:
         shutil.rmtree(folder / "checkpoints" / f"{version:06d}")
-    found = looked(folder, step=STEPS)
-    assert found.dominant is not None
-    assert found.dominant.category == "unexplained"
+    report = looked(folder, step=STEPS)
+    assert report.dominant is not None
+    assert report.dominant.category == "unexplained"
     missing = ", ".join(map(str, gone))
-    assert found.dominant.name == f"staleness or else: no weights of version {missing} are on disk"
-    assert set(found.stand_ins) == set(gone)
+    assert report.dominant.name == f"staleness or else: no weights of version {missing} are on disk"
+    assert set(report.stand_ins) == set(gone)
 
 
 def test_on_policy_no_checkpoint_of_the_version_is_needed(plain: Path, tmp_path: Path) -> None:
@@ -249,12 +254,12 @@ def test_on_policy_no_checkpoint_of_the_version_is_needed(plain: Path, tmp_path:
         plain, tmp_path / "run", STEPS, told_by(exact(weights(plain, STEPS - 1), temperature=False), SAMPLING)
     )
     shutil.rmtree(folder / "checkpoints" / f"{STEPS - 1:06d}")
-    found = looked(folder, step=STEPS)
-    assert dict(found.stand_ins) == {STEPS - 1: STEPS - 2}
-    assert found.dominant is not None
-    assert found.dominant.name == "temperature not applied (raw logprobs)"
-    assert 0.7 < found.dominant.share < 0.99, "weights of another version cannot tell all"
-    assert any(part.name.endswith("by the weights of another version") for part in found.parts)
+    report = looked(folder, step=STEPS)
+    assert dict(report.stand_ins) == {STEPS - 1: STEPS - 2}
+    assert report.dominant is not None
+    assert report.dominant.name == "temperature not applied (raw logprobs)"
+    assert 0.7 < report.dominant.share < 0.99, "weights of another version cannot tell all"
+    assert any(part.name.endswith("by the weights of another version") for part in report.parts)
 
 
 def test_what_nobody_can_explain_is_said_to_be_that(plain: Path, tmp_path: Path) -> None:
@@ -263,15 +268,15 @@ def test_what_nobody_can_explain_is_said_to_be_that(plain: Path, tmp_path: Path)
     def engine(prompt: Sequence[int], sampled: Sequence[int], sampling: Sampling) -> Sequence[float]:
         return [noise.gauss(-3, 1) for _ in sampled]
 
-    found = injected(plain, tmp_path, engine)
-    assert found.dominant is not None
-    assert (found.dominant.category, found.dominant.name) == ("unexplained", "none of what was tried")
+    report = injected(plain, tmp_path, engine)
+    assert report.dominant is not None
+    assert (report.dominant.category, report.dominant.name) == ("unexplained", "none of what was tried")
 
 
 def test_a_gap_as_large_as_another_type_makes_is_numerics(plain: Path, tmp_path: Path) -> None:
-    found = injected(plain, tmp_path, exact(weights(plain, STEPS - 1), head="bfloat16", body="bfloat16"))
-    assert found.dominant is not None
-    assert found.dominant.category == "numerics"
+    report = injected(plain, tmp_path, exact(weights(plain, STEPS - 1), head="bfloat16", body="bfloat16"))
+    assert report.dominant is not None
+    assert report.dominant.category == "numerics"
 
 
 def test_a_trainer_that_records_other_logprobs_than_its_weights_give(plain: Path, tmp_path: Path) -> None:
@@ -279,10 +284,10 @@ def test_a_trainer_that_records_other_logprobs_than_its_weights_give(plain: Path
         for token in row["tokens"]:
             token["tp"] -= 0.5
 
-    found = looked(altered(plain, tmp_path / "run", STEPS, change), step=STEPS)
-    assert found.dominant is not None
-    assert found.dominant.name == "the trainer's logprobs, computed once more"
-    assert found.dominant.fault
+    report = looked(altered(plain, tmp_path / "run", STEPS, change), step=STEPS)
+    assert report.dominant is not None
+    assert report.dominant.name == "the trainer's logprobs, computed once more"
+    assert report.dominant.fault
 
 
 def history_kept_in_part(row: dict[str, Any]) -> None:
@@ -293,13 +298,13 @@ def history_kept_in_part(row: dict[str, Any]) -> None:
 
 def test_a_turn_that_does_not_continue_the_one_before_is_shown(plain: Path, tmp_path: Path) -> None:
     folder = altered(plain, tmp_path / "run", STEPS, history_kept_in_part)
-    found = looked(folder, step=STEPS)
-    assert {(broken.kind, broken.turn) for broken in found.breaks} == {("history", 1)}
-    assert len(found.breaks) == found.rollouts
-    first = found.breaks[0]
+    report = looked(folder, step=STEPS)
+    assert {(broken.kind, broken.turn) for broken in report.breaks} == {("history", 1)}
+    assert len(report.breaks) == report.rollouts
+    first = report.breaks[0]
     assert first.expected != first.recorded
     assert first.recorded[0] == "b", "token 65 of the byte alphabet"
-    assert f"{found.rollouts} later turns do not continue what was sampled" in found.verdict
+    assert f"{report.rollouts} later turns do not continue what was sampled" in report.verdict
 
 
 @pytest.mark.parametrize("kind", ["opening", "reply"])
@@ -310,17 +315,17 @@ def test_a_prompt_that_is_not_the_templates_is_shown(plain: Path, tmp_path: Path
         if turn == 0:
             row["prompts"][1][0] += 1
 
-    found = looked(altered(plain, tmp_path / "run", STEPS, change), step=STEPS)
-    assert {broken.kind for broken in found.breaks} == {kind}
+    report = looked(altered(plain, tmp_path / "run", STEPS, change), step=STEPS)
+    assert {broken.kind for broken in report.breaks} == {kind}
 
 
 def test_few_tokens_are_of_many_groups(plain: Path) -> None:
-    found = looked(plain, step=STEPS, tokens=30)
-    assert found.rollouts == 2
+    report = looked(plain, step=STEPS, tokens=30)
+    assert report.rollouts == 2
     turns, _ = spoken(rows(plain, STEPS), 30)
     assert len({turn.group for turn in turns}) == 2
-    assert all(part.interval is None for part in found.parts), "two rollouts tell nothing of chance"
-    assert found.tokens < looked(plain, step=STEPS).tokens
+    assert all(part.interval is None for part in report.parts), "two rollouts tell nothing of chance"
+    assert report.tokens < looked(plain, step=STEPS).tokens
 
 
 def test_the_step_is_the_newest_after_a_checkpoint(plain: Path, tmp_path: Path) -> None:
@@ -346,7 +351,7 @@ def with_foreign_tokens(row: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "step", "told"),
+    ("change", "step", "message"),
     [
         (without_prompts, STEPS, "has no prompt tokens: an older Tandem wrote it"),
         (without_logprobs, STEPS, "no token of step 4 has both logprobs"),
@@ -356,10 +361,10 @@ def with_foreign_tokens(row: dict[str, Any]) -> None:
     ids=["old", "no logprobs", "foreign tokens", "no such step"],
 )
 def test_what_cannot_be_looked_at_is_an_error_of_one_line(
-    plain: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], step: int, told: str
+    plain: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], step: int, message: str
 ) -> None:
     folder = altered(plain, tmp_path / "run", STEPS, change)
-    with pytest.raises(TandemError, match=told) as raised:
+    with pytest.raises(TandemError, match=message) as raised:
         look(folder, config.load(folder / "config.yaml").config, step=step)
     assert "\n" not in str(raised.value)
     assert raised.value.exit_code == (2 if step == 9 else 1), "a step that is not there is the asker's mistake"
@@ -379,9 +384,9 @@ def test_the_verb_prints_it(
         assert (stopped.value.code, says in out) == (0, True), out
     with pytest.raises(SystemExit):
         cli.main(["mismatch", str(folder), "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert found["dominant"]["category"] == "sampling"
-    assert math.isclose(sum(part["share"] for part in found["parts"]), 1.0)
+    report = json.loads(capsys.readouterr().out)
+    assert report["dominant"]["category"] == "sampling"
+    assert math.isclose(sum(part["share"] for part in report["parts"]), 1.0)
 
 
 def test_the_record_gives_back_every_turn() -> None:
@@ -393,7 +398,7 @@ def test_the_record_gives_back_every_turn() -> None:
 
     draw = random.Random(3)
     for case in range(40):
-        said, history = list[Turn](), list[int]()
+        turns, history = list[Turn](), list[int]()
         for _ in range(draw.randint(1, 4)):
             kept = draw.choice([len(history), draw.randint(0, len(history))])
             prompt = (*history[:kept], *(draw.randrange(9) for _ in range(draw.randint(1, 4))))
@@ -401,20 +406,22 @@ def test_the_record_gives_back_every_turn() -> None:
             versions = sorted(draw.randrange(4) for _ in range(count))
             tokens = tuple(draw.randrange(9) for _ in range(count))
             completion = Completion(tokens=tokens, logprobs=(-1.0,) * count, versions=tuple(versions), finish="stop")
-            said.append(Turn(prompt=prompt, completion=completion, temperature=draw.choice([0.5, 1.0])))
+            turns.append(Turn(prompt=prompt, completion=completion, temperature=draw.choice([0.5, 1.0])))
             history = [*prompt, *tokens]
         task = Task(id="t", env="e", prompt=(Message(role="user", content="?"),), answer="")
-        rollout = Rollout(id=f"t@{case}/0", task=task, turns=tuple(said), messages=task.prompt, status="ok", reward=1.0)
+        rollout = Rollout(
+            id=f"t@{case}/0", task=task, turns=tuple(turns), messages=task.prompt, status="ok", reward=1.0
+        )
         total = rollout.num_tokens
         group = Group(id=f"t@{case}", index=0, env="e", rollouts=(rollout,))
         batch = StepBatch(micro=(), groups=(group,), advantages={rollout.id: 0.0}, num_loss_tokens=total, num_samples=1)
         stats = StepStats(metrics={}, logprobs={rollout.id: (-2.0,) * total})
-        found, passed = spoken(json.loads(json.dumps(list(records(7, batch, stats, Pieces())))), 1)  # type: ignore[arg-type]
+        read_back, passed = spoken(json.loads(json.dumps(list(records(7, batch, stats, Pieces())))), 1)  # type: ignore[arg-type]
         assert passed == (total == 0)
-        want = [turn for turn in said if turn.completion.tokens]
+        want = [turn for turn in turns if turn.completion.tokens]
         assert [
             (turn.prompt, turn.tokens, turn.versions, turn.temperature, turn.step, set(turn.engine), set(turn.trainer))
-            for turn in found
+            for turn in read_back
         ] == [
             (turn.prompt, turn.completion.tokens, turn.completion.versions, turn.temperature, 7, {-1.0}, {-2.0})
             for turn in want
@@ -431,10 +438,10 @@ def narrow(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.long
 def test_older_weights_show_beneath_rounding(narrow: Path, tmp_path: Path) -> None:
     assert looked(narrow).dominant is None
-    found = injected(narrow, tmp_path, exact(weights(narrow, 1), body="bfloat16", head="bfloat16"), Sampling())
-    assert found.gap["rms"] < found.allowed
-    assert faults(found) == [f"the engine sampled from version 1, stamped {STEPS - 1}"]
-    assert "the engine sampled from version 1" in found.verdict
+    report = injected(narrow, tmp_path, exact(weights(narrow, 1), body="bfloat16", head="bfloat16"), Sampling())
+    assert report.gap["rms"] < report.allowed
+    assert faults(report) == [f"the engine sampled from version 1, stamped {STEPS - 1}"]
+    assert "the engine sampled from version 1" in report.verdict
 
 
 def test_the_trainers_own_rounding_is_no_evidence_against_the_engine(narrow: Path, tmp_path: Path) -> None:
@@ -443,9 +450,9 @@ def test_the_trainers_own_rounding_is_no_evidence_against_the_engine(narrow: Pat
     def engine(prompt: Sequence[int], sampled: Sequence[int], sampling: Sampling) -> Sequence[float]:
         return [logprob + noise.gauss(0, 0.04) for logprob in sound(prompt, sampled, sampling)]
 
-    found = injected(narrow, tmp_path, engine, Sampling())
-    assert found.gap["rms"] > found.allowed
-    assert faults(found) == ["none of what was tried"]
+    report = injected(narrow, tmp_path, engine, Sampling())
+    assert report.gap["rms"] > report.allowed
+    assert faults(report) == ["none of what was tried"]
 
 
 def test_older_stamps_whose_weights_are_gone_are_not_put_down_to_others(plain: Path, tmp_path: Path) -> None:
@@ -455,5 +462,5 @@ def test_older_stamps_whose_weights_are_gone_are_not_put_down_to_others(plain: P
 
     folder = altered(plain, tmp_path / "run", STEPS, change)
     shutil.rmtree(folder / "checkpoints" / "000002")
-    found = looked(folder, step=STEPS)
-    assert faults(found) == ["staleness or else: no weights of version 2 are on disk"]
+    report = looked(folder, step=STEPS)
+    assert faults(report) == ["staleness or else: no weights of version 2 are on disk"]

@@ -35,26 +35,26 @@ def test_sums_and_largest_have_the_values_of_all_ranks(on_gpus: nccl_ranks.Ranks
         sum(nccl_ranks.values(rank, *shape, device=torch.device("cpu")) for rank in range(WORLD))
         for shape in ((7,), (WORLD, 5))
     )
-    for rank, found in enumerate(on_gpus(nccl_ranks.sums)):
-        assert found["whole"] == whole.tolist()
-        assert found["square"] == 3.0
-        assert found["started"] == [1, 1, 0]
-        assert found["own"] == [rows[rank].tolist()] * 2
+    for rank, result in enumerate(on_gpus(nccl_ranks.sums)):
+        assert result["whole"] == whole.tolist()
+        assert result["square"] == 3.0
+        assert result["started"] == [1, 1, 0]
+        assert result["own"] == [rows[rank].tolist()] * 2
 
 
 def test_every_rank_has_all_parts_in_place_and_nothing_beside_them(on_gpus: nccl_ranks.Ranks) -> None:
-    for found in on_gpus(nccl_ranks.gathered):
-        assert found == [[-1.0, *[0.0] * size, *[1.0] * size] for size in (4, 1, 3, 2)]
+    for wholes in on_gpus(nccl_ranks.gathered):
+        assert wholes == [[-1.0, *[0.0] * size, *[1.0] * size] for size in (4, 1, 3, 2)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bucket", [1 << 24, 10_000], ids=["one bucket", "many buckets"])
 def test_updates_are_those_of_ranks_over_gloo(on_gpus: nccl_ranks.Ranks, dtype: torch.dtype, bucket: int) -> None:
     expected = on_ranks(WORLD, lambda group: nccl_ranks.updated(group, dtype, bucket))
-    found = on_gpus(nccl_ranks.updated_on_gpu, dtype, bucket)
-    for mine, its in zip(*found, strict=True):
+    updated = on_gpus(nccl_ranks.updated_on_gpu, dtype, bucket)
+    for mine, its in zip(*updated, strict=True):
         assert torch.equal(mine, its), "ranks have different weights"
-    for mine, wanted in zip(found[0], expected[0], strict=True):
+    for mine, wanted in zip(updated[0], expected[0], strict=True):
         torch.testing.assert_close(mine, wanted, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
 
 
@@ -62,8 +62,8 @@ def test_tokens_are_exchanged_for_heads_as_over_gloo(on_gpus: nccl_ranks.Ranks) 
     def rank(group: DataGroup) -> list[Any]:
         return nccl_ranks.exchanges(group.backend, group.rank, group.device)
 
-    for found, wanted in zip(on_gpus(nccl_ranks.exchanged, context=WORLD), on_ranks(WORLD, rank), strict=True):
-        for one, other in zip(found, wanted, strict=True):
+    for exchanged, wanted in zip(on_gpus(nccl_ranks.exchanged, context=WORLD), on_ranks(WORLD, rank), strict=True):
+        for one, other in zip(exchanged, wanted, strict=True):
             torch.testing.assert_close(torch.tensor(one), torch.tensor(other))
 
 
@@ -71,17 +71,17 @@ def of_rank_0(work: Callable[..., None], *, seconds: float) -> Any:
     """What rank 0's process tells while the other one is killed or late."""
     store, rendezvous = serve(Rendezvous(host="127.0.0.1", world=WORLD, backend="gloo", seconds=seconds))
     processes = multiprocessing.get_context("spawn")
-    told = processes.Queue()
-    ranks = [processes.Process(target=work, args=(rendezvous, rank, told)) for rank in range(WORLD)]
+    results = processes.Queue()
+    ranks = [processes.Process(target=work, args=(rendezvous, rank, results)) for rank in range(WORLD)]
     try:
         for one in ranks:
             one.start()
-        return told.get(timeout=180)
+        return results.get(timeout=180)
     finally:
         for one in ranks:
             one.kill()
             one.join()
-        told.close()
+        results.close()
         del store
 
 
