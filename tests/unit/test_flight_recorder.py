@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -126,7 +127,8 @@ class Backend:
 def parts_of(*backends: Backend) -> RankParts:
     data, context, *of_mesh = backends
     group: Any = SimpleNamespace(backend=data, rank=0)
-    return RankParts(group=group, rendezvous=MEETING, context=context, of_mesh=tuple(of_mesh))
+    mesh: Any = SimpleNamespace(number=2, backends=tuple(of_mesh))
+    return RankParts(group=group, rendezvous=MEETING, context=context, mesh=mesh)
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
@@ -146,6 +148,21 @@ def test_every_group_is_given_up() -> None:
     backends = [Backend(), Backend(), Backend()]
     parts_of(*backends).abort()
     assert [backend.aborted for backend in backends] == [1, 1, 1]
+
+
+def test_the_last_collectives_are_written_by_the_number_that_torch_has_for_the_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    numbers: list[int] = []
+    monkeypatch.setattr(flight_recorder, "write", numbers.append)
+    parts = parts_of(Backend(), Backend())
+    parts.give_up()
+    parts.mesh = None
+    parts.give_up()
+    for thread in threading.enumerate():
+        if thread.name == "abort of collectives":
+            thread.join(5.0)
+    assert sorted(numbers) == [0, 2], "of the shard that a rank of cut weights holds, else its own"
 
 
 def ended(rank_lost_first: bool) -> tuple[RankError, list[str]]:

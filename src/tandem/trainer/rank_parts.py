@@ -231,6 +231,8 @@ class ShardMesh:
 
     ranks: DeviceMesh
     """Of one dimension, or of two: replicas, and the shards of each."""
+    number: int
+    """Of this rank's shard."""
     holders: Any
     """Group of the ranks whose shards are together the slice of this one's worker; None where one shard is."""
     backends: tuple[Any, ...]
@@ -251,7 +253,8 @@ class ShardMesh:
         if dist.is_initialized():
             dist.destroy_process_group()
         timeout, kind = timedelta(seconds=rendezvous.seconds), group.device.type
-        numbers, num_holders = torch.arange(group.world), shards // workers
+        number, num_holders = shard_number(group.rank, shards, workers), shards // workers
+        numbers = torch.arange(group.world)
 
         def groups_of(rows: Tensor) -> Any:  # by torch itself they would have timeouts of its own
             return dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)[0]
@@ -260,7 +263,7 @@ class ShardMesh:
             dist.init_process_group(
                 rendezvous.backend,
                 store=dist.PrefixStore("default", visit(rendezvous)),  # type: ignore[attr-defined]
-                rank=shard_number(group.rank, shards, workers),
+                rank=number,
                 world_size=group.world,
                 timeout=timeout,
             )
@@ -274,7 +277,8 @@ class ShardMesh:
             holders = None
             if workers > 1 and num_holders > 1:
                 groups.append(holders := groups_of(numbers.view(-1, num_holders)))
-        return cls(ranks=mesh, holders=holders, backends=tuple(each._get_backend(group.device) for each in groups))
+        backends = tuple(each._get_backend(group.device) for each in groups)
+        return cls(ranks=mesh, number=number, holders=holders, backends=backends)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -417,8 +421,7 @@ class RankParts:
 
     def give_up(self) -> None:
         """The same in a thread, once the last collectives are on disk: either may have to wait for the device."""
-
-        number = self.group.rank if self.mesh is None else dist.get_rank()  # by which torch compares the files
+        number = self.group.rank if self.mesh is None else self.mesh.number  # by which torch compares the files
 
         def ended() -> None:
             flight_recorder.write(number)
