@@ -120,7 +120,7 @@ def flood(
         seconds: after which no call begins.
         rate: calls a second at most; 0 does not hold back.
     """
-    found, selector, scratch = Outcome(), selectors.DefaultSelector(), bytearray(1 << 20)
+    outcome, selector, scratch = Outcome(), selectors.DefaultSelector(), bytearray(1 << 20)
     begin, cpu, made = time.perf_counter(), time.process_time(), 0
     idle = [Line(address, selector) for _ in range(lines)]
     while True:
@@ -132,9 +132,9 @@ def flood(
             break
         for key, _ in selector.select(0.01 if idle else 5.0):
             if key.data.step(scratch):
-                _count(found, key.data)
+                _count(outcome, key.data)
                 idle.append(key.data)
-    return _ended(found, begin, cpu, idle)
+    return _ended(outcome, begin, cpu, idle)
 
 
 def poll(address: Address, requests: Sequence[bytes], *, every: float, seconds: float, fresh: bool) -> Outcome:
@@ -147,7 +147,7 @@ def poll(address: Address, requests: Sequence[bytes], *, every: float, seconds: 
         seconds: in all.
         fresh: a new connection for each call, as BaseEnv has it.
     """
-    found, selector, scratch = Outcome(), selectors.DefaultSelector(), bytearray(1 << 16)
+    outcome, selector, scratch = Outcome(), selectors.DefaultSelector(), bytearray(1 << 16)
     begin, cpu = time.perf_counter(), time.process_time()
     lines = [Line(address, selector) for _ in requests]
     due = [(begin + every * i / len(lines), i) for i in range(len(lines))]
@@ -161,31 +161,31 @@ def poll(address: Address, requests: Sequence[bytes], *, every: float, seconds: 
             line = key.data
             if line.step(scratch):
                 now = time.perf_counter()
-                found.latencies.append(now - line.begun)
-                _count(found, line, close=fresh)
+                outcome.latencies.append(now - line.begun)
+                _count(outcome, line, close=fresh)
                 heapq.heappush(due, (max(now, line.begun + every), number[id(line)]))
-    return _ended(found, begin, cpu, lines)
+    return _ended(outcome, begin, cpu, lines)
 
 
-def _count(found: Outcome, line: Line, *, close: bool = False) -> None:
-    found.statuses[line.status] += 1
-    found.received += line.length
+def _count(outcome: Outcome, line: Line, *, close: bool = False) -> None:
+    outcome.statuses[line.status] += 1
+    outcome.received += line.length
     if line.status != 200:
-        found.first = bytes(line.body[:300])
+        outcome.first = bytes(line.body[:300])
     elif line.length < 40 and b"batch" in line.body:
-        found.empty += 1
+        outcome.empty += 1
     else:
-        found.answers += 1
+        outcome.answers += 1
     if close or not line.keep:
         line.close()
 
 
-def _ended(found: Outcome, begin: float, cpu: float, lines: list[Line]) -> Outcome:
-    found.seconds = time.perf_counter() - begin
-    found.cpu = (time.process_time() - cpu) / found.seconds
+def _ended(outcome: Outcome, begin: float, cpu: float, lines: list[Line]) -> Outcome:
+    outcome.seconds = time.perf_counter() - begin
+    outcome.cpu = (time.process_time() - cpu) / outcome.seconds
     for line in lines:
         line.close()
-    return found
+    return outcome
 
 
 class Apart:
@@ -204,11 +204,11 @@ class Apart:
         Raises:
             RuntimeError: it failed; the message says how.
         """
-        found: Outcome | str = self._pipe.recv()
+        outcome: Outcome | str = self._pipe.recv()
         self._process.join()
-        if isinstance(found, str):
-            raise RuntimeError(f"the client failed: {found}")
-        return found
+        if isinstance(outcome, str):
+            raise RuntimeError(f"the client failed: {outcome}")
+        return outcome
 
 
 def _apart(pipe: Pipe, function: Callable[..., Outcome], args: Any, options: Any) -> None:

@@ -44,8 +44,8 @@ class Server:
             data = ["--data", str(self.folder / "data"), *options]
             command = [sys.executable, "-m", "tandem", "serve", "broker", *port, *data]
         self.log = self.folder / "log"
-        with self.log.open("wb") as said:
-            self.process = subprocess.Popen(command, stdout=said, stderr=said, cwd=self.folder)
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(command, stdout=output, stderr=output, cwd=self.folder)
 
     def __enter__(self) -> Server:
         deadline = time.monotonic() + 60
@@ -56,7 +56,7 @@ class Server:
             except OSError:
                 if self.process.poll() is not None or time.monotonic() > deadline:
                     self.__exit__()
-                    raise RuntimeError(f"{self.name} did not start: {self.said()}") from None
+                    raise RuntimeError(f"{self.name} did not start: {self.log_tail()}") from None
                 time.sleep(0.05)
 
     def __exit__(self, *_: Any) -> None:
@@ -67,10 +67,10 @@ class Server:
             self.process.kill()
             self.process.wait()
         if self.process.returncode not in (0, -signal.SIGTERM):
-            print(f"{self.name} ended with {self.process.returncode}: {self.said()}", file=sys.stderr)
+            print(f"{self.name} ended with {self.process.returncode}: {self.log_tail()}", file=sys.stderr)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def said(self) -> str:
+    def log_tail(self) -> str:
         return self.log.read_text(errors="replace")[-2000:] if self.log.exists() else ""
 
     def ask(self, path: str, body: Any = None, seconds: float = 60.0) -> Any:

@@ -41,7 +41,7 @@ def by_tandem(engine: Any) -> Ask:
     """Through /generate, with logprobs, as a rollout asks."""
 
     async def ask(ids: list[int], tokens: int) -> int:
-        asked = wire.Generate(
+        request = wire.Generate(
             prompt=wire.Ids(prompt_token_ids=ids),
             max_tokens=tokens,
             ignore_eos=True,
@@ -49,7 +49,7 @@ def by_tandem(engine: Any) -> Ask:
             flat_logprobs=True,
             detokenize=False,
         )
-        return len((await engine.servers[0].generate(asked)).token_ids[0])
+        return len((await engine.servers[0].generate(request)).token_ids[0])
 
     return ask
 
@@ -78,15 +78,15 @@ async def rates(
     async def one(ask: Ask, waves: int) -> int:
         return sum([await ask(prompt(next(keys)), tokens) for _ in range(waves)])
 
-    found: dict[str, list[float]] = {route: [] for route in asks}
+    by_route: dict[str, list[float]] = {route: [] for route in asks}
     for ask in asks.values():  # warm
         await asyncio.gather(*(one(ask, 1) for _ in range(requests)))
     for _ in range(repeat):
         for route, ask in asks.items():
             begin = time.perf_counter()
             made = sum(await asyncio.gather(*(one(ask, waves) for _ in range(requests))))
-            found[route].append(made / (time.perf_counter() - begin))
-    return found
+            by_route[route].append(made / (time.perf_counter() - begin))
+    return by_route
 
 
 # Load
@@ -137,28 +137,30 @@ class Load:
             length = self.tokens if turn > 1 else 1 + random.Random(key).randrange(self.tokens)
             self._begun[lane] = earliest
             try:
-                found = await self.engine.generate(ids, Sampling(max_tokens=length), key)
+                completion = await self.engine.generate(ids, Sampling(max_tokens=length), key)
             except Exception as error:  # counted and told: a benchmark must not end on the first
                 self.failures.append(f"request of version {earliest}: {error}")
                 await asyncio.sleep(0.1)
                 continue
             finally:
                 self._begun.pop(lane, None)
-            self._check(ids, found, earliest)
+            self._check(ids, completion, earliest)
 
-    def _check(self, ids: list[int], found: Completion, earliest: int) -> None:
-        versions = found.versions
+    def _check(self, ids: list[int], completion: Completion, earliest: int) -> None:
+        versions = completion.versions
         right = list(versions) == sorted(versions) and earliest <= versions[0] and versions[-1] <= self.latest
         if not right or (self.single and len(set(versions)) > 1):
             self.failures.append(f"versions {sorted(set(versions))} in an answer asked for at {earliest}")
-        if len(found.tokens) != len(found.logprobs) or not all(-math.inf < lp <= 1e-3 for lp in found.logprobs):
+        if len(completion.tokens) != len(completion.logprobs) or not all(
+            -math.inf < lp <= 1e-3 for lp in completion.logprobs
+        ):
             self.failures.append("logprobs missing or not numbers")
         self.answered += 1
-        self.tokens_made += len(found.tokens)
+        self.tokens_made += len(completion.tokens)
         self.spans += len(set(versions)) > 1
         if len(set(versions)) == 1 and self._kept[versions[0]] < self.keep:
             self._kept[versions[0]] += 1
-            self.answers.append((ids, found))
+            self.answers.append((ids, completion))
 
     async def no_older_than(self, version: int) -> None:
         """Wait until no request in flight was asked for under an older version, as max_lag bounds it in a run."""
@@ -244,20 +246,20 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
 
 def memory(worker: int | None) -> dict[str, float]:
     """Gigabytes of the trainer, of the engine's worker and of the device, by what tells them."""
-    found = {"trainer host, private": _private(os.getpid())}
+    gigabytes = {"trainer host, private": _private(os.getpid())}
     if worker is not None:
-        found["engine host, private"] = _private(worker)
+        gigabytes["engine host, private"] = _private(worker)
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(index)
-            found[f"card {index}, used by all"] = (total - free) / 1e9
-            found[f"card {index}, trainer's tensors"] = torch.cuda.memory_allocated(index) / 1e9
-            found[f"card {index}, trainer's tensors at most"] = torch.cuda.max_memory_allocated(index) / 1e9
-        found |= {
+            gigabytes[f"card {index}, used by all"] = (total - free) / 1e9
+            gigabytes[f"card {index}, trainer's tensors"] = torch.cuda.memory_allocated(index) / 1e9
+            gigabytes[f"card {index}, trainer's tensors at most"] = torch.cuda.max_memory_allocated(index) / 1e9
+        gigabytes |= {
             f"nvidia-smi, {'trainer' if pid == os.getpid() else 'engine' if pid == worker else f'pid {pid}'}": used
             for pid, used in _by_process().items()
         }
-    return {name: round(value, 3) for name, value in found.items()}
+    return {name: round(value, 3) for name, value in gigabytes.items()}
 
 
 def _private(pid: int) -> float:

@@ -50,11 +50,11 @@ class Waits:
 
     def taken(self) -> Mapping[str, Mapping[str, Any]]:
         """Seconds and places by kind."""
-        found = {
+        waits = {
             kind: {"seconds": seconds, "where": self.where.get(kind, "")} for kind, seconds in self.longest.items()
         }
         self.longest, self.where = {}, {}
-        return found
+        return waits
 
     def trace(self) -> None:
         """Time every lock, every sleep, and how groups are handed over."""
@@ -78,26 +78,26 @@ class Waits:
                     self.seen("poll", time.perf_counter() - begun, _caller())
 
         async def timed_group(worker: GroupRunner, *args: Any, index: int, **more: Any) -> Any:
-            found = await group(worker, *args, index=index, **more)
+            finished_group = await group(worker, *args, index=index, **more)
             self.ended[index] = time.perf_counter()
-            return found
+            return finished_group
 
         async def timed_take(buffer: RolloutBuffer) -> Any:
             begun = time.perf_counter()
-            found = await take(buffer)
-            ready = max([begun, *(self.ended.pop(g.index, begun) for g in found)])
+            groups = await take(buffer)
+            ready = max([begun, *(self.ended.pop(g.index, begun) for g in groups)])
             self.seen("handed", time.perf_counter() - ready)
-            return found
+            return groups
 
         def timed_pace(lag_control: LagControl, *args: Any) -> Any:
-            found = paced(lag_control, *args)
-            self.longest["idle"] = flatten(found).get("engine/idle_seconds", 0.0)
-            return found
+            metrics = paced(lag_control, *args)
+            self.longest["idle"] = flatten(metrics).get("engine/idle_seconds", 0.0)
+            return metrics
 
         changed: dict[tuple[Any, str], Any] = {
             (asyncio.Lock, "acquire"): timed_acquire,
             (asyncio, "sleep"): timed_sleep,
-            (GroupRunner, "group"): timed_group,
+            (GroupRunner, "run"): timed_group,
             (RolloutBuffer, "take"): timed_take,
             (LagControl, "step"): timed_pace,
         }

@@ -70,7 +70,7 @@ class Publishes:
         synchronize()
         self._seconds[name] += time.perf_counter() - begin
 
-    def told(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Note a step's; after the last, end this process: saving the states would take longer than all steps."""
         paused, publish = (float(metrics.get(name, 0.0)) for name in ("engine/paused_seconds", "seconds/sync"))
         update, gather = self._seconds["update"], self._seconds["gather"]
@@ -101,8 +101,8 @@ class Publishes:
 
         async def watched_train(step: Step, *args: Any) -> Any:
             if self._parts.laps == self._last - 2:  # the last lap is not measured
-                told = await asyncio.gather(*(server.info() for server in self._engine.servers))
-                peaks = [round(worker.peak_bytes / 1e9, 2) for info in told for worker in info.workers]
+                infos = await asyncio.gather(*(server.info() for server in self._engine.servers))
+                peaks = [round(worker.peak_bytes / 1e9, 2) for info in infos for worker in info.workers]
                 append(self._parts.file, kind="about", engines_gb=peaks)
             return await train(step, *args)
 
@@ -139,7 +139,7 @@ def main() -> None:
     publishes = Publishes(parts, work.steps + 1)
     publishes.watch()
     resume = folder if folder.exists() else None
-    asyncio.run(run.train(loaded.config, resume=resume, on_step=publishes.told))
+    asyncio.run(run.train(loaded.config, resume=resume, on_step=publishes.on_step))
 
 
 if __name__ == "__main__":

@@ -69,8 +69,8 @@ def alarms(folder: Path) -> list[str]:
 
 def proofs(folder: Path) -> list[str]:
     """Why each proof failed that did: what it wrote down, or what the log has of one that compared bytes."""
-    found = [json.loads(path.read_text())["why"] for path in sorted((folder / "proofs").glob("*.json"))]
-    return [*found, *(line for line in log_lines(folder) if "StaleWeights" in line or "TornWeights" in line)]
+    reasons = [json.loads(path.read_text())["why"] for path in sorted((folder / "proofs").glob("*.json"))]
+    return [*reasons, *(line for line in log_lines(folder) if "StaleWeights" in line or "TornWeights" in line)]
 
 
 def asked_again(folder: Path) -> int:
@@ -91,7 +91,7 @@ def record(folder: Path) -> dict[str, Any]:
     times = {kind: [e["time"] for e in events if e["event"] == kind] for kind in ("run_started", "run_done")}
     begun = times["run_started"][0] if times["run_started"] else None
     tokens = _of(metrics, "tokens/generated")
-    found: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "done": bool(times["run_done"]),
         "steps_done": len(rows),
         "held_out": held_out(folder),
@@ -113,7 +113,7 @@ def record(folder: Path) -> dict[str, Any]:
         "resumed": sum(event["event"] == "resumed" for event in events),
         "memory": {name: _ends(_of(metrics, name)) for name in ("memory/rss_gb", "memory/gpu_gb")},
     }
-    return found
+    return summary
 
 
 def trained_for(rows: Sequence[Row], evaluations: Sequence[Row]) -> list[float]:

@@ -50,7 +50,7 @@ def stat(pid: int) -> tuple[str, int] | None:
 
 def family(roots: Sequence[int]) -> dict[int, str]:
     """Name of each living process among ``roots`` and what they have started."""
-    known = {int(entry): found for entry in os.listdir("/proc") if entry.isdigit() and (found := stat(int(entry)))}
+    known = {int(entry): fields for entry in os.listdir("/proc") if entry.isdigit() and (fields := stat(int(entry)))}
     chosen = {pid for pid in roots if pid in known}
     grew = True
     while grew:
@@ -63,8 +63,8 @@ def family(roots: Sequence[int]) -> dict[int, str]:
 def core_of(engine: int) -> int | None:
     """The process that runs vLLM's scheduler: a child of its HTTP server that is not multiprocessing's own."""
     for pid in sorted(family([engine])):
-        found = stat(pid)
-        if found and found[1] == engine and b"resource_tracker" not in _command(pid):
+        fields = stat(pid)
+        if fields and fields[1] == engine and b"resource_tracker" not in _command(pid):
             return pid
     return None
 
@@ -109,13 +109,13 @@ class Memory:
             return
         self._last = now
         engine = engine_of(self.folder)
-        found = {}
+        by_pid = {}
         for pid, name in family([trainer, *([engine] if engine else [])]).items():
             held = resident(pid)
             if held and b"resource_tracker" not in _command(pid):
                 role = {trainer: "trainer", engine: "engine"}.get(pid, name)
-                found[str(pid)] = [role, round(held[0], 4), round(held[1], 4)]
-        row = {"time": time.time(), "step": steps(self.folder), "card_gb": card_gb(self.device), "processes": found}
+                by_pid[str(pid)] = [role, round(held[0], 4), round(held[1], 4)]
+        row = {"time": time.time(), "step": steps(self.folder), "card_gb": card_gb(self.device), "processes": by_pid}
         with self.file.open("a", encoding="utf-8") as out:
             out.write(json.dumps(row) + "\n")
 
@@ -130,8 +130,8 @@ def lives(file: Path, whole: int) -> list[dict[str, Any]]:
         for pid, (role, all_of_it, own) in row["processes"].items():
             roles[pid] = role
             seen.setdefault(pid, []).append((row["step"], all_of_it, own))
-    found = [{"role": roles[pid], **life} for pid, looks in seen.items() for life in _life(looks, whole)]
-    return found + [{"role": "card", **life} for life in _life(card, whole)]
+    process_lives = [{"role": roles[pid], **life} for pid, looks in seen.items() for life in _life(looks, whole)]
+    return process_lives + [{"role": "card", **life} for life in _life(card, whole)]
 
 
 def _life(looks: Sequence[tuple[int, float, float]], whole: int) -> Iterator[dict[str, Any]]:

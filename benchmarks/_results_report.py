@@ -10,9 +10,9 @@ BARS = "▁▂▃▄▅▆▇█"
 Record = Mapping[str, Any]
 
 
-def report(found: Sequence[Record]) -> str:
+def report(all_records: Sequence[Record]) -> str:
     """All tables for which there is something; a later record of a run replaces an earlier one."""
-    records = list({record["name"]: record for record in found}.values())
+    records = list({record["name"]: record for record in all_records}.values())
     runs = [record for record in records if record["set"] != "equal"]
     by_set = {name: [r for r in runs if r["set"] == name] for name in dict.fromkeys(r["set"] for r in runs)}
     equal = [record for record in records if record["set"] == "equal"]
@@ -103,12 +103,12 @@ def each(records: Sequence[Record]) -> str:
             f"{rss[0]:.2f} → {rss[1]:.2f}" if rss else "-",
             number(r["training_seconds"], 0),
         ])  # fmt: skip
-    told = [f"- {r['name']}: {text}" for r in records for text in (*r["alarms"], *r["proofs_failed"])]
-    return "\n\n".join(filter(None, [table(head, rows), "\n".join(told)]))
+    notes = [f"- {r['name']}: {text}" for r in records for text in (*r["alarms"], *r["proofs_failed"])]
+    return "\n\n".join(filter(None, [table(head, rows), "\n".join(notes)]))
 
 
-def _spread(found: Mapping[str, float] | None, digits: int) -> str:
-    return f"{number(found['median'], digits)} / {number(found['max'], digits)}" if found else "-"
+def _spread(spread: Mapping[str, float] | None, digits: int) -> str:
+    return f"{number(spread['median'], digits)} / {number(spread['max'], digits)}" if spread else "-"
 
 
 def over_seeds(records: Sequence[Record]) -> str:
@@ -152,10 +152,10 @@ def over_seeds(records: Sequence[Record]) -> str:
 
 def grouped(records: Sequence[Record], *keys: str) -> list[tuple[tuple[Any, ...], list[Record]]]:
     """Records that agree in ``keys``, in the order of their first."""
-    found: dict[tuple[Any, ...], list[Record]] = {}
+    groups: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
-        found.setdefault(tuple(record[key] for key in keys), []).append(record)
-    return list(found.items())
+        groups.setdefault(tuple(record[key] for key in keys), []).append(record)
+    return list(groups.items())
 
 
 def versus(records: Sequence[Record]) -> str:

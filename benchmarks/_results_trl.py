@@ -50,8 +50,8 @@ class Scored:
 
     def parts(self, task: Task, text: str) -> list[float]:
         """What each reward gives, unweighted; 0 where it says nothing."""
-        said = (*task.prompt, Message(role="assistant", content=text))
-        rollout = Rollout(id="", task=task, turns=(), messages=said, status="ok")
+        messages = (*task.prompt, Message(role="assistant", content=text))
+        rollout = Rollout(id="", task=task, turns=(), messages=messages, status="ok")
         return [float(spec.reward(rollout) or 0.0) for spec in self._specs]
 
     def __call__(self, completions: Sequence[Any], index: Sequence[int], **_: Any) -> list[float]:
@@ -102,8 +102,8 @@ class Held:
                 n=samples, temperature=sampling.temperature, max_tokens=sampling.max_tokens, seed=self._config.seed
             )
             ids = [{"prompt_token_ids": self._tokenizer(p, add_special_tokens=False)["input_ids"]} for p in prompts]
-            found = trainer.vllm_generation.llm.generate(ids, limits, use_tqdm=False)
-            return [[one.text for one in request.outputs] for request in found]
+            request_outputs = trainer.vllm_generation.llm.generate(ids, limits, use_tqdm=False)
+            return [[one.text for one in request.outputs] for request in request_outputs]
         batch = self._tokenizer(
             prompts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False
         ).to(trainer.model.device)
@@ -115,7 +115,7 @@ class Held:
         return [texts[i : i + samples] for i in range(0, len(texts), samples)]
 
 
-class Told(TrainerCallback):  # type: ignore[misc,unused-ignore]
+class MetricsCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     """Writes each step down, and evaluates when the recipe says so."""
 
     def __init__(self, config: RunConfig, folder: Path, held: Held, scored: Scored):
@@ -132,12 +132,12 @@ class Told(TrainerCallback):  # type: ignore[misc,unused-ignore]
             return
         now, answers = time.time(), self._config.groups_per_step * self._config.group_size
         length = logs["completions/mean_length"]
-        told = {"reward": logs["reward"], "length": length, "tokens/generated": length * answers}
-        told |= {"accuracy": sum(self._scored.answers) / max(1, len(self._scored.answers))}
-        told |= {"seconds/step": now - self._began, "grad_norm": logs.get("grad_norm")}
+        metrics = {"reward": logs["reward"], "length": length, "tokens/generated": length * answers}
+        metrics |= {"accuracy": sum(self._scored.answers) / max(1, len(self._scored.answers))}
+        metrics |= {"seconds/step": now - self._began, "grad_norm": logs.get("grad_norm")}
         if torch.cuda.is_available():
-            told["memory/gpu_gb"] = torch.cuda.max_memory_allocated() / 1e9
-        append(self._folder / "metrics.jsonl", step=state.global_step, time=now, metrics=told)
+            metrics["memory/gpu_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        append(self._folder / "metrics.jsonl", step=state.global_step, time=now, metrics=metrics)
         every = self._config.evaluate.every
         if state.global_step == state.max_steps or (every and state.global_step % every == 0):
             self._held(self.trainer, state.global_step)
@@ -195,15 +195,15 @@ def main() -> None:
     ]
     tokenizer = AutoTokenizer.from_pretrained(config.model)
     scored = Scored(config, tasks)
-    told = Told(config, args.folder, Held(config, args.folder, tokenizer, scored), scored)
+    callback = MetricsCallback(config, args.folder, Held(config, args.folder, tokenizer, scored), scored)
     with tempfile.TemporaryDirectory(prefix="results-trl-") as out:
-        told.trainer = trainer = GRPOTrainer(
+        callback.trainer = trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32),
             processing_class=tokenizer,
             reward_funcs=scored,
             args=settings(config, out, args.utilization, args.vllm),
             train_dataset=Dataset.from_list(rows),
-            callbacks=[told],
+            callbacks=[callback],
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()

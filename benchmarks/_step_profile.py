@@ -53,9 +53,9 @@ def measured(trace: Mapping[str, Any]) -> dict[str, Any]:
     largest = {
         kind: [
             {"kernel": name[:100], "ms": round(ms, 3), "times": int(times)}
-            for name, (ms, times) in sorted(found.items(), key=lambda item: -item[1][0])[:6]
+            for name, (ms, times) in sorted(kernels.items(), key=lambda item: -item[1][0])[:6]
         ]
-        for kind, found in names.items()
+        for kind, kernels in names.items()
     }
     return {"ms": dict(totals), "idle_ms": span - busy, "span_ms": span, "launches": len(device), "largest": largest}
 
@@ -77,15 +77,17 @@ def _within(events: Iterable[Mapping[str, Any]]) -> Any:
             kind = next((kind for kind, pattern in RANGES.items() if pattern.search(event["name"])), None)
             if kind is not None:
                 ranges[event["tid"]].append((event["ts"], event["ts"] + event["dur"], kind))
-    for found in ranges.values():
-        found.sort()
+    for of_thread in ranges.values():
+        of_thread.sort()
 
     def within(event: Mapping[str, Any]) -> str | None:
         launch = launches.get(event.get("args", {}).get("correlation"), event)
-        found = ranges.get(launch["tid"], [])
-        at = bisect.bisect_right(found, (launch["ts"], float("inf"), ""))
+        thread_ranges = ranges.get(launch["tid"], [])
+        at = bisect.bisect_right(thread_ranges, (launch["ts"], float("inf"), ""))
         # Ranges of one kind lie within one another: the latest that began before may have ended.
-        return next((kind for begin, end, kind in reversed(found[max(0, at - 4) : at]) if launch["ts"] <= end), None)
+        return next(
+            (kind for begin, end, kind in reversed(thread_ranges[max(0, at - 4) : at]) if launch["ts"] <= end), None
+        )
 
     return within
 
@@ -158,19 +160,19 @@ def kept(trace: Mapping[str, Any], file: Path) -> int:
         wanted = wanted[: len(wanted) // 2]
 
 
-def table(found: Mapping[str, Any]) -> str:
+def table(profile: Mapping[str, Any]) -> str:
     """Kinds by their time, with the least that each could take."""
-    ms, least = found["ms"], found["floor_ms"]
+    ms, least = profile["ms"], profile["floor_ms"]
     rows = [f"{'kind':<14}{'ms':>10}{'share':>9}{'floor ms':>10}{'over':>8}"]
     for kind, took in sorted(ms.items(), key=lambda item: -item[1]):
         floor_ms = least.get(kind)
         over = f"{floor_ms:>10.1f}{took / floor_ms:>7.2f}x" if floor_ms else f"{'-':>10}{'-':>8}"
-        rows.append(f"{kind:<14}{took:>10.1f}{100 * took / found['span_ms']:>8.1f}%{over}")
-    rows.append(f"{'idle':<14}{found['idle_ms']:>10.1f}{100 * found['idle_ms'] / found['span_ms']:>8.1f}%")
-    rows.append(f"{'in all':<14}{found['span_ms']:>10.1f}{'':>9}{sum(least.values()):>10.1f}")
+        rows.append(f"{kind:<14}{took:>10.1f}{100 * took / profile['span_ms']:>8.1f}%{over}")
+    rows.append(f"{'idle':<14}{profile['idle_ms']:>10.1f}{100 * profile['idle_ms'] / profile['span_ms']:>8.1f}%")
+    rows.append(f"{'in all':<14}{profile['span_ms']:>10.1f}{'':>9}{sum(least.values()):>10.1f}")
     rows += [
         f"   {kind}: {top['ms']:.1f} ms in {top['times']}, {top['kernel']}"
-        for kind, tops in found["largest"].items()
+        for kind, tops in profile["largest"].items()
         for top in tops[:2]
     ]
     return "\n".join(rows)

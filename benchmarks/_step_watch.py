@@ -39,12 +39,12 @@ def profiled(at: int, trace: Path, lines: Path) -> None:
         return await train(self, batch, queued)
 
     async def ended(self: Step, step: int, batch: Any, first: Any) -> Any:
-        found = await apply(self, step, batch, first)
+        metrics = await apply(self, step, batch, first)
         if seen == at:
             synchronize()
             profiler.stop()
             _tell(self, batch, profiler, trace, lines)
-        return found
+        return metrics
 
     Compute.__call__ = _here  # type: ignore[method-assign]
     Step.forward_backward, Step.apply = watched, ended  # type: ignore[method-assign]
@@ -61,8 +61,8 @@ def _tell(step: Step, batch: Any, profiler: Any, trace: Path, lines: Path) -> No
         profiler.export_chrome_trace(str(whole))
         events = json.loads(whole.read_text(encoding="utf-8", errors="replace"))
     work = _work(step, batch)
-    found = {**measured(events), "floor_ms": floor(step.work.policy.config, work), "work": work}
-    append(lines, kind="profile", profile={**found, "events_kept": kept(events, trace)})
+    profile = {**measured(events), "floor_ms": floor(step.work.policy.config, work), "work": work}
+    append(lines, kind="profile", profile={**profile, "events_kept": kept(events, trace)})
 
 
 def _name_updates(stepper: Any) -> None:

@@ -22,10 +22,10 @@ PHASES = (
 """Of a publish, in their order; still is the time without sampling beyond the optimizer's own."""
 
 
-def report(name: str, found: dict[str, Any]) -> None:
+def report(name: str, result: dict[str, Any]) -> None:
     """One way's table."""
-    print(f"\n== {name}, {found['shape']}, {found['requests']} requests in flight")
-    for key, value in found.items():
+    print(f"\n== {name}, {result['shape']}, {result['requests']} requests in flight")
+    for key, value in result.items():
         if key == "ms":
             print(f"   {'phase, ms':<34}{'median':>10}{'p99':>10}{'largest':>10}")
             for phase, (median, high, largest) in value.items():
@@ -47,12 +47,12 @@ def compare(results: dict[str, dict[str, Any]]) -> None:
     print(
         f"\n{'way':<16}{'stock route':>13}{'unbound':>10}{'bound':>10}{'bound/plain':>13}{'still, ms':>18}{'failed':>8}"
     )
-    for name, found in results.items():
-        bound = found.get("tokens/s bound, tandem")
+    for name, result in results.items():
+        bound = result.get("tokens/s bound, tandem")
         share = f"{bound / base:.3f}" if bound and base else ""
-        still = found.get("ms", {}).get("still")
+        still = result.get("ms", {}).get("still")
         print(
-            f"{name:<16}{found.get('tokens/s unbound, stock', ''):>13}{found.get('tokens/s unbound, tandem', ''):>10}"
+            f"{name:<16}{result.get('tokens/s unbound, stock', ''):>13}{result.get('tokens/s unbound, tandem', ''):>10}"
             f"{bound or '':>10}{share:>13}{f'{still[0]:.1f} / {still[1]:.1f}' if still else '':>18}"
-            f"{found.get('failed', ''):>8}"
+            f"{result.get('failed', ''):>8}"
         )

@@ -136,11 +136,11 @@ def append(file: Path, **data: Any) -> None:
 
 def read(file: Path) -> list[dict[str, Any]]:
     """The JSON lines of a file; none if it is not there. A line that was cut is left out."""
-    found = []
+    records = []
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
         with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return found
+            records.append(json.loads(line))
+    return records
 
 
 def shown(files: Sequence[Path], report: Callable[[Sequence[Mapping[str, Any]]], tuple[str, bool]]) -> int:
@@ -281,14 +281,14 @@ def summary(lines: Sequence[Mapping[str, Any]], skipped: int = SKIPPED) -> dict[
     if not steps:
         return about
     parts = {name: statistics.median(s["parts"].get(name, 0.0) for s in steps) for s in steps for name in s["parts"]}
-    found = {**about, "steps": len(steps), "seconds": statistics.median(s["seconds"] for s in steps)}
-    found |= {"seconds_each": [round(s["seconds"], 3) for s in every], "parts": parts}
+    record = {**about, "steps": len(steps), "seconds": statistics.median(s["seconds"] for s in steps)}
+    record |= {"seconds_each": [round(s["seconds"], 3) for s in every], "parts": parts}
     tokens = statistics.median(s["tokens"] for s in steps)
     trained = parts.get("forward+backward", 0.0)
     if trained and "parameters" in about:
-        found["mfu_percent"] = 100 * 6 * about["parameters"] * tokens / trained / PEAK_FLOPS
+        record["mfu_percent"] = 100 * 6 * about["parameters"] * tokens / trained / PEAK_FLOPS
     peaks = [s["peak_gb"] for s in every if s["peak_gb"] is not None]
-    return {**found, "tokens": tokens, "tensors_gb": max(peaks, default=None)}
+    return {**record, "tokens": tokens, "tensors_gb": max(peaks, default=None)}
 
 
 ORDER = ("sampling", "pack", "scoring", "forward+backward", "optimizer", "publish", "rest")

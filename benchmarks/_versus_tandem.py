@@ -90,15 +90,15 @@ def instrument(parts: Parts, lines: Path, work: Work) -> None:
         computed = sum(len(m.tokens_T) for m in batch.micro)
         parts.note(tokens=tokens, computed=computed, micro_batches=len(batch.micro), batch=batch.groups[0].env)
         with parts.timed("forward+backward"):
-            found = await train(self, batch, *queued)
+            stats = await train(self, batch, *queued)
             await self.work.policy.compute(synchronize)
-            return found
+            return stats
 
     async def timed_apply(self: Step, *args: Any, **kwargs: Any) -> Any:
         with parts.timed("optimizer"):
-            found = await apply(self, *args, **kwargs)
+            metrics = await apply(self, *args, **kwargs)
             await self.work.policy.compute(synchronize)
-            return found
+            return metrics
 
     @contextlib.asynccontextmanager
     async def timed_commit(self: WeightSyncSession, step: int, **more: Any) -> AsyncIterator[Commit]:
@@ -115,7 +115,7 @@ def instrument(parts: Parts, lines: Path, work: Work) -> None:
         (Step, "apply"): timed_apply,
         (WeightSyncSession, "commit"): timed_commit,
         (Checkpoints, "save"): _not_saved,
-        (MemoryPlan, "require"): _told(MemoryPlan.require),
+        (MemoryPlan, "require"): _warning_only(MemoryPlan.require),
     }
     if not work.graded:
         changed[Policy, "end_tokens"] = property(lambda self: frozenset())
@@ -127,15 +127,15 @@ async def _not_saved(self: Checkpoints, state: Any) -> bool:
     return False
 
 
-def _told(require: Any) -> Any:
-    def told(plan: MemoryPlan) -> None:
+def _warning_only(require: Any) -> Any:
+    def check_plan(plan: MemoryPlan) -> None:
         print(plan.table(), flush=True)
         try:
             require(plan)
         except DoesNotFit as error:
             print(f"overruled: {error}", flush=True)
 
-    return told
+    return check_plan
 
 
 def parser_of(about: str | None) -> argparse.ArgumentParser:

@@ -45,9 +45,9 @@ SETTINGS = {
 }
 
 
-def settings(given: list[str]) -> dict[str, str]:
+def settings(assignments: list[str]) -> dict[str, str]:
     """The defaults with what is given laid over them."""
-    pairs = dict(text.split("=", 1) for text in given)
+    pairs = dict(text.split("=", 1) for text in assignments)
     if unknown := set(pairs) - set(SETTINGS):
         raise SystemExit(f"TRL's half has no setting {min(unknown)!r}; it has {', '.join(SETTINGS)}")
     return {**SETTINGS, **pairs}
@@ -101,12 +101,12 @@ class Watched(GRPOTrainer):  # type: ignore[misc,unused-ignore]
 
     def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
         begin = time.perf_counter()
-        found = super()._generate_and_score_completions(*args, **kwargs)
+        output = super()._generate_and_score_completions(*args, **kwargs)
         synchronize()
         self.sampled_at = time.perf_counter()
         inside = self.parts.get("sampling") + self.parts.get("publish")
         self.parts.add("scoring", self.sampled_at - begin - inside)
-        return found
+        return output
 
 
 class Clock(TrainerCallback):  # type: ignore[misc,unused-ignore]

@@ -136,8 +136,8 @@ def worker(args: argparse.Namespace, pipe: Any) -> None:
     while receiver.tandem_connection()["state"] == "connecting":
         time.sleep(0.01)
     pipe.send(receiver.tandem_connection())
-    while (asked := pipe.recv()) is not None:
-        method, arguments = asked
+    while (message := pipe.recv()) is not None:
+        method, arguments = message
         if method == "sums":
             pipe.send(sums(receiver.held(arguments)))
             continue
@@ -204,12 +204,17 @@ def publish(args: argparse.Namespace, member: Any, pipe: Any, named: dict[str, T
     begin = time.perf_counter()
     entries = json.dumps([(e.name, e.shape, e.dtype) for e in manifest(named.items())])
     pipe.send(("receive", (entries, args.bucket_mb << 20, int(adapter), "{}" if adapter else "null")))
-    told = time.perf_counter() - begin
+    announced = time.perf_counter() - begin
     member.send(named.items(), args.bucket_mb << 20)
     sent = time.perf_counter() - begin
     there = pipe.recv()
-    found = {"all": time.perf_counter() - begin, "telling": told, "send": sent - told, **member.last._asdict()}
-    return found | {f"worker {key}": value for key, value in there.items()}
+    seconds = {
+        "all": time.perf_counter() - begin,
+        "telling": announced,
+        "send": sent - announced,
+        **member.last._asdict(),
+    }
+    return seconds | {f"worker {key}": value for key, value in there.items()}
 
 
 # The wire alone
@@ -232,15 +237,15 @@ def bare(rank: int, args: argparse.Namespace, address: str) -> None:
             dist.broadcast(piece, 0)
 
     def together(pieces: tuple[Tensor, ...]) -> None:
-        found: list[Tensor] = []
+        bucket: list[Tensor] = []
         for last, piece in zip(range(len(pieces), 0, -1), pieces, strict=True):
-            found.append(piece)
-            if last == 1 or sum(map(Tensor.numel, found)) >= args.bucket_mb << 20:
+            bucket.append(piece)
+            if last == 1 or sum(map(Tensor.numel, bucket)) >= args.bucket_mb << 20:
                 group._start_coalescing()
-                for some in found:
+                for some in bucket:
                     _from_rank_0(group, some)
                 group._end_coalescing().wait()
-                found.clear()
+                bucket.clear()
 
     cases = {f"bare, pieces of {mb} MiB": (each, whole.split(mb << 20)) for mb in (8, 32, 64, 256, 1024)}
     cases["bare, tensor by tensor"] = (each, whole.split(sizes))

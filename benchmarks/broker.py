@@ -36,7 +36,7 @@ def bodies(lane: Lane, env_id: int) -> list[bytes]:
     return [lane.post("/scored_data", group(env_id, seed)) for seed in range(FEW)]
 
 
-def told(row: Row, file: Path | None) -> Row:
+def report(row: Row, file: Path | None) -> Row:
     """Say a result, and keep it."""
     print("  " + ", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
     if file is not None:
@@ -45,11 +45,11 @@ def told(row: Row, file: Path | None) -> Row:
     return row
 
 
-def checked(found: Outcome, server: Server, *fine: int) -> Outcome:
+def checked(outcome: Outcome, server: Server, *fine: int) -> Outcome:
     """An outcome without refusals but those that are ``fine``."""
-    if set(found.statuses) - {200, *fine}:
-        raise RuntimeError(f"{server.name} answered {dict(found.statuses)}: {found.first!r}; {server.said()}")
-    return found
+    if set(outcome.statuses) - {200, *fine}:
+        raise RuntimeError(f"{server.name} answered {dict(outcome.statuses)}: {outcome.first!r}; {server.log_tail()}")
+    return outcome
 
 
 def rates(args: argparse.Namespace, name: str, lane: Lane) -> list[Row]:
@@ -63,7 +63,7 @@ def rates(args: argparse.Namespace, name: str, lane: Lane) -> list[Row]:
         row["a core second"] = round(groups / (server.cpu() - cpu), 1)
         row["client"] = round(sum(client.cpu for client in clients), 2)
         row["KB a group"] = round(clients[-1].received / 1e3 / max(groups, 1))
-        rows.append(told(row, args.json))
+        rows.append(report(row, args.json))
 
     for both in (False, True):
         with Server(name, args.options) as server:
@@ -105,18 +105,18 @@ def status(args: argparse.Namespace, name: str, queued: int, fresh: bool) -> Row
     """Times of /status-env of 200 environments, with so many groups queued."""
     with Server(name, args.options) as server:
         ids = server.start_run(BATCH, environments=200)  # nobody asks for a batch, so nothing leaves the queue
-        found = fill(server, ids[0], queued)
-        asked = [status_request(i) for i in ids]
+        filled = fill(server, ids[0], queued)
+        requests = [status_request(i) for i in ids]
         cpu = server.cpu()
-        seen = Apart(poll, server.address, asked, every=0.1, seconds=args.seconds, fresh=fresh).result()
+        seen = Apart(poll, server.address, requests, every=0.1, seconds=args.seconds, fresh=fresh).result()
         core = (server.cpu() - cpu) / seen.seconds
         checked(seen, server)
         ordered = sorted(seen.latencies) or [float("inf")]
         p50, p99 = (round(1e3 * ordered[int(share * (len(ordered) - 1))], 2) for share in (0.5, 0.99))
-    row = {"server": name, "what": "/status-env", "queued": found, "connections": "new" if fresh else "kept"}
+    row = {"server": name, "what": "/status-env", "queued": filled, "connections": "new" if fresh else "kept"}
     times = {"p50 ms": p50, "p99 ms": p99, "asked/s": round(seen.answers / seen.seconds)}
     times["of a core"] = round(core, 2)
-    return told({**row, **times, "client": round(seen.cpu, 2)}, args.json)
+    return report({**row, **times, "client": round(seen.cpu, 2)}, args.json)
 
 
 def memory(args: argparse.Namespace, name: str) -> Row:
@@ -141,7 +141,7 @@ def memory(args: argparse.Namespace, name: str) -> Row:
     row |= {"accepted": put.answers, "put off": put.statuses[429] + put.statuses[503]}
     row |= {"served": took.answers * per_batch, "most MB": max(sample[1] for sample in samples)}
     row |= {"second half MB": (min(s[1] for s in half), max(s[1] for s in half)), "disk MB": samples[-1][2]}
-    told(row, args.json)
+    report(row, args.json)
     print("    seconds, MB, MB on disk: " + " ".join(str(s) for s in samples[:: max(1, len(samples) // 10)]))
     return row
 

@@ -64,11 +64,11 @@ class Wave:
 def spent(pid: int) -> dict[int, float]:
     """Seconds of a processor that each thread of a process has had."""
     tick = os.sysconf("SC_CLK_TCK")
-    found = {}
+    seconds_by_thread = {}
     for thread in Path(f"/proc/{pid}/task").iterdir():
         fields = (thread / "stat").read_text().rpartition(")")[2].split()
-        found[int(thread.name)] = (int(fields[11]) + int(fields[12])) / tick
-    return found
+        seconds_by_thread[int(thread.name)] = (int(fields[11]) + int(fields[12])) / tick
+    return seconds_by_thread
 
 
 class Bench:
@@ -97,8 +97,8 @@ class Bench:
 
         async def one(i: int) -> None:
             prompt = [1 + i // SIBLINGS, *(5 + k % 50 for k in range(PROMPT - 1))]
-            asked = {"type": "token", "prompt_token_ids": prompt, "cache_salt": str(self.waves)}
-            async for output in self.client.generate(asked, params, f"{self.waves}-{i}"):
+            token_prompt = {"type": "token", "prompt_token_ids": prompt, "cache_salt": str(self.waves)}
+            async for output in self.client.generate(token_prompt, params, f"{self.waves}-{i}"):
                 (part,) = output.outputs
                 assert len(part.token_ids) == params.max_tokens
                 assert way == "none" or len(part.logprobs) == params.max_tokens
@@ -118,9 +118,9 @@ class Bench:
             order = list(self.ways)
             for way in order[turn % len(order) :] + order[: turn % len(order)]:
                 waves[way].append(await self.wave(requests, way))
-        return {way: self.told(requests, found) for way, found in waves.items()}
+        return {way: self.summary(requests, of_way) for way, of_way in waves.items()}
 
-    def told(self, requests: int, waves: list[Wave]) -> dict[str, Any]:
+    def summary(self, requests: int, waves: list[Wave]) -> dict[str, Any]:
         each = 1e6 / (requests * self.tokens * len(waves))
         seconds = [wave.seconds for wave in waves]
         return {
@@ -132,7 +132,7 @@ class Bench:
 
     async def profile(self, requests: int, folder: Path) -> dict[str, Any]:
         """A few passes in the midst of a wave of each way, as torch's profiler saw them."""
-        found = {}
+        largest_traces = {}
         for way in self.ways:
             seen = set(folder.rglob("*.json*"))
             wave = asyncio.create_task(self.wave(requests, way))
@@ -142,8 +142,8 @@ class Bench:
             await self.client.stop_profile()
             await wave
             traces = [traced(path) for path in set(folder.rglob("*.json*")) - seen]  # of this process there is one too
-            found[way] = max(traces, key=lambda trace: trace.get("launches", 0), default={})
-        return found
+            largest_traces[way] = max(traces, key=lambda trace: trace.get("launches", 0), default={})
+        return largest_traces
 
 
 def traced(path: Path) -> dict[str, Any]:
@@ -152,9 +152,9 @@ def traced(path: Path) -> dict[str, Any]:
     trace: dict[str, Any] = json.loads(text)
     if not any(event.get("cat") in ("kernel", "cpu_op") for event in trace["traceEvents"]):
         return {}
-    found = measured(trace)
-    busy = 1 - found["idle_ms"] / found["span_ms"]
-    return {**found, "busy": round(busy, 3)}
+    profile = measured(trace)
+    busy = 1 - profile["idle_ms"] / profile["span_ms"]
+    return {**profile, "busy": round(busy, 3)}
 
 
 def model(shape: str, folder: Path) -> str:
@@ -191,11 +191,11 @@ async def measure(args: argparse.Namespace, folder: Path) -> None:
         bench = Bench(client, args.tokens, args.ways)
         print(json.dumps({"engine": bench.core}), flush=True)
         for requests in args.requests:
-            for way, found in (await bench.case(requests, args.repeat)).items():
-                print(json.dumps({"requests": requests, "logprobs": way, **found}), flush=True)
+            for way, figures in (await bench.case(requests, args.repeat)).items():
+                print(json.dumps({"requests": requests, "logprobs": way, **figures}), flush=True)
         if args.profile:
-            for way, found in (await bench.profile(max(args.requests), folder / "profile")).items():
-                print(json.dumps({"profile": way, **found}), flush=True)
+            for way, profile in (await bench.profile(max(args.requests), folder / "profile")).items():
+                print(json.dumps({"profile": way, **profile}), flush=True)
     finally:
         client.shutdown()
 

@@ -40,8 +40,8 @@ class Endless(Policy):
 
 async def seconds(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> float:
     begin = time.perf_counter()
-    asked = zip(prompts, lengths, strict=True)
-    answers = [engine.generate(ids, Sampling(max_tokens=n), key) for key, (ids, n) in enumerate(asked)]
+    requests = zip(prompts, lengths, strict=True)
+    answers = [engine.generate(ids, Sampling(max_tokens=n), key) for key, (ids, n) in enumerate(requests)]
     got = await asyncio.gather(*answers)
     assert [len(answer.tokens) for answer in got] == lengths
     return time.perf_counter() - begin
@@ -66,9 +66,9 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"threads": policy.compute.threads}
     async with Embedded().open(policy, context=policy.context) as engine:
         for name in (args.only,) if args.only else tuple(work):
-            asked, lengths = work[name]
-            await seconds(engine, asked[:4], [4] * 4)  # warm up
-            took = [await seconds(engine, asked, lengths) for _ in range(args.repeat)]
+            chosen_prompts, lengths = work[name]
+            await seconds(engine, chosen_prompts[:4], [4] * 4)  # warm up
+            took = [await seconds(engine, chosen_prompts, lengths) for _ in range(args.repeat)]
             rate = round(sum(lengths) / min(took), 1)
             result[name] = {"tokens": sum(lengths), "seconds": [round(s, 3) for s in took], "tokens_per_second": rate}
     result["peak_rss_gb"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 3)

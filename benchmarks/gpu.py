@@ -131,8 +131,8 @@ def step(what: str) -> Command:
     """The step alone, without an engine."""
 
     def command(args: argparse.Namespace, out: Path) -> list[str]:
-        given = [what, "--shape", args.shape, "--out", str(out / f"{what}.jsonl"), "--minutes", str(args.minutes - 0.4)]
-        return python(str(HERE / "step_gpu.py"), *given, *args.extra)
+        flags = [what, "--shape", args.shape, "--out", str(out / f"{what}.jsonl"), "--minutes", str(args.minutes - 0.4)]
+        return python(str(HERE / "step_gpu.py"), *flags, *args.extra)
 
     return command
 
@@ -141,8 +141,8 @@ def overlap(settings: str) -> Command:
     """Steps at lag 0 and 1."""
 
     def command(args: argparse.Namespace, out: Path) -> list[str]:
-        given = ["--shape", args.shape, "--settings", settings, "--minutes", str(args.minutes - 0.4)]
-        return python(str(HERE / "overlap.py"), *given, "--out", str(out / "overlap.jsonl"), *args.extra)
+        flags = ["--shape", args.shape, "--settings", settings, "--minutes", str(args.minutes - 0.4)]
+        return python(str(HERE / "overlap.py"), *flags, "--out", str(out / "overlap.jsonl"), *args.extra)
 
     return command
 
@@ -151,8 +151,8 @@ def pairs(settings: str) -> Command:
     """Ranks on two cards."""
 
     def command(args: argparse.Namespace, out: Path) -> list[str]:
-        given = ["--shape", args.shape, "--settings", settings, "--minutes", str(args.minutes - 0.4)]
-        return python(str(HERE / "pairs.py"), *given, "--out", str(out / "pairs.jsonl"), *args.extra)
+        flags = ["--shape", args.shape, "--settings", settings, "--minutes", str(args.minutes - 0.4)]
+        return python(str(HERE / "pairs.py"), *flags, "--out", str(out / "pairs.jsonl"), *args.extra)
 
     return command
 
@@ -344,12 +344,12 @@ def kernel(out: Path) -> int:
 
 
 def _best(function: Callable[[], Any], times: int = 10) -> float:
-    found = []
+    seconds = []
     for _ in range(times):
         begin = time.perf_counter()
         function()
-        found.append(time.perf_counter() - begin)
-    return sorted(found)[len(found) // 2]
+        seconds.append(time.perf_counter() - begin)
+    return sorted(seconds)[len(seconds) // 2]
 
 
 def wire(out: Path) -> int:
@@ -387,22 +387,22 @@ def run(name: str, args: argparse.Namespace, out: Path, limit: float) -> tuple[s
             for pile, command in commands.items()
         }
         codes = {pile: future.result() for pile, future in ended.items()}
-    said = f"{time.monotonic() - begin:.0f} s"
+    summary = f"{time.monotonic() - begin:.0f} s"
     skips = 0
     if part.tests:
         for pile in commands:
             counted, skipped = _counted(out / f"{name}-{pile}".strip("-") / "junit.xml")
-            said += f"{',' if not pile else f' | {pile}'} {counted}"
+            summary += f"{',' if not pile else f' | {pile}'} {counted}"
             skips += len(skipped)
             for test, reason in skipped:
                 print(f"     skipped: {test}: {reason}", flush=True)
     if not part.may_skip and skips:
-        return "FAIL", f"{said}; here nothing may be skipped"
+        return "FAIL", f"{summary}; here nothing may be skipped"
     if None in codes.values():
-        return "FAIL", f"{said}; not done in time"
+        return "FAIL", f"{summary}; not done in time"
     # 5 is pytest's: nothing was chosen, which --only does to all piles but one.
     bad = {code for code in codes.values() if code and not (code == 5 and args.only)}
-    return ("FAIL" if bad or not any(code == 0 for code in codes.values()) else "PASS"), said
+    return ("FAIL" if bad or not any(code == 0 for code in codes.values()) else "PASS"), summary
 
 
 def _process(command: Command, args: argparse.Namespace, out: Path, name: str, deadline: float) -> int | None:
@@ -445,11 +445,11 @@ def _counted(junit: Path) -> tuple[str, list[tuple[str, str]]]:
     if not junit.exists():
         return "no report of tests", []
     cases = list(ET.parse(junit).getroot().iter("testcase"))  # written by pytest a moment ago
-    found: dict[str, list[Any]] = {
+    by_outcome: dict[str, list[Any]] = {
         kind: [c for c in cases if c.find(kind) is not None] for kind in ("skipped", "failure", "error")
     }
-    skipped = [(c.get("name", ""), c.find("skipped").get("message", "")) for c in found["skipped"]]
-    bad = len(found["failure"]) + len(found["error"])
+    skipped = [(c.get("name", ""), c.find("skipped").get("message", "")) for c in by_outcome["skipped"]]
+    bad = len(by_outcome["failure"]) + len(by_outcome["error"])
     return f"{len(cases) - len(skipped) - bad} passed, {bad} failed, {len(skipped)} skipped", skipped
 
 
@@ -491,18 +491,18 @@ def main() -> int:
     for name in wanted:
         part, left = PARTS[name], deadline - time.monotonic()
         if part.cards > have:
-            verdict, said = "NOT RUN", f"needs {part.cards} card(s), here are {have}"
+            verdict, summary = "NOT RUN", f"needs {part.cards} card(s), here are {have}"
         elif left < min(60, part.seconds):
-            verdict, said = (
+            verdict, summary = (
                 "NOT RUN",
                 f"about {part.seconds} s, and {max(left, 0):.0f} s are left of --minutes {args.minutes:g}",
             )
         else:
             print(f"---- {name}: {part.about} (about {part.seconds} s)", flush=True)
-            verdict, said = run(name, args, args.out, min(part.limit, left))
+            verdict, summary = run(name, args, args.out, min(part.limit, left))
             show(name, args.out, verdict)
-        print(f"{verdict:<8} {name}: {said}", flush=True)
-        verdicts.append({"part": name, "verdict": verdict, "said": said})
+        print(f"{verdict:<8} {name}: {summary}", flush=True)
+        verdicts.append({"part": name, "verdict": verdict, "said": summary})
         with (args.out / "gpu.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(verdicts[-1]) + "\n")
     print("\n" + "\n".join(f"{v['verdict']:<8} {v['part']:<13} {v['said']}" for v in verdicts))

@@ -115,8 +115,8 @@ class Looks:
 
     def taken(self) -> dict[str, float]:
         self._look(0, None)
-        found, self.seconds = dict(self.seconds), defaultdict(float)
-        return found
+        seconds, self.seconds = dict(self.seconds), defaultdict(float)
+        return seconds
 
 
 def _stage(frame: FrameType | None) -> str:
@@ -177,11 +177,11 @@ def stubs(rows: Rows) -> dict[tuple[type, str], Any]:
         logprobs_N = micro.batch.behavior_logprobs_N
         return {"loss": Pending(Sum, torch.zeros(()))}, logprobs_N, Known(first_N=logprobs_N, reference_N=None)
 
-    async def own_sums(self: Trained, *given: Any) -> PayloadSums:
+    async def own_sums(self: Trained, *args: Any) -> PayloadSums:
         own = await self.checksums()
         return PayloadSums(mine=own, stored=own)
 
-    async def no_proof(self: Behaviour, *given: Any) -> float:
+    async def no_proof(self: Behaviour, *args: Any) -> float:
         return 0.0
 
     async def not_saved(self: Checkpoints, state: Any) -> bool:
@@ -256,7 +256,7 @@ def engine(args: argparse.Namespace, file: Path) -> Iterator[tuple[str, int]]:
     command = [args.python or sys.executable, str(HERE / "_host_engine.py"), str(port), str(file)]
     command += [str(args.tokens), str(args.spread)]
     path = [str(Path(run.__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    given = args.python or "the interpreter of this script"
+    python = args.python or "the interpreter of this script"
     process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(path)})
     try:
         for _ in range(600):
@@ -265,7 +265,7 @@ def engine(args: argparse.Namespace, file: Path) -> Iterator[tuple[str, int]]:
                 break
             if process.poll() is not None:
                 raise SystemExit(
-                    f"the stand-in for an engine did not start with {given} (its error is above): name an interpreter "
+                    f"the stand-in for an engine did not start with {python} (its error is above): name an interpreter "
                     "that has vLLM and uvicorn by --python, such as .venv-engine/bin/python"
                 )
             time.sleep(0.1)
@@ -306,14 +306,16 @@ def case(args: argparse.Namespace) -> list[dict[str, float]]:
     return rows.rows[SKIPPED - 1 :]
 
 
-def shown(found: Mapping[str, list[dict[str, float]]], rollouts: int) -> str:
+def shown(by_case: Mapping[str, list[dict[str, float]]], rollouts: int) -> str:
     """Milliseconds for each rollout."""
     names = ["its loop", *STAGES, "its threads", "graders", "engine"]
-    lines = [["ms of a processor for a rollout", *found], ["ms of wall time"]]
-    for rows in found.values():
+    lines = [["ms of a processor for a rollout", *by_case], ["ms of wall time"]]
+    for rows in by_case.values():
         lines[1].append(f"{1000 * statistics.median(row['wall'] for row in rows) / rollouts:.3f}")
     for name in names:
-        each = [f"{1000 * statistics.median(r.get(name, 0.0) for r in rows) / rollouts:.3f}" for rows in found.values()]
+        each = [
+            f"{1000 * statistics.median(r.get(name, 0.0) for r in rows) / rollouts:.3f}" for rows in by_case.values()
+        ]
         inner = name in STAGES
         lines.append([f"   {name}" if inner else name, *each])
     return aligned(lines)
@@ -334,19 +336,19 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="append results here")
     parser.add_argument("overrides", nargs="*", help="of the recipe")
     args = parser.parse_intermixed_args()
-    found = {}
+    by_case = {}
     if len(args.tokens) > 1:
         for tokens in args.tokens:  # each in a process of its own
             with tempfile.NamedTemporaryFile(suffix=".json") as out:
-                given = [sys.executable, __file__, *sys.argv[1:], "--tokens", str(tokens), "--json", out.name]
-                subprocess.run(given, check=True, stdout=None if args.profile else subprocess.DEVNULL)
-                found[f"{tokens} tokens"] = json.loads(Path(out.name).read_text(encoding="utf-8"))
+                command = [sys.executable, __file__, *sys.argv[1:], "--tokens", str(tokens), "--json", out.name]
+                subprocess.run(command, check=True, stdout=None if args.profile else subprocess.DEVNULL)
+                by_case[f"{tokens} tokens"] = json.loads(Path(out.name).read_text(encoding="utf-8"))
     else:
         args.tokens = args.tokens[0]
-        found[f"{args.tokens} tokens"] = case(args)
+        by_case[f"{args.tokens} tokens"] = case(args)
         if args.json:
-            args.json.write_text(json.dumps(found[f"{args.tokens} tokens"]), encoding="utf-8")
-    print(shown(found, args.groups * args.siblings))
+            args.json.write_text(json.dumps(by_case[f"{args.tokens} tokens"]), encoding="utf-8")
+    print(shown(by_case, args.groups * args.siblings))
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def one(args: argparse.Namespace) -> None:
 
     timed = partial(timed_calls, seconds)
 
-    def told(self: Telemetry, step: int, parts: Any) -> Any:
+    def emit_timed(self: Telemetry, step: int, parts: Any) -> Any:
         nonlocal before, looped
         parts = list(parts)
         numbers, now = flatten(merge(parts)), time.process_time()
@@ -125,7 +125,7 @@ def one(args: argparse.Namespace) -> None:
         (Step, "apply"): timed("optimizer", Step.apply),
         (Trained, "checksums"): timed("sums here", Trained.checksums),
         (Trained, "scores"): timed("scores here", Trained.scores),
-        (Telemetry, "emit"): told,
+        (Telemetry, "emit"): emit_timed,
         (Checkpoints, "save"): not_saved,
     }
     for (owner, name), value in changed.items():
@@ -153,7 +153,7 @@ def served(args: argparse.Namespace, folder: Path) -> Iterator[str]:
                 answer.read()
                 break
             if process.poll() is not None or time.monotonic() - begin > args.engine_limit:
-                shown = [line for found in folder.rglob("*.log") for line in lines_of(found)[-40:]]
+                shown = [line for path in folder.rglob("*.log") for line in lines_of(path)[-40:]]
                 raise SystemExit("the engine did not start:\n" + "\n".join(shown))
             time.sleep(0.5)
         print(f"the engine was there after {time.monotonic() - begin:.0f} s", flush=True)
@@ -161,13 +161,13 @@ def served(args: argparse.Namespace, folder: Path) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def kept(found: dict[str, dict[str, float]], file: Path | None) -> Iterator[None]:
+def kept(medians: dict[str, dict[str, float]], file: Path | None) -> Iterator[None]:
     """Append what was measured in the block to a file, also where the block is ended by a signal."""
     try:
         yield
     finally:
-        if file and found:
-            append(file, **found)
+        if file and medians:
+            append(file, **medians)
 
 
 def main() -> int:
@@ -193,30 +193,30 @@ def main() -> int:
         one(args)
         return 0
     end_in_order()
-    found: dict[str, dict[str, float]] = {}
+    medians: dict[str, dict[str, float]] = {}
     with (
-        kept(found, args.json),
+        kept(medians, args.json),
         tempfile.TemporaryDirectory(prefix="host-gpu-") as scratch,
         served(args, Path(scratch)) as url,
     ):
         for number, setting in itertools.product(range(args.rounds), args.settings):
             lines, log = (Path(scratch) / f"{setting}-{number}.{end}" for end in ("jsonl", "log"))
-            given = [*sys.argv[1:], "--one", setting, "--url", url, "--lines", str(lines)]
-            with ended([sys.executable, __file__, *given], environment(), log) as process:
+            options = [*sys.argv[1:], "--one", setting, "--url", url, "--lines", str(lines)]
+            with ended([sys.executable, __file__, *options], environment(), log) as process:
                 _, stopped = awaited(process, args.limit)
             rows = [json.loads(line) for line in lines_of(lines)][SKIPPED:]
             if not rows:
                 print(f"{setting} made no step in time:\n" + "\n".join(lines_of(log)[-40:]), flush=True)
             else:
-                found[setting] = {name: 1000 * statistics.median(row.get(name, 0.0) for row in rows) for name in ROWS}
-                print(f"{setting}: {len(rows)} steps of {found[setting]['step']:.0f} ms", flush=True)
+                medians[setting] = {name: 1000 * statistics.median(row.get(name, 0.0) for row in rows) for name in ROWS}
+                print(f"{setting}: {len(rows)} steps of {medians[setting]['step']:.0f} ms", flush=True)
             if stopped:
                 raise stopped
-    table = [["ms, medians", *found], *([name, *(f"{of[name]:.2f}" for of in found.values())] for name in ROWS)]
+    table = [["ms, medians", *medians], *([name, *(f"{of[name]:.2f}" for of in medians.values())] for name in ROWS)]
     print(aligned(table))
-    if {"trivial", "graded"} <= found.keys():
-        print(f"graded against trivial: {found['graded']['step'] / found['trivial']['step']:.3f} (goal <= 1.15)")
-    return int(found.keys() != set(args.settings))
+    if {"trivial", "graded"} <= medians.keys():
+        print(f"graded against trivial: {medians['graded']['step'] / medians['trivial']['step']:.3f} (goal <= 1.15)")
+    return int(medians.keys() != set(args.settings))
 
 
 if __name__ == "__main__":

@@ -41,10 +41,10 @@ def engine(rounds: int) -> None:
     best: dict[str, float] = {}
     for _ in range(rounds):
         for side, script in (("peer", "peers/generate.py"), ("tandem", "engine.py")):
-            found = run(sys.executable, str(HERE / script), MODEL, PROMPTS, "--new-tokens", "48", "--repeat", "2")
+            result = run(sys.executable, str(HERE / script), MODEL, PROMPTS, "--new-tokens", "48", "--repeat", "2")
             for kind in ("fixed", "mixed"):
                 key = f"{side} {kind}"
-                best[key] = max(best.get(key, 0.0), found[kind]["tokens_per_second"])
+                best[key] = max(best.get(key, 0.0), result[kind]["tokens_per_second"])
     for kind, goal in (("fixed", 1.0), ("mixed", 1.5)):
         tandem, peer = best[f"tandem {kind}"], best[f"peer {kind}"]
         say(f"engine, {kind} lengths", f"{tandem:.0f} against {peer:.0f} tokens/s", tandem / peer, f">= {goal}")
@@ -59,8 +59,8 @@ def step(rounds: int) -> None:
     }
     for _ in range(rounds):
         for side, (script, *options) in scripts.items():
-            found = run(sys.executable, str(HERE / script), MODEL, "--repeat", "2", *options)
-            best[side] = max(best.get(side, 0.0), found["tokens_per_second"])
+            result = run(sys.executable, str(HERE / script), MODEL, "--repeat", "2", *options)
+            best[side] = max(best.get(side, 0.0), result["tokens_per_second"])
     for side, name in (("tandem", "training step"), ("unshared", "training step, no prompt shared")):
         say(name, f"{best[side]:.0f} against {best['peer']:.0f} tokens/s", best[side] / best["peer"], ">= 1.3")
     memory(HERE / "training_step.py")
@@ -99,8 +99,8 @@ def job(rounds: int) -> None:
 
 def trl_job() -> tuple[float, float]:
     """Fastest step after the first, and peak resident memory."""
-    found = run(PEERS, str(HERE / "peers/trl_grpo.py"), MODEL, PROMPTS, "--steps", "3")
-    return min(found["seconds_per_step"][1:]), found["peak_rss_gb"]
+    result = run(PEERS, str(HERE / "peers/trl_grpo.py"), MODEL, PROMPTS, "--steps", "3")
+    return min(result["seconds_per_step"][1:]), result["peak_rss_gb"]
 
 
 def tandem_job() -> tuple[float, float]:
@@ -127,8 +127,8 @@ def tandem_job() -> tuple[float, float]:
     return last["seconds/step"], used.ru_maxrss * 1024 / 1e9
 
 
-def say(name: str, found: str, ratio: float, goal: str) -> None:
-    print(f"{name}: {found}, ratio {ratio:.2f} {goal and f'(goal {goal})'}", flush=True)
+def say(name: str, measured: str, ratio: float, goal: str) -> None:
+    print(f"{name}: {measured}, ratio {ratio:.2f} {goal and f'(goal {goal})'}", flush=True)
 
 
 def main() -> None:

@@ -91,8 +91,8 @@ def recipe(case: Mapping[str, Any]) -> RunConfig:
     """The case as a run whose micro-batches hold a group each."""
     parts: dict[str, tuple[str, dict[str, Any]]] = {"trainable": ("full", {}), "optimizer": ("adamw", {})}
     categories = {"trainable": "trainable", "optimizer": "optimizers"}
-    found = {name: case.get(name, default) for name, default in parts.items()}
-    built = {name: resolve.find(categories[name], kind)(**options) for name, (kind, options) in found.items()}
+    chosen = {name: case.get(name, default) for name, default in parts.items()}
+    built = {name: resolve.find(categories[name], kind)(**options) for name, (kind, options) in chosen.items()}
     plain = {name: case[name] for name in ("dtype", "checkpointing", "compile") if name in case}
     return RunConfig(
         model=case["shape"],
@@ -250,15 +250,15 @@ def main() -> None:
         if done.returncode:
             print(f"== {name}: failed with {done.returncode}", flush=True)
             continue
-        found = json.loads(done.stdout.splitlines()[-1])
-        print(f"== {name}: plan {found['plan'] / 1e6:,.0f} MB, measured {found['peak'] / 1e6:,.0f} MB", end="")
-        print(f", {found['plan'] / found['peak'] - 1:+.1%}")
-        print("   plan:  " + ", ".join(f"{line} {amount / 1e6:,.0f}" for line, amount in found["planned"].items()))
-        for what, row in found["moments"].items():
+        result = json.loads(done.stdout.splitlines()[-1])
+        print(f"== {name}: plan {result['plan'] / 1e6:,.0f} MB, measured {result['peak'] / 1e6:,.0f} MB", end="")
+        print(f", {result['plan'] / result['peak'] - 1:+.1%}")
+        print("   plan:  " + ", ".join(f"{line} {amount / 1e6:,.0f}" for line, amount in result["planned"].items()))
+        for what, row in result["moments"].items():
             print(f"   {what:<9}" + ", ".join(f"{key} {amount / 1e6:,.0f}" for key, amount in row.items()), flush=True)
         if args.json:
             with args.json.open("a") as file:
-                file.write(json.dumps(found) + "\n")
+                file.write(json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":

@@ -46,9 +46,9 @@ async def sampled(live: Live, index: int, siblings: int) -> Group:
     task = Task(id=f"made-up-{index}", env="made up", prompt=(), answer="")
 
     async def one(sibling: int) -> Rollout:
-        found = await live.engine.generate(ids, sampling, index * siblings + sibling)
-        reward = sum(token % 2 == 0 for token in found.tokens) / len(found.tokens)
-        turn = Turn(prompt=tuple(ids), completion=found, temperature=1.0)
+        completion = await live.engine.generate(ids, sampling, index * siblings + sibling)
+        reward = sum(token % 2 == 0 for token in completion.tokens) / len(completion.tokens)
+        turn = Turn(prompt=tuple(ids), completion=completion, temperature=1.0)
         return Rollout(
             id=f"{index}/{sibling}",
             task=task,
@@ -80,8 +80,8 @@ class Trained:
 async def train(bench: Bench, args: Any) -> dict[str, Any]:
     """A few steps; what each took, and memory all along."""
     async with opened(bench, "shared") as live:
-        found, policy = live.found, live.link.policy
-        found["optimizer"] = args.optimizer
+        result, policy = live.result, live.link.policy
+        result["optimizer"] = args.optimizer
         optimizer, loss = OPTIMIZERS[args.optimizer], Grpo()
         stepper = await policy.compute(optimizer.bind, live.link.trainable.parameters(policy.model))
         work = LocalWork(policy=policy, objective=Objective(loss=loss), stepper=stepper, sampling=Sampling())
@@ -95,7 +95,7 @@ async def train(bench: Bench, args: Any) -> dict[str, Any]:
             device=policy.device,
         )
         live.change = trained = Trained(step)  # type: ignore[assignment]
-        found["memory"]["optimizer bound"] = memory(live.worker)
+        result["memory"]["optimizer bound"] = memory(live.worker)
         steps: list[dict[str, float]] = []
         async with live.load.running():
             for number in range(1, args.steps + 1):
@@ -107,7 +107,7 @@ async def train(bench: Bench, args: Any) -> dict[str, Any]:
                 sampled_at = time.perf_counter()
                 stats = await step.forward_backward(batch)
                 trained_at = time.perf_counter()
-                found["memory"][f"gradients {number}"] = memory(live.worker)
+                result["memory"][f"gradients {number}"] = memory(live.worker)
                 await publish(live, number)
                 row = live.watch.rows[-1]
                 gaps = [
@@ -128,10 +128,10 @@ async def train(bench: Bench, args: Any) -> dict[str, Any]:
                     }
                 )
                 print(f"   step {number}: {steps[-1]}", flush=True)
-            found["memory"]["afterwards"] = memory(live.worker)
-        found["steps"] = steps
-        found["failed"], found["failures"] = len(live.load.failures), live.load.failures[:5]
-        return found
+            result["memory"]["afterwards"] = memory(live.worker)
+        result["steps"] = steps
+        result["failed"], result["failures"] = len(live.load.failures), live.load.failures[:5]
+        return result
 
 
 def main() -> int:
@@ -144,13 +144,13 @@ def main() -> int:
     args = completed(parser.parse_args())
     args.repeat = 1
     bench = prepared(args)
-    found = asyncio.run(train(bench, args))
-    steps = found.pop("steps")
-    report("one copy", found)
+    result = asyncio.run(train(bench, args))
+    steps = result.pop("steps")
+    report("one copy", result)
     for number, step in enumerate(steps, 1):
         print(f"   step {number}: {step}")
-    show("one copy", {**found, "steps": steps}, args.json)
-    return 1 if found["failed"] else 0
+    show("one copy", {**result, "steps": steps}, args.json)
+    return 1 if result["failed"] else 0
 
 
 if __name__ == "__main__":

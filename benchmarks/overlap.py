@@ -108,9 +108,11 @@ def run(bench: Bench, name: str, source: Sequence[str], overrides: Sequence[str]
     with pinned(cores):
         bench.setting("overlap", name, command)
     steps = [line for line in read(lines) if line["kind"] == "step"][SKIPPED:]
-    told = [line.get("waits", {}) for line in steps]
+    waits_by_step = [line.get("waits", {}) for line in steps]
     nothing = {"seconds": 0.0, "where": ""}
-    waits = {kind: max((each.get(kind, nothing) for each in told), key=_seconds, default=nothing) for kind in WAITS}
+    waits = {
+        kind: max((each.get(kind, nothing) for each in waits_by_step), key=_seconds, default=nothing) for kind in WAITS
+    }
     processor = statistics.median([line["processor"] for line in steps] or [0.0])
     append(bench.args.out, half="waits", setting=name, processor=processor, **waits)
 
@@ -138,15 +140,15 @@ def measure(bench: Bench, settings: Sequence[str]) -> None:
 
 def report(lines: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
     """One table, and what it says of the goals; False if one was missed."""
-    found = {line["setting"]: line for line in lines if line.get("half") == "overlap"}
+    by_setting = {line["setting"]: line for line in lines if line.get("half") == "overlap"}
     waits = {line["setting"]: line for line in lines if line.get("half") == "waits"}
     rows = [["ms", "step", *PARTS, "processor", *(f"longest {kind}" for kind in WAITS)]]
-    for name, of in found.items():
+    for name, of in by_setting.items():
         if of.get("seconds") and name in waits:
             cells = [of["seconds"], *(of["parts"].get(part, 0.0) for part in PARTS), waits[name]["processor"]]
             rows.append([name, *(f"{1000 * v:.0f}" for v in (*cells, *(_seconds(waits[name][k]) for k in WAITS)))])
-    text, fine = [aligned(rows)], all(not of.get("error") and of.get("seconds") for of in found.values())
-    text += [f"FAILED {name}: {of['error']}" for name, of in found.items() if of.get("error")]
+    text, fine = [aligned(rows)], all(not of.get("error") and of.get("seconds") for of in by_setting.values())
+    text += [f"FAILED {name}: {of['error']}" for name, of in by_setting.items() if of.get("error")]
 
     def judge(what: str, value: float, goal: float, unit: str = "") -> None:
         nonlocal fine
@@ -154,9 +156,9 @@ def report(lines: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
         fine = fine and reached
         text.append(line)
 
-    zero, one, two = (found.get(name, {}).get("seconds") for name in ("shared0", "shared1", "broadcast1"))
+    zero, one, two = (by_setting.get(name, {}).get("seconds") for name in ("shared0", "shared1", "broadcast1"))
     if zero:
-        generation = found["shared0"]["parts"].get("sampling", 0.0)
+        generation = by_setting["shared0"]["parts"].get("sampling", 0.0)
         training = zero - generation
         text.append(
             f"alone: generation {generation:.3f} s, training {training:.3f} s, one after the other {zero:.3f} s"
@@ -171,7 +173,7 @@ def report(lines: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
     for kind in ("lock", "poll"):
         longest = max((w[kind] for w in waits.values()), key=_seconds, default={"seconds": 0.0, "where": ""})
         judge(f"longest {kind} of a step {longest['where']}".rstrip(), _seconds(longest), WAIT, " s")
-    return "\n".join(text), fine and bool(found)
+    return "\n".join(text), fine and bool(by_setting)
 
 
 def arguments() -> argparse.Namespace:

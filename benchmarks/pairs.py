@@ -181,8 +181,8 @@ class Pairs(Bench):
             engine["kv_cache_gb"] = self.args.kv_cache_gb
         command = [sys.executable, str(HERE / "_pairs_run.py"), str(self.model_of(setting)), str(lines)]
         command += ["--runs", str(self._runs), "--engine", json.dumps(engine)]
-        given = () if self.args.tries else setting.on_gpu
-        command += [*work_options(self.work_of(setting)), *given, *setting.options, *self.args.override]
+        gpu_options = () if self.args.tries else setting.on_gpu
+        command += [*work_options(self.work_of(setting)), *gpu_options, *setting.options, *self.args.override]
         self._mark()
         well = self.setting("pairs", name, command, limit=self._limit(setting, goes_on=goes_on))
         append(self.args.out, half="publish", setting=name, **publishes(read(lines)), cards_gb=self._peaks())
@@ -285,11 +285,11 @@ def publishes(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if not steps:
         return {}
     still = [step["paused"] - step["update"] + step["gather"] for step in steps]
-    found = {"still": statistics.median(still), "still_most": max(still)}
-    found |= {key: statistics.median(step[key] for step in steps) for key in ("publish", "update", "gather")}
+    medians = {"still": statistics.median(still), "still_most": max(still)}
+    medians |= {key: statistics.median(step[key] for step in steps) for key in ("publish", "update", "gather")}
     calls = {name: statistics.median(step["calls"].get(name, 0.0) for step in steps) for name in steps[-1]["calls"]}
     return {
-        **{f"{name}_ms": round(1000 * value, 2) for name, value in found.items()},
+        **{f"{name}_ms": round(1000 * value, 2) for name, value in medians.items()},
         "calls_ms": {name: round(1000 * value, 2) for name, value in calls.items()},
     }
 
@@ -308,29 +308,29 @@ def end_engines(runs: Path) -> None:
 
 def report(lines: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
     """Where steps' milliseconds go, what cards hold, and every figure beside its goal; False if one was missed."""
-    found: dict[str, dict[str, Any]] = {}
+    by_setting: dict[str, dict[str, Any]] = {}
     for line in lines:  # a later one of the same setting stands for the earlier
         if line.get("half") in ("pairs", "trl"):
-            found[line["setting"]] = dict(line)
+            by_setting[line["setting"]] = dict(line)
         elif line.get("half") == "publish":
-            found.setdefault(line["setting"], {}).update(line)
+            by_setting.setdefault(line["setting"], {}).update(line)
     long = {
         line["setting"]: line
         for line in lines
         if line.get("half") == "context" and str(line.get("batch", "")).startswith("length ")
     }
-    text = [_times(found), _calls(found), _memory(found), *_lengths(long)]
-    goals = _goals(found, long)
+    text = [_times(by_setting), _calls(by_setting), _memory(by_setting), *_lengths(long)]
+    goals = _goals(by_setting, long)
     text.append("\n".join(line for line, _ in goals))
     errors = [line for line in lines if line.get("error")]
     text += [f"FAILED {line.get('setting', line.get('case'))}: {line['error']}" for line in errors]
-    fine = not errors and bool(found or long) and all(reached for _, reached in goals)
+    fine = not errors and bool(by_setting or long) and all(reached for _, reached in goals)
     return "\n\n".join(part for part in text if part), fine
 
 
-def _times(found: Mapping[str, Mapping[str, Any]]) -> str:
+def _times(by_setting: Mapping[str, Mapping[str, Any]]) -> str:
     rows = [["ms of a step", "rollouts", "step", *ORDER, "still", "gather"]]
-    for name, of in found.items():
+    for name, of in by_setting.items():
         if of.get("seconds"):
             parts = (f"{1000 * of['parts'].get(part, 0.0):.0f}" for part in ORDER)
             still = (number(of.get(key), 1) for key in ("still_ms", "gather_ms"))
@@ -338,9 +338,9 @@ def _times(found: Mapping[str, Mapping[str, Any]]) -> str:
     return aligned(rows) if rows[1:] else "nothing was measured"
 
 
-def _calls(found: Mapping[str, Mapping[str, Any]]) -> str:
+def _calls(by_setting: Mapping[str, Mapping[str, Any]]) -> str:
     """What publishes wait for; some of it at the same time, and sums that are taken early before the pause."""
-    publishes = {name: of for name, of in found.items() if of.get("calls_ms")}
+    publishes = {name: of for name, of in by_setting.items() if of.get("calls_ms")}
     calls = list(dict.fromkeys(call for of in publishes.values() for call in of["calls_ms"]))
     rows = [["ms of a publish", "all", *calls]]
     for name, of in publishes.items():
@@ -348,9 +348,9 @@ def _calls(found: Mapping[str, Mapping[str, Any]]) -> str:
     return aligned(rows) if rows[1:] else ""
 
 
-def _memory(found: Mapping[str, Mapping[str, Any]]) -> str:
+def _memory(by_setting: Mapping[str, Mapping[str, Any]]) -> str:
     rows = [["GB of a card", "engine", "trainer", "tensors", "weights twice", "card 0", "card 1"]]
-    for name, of in found.items():
+    for name, of in by_setting.items():
         if of.get("seconds"):
             engine = max(of.get("engines_gb", [0.0])) or None
             both = of.get("all_tensors_gb")  # TRL's, whose engine is in the trainer's process
@@ -377,7 +377,9 @@ def _speed(name: str, of: Mapping[str, Any]) -> float:
     return speed if name == "alone" else speed / CARDS
 
 
-def _goals(found: Mapping[str, Mapping[str, Any]], long: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, bool]]:
+def _goals(
+    by_setting: Mapping[str, Mapping[str, Any]], long: Mapping[str, Mapping[str, Any]]
+) -> list[tuple[str, bool]]:
     """Every goal of which both sides were measured."""
     goals = []
     ratios = [
@@ -388,16 +390,16 @@ def _goals(found: Mapping[str, Mapping[str, Any]], long: Mapping[str, Mapping[st
         ("sharded weights / pairs", "sharded", "pairs", OF_PAIRS),
     ]
     for what, name, base, goal in ratios:
-        if found.get(name, {}).get("seconds") and found.get(base, {}).get("seconds"):
-            goals.append(judged(what, found[name]["seconds"] / found[base]["seconds"], goal))
+        if by_setting.get(name, {}).get("seconds") and by_setting.get(base, {}).get("seconds"):
+            goals.append(judged(what, by_setting[name]["seconds"] / by_setting[base]["seconds"], goal))
     for name, still in (("pairs", STILL), ("seven", STILL_LARGER)):
-        of = found.get(name, {})
+        of = by_setting.get(name, {})
         if "still_ms" in of:
             goals.append(judged(f"{name}: engines stand still", of["still_ms"], still, " ms"))
         if of.get("own_gb") is not None:
             goals.append(judged(f"{name}: weights that are there twice", of["own_gb"], TWICE, " GB"))
-    if "publish_ms" in found.get("sharded", {}):
-        goals.append((f"sharded: a publish takes {found['sharded']['publish_ms']:.1f} ms", True))
+    if "publish_ms" in by_setting.get("sharded", {}):
+        goals.append((f"sharded: a publish takes {by_setting['sharded']['publish_ms']:.1f} ms", True))
     if long.keys() >= {"alone", "divided"}:
         share = _speed("divided", long["divided"]) / _speed("alone", long["alone"])
         goals.append(judged("tokens/s a card, two that share sequences / one", share, OF_ONE_CARD, least=True))

@@ -79,7 +79,7 @@ def train(way: str, folder: Path, args: argparse.Namespace) -> dict[str, list[fl
     evaluations = [json.loads(line) for line in (folder / way / "eval.jsonl").read_text().splitlines()]
     return {
         "reward": [step["reward"] for step in steps if "reward" in step],
-        "right": [found["mean"] for found in evaluations],
+        "right": [evaluation["mean"] for evaluation in evaluations],
     }
 
 
@@ -112,13 +112,13 @@ def main() -> None:
     print(f"{'':<11} {'reward, first':>14} {'last quarter':>13} {'right after':>12} {'weights changed':>16}")
     for way in args.ways:
         folder = Path(tempfile.mkdtemp())
-        found = train(way, folder, args)
-        quarter = max(1, len(found["reward"]) // 4)
-        first, last = mean(found["reward"][:quarter]), mean(found["reward"][-quarter:])
+        scores = train(way, folder, args)
+        quarter = max(1, len(scores["reward"]) // 4)
+        first, last = mean(scores["reward"][:quarter]), mean(scores["reward"][-quarter:])
         final = next((folder / way / "checkpoints").glob("*/model")) / "model.safetensors"
         share = changed(args.model / "model.safetensors", final)
-        print(f"{way:<11} {first:>14.3f} {last:>13.3f} {found['right'][-1]:>12.3f} {share:>16.2%}", flush=True)
-        print(f"  rewards: {' '.join(f'{value:.2f}' for value in found['reward'])}", file=sys.stderr, flush=True)
+        print(f"{way:<11} {first:>14.3f} {last:>13.3f} {scores['right'][-1]:>12.3f} {share:>16.2%}", flush=True)
+        print(f"  rewards: {' '.join(f'{value:.2f}' for value in scores['reward'])}", file=sys.stderr, flush=True)
         shutil.rmtree(folder)
 
 

@@ -189,9 +189,9 @@ def main() -> int:
     parser.add_argument("--record-every", type=int, default=1)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="proof-") as folder:
-        found = asyncio.run(run(args, Path(folder)))
-    print(json.dumps(found))
-    return int(found["alarms"] > 0)
+        summary = asyncio.run(run(args, Path(folder)))
+    print(json.dumps(summary))
+    return int(summary["alarms"] > 0)
 
 
 if __name__ == "__main__":

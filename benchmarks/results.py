@@ -99,15 +99,15 @@ class Driver:
     def run(self) -> None:
         """All of it, or as much as there is time for."""
         waiting = [p for p in self.planned if not done(self.runs / p.name)]
-        told = time.monotonic()
+        last_report = time.monotonic()
         try:
             while (waiting or self.jobs) and time.monotonic() < self.deadline:
                 while waiting and (device := self._free()) != "none":
                     self.jobs.append(self._start(waiting.pop(0), device))
                 for job in tuple(self.jobs):
                     self._look(job)
-                if time.monotonic() - told > 30:
-                    told = time.monotonic()
+                if time.monotonic() - last_report > 30:
+                    last_report = time.monotonic()
                     self._tell(len(waiting))
                 time.sleep(0.5)
         finally:
@@ -214,13 +214,13 @@ class Driver:
         }
         about |= {"way": planned.way, "system": planned.system, "seed": planned.seed, "steps": planned.steps}
         about |= {"killed": planned.kills, "command": shown(self.command(planned, Path("missing")))}
-        found = {**about, "driver_seconds": round(seconds, 1), "beside": self.args.beside, **record(folder)}
-        found |= {"error": self.failed.get(planned.name), "constant": self._constant(planned)}
+        run_record = {**about, "driver_seconds": round(seconds, 1), "beside": self.args.beside, **record(folder)}
+        run_record |= {"error": self.failed.get(planned.name), "constant": self._constant(planned)}
         if planned.set == "long":
-            found["processes"] = lives(self.logs / f"{planned.name}.memory.jsonl", planned.steps)
-            found["kills"] = lines(self.logs / f"{planned.name}.kills.jsonl")
-        (self.logs / f"{planned.name}.record.json").write_text(json.dumps(found))
-        if found["done"] and not self.args.keep:
+            run_record["processes"] = lives(self.logs / f"{planned.name}.memory.jsonl", planned.steps)
+            run_record["kills"] = lines(self.logs / f"{planned.name}.kills.jsonl")
+        (self.logs / f"{planned.name}.record.json").write_text(json.dumps(run_record))
+        if run_record["done"] and not self.args.keep:
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
     def _constant(self, planned: Planned) -> float | None:
@@ -255,28 +255,28 @@ class Driver:
         for served in self.engines:
             served.end()
 
-    def said(self, name: str) -> list[Path]:
+    def failure_files(self, name: str) -> list[Path]:
         """What is known of a run that failed."""
         kept = [path for kind in ("logs/*.log", "proofs/*.json") for path in sorted((self.runs / name).glob(kind))]
         return [self.logs / f"{name}.log", *kept]
 
     def results(self) -> list[dict[str, Any]]:
         """Records of all runs there are here, of earlier calls too."""
-        found = [json.loads(path.read_text()) for path in sorted(self.logs.glob("*.record.json"))]
-        return found + differences(self.runs, found)
+        records = [json.loads(path.read_text()) for path in sorted(self.logs.glob("*.record.json"))]
+        return records + differences(self.runs, records)
 
 
 def differences(runs: Path, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each two runs of the same things, long ones, how far they had the same weights."""
-    found = []
+    comparisons = []
     alike = [r for r in records if r["set"] == "long" and r["done"]]
     for i, one in enumerate(alike):
         for other in alike[i + 1 :]:
             a, b = (runs / r["name"] for r in (one, other))
             same = {"of": [one["name"], other["name"]], "weights": equal_until(digests(a), digests(b))}
             same |= {"answers": same_answers(a, b), "last": min(steps(a), steps(b))}
-            found.append({"set": "equal", "name": f"equal-{one['name']}-{other['name']}", **same})
-    return found
+            comparisons.append({"set": "equal", "name": f"equal-{one['name']}-{other['name']}", **same})
+    return comparisons
 
 
 def shares(planned: Planned) -> bool:
@@ -319,10 +319,10 @@ def write(driver: Driver) -> None:
     """What comes back."""
     out: Path = driver.args.out
     out.mkdir(parents=True, exist_ok=True)
-    (out / "results.jsonl").write_text("".join(json.dumps(found) + "\n" for found in driver.results()))
+    (out / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in driver.results()))
     kept = [p for name in ("metrics", "events", "eval") for p in sorted(driver.runs.glob(f"*/{name}.jsonl"))]
     packed(out / "metrics.tar.gz", [(f"{path.parent.name}/{path.name}", path.read_bytes()) for path in kept])
-    logs = [path for name in driver.failed for path in driver.said(name)]
+    logs = [path for name in driver.failed for path in driver.failure_files(name)]
     packed(out / "failed.tar.gz", [(f"{p.parent.parent.name}/{p.name}", p.read_bytes()[-TAIL:]) for p in logs])
 
 

@@ -102,16 +102,16 @@ def case(args: argparse.Namespace, text: str, deadline: float) -> tuple[list[dic
         command += [*work_options(work), *(["--trace", str(args.trace.absolute())] if args.trace else [])]
         with ended([*command, *args.override, *overrides], environment(), log) as process:
             code, stopped = awaited(process, limit)
-        found = [{"case": name, "shape": shape, **record} for record in by_batch(read(lines))]
+        records = [{"case": name, "shape": shape, **record} for record in by_batch(read(lines))]
         error = "" if code == 0 else "not done in time" if code is None else last(log)
         print("".join(f"   {line[:200]}\n" for line in lines_of(log) if "WARNING" in line), end="", flush=True)
         if error:
             print("\n".join(f"   {line[:200]}" for line in lines_of(log)[-TAIL:]), flush=True)
-    for record in found:
+    for record in records:
         append(args.out, **record)
     if stopped:
         raise stopped
-    return found, error
+    return records, error
 
 
 def by_batch(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -206,8 +206,10 @@ def main() -> int:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     deadline, records, failed = time.monotonic() + 60 * args.minutes, [], []
     for text in args.case or (CASES if args.what == "scaling" else ("default",)):
-        found, error = case(args, text, deadline) if deadline - time.monotonic() > args.least else ([], "no time left")
-        records += [with_floor(record) for record in found]
+        case_records, error = (
+            case(args, text, deadline) if deadline - time.monotonic() > args.least else ([], "no time left")
+        )
+        records += [with_floor(record) for record in case_records]
         if error:
             failed.append(f"FAILED {text}: {error}")
             append(args.out, case=text.split()[0], error=error)

@@ -171,7 +171,7 @@ class Live:
     load: Load
     watch: Stopwatch
     change: Change
-    found: dict[str, Any]
+    result: dict[str, Any]
     worker: int
 
 
@@ -180,11 +180,11 @@ async def opened(bench: Bench, name: str) -> AsyncIterator[Live]:
     """Start an engine, measure it as it is, bind it and publish version 0."""
     args, begin = bench.args, time.monotonic()
     trainable, sync = bench.way(name)
-    found: dict[str, Any] = {"shape": args.shape, "requests": args.requests, "memory": {}}
+    result: dict[str, Any] = {"shape": args.shape, "requests": args.requests, "memory": {}}
     folder = Path(tempfile.mkdtemp(prefix=f"sync-{name}-", dir=bench.folder))
-    found["memory"]["before"] = memory(None)
+    result["memory"]["before"] = memory(None)
     policy, compute = bench.policy(trainable, lent=sync.capability is ExportsWeights)
-    found["weights GB"] = round(sum(p.nbytes for p in trainable.base_names(policy.model).values()) / 1e9, 3)
+    result["weights GB"] = round(sum(p.nbytes for p in trainable.base_names(policy.model).values()) / 1e9, 3)
     versions = args.versions
     requirements = EngineRequirements(
         model=str(bench.model),
@@ -198,22 +198,22 @@ async def opened(bench: Bench, name: str) -> AsyncIterator[Live]:
     try:
         async with bench.engine().open(policy, context=bench.context, requirements=requirements) as started:
             engine: Any = started
-            found["start seconds"] = round(time.monotonic() - begin, 1)
+            result["start seconds"] = round(time.monotonic() - begin, 1)
             worker = (await engine.servers[0].info()).workers[0].pid
-            found["memory"]["engine started"] = memory(worker)
-            await speeds(bench, engine, found, "unbound", stock=True)
+            result["memory"]["engine started"] = memory(worker)
+            await speeds(bench, engine, result, "unbound", stock=True)
             watch = compute.watch = Stopwatch()
             change = Change(trainable, policy)
             load = Load(engine, args.requests, args.tokens, single=sync.pause == "never")
             link = WeightSyncSession(
                 sync=sync, policy=policy, engine=engine, trainable=trainable, folder=folder, versions=versions
             )
-            live = Live(link, engine, load, watch, change, found, worker)
+            live = Live(link, engine, load, watch, change, result, worker)
             if name == "plain":
                 yield live
                 return
             await link.bind(fresh=True)
-            found["memory"]["bound"] = memory(worker)
+            result["memory"]["bound"] = memory(worker)
             await policy.compute(change.begin)
             instrument(watch, engine, sync)
             async with link, link.open(PolicyVersion(step=0, digest="")):
@@ -229,14 +229,14 @@ async def opened(bench: Bench, name: str) -> AsyncIterator[Live]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-async def speeds(bench: Bench, engine: Any, found: dict[str, Any], when: str, *, stock: bool = False) -> None:
+async def speeds(bench: Bench, engine: Any, result: dict[str, Any], when: str, *, stock: bool = False) -> None:
     """Tokens a second through Tandem's route, and through vLLM's own."""
     args = bench.args
     work = {"requests": args.requests, "tokens": args.tokens, "waves": args.waves, "repeat": args.repeat}
     asks = {"tandem": by_tandem(engine)} | ({"stock": by_stock(engine, str(bench.model))} if stock else {})
     for route, each in (await rates(asks, **work)).items():
-        found[f"tokens/s {when}, {route}"] = round(statistics.median(each), 1)
-        found[f"tokens/s {when}, {route}, each"] = [round(r, 1) for r in each]
+        result[f"tokens/s {when}, {route}"] = round(statistics.median(each), 1)
+        result[f"tokens/s {when}, {route}, each"] = [round(r, 1) for r in each]
 
 
 async def publish(live: Live, step: int) -> None:
@@ -261,10 +261,10 @@ async def measured(bench: Bench, name: str) -> dict[str, Any]:
     """Everything about one way."""
     args = bench.args
     async with opened(bench, name) as live:
-        found = live.found
+        result = live.result
         if name == "plain":
-            return found
-        await speeds(bench, live.engine, found, "bound")
+            return result
+        await speeds(bench, live.engine, result, "bound")
         live.watch.rows.clear()
         async with live.load.running() as load:
             await asyncio.sleep(args.settle)
@@ -277,11 +277,11 @@ async def measured(bench: Bench, name: str) -> dict[str, Any]:
                 await publish(live, step)
                 await asyncio.sleep(args.between)
             seconds = time.perf_counter() - begin
-            found["memory"]["publishing"] = memory(live.worker)
-            found["publishes"], found["a publish every s"] = publishes, round(seconds / publishes, 3)
-            found["tokens/s while publishing"] = round((load.tokens_made - made) / seconds, 1)
-        summarise(live, found)
-        return found
+            result["memory"]["publishing"] = memory(live.worker)
+            result["publishes"], result["a publish every s"] = publishes, round(seconds / publishes, 3)
+            result["tokens/s while publishing"] = round((load.tokens_made - made) / seconds, 1)
+        summarise(live, result)
+        return result
 
 
 def phases(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
@@ -293,25 +293,25 @@ def phases(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
     }
 
 
-def summarise(live: Live, found: dict[str, Any]) -> None:
+def summarise(live: Live, result: dict[str, Any]) -> None:
     """Phases in milliseconds, bytes, and what the answers said."""
     rows, load = live.watch.rows, live.load
-    found["ms"] = phases(rows)
-    found["bytes"] = max(row["bytes"] for row in rows)
-    moved = found["ms"]["move"][0]
-    if found["bytes"] and moved:
-        found["move GB/s"] = round(found["bytes"] / moved / 1e6, 2)
-    found["probe gap, nats"] = round(max(row["gap"] for row in rows), 6)
-    found["answers"], found["of several versions"] = load.answered, load.spans
-    found["failures"] = load.failures[:5]
-    found["failed"] = len(load.failures)
+    result["ms"] = phases(rows)
+    result["bytes"] = max(row["bytes"] for row in rows)
+    moved = result["ms"]["move"][0]
+    if result["bytes"] and moved:
+        result["move GB/s"] = round(result["bytes"] / moved / 1e6, 2)
+    result["probe gap, nats"] = round(max(row["gap"] for row in rows), 6)
+    result["answers"], result["of several versions"] = load.answered, load.spans
+    result["failures"] = load.failures[:5]
+    result["failed"] = len(load.failures)
 
 
 async def swaps(bench: Bench) -> dict[str, Any]:
     """Many hot swaps under load, and whether answers are of the version they carry."""
     args = bench.args
     async with opened(bench, "swaps") as live:
-        found, deadline = live.found, time.monotonic() + args.swap_seconds
+        result, deadline = live.result, time.monotonic() + args.swap_seconds
         live.watch.rows.clear()
         live.load.keep = 1
         done = 0
@@ -321,20 +321,21 @@ async def swaps(bench: Bench) -> dict[str, Any]:
                 await load.no_older_than(done - args.versions + 1)
                 await publish(live, done)
                 if done % 100 == 0:
-                    told = {k: v[0] for k, v in phases(live.watch.rows[-100:]).items() if v[0]}
+                    medians = {k: v[0] for k, v in phases(live.watch.rows[-100:]).items() if v[0]}
                     print(
-                        f"  {done} swaps, {load.answered} answers, {len(load.failures)} failures; ms {told}", flush=True
+                        f"  {done} swaps, {load.answered} answers, {len(load.failures)} failures; ms {medians}",
+                        flush=True,
                     )
-        found["swaps"] = done
-        summarise(live, found)
-        await live.link.policy.compute(_right_policy, live, done, args.samples, found)
+        result["swaps"] = done
+        summarise(live, result)
+        await live.link.policy.compute(_right_policy, live, done, args.samples, result)
         if done < args.swaps:
-            found["failed"] += 1
-            found["failures"].append(f"only {done} of {args.swaps} swaps in {args.swap_seconds:g} s")
-        return found
+            result["failed"] += 1
+            result["failures"].append(f"only {done} of {args.swaps} swaps in {args.swap_seconds:g} s")
+        return result
 
 
-def _right_policy(live: Live, last: int, samples: int, found: dict[str, Any]) -> None:
+def _right_policy(live: Live, last: int, samples: int, result: dict[str, Any]) -> None:
     """Score a sample of answers by the trainer's policy of their version, and of the versions beside it."""
     answers = live.load.answers
     chosen = answers[:: max(1, len(answers) // samples)]
@@ -354,13 +355,13 @@ def _right_policy(live: Live, last: int, samples: int, found: dict[str, Any]) ->
             live.load.failures.append(f"an answer of version {version} fits another one better: {means}")
     allowed = 1e-3 if live.link.policy.dtype.itemsize == 4 else 0.3
     wrong = sum(gap > allowed for gap in gaps["largest"])
-    found["failed"], found["failures"] = len(live.load.failures) + wrong, live.load.failures[:5]
+    result["failed"], result["failures"] = len(live.load.failures) + wrong, live.load.failures[:5]
     if wrong:
-        found["failures"].append(f"{wrong} answers differ by more than {allowed} nats from their version's policy")
-    found["answers compared"] = len(chosen)
-    found["nats off, mean over tokens, right version"] = round(statistics.fmean(gaps["right"]), 6)
-    found["nats off, largest, right version"] = round(max(gaps["largest"]), 6)
-    found["nats off, mean over tokens, next version"] = round(statistics.fmean(gaps["neighbour"]), 6)
+        result["failures"].append(f"{wrong} answers differ by more than {allowed} nats from their version's policy")
+    result["answers compared"] = len(chosen)
+    result["nats off, mean over tokens, right version"] = round(statistics.fmean(gaps["right"]), 6)
+    result["nats off, largest, right version"] = round(max(gaps["largest"]), 6)
+    result["nats off, mean over tokens, next version"] = round(statistics.fmean(gaps["neighbour"]), 6)
 
 
 def prepared(args: argparse.Namespace) -> Bench:
@@ -382,17 +383,17 @@ def main() -> int:
     for name in args.ways.split(","):
         begin = time.monotonic()
         try:
-            found = asyncio.run(swaps(bench) if name == "swaps" else measured(bench, name))
+            result = asyncio.run(swaps(bench) if name == "swaps" else measured(bench, name))
         except Exception as error:  # the other ways are still worth measuring
             traceback.print_exc()
             print(f"\n== {name}: FAILED after {time.monotonic() - begin:.0f} s: {error}", flush=True)
             show(name, {"error": str(error)}, args.json)
             results[name], bad = {"failed": "error"}, bad + 1
             continue
-        found["seconds"] = round(time.monotonic() - begin, 1)
-        results[name], bad = found, bad + (1 if found.get("failed") else 0)
-        report(name, found)
-        show(name, found, args.json)
+        result["seconds"] = round(time.monotonic() - begin, 1)
+        results[name], bad = result, bad + (1 if result.get("failed") else 0)
+        report(name, result)
+        show(name, result, args.json)
     compare(results)
     return 1 if bad else 0
 

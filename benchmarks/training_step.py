@@ -111,7 +111,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
             processor[way].append(time.process_time() - busy)
     policy.close()
     tokens = sum(len(s["tokens"]) for s in sequences)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "tokens": tokens,
         "trained_tokens": batches[0].num_loss_tokens,
         "computed_tokens": sum(len(m.tokens_T) for m in batches[0].micro),
@@ -122,12 +122,12 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         "threads": policy.compute.threads,
     }
     if args.sharing:
-        found["processor_seconds"] = {
+        result["processor_seconds"] = {
             name: [round(s, 2) for s in seconds[1:]]
             for name, seconds in zip(("shared", "alone"), processor, strict=True)
         }
-        found["steps_for_one_alone"] = round(min(processor[1][1:]) / min(processor[0][1:]), 2)
-    return found
+        result["steps_for_one_alone"] = round(min(processor[1][1:]) / min(processor[0][1:]), 2)
+    return result
 
 
 def main() -> None:

@@ -113,8 +113,8 @@ class World:
     def gradient(self, step: int) -> Floats:
         """Of the expected reward of a task drawn at random."""
         p = 1.0 / (1.0 + np.exp(-(self.x @ self.weights[step] + self.b)))
-        found: Floats = (p * (1 - p)) @ self.x / len(p)
-        return found
+        reward_gradient: Floats = (p * (1 - p)) @ self.x / len(p)
+        return reward_gradient
 
 
 @dataclass
@@ -130,19 +130,19 @@ class Player:
 
     async def run(self, task: Task, *, id: str, index: int, size: int, sampling: Sampling) -> Group:
         p, draw = self.world.right(self.step, int(task.id)), random.Random(f"{self.seed}/{id}")
-        said = [draw.random() < p for _ in range(size)]
+        answers = [draw.random() < p for _ in range(size)]
         self.tokens += size
         self.played += 1
-        self.flat += len(set(said)) == 1
+        self.flat += len(set(answers)) == 1
         return Group(
             id=id, index=index, env="task", rollouts=tuple(self._rollout(task, f"{id}/{i}", right, p)
-                                                           for i, right in enumerate(said))
+                                                           for i, right in enumerate(answers))
         )  # fmt: skip
 
     def _rollout(self, task: Task, id: str, right: bool, p: float) -> Rollout:
         logprob = math.log(p if right else 1.0 - p)
-        said = Completion(tokens=(int(right),), logprobs=(logprob,), versions=(self.step,), finish="stop")
-        turn = Turn(prompt=(0,), completion=said, temperature=1.0)
+        completion = Completion(tokens=(int(right),), logprobs=(logprob,), versions=(self.step,), finish="stop")
+        turn = Turn(prompt=(0,), completion=completion, temperature=1.0)
         mark = float(right)
         return Rollout(
             id=id, task=task, turns=(turn,), messages=task.prompt, status="ok", rewards={"mark": mark}, reward=mark
@@ -150,7 +150,7 @@ class Player:
 
 
 @dataclass
-class Found:
+class RunResult:
     """What one run came to."""
 
     gradients: list[Floats] = field(default_factory=list)
@@ -171,10 +171,10 @@ def gradient(world: World, step: int, batch: Sequence[Group], objective: Objecti
     weights = torch.tensor(world.weights[step], requires_grad=True)
     tasks = [task for task, _, _ in each]
     logits = torch.tensor(world.x[tasks]) @ weights + torch.tensor(world.b[tasks])
-    sign = torch.tensor([1.0 if said.tokens[0] else -1.0 for _, said, _ in each], dtype=torch.float64)
+    sign = torch.tensor([1.0 if completion.tokens[0] else -1.0 for _, completion, _ in each], dtype=torch.float64)
     logprobs = torch.nn.functional.logsigmoid(sign * logits)
     micro = MicroBatch(
-        behavior_logprobs_N=torch.tensor([said.logprobs[0] for _, said, _ in each], dtype=torch.float64),
+        behavior_logprobs_N=torch.tensor([completion.logprobs[0] for _, completion, _ in each], dtype=torch.float64),
         advantages_N=torch.tensor([a for _, _, a in each], dtype=torch.float64),
         sample_N=torch.arange(len(each)),
         num_samples=len(each),
@@ -185,9 +185,9 @@ def gradient(world: World, step: int, batch: Sequence[Group], objective: Objecti
     return weights.grad.numpy()
 
 
-async def run(world: World, steps: int, seed: int, options: Mapping[str, Any]) -> Found:
+async def run(world: World, steps: int, seed: int, options: Mapping[str, Any]) -> RunResult:
     """One run: batches as the loop takes them, and what each says of the gradient."""
-    player, found, objective = Player(world, seed), Found(), Objective(loss=Grpo())
+    player, result, objective = Player(world, seed), RunResult(), Objective(loss=Grpo())
     tasks = [Task(id=str(n), env="task", prompt=(Message(role="user", content="?"),), answer="")
              for n in range(len(world.b))]  # fmt: skip
     runner = EnvRunner(
@@ -211,21 +211,21 @@ async def run(world: World, steps: int, seed: int, options: Mapping[str, Any]) -
     async with buffer.open(DataState()) as opened:
         for step in range(steps):
             batch = await opened.take()
-            found.gradients.append(gradient(world, step, batch.groups, objective))
-            found.tokens.append(player.tokens)
+            result.gradients.append(gradient(world, step, batch.groups, objective))
+            result.tokens.append(player.tokens)
             useful = [group for group in batch if not group.zero_variance]
-            found.useful += len(useful)
-            found.fresh += sum(not group.replayed for group in useful)
-            found.ages += [step - group.version_min for group in batch]
-            found.flat = player.flat / player.played
+            result.useful += len(useful)
+            result.fresh += sum(not group.replayed for group in useful)
+            result.ages += [step - group.version_min for group in batch]
+            result.flat = player.flat / player.played
             player.step += 1
             batch.release()
-    return found
+    return result
 
 
-def errors(world: World, found: Sequence[Found], window: int) -> tuple[float, float]:
+def errors(world: World, results: Sequence[RunResult], window: int) -> tuple[float, float]:
     """Bias and whole error of the mean of so many steps' gradients, relative to the true one."""
-    runs = np.array([one.gradients for one in found])  # [runs, steps, WIDTH]
+    runs = np.array([one.gradients for one in results])  # [runs, steps, WIDTH]
     count, steps, _ = runs.shape
     bias = noise = 0.0
     starts = range(0, steps - window + 1, window)
@@ -249,20 +249,21 @@ def compare(world: World, steps: int, runs: int) -> None:
     curves = []
     plain = 0.0
     for name, options in WAYS.items():
-        found = [asyncio.run(run(world, steps, seed, options)) for seed in range(runs)]
-        spent = float(np.mean([one.tokens[-1] for one in found]))
-        useful = 1000 * float(np.mean([one.useful for one in found])) / spent
+        results = [asyncio.run(run(world, steps, seed, options)) for seed in range(runs)]
+        spent = float(np.mean([one.tokens[-1] for one in results]))
+        useful = 1000 * float(np.mean([one.useful for one in results])) / spent
         plain = plain or useful
-        told = {window: errors(world, found, window) for window in WINDOWS}
-        here = {window: (window * spent / steps, told[window][1]) for window in WINDOWS}
+        errors_by_window = {window: errors(world, results, window) for window in WINDOWS}
+        here = {window: (window * spent / steps, errors_by_window[window][1]) for window in WINDOWS}
         base = base or here
         equal = {w: base[w][0] / here[w][0] * (base[w][1] / here[w][1]) ** 2 for w in WINDOWS}
         curves.append((name, here))
         print(
-            f"{name:30}{np.mean([one.flat for one in found]):6.2f}{useful:8.2f}{useful / plain:6.2f}"
-            f"{1000 * np.mean([one.fresh for one in found]) / spent:7.2f}"
-            f"{np.mean([age for one in found for age in one.ages]):6.2f}"
-            f"{told[1][0]:7.3f}{told[1][1]:7.3f}{told[16][1]:7.3f}{equal[1]:19.2f}{equal[16]:6.2f}",
+            f"{name:30}{np.mean([one.flat for one in results]):6.2f}{useful:8.2f}{useful / plain:6.2f}"
+            f"{1000 * np.mean([one.fresh for one in results]) / spent:7.2f}"
+            f"{np.mean([age for one in results for age in one.ages]):6.2f}"
+            f"{errors_by_window[1][0]:7.3f}{errors_by_window[1][1]:7.3f}{errors_by_window[16][1]:7.3f}"
+            f"{equal[1]:19.2f}{equal[16]:6.2f}",
             flush=True,
         )
     print("\nthe curve: sampled tokens, and the error of the gradient averaged over the steps they were sampled in")

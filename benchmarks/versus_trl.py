@@ -103,26 +103,26 @@ class Bench:
         begin, counted = time.monotonic(), counts(url)
         with ended(command, environment(), log) as process:
             code, stopped = awaited(process, limit)
-        if told := by_request(counted, counts(url)):
-            print(f"   vLLM, milliseconds of a request: {told}", flush=True)
+        if request_ms := by_request(counted, counts(url)):
+            print(f"   vLLM, milliseconds of a request: {request_ms}", flush=True)
         engine_gb = tensors_of(url) if half == "tandem" else None
         if half == "tandem":
             print("".join(f"   {line[:200]}\n" for line in lines_of(log) if "WARNING" in line), end="", flush=True)
         shape = self.args.model.name if self.args.model else self.args.shape
-        found = {"half": half, "setting": name, "shape": shape, **summary(read(lines))}
-        found |= {"engine_ms": told} if told else {}
+        record = {"half": half, "setting": name, "shape": shape, **summary(read(lines))}
+        record |= {"engine_ms": request_ms} if request_ms else {}
         if code != 0:
             self.failed += 1
-            found["error"] = "not done in time" if code is None else last(log)
+            record["error"] = "not done in time" if code is None else last(log)
             print("\n".join(f"   {line[:200]}" for line in lines_of(log)[-TAIL:]), flush=True)
         if self.card.peak is not None:
-            found["card_gb"] = round(self.card.peak - self.before, 2)
-        tensors = found.get("tensors_gb")
+            record["card_gb"] = round(self.card.peak - self.before, 2)
+        tensors = record.get("tensors_gb")
         if tensors is not None and (half == "trl" or engine_gb is not None):
-            found |= {"engine_gb": engine_gb, "all_tensors_gb": round(tensors + (engine_gb or 0.0), 2)}
-        found["wall"] = round(time.monotonic() - begin, 1)
-        append(self.args.out, **found)
-        print(f"   {found.get('seconds', float('nan')):.3f} s a step, {found['wall']:.0f} s in all", flush=True)
+            record |= {"engine_gb": engine_gb, "all_tensors_gb": round(tensors + (engine_gb or 0.0), 2)}
+        record["wall"] = round(time.monotonic() - begin, 1)
+        append(self.args.out, **record)
+        print(f"   {record.get('seconds', float('nan')):.3f} s a step, {record['wall']:.0f} s in all", flush=True)
         if stopped:
             raise stopped
         return code == 0
@@ -208,13 +208,13 @@ def _answers(url: str) -> bool:
 
 def counts(url: str | None) -> dict[str, dict[str, float]]:
     """Sum and count of vLLM's own histograms of times; empty without an address, or where it does not answer."""
-    found: dict[str, dict[str, float]] = {}
+    totals: dict[str, dict[str, float]] = {}
     with contextlib.suppress(OSError):
         if url is not None:
             with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
                 for name, what, value in TIMES.findall(response.read().decode()):
-                    found.setdefault(name or "in all", {})[what] = float(value)
-    return found
+                    totals.setdefault(name or "in all", {})[what] = float(value)
+    return totals
 
 
 def tensors_of(url: str | None) -> float | None:
@@ -229,13 +229,13 @@ def tensors_of(url: str | None) -> float | None:
 
 def by_request(before: dict[str, dict[str, float]], after: dict[str, dict[str, float]]) -> dict[str, float]:
     """Mean milliseconds of the requests between two looks, by what they were spent on."""
-    told = {}
+    means = {}
     for name, now in after.items():
         then = before.get(name, {})
         number, seconds = (now[what] - then.get(what, 0.0) for what in ("count", "sum"))
         if number:
-            told[name] = round(1e3 * seconds / number, 1)
-    return told
+            means[name] = round(1e3 * seconds / number, 1)
+    return means
 
 
 def environment() -> dict[str, str]:

@@ -68,19 +68,19 @@ class Client:
 
     async def call(self, method: str, path: str, body: Any = None, zipped: bool = False, **headers: str) -> Reply:
         """``body``: bytes and text go as they are, anything else as JSON. ``headers`` with _ for -."""
-        said = {**self.headers, **{name.replace("_", "-"): value for name, value in headers.items()}}
+        sent_headers = {**self.headers, **{name.replace("_", "-"): value for name, value in headers.items()}}
         if body is not None and not isinstance(body, bytes):
             body = body.encode() if isinstance(body, str) else json.dumps(body).encode()
         if body is not None:
-            said = {"Content-Type": "application/json", **said}
+            sent_headers = {"Content-Type": "application/json", **sent_headers}
         if zipped:
-            body, said["Content-Encoding"] = gzip.compress(body), "gzip"
+            body, sent_headers["Content-Encoding"] = gzip.compress(body), "gzip"
         large = isinstance(body, bytes) and len(body) > 1 << 20  # which aiohttp wants as a file
         async with self.session.request(
             method,
             self.url + path,
             data=io.BytesIO(body) if large else body,
-            headers=said,
+            headers=sent_headers,
             skip_auto_headers=["Content-Type"],
         ) as response:
             return Reply(response.status, response.headers, await response.read())
@@ -98,8 +98,8 @@ class Client:
 
     async def env(self, **spec: Any) -> int:
         """Registers an environment."""
-        found: int = (await self.post("/register-env", ENV | spec)).json["env_id"]
-        return found
+        env_id: int = (await self.post("/register-env", ENV | spec)).json["env_id"]
+        return env_id
 
 
 @asynccontextmanager

@@ -139,7 +139,7 @@ class Trainer:
             version=lambda: self.step,
             postprocess_rewards=postprocess_rewards,
             on_drop=lambda reason, group: self.dropped.append((reason, group.id)),
-            on_event=lambda name, told: self.happened.append((name, dict(told))),
+            on_event=lambda name, fields: self.happened.append((name, dict(fields))),
             lag_control=lag_control,
         )
 

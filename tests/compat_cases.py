@@ -171,9 +171,9 @@ def changed(changes: Mapping[str, Any]) -> dict[str, Any]:
     return dict(made)
 
 
-def axolotl_file(given: Mapping[str, Any]) -> str:
+def axolotl_file(case: Mapping[str, Any]) -> str:
     """The file of a case."""
-    return yaml.safe_dump(given["file"] if "file" in given else changed(given["changes"]), sort_keys=False)
+    return yaml.safe_dump(case["file"] if "file" in case else changed(case["changes"]), sort_keys=False)
 
 
 # ms-swift
@@ -213,7 +213,7 @@ def swift_words(line: str, table: Sequence[ForeignOption] = RLHF) -> dict[str, l
     """A command line as the verb hands it on; an argument's older name is its newer one."""
     names = {name: argument.name for argument in table for name in (argument.name, *argument.also)}
     words = swift.repeated(shlex.split(line))
-    given: dict[str, list[str]] = {}
+    values: dict[str, list[str]] = {}
     for flag, value in zip(words[::2], words[1::2], strict=True):
-        given.setdefault(names[flag.removeprefix("--")], []).append(value)
-    return given
+        values.setdefault(names[flag.removeprefix("--")], []).append(value)
+    return values

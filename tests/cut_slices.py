@@ -33,8 +33,8 @@ def worker_of(model: Any, rank: int, world: int) -> WorkerExtension:
 
 
 def exported(worker: WorkerExtension) -> dict[str, Any]:
-    told = json.loads(worker.tandem_export_weights())
-    return {"parameters": told["lent"], "places": told["map"]}
+    export = json.loads(worker.tandem_export_weights())
+    return {"parameters": export["lent"], "places": export["map"]}
 
 
 def publishing(rank: int, name: str, shape: Sequence[int], world: int, dtype: str) -> dict[str, Any]:

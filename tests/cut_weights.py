@@ -111,10 +111,10 @@ def publishing(rank: int, name: str, dtype: str) -> dict[str, Any]:
             parameter.mul_(-1.5)
     world = dist.get_world_size()
     engine, fresh = (served(source, Worker(rank, world)) for source in (model, changed))
-    found = places(engine, rank=rank, world=world)
+    engine_places = places(engine, rank=rank, world=world)
     slices = {
         of: [EngineSlice(part=Slice.at(place.first, place.tensor.shape), tensor=place.tensor) for place in parts]
-        for of, parts in found.items()
+        for of, parts in engine_places.items()
     }
     weights = ShardedWeights(model, mesh_of((world,)))
     stay = {of for of, parts in slices.items() if all(weights.part(of).contains(p.part) for p in parts)}

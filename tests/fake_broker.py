@@ -70,14 +70,14 @@ class FakeBroker:
     async def _any(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         packed = "msgpack" in request.headers.get("Content-Type", "")
-        said = (msgspec.msgpack if packed else msgspec.json).decode(body) if body else None
-        self.seen.append((request.path_qs, dict(request.headers), said))
+        decoded = (msgspec.msgpack if packed else msgspec.json).decode(body) if body else None
+        self.seen.append((request.path_qs, dict(request.headers), decoded))
         fault = self.faults[request.path].popleft() if self.faults[request.path] else None
         if fault == "cut":
             return self._broken(request)
         if isinstance(fault, int):
             return web.json_response({"detail": "a fault"}, status=fault, headers={"Retry-After": "0"})
-        answer = getattr(self, f"_{request.method}_{request.path.strip('/').replace('-', '_')}")(request, said)
+        answer = getattr(self, f"_{request.method}_{request.path.strip('/').replace('-', '_')}")(request, decoded)
         if fault == "lose":
             return self._broken(request)
         status = answer.pop("http", 200)
@@ -94,53 +94,53 @@ class FakeBroker:
         request.transport.abort()
         return web.Response()
 
-    def _GET_(self, request: web.Request, said: Any) -> dict[str, Any]:
+    def _GET_(self, request: web.Request, body: Any) -> dict[str, Any]:
         return {"message": "AtroposLib API"}
 
-    def _GET_info(self, request: web.Request, said: Any) -> dict[str, Any]:
+    def _GET_info(self, request: web.Request, body: Any) -> dict[str, Any]:
         return {"batch_size": self.batch_size, "max_token_len": self.max_token_len}
 
-    def _POST_register(self, request: web.Request, said: Any) -> dict[str, Any]:
+    def _POST_register(self, request: web.Request, body: Any) -> dict[str, Any]:
         return {"uuid": 2**63}
 
-    def _POST_register_env(self, request: web.Request, said: Any) -> dict[str, Any]:
+    def _POST_register_env(self, request: web.Request, body: Any) -> dict[str, Any]:
         if not self.started:
             return {"status": "wait for trainer to start"}
         key = request.headers.get("Idempotency-Key", f"{len(self.envs)}")
         id = self.keys.setdefault(key, len(self.envs))
-        self.envs[id] = said["desired_name"]
+        self.envs[id] = body["desired_name"]
         return {
-            "status": "success", "env_id": id, "wandb_name": f"{said['desired_name']}_{id}", "checkpoint_dir": "",
+            "status": "success", "env_id": id, "wandb_name": f"{body['desired_name']}_{id}", "checkpoint_dir": "",
             "starting_step": self.step, "checkpoint_interval": 1, "num_steps": self.num_steps,
         }  # fmt: skip
 
-    def _GET_status_env(self, request: web.Request, said: Any) -> dict[str, Any]:
-        if said["env_id"] not in self.envs:
+    def _GET_status_env(self, request: web.Request, body: Any) -> dict[str, Any]:
+        if body["env_id"] not in self.envs:
             return {"http": 404 if self.ours else 500, "detail": "unknown"}
         return {
             "current_step": self.step, "queue_size": self.queue, "self_queue_size": self.queue, "max_group_size": 4,
             "unallocated_fraction": 1.0, "env_weight": 1.0,
         }  # fmt: skip
 
-    def _POST_scored_data(self, request: web.Request, said: Any) -> dict[str, Any]:
+    def _POST_scored_data(self, request: web.Request, body: Any) -> dict[str, Any]:
         key = request.headers.get("Idempotency-Key")
         if key is None or key not in self.accepted:
-            self.groups.append(said)
+            self.groups.append(body)
         if key is not None:
             self.accepted.add(key)
         return {"status": "received"}
 
-    def _POST_disconnect_env(self, request: web.Request, said: Any) -> dict[str, Any]:
-        return {"status": "success" if self.envs.pop(said["env_id"], None) else "failure"}
+    def _POST_disconnect_env(self, request: web.Request, body: Any) -> dict[str, Any]:
+        return {"status": "success" if self.envs.pop(body["env_id"], None) else "failure"}
 
-    def _GET_batch(self, request: web.Request, said: Any) -> dict[str, Any]:
+    def _GET_batch(self, request: web.Request, body: Any) -> dict[str, Any]:
         return self.batches.popleft() if self.batches else {"batch": None}
 
-    def _POST_renew(self, request: web.Request, said: Any) -> dict[str, Any]:
-        return self._POST_ack(request, said)
+    def _POST_renew(self, request: web.Request, body: Any) -> dict[str, Any]:
+        return self._POST_ack(request, body)
 
-    def _POST_ack(self, request: web.Request, said: Any) -> dict[str, Any]:
-        return {"status": "success" if said["batch"] == "b" else "failure"}
+    def _POST_ack(self, request: web.Request, body: Any) -> dict[str, Any]:
+        return {"status": "success" if body["batch"] == "b" else "failure"}
 
 
 async def until(true: Any, seconds: float = 20.0) -> None:

@@ -25,7 +25,7 @@ class FakeEngine:
         self.port = 0
         self.context = 512
         self.faults: deque[Any] = deque()
-        self.asked: list[dict[str, Any]] = []
+        self.requests: list[dict[str, Any]] = []
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -65,10 +65,10 @@ class FakeEngine:
         )
 
     async def _sample(self, request: web.Request) -> web.Response:
-        said = await request.json()
-        limit = said.get("max_tokens", 16)
+        body = await request.json()
+        limit = body.get("max_tokens", 16)
         if limit > 1:  # not the question what it is
-            self.asked.append(said)
+            self.requests.append(body)
             await self.gate.wait()
             fault = self.faults.popleft() if self.faults else None
             if fault == "cut":
@@ -76,13 +76,13 @@ class FakeEngine:
                 request.transport.abort()
             elif fault is not None:
                 return web.json_response({"error": "a fault"}, status=fault)
-        number = len(self.asked)
+        number = len(self.requests)
         tokens = [*(97 + (number + i) % 26 for i in range(number % 5 + 2)), END][:limit]
         finish = "stop" if tokens[-1] == END else "length"
         logprobs = [-1 / (number + 1)] * len(tokens)
         if self.dialect == "openai":
-            told = {"tokens": [f"token_id:{t}" for t in tokens], "token_logprobs": logprobs}
-            return web.json_response({"choices": [{"finish_reason": finish, "logprobs": told}]})
+            choice_logprobs = {"tokens": [f"token_id:{t}" for t in tokens], "token_logprobs": logprobs}
+            return web.json_response({"choices": [{"finish_reason": finish, "logprobs": choice_logprobs}]})
         answer: dict[str, Any] = {
             "text": [""], "prompt": "", "finish_reasons": [finish], "prompt_token_ids": [], "token_ids": [tokens],
             "logprobs": [[[{str(t): p}] for t, p in zip(tokens, logprobs, strict=True)]],

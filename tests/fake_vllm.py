@@ -145,8 +145,8 @@ class FakeClient:
 
     @property
     def dead_error(self) -> Exception:
-        found: Exception = type("EngineDeadError", (Exception,), {})("EngineCore encountered an issue")
-        return found
+        error: Exception = type("EngineDeadError", (Exception,), {})("EngineCore encountered an issue")
+        return error
 
     async def check_health(self) -> None:
         if self.dead:
@@ -246,10 +246,10 @@ class FakeClient:
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> Any:
         self.calls.append((method, args))
-        found = self.answers.get(method, [None])
-        if isinstance(found, Exception):
-            raise found
-        return await found if isinstance(found, asyncio.Future) else found
+        answer = self.answers.get(method, [None])
+        if isinstance(answer, Exception):
+            raise answer
+        return await answer if isinstance(answer, asyncio.Future) else answer
 
     async def remove_lora(self, number: int) -> None:
         self.removed.append(number)
@@ -274,11 +274,11 @@ class Models:
     def __init__(self) -> None:
         self.lora_requests: dict[str, LoRARequest] = {}
 
-    async def load_lora_adapter(self, asked: LoadLoRAAdapterRequest) -> Any:
-        if "broken" in asked.lora_path:
+    async def load_lora_adapter(self, request: LoadLoRAAdapterRequest) -> Any:
+        if "broken" in request.lora_path:
             return SimpleNamespace(error=SimpleNamespace(message="no weights in it"))
         number = len(self.lora_requests) + 1
-        self.lora_requests[asked.lora_name] = LoRARequest(asked.lora_name, number, asked.lora_path)
+        self.lora_requests[request.lora_name] = LoRARequest(request.lora_name, number, request.lora_path)
         return "Success"
 
 

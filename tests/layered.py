@@ -31,9 +31,9 @@ def gradients(policy: Policy, plan: Packed) -> dict[str, Tensor]:
     out = hidden(policy, plan)
     (out * torch.randn_like(out)).sum().backward()
     named = {name: p for name, p in policy.model.named_parameters() if p.grad is not None}
-    found = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
+    grads = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
     policy.model.zero_grad()
-    return found
+    return grads
 
 
 def distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:

@@ -54,25 +54,25 @@ class Jobs:
         self.held.clear()
 
 
-def obey(told: Connection) -> None:
+def obey(connection: Connection) -> None:
     jobs = Jobs()
     while True:
-        name, options = told.recv()
-        told.send(getattr(jobs, name)(**options))
+        name, options = connection.recv()
+        connection.send(getattr(jobs, name)(**options))
 
 
 class Peer:
     """A second process that does what it is told."""
 
     def __init__(self) -> None:
-        self._told, theirs = forkserver().Pipe()
+        self._connection, theirs = forkserver().Pipe()
         self.process = forkserver().Process(target=obey, args=(theirs,), daemon=True)
         self.process.start()
         theirs.close()
 
     def __call__(self, do: str, **options: Any) -> Any:
-        self._told.send((do, options))
-        return self._told.recv()
+        self._connection.send((do, options))
+        return self._connection.recv()
 
     def kill(self) -> None:
         self.process.kill()

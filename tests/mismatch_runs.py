@@ -82,11 +82,11 @@ def altered(folder: Path, to: Path, step: int, change: Callable[[dict[str, Any]]
 
 def turns(row: Mapping[str, Any]) -> list[tuple[list[int], list[dict[str, Any]]]]:
     """Ids before each turn, and its tokens."""
-    out, said, at = [], list[int](), 0
+    out, ids, at = [], list[int](), 0
     for count, (kept, added) in zip(row["turns"], row["prompts"], strict=True):
-        prompt, tokens = [*said[:kept], *added], row["tokens"][at : at + count]
+        prompt, tokens = [*ids[:kept], *added], row["tokens"][at : at + count]
         out.append((prompt, tokens))
-        said, at = [*prompt, *(token["id"] for token in tokens)], at + count
+        ids, at = [*prompt, *(token["id"] for token in tokens)], at + count
     return out
 
 
@@ -95,8 +95,8 @@ def told_by(engine: Engine, sampling: Sampling) -> Callable[[dict[str, Any]], No
 
     def change(row: dict[str, Any]) -> None:
         for prompt, tokens in turns(row):
-            told = engine(prompt, [token["id"] for token in tokens], sampling)
-            for token, logprob in zip(tokens, told, strict=True):
+            logprobs = engine(prompt, [token["id"] for token in tokens], sampling)
+            for token, logprob in zip(tokens, logprobs, strict=True):
                 token["lp"] = round(float(logprob), 5)
 
     return change
@@ -127,7 +127,7 @@ def exact(
 
     model = reference(weights, getattr(torch, body))
 
-    def told(prompt: Sequence[int], sampled: Sequence[int], sampling: Sampling) -> Sequence[float]:
+    def logprobs_of(prompt: Sequence[int], sampled: Sequence[int], sampling: Sampling) -> Sequence[float]:
         with torch.no_grad():
             hidden = model.model(torch.tensor([[*prompt, *sampled]])).last_hidden_state[0, len(prompt) - 1 : -1]
             kind = getattr(torch, head)
@@ -144,4 +144,4 @@ def exact(
             out.append(scaled.log_softmax(-1)[token].item())
         return out
 
-    return told
+    return logprobs_of

@@ -45,9 +45,9 @@ class Ranks:
         # One for each process: a rank's connecting ends with that of all others.
         submit = self._processes.submit
         futures = [submit(_rank, rendezvous, rank, context, work, arguments) for rank in range(self.world)]
-        found = [future.result(timeout=4 * seconds) for future in futures]
+        results = [future.result(timeout=4 * seconds) for future in futures]
         del store
-        return found
+        return results
 
     def close(self) -> None:
         """End them."""
@@ -56,10 +56,10 @@ class Ranks:
 
 def _rank(rendezvous: Rendezvous, rank: int, context: int, work: Callable[..., Any], arguments: Any) -> Any:
     parts = _connected(rendezvous, rank, context)
-    found = work(parts, *arguments)
+    result = work(parts, *arguments)
     torch.cuda.synchronize()
     parts.abort()
-    return found
+    return result
 
 
 def _connected(rendezvous: Rendezvous, rank: int, context: int = 1, logs: Path | None = None) -> RankParts:
@@ -99,15 +99,15 @@ def sums(parts: RankParts) -> dict[str, Any]:
 def gathered(parts: RankParts) -> list[Any]:
     """Wholes of several sizes and dtypes in one kernel, and one alone, each in place."""
     group = parts.group
-    found = []
+    gathers = []
     for sizes in ((4, 1, 3), (2,)):
         memory = [torch.full((group.world * size + 1,), -1.0, device=group.device).bfloat16() for size in sizes]
         wholes = [whole[1:] for whole in memory]  # as unaligned as a rest of a parameter
         for whole in wholes:
             whole.chunk(group.world)[group.rank].fill_(float(group.rank))
         group.all_gather(wholes)
-        found += [whole.float().tolist() for whole in memory]
-    return found
+        gathers += [whole.float().tolist() for whole in memory]
+    return gathers
 
 
 def updated(group: DataGroup, dtype: torch.dtype, bucket: int) -> list[Tensor]:
@@ -153,7 +153,7 @@ def exchanges(group: ProcessGroup, rank: int, device: torch.device) -> list[Any]
 # A rank that is gone, or does not come
 
 
-def lost(rendezvous: Rendezvous, rank: int, told: Any) -> None:
+def lost(rendezvous: Rendezvous, rank: int, results: Any) -> None:
     """Rank 1 is killed before a collective that rank 0 is in; tells the seconds until rank 0 was free."""
     parts = _connected(rendezvous, rank)
     if rank == 1:
@@ -171,10 +171,10 @@ def lost(rendezvous: Rendezvous, rank: int, told: Any) -> None:
     begin = time.perf_counter()
     parts.give_up()
     waiting.join(60.0)
-    told.put((in_it, waiting.is_alive(), time.perf_counter() - begin))
+    results.put((in_it, waiting.is_alive(), time.perf_counter() - begin))
 
 
-def late(logs: Path, rendezvous: Rendezvous, rank: int, told: Any) -> None:
+def late(logs: Path, rendezvous: Rendezvous, rank: int, results: Any) -> None:
     """Rank 1 does not come to a collective; tells what rank 0 is told, when, and what was under way."""
     parts = _connected(rendezvous, rank, logs=logs)
     if rank == 1:
@@ -188,4 +188,4 @@ def late(logs: Path, rendezvous: Rendezvous, rank: int, told: Any) -> None:
     parts.abort()
     assert path is not None
     entries = pickle.loads(path.read_bytes())["entries"]
-    told.put((fault, seconds, [(entry["profiling_name"], entry["state"]) for entry in entries]))
+    results.put((fault, seconds, [(entry["profiling_name"], entry["state"]) for entry in entries]))

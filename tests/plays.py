@@ -8,20 +8,20 @@ from typing import Any
 
 from tandem.types import Completion, Finish, Group, Message, Rollout, Task, Turn
 
-Said = tuple[Sequence[int], Sequence[int], Sequence[float]]
+SampledTurn = tuple[Sequence[int], Sequence[int], Sequence[float]]
 """One turn: the token ids before it, the sampled ones and their logprobs."""
 
 
 def make_rollout(
     id: str,
-    said: Sequence[Said],
+    sampled_turns: Sequence[SampledTurn],
     reward: float | None,
     *,
     temperature: float | Sequence[float] = 1.0,
     finish: Finish = "stop",
     version: int = 0,
 ) -> Rollout:
-    temperatures = [temperature] * len(said) if isinstance(temperature, float) else list(temperature)
+    temperatures = [temperature] * len(sampled_turns) if isinstance(temperature, float) else list(temperature)
     turns = tuple(
         Turn(
             prompt=tuple(prompt),
@@ -30,7 +30,7 @@ def make_rollout(
             ),
             temperature=at,
         )
-        for (prompt, tokens, logprobs), at in zip(said, temperatures, strict=True)
+        for (prompt, tokens, logprobs), at in zip(sampled_turns, temperatures, strict=True)
     )
     task = Task(id=id.partition("@")[0], env="made", prompt=(Message(role="user", content="?"),), answer="")
     return Rollout(id=id, task=task, turns=turns, messages=task.prompt, status="ok", reward=reward)

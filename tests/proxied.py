@@ -25,11 +25,11 @@ class Scripted:
 
     def __init__(self, *answers: Sequence[int]) -> None:
         self.answers = list(answers)
-        self.asked: list[tuple[tuple[int, ...], Sampling, int]] = []
+        self.requests: list[tuple[tuple[int, ...], Sampling, int]] = []
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling, key: int) -> Completion:
-        self.asked.append((tuple(prompt), sampling, key))
-        tokens = tuple(self.answers[(len(self.asked) - 1) % len(self.answers)])
+        self.requests.append((tuple(prompt), sampling, key))
+        tokens = tuple(self.answers[(len(self.requests) - 1) % len(self.answers)])
         finish: Any = "stop" if tokens[-1] == END else "length"
         return Completion(tokens=tokens, logprobs=(-0.5,) * len(tokens), versions=(4,) * len(tokens), finish=finish)
 
@@ -45,8 +45,8 @@ def served(
             name, session = proxy.create("s")
 
             async def post(*messages: Any, path: str = "v1/chat/completions", status: int = 200, **body: Any) -> Any:
-                said = {"model": "m", "messages": list(messages), **body}
-                async with http.post(f"{url}/{name}/{path}", json=said) as response:
+                payload = {"model": "m", "messages": list(messages), **body}
+                async with http.post(f"{url}/{name}/{path}", json=payload) as response:
                     text = await response.text()
                     assert response.status == status, text
                     return text if body.get("stream") else json.loads(text)
@@ -57,6 +57,6 @@ def served(
     return asyncio.run(go())
 
 
-def said(answer: Any) -> dict[str, Any]:
+def message_of(answer: Any) -> dict[str, Any]:
     message: dict[str, Any] = answer["choices"][0]["message"]
     return message

@@ -119,7 +119,7 @@ class Scripted(Engine):
     """What it says of its checksums."""
     events: list[str] = field(default_factory=list)
     """What was asked of it."""
-    given: list[tuple[int, str]] = field(default_factory=list)
+    resumed_versions: list[tuple[int, str]] = field(default_factory=list)
     """Digests of the versions under which it began to give out tokens."""
     serving: bool = False
     """It serves somebody else already."""
@@ -231,8 +231,8 @@ class Scripted(Engine):
         # As a prefix cache does that was filled since the publish: by the same weights, which is in order.
         published = list(takewhile(lambda e: e not in ("set_version", "recover"), reversed(self.events)))
         again = len(tokens) * (published.count("probe") > 1)
-        told = ProbeResult(name="engine one", scored=scored, sampled=sampled, temperature=0.7, cached=again)
-        return [self.probed(told)]
+        result = ProbeResult(name="engine one", scored=scored, sampled=sampled, temperature=0.7, cached=again)
+        return [self.probed(result)]
 
     def version(self) -> PolicyVersion:
         return self._version
@@ -258,7 +258,7 @@ class Scripted(Engine):
         assert self._stamped, "it gives out tokens of weights that were never published to it"
         self._interrupted = None
         self._gate.set()
-        self.given.append((self._version.step, self._version.digest))
+        self.resumed_versions.append((self._version.step, self._version.digest))
         return 0.5
 
     async def stop(self, reason: str) -> None:
@@ -298,10 +298,10 @@ class Scripted(Engine):
     async def relaunch(self, weights: Path | None) -> None:
         self._at("move")
         if weights is not None:
-            found = {name: p.detach() for name, p in self._base().items()}
-            missing = read_into(list(found.items()), safetensors_in(weights))
+            parameters = {name: p.detach() for name, p in self._base().items()}
+            missing = read_into(list(parameters.items()), safetensors_in(weights))
             assert not missing, missing
-            self._started_on = {name: tensor.clone() for name, tensor in found.items()}
+            self._started_on = {name: tensor.clone() for name, tensor in parameters.items()}
         self._start_again()
 
     async def load(self, folder: Path, adapter: LoraAdapter) -> None:

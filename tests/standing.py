@@ -79,19 +79,19 @@ def _gradients(
     scale: float, left: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     calls.append("backward")
-    found: list[list[Tensor]] = [[], [], []]
+    gradients: list[list[Tensor]] = [[], [], []]
     sent = grad.split(ends_q.diff().tolist())
     sequences = _sequences(query, key, value, ends_q, ends_k, scale, (left, 0))
     for dout, (q, k, v, probs) in zip(sent, sequences, strict=True):
         dprobs = torch.einsum("qhd,khd->hqk", dout, v)
         dlogits = probs * (dprobs - (probs * dprobs).sum(-1, keepdim=True)) * scale
-        found[0].append(torch.einsum("hqk,khd->qhd", dlogits, k))
+        gradients[0].append(torch.einsum("hqk,khd->qhd", dlogits, k))
         for into, wide in (
             (1, torch.einsum("hqk,qhd->khd", dlogits, q)),
             (2, torch.einsum("hqk,qhd->khd", probs, dout)),
         ):
-            found[into].append(wide.unflatten(1, (key.shape[1], -1)).sum(2))
-    dquery, dkey, dvalue = map(torch.cat, found)
+            gradients[into].append(wide.unflatten(1, (key.shape[1], -1)).sum(2))
+    dquery, dkey, dvalue = map(torch.cat, gradients)
     return dquery, dkey, dvalue
 
 

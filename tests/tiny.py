@@ -44,7 +44,7 @@ def _model(folder: str) -> Any:
 _tokenizer = cache(load_tokenizer)
 
 
-def told(*parts: PendingMetrics) -> dict[str, float]:
+def plain_metrics(*parts: PendingMetrics) -> dict[str, float]:
     """Plain numbers of metrics that may be pending, merged."""
     return flatten(merge(settle(parts)[0]))
 
@@ -85,13 +85,13 @@ def distributions_of(
     return torch.stack(rows)
 
 
-def penalised(row: Tensor, prompt: Sequence[int], said: Sequence[int], sampling: Sampling) -> Tensor:
+def penalised(row: Tensor, prompt: Sequence[int], sampled: Sequence[int], sampling: Sampling) -> Tensor:
     """Logits after the penalties, by the definition of each; differentiable."""
     factor, less = torch.ones(len(row), dtype=row.dtype), torch.zeros(len(row), dtype=row.dtype)
-    for token in {*prompt, *said}:
+    for token in {*prompt, *sampled}:
         factor[token] = 1 / sampling.repetition_penalty if row[token] > 0 else sampling.repetition_penalty
-    for token in set(said):
-        less[token] = sampling.frequency_penalty * list(said).count(token) + sampling.presence_penalty
+    for token in set(sampled):
+        less[token] = sampling.frequency_penalty * list(sampled).count(token) + sampling.presence_penalty
     return row * factor - less
 
 

@@ -128,8 +128,8 @@ def stand_in(options: dict[str, Any], policy: Tensor) -> SimpleNamespace:
     )
 
 
-def loss_of(given: dict[str, Any], numbers: dict[str, list[list[float]]]) -> dict[str, Any]:
-    options = {**OPTIONS, **given}
+def loss_of(changes: dict[str, Any], numbers: dict[str, list[list[float]]]) -> dict[str, Any]:
+    options = {**OPTIONS, **changes}
     policy = padded(numbers["policy"]).requires_grad_()
     mask = torch.tensor([[1.0] * n + [0.0] * (max(LENGTHS) - n) for n in LENGTHS], dtype=torch.float64)
     ids = torch.zeros_like(mask, dtype=torch.int64)
@@ -145,12 +145,12 @@ def loss_of(given: dict[str, Any], numbers: dict[str, list[list[float]]]) -> dic
         "num_items_in_batch": mask.sum(),
     }
     trainer = TokenTrainer if options["importance_sampling_level"] == "sequence_token" else grpo_trainer.GRPOTrainer
-    told = stand_in(options, policy)
-    loss = trainer._compute_loss(told, None, inputs)
+    instance = stand_in(options, policy)
+    loss = trainer._compute_loss(instance, None, inputs)
     loss.backward()
     assert policy.grad is not None
     grad = [row[:n].tolist() for row, n in zip(policy.grad, LENGTHS, strict=True)]
-    metrics = {name: values[-1] for name, values in told._metrics["train"].items() if name in METRICS}
+    metrics = {name: values[-1] for name, values in instance._metrics["train"].items() if name in METRICS}
     return {"options": options, "loss": loss.item(), "grad": grad, "metrics": metrics}
 
 
@@ -170,7 +170,7 @@ def cut(module: Any, method: str, first: str, last: str) -> str:
     raise SystemExit(f"{module.__name__} has no statements from {first!r} to {last!r}; is it another release?")
 
 
-def weights_of(given: dict[str, Any], numbers: dict[str, list[list[float]]]) -> dict[str, Any]:
+def weights_of(options: dict[str, Any], numbers: dict[str, list[list[float]]]) -> dict[str, Any]:
     code = cut(
         grpo_trainer,
         "_generate_and_score_completions",
@@ -186,14 +186,14 @@ def weights_of(given: dict[str, Any], numbers: dict[str, list[list[float]]]) -> 
         "old_per_token_logps": padded(numbers["old"]),
         "sampling_per_token_logps": padded(numbers["sampler"]),
         "self": SimpleNamespace(
-            vllm_importance_sampling_mode=given["mode"],
-            vllm_importance_sampling_clip_min=given["min"],
-            vllm_importance_sampling_clip_max=given["max"],
+            vllm_importance_sampling_mode=options["mode"],
+            vllm_importance_sampling_clip_min=options["min"],
+            vllm_importance_sampling_clip_max=options["max"],
         ),
     }
     exec(code, space)
-    found = space["vllm_importance_sampling_ratio"].expand_as(mask)
-    return {"options": given, "weights": [row[:n].tolist() for row, n in zip(found, LENGTHS, strict=True)]}
+    ratios = space["vllm_importance_sampling_ratio"].expand_as(mask)
+    return {"options": options, "weights": [row[:n].tolist() for row, n in zip(ratios, LENGTHS, strict=True)]}
 
 
 def advantages_of(kind: str) -> list[float]:
@@ -237,18 +237,18 @@ def main() -> None:
     output: Path = parser.parse_args().output
     numbers = drawn()
     kinds = ("group", "none", "batch", "gdpo", "rloo")
-    found = {
+    results = {
         "trl": trl.__version__,
         "max_tokens": MAX_TOKENS,
         "logprobs": numbers,
         "advantages": list(ADVANTAGES),
-        "losses": [loss_of(given, numbers) for given in LOSSES],
-        "weights": [weights_of(given, numbers) for given in WEIGHTS],
+        "losses": [loss_of(changes, numbers) for changes in LOSSES],
+        "weights": [weights_of(options, numbers) for options in WEIGHTS],
         "rewards": {"groups": REWARDS, "weights": REWARD_WEIGHTS},
         "group_advantages": {kind: advantages_of(kind) for kind in kinds},
         "moving_reference": moved_reference(),
     }
-    lines = [f"{json.dumps(key)}: {_wrapped(value)}" for key, value in found.items()]
+    lines = [f"{json.dumps(key)}: {_wrapped(value)}" for key, value in results.items()]
     output.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 

@@ -64,8 +64,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def last_number_reward(text: str, answer: str) -> float:
     """1 if the last number of ``text`` is ``answer``, else 0."""
-    found = _NUMBER.findall(text)
-    return float(bool(found) and float(found[-1]) == float(answer))
+    numbers = _NUMBER.findall(text)
+    return float(bool(numbers) and float(numbers[-1]) == float(answer))
 
 
 def peak_rss_gb() -> float:

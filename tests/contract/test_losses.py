@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 import torch
-from tiny import told
+from tiny import plain_metrics
 
 from tandem.algorithms.losses.base import Loss, MicroBatch, Reduction, TokenLoss
 from tandem.config.registry import find, names
@@ -65,7 +65,7 @@ def test_one_number_per_token_and_no_reduction(loss: Loss) -> None:
 
 def test_metrics_are_plain_numbers(loss: Loss) -> None:
     out, _ = gradient(loss, *micro_batch([3, 1, 5]))
-    found = told(out.metrics)
+    found = plain_metrics(out.metrics)
     assert {"ratio", "ratio/max", "clip_fraction", "clip_fraction/low", "clip_fraction/high"} <= found.keys()
     assert all(type(v) is float and math.isfinite(v) for v in found.values())
 
@@ -76,7 +76,7 @@ def test_samples_do_not_touch_each_other(loss: Loss) -> None:
     parts = [gradient(loss, *take(micro, logprobs, *span)) for span in ((0, 2), (2, 3), (3, 4))]
     assert torch.allclose(torch.cat([out.loss_N for out, _ in parts]), whole.loss_N, rtol=1e-6, atol=1e-7)
     assert torch.allclose(torch.cat([g for _, g in parts]), grad, rtol=1e-6, atol=1e-7)
-    assert told(*(out.metrics for out, _ in parts)) == pytest.approx(told(whole.metrics), rel=1e-5)
+    assert plain_metrics(*(out.metrics for out, _ in parts)) == pytest.approx(plain_metrics(whole.metrics), rel=1e-5)
 
 
 def test_on_policy_it_pushes_along_the_advantage(loss: Loss) -> None:
@@ -98,7 +98,7 @@ def test_on_policy_it_pushes_along_the_advantage(loss: Loss) -> None:
 def test_no_tokens(loss: Loss) -> None:
     out, grad = gradient(loss, *micro_batch([]))
     assert out.loss_N.shape == grad.shape == (0,)
-    assert all(math.isfinite(v) for v in told(out.metrics).values())
+    assert all(math.isfinite(v) for v in plain_metrics(out.metrics).values())
 
 
 def test_one_token(loss: Loss) -> None:
@@ -112,4 +112,4 @@ def test_extreme_ratios_stay_finite(loss: Loss, gap: float) -> None:
     out, grad = gradient(loss, micro.behavior_logprobs_N + gap, micro)
     assert bool(out.loss_N.isfinite().all())
     assert bool(grad.isfinite().all())
-    assert all(math.isfinite(v) for v in told(out.metrics).values())
+    assert all(math.isfinite(v) for v in plain_metrics(out.metrics).values())

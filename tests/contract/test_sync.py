@@ -95,7 +95,7 @@ class Pair:
     def agrees(self, version: PolicyVersion) -> None:
         assert self.engine.serves
         assert self.engine.version() == version
-        assert self.engine.given[-1] == (version.step, version.digest)
+        assert self.engine.resumed_versions[-1] == (version.step, version.digest)
         assert digest(self.engine.held()) == version.digest
 
 
@@ -195,7 +195,7 @@ def test_an_honest_engine_serves_each_version(
                 pair.agrees(first)
                 for step in (1, 2, 3):
                     await pair.step(session, step)
-                assert len({found for _, found in pair.engine.given}) == 4
+                assert len({found for _, found in pair.engine.resumed_versions}) == 4
 
         run(work)
 
@@ -267,7 +267,7 @@ def test_a_resume_from_other_weights_is_refused(
             with pytest.raises(StaleWeights, match="0123456789abcdef"):
                 async with pair.open(PolicyVersion(step=7, digest="0123456789abcdef")):
                     raise AssertionError("it must not open")
-            assert pair.engine.given == []
+            assert pair.engine.resumed_versions == []
             assert not pair.engine.serves
 
         run(work)
@@ -287,7 +287,7 @@ def published_again(pair: Pair, asked: str) -> None:
             await pair.step(session, 2)
             assert pair.engine.restart_count > restart_count
             await pair.step(session, 3)
-            steps = [step for step, _ in pair.engine.given]
+            steps = [step for step, _ in pair.engine.resumed_versions]
             assert steps == [0, 1, 2, 3], "nothing was given out in between, and nothing twice"
 
     run(work)
@@ -358,7 +358,7 @@ def test_an_engine_that_dies_while_it_is_bound_is_bound_again(
                 assert pair.engine.restart_count == 1
                 pair.agrees(PolicyVersion(step=0, digest=pair.digest()))
                 await pair.step(session, 1)
-            assert [step for step, _ in pair.engine.given] == [0, 1]
+            assert [step for step, _ in pair.engine.resumed_versions] == [0, 1]
 
         run(work)
 
@@ -377,7 +377,7 @@ def test_an_engine_that_cannot_be_bound_ends_the_run(
                 async with pair.open():
                     raise AssertionError("it must not open")
             assert 100 - pair.engine.dies[asked] == (ATTEMPTS if revivable else 1)
-            assert pair.engine.given == []
+            assert pair.engine.resumed_versions == []
 
         run(work)
 
@@ -408,14 +408,14 @@ def test_an_engine_that_dies_again_and_again_is_given_up(
 
         async def work() -> None:
             async with pair.open() as session:
-                before = list(pair.engine.given)
+                before = list(pair.engine.resumed_versions)
                 pair.engine.dies[asked] = 100
                 if asked == "drain":  # an engine started anew is paused as it is
                     pair.engine.dies["pause"] = 100
                 with pytest.raises(EngineError, match="died in (drain|pause)" if asked == "drain" else asked):
                     await pair.step(session, 1)
                 assert not pair.engine.serves
-                assert pair.engine.given == before
+                assert pair.engine.resumed_versions == before
                 if asked != "drain":  # or it dies in the pause that follows
                     assert 100 - pair.engine.dies[asked] == ATTEMPTS
                 assert pair.engine.events.count("recover") <= 2 * ATTEMPTS
@@ -432,11 +432,11 @@ def test_an_engine_that_is_not_ours_to_start_ends_the_run(
 
         async def work() -> None:
             async with pair.open() as session:
-                before = list(pair.engine.given)
+                before = list(pair.engine.resumed_versions)
                 pair.engine.dies[asked] = 1
                 with pytest.raises(EngineError, match=f"died in {asked}"):
                     await pair.step(session, 1)
-                assert pair.engine.given == before
+                assert pair.engine.resumed_versions == before
 
         run(work)
 
@@ -453,10 +453,10 @@ def test_an_engine_that_dies_between_publishes_gets_the_policys_weights(
                 pair.engine.die()
                 await pair.engine.revive()
                 pair.agrees(PolicyVersion(step=1, digest=pair.digest()))
-                given = list(pair.engine.given)
+                given = list(pair.engine.resumed_versions)
                 assert pair.engine._republish is not None
                 await pair.engine._republish()  # whoever else saw it die asks too
-                assert pair.engine.given == given
+                assert pair.engine.resumed_versions == given
                 await pair.step(session, 2)
 
         run(work)
@@ -472,17 +472,17 @@ def test_an_engine_that_dies_during_the_optimizers_step(
         async def work() -> None:
             async with pair.open() as session:
                 await pair.step(session, 1)
-                given = list(pair.engine.given)
+                given = list(pair.engine.resumed_versions)
                 async with session.commit(2):
                     pair.engine.die()
                     reviving = asyncio.create_task(pair.engine.revive())
                     for _ in range(20):
                         await asyncio.sleep(0)
                     pair.train()
-                    assert pair.engine.given == given
+                    assert pair.engine.resumed_versions == given
                 await reviving
                 pair.agrees(PolicyVersion(step=2, digest=pair.digest()))
-                assert [step for step, _ in pair.engine.given] == [0, 1, 2]
+                assert [step for step, _ in pair.engine.resumed_versions] == [0, 1, 2]
                 await pair.step(session, 3)
 
         run(work)
@@ -837,7 +837,7 @@ def test_a_first_publish_that_fails_serves_nothing_that_was_written(
                 never = sync.pause == "never"
                 assert pair.engine.serves == never
                 assert ("release" if never else "stop") in pair.engine.events
-            assert pair.engine.given == []
+            assert pair.engine.resumed_versions == []
             assert pair.engine.serves == never
             assert pair.engine.events.count("stop") == (0 if never else 1)
 
@@ -863,7 +863,7 @@ def test_an_optimizer_that_fails_leaves_the_last_version_or_nothing(
                 await fails()
             assert pair.engine.serves == (pair.sync.pause != "step")
             assert ("stop" in pair.engine.events) == (pair.sync.pause == "step")
-            assert [step for step, _ in pair.engine.given] == [0, 1]
+            assert [step for step, _ in pair.engine.resumed_versions] == [0, 1]
 
         run(work)
 
@@ -892,7 +892,7 @@ def test_an_engine_that_is_paused_when_nothing_was_written_yet_serves_on(
                 await fails()
             assert pair.engine.events[-1] == "release"
             assert pair.engine.serves
-            assert [step for step, _ in pair.engine.given] == [0, 1]
+            assert [step for step, _ in pair.engine.resumed_versions] == [0, 1]
 
         run(work)
 

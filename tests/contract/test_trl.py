@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import told
+from tiny import plain_metrics
 
 from tandem.algorithms.advantages.base import Advantage, advantages
 from tandem.algorithms.advantages.batch_std import BatchStd
@@ -106,7 +106,7 @@ def test_loss_gradient_and_metrics(entry: dict[str, Any]) -> None:
     want = np.concatenate(entry["grad"])
     np.testing.assert_allclose(logprobs.grad.numpy(), want, rtol=1e-5, atol=1e-7)
     assert ((logprobs.grad.numpy() == 0) == (want == 0)).all()
-    found = told(metrics)
+    found = plain_metrics(metrics)
     if entry["options"]["importance_sampling_level"] == "token" and entry["options"]["delta"] is None:
         for theirs, mine in (("low", "low"), ("high", "high")):
             if f"clip_ratio/{theirs}_mean" in entry["metrics"]:

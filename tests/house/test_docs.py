@@ -54,8 +54,8 @@ def code(text: str) -> list[str]:
 
 def commands(text: str) -> list[list[str]]:
     """The words after ``tandem`` of every command shown, comments left out."""
-    found = [m["rest"] for line in code(text) if (m := COMMAND.match(line))]
-    return [shlex.split(rest, comments=True) for rest in found]
+    rests = [m["rest"] for line in code(text) if (m := COMMAND.match(line))]
+    return [shlex.split(rest, comments=True) for rest in rests]
 
 
 def placeholder(word: str) -> bool:
@@ -225,9 +225,9 @@ def test_readmes_environment_tells_siblings_apart(tmp_path: Path, monkeypatch: p
     env = module.Guess()
     task = env.tasks("train")[0]
 
-    def reward(said: str) -> float:
-        found: float = module.near(SimpleNamespace(messages=[SimpleNamespace(content=said)], task=task))
-        return found
+    def reward(reply: str) -> float:
+        score: float = module.near(SimpleNamespace(messages=[SimpleNamespace(content=reply)], task=task))
+        return score
 
     assert env.default_rewards == {"guess:near": 1.0}
     assert reward(env.check(task)) == 1.0
@@ -248,10 +248,10 @@ def test_the_rules_are_alive() -> None:
         "tandem train recipes/arithmetic.yaml \\\n    loss.clip_hgih=0.3\ntandem train RECIPE\n"
         "tandem check recipes/arithmetic.yaml steps=3\n```\n"
     )
-    found = [problem(words) for words in commands(page)]
-    assert "--repotr" in (found[0] or "")
-    assert "clip_high" in (found[1] or "")
-    assert found[2:4] == [None, None]
-    assert "lsit" in (found[4] or "")
+    problems = [problem(words) for words in commands(page)]
+    assert "--repotr" in (problems[0] or "")
+    assert "clip_high" in (problems[1] or "")
+    assert problems[2:4] == [None, None]
+    assert "lsit" in (problems[4] or "")
     assert "did you mean" in (recipe_problem("group_sise: 3\n") or "")
     assert recipe_problem("group_size: 3\nloss: {kind: grpo}\n") is None

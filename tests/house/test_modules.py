@@ -36,14 +36,14 @@ def parsed(module: str) -> ast.Module:
 
 def imported(tree: ast.AST, modules: Iterable[str]) -> set[str]:
     """Modules of the tree that a module imports, in functions and under TYPE_CHECKING too."""
-    known, found = frozenset(modules), set()
+    known, names = frozenset(modules), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             within = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {full if full in known else node.module for full in within.values()}
-    return (found & known) - {FACE}
+            names |= {full if full in known else node.module for full in within.values()}
+    return (names & known) - {FACE}
 
 
 def cyclic(graph: Mapping[str, set[str]]) -> set[str]:
@@ -83,18 +83,18 @@ def test_a_class_name_means_one_thing() -> None:
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
-    found = cyclic(imports())
-    new = {module: sorted(imports()[module] & found) for module in sorted(found - IN_CYCLES)}
+    members = cyclic(imports())
+    new = {module: sorted(imports()[module] & members) for module in sorted(members - IN_CYCLES)}
     assert not new, f"import cycles; move what both need below them: {new}"
 
 
 def test_no_module_imports_a_private_one_of_another_package() -> None:
-    found = [
+    private_imports = [
         each
         for module, others in imports().items()
         for each in private(module, FILES[module].name == "__init__.py", sorted(others))
     ]
-    new = sorted(set(found) - PRIVATE)
+    new = sorted(set(private_imports) - PRIVATE)
     assert not new, f"rename the module without its underscore, or ask its package's public modules: {new}"
 
 

@@ -177,8 +177,8 @@ def has_state(cls: ast.ClassDef) -> bool:
 
 
 def with_many_attributes() -> dict[str, int]:
-    found = [node for path in FILES for node in ast.walk(parsed(path)) if isinstance(node, ast.ClassDef)]
-    return {cls.name: len(attributes(cls)) for cls in found if has_state(cls) and len(attributes(cls)) > MAX_ATTRIBUTES}
+    nodes = [node for path in FILES for node in ast.walk(parsed(path)) if isinstance(node, ast.ClassDef)]
+    return {cls.name: len(attributes(cls)) for cls in nodes if has_state(cls) and len(attributes(cls)) > MAX_ATTRIBUTES}
 
 
 @pytest.mark.slow

@@ -91,17 +91,17 @@ def _bare(call: ast.Call) -> bool:
 
 @pytest.mark.slow
 def test_every_wait_is_registered() -> None:
-    found: dict[str, list[str]] = {}
+    waits_by_place: dict[str, list[str]] = {}
     for path in sorted(SRC.rglob("*.py")):
         for function, line, text in waiting(parsed(path)):
             place = f"{path.relative_to(SRC).as_posix()}:{function}"
-            found.setdefault(place, []).append(f"{path.relative_to(ROOT)}:{line}: {text}")
-    strangers = [line for place, lines in found.items() if place not in ALLOWED for line in lines]
+            waits_by_place.setdefault(place, []).append(f"{path.relative_to(ROOT)}:{line}: {text}")
+    strangers = [line for place, lines in waits_by_place.items() if place not in ALLOWED for line in lines]
     assert not strangers, (
         "these may wait for ever, and nobody would know for whom: register them (waits.wait, waits.waiting, "
         f"waits.blocking), give them a timeout, or say in ALLOWED why they need none: {strangers}"
     )
-    assert not ALLOWED.keys() - found.keys(), "nothing waits there any more"
+    assert not ALLOWED.keys() - waits_by_place.keys(), "nothing waits there any more"
 
 
 def test_the_rule_is_alive() -> None:

@@ -188,7 +188,7 @@ def test_an_engine_that_goes_away_costs_no_group(tiny_model: Path) -> None:
         ):
             engine.gate.clear()
             working = tasks.create_task(work.run(config(tiny_model, broker.url, engine), tallies))
-            await until(lambda: len(engine.asked) >= 16)
+            await until(lambda: len(engine.requests) >= 16)
             await engine.down()
             engine.gate.set()
             engine.faults.extend(["cut", 503, 500])
@@ -216,7 +216,7 @@ def test_ctrl_c_finishes_what_is_under_way(nursery: Nursery, tiny_model: Path, t
                 sys.executable, "-m", "tandem", *words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
-            await until(lambda: len(engine.asked) == 12 or child.returncode is not None, seconds=90)
+            await until(lambda: len(engine.requests) == 12 or child.returncode is not None, seconds=90)
             if child.returncode is None:
                 child.send_signal(signal.SIGINT)
             await asyncio.sleep(0.3)

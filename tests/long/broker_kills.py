@@ -34,7 +34,7 @@ PRODUCERS = 8
 
 
 @dataclass
-class Found:
+class TrialResult:
     """What a trial showed."""
 
     kills: int = 0
@@ -67,9 +67,9 @@ class Witness:
         self.batches += 1
         self.served_after |= {name for name in names if self.acknowledged[name]}
 
-    def found(self, kills: int, restarts: list[float]) -> Found:
+    def result(self, kills: int, restarts: list[float]) -> TrialResult:
         """Compare, once everything that was left is acknowledged."""
-        return Found(
+        return TrialResult(
             kills=kills,
             accepted=len(self.accepted),
             acknowledged=self.acknowledged.total(),
@@ -175,7 +175,7 @@ class Child:
         self._process.communicate()
 
 
-def against_a_child(folder: Path, kills: int, seed: int) -> Found:
+def against_a_child(folder: Path, kills: int, seed: int) -> TrialResult:
     """A trial against the ledger alone; the moment of each kill is random within some tens of milliseconds of load."""
     chance, witness, names, restarts = random.Random(seed), Witness(), map(str, itertools.count()), []
     broker = Child(folder)
@@ -197,7 +197,7 @@ def against_a_child(folder: Path, kills: int, seed: int) -> Found:
     while _load(broker, [{"take": 1}], witness):
         pass
     broker.kill()
-    return witness.found(kills, restarts)
+    return witness.result(kills, restarts)
 
 
 def _load(broker: Child, calls: list[dict[str, Any]], witness: Witness) -> bool:
@@ -250,7 +250,7 @@ class Server:
         self._process.wait()
 
 
-async def against_the_server(folder: Path, kills: int, seed: int) -> Found:
+async def against_the_server(folder: Path, kills: int, seed: int) -> TrialResult:
     """A trial over HTTP: eight producers, one trainer."""
     chance, witness, restarts = random.Random(seed), Witness(), []
     server, up, names = Server(folder), asyncio.Event(), map(str, itertools.count())
@@ -276,7 +276,7 @@ async def against_the_server(folder: Path, kills: int, seed: int) -> Found:
         await server.start(session)
         await _drain(session, server.url, witness)
     server.kill()
-    return witness.found(kills, restarts)
+    return witness.result(kills, restarts)
 
 
 async def _produce(session: aiohttp.ClientSession, url: str, up: asyncio.Event, names: Any, witness: Witness) -> None:
@@ -354,16 +354,16 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         if options.server:
-            found = asyncio.run(against_the_server(Path(folder), options.kills, options.seed))
+            result = asyncio.run(against_the_server(Path(folder), options.kills, options.seed))
         else:
-            found = against_a_child(Path(folder), options.kills, options.seed)
-    restart = sorted(found.restart_seconds)
+            result = against_a_child(Path(folder), options.kills, options.seed)
+    restart = sorted(result.restart_seconds)
     print(
-        f"{found.kills} kills, {found.accepted} groups accepted, {found.batches} batches served, "
-        f"{found.acknowledged} groups acknowledged: {found.lost} lost, "
-        f"{found.doubled} doubled; restart {restart[len(restart) // 2]:.2f} s (median), {restart[-1]:.2f} s (longest)"
+        f"{result.kills} kills, {result.accepted} groups accepted, {result.batches} batches served, "
+        f"{result.acknowledged} groups acknowledged: {result.lost} lost, "
+        f"{result.doubled} doubled; restart {restart[len(restart) // 2]:.2f} s (median), {restart[-1]:.2f} s (longest)"
     )
-    sys.exit(bool(found.lost or found.doubled))
+    sys.exit(bool(result.lost or result.doubled))
 
 
 if __name__ == "__main__":

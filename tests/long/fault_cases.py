@@ -119,15 +119,15 @@ def _exported(change: Callable[[torch.Tensor], torch.Tensor]) -> Inject:
 
     def of_engine(bench: Any, lend: Any) -> Any:
         async def wrong() -> Mapping[str, Any]:
-            found = dict(await lend())
-            return {**found, Q: change(found[Q])}
+            weights = dict(await lend())
+            return {**weights, Q: change(weights[Q])}
 
         return wrong
 
     def of_second(bench: Any, views: Any) -> Any:
         def wrong(export: Any) -> Mapping[str, Any]:
-            found = views(export)
-            return {**found, Q: change(found[Q])}
+            weights = views(export)
+            return {**weights, Q: change(weights[Q])}
 
         return wrong
 
@@ -414,8 +414,8 @@ def caught_by(error: BaseException) -> str:
         return "stands still"
     if isinstance(error, StartedAgain):
         return "started again"
-    said = str(error)
+    message = str(error)
     for text, by in CAUGHT:
-        if text in said:
+        if text in message:
             return by
     return "refused" if isinstance(error, UnsupportedPair | EngineError) else type(error).__name__

@@ -101,7 +101,7 @@ class Outcome:
     seconds: float
     then: str
     """What the engine gave out afterwards."""
-    said: str
+    error: str
 
     @property
     def right(self) -> bool:
@@ -222,11 +222,11 @@ class Bench:
         for other in others:
             other.outstanding += BUSY  # the least busy one is asked
         try:
-            found: Completion = await self.engine.generate(self._prompt, SAMPLING, 7)
+            completion: Completion = await self.engine.generate(self._prompt, SAMPLING, 7)
         finally:
             for other in others:
                 other.outstanding -= BUSY
-        return found
+        return completion
 
     async def publish_well(self) -> None:
         """Publish; tokens of every engine must carry the new version and be what the policy gives."""
@@ -234,12 +234,12 @@ class Bench:
         for server in range(len(self.engine.servers)):
             await self._right(await self.answer(server))
 
-    async def _right(self, found: Completion) -> None:
-        if set(found.versions) != {self.step}:
-            raise AssertionError(f"after a good publish of {self.step} tokens carry {found.versions}")
-        whole = [*self._prompt, *found.tokens]
+    async def _right(self, completion: Completion) -> None:
+        if set(completion.versions) != {self.step}:
+            raise AssertionError(f"after a good publish of {self.step} tokens carry {completion.versions}")
+        whole = [*self._prompt, *completion.tokens]
         ours = await self.policy.compute(self.policy.score, whole, SAMPLING.temperature)
-        answer = LogprobComparison(found.logprobs, tuple(ours[len(self._prompt) - 1 :]), SAMPLING.temperature)
+        answer = LogprobComparison(completion.logprobs, tuple(ours[len(self._prompt) - 1 :]), SAMPLING.temperature)
         if not scale(answer.residuals()) < (NOISE if self.policy.dtype == torch.float32 else 0.3):
             raise AssertionError(f"after a good publish tokens are off by up to {answer.worst():g} nats")
 
@@ -253,8 +253,8 @@ class Bench:
                 await (self.publish() if fault.act is None else fault.act(self))
             except NotInjected:
                 raise
-            except Exception as found:
-                error = found
+            except Exception as raised:
+                error = raised
             seconds = time.monotonic() - begun
         found_by = "MISSED" if error is None else caught_by(error)
         then = "nothing" if error is None else await self._afterwards(before)
@@ -267,7 +267,7 @@ class Bench:
             caught_by=found_by,
             seconds=round(seconds, 2),
             then=then,
-            said="" if error is None else f"{type(error).__name__}: {error}".splitlines()[0][:300],
+            error="" if error is None else f"{type(error).__name__}: {error}".splitlines()[0][:300],
         )
 
     async def _mended(self, kept: list[torch.Tensor], *, rebind: bool) -> str:
@@ -296,8 +296,8 @@ class Bench:
 
     async def _afterwards(self, before: Sequence[Completion]) -> str:
         """What the faulty engine gives out after a fault that was caught, or another one where that is wrong."""
-        found = [await self._given_out(server, completion) for server, completion in enumerate(before)]
-        return next((said for said in found if said.startswith("WRONG")), found[-1])
+        verdicts = [await self._given_out(server, completion) for server, completion in enumerate(before)]
+        return next((verdict for verdict in verdicts if verdict.startswith("WRONG")), verdicts[-1])
 
     async def _given_out(self, server: int, before: Completion) -> str:
         try:
@@ -485,10 +485,11 @@ def main() -> int:
         what = f"{mark} {outcome.way:15} {outcome.fault:52}"
         print(f"{what} {outcome.caught_by:14} {outcome.seconds:6.2f} s  {outcome.then}", flush=True)
         if not outcome.right:
-            print(f"     expected: {outcome.expected}; said: {outcome.said}", flush=True)
+            print(f"     expected: {outcome.expected}; said: {outcome.error}", flush=True)
         if args.json:
+            record = {**asdict(outcome), "right": outcome.right}
             with args.json.open("a") as file:
-                file.write(json.dumps({**asdict(outcome), "right": outcome.right}) + "\n")
+                file.write(json.dumps(record) + "\n")
 
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tandem-faults-") as temporary:

@@ -112,9 +112,9 @@ class Worker(worker.WorkerExtension):
         assert joining.member is not None
         member = joining.member
 
-        def through(*asked: Any, straight: Any = None, keep: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
+        def through(*arguments: Any, straight: Any = None, keep: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
             """Nothing lands by itself, or no fault could come between."""
-            arriving = (pair for bucket in member.receive(*asked, keep=keep) for pair in bucket)
+            arriving = (pair for bucket in member.receive(*arguments, keep=keep) for pair in bucket)
             return ([pair] for pair in self._tandem_through(arriving))
 
         joining.member = types.SimpleNamespace(  # type: ignore[assignment]
@@ -166,15 +166,15 @@ class Worker(worker.WorkerExtension):
         return forget
 
     def tandem_places(self) -> dict[str, list[TensorPlace]]:
-        found, options = super().tandem_places(), self._tandem_options
+        places, options = super().tandem_places(), self._tandem_options
         if self._tandem_fault == "map row":
             self._tandem_struck += 1
-            found[options["name"]] = [_one_row_down(place) for place in found[options["name"]]]
+            places[options["name"]] = [_one_row_down(place) for place in places[options["name"]]]
         if self._tandem_fault == "map swap":
             self._tandem_struck += 1
             first, second = options["names"]
-            found[first], found[second] = found[second], found[first]
-        return found
+            places[first], places[second] = places[second], places[first]
+        return places
 
 
 def _set(owners: list[Any], mode: str) -> None:
@@ -218,9 +218,9 @@ class Routes(routes.Routes):
             stamp = live.handlers["/bridge/stamp"]["POST"]
 
             async def fault(body: bytes) -> Any:
-                asked = json.loads(body)
-                struck = live.frontend.misbehave(asked["fault"], asked["options"])
-                ranks = await live.frontend.rpc("tandem_misbehave", asked["fault"], json.dumps(asked["options"]))
+                request = json.loads(body)
+                struck = live.frontend.misbehave(request["fault"], request["options"])
+                ranks = await live.frontend.rpc("tandem_misbehave", request["fault"], json.dumps(request["options"]))
                 return {"struck": struck + max(ranks)}
 
             async def lost(body: bytes) -> Any:

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from kills_processes import Child, adopt_orphans, load
 from kills_soak import soaked
 from kills_systems import until
-from kills_trials import Found, Lane
+from kills_trials import Lane, TrialResult
 
 LAGS = {"together": (0, 2), "apart": (1, 3)}
 """What max_lag is of either half of the kills; with a broker it cannot be 0."""
@@ -49,7 +49,7 @@ VLLM = {
 """A real one on a CPU; its worker in the process of its scheduler, whose start takes long enough."""
 
 
-def trials(options: argparse.Namespace, model: Path) -> list[Callable[[Path], Found]]:
+def trials(options: argparse.Namespace, model: Path) -> list[Callable[[Path], TrialResult]]:
     """What the command line asks for; each wants a folder."""
     if options.soak:
         return [lambda folder: soaked(folder, model, 60 * options.soak, options.seed)]
@@ -62,12 +62,12 @@ def trials(options: argparse.Namespace, model: Path) -> list[Callable[[Path], Fo
     ]
 
 
-def told(found: list[Found]) -> str:
+def table(results: list[TrialResult]) -> str:
     """The table."""
     known = ("trainer", "engine", "worker", "broker")
-    victims = [*known, *sorted({name for one in found for name in one.kills} - set(known))]
+    victims = [*known, *sorted({name for one in results for name in one.kills} - set(known))]
     rows = [["killed", *victims, "runs", "resumes", "groups trained", "lost", "doubled", "seconds"]]
-    for one in found:
+    for one in results:
         counts = [one.kills[victim] for victim in victims]
         rest = [one.runs, one.resumes, one.trained, one.lost, one.doubled, round(one.seconds)]
         rows.append([one.name, *map(str, counts + rest)])
@@ -88,7 +88,7 @@ def tiny_model(folder: Path) -> Path:
     maker.start()
     until(lambda: not maker.alive, "the model", 120)
     if maker.code:
-        raise SystemExit(maker.said())
+        raise SystemExit(maker.log_tail())
     return folder / "tiny"
 
 
@@ -109,14 +109,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
         model = tiny_model(folder)
-        found = []
+        results = []
         for number, trial in enumerate(trials(options, model)):
-            found.append(trial(folder / f"lane-{number}"))
-            print(told(found[-1:]), flush=True)
-            for what in found[-1].wrong:
+            results.append(trial(folder / f"lane-{number}"))
+            print(table(results[-1:]), flush=True)
+            for what in results[-1].wrong:
                 print(what, file=sys.stderr, flush=True)
-    print(told(found))
-    return 0 if all(one.fine for one in found) else 1
+    print(table(results))
+    return 0 if all(one.fine for one in results) else 1
 
 
 if __name__ == "__main__":

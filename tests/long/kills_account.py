@@ -63,13 +63,13 @@ class Expected:
 
 def lines(path: Path) -> list[dict[str, Any]]:
     """Records of a file; one that a kill cut off is none."""
-    found = []
+    records = []
     for line in path.read_bytes().splitlines() if path.exists() else ():
         try:
-            found.append(json.loads(line))
+            records.append(json.loads(line))
         except ValueError:
             continue
-    return found
+    return records
 
 
 def rollouts(folder: Path) -> list[dict[str, Any]]:
@@ -90,8 +90,8 @@ def saved(folder: Path) -> int:
 
 def state(folder: Path) -> dict[str, Any]:
     """Of the newest checkpoint."""
-    found: dict[str, Any] = json.loads((folder / f"checkpoints/{saved(folder):06d}/state.json").read_text())
-    return found
+    checkpoint: dict[str, Any] = json.loads((folder / f"checkpoints/{saved(folder):06d}/state.json").read_text())
+    return checkpoint
 
 
 def resumes(folder: Path) -> int:
@@ -214,7 +214,7 @@ def _wrong(folder: Path, rows: list[dict[str, Any]], expected: Expected) -> list
         wrong.append(f"metrics.jsonl has not each of {expected.steps} steps once: {numbers}")
     by_step = Counter(row["step"] for row in rows)
     each = expected.groups * expected.size
-    if odd := {step: found for step in range(1, expected.steps + 1) if (found := by_step[step]) != each}:
+    if odd := {step: count for step in range(1, expected.steps + 1) if (count := by_step[step]) != each}:
         wrong.append(f"steps have {odd} rollouts and not {each}")
     if twice := sum(n > 1 for n in Counter(row["rollout"] for row in rows).values()):
         wrong.append(f"{twice} rollouts were trained more than once")
@@ -275,10 +275,10 @@ def _witnessed(ledger: Path) -> tuple[set[str], set[str], dict[str, int]]:
     """Groups accepted, groups still there, and those that left the queue without being served, with their age."""
     database = sqlite3.connect(ledger / "ledger.sqlite", timeout=30)
     try:
-        told = database.execute("SELECT id, what, version, policy FROM witness").fetchall()
+        rows = database.execute("SELECT id, what, version, policy FROM witness").fetchall()
         left = {id for (id,) in database.execute("SELECT id FROM entries")}
     finally:
         database.close()
-    accepted = {id for id, what, *_ in told if what == "accepted"}
-    unserved = {id: (policy or 0) - (version or 0) for id, what, version, policy in told if what == "queued"}
+    accepted = {id for id, what, *_ in rows if what == "accepted"}
+    unserved = {id: (policy or 0) - (version or 0) for id, what, version, policy in rows if what == "queued"}
     return accepted, left, unserved

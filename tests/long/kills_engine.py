@@ -94,8 +94,8 @@ class Llama(torch.nn.Module):
         k, v = (t.repeat_interleave(self._heads // self._keys, 0) for t in (k, v))
         seen = torch.ones(len(x), k.shape[1], dtype=torch.bool).tril(k.shape[1] - len(x))
         out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=seen)[0]
-        said: torch.Tensor = out.transpose(0, 1).reshape(len(x), -1) @ own.o_proj.weight.T
-        return said
+        projected: torch.Tensor = out.transpose(0, 1).reshape(len(x), -1) @ own.o_proj.weight.T
+        return projected
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -160,7 +160,7 @@ class Request:
     generator: torch.Generator
     outputs: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
     cache: list[Any] = field(default_factory=list)
-    said: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
 
 
 class Client:
@@ -260,8 +260,8 @@ class Client:
     @torch.inference_mode()
     def _step(self, request: Request) -> Any:
         """One forward pass and one token."""
-        params, first = request.params, not request.said
-        ids = request.prompt if first else request.said[-1:]
+        params, first = request.params, not request.tokens
+        ids = request.prompt if first else request.tokens[-1:]
         logits = self._model(ids, request.cache)
         scored = _scored(logits, request.prompt) if first and params.prompt_logprobs is not None else None
         logprobs = (logits[-1] / (params.temperature or 1.0)).log_softmax(-1)
@@ -269,7 +269,7 @@ class Client:
             token = int(torch.multinomial(logprobs.exp(), 1, generator=request.generator))
         else:
             token = int(logprobs.argmax())
-        request.said.append(token)
+        request.tokens.append(token)
         part = SimpleNamespace(
             index=0,
             token_ids=[token],
@@ -283,13 +283,13 @@ class Client:
 
 
 def _finish(request: Request) -> str | None:
-    if not request.params.ignore_eos and request.said[-1] in (request.params.stop_token_ids or ()):
+    if not request.params.ignore_eos and request.tokens[-1] in (request.params.stop_token_ids or ()):
         return "stop"
-    return "length" if len(request.said) >= request.params.max_tokens else None
+    return "length" if len(request.tokens) >= request.params.max_tokens else None
 
 
 def _done(request: Request) -> bool:
-    return bool(request.said) and _finish(request) is not None
+    return bool(request.tokens) and _finish(request) is not None
 
 
 def _scored(logits: torch.Tensor, prompt: Sequence[int]) -> list[dict[int, Any] | None]:
@@ -306,8 +306,8 @@ async def serve(options: argparse.Namespace) -> None:
     app = SimpleNamespace(state=state)
     routes = Routes(_nothing_else)
 
-    async def handle(asked: web.BaseRequest) -> web.StreamResponse:
-        return await _answered(routes, app, asked)
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        return await _answered(routes, app, request)
 
     runner = web.ServerRunner(web.Server(handle, access_log=None), shutdown_timeout=0.1)
     await runner.setup()
@@ -321,17 +321,17 @@ async def _nothing_else(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-async def _answered(routes: Any, app: Any, asked: web.BaseRequest) -> web.Response:
+async def _answered(routes: Any, app: Any, request: web.BaseRequest) -> web.Response:
     """ASGI, as far as the routes use it."""
-    body: list[bytes] = [await asked.read()]
-    headers = [(name.lower().encode(), value.encode()) for name, value in asked.headers.items()]
-    scope = {"type": "http", "path": asked.path, "method": asked.method, "headers": headers, "app": app}
+    body: list[bytes] = [await request.read()]
+    headers = [(name.lower().encode(), value.encode()) for name, value in request.headers.items()]
+    scope = {"type": "http", "path": request.path, "method": request.method, "headers": headers, "app": app}
     status, parts = 500, []
 
     async def receive() -> dict[str, Any]:
         if body:
             return {"type": "http.request", "body": body.pop(), "more_body": False}
-        while asked.transport is not None and not asked.transport.is_closing():
+        while request.transport is not None and not request.transport.is_closing():
             await asyncio.sleep(GONE_SECONDS)
         return {"type": "http.disconnect"}
 

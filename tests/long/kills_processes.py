@@ -144,7 +144,7 @@ class Child:
             _, status = os.waitpid(self.pid, 0)
             self.code = os.waitstatus_to_exitcode(status)
 
-    def said(self, size: int = 3000) -> str:
+    def log_tail(self, size: int = 3000) -> str:
         """The end of its log."""
         return self.log.read_text(errors="replace")[-size:] if self.log.exists() else ""
 
@@ -175,13 +175,13 @@ def children() -> dict[int, str]:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-    found = {}
+    commands = {}
     for task in Path("/proc/self/task").iterdir():
         for child in (task / "children").read_text().split():
             with contextlib.suppress(OSError):
                 line = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                found[int(child)] = line[:200]
-    return found
+                commands[int(child)] = line[:200]
+    return commands
 
 
 def end(pids: Sequence[int]) -> None:

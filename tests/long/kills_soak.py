@@ -22,7 +22,7 @@ from typing import Any
 
 from kills_processes import Child
 from kills_systems import Apart, System, choose
-from kills_trials import Found, Killer, run_once
+from kills_trials import Killer, TrialResult, run_once
 
 from tandem.ports import free_port
 
@@ -238,25 +238,25 @@ class Weather(Killer):
         return f"full disk {whose}"
 
 
-def soaked(folder: Path, model: Path, seconds: float, seed: int) -> Found:
+def soaked(folder: Path, model: Path, seconds: float, seed: int) -> TrialResult:
     """Run after run until the time is up; the last one ends by itself in peace."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[seed % len(cores)]})
-    found, chance = Found("soak"), random.Random(f"soak {seed}")
+    result, chance = TrialResult("soak"), random.Random(f"soak {seed}")
     begun = time.monotonic()
     weather = Weather(chance, 0, 4.0, until=begun + seconds)
-    while weather.more and found.fine:
-        found.runs += 1
-        place = folder / f"run-{found.runs}"
+    while weather.more and result.fine:
+        result.runs += 1
+        place = folder / f"run-{result.runs}"
         disks = {"trainer": place / "runs", "broker": place / "ledger"}
         weather.disks = disks if all(map(mount, disks.values())) else {}
-        if not weather.disks and found.runs == 1:
+        if not weather.disks and result.runs == 1:
             print("no file system may be mounted here, so no disk is ever full", file=sys.stderr)
         try:
             system = Exposed(place, lag=chance.choice([1, 2, 4]), steps=STEPS, model=model, lease_seconds=8.0)
-            run_once(system, weather, found)
+            run_once(system, weather, result)
         finally:
             for disk in disks.values():
                 unmount(disk)
-    found.kills, found.seconds = weather.done, time.monotonic() - begun
-    return found
+    result.kills, result.seconds = weather.done, time.monotonic() - begun
+    return result

@@ -39,7 +39,7 @@ def odd(completions, **columns):
         time.sleep(3600)
     elif kind == "crash":
         os._exit(3)
-    return [float(sum(said[-1]["content"].encode()) % 2) for said in completions]
+    return [float(sum(completion[-1]["content"].encode()) % 2) for completion in completions]
 '''
 ENVIRONMENT = {"max_number": 60}
 WORKERS = 2
@@ -138,10 +138,10 @@ class System:
 
     def victims(self) -> dict[str, Child | Stranger]:
         """What runs now and can be killed, by what it is."""
-        found: dict[str, Child | Stranger] = {name: child for name, child in self.children.items() if child.alive}
+        running: dict[str, Child | Stranger] = {name: child for name, child in self.children.items() if child.alive}
         if engine := self._engine():
-            found["engine"] = engine
-        return found
+            running["engine"] = engine
+        return running
 
     def _engine(self) -> Stranger | None:
         """The process that the trainer's record names."""
@@ -164,7 +164,7 @@ class System:
     def end_of(self, name: str) -> str:
         """How a part ended."""
         child = self.children[name]
-        return f"the {name} ended by itself with code {child.code}:\n{child.said()}"
+        return f"the {name} ended by itself with code {child.code}:\n{child.log_tail()}"
 
     def progress(self) -> tuple[int, int]:
         """Steps written down, and the newest checkpoint."""
@@ -249,7 +249,7 @@ class Apart(System):
 
     def _broker_answers(self) -> bool:
         if not self.children["broker"].alive:
-            raise Broken(f"the broker ended: {self.children['broker'].said()}")
+            raise Broken(f"the broker ended: {self.children['broker'].log_tail()}")
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[0]}/info", timeout=5):
                 return True
@@ -290,7 +290,7 @@ class Apart(System):
                 os.kill(child.pid, 15)
                 until(partial(_ended, child), f"the end of the {name}", 30)
                 if child.code not in (0, -15):
-                    raise Broken(f"the {name} ended with code {child.code}: {child.said()}")
+                    raise Broken(f"the {name} ended with code {child.code}: {child.log_tail()}")
 
     def account(self) -> Account:
         """By the broker's ledger."""

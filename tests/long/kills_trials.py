@@ -17,7 +17,7 @@ QUIET_SECONDS = 240.0
 
 
 @dataclass
-class Found:
+class TrialResult:
     """What the trials of one lane showed."""
 
     name: str
@@ -65,8 +65,8 @@ class Killer:
             if fallen := [name for name in system.fallen() if not self.excuses(system, name)]:
                 raise Broken("\n".join(map(system.end_of, fallen)))
             now = time.monotonic()
-            if (found := system.progress()) != progress:
-                progress, since = found, now
+            if (latest := system.progress()) != progress:
+                progress, since = latest, now
                 moment = moment or now + self.chance.uniform(0.0, self.pace / 4)
             if now - since > QUIET_SECONDS:
                 raise Broken(f"nothing has happened for {QUIET_SECONDS:g} s at step {progress[0]}")
@@ -117,43 +117,43 @@ class Lane:
         made = Apart if self.set_up == "apart" else System
         return made(place, lag=self.lag, steps=self.steps, model=self.model, engine=self.engine)
 
-    def trial(self, folder: Path, seed: int) -> Found:
+    def trial(self, folder: Path, seed: int) -> TrialResult:
         """Runs until there were enough kills; where it must be, each is compared with one that had none."""
-        found = Found(f"{self.set_up}, max_lag {self.lag}")
+        result = TrialResult(f"{self.set_up}, max_lag {self.lag}")
         begun = time.monotonic()
-        reference = self._reference(folder, found) if self.set_up == "together" and self.lag == 0 else None
-        killer = Killer(random.Random(f"{seed}/{found.name}"), self.kills, self.pace)
-        while killer.more and found.fine:
-            found.runs += 1
-            system = self.system(folder / f"run-{found.runs}")
-            run_once(system, killer, found)
-            if reference is not None and found.fine:
-                found.wrong += equals(system.folder, reference, bits=not self.engine)
-        found.kills, found.seconds = killer.done, time.monotonic() - begun
-        return found
+        reference = self._reference(folder, result) if self.set_up == "together" and self.lag == 0 else None
+        killer = Killer(random.Random(f"{seed}/{result.name}"), self.kills, self.pace)
+        while killer.more and result.fine:
+            result.runs += 1
+            system = self.system(folder / f"run-{result.runs}")
+            run_once(system, killer, result)
+            if reference is not None and result.fine:
+                result.wrong += equals(system.folder, reference, bits=not self.engine)
+        result.kills, result.seconds = killer.done, time.monotonic() - begun
+        return result
 
-    def _reference(self, folder: Path, found: Found) -> Path:
+    def _reference(self, folder: Path, result: TrialResult) -> Path:
         system = self.system(folder / "uninterrupted")
-        run_once(system, Killer(random.Random(0), 0, 1.0), found)
-        found.trained = 0
+        run_once(system, Killer(random.Random(0), 0, 1.0), result)
+        result.trained = 0
         return system.folder
 
 
-def run_once(system: System, killer: Killer, found: Found) -> None:
+def run_once(system: System, killer: Killer, result: TrialResult) -> None:
     """One run and what came of it; nothing that belonged to it may be left."""
     try:
         killer.run(system)
         account = system.account()
     except Broken as error:
-        found.wrong.append(f"{system.place}: {error}\n{system.logs()}")
+        result.wrong.append(f"{system.place}: {error}\n{system.logs()}")
     else:
-        found.trained += len(account.trained)
-        found.lost += len(account.lost)
-        found.doubled += account.doubled
-        found.wrong += [f"{system.place}: {what}" for what in account.wrong]
+        result.trained += len(account.trained)
+        result.lost += len(account.lost)
+        result.doubled += account.doubled
+        result.wrong += [f"{system.place}: {what}" for what in account.wrong]
         if account.lost:
-            found.wrong.append(f"{system.place}: lost {', '.join(sorted(account.lost)[:10])}")
-    found.resumes += system.resumes()
+            result.wrong.append(f"{system.place}: lost {', '.join(sorted(account.lost)[:10])}")
+    result.resumes += system.resumes()
     if left := children():
-        found.wrong += [f"{system.place}: left running: {line}" for line in left.values() if found.fine]
+        result.wrong += [f"{system.place}: left running: {line}" for line in left.values() if result.fine]
         end(list(left))

@@ -90,7 +90,7 @@ def trials(defects: Sequence[Defect], jobs: int, folder: Path) -> dict[str, int]
     import torch  # noqa: F401 - before the forks
     import transformers  # noqa: F401
 
-    left, running, found = list(enumerate(defects)), dict[int, Trial](), dict[str, int]()
+    left, running, statuses = list(enumerate(defects)), dict[int, Trial](), dict[str, int]()
     while left or running:
         while left and len(running) < jobs:
             number, defect = left.pop(0)
@@ -98,13 +98,13 @@ def trials(defects: Sequence[Defect], jobs: int, folder: Path) -> dict[str, int]
             running[start(defect, place)] = Trial(defect, place, time.monotonic())
         pid, code = os.waitpid(-1, 0)
         defect, place, began = running.pop(pid)
-        status = found[defect.name] = os.waitstatus_to_exitcode(code)
+        status = statuses[defect.name] = os.waitstatus_to_exitcode(code)
         verdict = "SURVIVED" if status == 0 else KILLED.get(status, f"not tested (status {status})")
         sys.stdout.write(f"{verdict:10} {time.monotonic() - began:5.0f} s  {defect.name}  [{defect.file}]\n")
         if status not in (0, *KILLED):
             sys.stdout.write((place / "out.txt").read_text(encoding="utf-8", errors="replace")[-2000:])
         shutil.rmtree(place)
-    return found
+    return statuses
 
 
 def main() -> int:
@@ -112,12 +112,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="of the name or the file of those to plant; none: all")
     parser.add_argument("-n", type=int, default=1, help="how many at a time")
-    asked = parser.parse_args()
-    chosen = [d for d in DEFECTS if not asked.words or any(word in f"{d.name} {d.file}" for word in asked.words)]
+    options = parser.parse_args()
+    chosen = [d for d in DEFECTS if not options.words or any(word in f"{d.name} {d.file}" for word in options.words)]
     os.chdir(ROOT)
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
-        found = trials(chosen, asked.n, Path(folder))
-    killed = sum(status in KILLED for status in found.values())
+        statuses = trials(chosen, options.n, Path(folder))
+    killed = sum(status in KILLED for status in statuses.values())
     sys.stdout.write(f"{killed} of {len(chosen)} killed\n")
     return 0 if chosen and killed == len(chosen) else 1
 

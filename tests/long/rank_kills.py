@@ -154,15 +154,15 @@ def training(
 
 def processes(mark: Path) -> dict[Identity, int | None]:
     """Processes of a trial, and the rank of those that are one."""
-    found: dict[Identity, int | None] = {}
+    ranks: dict[Identity, int | None] = {}
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
             pid, environment = int(entry.name), (entry / "environ").read_bytes().split(b"\0")
             if f"RANK_LOST_MARK={mark}".encode() in environment and (one := identity(pid)) is not None:
                 numbers = [int(word[5:]) for word in environment if word.startswith(b"RANK=")] or [0]
                 is_rank = b"rank_lost.py" in (entry / "cmdline").read_bytes()
-                found[one] = numbers[0] if is_rank else None
-    return found
+                ranks[one] = numbers[0] if is_rank else None
+    return ranks
 
 
 def steps(run: Path) -> list[int]:
@@ -202,16 +202,20 @@ def lose(folder: Path, trial: Trial, account: Account, limit: float) -> Outcome 
         end(left)
         code = lead.wait(limit)
     texts = [log.read_bytes()[sizes.get(log, 0) :].decode(errors="replace") for log in logs if log.exists()]
-    said = (folder / "lead.log").read_text() if trial.rank else "".join(texts)
-    named = f"rank {trial.rank} (pid " in said and "was lost" in said if trial.rank else "lost the lead, rank 0" in said
+    output = (folder / "lead.log").read_text() if trial.rank else "".join(texts)
+    named = (
+        f"rank {trial.rank} (pid " in output and "was lost" in output
+        if trial.rank
+        else "lost the lead, rank 0" in output
+    )
     over = trial.boundary == "end" and trial.rank > 0
     outcome = Outcome(trial=trial, seconds=seconds, named=None if over else named)
     if seconds > limit:
         account.wrong.append(f"{trial.name}: the others ended after {seconds:.1f} s")
     if outcome.named is False:
-        account.wrong.append(f"{trial.name}: no error names what was lost:\n{said[-2000:]}")
+        account.wrong.append(f"{trial.name}: no error names what was lost:\n{output[-2000:]}")
     if trial.rank and not over and code != RankError.exit_code:
-        account.wrong.append(f"{trial.name}: the lead ended with {code}:\n{said[-2000:]}")
+        account.wrong.append(f"{trial.name}: the lead ended with {code}:\n{output[-2000:]}")
     if over and (code or max(steps(run)) != until):
         account.wrong.append(f"{trial.name}: the run did not end in order, but with {code}")
     if left:

@@ -85,7 +85,7 @@ class Outcome:
     """Processes left behind."""
     resumed: bool
     """Without the stall it went on to its end."""
-    told: str
+    evidence: str
     """The line that names who is to blame, or the end of what was said."""
 
     @property
@@ -145,11 +145,11 @@ class Place:
         limit = case.limit if stalls else 0
         run = self.nursery.start(["train", str(target)], out=out, environment=env, cwd=self.folder, limit=limit)
         code: list[int | None] = [None]
-        said: list[tuple[float, str]] = []
+        timed_lines: list[tuple[float, str]] = []
 
         def over() -> bool:
             lines = out.read_text(errors="replace").splitlines() if out.exists() else []
-            said.extend((time.time(), line) for line in lines[len(said) :])
+            timed_lines.extend((time.time(), line) for line in lines[len(timed_lines) :])
             code[0] = run.poll()
             return code[0] is not None
 
@@ -161,9 +161,9 @@ class Place:
         _until(over, LIMIT)
         if code[0] is None:
             run.kill()
-            return None, said
+            return None, timed_lines
         lines = out.read_text(errors="replace").splitlines()
-        return code[0], [*said, *((time.time(), line) for line in lines[len(said) :])]
+        return code[0], [*timed_lines, *((time.time(), line) for line in lines[len(timed_lines) :])]
 
     def orphans(self) -> int:
         """Processes of the run that outlive it by more than a grader's grace; they are killed."""
@@ -188,25 +188,25 @@ def measure(case: Case, folder: Path, model: Path, nursery: Nursery) -> Outcome:
             recipe = place.run / "config.yaml"
             recipe.write_text(recipe.read_text().replace("steps: 1\n", "steps: 2\n"))
         begun = time.time()
-        code, said = place.train(target, stalls=True)
-    said = sorted([*said, *_events(place.run)])
+        code, timed_lines = place.train(target, stalls=True)
+    timed_lines = sorted([*timed_lines, *_events(place.run)])
     orphans = place.orphans()
     if case.begins and place.mark.exists():
         begun = float(place.mark.read_text())
-    found = next(((at, line) for at, line in said if case.named and re.search(case.named, line)), None)
-    late = None if found is None else found[0] - begun - case.deadline
+    blame = next(((at, line) for at, line in timed_lines if case.named and re.search(case.named, line)), None)
+    late = None if blame is None else blame[0] - begun - case.deadline
     if not case.begins:
-        late = 0.0 if found else late
+        late = 0.0 if blame else late
     if case.spoil:
         _mend(place.run)
     ready = (place.run / "config.yaml").exists()
     again, more = (0, []) if code == 0 else _go_on(place, place.run if ready else place.folder / "recipe.yaml")
-    (folder / "said.txt").write_text("\n".join(f"{at:.2f} {line}" for at, line in [*said, *more]))
+    (folder / "said.txt").write_text("\n".join(f"{at:.2f} {line}" for at, line in [*timed_lines, *more]))
     named = not case.named or (late is not None and late <= SLACK and (place.mark.exists() or not case.begins))
-    told = found[1] if found else " / ".join(line for _, line in said[-2:])
+    evidence = blame[1] if blame else " / ".join(line for _, line in timed_lines[-2:])
     return Outcome(
         name=case.name, named=named, late=late, code=code, ended=code == case.code, orphans=orphans,
-        resumed=again == 0, told=told[:400],
+        resumed=again == 0, evidence=evidence[:400],
     )  # fmt: skip
 
 
@@ -236,13 +236,13 @@ def _events(run: Path) -> list[tuple[float, str]]:
     events = run / "events.jsonl"
     if not events.is_file():
         return []
-    found = [json.loads(line) for line in events.read_text().splitlines() if line.endswith("}")]
+    records = [json.loads(line) for line in events.read_text().splitlines() if line.endswith("}")]
     return [
         (
             event["time"],
             f"event {event['event']}: {event.get('owner')} waited for {event.get('on')} ({event['reason']})",
         )
-        for event in found
+        for event in records
         if event["event"] == "wait" and event["state"] == "deadline"
     ]
 
@@ -264,15 +264,15 @@ def _mend(run: Path) -> None:
 
 def _tagged(tag: str) -> list[int]:
     """Living processes that were started with this tag."""
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
             if state != "Z" and f"STALL_TAG={tag}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
+                pids.append(int(folder.name))
         except OSError:
             continue
-    return found
+    return pids
 
 
 def _listens(port: int) -> bool:
@@ -293,7 +293,9 @@ def show(outcome: Outcome) -> None:
     code = "hung" if outcome.code is None else f"exit {outcome.code}"
     left = f"{outcome.orphans} LEFT" if outcome.orphans else "none left"
     verdict = "right" if outcome.right else "WRONG"
-    print(f"{verdict}  {outcome.name:<38} {late:>8}  {code:<8} {left:<9} {mend:<14} {outcome.told[:150]}", flush=True)
+    print(
+        f"{verdict}  {outcome.name:<38} {late:>8}  {code:<8} {left:<9} {mend:<14} {outcome.evidence[:150]}", flush=True
+    )
 
 
 def main() -> None:
@@ -303,21 +305,21 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=2)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--folder", type=Path)
-    asked = parser.parse_args()
-    chosen = [case for case in CASES if not asked.names or case.name in asked.names]
-    root = asked.folder or Path(tempfile.mkdtemp(prefix="tandem-stalls-"))
+    options = parser.parse_args()
+    chosen = [case for case in CASES if not options.names or case.name in options.names]
+    root = options.folder or Path(tempfile.mkdtemp(prefix="tandem-stalls-"))
     model = root / "tiny"
     if not model.exists():
         build_tiny_model(model)
     outcomes = []
-    with Nursery(os.environ | COMMON) as forks, ThreadPoolExecutor(asked.at_once) as pool:
+    with Nursery(os.environ | COMMON) as forks, ThreadPoolExecutor(options.at_once) as pool:
         folders = (root / re.sub(r"\W+", "-", case.name).strip("-") for case in chosen)
         runs = [pool.submit(measure, case, folder, model, forks) for case, folder in zip(chosen, folders, strict=True)]
         for run in runs:
             outcomes.append(run.result())
             show(outcomes[-1])
-    if asked.json:
-        asked.json.write_text("".join(json.dumps(asdict(outcome)) + "\n" for outcome in outcomes))
+    if options.json:
+        options.json.write_text("".join(json.dumps(asdict(outcome)) + "\n" for outcome in outcomes))
     wrong = [outcome.name for outcome in outcomes if not outcome.right]
     print(f"{len(outcomes) - len(wrong)} of {len(outcomes)} right" + (f"; wrong: {', '.join(wrong)}" if wrong else ""))
     sys.exit(1 if wrong else 0)

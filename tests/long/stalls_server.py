@@ -51,23 +51,23 @@ class Engine:
     def app(self) -> web.Application:
         app = web.Application(client_max_size=1 << 30)
         for path in ("/health", "/bridge/info", "/lora/status", "/nccl/status"):
-            app.router.add_get(path, self.told)
+            app.router.add_get(path, self.handle)
         for path in ("pause", "stop", "adopt", "stamp", "resume", "checksums", "probe"):
-            app.router.add_post(f"/bridge/{path}", self.told)
+            app.router.add_post(f"/bridge/{path}", self.handle)
         for path in ("/lora/load", "/lora/unload", "/generate/many", "/nccl/start_receiver", "/nccl/receive"):
-            app.router.add_post(path, self.told)
-        app.router.add_post("/nccl/stop_receiver", self.told)
+            app.router.add_post(path, self.handle)
+        app.router.add_post("/nccl/stop_receiver", self.handle)
         return app
 
-    async def told(self, request: web.Request) -> web.StreamResponse:
-        said = json.loads(await request.read() or b"{}")
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        body = json.loads(await request.read() or b"{}")
         name = request.path.strip("/").replace("/", "_")
         if name == "generate_many":
             await self._stall(request)
-            return web.Response(body=self.many(said))
+            return web.Response(body=self.many(body))
         if strikes(f"{request.path} never answers"):
             await never()
-        answer = await getattr(self, f"on_{name}")(said)
+        answer = await getattr(self, f"on_{name}")(body)
         if answer is None:
             return web.json_response({"detail": "not here"}, status=404)
         return web.json_response({"engine": self.instance_id, "step": self.step, "digest": self.digest, **answer})
@@ -88,46 +88,46 @@ class Engine:
             await response.write(bytes([0, 0, 1, 0]))  # of a frame that never comes
             await never()
 
-    async def on_health(self, said: Any) -> Any:
+    async def on_health(self, body: Any) -> Any:
         return {"running": 0, "waiting": 0}
 
-    async def on_bridge_info(self, said: Any) -> Any:
+    async def on_bridge_info(self, body: Any) -> Any:
         worker = {"rank": 0, "world": 1, "pid": os.getpid(), "device": "cpu", "torch": "", "backend": "gloo"}
         about = {"state": "running", "reason": "", "updates": 0, "running": 0, "adapter": None, "model": "m"}
         limits = {"context": 512, "logprobs": "processed_logprobs", "adapters": True}
         return {**about, **limits, "workers": [worker]}
 
-    async def on_lora_status(self, said: Any) -> Any:
+    async def on_lora_status(self, body: Any) -> Any:
         return {"loaded": [], "in_place": None}
 
-    async def on_lora_load(self, said: Any) -> Any:
-        self.adapters[said["adapter_name"]] = Path(said["adapter_path"])
+    async def on_lora_load(self, body: Any) -> Any:
+        self.adapters[body["adapter_name"]] = Path(body["adapter_path"])
         return {}
 
-    async def on_lora_unload(self, said: Any) -> Any:
-        return {"unloaded": [said.get("adapter_name")]}
+    async def on_lora_unload(self, body: Any) -> Any:
+        return {"unloaded": [body.get("adapter_name")]}
 
-    async def on_bridge_pause(self, said: Any) -> Any:
+    async def on_bridge_pause(self, body: Any) -> Any:
         return {"before": "serving"}
 
     on_bridge_stop = on_bridge_adopt = on_bridge_pause
 
-    async def on_bridge_stamp(self, said: Any) -> Any:
-        self.step, self.digest = said["step"], said.get("digest", "")
+    async def on_bridge_stamp(self, body: Any) -> Any:
+        self.step, self.digest = body["step"], body.get("digest", "")
         return {}
 
-    async def on_bridge_resume(self, said: Any) -> Any:
+    async def on_bridge_resume(self, body: Any) -> Any:
         return {"seconds": 0.0}
 
-    async def on_bridge_checksums(self, said: Any) -> Any:
+    async def on_bridge_checksums(self, body: Any) -> Any:
         from safetensors.torch import load_file
 
         from tandem.engines.vllm.adapters import StoredAdapter
         from tandem.transport.checksums import Shard, Standing
 
-        if said.get("travels") == "adapter":
-            folder = self.adapters[said["adapter"]]
-            stored = StoredAdapter().of(load_file(folder / "adapter_model.safetensors").items(), said["config"])
+        if body.get("travels") == "adapter":
+            folder = self.adapters[body["adapter"]]
+            stored = StoredAdapter().of(load_file(folder / "adapter_model.safetensors").items(), body["config"])
         elif self.held:
             stored = list(self.held.items())
         else:
@@ -135,35 +135,40 @@ class Engine:
         sums = Standing().take(Shard(name, tensor) for name, tensor in stored)
         return {"ranks": [{f"{name}@0": f"{value:x}" for name, value in sums.items()}]}
 
-    async def on_bridge_probe(self, said: Any) -> Any:
-        scored = [LOGPROB] * (len(said["tokens"]) - 1)
-        about = {"finish": "length", "cached": 0, "temperature": said["temperature"]}
+    async def on_bridge_probe(self, body: Any) -> Any:
+        scored = [LOGPROB] * (len(body["tokens"]) - 1)
+        about = {"finish": "length", "cached": 0, "temperature": body["temperature"]}
         return {"scored": scored, "tokens": [97], "logprobs": [LOGPROB], **about}
 
-    def many(self, said: Any) -> bytes:
+    def many(self, body: Any) -> bytes:
         """A frame for each answer."""
         from tandem.engines.vllm.protocol import Sampled, framed
 
-        asked = [one["asked"]["max_tokens"] for one in said["prompts"] for _ in one["seeds"]]
-        found = b""
-        for number, count in enumerate(asked):
+        counts = [one["asked"]["max_tokens"] for one in body["prompts"] for _ in one["seeds"]]
+        frames = b""
+        for number, count in enumerate(counts):
             tokens = tuple(random.randrange(32, 127) for _ in range(count))
             logprobs, versions = (LOGPROB,) * count, [(self.step, count)]
-            found += framed(Sampled(number, tokens, logprobs, versions, finish="length", engine=self.instance_id))
-        return found
+            frames += framed(Sampled(number, tokens, logprobs, versions, finish="length", engine=self.instance_id))
+        return frames
 
-    async def on_nccl_start_receiver(self, said: Any) -> Any:
+    async def on_nccl_start_receiver(self, body: Any) -> Any:
         from tandem.engines.vllm.protocol import StartReceiver
         from tandem.transport.rendezvous import Rendezvous
 
-        asked = StartReceiver(**said)
-        host, _, port = asked.init_method.removeprefix("tcp://").rpartition(":")
+        request = StartReceiver(**body)
+        host, _, port = request.init_method.removeprefix("tcp://").rpartition(":")
         meeting = Rendezvous(
-            host=host, port=int(port), world=asked.world_size, backend="gloo", name=asked.name, seconds=asked.seconds
+            host=host,
+            port=int(port),
+            world=request.world_size,
+            backend="gloo",
+            name=request.name,
+            seconds=request.seconds,
         )
         self.joined = ""
         if not strikes("peer never joins"):
-            threading.Thread(target=self._join, args=(meeting, asked.first_rank), daemon=True).start()
+            threading.Thread(target=self._join, args=(meeting, request.first_rank), daemon=True).start()
         return {}
 
     def _join(self, meeting: Rendezvous, rank: int) -> None:
@@ -172,14 +177,14 @@ class Engine:
         self.member = Member.join(meeting, rank, who="a worker of the engine")
         self.joined = "connected"
 
-    async def on_nccl_status(self, said: Any) -> Any:
+    async def on_nccl_status(self, body: Any) -> Any:
         return {"status": self.joined or "connecting"}
 
-    async def on_nccl_receive(self, said: Any) -> Any:
-        self.manifest = said.get("manifest") or self.manifest
+    async def on_nccl_receive(self, body: Any) -> Any:
+        self.manifest = body.get("manifest") or self.manifest
         if strikes("receiver never starts"):
             await never()
-        await asyncio.to_thread(self._receive, said["bucket_bytes"])
+        await asyncio.to_thread(self._receive, body["bucket_bytes"])
         return {}
 
     def _receive(self, bucket_bytes: int) -> None:
@@ -189,7 +194,7 @@ class Engine:
                 threading.Event().wait()
             self.held |= {name: tensor.clone() for name, tensor in tensors}
 
-    async def on_nccl_stop_receiver(self, said: Any) -> Any:
+    async def on_nccl_stop_receiver(self, body: Any) -> Any:
         return {}
 
 

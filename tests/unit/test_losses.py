@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import told
+from tiny import plain_metrics
 
 from tandem.algorithms.losses.base import MicroBatch, TokenLoss
 from tandem.algorithms.losses.grpo import Grpo
@@ -92,13 +92,13 @@ def test_extreme_ratios_are_finite(advantage: float, dual: float | None, gap: fl
     assert logprobs.grad is not None
     assert bool(out.loss_N.isfinite().all())
     assert bool(logprobs.grad.isfinite().all())
-    assert all(math.isfinite(v) for v in told(out.metrics).values())
+    assert all(math.isfinite(v) for v in plain_metrics(out.metrics).values())
 
 
 def test_metrics() -> None:
     ratios = [0.5, 1.0, 2.0, 4.0, 4.0, 4.0]
     out, _ = run(Grpo(), ratios, [-1.0, 1.0, 1.0, -1.0, -1.0, 0.0])
-    got = told(out.metrics)
+    got = plain_metrics(out.metrics)
     assert got == pytest.approx(
         {
             "ratio": sum(ratios) / 6,
@@ -115,7 +115,7 @@ def test_metrics_of_parts_merge_to_those_of_the_whole() -> None:
     ratios, advantages = list(RATIOS), [(-1.0) ** i for i in range(len(RATIOS))]
     whole, _ = run(Grpo(), ratios, advantages)
     parts = [run(Grpo(), ratios[s], advantages[s])[0] for s in (slice(0, 5), slice(5, None))]
-    assert told(*(p.metrics for p in parts)) == pytest.approx(told(whole.metrics), rel=1e-5)
+    assert plain_metrics(*(p.metrics for p in parts)) == pytest.approx(plain_metrics(whole.metrics), rel=1e-5)
 
 
 @pytest.mark.parametrize("wrong", [{"clip_low": 1.5}, {"clip_high": -0.1}, {"dual_clip": 0.9}, {"dual_clip": math.inf}])

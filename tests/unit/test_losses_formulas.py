@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import told
+from tiny import plain_metrics
 
 from tandem.algorithms.losses.base import Loss, MicroBatch
 from tandem.algorithms.losses.cispo import Cispo
@@ -177,11 +177,11 @@ def test_what_counts_as_clipped() -> None:
         num_samples=1,
     )
     now = torch.tensor([6.0, 4.0, 0.1, 0.9, 7.0]).log()
-    metrics = told(Cispo(cap=5.0)(now, micro).metrics)
+    metrics = plain_metrics(Cispo(cap=5.0)(now, micro).metrics)
     assert (metrics["clip_fraction/low"], metrics["clip_fraction/high"]) == pytest.approx((0.0, 1 / 5))
-    metrics = told(Sapo(temperature_positive=3.0, temperature_negative=3.0)(now, micro).metrics)
+    metrics = plain_metrics(Sapo(temperature_positive=3.0, temperature_negative=3.0)(now, micro).metrics)
     assert (metrics["clip_fraction/low"], metrics["clip_fraction/high"]) == pytest.approx((1 / 5, 2 / 5))
-    assert told(Reinforce()(now, micro).metrics)["clip_fraction"] == 0.0
+    assert plain_metrics(Reinforce()(now, micro).metrics)["clip_fraction"] == 0.0
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import told
+from tiny import plain_metrics
 
 from tandem.algorithms.corrections.opsm import Opsm
 from tandem.algorithms.corrections.token import TokenCorrection
@@ -69,7 +69,7 @@ def test_corrections_weigh_the_loss_and_not_the_penalty() -> None:
     cost.sum().backward()
     assert now.grad is not None
     assert now.grad.tolist() == pytest.approx([-1.5 * 2.0 + 0.5 * 0.5, -weights[1] * 3.0, 0.0])
-    found = told(metrics)
+    found = plain_metrics(metrics)
     assert found["correction/masked"] == found["correction/opsm/masked"] == pytest.approx(1 / 3)
     assert found["correction/token/masked"] == 0.0
     assert found["correction/weight"] == pytest.approx(sum(weights) / 3)
@@ -93,21 +93,23 @@ def test_ratios_are_against_the_sampler_or_the_step_s_start() -> None:
     now, batch, first = torch.tensor([-1.0]), micro([-1.5]), known([-1.2])
     for recomputed, ratio in ((False, math.exp(0.5)), (True, math.exp(0.2))):
         _, metrics = Objective(loss=Cispo(), recomputed=recomputed)(now, batch, first)
-        assert told(metrics)["ratio"] == pytest.approx(ratio)
-        assert told(metrics)["logprob_gap/max"] == pytest.approx(0.5), "the mismatch is with the sampler, always"
+        assert plain_metrics(metrics)["ratio"] == pytest.approx(ratio)
+        assert plain_metrics(metrics)["logprob_gap/max"] == pytest.approx(0.5), (
+            "the mismatch is with the sampler, always"
+        )
 
 
 def test_where_the_sampler_told_nothing_the_policy_of_the_step_s_start_stands_in() -> None:
     """At a batch's later updates too: what was not told does not follow the policy."""
     ours = Objective(loss=Cispo())
     _, metrics = ours(torch.tensor([-1.0, -1.0]), micro([UNKNOWN, -1.0]), known([-1.7, -1.0]))
-    assert told(metrics)["ratio/max"] == pytest.approx(math.exp(0.7))
+    assert plain_metrics(metrics)["ratio/max"] == pytest.approx(math.exp(0.7))
 
 
 def test_kl_of_nearly_equal_policies_keeps_its_digits() -> None:
     """At a gap of 1e-4 the estimate is 5e-9: exp(x) - 1 - x in float32 would be noise."""
     gap = 1e-4
-    kl = told(mismatch(torch.tensor([gap]), micro([0.0])))["kl_behavior"]
+    kl = plain_metrics(mismatch(torch.tensor([gap]), micro([0.0])))["kl_behavior"]
     assert kl == pytest.approx(math.expm1(gap) - gap, rel=1e-3)
 
 
@@ -115,29 +117,29 @@ def test_kl_estimates_the_divergence_of_behavior_from_policy() -> None:
     torch.manual_seed(0)
     behavior, policy = torch.randn(5).log_softmax(-1), torch.randn(5).log_softmax(-1)
     tokens = torch.multinomial(behavior.exp(), 200_000, replacement=True)
-    got = told(mismatch(policy[tokens], micro(behavior[tokens].tolist())))["kl_behavior"]
+    got = plain_metrics(mismatch(policy[tokens], micro(behavior[tokens].tolist())))["kl_behavior"]
     assert got == pytest.approx(float((behavior.exp() * (behavior - policy)).sum()), rel=0.02)
 
 
 def test_effective_sample_size() -> None:
     gaps = np.array([0.0, 1.0, -0.5, 2.0])
     ratio = np.exp(gaps)
-    found = told(mismatch(torch.from_numpy(gaps).float(), micro([0.0] * 4)))
+    found = plain_metrics(mismatch(torch.from_numpy(gaps).float(), micro([0.0] * 4)))
     assert found["ess"] == pytest.approx(ratio.sum() ** 2 / (4 * (ratio**2).sum()), rel=1e-6)
     assert found["logprob_gap/max"] == 2.0
-    assert told(mismatch(torch.full((3,), 0.7), micro([0.0] * 3)))["ess"] == pytest.approx(1.0)
+    assert plain_metrics(mismatch(torch.full((3,), 0.7), micro([0.0] * 3)))["ess"] == pytest.approx(1.0)
     halves = [mismatch(torch.tensor(gaps[s]).float(), micro([0.0] * 2)) for s in (slice(2), slice(2, 4))]
-    assert told(*halves) == pytest.approx(found)
+    assert plain_metrics(*halves) == pytest.approx(found)
     assert flatten({"ess": Share(0.0, 0.0, 3)}) == {"ess": 0.0}
     assert flatten({"ess": Share(0.0, 0.0, 0)}) == {}
 
 
 def test_logprobs_of_better_and_worse_answers_are_told_apart() -> None:
     now = torch.tensor([-1.0, -2.0, -4.0, -8.0])
-    found = told(mismatch(now, micro([0.0] * 4, [0.5, 0.0, -0.1, 3.0])))
+    found = plain_metrics(mismatch(now, micro([0.0] * 4, [0.5, 0.0, -0.1, 3.0])))
     assert found["logprob/positive"] == -4.5
     assert found["logprob/negative"] == -4.0
-    better = told(mismatch(now[:1], micro([0.0], [1.0])))
+    better = plain_metrics(mismatch(now[:1], micro([0.0], [1.0])))
     assert better["logprob/positive"] == -1.0
     assert "logprob/negative" not in better
 
@@ -151,14 +153,14 @@ def test_metrics_of_extreme_gaps_are_finite(gap: float) -> None:
             cost, metrics = ours(now, micro([0.0]), known([gap], [reference]))
             cost.sum().backward()
             assert now.grad is not None
-            assert all(math.isfinite(v) for v in [*told(metrics).values(), *cost.tolist(), *now.grad.tolist()])
+            assert all(math.isfinite(v) for v in [*plain_metrics(metrics).values(), *cost.tolist(), *now.grad.tolist()])
 
 
 def test_no_tokens() -> None:
     ours = Objective(loss=Grpo(), corrections=(Opsm(),), recomputed=True, reference=Start())
     cost, metrics = ours(torch.zeros(0), micro([]), Known(first_N=torch.zeros(0), reference_N=torch.zeros(0)))
     assert cost.shape == (0,)
-    assert all(math.isfinite(v) for v in told(metrics).values())
+    assert all(math.isfinite(v) for v in plain_metrics(metrics).values())
 
 
 @pytest.mark.parametrize("part", ESTIMATORS, ids=repr)

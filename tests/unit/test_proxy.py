@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 from fake_engine import END
-from proxied import USER, Scripted, said, served
+from proxied import USER, Scripted, message_of, served
 
 from tandem.agents.server import Proxy, Session
 from tandem.engines.base import Engine
@@ -32,7 +32,7 @@ def test_a_longer_conversation_goes_on_with_the_very_tokens(template: Template) 
     engine = Scripted([200, 130, END], [B, END])
 
     async def talk(post: Any, session: Session, _: Proxy) -> None:
-        first = said(await post(USER))
+        first = message_of(await post(USER))
         await post(USER, first, {"role": "user", "content": "go on"})
         one, two = session.turns
         whole = (*one.prompt, *one.completion.tokens)
@@ -51,7 +51,7 @@ def test_the_record_is_that_of_a_chat(template: Template, first: list[int]) -> N
     engine = Scripted(first, [B, END])
 
     async def talk(post: Any, session: Session, _: Proxy) -> list[tuple[int, ...]]:
-        answer = said(await post(USER))
+        answer = message_of(await post(USER))
         await post(USER, answer, {"role": "user", "content": "go on"})
         return [turn.prompt for turn in session.turns]
 
@@ -70,7 +70,7 @@ def test_an_agent_may_strip_what_was_said(template: Template) -> None:
     engine = Scripted([A, SPACE, BREAK, END])
 
     async def talk(post: Any, session: Session, _: Proxy) -> None:
-        first = said(await post(USER))
+        first = message_of(await post(USER))
         assert first["content"] == "a \n"
         await post(USER, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"})
         one, two = session.turns
@@ -83,7 +83,7 @@ def test_what_extends_nothing_is_a_conversation_of_its_own(template: Template) -
     engine = Scripted([A, END], [B, END], [C, END])
 
     async def talk(post: Any, session: Session, _: Proxy) -> None:
-        first = said(await post(USER))
+        first = message_of(await post(USER))
         await post({"role": "user", "content": "another"})
         await post(USER, first, {"role": "user", "content": "go on"})
         async with post.http.get(f"{post.url}/{post.name}/nodes") as response:
@@ -107,7 +107,7 @@ def test_several_answers_have_streams_of_their_own(template: Template) -> None:
         assert [c["message"]["content"] for c in answer["choices"]] == ["a", "b"]
         assert answer["usage"]["completion_tokens"] == 4
         assert len(session.turns) == 2
-        assert len({key for _, _, key in engine.asked}) == 2
+        assert len({key for _, _, key in engine.requests}) == 2
         await post(USER, answer["choices"][1]["message"], {"role": "user", "content": "b it is"})
         assert session.turns[1].completion.tokens == (B, END)
         assert session.turns[2].prompt[: len(session.turns[1].prompt) + 1][-1] == B
@@ -122,8 +122,8 @@ def test_requests_say_how_to_sample(template: Template) -> None:
         answer = await post(USER)
         assert answer["choices"][0]["finish_reason"] == "length"
         await post(USER, temperature=0.5, max_completion_tokens=3, stop="x")
-        assert engine.asked[0][1] == Sampling(max_tokens=8, temperature=0.7)
-        assert engine.asked[1][1] == Sampling(max_tokens=3, temperature=0.5, stop=("x",))
+        assert engine.requests[0][1] == Sampling(max_tokens=8, temperature=0.7)
+        assert engine.requests[1][1] == Sampling(max_tokens=3, temperature=0.5, stop=("x",))
         assert [turn.temperature for turn in session.turns] == [0.7, 0.5]
         async with post.http.get(f"{post.url}/{post.name}/nodes") as response:
             assert [node["metadata"]["temperature"] for node in (await response.json())["nodes"]] == [0.7, 0.5]
@@ -186,7 +186,7 @@ def test_what_cannot_be_obeyed_is_refused(template: Template, body: dict[str, An
         answer = await post(USER, status=400, **body)
         assert answer["error"]["param"] == param
         assert answer["error"]["type"] == "invalid_request_error"
-        assert not engine.asked
+        assert not engine.requests
 
     served(template, engine, talk)
 
@@ -220,7 +220,7 @@ def test_sessions_are_made_listed_and_ended_over_http(template: Template) -> Non
         async with http.post(f"{url}/sessions/create") as response:
             made = await response.json()
         async with http.post(f"{made['base_url']}/chat/completions", json={"messages": [USER]}) as response:
-            assert said(await response.json()) == {"role": "assistant", "content": "a"}
+            assert message_of(await response.json()) == {"role": "assistant", "content": "a"}
         async with http.get(f"{url}/sessions") as response:
             turns = {entry["uuid"]: entry["turns"] for entry in (await response.json())["sessions"]}
         assert turns == {post.name: 0, made["uuid"]: 1}
@@ -299,7 +299,7 @@ async def ask(task: Task, url: str) -> str:
     async with aiohttp.ClientSession() as http:
         for _ in range(2):
             async with http.post(f"{url}/chat/completions", json={"messages": messages}) as response:
-                messages += [said(await response.json()), {"role": "user", "content": "go on"}]
+                messages += [message_of(await response.json()), {"role": "user", "content": "go on"}]
     return f"the answer to {task.answer}"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 from fake_engine import END
-from proxied import USER, Scripted, said, served
+from proxied import USER, Scripted, message_of, served
 
 from tandem.agents.server import Proxy, Session
 from tandem.engines.fake import Fake
@@ -28,7 +28,7 @@ TASK = Task(id="t", env="agent", prompt=(Message(role="user", content="hello"),)
 
 def test_a_sequence_has_one_temperature(template: Template) -> None:
     async def talk(post: Any, session: Session, _: Proxy) -> None:
-        first = said(await post(USER))
+        first = message_of(await post(USER))
         await post(USER, first, {"role": "user", "content": "go on"}, temperature=0.5)
         one, two = session.nodes()
         assert [t for t in one["masked_tokens"] if t != -100] == [A, END]
@@ -59,9 +59,9 @@ def test_what_a_turn_does_not_record_must_be_the_runs(template: Template, name: 
         assert (error["param"], error["type"]) == (name, "invalid_request_error")
         assert f"{max(neutral, 0):g} is not the run's, which is {RUNS[name]:g}" in error["message"]
         assert f"set sampling.{name} to {max(neutral, 0):g}" in error["message"]
-        assert not engine.asked
+        assert not engine.requests
         await asking(**{name: RUNS[name]})
-        assert engine.asked[0][1] == Sampling(max_tokens=8, **RUNS)  # type: ignore[arg-type]
+        assert engine.requests[0][1] == Sampling(max_tokens=8, **RUNS)  # type: ignore[arg-type]
 
     served(template, engine, talk, **RUNS)
 
@@ -72,7 +72,7 @@ def test_what_is_off_may_be_said_to_be_off(template: Template) -> None:
 
     async def talk(post: Any, session: Session, _: Proxy) -> None:
         await post(USER, **off, min_tokens=0, logit_bias={}, user="u", metadata={"a": "b"}, ignore_eos=False, seed=None)
-        assert engine.asked[0][1] == Sampling(max_tokens=8)
+        assert engine.requests[0][1] == Sampling(max_tokens=8)
 
     served(template, engine, talk)
 
@@ -90,7 +90,7 @@ def test_greedy_answers_are_those_of_a_run_that_is_greedy(template: Template) ->
     async def evaluated(post: Any, session: Session, _: Proxy) -> None:
         await post(USER, temperature=0)
         await post(USER, temperature=0.5)
-        assert [asked[1].temperature for asked in engine.asked[1:]] == [0, 0.5]
+        assert [asked[1].temperature for asked in engine.requests[1:]] == [0, 0.5]
 
     served(template, engine, talk, temperature=0.7)
     served(template, engine, evaluated, temperature=0.0)
@@ -101,7 +101,7 @@ def test_an_answer_may_be_shorter_than_any_may_end_by_itself(template: Template)
 
     async def talk(post: Any, session: Session, _: Proxy) -> None:
         await post(USER, max_tokens=3)
-        assert (engine.asked[0][1].max_tokens, engine.asked[0][1].min_tokens) == (3, 3), "vLLM refuses another"
+        assert (engine.requests[0][1].max_tokens, engine.requests[0][1].min_tokens) == (3, 3), "vLLM refuses another"
 
     served(template, engine, talk, min_tokens=5)
 
@@ -153,8 +153,8 @@ def test_who_is_waited_for_is_the_engine(template: Template) -> None:
 def test_an_engine_that_fails_is_no_fault_of_the_agent(template: Template, swallows: bool) -> None:
     class Broken(Scripted):
         async def generate(self, prompt: Sequence[int], sampling: Sampling, key: int) -> Completion:
-            self.asked.append((tuple(prompt), sampling, key))
-            if len(self.asked) in fails:
+            self.requests.append((tuple(prompt), sampling, key))
+            if len(self.requests) in fails:
                 raise EngineError("it broke")
             return await super().generate(prompt, sampling, key)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fake_engine import END
-from proxied import USER, Scripted, said, served
+from proxied import USER, Scripted, message_of, served
 
 from tandem.agents import schema as _openai
 from tandem.agents.server import Proxy, Session
@@ -94,7 +94,7 @@ def test_calls_are_read_and_the_next_request_goes_on_with_their_tokens(hermes: T
 
     async def talk(post: Any, session: Session) -> None:
         answer = await post(USER, tools=[ADD])
-        message = said(answer)
+        message = message_of(answer)
         assert answer["choices"][0]["finish_reason"] == "tool_calls"
         assert message["content"] == "so:"
         (call,) = message["tool_calls"]
@@ -110,7 +110,7 @@ def test_calls_are_read_and_the_next_request_goes_on_with_their_tokens(hermes: T
         assert len(list(session.nodes())) == 1
 
     talked(hermes, engine, talk)
-    prompt = hermes.decode(engine.asked[0][0])
+    prompt = hermes.decode(engine.requests[0][0])
     assert '"name": "add"' in prompt
 
 
@@ -127,7 +127,7 @@ def test_what_the_policy_did_not_say_is_rendered(hermes: Template, change: dict[
     engine = sampled(hermes, CALLS, "three")
 
     async def talk(post: Any, session: Session) -> None:
-        message = said(await post(USER, tools=[ADD]))
+        message = message_of(await post(USER, tools=[ADD]))
         await post(USER, {**message, **change}, {**RESULT, "tool_call_id": "x"}, tools=[ADD])
         assert not is_continued(session)
         assert len(list(session.nodes())) == 2
@@ -140,7 +140,7 @@ def test_other_tools_are_another_conversation(hermes: Template) -> None:
     other = {"type": "function", "function": {"name": "other"}}
 
     async def talk(post: Any, session: Session) -> None:
-        message = said(await post(USER, tools=[ADD]))
+        message = message_of(await post(USER, tools=[ADD]))
         await post(USER, message, RESULT, tools=[ADD, other])
         await post(USER, message, RESULT, tools=[ADD], tool_choice="none")
         assert not is_continued(session)
@@ -157,14 +157,14 @@ def test_several_calls_and_one_alone(hermes: Template) -> None:
     two = '<tool_call>{"name": "add", "arguments": {}}</tool_call><tool_call>{"name": "b", "arguments": {}}</tool_call>'
 
     async def talk(post: Any, session: Session) -> None:
-        message = said(await post(USER, tools=[ADD]))
+        message = message_of(await post(USER, tools=[ADD]))
         assert message["content"] is None
         assert [call["function"]["name"] for call in message["tool_calls"]] == ["add", "b"]
         assert len({call["id"] for call in message["tool_calls"]}) == 2
-        assert engine.asked[0][1].stop == ()
+        assert engine.requests[0][1].stop == ()
         # With one alone sampling ends at its end; what this engine samples all the same is no call.
-        message = said(await post(USER, tools=[ADD], parallel_tool_calls=False))
-        assert engine.asked[1][1].stop == ("</tool_call>",)
+        message = message_of(await post(USER, tools=[ADD], parallel_tool_calls=False))
+        assert engine.requests[1][1].stop == ("</tool_call>",)
         assert message["content"] == two
         assert "tool_calls" not in message
 
@@ -204,7 +204,7 @@ def test_what_cannot_be_promised_is_refused(hermes: Template, body: Any, param: 
         error = (await post(USER, status=400, **{"tools": [ADD], **body}))["error"]
         assert error["param"] == param
         assert reason in error["message"]
-        assert not engine.asked
+        assert not engine.requests
 
     talked(hermes, engine, talk)
 
@@ -231,7 +231,7 @@ def test_a_template_without_tools_refuses_them(tiny_model: Path) -> None:
     async def talk(post: Any, session: Session) -> None:
         error = (await post(USER, tools=[ADD], status=400))["error"]
         assert "chat template writes none" in error["message"]
-        assert said(await post(USER, tools=[ADD], tool_choice="none"))["content"] == "x"
+        assert message_of(await post(USER, tools=[ADD], tool_choice="none"))["content"] == "x"
 
     talked(template, sampled(template, "x"), talk)
 
@@ -247,9 +247,9 @@ def test_calls_of_llama_go_on_too(tiny_model: Path) -> None:
     engine = sampled(llama, '{"name": "add","parameters": {"a": 1}}', '{"name": "me", "parameters": {}}')
 
     async def talk(post: Any, session: Session) -> None:
-        message = said(await post(USER, tools=[ADD]))
+        message = message_of(await post(USER, tools=[ADD]))
         assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
-        message = said(await post(USER, message, RESULT, tools=[ADD]))
+        message = message_of(await post(USER, message, RESULT, tools=[ADD]))
         assert is_continued(session)
         assert message == {"role": "assistant", "content": '{"name": "me", "parameters": {}}'}, "no tool is called me"
 
@@ -261,7 +261,7 @@ def test_calls_in_an_unknown_form_are_text(tiny_model: Path) -> None:
 
     async def talk(post: Any, session: Session) -> None:
         answer = await post(USER, tools=[ADD])
-        assert said(answer) == {"role": "assistant", "content": CALLS}
+        assert message_of(answer) == {"role": "assistant", "content": CALLS}
         assert answer["choices"][0]["finish_reason"] == "stop"
 
     talked(template, sampled(template, CALLS), talk)
@@ -359,7 +359,7 @@ def test_stop_texts_are_recorded_and_not_told(hermes: Template) -> None:
         await post(path="v1/completions", prompt="Q\nthink\nSee: 4\n")
         one, two = session.turns
         assert two.prompt == (*one.prompt, *one.completion.tokens, *hermes.more(" 4\n"))
-        assert said(await post(USER, stop="See:"))["content"] == "think\n"
+        assert message_of(await post(USER, stop="See:"))["content"] == "think\n"
 
     talked(hermes, engine, talk)
 
@@ -415,6 +415,6 @@ def test_completions_that_cannot_be_had_are_refused(hermes: Template, body: Any,
     async def talk(post: Any, session: Session) -> None:
         error = (await post(path="v1/completions", status=400, **body))["error"]
         assert error["param"] == param
-        assert not engine.asked
+        assert not engine.requests
 
     talked(hermes, engine, talk)

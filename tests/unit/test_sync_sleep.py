@@ -118,7 +118,7 @@ def test_it_sleeps_from_the_batch_to_the_publish_which_brings_what_it_forgot(tin
         asyncio.run(steps(policy, engine, Sent(), Full()))
         step = ["drain", "sleep", "pause", "wake", "move", "probe", "checksums", "set_version", "resume"]
         assert engine.events[-18:] == [*step, *step]
-        assert [step for step, _ in engine.given] == [0, 1, 2]
+        assert [step for step, _ in engine.resumed_versions] == [0, 1, 2]
         assert engine.held() == checksums(Full().source(policy.model))
         assert engine.serves
 
@@ -150,7 +150,7 @@ def test_weights_that_were_not_brought_back_are_never_served(
         asyncio.run(work())
         assert engine.events[-1] == "stop"
         assert not engine.serves
-        assert [step for step, _ in engine.given] == [0]
+        assert [step for step, _ in engine.resumed_versions] == [0]
 
 
 def test_what_no_checksum_covers_is_seen_by_the_probe(tiny_model: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_deep_sleep_is_refused_where_weights_are_not_all_published(tiny_model:
     with pair(tiny_model, trainable) as (policy, engine):
         with pytest.raises(UnsupportedPair, match=r"sleep: 2 discards every weight.*use engine\.sleep: 1"):
             asyncio.run(steps(policy, engine, Sent(), trainable))
-        assert not engine.given
+        assert not engine.resumed_versions
     with pair(tiny_model, trainable, depth=1) as (policy, engine):
         asyncio.run(steps(policy, engine, Sent(), trainable))
 
@@ -198,7 +198,7 @@ def test_one_that_dies_in_its_sleep_is_started_and_published_to(tiny_model: Path
                         policy.head.weight[3, 5] += 0.25
 
         asyncio.run(work())
-        assert [step for step, _ in engine.given] == [0, 1]
+        assert [step for step, _ in engine.resumed_versions] == [0, 1]
         assert engine.restart_count == 1
 
 

@@ -538,7 +538,7 @@ def test_every_kind_of_engine_is_understood(dialect: Any, version: int) -> None:
             assert found.tokens == (98, 99, 100, END)
             assert found.logprobs == (-0.5,) * 4
             assert (set(found.versions), found.finish) == ({version}, "stop")
-            assert fake.asked[0]["stop_token_ids"] == [END]
+            assert fake.requests[0]["stop_token_ids"] == [END]
             assert (await sample(engine, 2)).finish == "length"
             assert engine.tells_versions is (dialect == "tandem")
 
@@ -553,14 +553,14 @@ def test_every_kind_of_engine_is_asked_for_the_same_sampling(dialect: Any) -> No
     async def go() -> None:
         async with FakeEngine(dialect) as fake, remote(fake).open(context=100, ends=[END]) as engine:
             await engine.generate([1, 2], Sampling(**asked, max_tokens=64, stop_token_ids=(77,)), 1)
-            said = fake.asked[0]
+            said = fake.requests[0]
             assert {name: said[name] for name in asked} == asked
             assert said["stop_token_ids"] == [END, 77]
             # Stock vLLM would fill in what the model's generation_config.json recommends.
             told = {name: said[name] for name in off if name in said}
             assert told == ({} if dialect == "atropos" else off)
             await engine.generate([1] * 80, Sampling(**asked, max_tokens=64), 1)
-            assert (fake.asked[1]["max_tokens"], fake.asked[1]["min_tokens"]) == (20, 20), "the context ends it"
+            assert (fake.requests[1]["max_tokens"], fake.requests[1]["min_tokens"]) == (20, 20), "the context ends it"
 
     run(go())
 
@@ -572,7 +572,7 @@ def test_an_engines_own_limit_counts() -> None:
             async with remote(fake).open(context=100, ends=[]) as engine:
                 assert engine.context == 20
                 await sample(engine, 100, prompt=range(12))
-                assert fake.asked[0]["max_tokens"] == 8
+                assert fake.requests[0]["max_tokens"] == 8
                 engine.limit(10)
                 with pytest.raises(EngineError, match="leaves no room"):
                     await sample(engine, prompt=range(12))
@@ -596,11 +596,11 @@ def test_an_error_of_the_request_is_not_asked_for_ever() -> None:
             fake.faults.extend([400])
             with pytest.raises(EngineError, match="answers /generate with 400"):
                 await sample(engine)
-            assert len(fake.asked) == 1
+            assert len(fake.requests) == 1
             fake.faults.extend([500] * 9)
             with pytest.raises(EngineError, match="500"):
                 await sample(engine)
-            assert len(fake.asked) == 4
+            assert len(fake.requests) == 4
 
     run(go())
 
@@ -615,8 +615,8 @@ def test_others_take_over_while_one_is_away() -> None:
             await one.down()
             for _ in range(4):
                 await sample(engine)
-            assert len(other.asked) == 4
-            assert not one.asked
+            assert len(other.requests) == 4
+            assert not one.requests
             await one.up()
 
     run(go())
@@ -644,7 +644,7 @@ def test_requests_go_where_fewest_are() -> None:
             remote(one, other).open(context=100, ends=[]) as engine,
         ):
             await asyncio.gather(*(sample(engine) for _ in range(10)))
-            assert len(one.asked) == len(other.asked) == 5
+            assert len(one.requests) == len(other.requests) == 5
 
     run(go())
 

@@ -35,16 +35,16 @@ def whole(value: Any) -> Any:
         return value
     made: list[Any] = []
     for one in value:
-        if isinstance(one, str) and (found := ELIDED.fullmatch(one)):
-            made += [made[-1]] * int(found[1])
+        if isinstance(one, str) and (elision := ELIDED.fullmatch(one)):
+            made += [made[-1]] * int(elision[1])
         else:
             made.append(whole(one))
     return made
 
 
 def exchanges(name: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = whole(json.loads((SAMPLES / f"{name}.json").read_text()))["exchanges"]
-    return found
+    recorded: list[dict[str, Any]] = whole(json.loads((SAMPLES / f"{name}.json").read_text()))["exchanges"]
+    return recorded
 
 
 async def replay(client: Client, exchange: dict[str, Any]) -> Reply:
@@ -198,8 +198,8 @@ def test_empty_and_null_come_back_as_sent(path: str) -> None:
         sent = scored["request"]
         for _ in range(2):
             await client.post(path, [sent] if path.endswith("list") else sent)
-        for found in (await client.get("/batch")).json["batch"]:
-            assert found == sent | {"generation_params": None, "inference_logprobs": None}
+        for group in (await client.get("/batch")).json["batch"]:
+            assert group == sent | {"generation_params": None, "inference_logprobs": None}
 
     play(scene)
 
