@@ -21,8 +21,8 @@ def advantage(request: pytest.FixtureRequest) -> Advantage:
 
 def group(*rewards: float | None) -> Group:
     task = Task(id="t", env="e", prompt=(), answer="")
-    said = Completion(tokens=(1,), logprobs=(-1.0,), versions=(0,), finish="stop")
-    turn = Turn(prompt=(0,), completion=said, temperature=1.0)
+    completion = Completion(tokens=(1,), logprobs=(-1.0,), versions=(0,), finish="stop")
+    turn = Turn(prompt=(0,), completion=completion, temperature=1.0)
     rollouts = tuple(
         Rollout(id=f"g/{i}", task=task, turns=(turn,), messages=(), status="ok", rewards={"r": r or 0.0}, reward=r)
         for i, r in enumerate(rewards)
@@ -53,11 +53,11 @@ def test_equal_rewards_teach_nothing(advantage: Advantage, reward: float) -> Non
 def test_over_a_step_every_group_keeps_its_place(advantage: Advantage) -> None:
     """Groups of every size, one of failed siblings alone, and what each got: as many numbers, of the same signs."""
     groups = [group(0.0, 1.0, 0.3), group(None, 2.0), group(None), group(0.0, 0.25, 0.5, 2.0), group()]
-    found = advantages(advantage, groups)
-    assert [len(mine) for mine in found] == [3, 1, 0, 4, 0]
-    assert all(math.isfinite(value) for mine in found for value in mine)
+    computed = advantages(advantage, groups)
+    assert [len(mine) for mine in computed] == [3, 1, 0, 4, 0]
+    assert all(math.isfinite(value) for mine in computed for value in mine)
     alone = [advantage(each) for each in groups]
-    for mine, before in zip(found, alone, strict=True):
+    for mine, before in zip(computed, alone, strict=True):
         assert [a > 0 for a in mine if abs(a) > 1e-9] == [b > 0 for b in before if abs(b) > 1e-9]
     assert advantages(advantage, []) == []
 

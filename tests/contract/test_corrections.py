@@ -138,8 +138,8 @@ def test_masks_against_the_sampler(level: Any, low: float | None, high: float | 
     ratio = np.exp(gap) if level is TokenCorrection else per_answer(gap, lambda g: np.exp(g.sum()))
     want = bounded(ratio, "mask", low, high) > 0
     assert 0 < want.sum() < len(want)
-    found = level(beyond="mask", low=low, high=high)(logprobs, micro)
-    np.testing.assert_array_equal(found.numpy(), want.astype(np.float32))
+    weights = level(beyond="mask", low=low, high=high)(logprobs, micro)
+    np.testing.assert_array_equal(weights.numpy(), want.astype(np.float32))
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
@@ -150,8 +150,8 @@ def test_geometric(recomputed: bool) -> None:
     for low, high in ((0.85, 1.2), (None, 1.05), (0.95, None)):
         want = (mean >= (low or 0)) & (mean <= (high or math.inf))
         assert 0 < want.sum() < len(want)
-        found = Geometric(low=low, high=high)(logprobs, micro)
-        np.testing.assert_array_equal(found.numpy(), want.astype(np.float32))
+        weights = Geometric(low=low, high=high)(logprobs, micro)
+        np.testing.assert_array_equal(weights.numpy(), want.astype(np.float32))
 
 
 @pytest.mark.parametrize("recomputed", [False, True])

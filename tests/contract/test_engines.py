@@ -28,7 +28,7 @@ from tandem.types import Completion, PolicyVersion, Sampling
 
 CONTEXT = 96
 PROMPTS = [[72, 105], [5, 99, 31, 7], list(range(1, 21)), [3], [100] * 9]
-ASKED = [(prompt, Sampling(max_tokens=6 + 4 * i), 1000 + i) for i, prompt in enumerate(PROMPTS)]
+REQUESTS = [(prompt, Sampling(max_tokens=6 + 4 * i), 1000 + i) for i, prompt in enumerate(PROMPTS)]
 """Requests that differ in prompt, length and key."""
 
 ENGINES = sorted(set(names("engines")) - {"vllm"})
@@ -67,12 +67,12 @@ def run(spec: EngineSpec, policy: Policy) -> Callable[[Work], Any]:
     return run
 
 
-async def together(engine: Engine, asked: Sequence[tuple[Sequence[int], Sampling, int]]) -> list[Completion]:
-    return list(await asyncio.gather(*(engine.generate(*request) for request in asked)))
+async def together(engine: Engine, requests: Sequence[tuple[Sequence[int], Sampling, int]]) -> list[Completion]:
+    return list(await asyncio.gather(*(engine.generate(*request) for request in requests)))
 
 
-async def alone(engine: Engine, asked: Sequence[tuple[Sequence[int], Sampling, int]]) -> list[Completion]:
-    return [await engine.generate(*request) for request in asked]
+async def alone(engine: Engine, requests: Sequence[tuple[Sequence[int], Sampling, int]]) -> list[Completion]:
+    return [await engine.generate(*request) for request in requests]
 
 
 async def underway(engine: Engine) -> None:
@@ -104,7 +104,7 @@ def same(a: Sequence[Completion], b: Sequence[Completion]) -> bool:
 
 
 def test_a_completion_is_whole(run: Callable[[Work], Any]) -> None:
-    for (_, sampling, _), c in zip(ASKED, run(lambda engine: together(engine, ASKED)), strict=True):
+    for (_, sampling, _), c in zip(REQUESTS, run(lambda engine: together(engine, REQUESTS)), strict=True):
         assert 1 <= len(c.tokens) <= sampling.max_tokens
         assert len(c.tokens) == len(c.logprobs) == len(c.versions)
         assert all(logprob <= 0 for logprob in c.logprobs)
@@ -113,8 +113,8 @@ def test_a_completion_is_whole(run: Callable[[Work], Any]) -> None:
 
 def test_the_key_fixes_the_tokens(run: Callable[[Work], Any]) -> None:
     async def work(engine: Engine) -> tuple[list[Completion], list[Completion]]:
-        asked = [([72, 105], Sampling(max_tokens=12), key) for key in range(6)]
-        return await together(engine, asked), await together(engine, asked)
+        requests = [([72, 105], Sampling(max_tokens=12), key) for key in range(6)]
+        return await together(engine, requests), await together(engine, requests)
 
     first, again = run(work)
     other, _ = run(work)
@@ -126,11 +126,11 @@ def test_the_key_fixes_the_tokens(run: Callable[[Work], Any]) -> None:
 @pytest.mark.slow
 def test_neighbours_change_nothing(run: Callable[[Work], Any]) -> None:
     async def work(engine: Engine) -> None:
-        lonely = await alone(engine, ASKED)
-        assert same(await together(engine, ASKED), lonely)
-        assert same((await together(engine, ASKED[::-1]))[::-1], lonely)
+        lonely = await alone(engine, REQUESTS)
+        assert same(await together(engine, REQUESTS), lonely)
+        assert same((await together(engine, REQUESTS[::-1]))[::-1], lonely)
         crowd = [([42], Sampling(max_tokens=5 + key % 7, temperature=1.5), key) for key in range(20)]
-        assert same((await together(engine, [*crowd, *ASKED]))[20:], lonely)
+        assert same((await together(engine, [*crowd, *REQUESTS]))[20:], lonely)
 
     run(work)
 
@@ -138,11 +138,11 @@ def test_neighbours_change_nothing(run: Callable[[Work], Any]) -> None:
 @pytest.mark.slow
 def test_joining_late_changes_nothing(run: Callable[[Work], Any]) -> None:
     async def work(engine: Engine) -> None:
-        lonely = await alone(engine, ASKED)
+        lonely = await alone(engine, REQUESTS)
         others = [asyncio.create_task(engine.generate(*request)) for request in await long_keys(engine, 3)]
         await underway(engine)
         tasks = []
-        for request in ASKED:
+        for request in REQUESTS:
             tasks.append(asyncio.create_task(engine.generate(*request)))
             await asyncio.sleep(0.002)
         assert same(await asyncio.gather(*tasks), lonely)
@@ -184,8 +184,8 @@ def test_a_prompt_without_room_is_an_error(run: Callable[[Work], Any], length: i
 
 
 def test_greedy_needs_no_key(run: Callable[[Work], Any]) -> None:
-    asked = [([72, 105], Sampling(temperature=0, max_tokens=8), key) for key in range(4)]
-    done = run(lambda engine: together(engine, asked))
+    requests = [([72, 105], Sampling(temperature=0, max_tokens=8), key) for key in range(4)]
+    done = run(lambda engine: together(engine, requests))
     assert len({c.tokens for c in done}) == 1
 
 
@@ -218,7 +218,7 @@ def test_tokens_carry_the_version_that_sampled_them(run: Callable[[Work], Any]) 
             version = PolicyVersion(step=step, digest="d")
             await engine.set_version(version)
             assert engine.version() == version
-            assert {v for c in await together(engine, ASKED) for v in c.versions} == {step}
+            assert {v for c in await together(engine, REQUESTS) for v in c.versions} == {step}
 
     run(work)
 
@@ -227,8 +227,8 @@ def test_tokens_carry_the_version_that_sampled_them(run: Callable[[Work], Any]) 
 def test_a_stamp_in_the_middle_shows_on_the_tokens_after_it(run: Callable[[Work], Any]) -> None:
     async def work(engine: Engine) -> list[Completion]:
         await engine.set_version(PolicyVersion(step=1, digest=""))
-        asked = await long_keys(engine, 3)
-        tasks = [asyncio.create_task(engine.generate(*request)) for request in asked]
+        requests = await long_keys(engine, 3)
+        tasks = [asyncio.create_task(engine.generate(*request)) for request in requests]
         await underway(engine)
         await engine.pause()
         await engine.set_version(PolicyVersion(step=2, digest=""))
@@ -243,13 +243,13 @@ def test_a_stamp_in_the_middle_shows_on_the_tokens_after_it(run: Callable[[Work]
 @pytest.mark.slow
 def test_a_pause_holds_and_loses_nothing(run: Callable[[Work], Any]) -> None:
     async def work(engine: Engine) -> None:
-        asked = await long_keys(engine, 3)
-        expected = await together(engine, asked)
-        tasks = [asyncio.create_task(engine.generate(*request)) for request in asked[:2]]
+        requests = await long_keys(engine, 3)
+        expected = await together(engine, requests)
+        tasks = [asyncio.create_task(engine.generate(*request)) for request in requests[:2]]
         await underway(engine)
         await engine.pause()
         await engine.pause()  # twice is once
-        tasks.append(asyncio.create_task(engine.generate(*asked[2])))  # one that comes during the pause
+        tasks.append(asyncio.create_task(engine.generate(*requests[2])))  # one that comes during the pause
         await asyncio.sleep(0.1)
         assert not any(task.done() for task in tasks)
         assert len(await engine.score([1, 2, 3])) == 2, "a proof needs a score while nothing is sampled"
@@ -266,14 +266,14 @@ def test_every_other_engine_is_held_to_this() -> None:
 @pytest.mark.slow
 def test_a_pause_may_let_requests_end_first(run: Callable[[Work], Any]) -> None:
     async def work(engine: Engine) -> None:
-        asked = await long_keys(engine, 3)
+        requests = await long_keys(engine, 3)
         await engine.set_version(PolicyVersion(step=1, digest=""))
-        expected = await together(engine, asked)
-        tasks = [asyncio.create_task(engine.generate(*request)) for request in asked[:2]]
+        expected = await together(engine, requests)
+        tasks = [asyncio.create_task(engine.generate(*request)) for request in requests[:2]]
         await underway(engine)
         pause = asyncio.create_task(engine.pause(finish=True))
         await asyncio.sleep(0)
-        late = asyncio.create_task(engine.generate(*asked[2]))
+        late = asyncio.create_task(engine.generate(*requests[2]))
         await pause
         assert [task.done() for task in tasks] == [True, True], "nothing is sampled, and nothing is half sampled"
         await asyncio.sleep(0.05)
@@ -309,9 +309,9 @@ def test_what_one_pause_holds_another_does_not_wait_for(run: Callable[[Work], An
     """Its end would wait for the resume, which comes after the pause."""
 
     async def work(engine: Engine) -> None:
-        asked = await long_keys(engine, 2)
-        expected = await together(engine, asked)
-        tasks = [asyncio.create_task(engine.generate(*request)) for request in asked]
+        requests = await long_keys(engine, 2)
+        expected = await together(engine, requests)
+        tasks = [asyncio.create_task(engine.generate(*request)) for request in requests]
         await underway(engine)
         await engine.pause()
         await asyncio.wait_for(engine.pause(finish=True), 5)
@@ -358,9 +358,9 @@ def test_resume_tells_how_long_nothing_was_sampled(run: Callable[[Work], Any]) -
 @pytest.mark.slow
 def test_a_stopped_engine_gives_out_nothing_until_it_is_resumed(run: Callable[[Work], Any]) -> None:
     async def work(engine: Engine) -> None:
-        asked = await long_keys(engine, 1)
+        requests = await long_keys(engine, 1)
         await engine.stop("the publish of version 3 failed")
-        task = asyncio.create_task(engine.generate(*asked[0]))
+        task = asyncio.create_task(engine.generate(*requests[0]))
         await asyncio.sleep(0.05)
         assert not task.done()
         await engine.resume()
@@ -396,9 +396,9 @@ def test_an_engine_in_process_has_one_life(run: Callable[[Work], Any]) -> None:
 @pytest.mark.slow
 def test_cancelling_one_leaves_the_others(run: Callable[[Work], Any]) -> None:
     async def work(engine: Engine) -> None:
-        asked = await long_keys(engine, 4)
-        expected = await together(engine, asked)
-        tasks = [asyncio.create_task(engine.generate(*request)) for request in asked]
+        requests = await long_keys(engine, 4)
+        expected = await together(engine, requests)
+        tasks = [asyncio.create_task(engine.generate(*request)) for request in requests]
         await underway(engine)
         tasks[0].cancel()
         tasks[2].cancel()
@@ -414,8 +414,8 @@ def test_cancelling_one_leaves_the_others(run: Callable[[Work], Any]) -> None:
 @pytest.mark.slow
 def test_cancelling_during_a_pause(run: Callable[[Work], Any]) -> None:
     async def work(engine: Engine) -> None:
-        asked = await long_keys(engine, 2)
-        tasks = [asyncio.create_task(engine.generate(*request)) for request in asked]
+        requests = await long_keys(engine, 2)
+        tasks = [asyncio.create_task(engine.generate(*request)) for request in requests]
         await underway(engine)
         await engine.pause()
         tasks[0].cancel()

@@ -157,9 +157,9 @@ class Scripted:
         assert self.messages[-1].role != "assistant", "the policy must not speak twice in a row"
         self.spoken += 1
         assert self.spoken < 100, "the environment never ends"
-        said = Message(role="assistant", content=self.line)
-        self.messages = (*self.messages, said)
-        return said
+        message = Message(role="assistant", content=self.line)
+        self.messages = (*self.messages, message)
+        return message
 
     def add(self, *messages: Message) -> None:
         assert self.open

@@ -65,9 +65,9 @@ def test_one_number_per_token_and_no_reduction(loss: Loss) -> None:
 
 def test_metrics_are_plain_numbers(loss: Loss) -> None:
     out, _ = gradient(loss, *micro_batch([3, 1, 5]))
-    found = plain_metrics(out.metrics)
-    assert {"ratio", "ratio/max", "clip_fraction", "clip_fraction/low", "clip_fraction/high"} <= found.keys()
-    assert all(type(v) is float and math.isfinite(v) for v in found.values())
+    values = plain_metrics(out.metrics)
+    assert {"ratio", "ratio/max", "clip_fraction", "clip_fraction/low", "clip_fraction/high"} <= values.keys()
+    assert all(type(v) is float and math.isfinite(v) for v in values.values())
 
 
 def test_samples_do_not_touch_each_other(loss: Loss) -> None:

@@ -39,8 +39,8 @@ Case = tuple[Optimizer, torch.dtype, str]
     params=list(cases()), ids=lambda p: "-".join([p[0], *p[1].values(), str(p[2]).rpartition(".")[2], p[3]])
 )
 def case(request: pytest.FixtureRequest) -> Case:
-    kind, given, dtype, device = request.param
-    return find("optimizers", kind)(**given), dtype, device
+    kind, settings, dtype, device = request.param
+    return find("optimizers", kind)(**settings), dtype, device
 
 
 def parameters(dtype: torch.dtype, device: str) -> list[tuple[str, Parameter]]:

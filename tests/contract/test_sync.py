@@ -135,21 +135,21 @@ def deaths(*ways: str) -> list[Any]:
     """Each way with what its engine is asked for in a publish, one after the other: where it can die."""
     return [
         pytest.param(
-            WAYS[way], asked, id=f"{way}-{asked}", marks=[] if DEATHS.get(way) == asked else [pytest.mark.long]
+            WAYS[way], point, id=f"{way}-{point}", marks=[] if DEATHS.get(way) == point else [pytest.mark.long]
         )
         for way in ways
-        for asked in ("pause", "drain", "move", "load", "checksums", "probe", "set_version", "resume")
-        if mortal(*WAYS[way], asked)
+        for point in ("pause", "drain", "move", "load", "checksums", "probe", "set_version", "resume")
+        if mortal(*WAYS[way], point)
     ]
 
 
-def mortal(sync: WeightSync, trainable: Trainable, asked: str) -> bool:
+def mortal(sync: WeightSync, trainable: Trainable, point: str) -> bool:
     """Whether a publish asks the engine for this."""
-    if asked in ("pause", "drain"):
-        return sync.pause != "never" and sync.finishes == (asked == "drain")
-    if asked == "move":
+    if point in ("pause", "drain"):
+        return sync.pause != "never" and sync.finishes == (point == "drain")
+    if point == "move":
         return not (isinstance(sync, Shared) and trainable.payload == "weights")
-    if asked == "load":
+    if point == "load":
         return isinstance(sync, Restart) and trainable.payload == "adapter"
     return True
 
@@ -195,7 +195,7 @@ def test_an_honest_engine_serves_each_version(
                 pair.agrees(first)
                 for step in (1, 2, 3):
                     await pair.step(session, step)
-                assert len({found for _, found in pair.engine.resumed_versions}) == 4
+                assert len({digest_served for _, digest_served in pair.engine.resumed_versions}) == 4
 
         run(work)
 
@@ -276,14 +276,14 @@ def test_a_resume_from_other_weights_is_refused(
 # Death
 
 
-def published_again(pair: Pair, asked: str) -> None:
+def published_again(pair: Pair, point: str) -> None:
     """It dies in the second of three publishes."""
 
     async def work() -> None:
         async with pair.open() as session:
             await pair.step(session, 1)
             restart_count = pair.engine.restart_count
-            pair.engine.dies[asked] = 1
+            pair.engine.dies[point] = 1
             await pair.step(session, 2)
             assert pair.engine.restart_count > restart_count
             await pair.step(session, 3)
@@ -294,37 +294,37 @@ def published_again(pair: Pair, asked: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "asked"), deaths(*DISTINCT, *(way for way in WAYS if "end first" in way)))
+@pytest.mark.parametrize(("way", "point"), deaths(*DISTINCT, *(way for way in WAYS if "end first" in way)))
 def test_an_engine_that_dies_in_a_publish_is_published_to_again(
-    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trainable], asked: str
+    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trainable], point: str
 ) -> None:
     with paired(tiny_model, tmp_path, way) as pair:
-        published_again(pair, asked)
+        published_again(pair, point)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "asked"), deaths(*DISTINCT))
+@pytest.mark.parametrize(("way", "point"), deaths(*DISTINCT))
 def test_an_engine_that_a_request_revived_is_published_to_again(
-    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trainable], asked: str
+    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trainable], point: str
 ) -> None:
     """It lives again when the publish looks, and holds nothing of it."""
     with paired(tiny_model, tmp_path, way, somebody_revives=True) as pair:
-        published_again(pair, asked)
+        published_again(pair, point)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "asked"), deaths(*DISTINCT))
+@pytest.mark.parametrize(("way", "point"), deaths(*DISTINCT))
 def test_an_engine_that_dies_in_the_first_publish(
-    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trainable], asked: str
+    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trainable], point: str
 ) -> None:
     """Neither the policy's weights in its memory nor an adapter is left of what it was bound to."""
     sync, _ = way
-    if asked == "move" and isinstance(sync, Restart):
+    if point == "move" and isinstance(sync, Restart):
         pytest.skip("it was started on these very weights")
     with paired(tiny_model, tmp_path, way) as pair:
 
         async def work() -> None:
-            pair.engine.dies[asked] = 1
+            pair.engine.dies[point] = 1
             async with pair.open() as session:
                 pair.agrees(PolicyVersion(step=0, digest=pair.digest()))
                 await pair.step(session, 1)
@@ -333,27 +333,27 @@ def test_an_engine_that_dies_in_the_first_publish(
 
 
 BINDS = [
-    pytest.param(WAYS[way], asked, id=f"{way}-{asked}")
+    pytest.param(WAYS[way], point, id=f"{way}-{point}")
     for way, points in (
         ("shared weights", ("pause", "export_weights")),
         ("shared adapter", ("pause", "export_weights")),
         ("broadcast weights", ("workers", "connect", "connected")),
     )
-    for asked in points
+    for point in points
 ]
 """Where an engine can die before anything is published to it."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("somebody_revives", [False, pytest.param(True, marks=pytest.mark.long)], ids=["", "revived"])
-@pytest.mark.parametrize(("way", "asked"), BINDS)
+@pytest.mark.parametrize(("way", "point"), BINDS)
 def test_an_engine_that_dies_while_it_is_bound_is_bound_again(
-    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trainable], asked: str, somebody_revives: bool
+    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trainable], point: str, somebody_revives: bool
 ) -> None:
     with paired(tiny_model, tmp_path, way, somebody_revives=somebody_revives) as pair:
 
         async def work() -> None:
-            pair.engine.dies[asked] = 1
+            pair.engine.dies[point] = 1
             async with pair.open() as session:
                 assert pair.engine.restart_count == 1
                 pair.agrees(PolicyVersion(step=0, digest=pair.digest()))
@@ -364,77 +364,77 @@ def test_an_engine_that_dies_while_it_is_bound_is_bound_again(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "asked"), BINDS)
+@pytest.mark.parametrize(("way", "point"), BINDS)
 @pytest.mark.parametrize("revivable", [True, False], ids=["ours", "not ours"])
 def test_an_engine_that_cannot_be_bound_ends_the_run(
-    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trainable], asked: str, revivable: bool
+    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trainable], point: str, revivable: bool
 ) -> None:
     with paired(tiny_model, tmp_path, way, revivable=revivable) as pair:
 
         async def work() -> None:
-            pair.engine.dies[asked] = 100
-            with pytest.raises(EngineError, match=f"died in {asked}"):
+            pair.engine.dies[point] = 100
+            with pytest.raises(EngineError, match=f"died in {point}"):
                 async with pair.open():
                     raise AssertionError("it must not open")
-            assert 100 - pair.engine.dies[asked] == (ATTEMPTS if revivable else 1)
+            assert 100 - pair.engine.dies[point] == (ATTEMPTS if revivable else 1)
             assert pair.engine.resumed_versions == []
 
         run(work)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "asked"), deaths(*DISTINCT))
+@pytest.mark.parametrize(("way", "point"), deaths(*DISTINCT))
 def test_an_engine_that_dies_again_as_soon_as_it_is_back_is_brought_back_again(
-    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trainable], asked: str
+    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trainable], point: str
 ) -> None:
     with paired(tiny_model, tmp_path, way) as pair:
 
         async def work() -> None:
             async with pair.open() as session:
-                pair.engine.dies[asked] = ATTEMPTS - 1
+                pair.engine.dies[point] = ATTEMPTS - 1
                 await pair.step(session, 1)
-                assert pair.engine.dies[asked] == 0
+                assert pair.engine.dies[point] == 0
                 assert pair.engine.serves
 
         run(work)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "asked"), deaths(*DISTINCT))
+@pytest.mark.parametrize(("way", "point"), deaths(*DISTINCT))
 def test_an_engine_that_dies_again_and_again_is_given_up(
-    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trainable], asked: str
+    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trainable], point: str
 ) -> None:
     with paired(tiny_model, tmp_path, way) as pair:
 
         async def work() -> None:
             async with pair.open() as session:
                 before = list(pair.engine.resumed_versions)
-                pair.engine.dies[asked] = 100
-                if asked == "drain":  # an engine started anew is paused as it is
+                pair.engine.dies[point] = 100
+                if point == "drain":  # an engine started anew is paused as it is
                     pair.engine.dies["pause"] = 100
-                with pytest.raises(EngineError, match="died in (drain|pause)" if asked == "drain" else asked):
+                with pytest.raises(EngineError, match="died in (drain|pause)" if point == "drain" else point):
                     await pair.step(session, 1)
                 assert not pair.engine.serves
                 assert pair.engine.resumed_versions == before
-                if asked != "drain":  # or it dies in the pause that follows
-                    assert 100 - pair.engine.dies[asked] == ATTEMPTS
+                if point != "drain":  # or it dies in the pause that follows
+                    assert 100 - pair.engine.dies[point] == ATTEMPTS
                 assert pair.engine.events.count("recover") <= 2 * ATTEMPTS
 
         run(work)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "asked"), deaths(*(way for way in DISTINCT if not way.startswith("restart"))))
+@pytest.mark.parametrize(("way", "point"), deaths(*(way for way in DISTINCT if not way.startswith("restart"))))
 def test_an_engine_that_is_not_ours_to_start_ends_the_run(
-    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trainable], asked: str
+    tiny_model: Path, tmp_path: Path, way: tuple[WeightSync, Trainable], point: str
 ) -> None:
     with paired(tiny_model, tmp_path, way, revivable=False) as pair:
 
         async def work() -> None:
             async with pair.open() as session:
                 before = list(pair.engine.resumed_versions)
-                pair.engine.dies[asked] = 1
-                with pytest.raises(EngineError, match=f"died in {asked}"):
+                pair.engine.dies[point] = 1
+                with pytest.raises(EngineError, match=f"died in {point}"):
                     await pair.step(session, 1)
                 assert pair.engine.resumed_versions == before
 
@@ -453,10 +453,10 @@ def test_an_engine_that_dies_between_publishes_gets_the_policys_weights(
                 pair.engine.die()
                 await pair.engine.revive()
                 pair.agrees(PolicyVersion(step=1, digest=pair.digest()))
-                given = list(pair.engine.resumed_versions)
+                before = list(pair.engine.resumed_versions)
                 assert pair.engine._republish is not None
                 await pair.engine._republish()  # whoever else saw it die asks too
-                assert pair.engine.resumed_versions == given
+                assert pair.engine.resumed_versions == before
                 await pair.step(session, 2)
 
         run(work)
@@ -472,14 +472,14 @@ def test_an_engine_that_dies_during_the_optimizers_step(
         async def work() -> None:
             async with pair.open() as session:
                 await pair.step(session, 1)
-                given = list(pair.engine.resumed_versions)
+                before = list(pair.engine.resumed_versions)
                 async with session.commit(2):
                     pair.engine.die()
                     reviving = asyncio.create_task(pair.engine.revive())
                     for _ in range(20):
                         await asyncio.sleep(0)
                     pair.train()
-                    assert pair.engine.resumed_versions == given
+                    assert pair.engine.resumed_versions == before
                 await reviving
                 pair.agrees(PolicyVersion(step=2, digest=pair.digest()))
                 assert [step for step, _ in pair.engine.resumed_versions] == [0, 1, 2]
@@ -664,14 +664,14 @@ def entered(pair: Pair) -> WeightSyncSession:
     )
 
 
-def refusing(monkeypatch: pytest.MonkeyPatch, engine: Scripted, asked: str, error: BaseException) -> None:
+def refusing(monkeypatch: pytest.MonkeyPatch, engine: Scripted, point: str, error: BaseException) -> None:
     """It lives on, and answers with this."""
 
     async def no(*_: Any, **__: Any) -> None:
-        engine.events.append(asked)
+        engine.events.append(point)
         raise error
 
-    monkeypatch.setattr(engine, asked, no)
+    monkeypatch.setattr(engine, point, no)
 
 
 def serves_as_before(engine: Scripted, held: dict[str, int]) -> None:
@@ -683,7 +683,7 @@ def serves_as_before(engine: Scripted, held: dict[str, int]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [EngineError("refused"), TransportError("refused"), asyncio.CancelledError()])
 @pytest.mark.parametrize(
-    ("name", "asked"),
+    ("name", "point"),
     [
         ("shared weights", "export_weights"),
         ("shared adapter", "export_weights"),
@@ -693,13 +693,13 @@ def serves_as_before(engine: Scripted, held: dict[str, int]) -> None:
     ],
 )
 def test_an_engine_that_cannot_be_bound_serves_on(
-    tiny_model: Path, tmp_path: Path, name: str, asked: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, tmp_path: Path, name: str, point: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with borrowed(tiny_model, tmp_path, WAYS[name]) as pair:
         held = pair.engine.held()
 
         async def work() -> None:
-            refusing(monkeypatch, pair.engine, asked, error)
+            refusing(monkeypatch, pair.engine, point, error)
             with pytest.raises(type(error)):
                 async with entered(pair) as session:
                     await session.bind(fresh=False)
@@ -723,12 +723,14 @@ def test_an_engine_of_another_model_serves_on(
         lend = pair.engine.export_weights
 
         async def other() -> dict[str, Any]:
-            found = dict(await lend())
-            last = list(found)[-1]
-            change = {"dtype": found[last].double(), "shape": found[last][:1]}
+            tensors = dict(await lend())
+            last = list(tensors)[-1]
+            change = {"dtype": tensors[last].double(), "shape": tensors[last][:1]}
             if lie in change:
-                return {**found, last: change[lie]}
-            return {**found, "more": found[last]} if lie == "more" else {n: t for n, t in found.items() if n != last}
+                return {**tensors, last: change[lie]}
+            return (
+                {**tensors, "more": tensors[last]} if lie == "more" else {n: t for n, t in tensors.items() if n != last}
+            )
 
         async def work() -> None:
             monkeypatch.setattr(pair.engine, "export_weights", other)
@@ -816,18 +818,18 @@ def test_what_was_written_when_it_was_bound_is_never_served(tiny_model: Path, tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", long_but(OTHERS, *BORROWED))
-@pytest.mark.parametrize("asked", ["move", "checksums", "probe", "set_version"])
+@pytest.mark.parametrize("point", ["move", "checksums", "probe", "set_version"])
 def test_a_first_publish_that_fails_serves_nothing_that_was_written(
-    tiny_model: Path, tmp_path: Path, name: str, asked: str, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, tmp_path: Path, name: str, point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sync, trainable = WAYS[name]
-    if not mortal(sync, trainable, asked):
+    if not mortal(sync, trainable, point):
         pytest.skip("nothing moves")
     with borrowed(tiny_model, tmp_path, WAYS[name]) as pair:
 
         async def work() -> None:
             moves = {"hotswap": "swap", "broadcast": "receive", "shared": "adapt"}
-            method = moves[name.split()[0].rstrip(",")] if asked == "move" else asked
+            method = moves[name.split()[0].rstrip(",")] if point == "move" else point
             async with entered(pair) as session:
                 await session.bind(fresh=False)
                 refusing(monkeypatch, pair.engine, method, EngineError("refused"))
@@ -963,7 +965,7 @@ def test_a_run_that_cannot_begin_leaves_the_engine_serving(
 ) -> None:
     if (verb, fails) == ("eval", "optimizer"):
         pytest.skip("it has none")
-    asked = "export_weights" if isinstance(sync, Shared) else "connected"
+    point = "export_weights" if isinstance(sync, Shared) else "connected"
 
     def full(*_: Any) -> None:
         raise MemoryError
@@ -988,7 +990,7 @@ def test_a_run_that_cannot_begin_leaves_the_engine_serving(
 
         async def work() -> None:
             if fails == "bind":
-                refusing(monkeypatch, engine, asked, EngineError("refused"))
+                refusing(monkeypatch, engine, point, EngineError("refused"))
             else:
                 monkeypatch.setattr(type(config.optimizer), "bind", full)
             begin = runs.train(config, resume=None) if verb == "train" else runs.evaluate(config, weights=None)

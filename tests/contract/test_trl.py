@@ -106,13 +106,13 @@ def test_loss_gradient_and_metrics(entry: dict[str, Any]) -> None:
     want = np.concatenate(entry["grad"])
     np.testing.assert_allclose(logprobs.grad.numpy(), want, rtol=1e-5, atol=1e-7)
     assert ((logprobs.grad.numpy() == 0) == (want == 0)).all()
-    found = plain_metrics(metrics)
+    values = plain_metrics(metrics)
     if entry["options"]["importance_sampling_level"] == "token" and entry["options"]["delta"] is None:
         for theirs, mine in (("low", "low"), ("high", "high")):
             if f"clip_ratio/{theirs}_mean" in entry["metrics"]:
-                assert found[f"clip_fraction/{mine}"] == pytest.approx(entry["metrics"][f"clip_ratio/{theirs}_mean"])
+                assert values[f"clip_fraction/{mine}"] == pytest.approx(entry["metrics"][f"clip_ratio/{theirs}_mean"])
     if "kl" in entry["metrics"] and not entry["options"]["use_bias_correction_kl"]:
-        assert found["kl_reference"] == pytest.approx(entry["metrics"]["kl"], rel=1e-5)
+        assert values["kl_reference"] == pytest.approx(entry["metrics"]["kl"], rel=1e-5)
 
 
 @pytest.mark.parametrize("entry", TRL["weights"], ids=named)
@@ -122,15 +122,15 @@ def test_importance_weights(entry: dict[str, Any]) -> None:
     correction = part(beyond=beyond, low=entry["options"]["min"], high=entry["options"]["max"])
     ours = Objective(loss=Grpo(), corrections=(correction,), recomputed=True)
     micro = ours.informed(batch(), Known(first_N=flat("old"), reference_N=None))
-    found, _ = ours.weights(flat("policy"), micro)
-    np.testing.assert_allclose(found.numpy(), np.concatenate(entry["weights"]), rtol=1e-5, atol=0)
+    computed, _ = ours.weights(flat("policy"), micro)
+    np.testing.assert_allclose(computed.numpy(), np.concatenate(entry["weights"]), rtol=1e-5, atol=0)
 
 
 def scored_groups() -> list[Group]:
     """The rewards that TRL was given, as groups."""
     task = Task(id="t", env="e", prompt=(), answer="")
-    said = Completion(tokens=(1,), logprobs=(-1.0,), versions=(0,), finish="stop")
-    turn = Turn(prompt=(0,), completion=said, temperature=1.0)
+    completion = Completion(tokens=(1,), logprobs=(-1.0,), versions=(0,), finish="stop")
+    turn = Turn(prompt=(0,), completion=completion, temperature=1.0)
     weigh = TRL["rewards"]["weights"]
     groups = []
     for g, rewards in enumerate(TRL["rewards"]["groups"]):
@@ -161,9 +161,9 @@ def scored_groups() -> list[Group]:
     ],
 )
 def test_advantages(theirs: str, ours: Advantage) -> None:
-    found = [value for mine in advantages(ours, scored_groups()) for value in mine]
+    computed = [value for mine in advantages(ours, scored_groups()) for value in mine]
     # TRL's factor n / (n - 1) is float32 whatever the rewards are.
-    np.testing.assert_allclose(found, TRL["group_advantages"][theirs], rtol=1e-7, atol=1e-9)
+    np.testing.assert_allclose(computed, TRL["group_advantages"][theirs], rtol=1e-7, atol=1e-9)
 
 
 def test_moving_reference() -> None:

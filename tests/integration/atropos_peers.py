@@ -48,8 +48,8 @@ def until(true: Callable[[], Any], what: str, seconds: float = 30.0) -> Any:
     """What ``true`` returns, once it is true."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if found := true():
-            return found
+        if result := true():
+            return result
         time.sleep(0.02)
     pytest.fail(f"waited {seconds} seconds for {what}", pytrace=False)
 
@@ -64,8 +64,10 @@ def ask(url: str, body: Any = None, *, method: str | None = None, seconds: float
 
 def key_of(group: Any) -> str:
     """As ``peer_env.key_of``."""
-    told = [group.get(name) or None for name in ("tokens", "masks", "scores", "inference_logprobs", "group_overrides")]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+    fields = [
+        group.get(name) or None for name in ("tokens", "masks", "scores", "inference_logprobs", "group_overrides")
+    ]
+    return hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:16]
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -82,12 +84,12 @@ class Process:
 
     def __init__(self, command: list[str], log: Path, *, close_fds: bool = True):
         self.log = log
-        with log.open("ab") as said:
-            self.child = subprocess.Popen(command, stdout=said, stderr=said, cwd=log.parent, close_fds=close_fds)
+        with log.open("ab") as out:
+            self.child = subprocess.Popen(command, stdout=out, stderr=out, cwd=log.parent, close_fds=close_fds)
         self.pid = self.child.pid
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def status(self) -> int | None:
@@ -117,21 +119,21 @@ class Hosted(Process):
         self.pid = host.fork(role, argv, log)
 
     def status(self) -> int | None:
-        found = Path(f"{self.log}.exit")
-        said = found.read_text() if found.exists() else ""
-        return int(said) if said else None  # there, but not written yet
+        path = Path(f"{self.log}.exit")
+        text = path.read_text() if path.exists() else ""
+        return int(text) if text else None  # there, but not written yet
 
 
 class Host:
     """The process of which Atropos' are forks."""
 
-    def __init__(self, said: Path):
+    def __init__(self, log: Path):
         command = [str(atropos_python()), str(HERE / "peer_host.py")]
-        with said.open("wb") as errors:
+        with log.open("wb") as errors:
             self.child = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
             )
-        self.said = said
+        self.log = log
 
     def __enter__(self) -> Host:
         return self
@@ -147,7 +149,7 @@ class Host:
         for line in self.child.stdout:
             if line.strip().isdigit():
                 return int(line)
-        pytest.fail(self.said.read_text(), pytrace=False)
+        pytest.fail(self.log.read_text(), pytrace=False)
 
 
 class Peers(contextlib.ExitStack):
@@ -196,7 +198,7 @@ class Peers(contextlib.ExitStack):
     def environment(self, broker: Broker, engine: str, style: str, group_size: int, **options: Any) -> Environment:
         """A BaseEnv, by its own command ``serve``."""
         record = self.place / f"{style}-{next(self._number)}.jsonl"
-        given = {
+        settings = {
             "rollout_server_url": broker.url,
             "tokenizer_name": self.model,
             "use_wandb": False,
@@ -208,7 +210,7 @@ class Peers(contextlib.ExitStack):
             "ensure_scores_are_not_same": False,
             **options,
         }
-        flags = [word for name, value in given.items() for word in (f"--env.{name}", str(value))]
+        flags = [word for name, value in settings.items() for word in (f"--env.{name}", str(value))]
         served = ("--openai.base_url", f"{engine}/v1", "--openai.model_name", str(self.model))
         return Environment(self.peer("peer_env", "serve", *flags, *served), record, group_size)
 
@@ -230,7 +232,7 @@ class Broker:
         return time.monotonic() - began
 
     def answers(self) -> bool:
-        assert self.process.status() is None, self.process.said
+        assert self.process.status() is None, self.process.output
         try:
             ask(f"{self.url}/info", seconds=1.0)
         except OSError:
@@ -255,8 +257,8 @@ class Environment:
 
     def accepted(self) -> Counter[str]:
         """How often the environment was told that it was accepted, of each group by its key."""
-        told = (line for line in lines(self.record) if line.get("status") == 200)
-        return Counter(key for line in told for key in line["answered"])
+        responses = (line for line in lines(self.record) if line.get("status") == 200)
+        return Counter(key for line in responses for key in line["answered"])
 
     def answers(self) -> set[tuple[int, ...]]:
         """Trained tokens of each sequence that it sent."""
@@ -265,8 +267,8 @@ class Environment:
     def unanswered(self) -> set[str]:
         """Keys of groups that it tried to send without being told what came of it."""
         tries = Counter(key for line in lines(self.record) for key in line.get("sent", ()))
-        told = Counter(key for line in lines(self.record) for key in line.get("answered", ()))
-        return set(tries - told)
+        answered = Counter(key for line in lines(self.record) for key in line.get("answered", ()))
+        return set(tries - answered)
 
     def refused(self) -> list[dict[str, Any]]:
         return [line for line in lines(self.record) if line.get("status", 200) != 200]
@@ -329,12 +331,12 @@ def fake_engine(model: Path) -> Iterator[str]:
         return [*dice.choices(letters, k=number - 1), tokenizer.eos_token_id]
 
     async def generate(request: web.Request) -> web.Response:
-        asked = await request.json()
-        prompt = asked["prompt"]
+        body = await request.json()
+        prompt = body["prompt"]
         ids = prompt[PROMPTS] if isinstance(prompt, dict) else tokenizer.encode(prompt)
-        answers = [sampled(asked.get("max_tokens", 16)) for _ in range(asked.get("n", 1))]
+        answers = [sampled(body.get("max_tokens", 16)) for _ in range(body.get("n", 1))]
         logprobs = [[[{str(token): -dice.random()}] for token in answer] for answer in answers]
-        found = {
+        response = {
             "text": [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers],
             "prompt": tokenizer.decode(ids),
             "finish_reasons": ["stop"] * len(answers),
@@ -344,17 +346,17 @@ def fake_engine(model: Path) -> Iterator[str]:
             "versions": [[[0, len(answer)]] for answer in answers],
             "engine": "fake",
         }
-        return web.json_response(found)
+        return web.json_response(response)
 
     async def complete(request: web.Request) -> web.Response:
-        asked = await request.json()
+        body = await request.json()
         texts = [
-            tokenizer.decode(sampled(asked.get("max_tokens", 16)), skip_special_tokens=True)
-            for _ in range(asked.get("n", 1))
+            tokenizer.decode(sampled(body.get("max_tokens", 16)), skip_special_tokens=True)
+            for _ in range(body.get("n", 1))
         ]
         choices = [{"index": i, "text": text, "finish_reason": "stop"} for i, text in enumerate(texts)]
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        about = {"id": "x", "object": "text_completion", "created": 0, "model": asked["model"]}
+        about = {"id": "x", "object": "text_completion", "created": 0, "model": body["model"]}
         return web.json_response({**about, "choices": choices, "usage": usage})
 
     async def well(request: web.Request) -> web.Response:

@@ -21,8 +21,10 @@ numbers = itertools.count()
 
 def key_of(group: Any) -> str:
     """What tells a group from others, and from itself if anything of it was changed on its way."""
-    told = [group.get(name) or None for name in ("tokens", "masks", "scores", "inference_logprobs", "group_overrides")]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+    fields = [
+        group.get(name) or None for name in ("tokens", "masks", "scores", "inference_logprobs", "group_overrides")
+    ]
+    return hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:16]
 
 
 class PeerConfig(BaseEnvConfig):

@@ -37,9 +37,9 @@ def play(role: str, argv: list[str], log: str) -> None:
     """Become a process of Atropos'."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
-    said = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    for target, source in ((0, nothing), (1, said), (2, said)):
+    for target, source in ((0, nothing), (1, output), (2, output)):
         os.dup2(source, target)
     os.chdir(Path(log).parent)
     if role == "run-api":
@@ -54,13 +54,13 @@ def play(role: str, argv: list[str], log: str) -> None:
 def main() -> None:
     signal.signal(signal.SIGCHLD, reap)
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # until the child is in the books
         pid = os.fork()
         if pid == 0:
             status = 1
             try:
-                play(**asked)
+                play(**request)
                 status = 0
             except SystemExit as end:
                 status = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -70,7 +70,7 @@ def main() -> None:
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(status)
-        logs[pid] = asked["log"]
+        logs[pid] = request["log"]
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
         sys.stdout.write(f"{pid}\n")
         sys.stdout.flush()

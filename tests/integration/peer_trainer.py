@@ -30,10 +30,10 @@ def main() -> None:
     taken: list[list[str]] = []
 
     def recorded(url: str) -> Any:
-        found = get_batch(url=url)
-        if found["batch"] is not None:
-            taken.append([key_of(group) for group in found["batch"]])
-        return found
+        response = get_batch(url=url)
+        if response["batch"] is not None:
+            taken.append([key_of(group) for group in response["batch"]])
+        return response
 
     data.get_batch = recorded
     assert check_atropos_api(url, timeout=30)

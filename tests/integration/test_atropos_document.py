@@ -49,25 +49,25 @@ class Terminals(ExitStack):
 
     def say(self, line: str, *more: str) -> Process:
         """Run a line in a terminal of its own, ``more`` laid over it; it ends with the block."""
-        asked = command(line.replace("/tmp/", f"{self.place}/tmp/"))
-        words = [self._here(word) for word in (*asked.words, *more)]
+        parsed = command(line.replace("/tmp/", f"{self.place}/tmp/"))
+        words = [self._here(word) for word in (*parsed.words, *more)]
         path = os.pathsep.join([str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")])
-        start = [f"PYTHONPATH={path}", *(f"{name}={value}" for name, value in asked.environ.items())]
-        log = self.place / f"{next(self._number)}-{asked.words[0]}.log"
+        start = [f"PYTHONPATH={path}", *(f"{name}={value}" for name, value in parsed.environ.items())]
+        log = self.place / f"{next(self._number)}-{parsed.words[0]}.log"
         process = Process(["env", *start, sys.executable, "-m", "tandem", *words], log)
         self.callback(ended, process)
         return process
 
     def _here(self, word: str) -> str:
         word = re.sub(rf"^({HERMES}|Qwen/[\w.-]+)$", str(self.model), word)
-        word = re.sub(r"(?<=localhost:)\d+", lambda found: str(self.port(found[0])), word)
+        word = re.sub(r"(?<=localhost:)\d+", lambda match: str(self.port(match[0])), word)
         return str(self.port(word)) if re.fullmatch(r"[89]00\d", word) else word
 
 
 @pytest.fixture
 def terminals(tmp_path: Path) -> Iterator[Terminals]:
-    with Terminals(tmp_path) as found:
-        yield found
+    with Terminals(tmp_path) as stack:
+        yield stack
 
 
 def ended(process: Process) -> None:
@@ -97,12 +97,12 @@ TRAINED = ["steps=2", "threads=1"]
 def trained(terminals: Terminals, trainer: Process, environment: Process) -> Path:
     """The run's folder, once the trainer is done."""
     until(lambda: trainer.status() is not None or environment.status() not in (None, 0), "two steps", START)
-    assert trainer.status() == 0, trainer.said[-4000:] + environment.said[-2000:]
+    assert trainer.status() == 0, trainer.output[-4000:] + environment.output[-2000:]
     (folder,) = (terminals.place / "logs").glob("*/metrics.jsonl")
-    found = metrics(folder.parent)
-    assert list(found) == [1, 2]
-    assert all(row["tokens/trained"] > 0 and row["lag/max"] <= 8 for row in found.values())
-    assert all(abs(row["ratio"] - 1) < 0.05 for row in found.values()), "engine and trainer compute alike"
+    by_step = metrics(folder.parent)
+    assert list(by_step) == [1, 2]
+    assert all(row["tokens/trained"] > 0 and row["lag/max"] <= 8 for row in by_step.values())
+    assert all(abs(row["ratio"] - 1) < 0.05 for row in by_step.values()), "engine and trainer compute alike"
     return folder.parent
 
 
@@ -129,8 +129,8 @@ def trained(terminals: Terminals, trainer: Process, environment: Process) -> Pat
 def test_four_terminals_with_the_engine_apart(terminals: Terminals, engine_s: str, trainer_s: str, saved: str) -> None:
     broker = terminals.say(BROKERS[1])
     served = terminals.say(ENGINES[engine_s], *here())
-    until(lambda: served.status() is not None or "serving at" in served.said, "the engine", START)
-    assert served.status() is None, served.said[-4000:]
+    until(lambda: served.status() is not None or "serving at" in served.output, "the engine", START)
+    assert served.status() is None, served.output[-4000:]
     environment = terminals.say(ENVIRONMENTS["newest"], *PLAYED)
     trainer = terminals.say(TRAINERS[trainer_s], "--atropos-url", "http://localhost:8002", *TRAINED)
     folder = trained(terminals, trainer, environment)
@@ -141,7 +141,7 @@ def test_four_terminals_with_the_engine_apart(terminals: Terminals, engine_s: st
     bridge = terminals.place / "tmp" / "grpo_training" / "vllm_bridge_config.json"
     assert bridge.is_file() == ("shared" in trainer_s)
     ended(served)
-    assert served.status() == 0, served.said[-2000:]
+    assert served.status() == 0, served.output[-2000:]
     assert not bridge.exists(), "the memory that it names is gone"
 
 
@@ -160,14 +160,14 @@ def test_four_terminals_where_the_trainer_starts_its_engine(terminals: Terminals
     trainer = terminals.say(TRAINERS[trainer_s], *places, *TRAINED, *here())
     port = terminals.port("9001")
     until(lambda: trainer.status() is not None or _answers(port), "the trainer's engine", START)
-    assert trainer.status() is None, trainer.said[-4000:]
+    assert trainer.status() is None, trainer.output[-4000:]
     places = ["--env.rollout_server_url", "http://localhost:8000", "--openai.base_url", "http://localhost:9001/v1"]
     environment = terminals.say(ENVIRONMENTS["2025-12"], *places, "--openai.api_key", "x", *PLAYED)
     trained(terminals, trainer, environment)
-    assert "which the engine serves" in environment.said
+    assert "which the engine serves" in environment.output
     assert (terminals.place / "trained_model_checkpoints" / "final_model").is_dir()
     assert not _answers(port), "it was the trainer's to end"
-    assert ("mean step" in trainer.said) == (trainer_s == "newest, launcher")
+    assert ("mean step" in trainer.output) == (trainer_s == "newest, launcher")
 
 
 def _answers(port: int) -> bool:

@@ -87,7 +87,7 @@ def played(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, engine: s
 
         def playing() -> list[Environment]:
             for env in environments.values():
-                assert env.process.status() is None, env.process.said[-4000:]
+                assert env.process.status() is None, env.process.output[-4000:]
             return list(environments.values())
 
         def known() -> bool:
@@ -101,7 +101,7 @@ def played(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, engine: s
         until(lambda: all(env.accepted() for env in playing()), "a group of each environment", START)
         enough.touch()
         until(lambda: trainer.status() is not None, "the trainer", 90)
-        assert trainer.status() == 0, trainer.said
+        assert trainer.status() == 0, trainer.output
         for env in playing():
             env.process.end()
         left = Trainer(broker.url, 16)
@@ -111,7 +111,7 @@ def played(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, engine: s
 
 def test_every_style_of_collecting_is_accepted(played: Played) -> None:
     for style, env in played.environments.items():
-        assert env.accepted(), f"{style} sent nothing: {env.process.said[-2000:]}"
+        assert env.accepted(), f"{style} sent nothing: {env.process.output[-2000:]}"
         assert env.refused() == []
 
 
@@ -146,13 +146,13 @@ def test_our_trainer_takes_what_others_handed_in_to_its_server(
         trainer = place.start("train", "train", str(path))
         asyncio.run(hand_in(place.url, 6))
         assert trainer.wait(120) == 0, place.logs()
-        assert "Traceback" not in place.said("train")
+        assert "Traceback" not in place.log_of("train")
         groups_once(place.run, each=2)
         assert sorted(trained(place.run)) == [f"g{n}" for n in range(6)]
         other = yaml.safe_load(path.read_text()) | {"name": "other", "groups_per_step": 3}
         (place.path / "other.yaml").write_text(yaml.safe_dump(other))
         assert place.start("other", "train", "other.yaml").wait(120) == 7
-        assert "the broker serves batches of 8 sequences, as an earlier trainer told it" in place.said("other")
+        assert "the broker serves batches of 8 sequences, as an earlier trainer told it" in place.log_of("other")
 
 
 @pytest.mark.long
@@ -173,7 +173,7 @@ def test_an_environment_lives_through_the_death_of_the_broker(
             broker.process.kill()
             broker.start()
         more(trainer)
-        assert env.process.status() is None, env.process.said[-4000:]
+        assert env.process.status() is None, env.process.output[-4000:]
         env.process.end()
         trainer.take_all()
         accepted, served = env.accepted(), trainer.served()
@@ -189,11 +189,11 @@ def more(trainer: Trainer) -> None:
     until(lambda: trainer.take() and len(trainer.batches) >= wanted, "batches", 60)
 
 
-def sent(said: str) -> range:
+def sent(output: str) -> range:
     """How many groups an environment of ours can have handed in, by what it says: what it dropped was under way."""
-    found = re.search(r"ended: (\d+) groups sent(?: \((\d+) dropped\))?\n", said)
-    assert found, said
-    return range(int(found[1]), int(found[1]) + int(found[2] or 0) + 1)
+    match = re.search(r"ended: (\d+) groups sent(?: \((\d+) dropped\))?\n", output)
+    assert match, output
+    return range(int(match[1]), int(match[1]) + int(match[2] or 0) + 1)
 
 
 @pytest.mark.long
@@ -222,12 +222,12 @@ def test_our_environment_on_run_api(tmp_path: Path, tiny_model: Path, engine: st
             return work.status() is not None
 
         until(ended, "the end of the environment", 60)
-        assert work.status() == 0, work.said
+        assert work.status() == 0, work.output
         trainer.take_all()
         served = trainer.served()
         assert set(served.values()) == {1}
         assert len(served) >= 20 * 4
-        assert len(served) + ask(f"{broker.url}/status")["queue_size"] in sent(work.said)
+        assert len(served) + ask(f"{broker.url}/status")["queue_size"] in sent(work.output)
         for batch in trainer.batches:
             for group in batch:
                 assert "tandem_task" in group["group_overrides"]
@@ -257,7 +257,7 @@ def test_our_trainer_on_run_api(tmp_path: Path, tiny_model: Path, engine: str, h
         train = peers.start("train", "train", "recipe.yaml")
         env = peers.environment(broker, engine, "managed", 4)
         until(lambda: train.status() is not None, "the end of the run", 120)
-        assert train.status() == 0, train.said
+        assert train.status() == 0, train.output
         folder = tmp_path / "runs" / "run"
         groups_once(folder, each=4)
         assert sorted(metrics(folder)) == list(range(1, steps + 1))
@@ -283,9 +283,9 @@ def test_real_engine(tmp_path: Path, host: Host, monkeypatch: pytest.MonkeyPatch
         broker = peers.tandem_broker()
         trainer = Trainer(broker.url, 16).register()
         trainer.take()
-        until(lambda: "Ctrl-C ends it" in served.said or served.status() is not None, "the engine", 240)
-        assert served.status() is None, served.said
-        url = served.said.partition("serving at ")[2].partition(";")[0].strip()
+        until(lambda: "Ctrl-C ends it" in served.output or served.status() is not None, "the engine", 240)
+        assert served.status() is None, served.output
+        url = served.output.partition("serving at ")[2].partition(";")[0].strip()
         env = peers.environment(broker, url, "managed", 4, min_batch_allocation=0.25)
         words = ["env=arithmetic", f"model={model}", f"broker={broker.url}", "min_share=0.25", "n=4", "group_size=4"]
         words += [f"engine.urls=[{url}]", "engine.api_key_variable=ENGINE_KEY", "sampling.max_tokens=8"]

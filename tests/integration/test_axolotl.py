@@ -49,11 +49,11 @@ def format_reward(completions, prompts, kind, **kwargs):
     """Answers in digits; None where the row says that its form does not matter."""
     assert all(prompt[-1]["role"] == "user" for prompt in prompts)
     assert "question" not in kwargs
-    found = []
+    rewards = []
     for completion, one in zip(completions, kind):
         text = completion[0]["content"]
-        found.append(None if one == "free" else sum(c in "0123456789" for c in text) / max(1, len(text)))
-    return found
+        rewards.append(None if one == "free" else sum(c in "0123456789" for c in text) / max(1, len(text)))
+    return rewards
 
 def prompt_transform(cfg, *args, **kwargs):
     def transform_fn(example, tokenizer=None):
@@ -146,10 +146,10 @@ def tandem(folder: Path, *words: str) -> str:
 def test_an_unchanged_project_trains(tiny_model: Path, tmp_path: Path) -> None:
     """Its rewards are called as Axolotl calls them, they are weighted, and weights move; it needs no engine apart."""
     folder = project(tmp_path / "project", tiny_model, use_vllm=False, vllm_lora_sync=False)
-    said = tandem(folder, "train", "config.yaml", "threads=1", "steps=2")
-    assert "done: " in said
+    output = tandem(folder, "train", "config.yaml", "threads=1", "steps=2")
+    assert "done: " in output
     run = folder / "grpo-output" / "run"
-    assert said.startswith(f"run · {tiny_model.name} · {folder / 'train.jsonl'} · lora")
+    assert output.startswith(f"run · {tiny_model.name} · {folder / 'train.jsonl'} · lora")
     steps = metrics(run).values()
     assert len(steps) == 2
     assert all(step["grad_norm"] > 0 for step in steps)
@@ -198,8 +198,8 @@ def served(folder: Path) -> Iterator[None]:
     """``tandem serve engine`` of the project's file, with what an engine on this machine needs besides."""
     here = [f"engine.{name}={json.dumps(value)}" for name, value in engine().items() if name != "kind"]
     command = [sys.executable, "-m", "tandem", "serve", "engine", "config.yaml", *here]
-    with (folder / "served.txt").open("w") as said:
-        process = subprocess.Popen(command, cwd=folder, stdout=said, stderr=said)
+    with (folder / "served.txt").open("w") as out:
+        process = subprocess.Popen(command, cwd=folder, stdout=out, stderr=out)
         try:
             yield
         finally:

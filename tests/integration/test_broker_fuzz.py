@@ -31,8 +31,8 @@ async def still_works(client: Client) -> None:
     await client.begin(batch_size=4)
     number = await client.env()
     assert (await client.post("/scored_data", group(env_id=number))).json == {"status": "received"}
-    found = (await client.get("/batch")).json["batch"]
-    assert [one["scores"] for one in found] == [[0.0, 1.0, 2.0, 3.0]]
+    groups = (await client.get("/batch")).json["batch"]
+    assert [one["scores"] for one in groups] == [[0.0, 1.0, 2.0, 3.0]]
     assert client.broker.bodies.pending == 0
 
 
@@ -83,8 +83,8 @@ def test_raw_bytes(calls: list[tuple[tuple[str, str], bytes, str]]) -> None:
                 assert reply.status in FINE, (method, path, body)
             async with client.session.request(
                 method, client.url + path, params={"lease": text, "policy": text}
-            ) as found:
-                assert found.status in FINE
+            ) as response:
+                assert response.status in FINE
         await still_works(client)
 
     play(scene, limits=LIMITS)

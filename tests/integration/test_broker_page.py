@@ -11,7 +11,7 @@ import pytest
 from brokers import Client, group, play
 
 CHROMIUM = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (found := shutil.which(name))),
+    (path for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (path := shutil.which(name))),
     None,
 )
 HOSTILE = "<img src=x onerror=document.title='hacked'>"
@@ -27,9 +27,9 @@ async def opened(url: str, home: Path, seconds: int) -> tuple[str, str]:
     browser = await asyncio.create_subprocess_exec(
         str(CHROMIUM), *ALONE, *QUIET, *where, url, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
-    drawn, said = await asyncio.wait_for(browser.communicate(), 100)
-    told = "\n".join(line for line in said.decode().splitlines() if "CONSOLE" in line)
-    return re.sub(r"<script>.*?</script>", "", drawn.decode(), flags=re.DOTALL), told
+    drawn, stderr = await asyncio.wait_for(browser.communicate(), 100)
+    console = "\n".join(line for line in stderr.decode().splitlines() if "CONSOLE" in line)
+    return re.sub(r"<script>.*?</script>", "", drawn.decode(), flags=re.DOTALL), console
 
 
 def texts(drawn: str) -> str:
@@ -46,9 +46,9 @@ def test_what_the_page_shows(tmp_path: Path) -> None:
             await client.post("/scored_data", group(env_id=env))
         await client.post("/scored_data", "{bad")
         assert (await client.get("/batch?lease=60&policy=3")).json["batch"]
-        drawn, said = await opened(client.url, tmp_path, 5)
+        drawn, console = await opened(client.url, tmp_path, 5)
         shown = texts(drawn)
-        assert said == "", "no script failed, and nothing was refused by the page's policy"
+        assert console == "", "no script failed, and nothing was refused by the page's policy"
         for part in ("planets", "batches of 8 sequences", "3 of 7", "up ", "Tandem"):
             assert part in shown
         assert "1 batch is with the trainer (2 groups)" in shown
@@ -62,17 +62,17 @@ def test_what_the_page_shows(tmp_path: Path) -> None:
         assert "<title>Tandem broker" in drawn
         assert drawn.count("<rect") >= 5, "the lags are drawn"
         polled = client.broker.meter.prometheus(client.broker.store.status(0.0), 0)
-        asked = re.search(r'path="/status"[^}]*}\s+(\d+)', polled)
-        assert asked, polled
-        assert int(asked[1]) >= 3, "it looks again and again"
+        match = re.search(r'path="/status"[^}]*}\s+(\d+)', polled)
+        assert match, polled
+        assert int(match[1]) >= 3, "it looks again and again"
 
     play(scene)
 
 
 def test_before_anything_happened(tmp_path: Path) -> None:
     async def scene(client: Client) -> None:
-        drawn, said = await opened(client.url, tmp_path, 2)
-        assert said == ""
+        drawn, console = await opened(client.url, tmp_path, 2)
+        assert console == ""
         assert "wait for a trainer to register" in texts(drawn)
         assert "None yet." in texts(drawn)
 

@@ -31,15 +31,15 @@ def broker(*options: str, **variables: str) -> Iterator[tuple[subprocess.Popen[s
         env={**os.environ, **variables},
     )
     assert process.stdout is not None
-    said: list[str] = []
+    output: list[str] = []
     try:
         for line in process.stdout:
-            said.append(line)
+            output.append(line)
             if "Ctrl-C ends it" in line:
                 break
-        found = re.search(r"http://\S+:\d+", "".join(said))
-        assert found, said
-        yield process, found[0], said
+        match = re.search(r"http://\S+:\d+", "".join(output))
+        assert match, output
+        yield process, match[0], output
     finally:
         process.kill()
         process.wait()
@@ -64,14 +64,14 @@ def test_it_ends_when_told_to(end: signal.Signals) -> None:
 
 def test_without_uvloop_it_serves_all_the_same(tmp_path: Path) -> None:
     (tmp_path / "uvloop.py").write_text("raise ImportError")
-    with broker("serve", "broker", PYTHONPATH=str(tmp_path)) as (_, url, said):
-        assert "uvloop is not installed" in "".join(said)
+    with broker("serve", "broker", PYTHONPATH=str(tmp_path)) as (_, url, output):
+        assert "uvloop is not installed" in "".join(output)
         assert call(url, "/status")["queue_size"] == 0
 
 
 def test_what_was_accepted_survives_kill_9(tmp_path: Path) -> None:
-    with broker("serve", "broker", "--data", str(tmp_path)) as (process, url, said):
-        assert str(tmp_path) in "".join(said)
+    with broker("serve", "broker", "--data", str(tmp_path)) as (process, url, output):
+        assert str(tmp_path) in "".join(output)
         call(url, "/register", RUN)
         call(url, "/batch")
         assert call(url, "/register-env", ENV)["env_id"] == 0
@@ -79,8 +79,8 @@ def test_what_was_accepted_survives_kill_9(tmp_path: Path) -> None:
             assert call(url, "/scored_data", group(scores=scores, env_id=0)) == {"status": "received"}
         process.send_signal(signal.SIGKILL)
         process.wait()
-    with broker("run-api", "--data", str(tmp_path)) as (process, url, said):
-        assert "2 groups" in "".join(said)
+    with broker("run-api", "--data", str(tmp_path)) as (process, url, output):
+        assert "2 groups" in "".join(output)
         assert call(url, "/info")["batch_size"] == 8
         assert [one["scores"] for one in call(url, "/batch")["batch"]] == [[1, 2, 3, 4], [5, 6, 7, 8]]
         process.send_signal(signal.SIGTERM)
@@ -100,17 +100,17 @@ def test_what_is_no_http_is_answered_and_leaves_no_trace_in_the_terminal() -> No
 
 
 def test_keys_come_from_the_environment(tmp_path: Path) -> None:
-    with broker("serve", "broker", TANDEM_BROKER_KEY="secret") as (_, url, said):
-        assert "secret" not in "".join(said)
+    with broker("serve", "broker", TANDEM_BROKER_KEY="secret") as (_, url, output):
+        assert "secret" not in "".join(output)
         with pytest.raises(urllib.error.HTTPError, match="401"):
             call(url, "/info")
         assert call(url, "/info", Authorization="Bearer secret")["batch_size"] == -1
-    found = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "tandem", "serve", "broker", "--port", "0"],
         capture_output=True,
         text=True,
         timeout=60,
         env={**os.environ, "TANDEM_BROKER_ENV_KEY": "secret"},
     )
-    assert found.returncode == 2
-    assert "set both" in found.stderr
+    assert completed.returncode == 2
+    assert "set both" in completed.stderr

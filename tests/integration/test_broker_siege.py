@@ -69,8 +69,8 @@ class Siege:
         variables = {"TANDEM_BROKER_KEY": "trains", "TANDEM_BROKER_ENV_KEY": "plays,strange"}
         command = [sys.executable, "-m", "tandem", "serve", "broker", "--port", self.url.rpartition(":")[2]]
         command += ["--data", str(self.folder / "data"), "--max-body", str(FEW_MIB)]
-        with (self.folder / "said").open("ab") as said:
-            self.process = subprocess.Popen(command, stdout=said, stderr=said, env={**os.environ, **variables})
+        with (self.folder / "said").open("ab") as out:
+            self.process = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, **variables})
 
     async def started(self, session: aiohttp.ClientSession) -> None:
         """Start it and wait until it answers."""
@@ -111,13 +111,13 @@ class Siege:
 async def environment(siege: Siege, session: aiohttp.ClientSession, names: Iterator[int]) -> None:
     """Hands in groups, each until it is accepted; trusts answers alone."""
     for name in names:
-        told = {"tandem_task": f"honest {name}"}
-        sent = group(2, scores=[0.0, 1.0], group_overrides=told)
+        overrides = {"tandem_task": f"honest {name}"}
+        sent = group(2, scores=[0.0, 1.0], group_overrides=overrides)
         while not siege.over:
             headers = {**HONEST, "Idempotency-Key": f"k{name}"}
             status, _ = await siege.call(session, "POST", "/scored_data", json=sent, headers=headers)
             if status == 200:
-                siege.accepted.add(told["tandem_task"])
+                siege.accepted.add(overrides["tandem_task"])
                 break
             await asyncio.sleep(0.05)
         if siege.over:
@@ -133,12 +133,14 @@ async def take(siege: Siege, session: aiohttp.ClientSession, pending: dict[str, 
             siege.trained.update(names if json.loads(body)["status"] == "success" else ())
             del pending[batch]
     status, body = await siege.call(session, "GET", "/batch?lease=5", headers=TRAINER)
-    found = json.loads(body) if status == 200 else {"batch": None}
-    if found["batch"] is None:
+    response = json.loads(body) if status == 200 else {"batch": None}
+    if response["batch"] is None:
         return 0
-    told = [(one["group_overrides"] or {}).get("tandem_task") for one in found["batch"]]
-    pending[found["tandem"]["batch"]] = [name for name in told if isinstance(name, str) and name.startswith("honest ")]
-    return len(told)
+    tasks = [(one["group_overrides"] or {}).get("tandem_task") for one in response["batch"]]
+    pending[response["tandem"]["batch"]] = [
+        name for name in tasks if isinstance(name, str) and name.startswith("honest ")
+    ]
+    return len(tasks)
 
 
 async def trainer(siege: Siege, session: aiohttp.ClientSession) -> None:
@@ -242,7 +244,7 @@ async def watch(siege: Siege, session: aiohttp.ClientSession) -> None:
         with suppress(OSError):
             assert siege.process is not None
             status = Path(f"/proc/{siege.process.pid}/status").read_text()
-            siege.memory += [1024 * int(found) for found in re.findall(r"VmRSS:\s+(\d+)", status)]
+            siege.memory += [1024 * int(kib) for kib in re.findall(r"VmRSS:\s+(\d+)", status)]
         await asyncio.sleep(0.2)
 
 

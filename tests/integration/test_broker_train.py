@@ -52,7 +52,7 @@ class Place:
         self.started.append(process)
         return process
 
-    def said(self, name: str) -> str:
+    def log_of(self, name: str) -> str:
         return (self.path / f"{name}.log").read_text()
 
     def until(self, condition: Callable[[], bool], process: Forked, seconds: float = 60) -> None:
@@ -68,9 +68,9 @@ class Place:
     def broker(self) -> Forked:
         port = int(self.url.rpartition(":")[2]) if self.url else free_port()
         self.url = f"http://127.0.0.1:{port}"
-        before = len(self.said("broker")) if (self.path / "broker.log").exists() else 0
+        before = len(self.log_of("broker")) if (self.path / "broker.log").exists() else 0
         process = self.start("broker", "serve", "broker", "--port", str(port), "--data", "ledger")
-        self.until(lambda: "broker at" in self.said("broker")[before:], process)
+        self.until(lambda: "broker at" in self.log_of("broker")[before:], process)
         return process
 
     def __enter__(self) -> Self:
@@ -97,15 +97,16 @@ def place(nursery: Nursery, tmp_path: Path) -> Iterator[Place]:
 
 def foreign_group(name: str) -> ScoredGroup:
     """A group of somebody who knows the tokens and nothing else; the first answers are better."""
-    said = [list(b"ab"), list(b"ba"), list(b"bb"), list(b"aa")]
-    tokens = [[*b"say it:", *answer] for answer in said]
+    answers = [list(b"ab"), list(b"ba"), list(b"bb"), list(b"aa")]
+    tokens = [[*b"say it:", *answer] for answer in answers]
     return ScoredGroup(
         tokens=tokens,
         masks=[[*[-100] * 7, *row[7:]] for row in tokens],
         scores=[1.0, 0.5, 0.0, 0.0],
         inference_logprobs=[[*[1.0] * 7, -3.0, -3.0]] * SIZE,
         messages=[
-            [{"role": "user", "content": "say it:"}, {"role": "assistant", "content": bytes(a).decode()}] for a in said
+            [{"role": "user", "content": "say it:"}, {"role": "assistant", "content": bytes(a).decode()}]
+            for a in answers
         ],
         group_overrides={"tandem_task": name},
     )
@@ -149,10 +150,10 @@ def train_recipe(place: Place, model: Path, **changes: Any) -> Path:
 
 def trained(folder: Path) -> list[str]:
     """Tasks in the order of the steps that trained them."""
-    found: dict[str, int] = {}
+    step_of: dict[str, int] = {}
     for row in rollouts(folder):
-        found.setdefault(row["group"], row["step"])
-    return [group.partition("@")[0] for group in found]
+        step_of.setdefault(row["group"], row["step"])
+    return [group.partition("@")[0] for group in step_of]
 
 
 STEPS = 10
@@ -176,12 +177,12 @@ def test_kill_9_of_trainer_and_broker_loses_and_doubles_nothing(place: Place, ti
     trainer.wait()
     trainer = place.start("train", "train", str(place.run))
     assert trainer.wait(120) == 0, place.logs()
-    assert "Traceback" not in place.said("train")
+    assert "Traceback" not in place.log_of("train")
     groups_once(place.run, each=2)
     assert sorted(trained(place.run)) == sorted(f"g{n}" for n in range(2 * STEPS)), "lost or doubled"
     (row, *_) = rollouts(place.run)
     assert (row["env"], row["text"], row["prompt"]) == ("foreign_0", "ab", [{"role": "user", "content": "say it:"}])
-    assert "lease" not in place.said("train")
+    assert "lease" not in place.log_of("train")
     assert "say it:" in (place.run / "report.html").read_text()
     last = metrics(place.run)[STEPS]
     assert last["reward/score"] == pytest.approx(0.375)
@@ -214,7 +215,7 @@ def test_broker_trainer_engine_and_environment_are_four_commands(place: Place) -
     assert trainer.wait(240) == 0, place.logs()
     assert environment.wait(60) == 0, place.logs()
     for name in ("train", "work"):
-        assert "Traceback" not in place.said(name)
+        assert "Traceback" not in place.log_of(name)
     groups_once(place.run, each=2)
     same_logprobs(place.run)
     for step, row in metrics(place.run).items():
@@ -250,10 +251,10 @@ def test_four_terminals_started_in_the_worst_order(place: Place) -> None:
     )  # fmt: skip
     there = f"{{kind: vllm, urls: [{url}], api_key_variable: TANDEM_ENGINE_KEY}}"
     trainer = place.start("train", "train", str(path), f"engine={there}")
-    place.until(lambda: "is it running?" in place.said("env"), environment)
-    place.until(lambda: "it is waited for" in place.said("train"), trainer)
+    place.until(lambda: "is it running?" in place.log_of("env"), environment)
+    place.until(lambda: "it is waited for" in place.log_of("train"), trainer)
     served = place.start("engine", "serve", "engine", str(path))
-    place.until(lambda: f"{url} answers" in place.said("train"), trainer, 240)
+    place.until(lambda: f"{url} answers" in place.log_of("train"), trainer, 240)
     place.broker()
     assert trainer.wait(240) == 0, place.logs()
     assert environment.wait(60) == 0, place.logs()
@@ -265,4 +266,4 @@ def test_four_terminals_started_in_the_worst_order(place: Place) -> None:
         assert row["tokens/trained"] > 0
     served.send_signal(signal.SIGINT)
     assert served.wait(60) == 0, place.logs()
-    assert "ended" in place.said("engine")
+    assert "ended" in place.log_of("engine")

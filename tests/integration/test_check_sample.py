@@ -25,7 +25,7 @@ RECIPE: dict[str, Any] = {
 }
 REWARD = """
 def odd(completions, **columns):
-    return [float(sum(said[-1]["content"].encode()) % 2) for said in completions]
+    return [float(sum(messages[-1]["content"].encode()) % 2) for messages in completions]
 
 def never(completions, **columns):
     return [0.0] * len(completions)
@@ -58,15 +58,15 @@ def test_it_tells_the_share_of_groups_with_signal_which_is_that_of_the_run(
     recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert tandem("check", str(recipe), "rewards={sampled_marks:odd: 1.0}", "--sample", "2") == 0
-    told = capfd.readouterr().out
-    assert "played 2 groups of 4 answers" in told
-    assert "of 2 groups (" in told
+    output = capfd.readouterr().out
+    assert "played 2 groups of 4 answers" in output
+    assert "of 2 groups (" in output
     assert tandem("train", str(recipe), "rewards={sampled_marks:odd: 1.0}", "zero_variance_groups=keep") == 0
     rows = [json.loads(line) for line in (tmp_path / "runs/a/rollouts/000001.jsonl").read_text().splitlines()]
     groups: dict[str, set[float]] = {}
     for row in rows:
         groups.setdefault(row["group"], set()).add(row["reward"])
-    assert f"signal: {sum(len(some) > 1 for some in groups.values())} of 2 groups" in told
+    assert f"signal: {sum(len(some) > 1 for some in groups.values())} of 2 groups" in output
     assert not list(tmp_path.glob("runs/*/checkpoints/*.tmp"))
 
 
@@ -74,10 +74,10 @@ def test_where_nothing_has_signal_it_says_what_to_change_and_shows_an_answer(
     recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert tandem("check", str(recipe), "rewards={sampled_marks:never: 1.0}", "--sample", "3") == 0
-    told = capfd.readouterr().out
-    assert "signal: 0 of 3 groups (0%) have different rewards; 3 with every reward 0" in told
-    assert "  change: " in told
-    assert "the best answer of a group without signal, reward 0" in told
+    output = capfd.readouterr().out
+    assert "signal: 0 of 3 groups (0%) have different rewards; 3 with every reward 0" in output
+    assert "  change: " in output
+    assert "the best answer of a group without signal, reward 0" in output
     assert not (tmp_path / "runs").exists(), "nothing is trained or kept"
 
 
@@ -86,11 +86,11 @@ def test_answers_that_a_reward_fails_on_are_counted_and_their_tracebacks_kept_in
 ) -> None:
     (recipe.parent / "brittle.py").write_text(BRITTLE)
     assert tandem("check", str(recipe), "rewards={brittle:knows: 1.0}", "--sample", "1") == 0
-    told = capfd.readouterr().out
-    assert "  4 of 4 answers failed and have no reward:" in told
-    assert "    4 × reward 'brittle:knows' raised ValueError: not a sum" in told
-    assert "Traceback" not in told
-    log = Path(told.rpartition("their tracebacks: ")[2].strip())
+    output = capfd.readouterr().out
+    assert "  4 of 4 answers failed and have no reward:" in output
+    assert "    4 × reward 'brittle:knows' raised ValueError: not a sum" in output
+    assert "Traceback" not in output
+    log = Path(output.rpartition("their tracebacks: ")[2].strip())
     assert "Traceback" in log.read_text()
 
 

@@ -82,23 +82,23 @@ def tandem(*words: str) -> None:
 
 def trained(place: Path) -> Path:
     """The folder of the run, which has trained two steps: by a gradient where the rewards of a group differ."""
-    (found,) = place.rglob("run/metrics.jsonl")
-    assert list(metrics(found.parent)) == [1, 2]
-    for number, step in metrics(found.parent).items():
+    (path,) = place.rglob("run/metrics.jsonl")
+    assert list(metrics(path.parent)) == [1, 2]
+    for number, step in metrics(path.parent).items():
         assert step["tokens/trained"] > 0
         groups: dict[str, set[float]] = {}
-        for row in lines(found.parent / f"rollouts/{number:06d}.jsonl"):
+        for row in lines(path.parent / f"rollouts/{number:06d}.jsonl"):
             groups.setdefault(row["group"], set()).add(row["reward"])
         assert step["grad_norm"] > 0 or all(len(rewards) == 1 for rewards in groups.values())
-    return found.parent
+    return path.parent
 
 
 @pytest.mark.parametrize("what", long_but(BLOCKS, "rollout function"))
 def test_axolotls_examples_train(what: str, place: Path) -> None:
-    given = BLOCKS[what]
-    (place / "config.yaml").write_text(axolotl_file(given))
-    served = given["file"]["trl"].get("use_vllm")
-    more = (*(STAND_IN if served else ()), *(OVERRIDES[:1] if given["file"].get("fp8") else ()))
+    block = BLOCKS[what]
+    (place / "config.yaml").write_text(axolotl_file(block))
+    served = block["file"]["trl"].get("use_vllm")
+    more = (*(STAND_IN if served else ()), *(OVERRIDES[:1] if block["file"].get("fp8") else ()))
     tandem("check", "config.yaml", *more)
     tandem("train", "config.yaml", *more, *SHORT_RUN)
     run = trained(place)

@@ -90,10 +90,10 @@ def test_a_group_that_is_trained_again_is_doubled(spoiled: Path, request: pytest
     first, second = (spoiled / "runs" / "run" / "rollouts" / f"{step:06d}.jsonl" for step in (1, 2))
     stolen = [{**json.loads(line), "step": 2} for line in first.read_text().splitlines()[:3]]
     rewritten(second, lambda rows: [*stolen, *rows[3:]])
-    found = account(spoiled, lane)
-    assert found.doubled == 1
-    assert any("were trained more than once" in what for what in found.wrong)
-    assert len(found.lost) == 1, "the one in whose place it is"
+    audit = account(spoiled, lane)
+    assert audit.doubled == 1
+    assert any("were trained more than once" in what for what in audit.wrong)
+    assert len(audit.lost) == 1, "the one in whose place it is"
 
 
 @pytest.mark.parametrize("spoiled", [1], indirect=True)
@@ -123,9 +123,9 @@ def test_a_group_that_leaves_the_ledger_untrained_is_lost(spoiled: Path) -> None
         database.execute("INSERT INTO witness VALUES ('gone', 'accepted', 1, NULL), ('gone', 'leased', 1, 2)")
         database.execute("INSERT INTO witness VALUES ('young', 'accepted', 5, NULL), ('young', 'queued', 5, 6)")
     database.close()
-    found = account(spoiled, 3)
-    assert found.lost == {"gone"}
-    assert any("not too old, first young" in what for what in found.wrong)
+    audit = account(spoiled, 3)
+    assert audit.lost == {"gone"}
+    assert any("not too old, first young" in what for what in audit.wrong)
 
 
 @pytest.mark.parametrize("spoiled", [0], indirect=True)

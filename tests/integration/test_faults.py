@@ -17,7 +17,7 @@ from integration.vllm_runs import REPOSITORY, engine, needs_engine
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_fault_is_caught_within_one_publish(tmp_path: Path, ranks: int) -> None:
     """Of two ranks, each with its engine, in that of the second."""
-    found = tmp_path / "faults.jsonl"
+    results = tmp_path / "faults.jsonl"
     bench = REPOSITORY / "tests" / "long" / "faults.py"
     # Rounding hides from a probe there what float32 would show.
     command = [
@@ -28,14 +28,14 @@ def test_every_fault_is_caught_within_one_publish(tmp_path: Path, ranks: int) ->
         "--dtype",
         "bfloat16",
         "--json",
-        str(found),
+        str(results),
         "--folder",
         str(tmp_path / "run"),
     ]
     if python := engine()["python"]:
         command += ["--engine-python", python]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=560, check=False)
-    outcomes = [json.loads(line) for line in found.read_text().splitlines()] if found.exists() else []
+    outcomes = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     wrong = [outcome for outcome in outcomes if not outcome["right"]]
     assert not wrong
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

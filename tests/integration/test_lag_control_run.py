@@ -45,27 +45,27 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_the_lag_is_told_held_within_the_budget_and_gone_on_with(tiny_model: Path, tmp_path: Path) -> None:
-    asked = recipe(tiny_model, tmp_path)
-    folder = asyncio.run(run.train(asked, resume=None))
+    run_config = recipe(tiny_model, tmp_path)
+    folder = asyncio.run(run.train(run_config, resume=None))
     changes = [event for event in lines(folder / "events.jsonl") if event["event"] == "lag_changed"]
     assert changes[0]["reason"] == "ess"
     assert changes[0]["was"] == GROUPS
     assert changes[0]["ahead"] == GROUPS // 2
     assert changes[0]["ess"] < 0.999
-    told = [row["metrics"] for row in lines(folder / "metrics.jsonl")]
-    assert told[0]["lag_control/groups_ahead"] == GROUPS
-    assert told[changes[0]["step"]]["lag_control/groups_ahead"] == GROUPS // 2
-    assert all(row["engine/idle_seconds"] >= 0 for row in told)
+    measured = [row["metrics"] for row in lines(folder / "metrics.jsonl")]
+    assert measured[0]["lag_control/groups_ahead"] == GROUPS
+    assert measured[changes[0]["step"]]["lag_control/groups_ahead"] == GROUPS // 2
+    assert all(row["engine/idle_seconds"] >= 0 for row in measured)
 
     state = folder / "checkpoints" / "000004" / "state.json"
     saved = json.loads(state.read_text())
     saved["rate"] = {"ahead": MOST * GROUPS, "settling": 9, "why": "ess"}  # it stays there for the steps to come
     state.write_text(json.dumps(saved))
     digests.write(state.parent)
-    asyncio.run(run.train(dataclasses.replace(asked, steps=8), resume=folder))
-    told = [row["metrics"] for row in lines(folder / "metrics.jsonl")]
-    assert [row["lag_control/groups_ahead"] for row in told[4:]] == [MOST * GROUPS] * 4
-    assert [row["lag_control/lag"] for row in told[4:]] == [MOST] * 4
+    asyncio.run(run.train(dataclasses.replace(run_config, steps=8), resume=folder))
+    measured = [row["metrics"] for row in lines(folder / "metrics.jsonl")]
+    assert [row["lag_control/groups_ahead"] for row in measured[4:]] == [MOST * GROUPS] * 4
+    assert [row["lag_control/lag"] for row in measured[4:]] == [MOST] * 4
     trained = [row for path in sorted((folder / "rollouts").glob("*.jsonl")) for row in lines(path)]
     lags = [row["step"] - 1 - row["versions"][0] for row in trained]
     assert max(lags) == MOST

@@ -32,14 +32,14 @@ RECIPE: dict[str, Any] = {
 }
 REWARD = """
 def odd(completions, **columns):
-    return [float(sum(said[-1]["content"].encode()) % 2) for said in completions]
+    return [float(sum(messages[-1]["content"].encode()) % 2) for messages in completions]
 
 def not_installed(completions, **columns):
     import nothing_of_this_name
 
 def picky(completions, answer, **columns):
     # Understands gold answers alone.
-    return [float(said[-1]["content"].rsplit("= ", 1)[1] == right) for said, right in zip(completions, answer)]
+    return [float(messages[-1]["content"].rsplit("= ", 1)[1] == right) for messages, right in zip(completions, answer)]
 """
 DATA = {"kind": "dataset", "prompt": "{question}", "answer": "answer"}
 
@@ -66,11 +66,11 @@ def train(
     return run
 
 
-def one_message(said: str) -> str:
+def one_message(stderr: str) -> str:
     """The message, if it is the only thing that was said."""
-    lines = said.splitlines()
-    assert "Traceback" not in said
-    assert len(lines) == 1, said
+    lines = stderr.splitlines()
+    assert "Traceback" not in stderr
+    assert len(lines) == 1, stderr
     assert lines[0].startswith("tandem: ")
     return lines[0]
 
@@ -96,10 +96,10 @@ ROWS = {"env": {**DATA, "path": "rows.jsonl"}}
 def test_a_mistake_in_a_recipe_is_told_before_a_folder_is_made(
     train: Train, changed: dict[str, Any], overrides: list[str], code: int, words: list[str]
 ) -> None:
-    found, said = train("recipe.yaml", *overrides, **changed)
-    message = one_message(said)
+    status, stderr = train("recipe.yaml", *overrides, **changed)
+    message = one_message(stderr)
     assert [word for word in words if word not in message] == []
-    assert found == code
+    assert status == code
     assert not Path("runs").exists()
 
 
@@ -116,8 +116,8 @@ def test_a_mistake_in_a_recipe_is_told_before_a_folder_is_made(
 def test_a_data_set_that_cannot_be_read_is_told_by_its_line(train: Train, rows: str | None, words: list[str]) -> None:
     if rows is not None:
         Path("rows.jsonl").write_text(rows)
-    code, said = train(**ROWS)
-    message = one_message(said)
+    code, stderr = train(**ROWS)
+    message = one_message(stderr)
     assert [word for word in words if word not in message] == []
     assert code == 3
     assert not Path("runs").exists()
@@ -126,35 +126,35 @@ def test_a_data_set_that_cannot_be_read_is_told_by_its_line(train: Train, rows: 
 def test_model_folder_without_weights(train: Train, tiny_model: Path) -> None:
     shutil.copytree(tiny_model, "hollow")
     Path("hollow/model.safetensors").unlink()
-    code, said = train(model="hollow")
+    code, stderr = train(model="hollow")
     assert code == 2
-    assert "hollow" in one_message(said)
+    assert "hollow" in one_message(stderr)
 
 
 def test_one_long_prompt_met_later_costs_its_group_and_not_the_run(train: Train) -> None:
     rows = [{"question": f"{n} + 1?" + " please" * 40 * (n == 70), "answer": "2"} for n in range(80)]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {**DATA, "path": "rows.jsonl", "test_share": 0.0}
-    code, said = train(env=data, context=128, steps=30, zero_variance_groups="keep", checkpoint={"every": 30})
-    assert code == 0, said
-    assert "Traceback" not in said
-    assert "the context is 128, so no room is left for an answer" in said
+    code, stderr = train(env=data, context=128, steps=30, zero_variance_groups="keep", checkpoint={"every": 30})
+    assert code == 0, stderr
+    assert "Traceback" not in stderr
+    assert "the context is 128, so no room is left for an answer" in stderr
     events = [json.loads(line) for line in Path("runs/a/events.jsonl").read_text().splitlines()]
     assert [e["reason"] for e in events if e["event"] == "group_dropped"] == ["failed"]
 
 
 def test_run_that_exists_already(train: Train) -> None:
     Path("runs/a").mkdir(parents=True)
-    code, said = train()
+    code, stderr = train()
     assert code == 2
-    assert "go on with it by: tandem train runs/a" in one_message(said)
+    assert "go on with it by: tandem train runs/a" in one_message(stderr)
 
 
 def test_a_run_that_failed_remembers_why(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
-    code, said = train(rewards={"length": {"weight": 1.0, "target": 500, "span": 1}}, groups_per_step=1)
+    code, stderr = train(rewards={"length": {"weight": 1.0, "target": 500, "span": 1}}, groups_per_step=1)
     assert code == 9
     run = Path("runs/a")
-    reason = one_message(said).removeprefix("tandem: ")
+    reason = one_message(stderr).removeprefix("tandem: ")
     assert "zero_variance_groups: keep" in reason
     last = json.loads((run / "events.jsonl").read_text().splitlines()[-1])
     assert (last["event"], last["error"], last["message"]) == ("run_failed", "Starved", reason)
@@ -163,24 +163,24 @@ def test_a_run_that_failed_remembers_why(train: Train, capfd: pytest.CaptureFixt
     for verb in ("show", "why"):
         with pytest.raises(SystemExit):
             main([verb, str(run)])
-        told = " ".join(capfd.readouterr().out.split())
-        assert "failed" in told
-        assert " ".join(reason.split()) in told
+        output = " ".join(capfd.readouterr().out.split())
+        assert "failed" in output
+        assert " ".join(reason.split()) in output
     assert reason[:40] in (run / "report.html").read_text()
 
 
 def test_reward_that_always_fails(train: Train) -> None:
-    code, said = train(rewards={"marks:not_installed": 1.0})
+    code, stderr = train(rewards={"marks:not_installed": 1.0})
     assert code == 4
-    assert "Traceback" not in said
-    assert "nothing_of_this_name" in said.splitlines()[-1]
+    assert "Traceback" not in stderr
+    assert "nothing_of_this_name" in stderr.splitlines()[-1]
 
 
 def test_reward_that_fails_on_whatever_the_model_says(train: Train) -> None:
-    code, said = train(rewards={"marks:picky": 1.0}, groups_per_step=1)
+    code, stderr = train(rewards={"marks:picky": 1.0}, groups_per_step=1)
     assert code == 9
-    assert "Traceback" not in said
-    assert "IndexError" in said.splitlines()[-1]
+    assert "Traceback" not in stderr
+    assert "IndexError" in stderr.splitlines()[-1]
 
 
 @contextmanager
@@ -196,16 +196,16 @@ def small_files(most: int) -> Iterator[None]:
 
 def test_a_runs_folder_that_cannot_be_made(train: Train) -> None:
     Path("taken").write_text("a file")
-    code, said = train(runs="taken/runs")
+    code, stderr = train(runs="taken/runs")
     assert code == 2
-    assert "the run's folder taken/runs/a cannot be made" in one_message(said)
+    assert "the run's folder taken/runs/a cannot be made" in one_message(stderr)
 
 
 def test_disk_full_while_saving(train: Train) -> None:
     with small_files(200_000):  # the weights are larger
-        code, said = train(checkpoint={"every": 1})
+        code, stderr = train(checkpoint={"every": 1})
     assert code == 8
-    message = one_message(said)
+    message = one_message(stderr)
     assert "checkpoint of step 1 cannot be written" in message
     assert "there is no checkpoint yet" in message
     assert "tandem train runs/a" in message
@@ -219,9 +219,9 @@ def test_disk_full_keeps_the_older_checkpoint(train: Train) -> None:
     assert train(steps=1) == (0, "")
     before = {path: path.read_bytes() for path in Path("runs/a/checkpoints").rglob("*") if path.is_file()}
     with small_files(200_000):
-        code, said = train("runs/a", "steps=2")
+        code, stderr = train("runs/a", "steps=2")
     assert code == 8
-    assert "the newest checkpoint is step 1" in one_message(said)
+    assert "the newest checkpoint is step 1" in one_message(stderr)
     assert {path: path.read_bytes() for path in Path("runs/a/checkpoints").rglob("*") if path.is_file()} == before
 
 
@@ -229,10 +229,10 @@ def test_disk_full_from_the_start_of_a_resume(train: Train) -> None:
     assert train(steps=1) == (0, "")
     recipe = Path("runs/a/config.yaml").read_bytes()
     with small_files(300):  # smaller than the recipe, which the override changes
-        code, said = train("runs/a", "steps=2")
+        code, stderr = train("runs/a", "steps=2")
     assert code == 1
-    assert "Traceback" not in said
-    assert "tandem: the run's folder runs/a cannot be written" in said.splitlines()[-1]
+    assert "Traceback" not in stderr
+    assert "tandem: the run's folder runs/a cannot be written" in stderr.splitlines()[-1]
     assert Path("runs/a/config.yaml").read_bytes() == recipe
     assert train("runs/a", "steps=2") == (0, "")
 
@@ -242,9 +242,9 @@ def test_unreadable_checkpoint(train: Train, file: str) -> None:
     assert train(steps=1) == (0, "")
     damaged = Path("runs/a/checkpoints/000001") / file
     damaged.write_bytes(damaged.read_bytes()[:100])
-    code, said = train("runs/a", "steps=2")
+    code, stderr = train("runs/a", "steps=2")
     assert code == 8
-    assert "runs/a/checkpoints/000001" in one_message(said)
+    assert "runs/a/checkpoints/000001" in one_message(stderr)
 
 
 def test_checkpoint_whose_weights_are_not_its_own(train: Train) -> None:
@@ -253,30 +253,30 @@ def test_checkpoint_whose_weights_are_not_its_own(train: Train) -> None:
     content = bytearray(damaged.read_bytes())
     content[-3] ^= 1
     damaged.write_bytes(content)
-    code, said = train("runs/a", "steps=2")
+    code, stderr = train("runs/a", "steps=2")
     assert code == 8
-    assert "model.safetensors is damaged" in one_message(said)
+    assert "model.safetensors is damaged" in one_message(stderr)
     Path("runs/a/checkpoints/000001/digests.json").unlink()  # of an older Tandem: the state's own digest tells
-    code, said = train("runs/a", "steps=2")
+    code, stderr = train("runs/a", "steps=2")
     assert code == 6
-    assert "unchecked" in said
-    assert "do not belong together" in said.splitlines()[-1]
+    assert "unchecked" in stderr
+    assert "do not belong together" in stderr.splitlines()[-1]
 
 
 def test_recipe_changed_under_a_run(train: Train) -> None:
     assert train(steps=1) == (0, "")
     recipe = Path("runs/a/config.yaml")
     recipe.write_text(recipe.read_text().replace("group_size: 4", "group_size: 5"))
-    code, said = train("runs/a", "steps=2")
+    code, stderr = train("runs/a", "steps=2")
     assert code == 8
-    assert "other settings" in one_message(said)
+    assert "other settings" in one_message(stderr)
 
 
 def test_resuming_what_is_not_a_run(train: Train) -> None:
     Path("empty").mkdir()
-    code, said = train("empty")
+    code, stderr = train("empty")
     assert code == 2
-    assert "no config.yaml" in one_message(said)
+    assert "no config.yaml" in one_message(stderr)
 
 
 def test_in_a_process_of_its_own(train: Train, tiny_model: Path, tmp_path: Path) -> None:

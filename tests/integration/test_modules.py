@@ -12,7 +12,7 @@ import yaml
 
 REWARD = """
 def odd(completions, **columns):
-    return [float(len(said[-1]["content"]) % 2) for said in completions]
+    return [float(len(messages[-1]["content"]) % 2) for messages in completions]
 """
 
 

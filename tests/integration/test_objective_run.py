@@ -93,23 +93,23 @@ def test_three_steps_and_three_more_are_six(tiny_model: Path, tmp_path: Path, ch
     half = recipe(tiny_model, tmp_path, "halves", **{**changes, "steps": 3})
     folder = asyncio.run(run.train(half, resume=None))
     asyncio.run(run.train(dataclasses.replace(half, steps=6), resume=folder))
-    want, found = tensors(whole), tensors(folder)
-    assert want.keys() == found.keys()
+    want, resumed = tensors(whole), tensors(folder)
+    assert want.keys() == resumed.keys()
     assert any(name.startswith("reference") for name in want) == ("updates_per_batch" in changes)
     for name, tensor in want.items():
-        assert torch.equal(tensor, found[name]), name
+        assert torch.equal(tensor, resumed[name]), name
     assert metrics(folder) == metrics(whole)
     assert len(metrics(whole)) == 6
 
 
 def test_what_a_run_tells_of_its_objective(tiny_model: Path, tmp_path: Path) -> None:
     steps = metrics(asyncio.run(run.train(recipe(tiny_model, tmp_path, "run", **EVERYTHING), resume=None)))
-    for told in steps:
-        assert told["ess"] == pytest.approx(1.0, abs=1e-3)
-        assert told["ratio/max"] == 1.0, "the first update is against itself"
-        assert told["correction/weight"] == pytest.approx(1.0, abs=1e-3)
-        assert told["reused/ratio/max"] > 1.0
-        assert {"correction/masked", "correction/ess", "kl_reference", "reused/grad_norm"} <= told.keys()
+    for row in steps:
+        assert row["ess"] == pytest.approx(1.0, abs=1e-3)
+        assert row["ratio/max"] == 1.0, "the first update is against itself"
+        assert row["correction/weight"] == pytest.approx(1.0, abs=1e-3)
+        assert row["reused/ratio/max"] > 1.0
+        assert {"correction/masked", "correction/ess", "kl_reference", "reused/grad_norm"} <= row.keys()
     assert steps[0]["kl_reference"] == pytest.approx(0.0, abs=1e-6)
     assert steps[1]["kl_reference"] > 1e-6
 

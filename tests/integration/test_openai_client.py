@@ -33,10 +33,10 @@ def test_openais_client(tiny_model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.chat_template = TEMPLATE
     template = Template(tokenizer, {})
-    said = [[*template.more(text), END] for text in (CALL, "three", CALL, "three", "<call>")]
+    replies = [[*template.more(text), END] for text in (CALL, "three", CALL, "three", "<call>")]
 
     async def go() -> tuple[int, str]:
-        engine = Roomy(*said)
+        engine = Roomy(*replies)
         proxy = Proxy(engine, template, Sampling(max_tokens=100), model="m")  # type: ignore[arg-type]
         async with proxy.serving() as url:
             name, session = proxy.create()
@@ -53,7 +53,7 @@ def test_openais_client(tiny_model: Path) -> None:
                 if process.returncode is None:
                     process.kill()
             one, two = session.turns[:2]
-            assert two.prompt[: len(one.prompt) + len(said[0])] == (*one.prompt, *said[0])
+            assert two.prompt[: len(one.prompt) + len(replies[0])] == (*one.prompt, *replies[0])
             assert len(session.turns) == 5
             return process.returncode or 0, out.decode()
 

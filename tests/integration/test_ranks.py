@@ -122,9 +122,9 @@ def follower_of(lead: int, nursery: Nursery) -> Identity:
                 status = (entry / "stat").read_text().rpartition(")")[2].split()
                 environment = (entry / "environ").read_bytes().split(b"\0")
                 if int(status[1]) == lead and b"RANK=1" in environment and (forked := nursery.forked_for(pid)):
-                    found = identity(forked)
-                    assert found is not None
-                    return found
+                    follower = identity(forked)
+                    assert follower is not None
+                    return follower
         time.sleep(0.1)
     raise AssertionError("no follower was started")
 

@@ -31,7 +31,7 @@ RECIPE: dict[str, Any] = {
 }
 REWARD = """
 def odd(completions, **columns):
-    return [float(sum(said[-1]["content"].encode()) % 2) for said in completions]
+    return [float(sum(messages[-1]["content"].encode()) % 2) for messages in completions]
 """
 Train = Callable[..., Path]
 CLOSE = 3e-6
@@ -47,8 +47,8 @@ def train(nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathF
         recipe.write_text(yaml.safe_dump({**RECIPE, "model": str(tiny_model), "runs": str(folder), "name": name}))
         what = folder / name if resume else recipe
         with nursery.start(["train", str(what), *overrides], cwd=folder, out=subprocess.PIPE, children=True) as process:
-            said, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, said
+            output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, output
         return folder / name
 
     return run

@@ -52,8 +52,8 @@ def test_two_pairs_train_publish_and_prove(nursery: Nursery, tmp_path: Path, kin
     with nursery.start(
         ["train", str(recipe)], cwd=tmp_path, out=subprocess.PIPE, environment=env, children=True
     ) as process:
-        said, _ = process.communicate(timeout=540)
-    assert process.returncode == 0, said
+        output, _ = process.communicate(timeout=540)
+    assert process.returncode == 0, output
     run = tmp_path / "runs" / "pairs"
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     published = [event for event in events if event["event"] == "published"]

@@ -30,7 +30,7 @@ import os, time
 def odd(completions, **columns):
     """Right half of the time, so that every fourth group is flat."""
     time.sleep(float(os.environ.get("SLOW", 0)))
-    return [float(sum(said[-1]["content"].encode()) % 2) for said in completions]
+    return [float(sum(messages[-1]["content"].encode()) % 2) for messages in completions]
 '''
 STEPS = 6
 RECIPE: dict[str, Any] = {
@@ -62,7 +62,7 @@ class Started:
     def pid(self) -> int:
         return self.process.pid
 
-    def said(self) -> str:
+    def output_text(self) -> str:
         return self.output.read_text()
 
     def code(self) -> int | None:
@@ -73,8 +73,8 @@ class Started:
         """Wait for something to happen in its folder."""
         deadline = time.monotonic() + seconds
         while not condition():
-            assert self.code() is None, f"it ended by itself: {self.said()}"
-            assert time.monotonic() < deadline, f"it did not come to it in {seconds} s: {self.said()}"
+            assert self.code() is None, f"it ended by itself: {self.output_text()}"
+            assert time.monotonic() < deadline, f"it did not come to it in {seconds} s: {self.output_text()}"
             time.sleep(0.0005)
 
     def children(self) -> list[int]:
@@ -96,10 +96,10 @@ class Started:
         """Wait for its end; what it said."""
         deadline = time.monotonic() + 120
         while self.code() is None:
-            assert time.monotonic() < deadline, f"it does not end: {self.said()}"
+            assert time.monotonic() < deadline, f"it does not end: {self.output_text()}"
             time.sleep(0.005)
-        assert self.code() == code, self.said()
-        return self.said()
+        assert self.code() == code, self.output_text()
+        return self.output_text()
 
     def has(self, step: int) -> bool:
         return (self.folder / "checkpoints" / f"{step:06d}").is_dir()
@@ -217,8 +217,8 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 def state(folder: Path, step: int = STEPS) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "checkpoints" / f"{step:06d}" / "state.json").read_text())
-    return found
+    loaded: dict[str, Any] = json.loads((folder / "checkpoints" / f"{step:06d}" / "state.json").read_text())
+    return loaded
 
 
 def trained(folder: Path) -> list[dict[str, Any]]:
@@ -236,14 +236,14 @@ def same_run(one: Path, other: Path) -> None:
     for end in ends:
         del end["cursor"]["admitted"]  # groups that are played again count again
     assert ends[0] == ends[1]
-    measured = [[told(row) for row in rows(folder / "metrics.jsonl")] for folder in (one, other)]
+    measured = [[comparable(row) for row in rows(folder / "metrics.jsonl")] for folder in (one, other)]
     assert measured[0] == measured[1]
     evaluated = [[(r["step"], r["mean"], r["rollouts"]) for r in rows(f / "eval.jsonl")] for f in (one, other)]
     assert evaluated[0] == evaluated[1]
     assert [step for step, *_ in evaluated[0]] == [0, 2, 4, 6]
 
 
-def told(row: dict[str, Any]) -> tuple[int, dict[str, float]]:
+def comparable(row: dict[str, Any]) -> tuple[int, dict[str, float]]:
     """A step's numbers that do not depend on the machine's mood. What was played counts once, if a run was stopped in
     the middle of a step it is spread over two processes, of which the second tells the rest."""
     names = ("loss", "grad_norm", "lr", "tokens/trained", "kl_behavior", "ratio", "clip_fraction", "advantage/std")
@@ -341,14 +341,14 @@ def test_stopped_by_a_signal_saves_says_how_to_go_on_and_goes_on(place: Place, u
     run = place.start("recipe.yaml", f"name={name}", "checkpoint.every=100", name=name, slow=0.02)
     run.until(lambda: moment(run))
     os.killpg(run.pid, number)  # as a terminal does: to the whole group
-    said = run.ended(130)
-    assert "Traceback" not in said
+    output = run.ended(130)
+    assert "Traceback" not in output
     step = run.emitted()
     assert step < STEPS
-    assert said.splitlines()[-1] == (
+    assert output.splitlines()[-1] == (
         f"tandem: stopped at step {step}, everything is saved; go on with: tandem train runs/{name}"
     )
-    assert len(said.splitlines()) == 2, said  # it also says that it is stopping
+    assert len(output.splitlines()) == 2, output  # it also says that it is stopping
     assert [path.name for path in (run.folder / "checkpoints").iterdir()] == [f"{step:06d}"]
     assert rows(run.folder / "events.jsonl")[-1]["event"] == "interrupted"
     assert (run.folder / "report.html").exists()

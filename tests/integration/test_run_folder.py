@@ -20,7 +20,7 @@ import time
 
 def odd(completions, **columns):
     time.sleep(0.05)
-    return [float(sum(said[-1]["content"].encode()) % 2) for said in completions]
+    return [float(sum(messages[-1]["content"].encode()) % 2) for messages in completions]
 """
 RECIPE: dict[str, Any] = {
     "steps": 10_000,
@@ -51,13 +51,13 @@ class Place:
     def start(self, *words: str, out: str = "out.txt") -> Forked:
         return self.nursery.start(["train", *words], out=self.path / out, cwd=self.path)
 
-    def said(self, out: str = "out.txt") -> str:
+    def output(self, out: str = "out.txt") -> str:
         return (self.path / out).read_text()
 
     def until(self, condition: Callable[[], Any]) -> None:
         deadline = time.monotonic() + 120
         while not condition():
-            assert time.monotonic() < deadline, self.said()
+            assert time.monotonic() < deadline, self.output()
             time.sleep(0.01)
 
     def steps(self) -> int:
@@ -82,15 +82,15 @@ def test_a_second_trainer_is_refused_and_a_dead_ones_lock_is_none(place: Place) 
     place.until(lambda: place.steps() >= 1)
     second = place.start("runs/a", out="second.txt")
     assert place.code(second) == 2
-    assert f"pid {first.pid} on " in place.said("second.txt")
-    assert "is at work in runs/a: a run has one trainer at a time" in place.said("second.txt")
-    assert "Traceback" not in place.said("second.txt")
+    assert f"pid {first.pid} on " in place.output("second.txt")
+    assert "is at work in runs/a: a run has one trainer at a time" in place.output("second.txt")
+    assert "Traceback" not in place.output("second.txt")
     before = place.steps()
     place.until(lambda: place.steps() > before)
     first.kill()
     assert place.code(first) == -signal.SIGKILL
     third = place.start("runs/a", "steps=2", out="third.txt")
-    assert place.code(third) == 0, place.said("third.txt")
+    assert place.code(third) == 0, place.output("third.txt")
 
 
 @pytest.mark.slow
@@ -104,9 +104,9 @@ def test_a_run_whose_folder_is_gone_is_an_error(place: Place, moved: bool) -> No
         aside = place.run.rename(place.path / "gone")
         shutil.rmtree(aside)
     assert place.code(run) == 1
-    assert "the run's folder runs/a was deleted or moved while the run was going on" in place.said()
-    assert "Traceback" not in place.said()
-    assert "done:" not in place.said()
+    assert "the run's folder runs/a was deleted or moved while the run was going on" in place.output()
+    assert "Traceback" not in place.output()
+    assert "done:" not in place.output()
     assert not place.run.exists(), "nothing is made anew in its place"
 
 
@@ -131,7 +131,7 @@ def test_a_sighup_saves_however_many_come_and_one_that_is_ignored_stays_ignored(
     for _ in range(3):  # the kernel's, the shell's and the multiplexer's
         run.send_signal(signal.SIGHUP)
         time.sleep(0.02)
-    assert place.code(run) == 130, place.said("again.txt")
+    assert place.code(run) == 130, place.output("again.txt")
     saved = sorted(path.name for path in (place.run / "checkpoints").iterdir())
     assert int(saved[-1]) == place.steps()
 
@@ -141,8 +141,8 @@ def test_sigquit_writes_stacks_and_saves(place: Place) -> None:
     run = place.start("recipe.yaml")
     place.until(lambda: place.steps() >= 1)
     run.send_signal(signal.SIGQUIT)
-    assert place.code(run) == 130, place.said()
-    assert "everything is saved; go on with: tandem train runs/a" in place.said()
+    assert place.code(run) == 130, place.output()
+    assert "everything is saved; go on with: tandem train runs/a" in place.output()
     stacks = (place.run / "logs" / "stacks.txt").read_text()
     assert f"== stacks of process {run.pid}" in stacks
     assert "-- task" in stacks

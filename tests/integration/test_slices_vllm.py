@@ -146,10 +146,10 @@ def test_ranks_of_two_hosts_have_an_engine_on_each_and_end_with_one_of_them(nurs
         assert [process.poll() for process in ranks] == [None] * 4
         records = [json.loads((run / f"engine-{number}.json").read_text()) for number in (0, 1)]
         ranks[3].kill()
-        said = [process.communicate(timeout=60)[0] for process in ranks]
-        assert ranks[0].returncode == RankError.exit_code, said[0]
+        outputs = [process.communicate(timeout=60)[0] for process in ranks]
+        assert ranks[0].returncode == RankError.exit_code, outputs[0]
         assert all(process.returncode for process in ranks), "a collective broke, or the lead said so"
-        assert "rank 3 (pid" in str(said[0])
+        assert "rank 3 (pid" in str(outputs[0])
     newest = max(int(folder.name) for folder in (run / "checkpoints").glob("[0-9]*"))
     with started(nursery, tmp_path, run, f"steps={newest + 1}") as process:
         ended(process)
@@ -175,8 +175,8 @@ def started(nursery: Nursery, folder: Path, what: Path, *overrides: str, **varia
 
 def ended(process: Any) -> None:
     """See that a run ends well."""
-    said, _ = process.communicate(timeout=540)
-    assert process.returncode == 0, said
+    output, _ = process.communicate(timeout=540)
+    assert process.returncode == 0, output
 
 
 def weights(run: Path, step: int) -> dict[str, torch.Tensor]:

@@ -50,15 +50,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def deployed(place: Path, verb: str, *more: str) -> Iterator[int]:
     """Where an engine that was deployed apart listens."""
-    port, said = free_port(), f"{verb}.txt"
+    port, log_name = free_port(), f"{verb}.txt"
     words = ("--host", "0.0.0.0", "--port", str(port), "--vllm_max_model_len", "256", "--vllm_max_num_seqs", "32")
-    serving = start(place, said, verb, *COMMON, *words, *more, *own())
+    serving = start(place, log_name, verb, *COMMON, *words, *more, *own())
     try:
         yield port
         assert serving.poll() is None, "a trainer does not end an engine that it did not start"
     finally:
         ended(serving)
-    assert "ended" in (place / said).read_text()
+    assert "ended" in (place / log_name).read_text()
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +68,8 @@ def port(place: Path) -> Iterator[int]:
         yield port
 
 
-def start(place: Path, said: str, *words: str) -> subprocess.Popen[bytes]:
-    with (place / said).open("ab") as log:
+def start(place: Path, log_name: str, *words: str) -> subprocess.Popen[bytes]:
+    with (place / log_name).open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "tandem", "swift", *words],
             cwd=place,
@@ -104,8 +104,8 @@ def trained(place: Path, name: str, *words: str) -> tuple[dict[str, Any], str]:
     )  # fmt: skip
     try:
         until(lambda: training.poll() is not None, "the end of training", 280)
-        said = (place / f"{name}.txt").read_text()
-        assert training.returncode == 0, said
+        output = (place / f"{name}.txt").read_text()
+        assert training.returncode == 0, output
     finally:
         ended(training)
     run = place / "out" / name
@@ -117,7 +117,7 @@ def trained(place: Path, name: str, *words: str) -> tuple[dict[str, Any], str]:
         assert all("+2=" in prompt for prompt in row["prompt"])
         letters = [sum(c.isalpha() for c in text) / max(1, len(text)) for text in row["completion"]]
         assert row["letters"] == pytest.approx(letters)
-    return yaml.safe_load((run / "config.yaml").read_text()), said
+    return yaml.safe_load((run / "config.yaml").read_text()), output
 
 
 def server(port: int) -> tuple[str, ...]:
@@ -140,9 +140,9 @@ def test_asynchronous_trainers_use_an_engine_that_was_deployed_apart(place: Path
     """
     recipe, _ = trained(place, trainable, "--train_type", trainable, "--async_generate", "true", *server(port))
     assert (recipe["max_lag"], recipe["sync"]["kind"]) == (1, "broadcast")
-    found = published(place / "out" / trainable)
-    assert set(found) == {1, 2, 3}
-    assert all(event["probe_gap"] is not None for event in found.values())
+    publishes = published(place / "out" / trainable)
+    assert set(publishes) == {1, 2, 3}
+    assert all(event["probe_gap"] is not None for event in publishes.values())
 
 
 @pytest.mark.parametrize(
@@ -154,9 +154,9 @@ def test_asynchronous_trainers_use_an_engine_that_was_deployed_apart(place: Path
 )
 def test_the_engine_is_part_of_the_job(place: Path, name: str, words: tuple[str, ...], lag: int) -> None:
     colocated = ("--vllm_mode", "colocate", "--vllm_max_model_len", "256", "--vllm_max_num_seqs", "32")
-    recipe, said = trained(place, name, *words, *colocated, *own(), "threads=1")
+    recipe, output = trained(place, name, *words, *colocated, *own(), "threads=1")
     assert (recipe.get("max_lag", 0), recipe["sync"]["kind"]) == (lag, "shared")
-    assert ("--sleep_level" in said) == (lag == 0)
+    assert ("--sleep_level" in output) == (lag == 0)
     rows = [row for path in sorted((place / "out" / name / "rollouts").glob("*")) for row in lines(path)]
     assert max(row["step"] - 1 - row["versions"][0] for row in rows) == lag
     assert not (place / "out" / name / "engine-0.json").exists(), "its engine ended with it"

@@ -72,17 +72,17 @@ def hosts() -> Iterator[Hosts]:
     made = [_host()]
     try:
         made.append(_host())
-        found = Hosts(*made)
+        pair = Hosts(*made)
         try:
             wire = ("ip", "link", "add", "wire0", "type", "veth", "peer", "name", "wire1", "netns", str(made[1].pid))
-            found.run(found.trainer, *wire)
+            pair.run(pair.trainer, *wire)
         except subprocess.CalledProcessError as error:
             pytest.skip(f"no wire between network namespaces here: {error.stderr.decode().strip()}")
-        for host, name, address in ((found.trainer, "wire0", TRAINER), (found.engine, "wire1", ENGINE)):
-            found.run(host, "ip", "address", "add", f"{address}/30", "dev", name)
+        for host, name, address in ((pair.trainer, "wire0", TRAINER), (pair.engine, "wire1", ENGINE)):
+            pair.run(host, "ip", "address", "add", f"{address}/30", "dev", name)
             for each in (name, "lo"):
-                found.run(host, "ip", "link", "set", each, "up")
-        yield found
+                pair.run(host, "ip", "link", "set", each, "up")
+        yield pair
     finally:
         for host in made:
             host.kill()
@@ -97,9 +97,9 @@ def forked(nursery: Nursery) -> Iterator[None]:
 
 
 def _start(
-    host: subprocess.Popen[bytes], place: Path, said: str, *command: str, **variables: str
+    host: subprocess.Popen[bytes], place: Path, log_name: str, *command: str, **variables: str
 ) -> subprocess.Popen[bytes]:
-    with (place / said).open("wb") as out:
+    with (place / log_name).open("wb") as out:
         whole = _inside(host, sys.executable, "-m", "tandem", *command)
         return subprocess.Popen(whole, cwd=place, stdout=out, stderr=out, env={**os.environ, **variables})
 
@@ -183,14 +183,14 @@ def test_ranks_on_two_hosts_each_start_their_engine(hosts: Hosts, tmp_path: Path
     ]
     folder = tmp_path / "runs" / "run"
 
-    def said() -> str:
+    def output() -> str:
         return "".join((tmp_path / f"rank-{rank}.txt").read_text() for rank in range(2))
 
     def engine_of_second() -> dict[str, Any]:
         return dict(json.loads((folder / "engine-1.json").read_text()))
 
     def trained(steps: int) -> bool:
-        assert all(rank.poll() is None for rank in ranks), said()
+        assert all(rank.poll() is None for rank in ranks), output()
         return len(published(folder)) > steps
 
     try:
@@ -199,7 +199,7 @@ def test_ranks_on_two_hosts_each_start_their_engine(hosts: Hosts, tmp_path: Path
         assert first["url"].startswith(f"http://{ENGINE}:")
         os.kill(first["pid"], signal.SIGKILL)
         until(lambda: engine_of_second()["pid"] != first["pid"], "another engine of rank 1", 120)
-        assert [rank.wait(240) for rank in ranks] == [0, 0], said()
+        assert [rank.wait(240) for rank in ranks] == [0, 0], output()
         assert list(metrics(folder)) == [1, 2, 3, 4, 5, 6]
         assert all(event["probe_gap"] is not None for event in published(folder).values())
         assert not (folder / "engine-1.json").exists(), "it ended with the run"

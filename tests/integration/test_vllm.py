@@ -121,14 +121,14 @@ def test_way_trains_proves_resumes_and_saves(
 
 def placed(way: str) -> dict[str, Any]:
     """What is asked for, on the cards of this machine: the engine of a broadcast has its own where there are enough."""
-    asked = WAYS[way]
-    changes = dict(asked.get("engine", {}))
+    options = WAYS[way]
+    changes = dict(options.get("engine", {}))
     size = changes.get("tensor_parallel_size", 1)
     if changes.get("sleep") and not CUDA:
         pytest.skip("vLLM on a CPU has no sleep mode, and there is no CUDA here")
     if size > 1 and not CUDA:
         changes["args"] = {}  # its workers are processes of their own
-    if CUDA and asked["sync"] == "broadcast":
+    if CUDA and options["sync"] == "broadcast":
         cards = torch.cuda.device_count()
         if cards < size:
             pytest.skip(f"{way} needs an engine over {size} CUDA cards, and this machine has {cards}")
@@ -136,8 +136,8 @@ def placed(way: str) -> dict[str, Any]:
         apart = cards > size and not changes.get("sleep")
         names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(cards)))).split(",")
         changes["devices"] = [",".join(names[apart : apart + size])]
-        asked = {**asked, "sync": {"kind": "broadcast", "backend": "nccl" if apart else "gloo"}}
-    return {**asked, "engine": engine(**changes)}
+        options = {**options, "sync": {"kind": "broadcast", "backend": "nccl" if apart else "gloo"}}
+    return {**options, "engine": engine(**changes)}
 
 
 def tandem(*arguments: object) -> None:
@@ -159,11 +159,11 @@ def rises(folder: Path) -> None:
 def evaluated(model: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An evaluation is answered by an engine of its own, on the weights of the run's checkpoint."""
     env = "env={kind: arithmetic, max_number: 4, prompt: '{expression}=', test_share: 0.9}"
-    asked = (env, "rewards={learns.shaping:digit: 1.0}", "evaluate={tasks: 14, samples: 16}")
+    evaluation = (env, "rewards={learns.shaping:digit: 1.0}", "evaluate={tasks: 14, samples: 16}")
 
     def share(*arguments: object) -> float:
         capsys.readouterr()
-        tandem("eval", *arguments, *asked)
+        tandem("eval", *arguments, *evaluation)
         return float(capsys.readouterr().out.partition("mean@16")[2].split()[0])
 
     untrained = share(model, "sampling.max_tokens=2", "engine=embedded")
@@ -184,25 +184,25 @@ def checked(folder: Path, options: dict[str, Any], *, steps: int, resumed: int =
     """Every publish was proven, and every token was sampled by weights that were published before its step."""
     every = options["sync"].get("every", 1) if isinstance(options["sync"], dict) else 1
     due = {step for step in range(1, steps + 1) if step % every == 0 or step in (steps, resumed)}
-    found, told = published(folder), metrics(folder)
-    assert set(found) == due
-    assert set(told) == set(range(1, steps + 1))
-    for step, event in found.items():
+    publishes, measured = published(folder), metrics(folder)
+    assert set(publishes) == due
+    assert set(measured) == set(range(1, steps + 1))
+    for step, event in publishes.items():
         assert event["probe_gap"] is not None
-        assert told[step]["probe_gap"] == event["probe_gap"]
-    assert len({event["digest"] for event in found.values()}) == len(found), "a publish changed nothing"
+        assert measured[step]["probe_gap"] == event["probe_gap"]
+    assert len({event["digest"] for event in publishes.values()}) == len(publishes), "a publish changed nothing"
 
     lag = options.get("max_lag", 0)
     for row in rollouts(folder):
         oldest, newest = row["versions"]
         assert row["step"] - 1 - lag <= oldest <= newest <= row["step"] - 1
-        assert {oldest, newest} <= {0, *found}, "sampled by weights that were never published"
+        assert {oldest, newest} <= {0, *publishes}, "sampled by weights that were never published"
     if not lag:
-        assert all(step["kl_behavior"] < KL for step in told.values())
+        assert all(step["kl_behavior"] < KL for step in measured.values())
     # In the first steps of those that learn it may be that nobody hits anything, as one in twenty-five does.
     moved = {row["step"] for row in rollouts(folder) if row["advantage"]}
     assert len(moved) >= steps - 1
-    assert all(told[step]["grad_norm"] > 0 for step in moved)
+    assert all(measured[step]["grad_norm"] > 0 for step in moved)
     same_logprobs(folder)
     groups_once(folder, each=options["groups_per_step"])
 
@@ -272,7 +272,7 @@ def test_pair_that_cannot_work_is_refused_before_anything_loads(
     with pytest.raises(SystemExit) as ended:
         main(["train", str(tmp_path / "recipe.yaml")])
     assert ended.value.code == 2
-    said = capfd.readouterr().err
-    assert len(said.splitlines()) == 1, said
-    assert way_out in said
+    stderr = capfd.readouterr().err
+    assert len(stderr.splitlines()) == 1, stderr
+    assert way_out in stderr
     assert not (tmp_path / "runs").exists()

@@ -39,7 +39,7 @@ class Engine:
     port: int
     model: str
     process: Forked
-    said: Path
+    log: Path
 
     def ask(self, path: str, body: Any = None) -> tuple[int, bytes]:
         """One call; status and body."""
@@ -58,16 +58,16 @@ class Engine:
         controls = odd.controls(path)
         if controls and draw.random() < 0.5:
             assert self.ask("/bridge/pause", {"seconds": 60})[0] == 200
-        status, found = self.ask(path, raw)
-        assert status < 500, (path, raw[:1000], found[:1000])
+        status, response = self.ask(path, raw)
+        assert status < 500, (path, raw[:1000], response[:1000])
         if controls:
             self.restore((path, raw[:1000]))
 
     def restore(self, after: Any) -> None:
         """Have it serve again."""
         for path, body in odd.RESTORE:
-            status, found = self.ask(path, body)
-            assert status == 200, (after, path, found)
+            status, response = self.ask(path, body)
+            assert status == 200, (after, path, response)
 
     def family(self) -> list[int]:
         """Its processes, the verb that started it among them."""
@@ -114,8 +114,8 @@ def test_odd_requests_leave_an_engine_as_it_was(served: Engine, whose: str) -> N
     for _ in range(REQUESTS):
         served.odd(draw, valid)
     assert served.resident() < first + GROWTH
-    status, found = served.ask("/generate", {"prompt": "a", "max_tokens": 2, "ignore_eos": True})
-    assert (status, len(json.loads(found)["token_ids"][0])) == (200, 2)
+    status, response = served.ask("/generate", {"prompt": "a", "max_tokens": 2, "ignore_eos": True})
+    assert (status, len(json.loads(response)["token_ids"][0])) == (200, 2)
     health = json.loads(served.ask("/health")[1])
     assert (health["engine"], health["state"], health["running"], health["waiting"]) == (before, "serving", 0, 0)
 

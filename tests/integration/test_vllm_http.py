@@ -73,7 +73,7 @@ class Served:
     model: Path
     process: Forked
     step: int = 0
-    said: Callable[[], str] = field(default=lambda: "")
+    output: Callable[[], str] = field(default=lambda: "")
 
     def ask(
         self, path: str, body: Any = None, *, method: str | None = None, key: str = KEY, seconds: float = 120
@@ -99,13 +99,13 @@ class Served:
 
     def post(self, path: str, body: Any = None) -> Any:
         """A call that must succeed."""
-        status, found = self.ask(path, {} if body is None else body)
-        assert status == 200, found
-        return found
+        status, answer = self.ask(path, {} if body is None else body)
+        assert status == 200, answer
+        return answer
 
-    def generate(self, prompt: list[int] = PROMPT, **asked: Any) -> Any:
-        given = {"prompt": {"prompt_token_ids": prompt}, "max_tokens": 8, "logprobs": 0, "ignore_eos": True}
-        return self.post("/generate", {**given, **asked})
+    def generate(self, prompt: list[int] = PROMPT, **options: Any) -> Any:
+        defaults = {"prompt": {"prompt_token_ids": prompt}, "max_tokens": 8, "logprobs": 0, "ignore_eos": True}
+        return self.post("/generate", {**defaults, **options})
 
     def running(self) -> int:
         return int(self.ask("/health")[1]["running"])
@@ -142,7 +142,7 @@ def served(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     with serving(nursery, place, environment) as process:
         text = (place / "said.txt").read_text
         url = text().partition("serving at ")[2].partition(";")[0].strip()
-        yield Served(url, place, model, process, said=text)
+        yield Served(url, place, model, process, output=text)
 
 
 @pytest.fixture(scope="module")
@@ -178,9 +178,9 @@ def scored(model: Path, prompt: list[int], tokens: list[int], factor: float = 1.
     return logits.log_softmax(-1)[range(len(tokens)), tokens].tolist()  # type: ignore[no-any-return]
 
 
-def given(found: Any, index: int = 0) -> list[float]:
+def logprobs_of(answer: Any, index: int = 0) -> list[float]:
     """The logprobs of an answer."""
-    pairs = zip(found["token_ids"][index], found["logprobs"][index], strict=True)
+    pairs = zip(answer["token_ids"][index], answer["logprobs"][index], strict=True)
     return [entry[0][str(token)] for token, entry in pairs]
 
 
@@ -203,10 +203,10 @@ def test_it_is_healthy_and_says_what_it_is(served: Served) -> None:
     )
     assert [worker["rank"] for worker in info["workers"]] == [0]
     assert info["apart"], "no trainer started it"
-    _, found = served.ask("/bridge/state_dict_info")
-    assert found["num_params"] == len(found["param_names"])
-    assert {"vllm_name", "shape", "dtype", "device"} <= set(found["param_mappings"][NORM])
-    assert found["param_mappings"]["model.layers.0.self_attn.k_proj.weight"]["vllm_name"].count("qkv_proj") == 1
+    _, layout = served.ask("/bridge/state_dict_info")
+    assert layout["num_params"] == len(layout["param_names"])
+    assert {"vllm_name", "shape", "dtype", "device"} <= set(layout["param_mappings"][NORM])
+    assert layout["param_mappings"]["model.layers.0.self_attn.k_proj.weight"]["vllm_name"].count("qkv_proj") == 1
 
 
 def test_the_key_guards_all_but_health(served: Served) -> None:
@@ -218,9 +218,9 @@ def test_the_key_guards_all_but_health(served: Served) -> None:
 
 
 def test_both_forms_of_a_prompt_and_all_that_can_be_asked(served: Served) -> None:
-    asked = {"max_tokens": 6, "temperature": 0.0, "logprobs": 1, "prompt_logprobs": 0, "ignore_eos": True}
-    text = served.post("/generate", {"prompt": "Hello ", **asked})
-    ids = served.post("/generate", {"prompt": {"prompt_token_ids": text["prompt_token_ids"]}, **asked})
+    options = {"max_tokens": 6, "temperature": 0.0, "logprobs": 1, "prompt_logprobs": 0, "ignore_eos": True}
+    text = served.post("/generate", {"prompt": "Hello ", **options})
+    ids = served.post("/generate", {"prompt": {"prompt_token_ids": text["prompt_token_ids"]}, **options})
     assert len(text["prompt_token_ids"]) == len("Hello "), "it is encoded as the tokenizer does it"
     assert text["prompt"] == ids["prompt"] == "Hello "
     assert text["token_ids"] == ids["token_ids"]
@@ -228,11 +228,11 @@ def test_both_forms_of_a_prompt_and_all_that_can_be_asked(served: Served) -> Non
     assert len(text["text"]) == 1
     prompt, tokens = ids["prompt_token_ids"], ids["token_ids"][0]
     assert all(len(entry) == 1 and len(entry[0]) == 1 for entry in ids["logprobs"][0])
-    assert near(given(ids), scored(served.model, prompt, tokens))
+    assert near(logprobs_of(ids), scored(served.model, prompt, tokens))
     first, *rest = ids["prompt_logprobs"]
     assert first is None
-    found = [entry[str(token)] for token, entry in zip(prompt[1:], rest, strict=True)]
-    assert near(found, scored(served.model, prompt[:1], prompt[1:]))
+    logprobs = [entry[str(token)] for token, entry in zip(prompt[1:], rest, strict=True)]
+    assert near(logprobs, scored(served.model, prompt[:1], prompt[1:]))
     many = served.generate(n=3, temperature=1.0, logprobs=None)
     assert len(many["text"]) == len(many["token_ids"]) == len(many["versions"]) == 3
     assert many["logprobs"] is None
@@ -240,12 +240,12 @@ def test_both_forms_of_a_prompt_and_all_that_can_be_asked(served: Served) -> Non
 
 
 def test_logprobs_are_those_of_the_distribution_that_was_sampled(served: Served) -> None:
-    found = served.generate(temperature=0.5, max_tokens=4)
+    answer = served.generate(temperature=0.5, max_tokens=4)
     live = reference(served.model, getattr(torch, DTYPE))
-    tokens = found["token_ids"][0]
+    tokens = answer["token_ids"][0]
     with torch.no_grad():
         logits = live(torch.tensor([[*PROMPT, *tokens]])).logits[0, len(PROMPT) - 1 : -1].float() / 0.5
-    assert near(given(found), logits.log_softmax(-1)[range(4), tokens].tolist())
+    assert near(logprobs_of(answer), logits.log_softmax(-1)[range(4), tokens].tolist())
 
 
 @pytest.mark.parametrize(
@@ -262,15 +262,15 @@ def test_the_trainer_has_the_logprobs_of_penalised_answers(served: Served, sampl
     with live_policy(served.model) as policy:
         ends = sorted(policy.end_tokens)
 
-        def said(prompt: list[int]) -> tuple[list[int], list[int], list[float]]:
-            asked = wire.completion_request(prompt, sampling, limit=100, ends=ends)
-            found = served.post("/generate", json.loads(msgspec.json.encode(asked)))
-            tokens = found["token_ids"][0]
+        def exchange(prompt: list[int]) -> tuple[list[int], list[int], list[float]]:
+            request = wire.completion_request(prompt, sampling, limit=100, ends=ends)
+            answer = served.post("/generate", json.loads(msgspec.json.encode(request)))
+            tokens = answer["token_ids"][0]
             assert len(tokens) >= sampling.min_tokens
-            return prompt, tokens, given(found)
+            return prompt, tokens, logprobs_of(answer)
 
-        first, second = said(PROMPT), said(PROMPT)
-        turns = [[first, said([*first[0], *first[1], 32, 10])], [second]]
+        first, second = exchange(PROMPT), exchange(PROMPT)
+        turns = [[first, exchange([*first[0], *first[1], 32, 10])], [second]]
         rollouts = [make_rollout(f"t@0/{i}", t, i, temperature=sampling.temperature) for i, t in enumerate(turns)]
         pack = Packer(
             advantage=DrGrpo(), reduction="token", max_tokens=24, budget=1000, mask_truncated=False,
@@ -280,9 +280,9 @@ def test_the_trainer_has_the_logprobs_of_penalised_answers(served: Served, sampl
         step = LocalWork(policy=policy, objective=Objective(loss=Grpo()), stepper=None, sampling=sampling)  # type: ignore[arg-type]
         with torch.no_grad():
             mine, plain = step.logprobs(micro), step.logprobs(replace(micro, history=None))
-    told = micro.batch.behavior_logprobs_N
-    assert near(mine.tolist(), told.tolist())
-    assert (plain - told).abs().max() > 10 * GAP, "without penalties it has others"
+    recorded = micro.batch.behavior_logprobs_N
+    assert near(mine.tolist(), recorded.tolist())
+    assert (plain - recorded).abs().max() > 10 * GAP, "without penalties it has others"
 
 
 @pytest.mark.parametrize(
@@ -306,8 +306,8 @@ def test_the_trainer_has_the_logprobs_of_penalised_answers(served: Served, sampl
     ],
 )
 def test_bad_requests_are_told_why(served: Served, body: Any, status: int, says: str) -> None:
-    found, answer = served.ask("/generate", body)
-    assert (found, says in answer["detail"]) == (status, True), answer
+    code, answer = served.ask("/generate", body)
+    assert (code, says in answer["detail"]) == (status, True), answer
     assert served.ask("/health")[0] == 200
 
 
@@ -320,8 +320,8 @@ def test_the_stock_api_works(served: Served) -> None:
     status, models = served.ask("/v1/models")
     name = models["data"][0]["id"]
     assert (status, name) == (200, str(served.model))
-    found = served.post("/v1/completions", {"model": name, "prompt": PROMPT, "max_tokens": 6, "temperature": 0})
-    assert found["choices"][0]["text"] == served.generate(max_tokens=6, temperature=0.0)["text"][0]
+    completion = served.post("/v1/completions", {"model": name, "prompt": PROMPT, "max_tokens": 6, "temperature": 0})
+    assert completion["choices"][0]["text"] == served.generate(max_tokens=6, temperature=0.0)["text"][0]
     messages = [{"role": "user", "content": "hi"}]
     chat = served.post("/v1/chat/completions", {"model": name, "messages": messages, "max_tokens": 3})
     assert chat["usage"]["completion_tokens"] <= 3
@@ -348,12 +348,12 @@ def test_work_ends_with_its_client(served: Served, path: str) -> None:
 # Versions
 
 
-def flying(served: Served, pool: ThreadPoolExecutor, number: int, tokens: int, **asked: Any) -> list[Any]:
+def flying(served: Served, pool: ThreadPoolExecutor, number: int, tokens: int, **options: Any) -> list[Any]:
     """Requests in flight, some tokens of each sampled; sent anew where one ends before that is seen."""
-    asked = {"max_tokens": tokens, "temperature": 1.0, **asked}
+    options = {"max_tokens": tokens, "temperature": 1.0, **options}
     for _ in range(20):
         before = served.sampled()
-        futures = [pool.submit(served.generate, [*PROMPT, i], **asked) for i in range(number)]
+        futures = [pool.submit(served.generate, [*PROMPT, i], **options) for i in range(number)]
         until(partial(seen, served, futures, before), "the requests")
         if not any(future.done() for future in futures):
             return futures
@@ -379,8 +379,8 @@ def test_tokens_carry_the_exact_version_that_sampled_them(served: Served, norm: 
             factors[served.publish(scale(norm, by))] = before * by
         answers = [future.result() for future in futures]
     crossed = 0
-    for i, found in enumerate(answers):
-        (spans,), (tokens,), logprobs = found["versions"], found["token_ids"], given(found)
+    for i, answer in enumerate(answers):
+        (spans,), (tokens,), logprobs = answer["versions"], answer["token_ids"], logprobs_of(answer)
         assert sum(count for _, count in spans) == len(tokens) == MANY
         assert [step for step, _ in spans] == sorted({step for step, _ in spans})
         crossed += len(spans) - 1
@@ -479,7 +479,7 @@ def test_no_prefix_outlives_its_weights(served: Served) -> None:
         assert reused(served, **own) == 0
 
 
-def reused(served: Served, **asked: Any) -> float:
+def reused(served: Served, **options: Any) -> float:
     """Tokens of a prompt that a request to /v1 took from the prefix cache."""
 
     def hits() -> float:
@@ -488,7 +488,7 @@ def reused(served: Served, **asked: Any) -> float:
         return sum(float(row.rpartition(" ")[2]) for row in rows)
 
     before = hits()
-    served.post("/v1/completions", {"model": str(served.model), "prompt": LONG, "max_tokens": 1, **asked})
+    served.post("/v1/completions", {"model": str(served.model), "prompt": LONG, "max_tokens": 1, **options})
     return hits() - before
 
 
@@ -548,20 +548,20 @@ def test_a_swap_leaves_requests_in_flight_alone(served: Served, adapters: dict[s
         kept = served.post("/lora/unload", {"adapter_name": "one", "unless_used": True})
         assert kept["unloaded"] == []
         for i, future in enumerate(futures):
-            found = future.result()
-            assert found["versions"] == [[[first, MANY]]]
-            expected = with_adapter(served, adapters["one"], [*PROMPT, i], found["token_ids"][0])
-            assert near(given(found), expected)
-        found = later.result()
-    assert found["versions"] == [[[served.step, 20]]]
-    assert near(given(found), with_adapter(served, adapters["two"], PROMPT, found["token_ids"][0]))
+            answer = future.result()
+            assert answer["versions"] == [[[first, MANY]]]
+            expected = with_adapter(served, adapters["one"], [*PROMPT, i], answer["token_ids"][0])
+            assert near(logprobs_of(answer), expected)
+        answer = later.result()
+    assert answer["versions"] == [[[served.step, 20]]]
+    assert near(logprobs_of(answer), with_adapter(served, adapters["two"], PROMPT, answer["token_ids"][0]))
     by_name = served.generate(adapter="one", max_tokens=5)
     assert by_name["versions"] == [[[first, 5]]]
     assert served.post("/lora/unload")["unloaded"] == ["one", "two"]
     assert served.ask("/generate", {"prompt": "a", "adapter": "one"})[0] == 404
     served.publish(lambda: None)
-    found = served.generate(max_tokens=20)
-    assert near(given(found), scored(served.model, PROMPT, found["token_ids"][0]))
+    answer = served.generate(max_tokens=20)
+    assert near(logprobs_of(answer), scored(served.model, PROMPT, answer["token_ids"][0]))
 
 
 # Trainers that were started apart
@@ -601,17 +601,17 @@ def test_the_stock_api_samples_the_adapter_that_is_trained(
     serves(served, folder)
     assert models(served) == {base, "tandem"}
 
-    def asked(model: str) -> tuple[list[int], list[float]]:
+    def sampled(model: str) -> tuple[list[int], list[float]]:
         body = {"model": model, "prompt": PROMPT, "max_tokens": 20, "temperature": 0, "ignore_eos": True, "logprobs": 0}
-        (found,) = served.post("/v1/completions", {**body, "return_token_ids": True})["choices"]
-        return found["token_ids"], found["logprobs"]["token_logprobs"]
+        (choice,) = served.post("/v1/completions", {**body, "return_token_ids": True})["choices"]
+        return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
-    tokens, logprobs = asked("tandem")
+    tokens, logprobs = sampled("tandem")
     assert tokens == served.generate(max_tokens=20, temperature=0.0)["token_ids"][0]
     policy = with_adapter(served, folder / "checkpoints/000003/adapter", PROMPT, tokens)
     assert near(logprobs, policy)
     assert not near(policy, scored(served.model, PROMPT, tokens)), "training changed nothing that is seen"
-    tokens, logprobs = asked(base)
+    tokens, logprobs = sampled(base)
     assert near(logprobs, scored(served.model, PROMPT, tokens))
     messages = [{"role": "user", "content": "hi"}]
     chat = served.post("/v1/chat/completions", {"model": "tandem", "messages": messages, "max_tokens": 3})
@@ -622,10 +622,10 @@ def test_the_stock_api_samples_the_adapter_that_is_trained(
     assert reused(served) == 0, "keys and values of the adapter are not the base's"
     served.publish(lambda: None)
     assert reused(served, model="tandem") == 0
-    before = asked("tandem")
+    before = sampled("tandem")
     other = {"lora_name": "tandem", "lora_path": str(adapters["one"]), "load_inplace": True}
     assert served.ask("/v1/load_lora_adapter", other)[0] == 409
-    assert asked("tandem") == before
+    assert sampled("tandem") == before
 
 
 @pytest.mark.parametrize(
@@ -664,9 +664,9 @@ def test_ctrl_c_ends_it_and_all_that_it_held(served: Served) -> None:
     bridge = served.place / "logdir" / "vllm_bridge_config.json"
     exported = json.loads(bridge.read_text())["tandem"]["lent"].get("path")
     threading.Timer(0.1, served.process.send_signal, [signal.SIGINT]).start()
-    assert served.process.wait(60) == 0, served.said()
-    assert "Traceback" not in served.said()
-    assert served.said().rstrip().endswith("ended")
+    assert served.process.wait(60) == 0, served.output()
+    assert "Traceback" not in served.output()
+    assert served.output().rstrip().endswith("ended")
     assert not any(alive(pid) for pid in pids)
     assert not bridge.exists()
     assert exported is None or not Path(exported).exists()

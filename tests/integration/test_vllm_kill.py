@@ -53,8 +53,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def checked(folder: Path, *, steps: int, each: int = 4) -> None:
     """The run is whole: every step once, every group once, every publish proven, every token of known weights."""
-    told = metrics(folder)
-    assert set(told) == set(range(1, steps + 1)) == set(published(folder))
+    measured = metrics(folder)
+    assert set(measured) == set(range(1, steps + 1)) == set(published(folder))
     assert all(event["probe_gap"] is not None for event in published(folder).values())
     assert all(row["versions"] == [row["step"] - 1] * 2 for row in rollouts(folder))
     groups_once(folder, each=each)
@@ -84,7 +84,7 @@ def test_killed_engine_is_started_again_and_nothing_is_trained_twice(
         os.kill(which(left), signal.SIGKILL)
         run.ended()
         assert not any(alive(pid) for pid in (left.pid, *(pid for pid, _ in left.family)))
-        assert run.said().count("starting it again") == 1
+        assert run.output().count("starting it again") == 1
         checked(run.folder, steps=STEPS)
         assert not (run.folder / "engine-0.json").exists()
     finally:
@@ -109,7 +109,7 @@ def test_an_engine_is_killed_at_any_moment_again_and_again(nursery: Nursery, mod
         run.until(lambda: run.steps() >= after + 2, "steps after the last kill", 300)
         run.process.send_signal(signal.SIGINT)
         run.process.wait(120)
-        assert run.said().count("starting it again") == kills
+        assert run.output().count("starting it again") == kills
         checked(run.folder, steps=run.steps())
     finally:
         run.clean()
@@ -136,8 +136,8 @@ def test_engine_goes_on_serving_its_version_when_its_trainer_is_killed(orphaned:
     run, left, step = orphaned
     assert alive(left.pid)
     until(lambda: left.ask("/health")["running"] == 0, "the end of what nobody waits for any more")
-    found = left.greedy(PROMPTS[0])
-    assert found["versions"] == [[[step, 24]]]
+    answer = left.greedy(PROMPTS[0])
+    assert answer["versions"] == [[[step, 24]]]
     assert left.ask("/bridge/info")["digest"] == published(run.folder)[step]["digest"]
 
 
@@ -163,14 +163,14 @@ async def _fresh(model: Path, weights: Path, step: int, folder: Path) -> tuple[l
     async with Vllm(**options).open(SimpleNamespace(end_tokens=()), context=256, requirements=requirements) as fresh:
         await fresh.set_version(PolicyVersion(step=step, digest=""))
         left = Left.of(folder)
-        found = [(await asyncio.to_thread(left.greedy, prompt))["token_ids"][0] for prompt in PROMPTS]
+        after = [(await asyncio.to_thread(left.greedy, prompt))["token_ids"][0] for prompt in PROMPTS]
         with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
             me = identity(stranger.pid)
             assert me is not None
             left.ask("/bridge/adopt", {"trainer": f"{me.pid}:{me.started}"})
             stranger.kill()
         await asyncio.to_thread(until, lambda: not alive(left.pid), "the end of an engine without a trainer")
-    return before, found
+    return before, after
 
 
 def _by_transformers(model: Path) -> list[list[int]]:

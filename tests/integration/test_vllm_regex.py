@@ -27,10 +27,10 @@ def test_answers_match_and_what_was_forced_is_not_trained(tmp_path: Path) -> Non
     asyncio.run(run.train(config, resume=None))
     folder = tmp_path / "run"
     assert list(metrics(folder)) == [1, 2]
-    found = rollouts(folder)
-    assert all(re.fullmatch(REGEX, row["text"]) for row in found), [row["text"] for row in found]
+    rows = rollouts(folder)
+    assert all(re.fullmatch(REGEX, row["text"]) for row in rows), [row["text"] for row in rows]
     for step, numbers in metrics(folder).items():
-        tokens = [token for row in found if row["step"] == step for token in row["tokens"]]
+        tokens = [token for row in rows if row["step"] == step for token in row["tokens"]]
         free = [token for token in tokens if token["lp"] < 0]
         assert len(tokens) - len(free) >= 16 * len("Sum: ")  # a byte is a token
         assert 0 < numbers["tokens/trained"] <= len(free)

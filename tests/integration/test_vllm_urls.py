@@ -49,9 +49,9 @@ class Served:
 
     def start(self) -> None:
         command = [sys.executable, "-m", "tandem", "serve", "engine", str(self._recipe)]
-        with self._recipe.with_suffix(".txt").open("ab") as said:
+        with self._recipe.with_suffix(".txt").open("ab") as out:
             self._process = subprocess.Popen(
-                command, cwd=self._recipe.parent, stdout=said, stderr=said, start_new_session=True
+                command, cwd=self._recipe.parent, stdout=out, stderr=out, start_new_session=True
             )
 
     def kill(self) -> None:
@@ -86,12 +86,12 @@ def test_the_other_takes_over_until_it_is_back(
         alone = steps()
         run.until(lambda: steps() >= alone + 3, "steps with one engine")
         served[0].start()
-        run.until(lambda: f"{served[0].url} answers again" in run.said(), "the return of the other", 240)
+        run.until(lambda: f"{served[0].url} answers again" in run.output(), "the return of the other", 240)
         back = steps()
         run.until(lambda: steps() >= back + 4, "steps with both engines")
         run.process.send_signal(signal.SIGINT)
         run.process.wait(60)
-        assert run.said().count("the other engines take over") == 1
+        assert run.output().count("the other engines take over") == 1
         assert all(event["probe_gap"] is not None for event in published(run.folder).values())
         assert all(row["versions"] == [row["step"] - 1] * 2 for row in rollouts(run.folder))
         groups_once(run.folder, each=4)

@@ -120,16 +120,16 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def metrics(folder: Path) -> dict[int, dict[str, float]]:
     """A run's numbers by step; each step is there once."""
-    found = lines(folder / "metrics.jsonl")
-    assert [row["step"] for row in found] == list(range(1, len(found) + 1))
-    return {row["step"]: row["metrics"] for row in found}
+    rows = lines(folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    return {row["step"]: row["metrics"] for row in rows}
 
 
 def published(folder: Path) -> dict[int, dict[str, Any]]:
     """A run's publishes by step; each is there once."""
-    found = [event for event in lines(folder / "events.jsonl") if event["event"] == "published"]
-    assert len({event["step"] for event in found}) == len(found)
-    return {event["step"]: event for event in found}
+    events = [event for event in lines(folder / "events.jsonl") if event["event"] == "published"]
+    assert len({event["step"] for event in events}) == len(events)
+    return {event["step"]: event for event in events}
 
 
 def rollouts(folder: Path) -> list[dict[str, Any]]:
@@ -171,8 +171,8 @@ class Left:
 
     @classmethod
     def of(cls, folder: Path) -> Left:
-        found = json.loads((folder / "engine-0.json").read_text())
-        return cls(pid=found["pid"], url=found["url"], key=found["key"], family=found["family"])
+        record = json.loads((folder / "engine-0.json").read_text())
+        return cls(pid=record["pid"], url=record["url"], key=record["key"], family=record["family"])
 
     def core(self) -> int:
         """The process beside the HTTP server's that runs the scheduler."""
@@ -194,14 +194,14 @@ class Left:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Authorization": f"Bearer {self.key}"})
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as answer:
-            found: dict[str, Any] = json.loads(answer.read())
-        return found
+            response: dict[str, Any] = json.loads(answer.read())
+        return response
 
     def greedy(self, tokens: list[int], number: int = 24) -> dict[str, Any]:
         """The likeliest continuation."""
         ids = {"prompt_token_ids": tokens}
-        asked = {"prompt": ids, "max_tokens": number, "temperature": 0.0, "ignore_eos": True, "logprobs": 0}
-        return self.ask("/generate", asked)
+        request = {"prompt": ids, "max_tokens": number, "temperature": 0.0, "ignore_eos": True, "logprobs": 0}
+        return self.ask("/generate", request)
 
 
 def _parent(pid: int) -> int:
@@ -230,21 +230,21 @@ import time
 def letters(completions, **columns):
     """As in shaping, but it takes its time, so that a run can be ended in the middle of a step."""
     time.sleep(0.1)
-    said = [completion[-1]["content"] for completion in completions]
-    return [sum(c.isalpha() for c in text) / max(1, len(text)) for text in said]
+    texts = [completion[-1]["content"] for completion in completions]
+    return [sum(c.isalpha() for c in text) / max(1, len(text)) for text in texts]
 '''
 
 
 @contextmanager
 def serving(nursery: Nursery, place: Path, environment: Mapping[str, str] = os.environ) -> Iterator[Forked]:
     """``tandem serve engine recipe.yaml`` in a folder while the block lasts; what it says goes to said.txt there."""
-    said = place / "said.txt"
-    said.touch()
-    process = nursery.start(["serve", "engine", "recipe.yaml"], cwd=place, out=said, environment=environment)
+    log = place / "said.txt"
+    log.touch()
+    process = nursery.start(["serve", "engine", "recipe.yaml"], cwd=place, out=log, environment=environment)
 
     def up() -> bool:
-        assert process.poll() is None, said.read_text()
-        return "Ctrl-C ends it" in said.read_text()
+        assert process.poll() is None, log.read_text()
+        return "Ctrl-C ends it" in log.read_text()
 
     try:
         until(up, "the start of the engine", 240)
@@ -263,8 +263,8 @@ class Trainer:
 
     def __init__(self, nursery: Nursery, place: Path, target: str, *overrides: str):
         self.place, self.folder = place, place / "runs" / "run"
-        self._said = place / "said.txt"
-        self.process = nursery.start(["train", target, *overrides], cwd=place, out=self._said)
+        self._log = place / "said.txt"
+        self.process = nursery.start(["train", target, *overrides], cwd=place, out=self._log)
 
     @classmethod
     def fresh(cls, nursery: Nursery, place: Path, model: Path, **changes: Any) -> Trainer:
@@ -276,12 +276,12 @@ class Trainer:
         (place / "recipe.yaml").write_text(yaml.safe_dump(options))
         return cls(nursery, place, "recipe.yaml")
 
-    def said(self) -> str:
-        return self._said.read_text()
+    def output(self) -> str:
+        return self._log.read_text()
 
     def until(self, condition: Callable[[], Any], what: str, seconds: float = 120) -> None:
         def looked() -> Any:
-            assert self.process.poll() is None, f"it ended before {what}: {self.said()}"
+            assert self.process.poll() is None, f"it ended before {what}: {self.output()}"
             return condition()
 
         until(looked, what, seconds)
@@ -302,8 +302,8 @@ class Trainer:
 
     def ended(self, code: int = 0, seconds: float = 180) -> None:
         """Wait for its end."""
-        assert self.process.wait(timeout=seconds) == code, self.said()
-        assert "Traceback" not in self.said()
+        assert self.process.wait(timeout=seconds) == code, self.output()
+        assert "Traceback" not in self.output()
 
     def kill(self) -> None:
         """``kill -9``."""
@@ -318,10 +318,10 @@ class Trainer:
             self.process.send_signal(signal.SIGSTOP)
             try:
                 time.sleep(0.2)  # what it had sent by then arrives
-                told = left.ask("/bridge/info")
-                if self.saved() and (told["state"], told["step"]) == ("serving", self.steps()):
+                info = left.ask("/bridge/info")
+                if self.saved() and (info["state"], info["step"]) == ("serving", self.steps()):
                     self.kill()
-                    return left, told["step"]
+                    return left, info["step"]
             finally:
                 if self.process.poll() is None:
                     self.process.send_signal(signal.SIGCONT)

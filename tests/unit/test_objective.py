@@ -69,12 +69,12 @@ def test_corrections_weigh_the_loss_and_not_the_penalty() -> None:
     cost.sum().backward()
     assert now.grad is not None
     assert now.grad.tolist() == pytest.approx([-1.5 * 2.0 + 0.5 * 0.5, -weights[1] * 3.0, 0.0])
-    found = plain_metrics(metrics)
-    assert found["correction/masked"] == found["correction/opsm/masked"] == pytest.approx(1 / 3)
-    assert found["correction/token/masked"] == 0.0
-    assert found["correction/weight"] == pytest.approx(sum(weights) / 3)
-    assert found["correction/ess"] == pytest.approx(sum(weights) ** 2 / (3 * sum(w * w for w in weights)))
-    assert found["kl_reference"] == pytest.approx(0.125 / 3)
+    values = plain_metrics(metrics)
+    assert values["correction/masked"] == values["correction/opsm/masked"] == pytest.approx(1 / 3)
+    assert values["correction/token/masked"] == 0.0
+    assert values["correction/weight"] == pytest.approx(sum(weights) / 3)
+    assert values["correction/ess"] == pytest.approx(sum(weights) ** 2 / (3 * sum(w * w for w in weights)))
+    assert values["kl_reference"] == pytest.approx(0.125 / 3)
 
 
 @pytest.mark.parametrize("gap", [-1e4, -100.0, 100.0, 1e4])
@@ -124,21 +124,21 @@ def test_kl_estimates_the_divergence_of_behavior_from_policy() -> None:
 def test_effective_sample_size() -> None:
     gaps = np.array([0.0, 1.0, -0.5, 2.0])
     ratio = np.exp(gaps)
-    found = plain_metrics(mismatch(torch.from_numpy(gaps).float(), micro([0.0] * 4)))
-    assert found["ess"] == pytest.approx(ratio.sum() ** 2 / (4 * (ratio**2).sum()), rel=1e-6)
-    assert found["logprob_gap/max"] == 2.0
+    values = plain_metrics(mismatch(torch.from_numpy(gaps).float(), micro([0.0] * 4)))
+    assert values["ess"] == pytest.approx(ratio.sum() ** 2 / (4 * (ratio**2).sum()), rel=1e-6)
+    assert values["logprob_gap/max"] == 2.0
     assert plain_metrics(mismatch(torch.full((3,), 0.7), micro([0.0] * 3)))["ess"] == pytest.approx(1.0)
     halves = [mismatch(torch.tensor(gaps[s]).float(), micro([0.0] * 2)) for s in (slice(2), slice(2, 4))]
-    assert plain_metrics(*halves) == pytest.approx(found)
+    assert plain_metrics(*halves) == pytest.approx(values)
     assert flatten({"ess": Share(0.0, 0.0, 3)}) == {"ess": 0.0}
     assert flatten({"ess": Share(0.0, 0.0, 0)}) == {}
 
 
 def test_logprobs_of_better_and_worse_answers_are_told_apart() -> None:
     now = torch.tensor([-1.0, -2.0, -4.0, -8.0])
-    found = plain_metrics(mismatch(now, micro([0.0] * 4, [0.5, 0.0, -0.1, 3.0])))
-    assert found["logprob/positive"] == -4.5
-    assert found["logprob/negative"] == -4.0
+    values = plain_metrics(mismatch(now, micro([0.0] * 4, [0.5, 0.0, -0.1, 3.0])))
+    assert values["logprob/positive"] == -4.5
+    assert values["logprob/negative"] == -4.0
     better = plain_metrics(mismatch(now[:1], micro([0.0], [1.0])))
     assert better["logprob/positive"] == -1.0
     assert "logprob/negative" not in better
@@ -207,9 +207,9 @@ def test_which_estimators_have_the_gradient_of_the_divergence(estimator: Any, co
         ref_logprobs_N=ref.log_softmax(-1),
     )
     penalty, _ = Start(estimator=estimator, ratio_corrected=corrected).divergence(policy, batch)
-    (found,) = torch.autograd.grad((sampler.exp() * penalty).sum(), logits)
+    (gradient,) = torch.autograd.grad((sampler.exp() * penalty).sum(), logits)
     is_right = corrected or (estimator == "k2" and not stale)
-    assert torch.allclose(found, exact, atol=1e-9) == is_right
+    assert torch.allclose(gradient, exact, atol=1e-9) == is_right
 
 
 def test_wrong_penalties_are_refused() -> None:
@@ -229,7 +229,7 @@ def recipe(**options: Any) -> config.RunConfig:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "error"),
     [
         ({"corrections": [{"kind": "token"}]}, "old_logprobs must be recomputed for corrections that truncate"),
         ({"old_logprobs": "recomputed", "loss": {"kind": "grpo", "clip_low": 0.1}}, "loss.clip_low changes nothing"),
@@ -243,8 +243,8 @@ def recipe(**options: Any) -> config.RunConfig:
         ({"advantage": {"kind": "gdpo", "_weights": {}}}, "unknown option '_weights'"),
     ],
 )
-def test_what_changes_nothing_is_refused(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_what_changes_nothing_is_refused(options: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
         recipe(**options)
 
 

@@ -79,10 +79,10 @@ def factored(weight: Tensor, grads: list[Tensor], floor: float, clip: float, pow
     return x
 
 
-def off(found: Tensor, want: Tensor, shape: tuple[int, ...]) -> float:
+def off(weights: Tensor, want: Tensor, shape: tuple[int, ...]) -> float:
     """Root mean square of the error, as a share of the way that the weights went."""
     way = want - start(*shape).double()
-    return float((found.double() - want).square().mean().sqrt() / way.square().mean().sqrt())
+    return float((weights.double() - want).square().mean().sqrt() / way.square().mean().sqrt())
 
 
 @pytest.mark.parametrize("shape", [(64, 96), (50,), (3, 20, 30)])
@@ -90,31 +90,31 @@ def off(found: Tensor, want: Tensor, shape: tuple[int, ...]) -> float:
     ("kind", "tolerance"), [(AdamW, 1e-5), (AdamWCpu, 1e-5), (AdamW8bit, 0.03)], ids=["adamw", "cpu", "8bit"]
 )
 def test_adam(kind: type[AdamW], tolerance: float, shape: tuple[int, ...]) -> None:
-    found, _ = trained(kind(beta1=0.8, beta2=0.95, eps=1e-7, weight_decay=0.1), *shape)
+    weights, _ = trained(kind(beta1=0.8, beta2=0.95, eps=1e-7, weight_decay=0.1), *shape)
     want = adam(start(*shape), gradients(*shape), 0.8, 0.95, 1e-7, 0.1)
-    assert off(found, want, shape) < (tolerance if math.prod(shape) >= adamw8bit.SMALL else 1e-5)
+    assert off(weights, want, shape) < (tolerance if math.prod(shape) >= adamw8bit.SMALL else 1e-5)
 
 
 @pytest.mark.parametrize("floor", [0.01, 0.2], ids=["above the floor", "below"])
 @pytest.mark.parametrize("shape", [(64, 96), (50,), (3, 20, 30)])
 def test_adafactor(shape: tuple[int, ...], floor: float) -> None:
     options = Adafactor(scale_floor=floor, clip_rms=0.7, beta2_decay=-0.6, weight_decay=0.1)
-    found, _ = trained(options, *shape)
+    weights, _ = trained(options, *shape)
     want = factored(start(*shape), gradients(*shape), floor, 0.7, -0.6, 0.1)
-    assert off(found, want, shape) < 1e-4
+    assert off(weights, want, shape) < 1e-4
 
 
 @pytest.mark.parametrize("shape", [(64, 96), (50,), (3, 20, 30)])
 def test_adafactor_with_an_absolute_rate_is_that_of_transformers(shape: tuple[int, ...]) -> None:
     """The step that Atropos' trainer takes: scale_parameter=False, relative_step=False."""
-    found, _ = trained(Adafactor(relative_rate=False), *shape)
+    weights, _ = trained(Adafactor(relative_rate=False), *shape)
     weight = Parameter(start(*shape))
     theirs = transformers.Adafactor([weight], lr=0.0, scale_parameter=False, relative_step=False)
     for step, grad in enumerate(gradients(*shape)):
         weight.grad = grad.clone()
         theirs.param_groups[0]["lr"] = rate(step)
         theirs.step()
-    assert off(found, weight.detach().double(), shape) < 1e-4
+    assert off(weights, weight.detach().double(), shape) < 1e-4
 
 
 @pytest.mark.parametrize(("large", "small"), [(1e-9, 1e-12), (1e-12, 1e-16)])
@@ -147,8 +147,8 @@ def test_adafactor_leaves_what_has_no_gradient() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_the_host_it_is_adamw_to_the_bit(dtype: torch.dtype) -> None:
     want, states = trained(AdamW(weight_decay=0.1), 64, 96, dtype=dtype)
-    found, on_host = trained(AdamWCpu(weight_decay=0.1), 64, 96, dtype=dtype)
-    assert torch.equal(found, want)
+    weights, on_host = trained(AdamWCpu(weight_decay=0.1), 64, 96, dtype=dtype)
+    assert torch.equal(weights, want)
     assert on_host.keys() == states.keys() | {"w/master"}
     assert all(torch.equal(tensor, on_host[name]) for name, tensor in states.items())
     assert (AdamWCpu.states_on, AdamW.states_on) == ("host", "weights")

@@ -61,16 +61,16 @@ def test_a_sum_is_off_by_its_roundings_and_no_more(num: int, mean: float) -> Non
     grads = micro_batches(num, 300, 70, mean=mean)
     stepper, weight = bound(AdamW(gradients="bfloat16"), start(300, 70))
     give(stepper, weight, grads)
-    found = stepper.weights[0].gradient
-    assert found.dtype == torch.bfloat16
+    summed = stepper.weights[0].gradient
+    assert summed.dtype == torch.bfloat16
     exact, allowed = grads[0].double(), torch.zeros(300, 70, dtype=torch.float64)
     for grad in grads[1:]:  # what was off stays so, and what is there is rounded once more
         exact = exact + grad.double()
         allowed = allowed + ROUNDING * (exact.abs() + allowed)
-    error = (found.double() - exact).abs()
+    error = (summed.double() - exact).abs()
     assert bool((error <= allowed).all())
     if num == 1:
-        assert torch.equal(found, grads[0]), "nothing is lost"
+        assert torch.equal(summed, grads[0]), "nothing is lost"
     else:
         assert float(error.norm() / exact.norm()) < 0.0025 * math.sqrt(num / 2), "errors are of both signs"
 
@@ -122,8 +122,8 @@ def test_an_update_takes_what_is_told(kind: Any, precision: Any, rows: int) -> N
     (peak,) = live.peaks.values()
     # Of two pieces at a time two gradients are wide; that of one is told.
     slack = 4 * (1 << 22) if rows * 512 > 1 << 22 else 0
-    told = update_bytes(options, weight.numel(), 2)
-    assert 0.9 * told - 4096 - slack <= sum(peak.values()) <= 1.1 * told + 4096 + slack
+    estimate = update_bytes(options, weight.numel(), 2)
+    assert 0.9 * estimate - 4096 - slack <= sum(peak.values()) <= 1.1 * estimate + 4096 + slack
 
 
 @pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
@@ -191,8 +191,8 @@ def test_clipping_scales_in_float32(kind: Any, precision: Any, summed: Any) -> N
     give(stepper, weight, [grad])
     norm = float(stepper.step(0.0, 0.7))
     states = stepper.state_dict()
-    told = states["w/variance"].sqrt() if kind is Adafactor else states["w/exp_avg"].abs() / (1 - options.beta1)
-    assert torch.allclose(told.double(), grad.double().abs() * (0.7 / norm), rtol=1e-5, atol=0)
+    clipped = states["w/variance"].sqrt() if kind is Adafactor else states["w/exp_avg"].abs() / (1 - options.beta1)
+    assert torch.allclose(clipped.double(), grad.double().abs() * (0.7 / norm), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("summed", ["float32", "bfloat16"])

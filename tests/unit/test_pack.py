@@ -48,7 +48,7 @@ def before(micro: Micro, place: int) -> tuple[int, ...]:
 
 def trained(batch: StepBatch) -> Counter[tuple[Any, ...]]:
     """Every trained token: rollout, what is before it, itself, its logprob, its advantage."""
-    found: Counter[tuple[Any, ...]] = Counter()
+    tokens_seen: Counter[tuple[Any, ...]] = Counter()
     for micro in batch.micro:
         assert sum(micro.plan.lengths) == len(micro.tokens_T) == len(micro.positions_T)
         assert micro.batch.num_samples == len(micro.places)
@@ -64,8 +64,8 @@ def trained(batch: StepBatch) -> Counter[tuple[Any, ...]]:
             past = told_before(micro, n)
             assert past[0] == {*seen}
             key = (rollout, seen, past[1:], micro.targets_N[n].item(), logprob, advantage)
-            found[*key, micro.temperature_N[n].item()] += 1
-    return found
+            tokens_seen[*key, micro.temperature_N[n].item()] += 1
+    return tokens_seen
 
 
 def told_before(micro: Micro, row: int) -> tuple[set[int], frozenset[tuple[int, int]], int]:
@@ -73,22 +73,22 @@ def told_before(micro: Micro, row: int) -> tuple[set[int], frozenset[tuple[int, 
     history = micro.history
     assert history is not None
     counts = [events.counts((row, row + 1), (0, 256))[0] for events in (history.seen, history.output)]
-    seen, said = ({t: int(count[t]) for t in count.nonzero()[:, 0].tolist()} for count in counts)
+    seen, outputs = ({t: int(count[t]) for t in count.nonzero()[:, 0].tolist()} for count in counts)
     assert {*seen.values()} <= {1}
-    return {*seen}, frozenset(said.items()), int(history.age_N1[row])
+    return {*seen}, frozenset(outputs.items()), int(history.age_N1[row])
 
 
 def sampled(groups: Sequence[Group], advantages: dict[str, float]) -> Counter[tuple[Any, ...]]:
     """The same, from the rollouts."""
-    found: Counter[tuple[Any, ...]] = Counter()
+    counted: Counter[tuple[Any, ...]] = Counter()
     for rollout in (r for group in groups for r in group.scored):
         for turn in rollout.turns:
             for i, (token, logprob) in enumerate(zip(turn.completion.tokens, turn.completion.logprobs, strict=True)):
                 seen = (*turn.prompt, *turn.completion.tokens[:i])
                 own = Counter(turn.completion.tokens[:i])
                 past = (frozenset(own.items()), i)
-                found[rollout.id, seen, past, token, logprob, round(advantages[rollout.id], 6), turn.temperature] += 1
-    return found
+                counted[rollout.id, seen, past, token, logprob, round(advantages[rollout.id], 6), turn.temperature] += 1
+    return counted
 
 
 @st.composite
@@ -101,27 +101,27 @@ def groups_of(draw: st.DrawFn) -> list[Group]:
         opening = draw(st.lists(token, min_size=1, max_size=5))
         rollouts = []
         for s in range(draw(st.integers(1, 4))):
-            said, temperatures, so_far = [], [], list(opening)
+            turns, temperatures, so_far = [], [], list(opening)
             for _ in range(draw(st.integers(1, 3))):
-                tokens = draw(st.lists(token, min_size=0 if said else 1, max_size=4))
+                tokens = draw(st.lists(token, min_size=0 if turns else 1, max_size=4))
                 logprobs = [-(serial + i) / 1024 for i in range(len(tokens))]  # exact in float32, no two alike
                 serial += len(tokens)
-                said.append((list(so_far), tokens, logprobs))
+                turns.append((list(so_far), tokens, logprobs))
                 temperatures.append(draw(st.sampled_from([1.0, 1.0, 1.0, 0.5])))
                 so_far += [*tokens, *draw(st.lists(token, max_size=3))]
                 if draw(st.integers(0, 3)) == 0:  # the environment rewrites what was said
                     so_far = draw(st.lists(token, min_size=1, max_size=6))
             reward = draw(st.sampled_from([0.0, 0.5, 1.0, None])) if s else 0.5  # one is always scored
-            rollouts.append(make_rollout(f"t{g}@0/{s}", said, reward, temperature=temperatures))
+            rollouts.append(make_rollout(f"t{g}@0/{s}", turns, reward, temperature=temperatures))
         groups.append(make_group(f"t{g}@0", rollouts, index=g))
     return groups
 
 
 def test_a_sample_knows_where_its_answers_begin() -> None:
-    said = [([1, 2, 3, 4, 5], [6, 7], [0.0] * 2), ([1, 2, 3, 4, 5, 6, 7, 8], [9], [0.0]), ([9, 9], [5, 5], [0.0] * 2)]
-    rollout = make_rollout("t0@0/0", said, 1.0)
-    found = list(samples_of(rollout, make_group("t0@0", [rollout]), 1.0))
-    assert [sample.begins for sample in found] == [(5, 8), (2,)]
+    turns = [([1, 2, 3, 4, 5], [6, 7], [0.0] * 2), ([1, 2, 3, 4, 5, 6, 7, 8], [9], [0.0]), ([9, 9], [5, 5], [0.0] * 2)]
+    rollout = make_rollout("t0@0/0", turns, 1.0)
+    samples = list(samples_of(rollout, make_group("t0@0", [rollout]), 1.0))
+    assert [sample.begins for sample in samples] == [(5, 8), (2,)]
 
 
 @pytest.mark.slow
@@ -134,14 +134,14 @@ def test_every_trained_token_appears_once_after_what_it_was_sampled_after(
     with mock.patch.object(prefix_tree, "LEAST", least):
         batch = packer(budget=budget)(groups, version=0)
     assert trained(batch) == sampled(groups, dict(batch.advantages))
-    said: dict[str, list[int]] = {}
+    tokens_of: dict[str, list[int]] = {}
     for micro in batch.micro:
         counts = [num for _, num in micro.places]
         for (rollout, _), tokens in zip(micro.places, micro.targets_N.split(counts), strict=True):
-            said.setdefault(rollout, []).extend(tokens.tolist())
+            tokens_of.setdefault(rollout, []).extend(tokens.tolist())
     for rollout in (r for group in groups for r in group.scored):
         in_order = [token for turn in rollout.turns for token in turn.completion.tokens]
-        assert said.get(rollout.id, []) == in_order, "tokens of a rollout are told in order"
+        assert tokens_of.get(rollout.id, []) == in_order, "tokens of a rollout are told in order"
     assert batch.num_loss_tokens == sum(len(m.targets_N) for m in batch.micro)
     assert batch.num_samples == sum(m.batch.num_samples for m in batch.micro)
     for micro in batch.micro:
@@ -154,20 +154,20 @@ def test_weights_make_the_step_one_mean(reduction: str, budget: int) -> None:
     """Over all micro-batches: of tokens, of samples that are each a mean, or over samples times max_tokens."""
     lengths = [2, 5, 1, 7, 7]
     batch = packer(reduction=reduction, budget=budget)([rows(*lengths[:3]), rows(*lengths[3:])], version=0)
-    found = []
+    weighted = []
     for micro in batch.micro:
         for sample, (_, length) in enumerate(micro.places):
             (weight,) = set(micro.weights_N[micro.batch.sample_N == sample].tolist())
-            found.append((length, weight))
+            weighted.append((length, weight))
     per_token = {
         "token": [1 / 22] * 5,
         "sequence": [1 / (5 * n) for n in lengths],
         "constant": [1 / (5 * 10)] * 5,
     }[reduction]
-    assert sorted(n for n, _ in found) == sorted(lengths)
+    assert sorted(n for n, _ in weighted) == sorted(lengths)
     weight_of = dict(zip(lengths, per_token, strict=True))
-    assert [w for _, w in found] == pytest.approx([weight_of[n] for n, _ in found])
-    total = sum(n * w for n, w in found)
+    assert [w for _, w in weighted] == pytest.approx([weight_of[n] for n, _ in weighted])
+    total = sum(n * w for n, w in weighted)
     assert total == pytest.approx(22 / 50 if reduction == "constant" else 1.0)
 
 
@@ -212,10 +212,10 @@ def test_tensors_are_of_the_kinds_that_are_promised() -> None:
 
 def test_turns_whose_history_was_rewritten_share_what_it_begins_with() -> None:
     """A conversation that is cut back twice, beside a sibling: they part at 20, 45 and 65 tokens."""
-    opening, told, more = list(range(20)), list(range(100, 130)), list(range(200, 220))
-    second = [*opening, *told[:25], 9, 9]
-    said = [(opening, told), (second, more), ([*second, *more[:18], 8], [1, 2])]
-    turns = [(prompt, answer, [-0.5] * len(answer)) for prompt, answer in said]
+    opening, first, more = list(range(20)), list(range(100, 130)), list(range(200, 220))
+    second = [*opening, *first[:25], 9, 9]
+    exchanges = [(opening, first), (second, more), ([*second, *more[:18], 8], [1, 2])]
+    turns = [(prompt, answer, [-0.5] * len(answer)) for prompt, answer in exchanges]
     sibling = make_rollout("t@0/1", [(opening, [7, 7], [-0.25] * 2)], 0.0)
     group = make_group("t@0", [make_rollout("t@0/0", turns, 1.0), sibling])
     batch = packer()([group], version=0)
@@ -230,9 +230,9 @@ def test_turns_whose_history_was_rewritten_share_what_it_begins_with() -> None:
 @pytest.mark.parametrize(("alike", "segments"), [(15, 4), (16, 5)])
 def test_answers_that_begin_alike_by_chance_are_not_cut_there(alike: int, segments: int) -> None:
     """Fifteen tokens in common after the prompt are computed twice, sixteen once."""
-    said = [[5] * alike + [1] * 4, [5] * alike + [2] * 4, [6] * 3]
+    answers = [[5] * alike + [1] * 4, [5] * alike + [2] * 4, [6] * 3]
     rollouts = [
-        make_rollout(f"t@0/{i}", [(range(1, 31), one, [-0.5] * len(one))], float(i)) for i, one in enumerate(said)
+        make_rollout(f"t@0/{i}", [(range(1, 31), one, [-0.5] * len(one))], float(i)) for i, one in enumerate(answers)
     ]
     group = make_group("t@0", rollouts)
     batch = packer()([group], version=0)
@@ -340,8 +340,8 @@ def test_masked_truncated_answers_count_in_the_baseline_alone() -> None:
 @pytest.mark.parametrize("second", [[1, 2, 3, 7, 7, 4], [9, 9, 4]], ids=["goes on", "begins anew"])
 def test_masked_truncated_answers_of_several_turns_are_left_out_whole(second: list[int]) -> None:
     group = rows(2, 3, 4)
-    said = [([1, 2, 3], [7, 7], [-0.5] * 2), (second, [8, 8], [-0.5] * 2)]
-    cut = make_rollout("t@0/1", said, 4.0)
+    turns = [([1, 2, 3], [7, 7], [-0.5] * 2), (second, [8, 8], [-0.5] * 2)]
+    cut = make_rollout("t@0/1", turns, 4.0)
     first, last = cut.turns
     cut = replace(cut, turns=(first, replace(last, completion=replace(last.completion, finish="length"))))
     # What counts is the last turn: after an earlier one that was cut, the answer went on.

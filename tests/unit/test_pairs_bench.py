@@ -26,11 +26,11 @@ def step(seconds: float, half: str, setting: str) -> dict[str, Any]:
 def test_an_engine_stands_still_for_the_gather_and_not_for_the_update(pairs: ModuleType) -> None:
     line = {"kind": "step", "paused": 0.1, "update": 0.08, "gather": 0.01, "publish": 0.025, "calls": {"probe": 0.02}}
     first = {**line, "paused": 9.0}  # left out: kernels are compiled
-    found = pairs.publishes([{"kind": "about"}, first, first, line, line, {"kind": "step"}])
-    assert found["still_ms"] == pytest.approx(30.0)
-    assert found["still_most_ms"] == pytest.approx(30.0)
-    assert found["gather_ms"] == pytest.approx(10.0)
-    assert found["calls_ms"] == {"probe": 20.0}
+    summary = pairs.publishes([{"kind": "about"}, first, first, line, line, {"kind": "step"}])
+    assert summary["still_ms"] == pytest.approx(30.0)
+    assert summary["still_most_ms"] == pytest.approx(30.0)
+    assert summary["gather_ms"] == pytest.approx(10.0)
+    assert summary["calls_ms"] == {"probe": 20.0}
 
 
 def test_no_step_gives_no_publishes(pairs: ModuleType) -> None:

@@ -42,10 +42,14 @@ class Case:
         draw = np.random.default_rng(seed)
         torch.manual_seed(seed)
 
-        def said(length: int) -> list[int]:
+        def random_tokens(length: int) -> list[int]:
             return [int(token) for token in draw.integers(0, 40, length)]  # few, so that tokens repeat
 
-        self.turns = [(first := said(7), second := said(9)), ([*first, *second], said(5)), (said(12), said(8))]
+        self.turns = [
+            (first := random_tokens(7), second := random_tokens(9)),
+            ([*first, *second], random_tokens(5)),
+            (random_tokens(12), random_tokens(8)),
+        ]
         whole = [[*self.turns[1][0], *self.turns[1][1]], [*self.turns[2][0], *self.turns[2][1]]]
         places = [np.arange(7, len(whole[0])), np.arange(12, len(whole[1]))]
         begins = [[7, 16], [12]]
@@ -126,10 +130,10 @@ def test_gradients_are_finite_differences(name: str) -> None:
     leaves = [t.double().requires_grad_() for t in (case.hidden, case.weight, case.bias)]
 
     def logprobs(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        found, _ = token_logprobs(
+        values, _ = token_logprobs(
             hidden, weight, case.targets, case.temperature, bias=bias, history=history, tile=22 * 64
         )
-        return found
+        return values
 
     assert torch.autograd.gradcheck(logprobs, leaves, eps=1e-6, atol=1e-6)
 

@@ -32,10 +32,10 @@ class Copies(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked = 0
+        self.num_copies = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.asked += func in self.ASK
+        self.num_copies += func in self.ASK
         return func(*args, **(kwargs or {}))
 
 
@@ -49,23 +49,23 @@ def test_values_arrive_where_they_were_asked_for_and_exactly() -> None:
     ]
     tensors = [torch.tensor([0.1, 0.2]), torch.empty(0), torch.tensor([[1, 2], [3, 4]])]
     with Copies() as copies:
-        found, numbers = settle(parts, tensors)
-    assert copies.asked == 1
+        settled, numbers = settle(parts, tensors)
+    assert copies.num_copies == 1
     third = float(torch.tensor(1 / 3))
-    assert found == [
+    assert settled == [
         {"a": Mean(third, 3), "b": Sum(7.0), "c": Sum(many)},
         {"d": Share(2.0, 1e-60, 4)},
         {},
         {"a": Mean(5.0, 2), "e": Max(-1.5)},
     ]
     assert numbers == [torch.tensor([0.1, 0.2]).tolist(), [], [1.0, 2.0, 3.0, 4.0]]
-    assert [list(part) for part in found] == [list(part) for part in parts]
+    assert [list(part) for part in settled] == [list(part) for part in parts]
 
 
 def test_nothing_asked_nothing_copied() -> None:
     with Copies() as copies:
         assert settle([{}, {"a": Sum(1.0)}]) == ([{}, {"a": Sum(1.0)}], [])
-    assert copies.asked == 0
+    assert copies.num_copies == 0
 
 
 def test_a_pending_number_holds_no_graph() -> None:
@@ -78,16 +78,16 @@ def test_a_pending_number_holds_no_graph() -> None:
 @contextmanager
 def answered(monkeypatch: pytest.MonkeyPatch, answer: Callable[[Sequence[Tensor]], Any]) -> Iterator[list[int]]:
     """Numbers come from ``answer``; how many tensors were asked for each time."""
-    asked: list[int] = []
+    requests: list[int] = []
 
     def ask(tensors: Sequence[Tensor]) -> Any:
-        asked.append(len(tensors))
+        requests.append(len(tensors))
         return answer(tensors)
 
     with monkeypatch.context() as patch:
         patch.setattr(pending, "fetch", ask)
         patch.setattr(steps, "fetch", ask)
-        yield asked
+        yield requests
 
 
 CASES = [("full", name, 1) for name in OBJECTIVES] + [("lora", "grpo", 2), ("merged", "corrections", 2)]
@@ -112,9 +112,9 @@ def test_a_step_asks_for_numbers_once_for_each_pass_and_once_for_the_norms(
             assert set(stats.logprobs) == {f"t0@0/{s}" for s in range(3)} | {f"t1@0/{s}" for s in range(2)}
             assert flatten(await step.apply(1, batch, stats))["grad_norm"] == 0.5
 
-        with answered(monkeypatch, lambda tensors: [[0.5] * t.numel() for t in tensors]) as asked:
+        with answered(monkeypatch, lambda tensors: [[0.5] * t.numel() for t in tensors]) as requests:
             asyncio.run(main())
-        assert len(asked) == updates + 1
+        assert len(requests) == updates + 1
 
 
 @pytest.mark.slow
@@ -126,13 +126,13 @@ def test_a_pass_on_a_cpu_reads_no_number_but_all_at_once(tiny_model: Path, objec
         step.work.hook()
         with Copies() as copies:
             queued = [step.work.micro(micro, None) for micro in batch.micro]
-            assert copies.asked == 0
-            step.work.settle([(told, logprobs_N) for told, logprobs_N, _ in queued])
-            assert copies.asked == 1
+            assert copies.num_copies == 0
+            step.work.settle([(metrics, logprobs_N) for metrics, logprobs_N, _ in queued])
+            assert copies.num_copies == 1
             norm = step.work.apply(1e-3, 1.0)
-            assert copies.asked == 1
+            assert copies.num_copies == 1
             assert step.work.norms([norm])[0] > 0
-            assert copies.asked == 2
+            assert copies.num_copies == 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -161,11 +161,11 @@ def test_the_host_never_waits_for_the_gpu_within_a_pass(
 
         torch.cuda.set_sync_debug_mode("error")
         try:
-            with answered(monkeypatch, answer) as asked:
+            with answered(monkeypatch, answer) as requests:
                 whole()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert len(asked) == 2
+        assert len(requests) == 2
 
 
 def test_a_loss_that_brings_its_own_numbers_is_welcome(tiny_model: Path) -> None:
@@ -173,8 +173,8 @@ def test_a_loss_that_brings_its_own_numbers_is_welcome(tiny_model: Path) -> None
 
     class Own(Grpo):
         def __call__(self, logprobs_N: Tensor, micro: Any) -> Any:
-            found = super().__call__(logprobs_N, micro)
-            return replace(found, metrics={**found.metrics, "own": Sum(1.0)})
+            output = super().__call__(logprobs_N, micro)
+            return replace(output, metrics={**output.metrics, "own": Sum(1.0)})
 
     with live_policy(tiny_model) as policy:
         step, batch = whole_step(policy, Full(), Objective(loss=Own()))

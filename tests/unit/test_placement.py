@@ -27,9 +27,9 @@ SLURM = {
 
 
 def placement(**environ: str) -> Placement:
-    found = Placement.from_environment(environ)
-    assert found is not None
-    return found
+    parsed = Placement.from_environment(environ)
+    assert parsed is not None
+    return parsed
 
 
 def test_a_process_of_torchrun() -> None:

@@ -114,47 +114,47 @@ def raw(policy: Policy, probe: ProbeResult) -> ProbeResult:
 
 
 def test_what_it_samples_is_compared_at_its_own_temperature(policy: Policy, tiny_model: Path) -> None:
-    asked: list[ProbeResult] = []
+    probes: list[ProbeResult] = []
 
     def noted(probe: ProbeResult) -> ProbeResult:
-        asked.append(probe)
+        probes.append(probe)
         return probe
 
     gap, _ = answered(policy, tiny_model, noted, after=0)
     assert gap is not None
     assert gap < 1e-4
-    assert [probe.temperature for probe in asked] == [0.7, 0.7]
+    assert [probe.temperature for probe in probes] == [0.7, 0.7]
 
 
 def test_the_first_probe_measures_and_later_ones_are_short(
     policy: Policy, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[int, int]] = []
+    requests: list[tuple[int, int]] = []
     probe = Scripted.probe
 
     async def noted(self: Scripted, tokens: Sequence[int], *, samples: int = PROBE_SAMPLES) -> Sequence[ProbeResult]:
-        asked.append((len(tokens), samples))
+        requests.append((len(tokens), samples))
         return await probe(self, tokens, samples=samples)
 
     monkeypatch.setattr(Scripted, "probe", noted)
     answered(policy, tiny_model, lambda probe: probe, after=3)
-    assert asked == [(512 - 32 - 1, 32), (64, 4), (64, 4), (64, 4)]
+    assert requests == [(512 - 32 - 1, 32), (64, 4), (64, 4), (64, 4)]
 
 
 @pytest.mark.parametrize("dies", ["before it is asked", "once it has answered"])
 def test_an_engine_that_was_started_again_is_measured_again(
     policy: Policy, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, dies: str
 ) -> None:
-    asked: list[int] = []
+    lengths: list[int] = []
     probe = Scripted.probe
 
     async def noted(self: Scripted, tokens: Sequence[int], *, samples: int = PROBE_SAMPLES) -> Sequence[ProbeResult]:
-        asked.append(len(tokens))
-        (found,) = await probe(self, tokens, samples=samples)
-        if len(asked) == 2 and dies == "once it has answered":
+        lengths.append(len(tokens))
+        (result,) = await probe(self, tokens, samples=samples)
+        if len(lengths) == 2 and dies == "once it has answered":
             self.die()
             await self.recover()
-        return [replace(found, name=f"engine of process {self.restart_count}")]
+        return [replace(result, name=f"engine of process {self.restart_count}")]
 
     async def work() -> None:
         with scripted(tiny_model) as engine:
@@ -167,7 +167,7 @@ def test_an_engine_that_was_started_again_is_measured_again(
 
     monkeypatch.setattr(Scripted, "probe", noted)
     asyncio.run(work())
-    assert asked == [512 - 32 - 1, 64, 512 - 32 - 1, 64]
+    assert lengths == [512 - 32 - 1, 64, 512 - 32 - 1, 64]
 
 
 @pytest.mark.slow
@@ -294,11 +294,13 @@ def grow(trainable: Trainable, policy: Policy) -> Callable[[], None]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("behind", "said"),
+    ("behind", "description"),
     [(2, "the first version published"), (1, "the version before")],
     ids=["from the first", "by one"],
 )
-def test_an_engine_that_stayed_behind_is_seen_within_the_tolerance(tiny_model: Path, behind: int, said: str) -> None:
+def test_an_engine_that_stayed_behind_is_seen_within_the_tolerance(
+    tiny_model: Path, behind: int, description: str
+) -> None:
     """It answers as it did some publishes ago; the noise that is allowed would hide that."""
     trainable, answers = Lora(rank=4, alpha=8), list[ProbeResult]()
 
@@ -318,7 +320,7 @@ def test_an_engine_that_stayed_behind_is_seen_within_the_tolerance(tiny_model: P
                 async with session.commit(1):
                     await policy.compute(grow(trainable, policy))
                 engine.probed = stale
-                with pytest.raises(StaleWeights, match=f"answers a probe as {said} does"):
+                with pytest.raises(StaleWeights, match=f"answers a probe as {description} does"):
                     async with session.commit(2):
                         await policy.compute(grow(trainable, policy))
 
@@ -401,8 +403,8 @@ def test_residuals_are_errors_of_a_logit() -> None:
             bump[token] = 1e-6
             mine = float(torch.log_softmax(logits / temperature, 0)[token])
             engine = float(torch.log_softmax((logits + bump) / temperature, 0)[token])
-            (found,) = LogprobComparison((engine,), (mine,), temperature).residuals()
-            assert found == pytest.approx(1e-6, rel=1e-3)
+            (residual,) = LogprobComparison((engine,), (mine,), temperature).residuals()
+            assert residual == pytest.approx(1e-6, rel=1e-3)
 
 
 def test_the_scale_is_robust() -> None:
@@ -484,8 +486,10 @@ def test_other_weights_that_are_apart_by_the_noise_are_seen(which: str) -> None:
     mine = [-abs(x) for x in noisy([-2.0] * 256, 1.0, 0)]
     others = {name: noisy(mine, 0.08, seed) for name, seed in (("one", 1), ("another", 2))}
     engine = noisy(others[which], 0.04, 3)
-    found = {name: nearer(LogprobComparison(tuple(engine), tuple(mine)), other, 0.04) for name, other in others.items()}
-    assert {name for name, p in found.items() if p < ALARM} == {which}
+    p_values = {
+        name: nearer(LogprobComparison(tuple(engine), tuple(mine)), other, 0.04) for name, other in others.items()
+    }
+    assert {name for name, p in p_values.items() if p < ALARM} == {which}
     honest = noisy(mine, 0.04, 4)
     assert all(
         nearer(LogprobComparison(tuple(honest), tuple(mine)), other, 0.04) > SUSPICION for other in others.values()

@@ -71,7 +71,7 @@ def test_there_is_noise_of_both_machines() -> None:
 def test_the_worst_token_alone_would_have_ended_these_runs() -> None:
     """What the proof was before: 0.3 nats for narrow weights."""
     worst = [max(p.scored.worst() for p in read(file)) for file in FILES if "bfloat16" in file.name]
-    assert all(found > 0.3 for found in worst)
+    assert all(error > 0.3 for error in worst)
 
 
 def test_residuals_of_all_tokens_have_one_scale(recorded: list[Publish]) -> None:
@@ -86,12 +86,12 @@ def test_residuals_of_all_tokens_have_one_scale(recorded: list[Publish]) -> None
             where = "sure" if t > -0.2 else "likely" if t > -1 else "middling" if t > -4 else "rare"
             bins.setdefault(where, []).append(r)
             plain.setdefault(where, []).append(e - t)
-    found = {where: scale(values) for where, values in bins.items() if len(values) >= 50}
-    assert len(found) == 4
+    scales = {where: scale(values) for where, values in bins.items() if len(values) >= 50}
+    assert len(scales) == 4
     overall = scale([r for values in bins.values() for r in values])
     if overall < 5e-5:
         pytest.skip("below what is ever counted: the rounding of logprobs themselves")
-    assert all(overall / 2.5 < one < 2.5 * overall for one in found.values()), found
+    assert all(overall / 2.5 < one < 2.5 * overall for one in scales.values()), scales
     assert scale(plain["rare"]) > 4 * scale(plain["sure"])
 
 

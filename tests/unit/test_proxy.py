@@ -134,14 +134,14 @@ def test_requests_say_how_to_sample(template: Template) -> None:
 def test_logprobs_are_told_of_each_sampled_token(template: Template) -> None:
     async def talk(post: Any, session: Session, _: Proxy) -> None:
         assert (await post(USER))["choices"][0]["logprobs"] is None
-        told = (await post(USER, logprobs=True, top_logprobs=0))["choices"][0]["logprobs"]["content"]
-        assert [(entry["token"], entry["logprob"], entry["bytes"]) for entry in told[:2]] == [
+        content = (await post(USER, logprobs=True, top_logprobs=0))["choices"][0]["logprobs"]["content"]
+        assert [(entry["token"], entry["logprob"], entry["bytes"]) for entry in content[:2]] == [
             ("a", -0.5, [97]),
             ("b", -0.5, [98]),
         ]
-        assert len(told) == 3, "the end token was sampled too"
+        assert len(content) == 3, "the end token was sampled too"
         events = (await post(USER, logprobs=True, stream=True)).split("\n\n")
-        assert json.loads(events[0].removeprefix("data: "))["choices"][0]["logprobs"] == {"content": told}
+        assert json.loads(events[0].removeprefix("data: "))["choices"][0]["logprobs"] == {"content": content}
 
     served(template, Scripted([A, B, END]), talk)
 
@@ -313,8 +313,8 @@ task = json.load(sys.stdin)
 if task['meta'].get('fail'):
     sys.exit('it cannot')
 body = json.dumps({{'messages': task['messages']}}).encode()
-asked = urllib.request.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', body)
-print(json.load(urllib.request.urlopen(asked))['choices'][0]['message']['content'] + '!')
+request = urllib.request.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', body)
+print(json.load(urllib.request.urlopen(request))['choices'][0]['message']['content'] + '!')
 " """
 
 

@@ -90,7 +90,7 @@ def test_greedy_answers_are_those_of_a_run_that_is_greedy(template: Template) ->
     async def evaluated(post: Any, session: Session, _: Proxy) -> None:
         await post(USER, temperature=0)
         await post(USER, temperature=0.5)
-        assert [asked[1].temperature for asked in engine.requests[1:]] == [0, 0.5]
+        assert [request[1].temperature for request in engine.requests[1:]] == [0, 0.5]
 
     served(template, engine, talk, temperature=0.7)
     served(template, engine, evaluated, temperature=0.0)

@@ -40,9 +40,9 @@ def other() -> Iterator[subprocess.Popen[bytes]]:
 @pytest.fixture
 def there(other: subprocess.Popen[bytes]) -> Identity:
     """Which process that is."""
-    found = identity(other.pid)
-    assert found is not None
-    return found
+    process = identity(other.pid)
+    assert process is not None
+    return process
 
 
 def stop(process: Identity) -> None:
@@ -74,8 +74,8 @@ def test_a_child_that_is_lost_before_it_has_connected_is_named(tmp_path: Path, h
 def test_a_process_is_as_old_as_its_imports_took() -> None:
     program = "import time; time.sleep(0.3); from tandem.processes import age; print(age())"
     begun = time.monotonic()
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    assert 0.3 <= float(told.stdout) <= time.monotonic() - begun + 0.05, "ticks are of 10 ms"
+    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert 0.3 <= float(completed.stdout) <= time.monotonic() - begun + 0.05, "ticks are of 10 ms"
 
 
 def test_a_process_that_goes_on_again_is_not_lost(there: Identity, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,10 +103,10 @@ def test_a_collective_that_breaks_off_is_not_blamed_on_the_rank_that_says_so_fir
             await asyncio.gather(*followers)
         raise AssertionError("the lead went on")
 
-    assert re.match(named, told := asyncio.run(scene()))
+    assert re.match(named, message := asyncio.run(scene()))
     assert isinstance(ends[1], RankError)
     assert "ends in command 'micros', for a collective broke off" in str(ends[1])
-    assert told in str(ends[1]), "it says what the lead says"
+    assert message in str(ends[1]), "it says what the lead says"
 
 
 def test_a_collective_that_breaks_off_for_the_lead_ends_by_the_leads_name(tmp_path: Path) -> None:

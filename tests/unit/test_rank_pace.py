@@ -42,12 +42,12 @@ def test_the_clock_leaves_out_waits_and_what_is_around_micro_batches(monkeypatch
 
 
 def test_a_straggler_is_over_once_it_keeps_up() -> None:
-    watch, told = AlarmWatch({}), []
+    watch, notices = AlarmWatch({}), []
     for step in range(1, 61):
         slow = 1.2 if 5 <= step < 30 else 1.0
         row = {"ranks/slowdown/0": 1.0, "ranks/slowdown/1": slow, "ranks/slowdown/2": 0.9, "ranks/slowdown": slow}
-        told += [(notice.step, notice.finding) for notice in watch.step(step, row) if notice.alarm == "stragglers"]
-    (begin, finding), (end, over) = told
+        notices += [(notice.step, notice.finding) for notice in watch.step(step, row) if notice.alarm == "stragglers"]
+    (begin, finding), (end, over) = notices
     assert (begin, end, over) == (24, 39, None)
     assert finding is not None
     assert finding.seen.startswith("rank 1 takes 1.2 times the median rank's time")

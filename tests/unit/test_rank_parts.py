@@ -38,7 +38,7 @@ def refused(folder: Path, world: int, *options: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("options", "said"), [
+@pytest.mark.parametrize(("options", "message"), [
     ((WEIGHTS, "reference=start"), "shard: weights and a reference"),
     ((WEIGHTS, "trainable=lora"), "shard: weights and this trainable.*trainable: full"),
     ((WEIGHTS, "optimizer=adamw8bit"), "shard: weights and this optimizer.*choose adamw"),
@@ -50,14 +50,14 @@ def refused(folder: Path, world: int, *options: str) -> str:
     ((WEIGHTS, "distributed.replicas=3"), "replicas: 3: as many ranks have each replica.*set it to 1 or 2$"),
     (("distributed.context_parallel=3",), "3 ranks cannot share each sequence where there are 2"),
 ])  # fmt: skip
-def test_what_ranks_cannot_do_is_refused_by_name(tmp_path: Path, options: tuple[str, ...], said: str) -> None:
-    assert re.search(said, refused(tmp_path, 2, *options))
+def test_what_ranks_cannot_do_is_refused_by_name(tmp_path: Path, options: tuple[str, ...], message: str) -> None:
+    assert re.search(message, refused(tmp_path, 2, *options))
 
 
 CUT = (WEIGHTS, "engine=vllm", "engine.tensor_parallel_size=2")
 
 
-@pytest.mark.parametrize(("world", "options", "said"), [
+@pytest.mark.parametrize(("world", "options", "message"), [
     (2, (WEIGHTS, "engine=vllm"), "engine.tensor_parallel_size: 1: each rank writes.*tensor_parallel_size to 2"),
     (6, (*CUT[:2], "engine.tensor_parallel_size=4"), "_size: 4: each rank writes.*_size to 2 or 3 or 6, or choose"),
     (2, (*CUT, "distributed.share_gpus=true"), "shard: weights and distributed.share_gpus"),
@@ -67,9 +67,9 @@ CUT = (WEIGHTS, "engine=vllm", "engine.tensor_parallel_size=2")
     (2, (*CUT, "trainable=lora"), "shard: weights and this trainable"),
 ])  # fmt: skip
 def test_ranks_and_workers_that_cannot_share_slices_are_refused_by_name(
-    tmp_path: Path, world: int, options: tuple[str, ...], said: str
+    tmp_path: Path, world: int, options: tuple[str, ...], message: str
 ) -> None:
-    assert re.search(said, refused(tmp_path, world, *options))
+    assert re.search(message, refused(tmp_path, world, *options))
 
 
 def test_ranks_share_the_slices_of_engines_that_are_each_on_one_host(tmp_path: Path) -> None:
@@ -153,12 +153,12 @@ def test_each_engine_is_on_the_gpus_of_its_neighbouring_ranks(tmp_path: Path, mo
 
 
 def test_of_ranks_that_share_an_engine_on_another_host_the_first_has_it() -> None:
-    asked: list[list[Any]] = []
+    replies: list[list[Any]] = []
 
     class Commands:
         async def execute(self, command: str, body: Callable[[int], Any], mine: Any) -> tuple[None, list[Any]]:
             await mine
-            asked.append([body(rank) for rank in (1, 2, 3)])
+            replies.append([body(rank) for rank in (1, 2, 3)])
             return None, [None, {"url": "http://b", "key": "k", "reattached": False}, None]
 
     together = Together(Commands(), None, ranks_of_engine=2)  # type: ignore[arg-type]
@@ -166,7 +166,7 @@ def test_of_ranks_that_share_an_engine_on_another_host_the_first_has_it() -> Non
     (engine,) = asyncio.run(together.start_engines(requirements))  # type: ignore[misc]
     assert (engine.url, engine.key) == ("http://b", "k")
     assert asyncio.run(together.restart_engine(1)) == engine
-    assert asked[1] == [None, {}, None], "the second engine's first rank is rank 2"
+    assert replies[1] == [None, {}, None], "the second engine's first rank is rank 2"
 
 
 def test_engines_of_pairs_do_not_sleep_as_one_that_shares_its_weights_does_not(tmp_path: Path) -> None:

@@ -33,18 +33,18 @@ from tandem.weight_sync.shared import Shared
 def test_each_rank_writes_what_its_worker_would_have_loaded(
     name: str, shape: tuple[int, ...], workers: int, dtype: str, far: float, received: float
 ) -> None:
-    for found in on_ranks(torch.Size(shape).numel(), cut_slices.publishing, name, shape, workers, dtype):
-        assert found["received"] < received, "of the bytes of all weights"
-        assert "cannot be opened" in found["stale"]
-        assert found["attached"] == ""
-        assert found["emptied"], "as ranks took their parts"
-        assert found["wrong"] == []
-        assert found["sums"]
-        assert found["scores"] < far
-        assert found["finite"]
-        assert found["whole"]
-        assert found["tied"] == ("tied" in name)
-        assert found["bare"]
+    for report in on_ranks(torch.Size(shape).numel(), cut_slices.publishing, name, shape, workers, dtype):
+        assert report["received"] < received, "of the bytes of all weights"
+        assert "cannot be opened" in report["stale"]
+        assert report["attached"] == ""
+        assert report["emptied"], "as ranks took their parts"
+        assert report["wrong"] == []
+        assert report["sums"]
+        assert report["scores"] < far
+        assert report["finite"]
+        assert report["whole"]
+        assert report["tied"] == ("tied" in name)
+        assert report["bare"]
 
 
 class FakeRanks:

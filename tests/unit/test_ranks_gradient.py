@@ -99,8 +99,8 @@ def groups(tiny_model: Path) -> list[Group]:
 
     def own(prompt: Any, tokens: Any, temperature: float) -> list[float]:
         with torch.no_grad():
-            given = replace(sampling, temperature=temperature)
-            return logprobs_of(plain, prompt, tokens, given).tolist() if tokens else []
+            options = replace(sampling, temperature=temperature)
+            return logprobs_of(plain, prompt, tokens, options).tolist() if tokens else []
 
     return author.groups(own)
 
@@ -234,10 +234,10 @@ def check(
     want = gradients(case, model, own, dtype, None)
     batch = packed(case.objective, groups, world)
     assert len(batch.micro) > 2 * world
-    found, *others = run(lambda group: gradients(case, model, batch, dtype, group))
+    computed, *others = run(lambda group: gradients(case, model, batch, dtype, group))
     assert not any(others), "the lead alone has them"
-    assert len(found) == len(want) == case.updates * case.steps
-    for update, (ours, theirs) in enumerate(zip(found, want, strict=True)):
+    assert len(computed) == len(want) == case.updates * case.steps
+    for update, (ours, theirs) in enumerate(zip(computed, want, strict=True)):
         assert ours.keys() == theirs.keys()
         assert any(bool(gradient.any()) for gradient in theirs.values())
         for parameter, gradient in theirs.items():

@@ -79,7 +79,7 @@ class FakeActor:
         self.number = options["scheduling_strategy"]
         for name in ("room", "free_port", "run", "send"):
             method = getattr(self, f"_{name}")
-            call = types.SimpleNamespace(remote=lambda *given, method=method: ray.pool.submit(method, *given))
+            call = types.SimpleNamespace(remote=lambda *args, method=method: ray.pool.submit(method, *args))
             setattr(self, name, call)
         self.ray = ray
 

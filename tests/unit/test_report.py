@@ -26,9 +26,9 @@ HOSTILE = (
 
 
 def data_of(path: Path) -> dict[str, Any]:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text(), re.DOTALL)
-    assert found
-    loaded: dict[str, Any] = json.loads(found[1])
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text(), re.DOTALL)
+    assert match
+    loaded: dict[str, Any] = json.loads(match[1])
     return loaded
 
 
@@ -147,7 +147,7 @@ def alarm_event(step: int, alarm: str = "length", over: bool = False) -> dict[st
 
 
 def test_alarms_are_told_by_episode_without_what_a_resume_undid(tmp_path: Path) -> None:
-    told = [
+    events = [
         alarm_event(10),
         alarm_event(20, over=True),
         alarm_event(30),
@@ -157,14 +157,14 @@ def test_alarms_are_told_by_episode_without_what_a_resume_undid(tmp_path: Path) 
         alarm_event(140, "ess"),
     ]
     (tmp_path / "config.yaml").write_text("steps: 200\nmodel: m\n")
-    write(tmp_path / "events.jsonl", told)
-    found = episodes(load(tmp_path))
-    assert [(row["alarm"], row["step"], row["told"], row["over"]) for row in found] == [
+    write(tmp_path / "events.jsonl", events)
+    rows = episodes(load(tmp_path))
+    assert [(row["alarm"], row["step"], row["told"], row["over"]) for row in rows] == [
         ("length", 10, 1, 18),
         ("ess", 40, 2, None),
     ]
-    assert found[1]["seen"] == "seen at 140"
-    assert data_of(build(tmp_path))["alarms"] == found
+    assert rows[1]["seen"] == "seen at 140"
+    assert data_of(build(tmp_path))["alarms"] == rows
 
 
 def test_long_runs_are_thinned_without_losing_extremes(tmp_path: Path) -> None:
@@ -356,27 +356,27 @@ def test_held_out_answers_of_the_first_evaluation_are_shown_before_there_is_anot
     answer = {"task": "t", "prompt": "1 + 1?", "answer": "2", "text": "three", "reward": 0.0}
     write(tmp_path / "eval.jsonl", [{"step": 0, "env": "e", "mean": 0.0, "rollouts": [answer]}])
     (tmp_path / "config.yaml").write_text("steps: 4")
-    told = samples.answers(load(tmp_path))
-    assert [(one["task"], one["before"]["text"], one["after"]) for one in told] == [("t", "three", None)]
-    assert data_of(build(tmp_path))["answers"] == told
+    answers = samples.answers(load(tmp_path))
+    assert [(one["task"], one["before"]["text"], one["after"]) for one in answers] == [("t", "three", None)]
+    assert data_of(build(tmp_path))["answers"] == answers
 
 
 def test_dropped_groups_are_shown_in_bounds(tmp_path: Path) -> None:
-    said = [{"text": "x" * 3000, "reward": 0.0, "truncated": False, "error": ""}] * 8
+    rollouts = [{"text": "x" * 3000, "reward": 0.0, "truncated": False, "error": ""}] * 8
     row = {
         "reason": "zero_variance",
         "why": "every reward 0",
         "group": "g",
         "prompt": "?",
         "answer": "",
-        "rollouts": said,
+        "rollouts": rollouts,
     }
     write(tmp_path / "dropped.jsonl", [{"step": step, **row} for step in range(1, 301)])
     (tmp_path / "config.yaml").write_text("steps: 4")
-    told = data_of(build(tmp_path))["dropped"]
-    assert 10 < len(told) <= 40
-    assert told[0]["step"] == 1
-    assert len(json.dumps(told)) < 700_000
+    dropped = data_of(build(tmp_path))["dropped"]
+    assert 10 < len(dropped) <= 40
+    assert dropped[0]["step"] == 1
+    assert len(json.dumps(dropped)) < 700_000
 
 
 def test_frequent_events_do_not_hide_rare_ones(tmp_path: Path) -> None:
@@ -391,7 +391,7 @@ def test_frequent_events_do_not_hide_rare_ones(tmp_path: Path) -> None:
 
 
 CHROMIUM = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (found := shutil.which(name))),
+    (path for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (path := shutil.which(name))),
     None,
 )
 

@@ -26,11 +26,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_names_are_the_files_of_a_category_that_are_parts() -> None:
-    found = resolve.names("loggers")
-    assert found == sorted(found)
-    assert {"console", "jsonl", "tensorboard"} <= set(found)
-    assert "base" not in found
-    assert not any(name.startswith("_") for name in found)
+    names = resolve.names("loggers")
+    assert names == sorted(names)
+    assert {"console", "jsonl", "tensorboard"} <= set(names)
+    assert "base" not in names
+    assert not any(name.startswith("_") for name in names)
 
 
 def test_every_category_has_parts_and_each_resolves_to_one_dataclass_and_back() -> None:

@@ -73,9 +73,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def summed(folder: Path, **about: Any) -> dict[str, Any]:
-    given = {"name": "tasks-sums-full-shared-0", "set": "tasks", "task": "sums", "trained": "full", "way": "shared"}
-    given |= {"system": "tandem", "seed": 0, "steps": 40, "command": "python -m tandem train it"}
-    return {**given, **module("folder").record(folder), **about}
+    record = {"name": "tasks-sums-full-shared-0", "set": "tasks", "task": "sums", "trained": "full", "way": "shared"}
+    record |= {"system": "tandem", "seed": 0, "steps": 40, "command": "python -m tandem train it"}
+    return {**record, **module("folder").record(folder), **about}
 
 
 @pytest.mark.slow
@@ -89,9 +89,9 @@ def test_every_run_is_a_recipe_that_loads(tmp_path: Path) -> None:
 
 
 def test_the_matrix_has_each_kind_of_training_by_each_way_that_carries_it() -> None:
-    found = {(run.task, run.trained, run.way) for run in planned() if run.set == "matrix"}
-    assert len(found) == 2 * (3 * 3 + 1)
-    assert {kind for _, kind, way in found if way == "hotswap"} == {"lora"}
+    runs = {(run.task, run.trained, run.way) for run in planned() if run.set == "matrix"}
+    assert len(runs) == 2 * (3 * 3 + 1)
+    assert {kind for _, kind, way in runs if way == "hotswap"} == {"lora"}
 
 
 def test_at_least_six_tasks_have_three_seeds() -> None:
@@ -100,7 +100,7 @@ def test_at_least_six_tasks_have_three_seeds() -> None:
         if run.set == "tasks" and run.trained == "full":
             seeds.setdefault(run.task, set()).add(run.seed)
     assert len(seeds) >= 6
-    assert all(found == {0, 1, 2} for found in seeds.values())
+    assert all(numbers == {0, 1, 2} for numbers in seeds.values())
 
 
 def test_a_later_override_replaces_an_earlier_one_of_the_same_option() -> None:
@@ -111,14 +111,14 @@ def test_a_later_override_replaces_an_earlier_one_of_the_same_option() -> None:
 
 
 def test_a_folder_is_summed_up(folder: Path) -> None:
-    found = module("folder").record(folder)
-    assert found["done"]
-    assert found["steps_done"] == 40
-    assert found["curves"]["reward"] == [round((4 * i + 3) / 80, 5) for i in range(20)]
-    assert (found["tokens_generated"], found["step_seconds"], found["paused_ms"]) == (4000, 2.0, 40.0)
-    assert found["publishes"] == 41
-    assert found["memory"]["memory/rss_gb"] == [1.09, 1.4]
-    assert "rollouts" not in found["held_out"][0]
+    record = module("folder").record(folder)
+    assert record["done"]
+    assert record["steps_done"] == 40
+    assert record["curves"]["reward"] == [round((4 * i + 3) / 80, 5) for i in range(20)]
+    assert (record["tokens_generated"], record["step_seconds"], record["paused_ms"]) == (4000, 2.0, 40.0)
+    assert record["publishes"] == 41
+    assert record["memory"]["memory/rss_gb"] == [1.09, 1.4]
+    assert "rollouts" not in record["held_out"][0]
 
 
 def test_evaluations_are_no_time_of_training(folder: Path) -> None:
@@ -149,9 +149,9 @@ def test_a_failed_proof_is_told_with_its_reason(folder: Path) -> None:
     (folder / "logs/run.log").write_text("INFO engine is asked again: in doubt\nINFO engine is asked again: in doubt\n")
     (folder / "proofs").mkdir()
     (folder / "proofs/000007.json").write_text(json.dumps({"why": "more than rounding"}))
-    found = summed(folder)
-    assert (found["proofs_asked_again"], found["proofs_failed"]) == (2, ["more than rounding"])
-    text = module("report").report([found])
+    record = summed(folder)
+    assert (record["proofs_asked_again"], record["proofs_failed"]) == (2, ["more than rounding"])
+    text = module("report").report([record])
     assert "| 2, 1 |" in text
     assert "tasks-sums-full-shared-0: more than rounding" in text
 

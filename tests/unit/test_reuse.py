@@ -49,7 +49,7 @@ def played(trainer: Trainer, steps: int, /, **options: Any) -> tuple[list[list[G
     return run(fed(trainer, steps, DataState(), **options))
 
 
-def told(trainer: Trainer, name: str) -> list[dict[str, Any]]:
+def events_of(trainer: Trainer, name: str) -> list[dict[str, Any]]:
     return [what for happened, what in trainer.happened if happened == name]
 
 
@@ -66,12 +66,12 @@ def test_groups_with_signal_take_the_place_of_flat_ones(max_lag: int) -> None:
     assert not any(group.zero_variance for batch in batches for group in batch)
     again = [group for batch in batches for group in batch if group.replayed]
     assert len(again) > 10
-    assert counts["groups/replayed"] == len(told(trainer, "group_replayed")) >= len(again)
+    assert counts["groups/replayed"] == len(events_of(trainer, "group_replayed")) >= len(again)
     assert counts["replay/age/max"] == max(
         step - group.version_min for step, batch in enumerate(batches) for group in batch if group.replayed
     )
     flat = {id for reason, id in trainer.dropped if reason == "zero_variance"}
-    assert {one["for"] for one in told(trainer, "group_replayed")} <= flat
+    assert {one["for"] for one in events_of(trainer, "group_replayed")} <= flat
 
 
 def test_a_replayed_group_is_the_group_that_was_trained_token_for_token() -> None:
@@ -123,8 +123,8 @@ def test_the_store_holds_the_newest_and_gives_each_its_turn() -> None:
     assert [one.group.id for one in store.stored] == ["g2", "g3", "g9"]
 
     def take(step: int, *taken: str) -> str | None:
-        found = store.take("fake", step=step, taken=taken)
-        return found and found[1].id
+        entry = store.take("fake", step=step, taken=taken)
+        return entry and entry[1].id
 
     assert [take(4), take(4), take(4), take(4)] == ["g3", "g2", "g3", "g2"], "least often first, of these the youngest"
     assert take(4, "g3", "g2") is None
@@ -206,8 +206,8 @@ def test_on_policy_a_run_that_is_ended_anywhere_goes_on_as_if_it_had_not_been(wa
 def test_who_is_fast_plays_no_part_on_policy(way: str) -> None:
     options, kind = WAYS[way].options, WAYS[way].kind
     runs = [Trainer(kind, seed) for seed in range(4)]
-    found = [ids(trained(trainer, 8, **options)) for trainer in runs]
-    assert found == [found[0]] * 4
+    orders = [ids(trained(trainer, 8, **options)) for trainer in runs]
+    assert orders == [orders[0]] * 4
     assert [trainer.started for trainer in runs] == [runs[0].started] * 4
 
 
@@ -263,7 +263,7 @@ def test_tasks_that_nobody_solved_come_again_late_and_so_many_at_a_time() -> Non
     trainer = Trainer(mostly_flat)
     batches, counts = played(trainer, 10, n=2, steps=10, count=200, reroll=Reroll(start_fraction=0.5, max_groups=3))
     again = [id for id in trainer.started if "." in id]
-    events = [what["group"] for what in told(trainer, "group_rerolled")]
+    events = [what["group"] for what in events_of(trainer, "group_rerolled")]
     assert counts["groups/rerolled"] == len(events)
     assert events[: len(again)] == again
     assert len(events) - len(again) <= 2, "those of the step that was not begun"
@@ -283,7 +283,7 @@ def test_tasks_that_nobody_solved_come_again_late_and_so_many_at_a_time() -> Non
 def test_so_many_for_one_batch_also_where_several_are_sampled_at_once() -> None:
     trainer = Trainer(mostly_flat)
     played(trainer, 12, n=2, steps=12, count=200, max_lag=3, reroll=Reroll(start_fraction=0.0, max_groups=1))
-    assert 8 < len(told(trainer, "group_rerolled")) <= 12 + 4, "twelve batches, and those begun at the end"
+    assert 8 < len(events_of(trainer, "group_rerolled")) <= 12 + 4, "twelve batches, and those begun at the end"
 
 
 def test_a_task_that_somebody_solved_since_does_not_come_again() -> None:
@@ -313,7 +313,7 @@ def test_refills_are_bounded_and_then_a_step_takes_what_there_is(times: int, max
     for moment in range(1, 71):
         began = sum(step < moment for _, step in trainer.when)
         assert began <= 3 * (1 + times) * (moment + max_lag)
-    assert counts["groups/kept_zero_variance"] == len(told(trainer, "zero_variance_group_kept")) >= 210
+    assert counts["groups/kept_zero_variance"] == len(events_of(trainer, "zero_variance_group_kept")) >= 210
     if not max_lag:
         assert len(trainer.started) == 210 * (1 + times)
         assert counts["groups/kept_zero_variance"] == 210
@@ -400,9 +400,9 @@ def agenda(count: int, curriculum: Any, seed: int = 7) -> CurriculumSchedule:
 def test_draws_follow_the_weights_and_the_seed() -> None:
     order = play(agenda(10, Named(), seed=3), 1300)
     assert order == play(agenda(10, Named(), seed=3), 1300) != play(agenda(10, Named(), seed=4), 1300)
-    found = Counter(order)
+    counts = Counter(order)
     for place in range(10):
-        assert found[place] == pytest.approx(100 * (place % 4), abs=2), "1300 draws are 100 epochs of 13"
+        assert counts[place] == pytest.approx(100 * (place % 4), abs=2), "1300 draws are 100 epochs of 13"
 
 
 def test_with_equal_weights_epochs_are_epochs_and_each_in_another_order() -> None:
@@ -422,11 +422,11 @@ def test_what_is_held_comes_not_until_all_that_hold_it_are_over(seed: int) -> No
     for place in (0, 1, 1):
         made.hold(place)
     made.free(1)
-    found = set()
+    drawn = set()
     for number in range(2):
-        found.add(place := made.draw(number))
+        drawn.add(place := made.draw(number))
         made.hold(place)
-    assert found == {2, 3}, "1 is in play once more"
+    assert drawn == {2, 3}, "1 is in play once more"
     assert {made.draw(number) for number in range(2, 80)} == {0, 1, 2, 3}, "all are in play: by lot"
     made.free(1)
     assert made.draw(80) == 1

@@ -25,7 +25,7 @@ from tandem.rewards.reward_model import RewardModel
 from tandem.types import Completion, Message, Rollout, Task, Turn
 
 
-def said(*replies: str, answer: str = "", meta: dict[str, Any] | None = None, tokens: int = 1) -> Rollout:
+def rollout_of(*replies: str, answer: str = "", meta: dict[str, Any] | None = None, tokens: int = 1) -> Rollout:
     """A rollout of one or several turns; the prompt holds a worked example."""
     prompt = (
         Message(role="user", content="What is 1 + 1?"),
@@ -75,7 +75,7 @@ def said(*replies: str, answer: str = "", meta: dict[str, Any] | None = None, to
     ],
 )
 def test_number_finds_the_last_number(reply: str, gold: str) -> None:
-    assert Number()(said(reply, answer=gold)) == 1.0
+    assert Number()(rollout_of(reply, answer=gold)) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -83,42 +83,42 @@ def test_number_finds_the_last_number(reply: str, gold: str) -> None:
     [("", "7"), ("seven", "7"), ("7 or 8", "7"), ("4", "-4"), ("13", "3"), ("7.1", "7"), ("٧", "7"), ("9" * 9999, "7")],
 )
 def test_number_is_strict_about_the_value(reply: str, gold: str) -> None:
-    assert Number()(said(reply, answer=gold)) == 0.0
+    assert Number()(rollout_of(reply, answer=gold)) == 0.0
 
 
 def test_number_reads_the_last_turn_only() -> None:
-    assert Number()(said("<calc>3+4</calc>", "It is 7", answer="7")) == 1.0
-    assert Number()(said("7", "I do not know", answer="7")) == 0.0
-    assert Number()(said(answer="2")) == 0.0  # the worked example in the prompt says 2
+    assert Number()(rollout_of("<calc>3+4</calc>", "It is 7", answer="7")) == 1.0
+    assert Number()(rollout_of("7", "I do not know", answer="7")) == 0.0
+    assert Number()(rollout_of(answer="2")) == 0.0  # the worked example in the prompt says 2
 
 
 def test_number_after_a_marker() -> None:
     reward = Number(after="####")
-    assert reward(said("#### 6\n#### 7", answer="7")) == 1.0
-    assert reward(said("7", answer="7")) == 0.0
-    assert reward(said("7 #### ", answer="7")) == 0.0
+    assert reward(rollout_of("#### 6\n#### 7", answer="7")) == 1.0
+    assert reward(rollout_of("7", answer="7")) == 0.0
+    assert reward(rollout_of("7 #### ", answer="7")) == 0.0
 
 
 def test_number_tolerance_is_relative_to_the_gold() -> None:
-    assert Number(tolerance=0.01)(said("1009", answer="1000")) == 1.0
-    assert Number(tolerance=0.01)(said("1011", answer="1000")) == 0.0
-    assert Number(tolerance=0)(said("7.0", answer="7")) == 1.0
+    assert Number(tolerance=0.01)(rollout_of("1009", answer="1000")) == 1.0
+    assert Number(tolerance=0.01)(rollout_of("1011", answer="1000")) == 0.0
+    assert Number(tolerance=0)(rollout_of("7.0", answer="7")) == 1.0
 
 
 def test_number_needs_a_gold_number() -> None:
     with pytest.raises(ValueError, match="gold answer 'Paris' of task t holds no number"):
-        Number()(said("7", answer="Paris"))
+        Number()(rollout_of("7", answer="Paris"))
 
 
 # exact, format
 
 
 def test_exact() -> None:
-    assert ExactReward()(said(" Paris\n", answer="Paris")) == 1.0
-    assert ExactReward()(said("paris", answer="Paris")) == 0.0
-    assert ExactReward(ignore_case=True)(said("paris", answer="Paris")) == 1.0
-    assert ExactReward(tag="city")(said("<city>Rome</city>no: <city> Paris </city>", answer="Paris")) == 1.0
-    assert ExactReward(tag="city")(said("Paris", answer="Paris")) == 0.0
+    assert ExactReward()(rollout_of(" Paris\n", answer="Paris")) == 1.0
+    assert ExactReward()(rollout_of("paris", answer="Paris")) == 0.0
+    assert ExactReward(ignore_case=True)(rollout_of("paris", answer="Paris")) == 1.0
+    assert ExactReward(tag="city")(rollout_of("<city>Rome</city>no: <city> Paris </city>", answer="Paris")) == 1.0
+    assert ExactReward(tag="city")(rollout_of("Paris", answer="Paris")) == 0.0
     assert ExactReward().full_marks == 1.0
     assert ExactReward(tag="city").full_marks is None
 
@@ -136,13 +136,13 @@ def test_exact() -> None:
     ],
 )
 def test_format_tags(reply: str, value: float) -> None:
-    assert Format(tags=("think", "answer"))(said(reply)) == value
+    assert Format(tags=("think", "answer"))(rollout_of(reply)) == value
 
 
 def test_format_pattern_is_searched_in_the_trimmed_reply() -> None:
     reward = Format(pattern=r"(?m)^#### \d+\Z")
-    assert reward(said("Hm.\n#### 7\n\n")) == 1.0
-    assert reward(said("#### 7\nI hope that helps")) == 0.0
+    assert reward(rollout_of("Hm.\n#### 7\n\n")) == 1.0
+    assert reward(rollout_of("#### 7\nI hope that helps")) == 0.0
 
 
 def test_format_options() -> None:
@@ -172,12 +172,12 @@ def test_format_options() -> None:
     ],
 )
 def test_length(options: dict[str, Any], tokens: int, value: float) -> None:
-    assert LengthReward(target=10, **options)(said("x", tokens=tokens)) == pytest.approx(value)
+    assert LengthReward(target=10, **options)(rollout_of("x", tokens=tokens)) == pytest.approx(value)
 
 
 @pytest.mark.parametrize(("tokens", "value"), [(1, 0), (60, 0), (70, -0.25), (100, -1), (200, -1)])
 def test_overlong_is_a_ramp(tokens: int, value: float) -> None:
-    assert Overlong(max_tokens=100, cache=40)(said("x", tokens=tokens)) == pytest.approx(value)
+    assert Overlong(max_tokens=100, cache=40)(rollout_of("x", tokens=tokens)) == pytest.approx(value)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_overlong_is_a_ramp(tokens: int, value: float) -> None:
     [("one two three four", 0.0), ("a b", 0.0), ("", 0.0), ("a a a a a", -2 / 3), ("so it is so it is", -0.25)],
 )
 def test_repetition(reply: str, value: float) -> None:
-    assert Repetition()(said(reply)) == pytest.approx(value)
+    assert Repetition()(rollout_of(reply)) == pytest.approx(value)
 
 
 def ms_swift_cosine(tokens: int, longest: int, right: bool, values: tuple[float, float, float, float]) -> float:
@@ -201,15 +201,15 @@ def ms_swift_cosine(tokens: int, longest: int, right: bool, values: tuple[float,
 def test_cosine_length_is_ms_swifts(tokens: int, right: bool, values: tuple[float, float, float, float]) -> None:
     names = ("right_short", "right_long", "wrong_short", "wrong_long")
     reward = CosineLength(accuracy=Number(), max_tokens=100, **dict(zip(names, values, strict=True)))
-    got = reward(said("7" if right else "8", answer="7", tokens=tokens))
+    got = reward(rollout_of("7" if right else "8", answer="7", tokens=tokens))
     assert got == pytest.approx(ms_swift_cosine(min(tokens, 100), 100, right, values), abs=1e-12)
 
 
 def test_cosine_length_asks_its_own_accuracy() -> None:
     tasks = {"meta": {"numbers": [3, 5, 8], "target": 64}, "tokens": 100}
     reward = CosineLength(accuracy=CountdownReward(partial=0.9), max_tokens=100)
-    assert reward(said("<answer>(3 + 5) * 8</answer>", **tasks)) == pytest.approx(0.5)
-    assert reward(said("<answer>3 + 5 + 8</answer>", **tasks)) == pytest.approx(0.0)  # 0.9 is not full marks
+    assert reward(rollout_of("<answer>(3 + 5) * 8</answer>", **tasks)) == pytest.approx(0.5)
+    assert reward(rollout_of("<answer>3 + 5 + 8</answer>", **tasks)) == pytest.approx(0.0)  # 0.9 is not full marks
     assert reward.full_marks is None
     with pytest.raises(ConfigError, match="accuracy must be a reward of one rollout"):
         CosineLength(accuracy=RewardModel(model="m"), max_tokens=100)
@@ -253,19 +253,21 @@ PUZZLE = {"numbers": [3, 5, 8], "target": 64}
     ],
 )
 def test_countdown(reply: str, value: float) -> None:
-    assert CountdownReward(partial=0.1)(said(reply, meta=PUZZLE)) == value
+    assert CountdownReward(partial=0.1)(rollout_of(reply, meta=PUZZLE)) == value
 
 
 def test_countdown_may_leave_numbers_out() -> None:
-    rollout = said("<answer>8 * 5</answer>", meta={"numbers": [3, 5, 8], "target": 40})
+    rollout = rollout_of("<answer>8 * 5</answer>", meta={"numbers": [3, 5, 8], "target": 40})
     assert CountdownReward(use="some")(rollout) == 1.0
     assert CountdownReward(use="all")(rollout) == 0.0
-    assert CountdownReward(use="some")(said("<answer>8 * 5 + 8 - 8</answer>", meta={**PUZZLE, "target": 40})) == 0.0
+    assert (
+        CountdownReward(use="some")(rollout_of("<answer>8 * 5 + 8 - 8</answer>", meta={**PUZZLE, "target": 40})) == 0.0
+    )
 
 
 def test_countdown_needs_its_columns() -> None:
     with pytest.raises(ValueError, match=r"needs meta\['numbers'\] and meta\['target'\]; it has: level"):
-        CountdownReward()(said("1", meta={"level": 1}))
+        CountdownReward()(rollout_of("1", meta={"level": 1}))
 
 
 # math_verify
@@ -291,12 +293,12 @@ def test_countdown_needs_its_columns() -> None:
 def test_math_verify_equal(reply: str, gold: str) -> None:
     reward = MathVerify()
     reward.prepare()
-    assert reward(said(reply, answer=gold)) == 1.0
+    assert reward(rollout_of(reply, answer=gold)) == 1.0
 
 
 @pytest.mark.parametrize(("reply", "gold"), [("", "18"), ("17", "18"), ("no idea", "18"), ("18\n#### 3", "18")])
 def test_math_verify_different(reply: str, gold: str) -> None:
-    assert MathVerify()(said(reply, answer=gold)) == 0.0
+    assert MathVerify()(rollout_of(reply, answer=gold)) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -304,7 +306,7 @@ def test_math_verify_different(reply: str, gold: str) -> None:
     [("#### 18", 0.0), ("18", 0.0), ("so 9 + 9 = 18\n#### 18", 1.0), ("\n \n\n   #### 18", 0.0)],
 )
 def test_math_verify_asks_for_working(reply: str, paid: float) -> None:
-    assert MathVerify(least_working=8)(said(reply, answer="18")) == paid
+    assert MathVerify(least_working=8)(rollout_of(reply, answer="18")) == paid
 
 
 @pytest.mark.slow
@@ -316,7 +318,7 @@ def test_whole_numbers_are_told_apart_as_the_library_would() -> None:
         expected = math_verify.parse(f"${gold}$") or math_verify.parse(gold)
         for text in texts:
             verdict = text == gold or math_verify.verify(expected, math_verify.parse(text))
-            assert reward(said(f"#### {text}", answer=gold)) == float(verdict), (gold, text)
+            assert reward(rollout_of(f"#### {text}", answer=gold)) == float(verdict), (gold, text)
 
 
 def test_a_gold_answer_and_a_last_line_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,11 +326,11 @@ def test_a_gold_answer_and_a_last_line_are_read_once(monkeypatch: pytest.MonkeyP
     parse = math_verify.parse
     monkeypatch.setattr(math_verify, "parse", lambda text, **more: read.append(text) or parse(text, **more))
     for reply in ("1234.5", "1234.5", "I say 17.5", "I say 1234.5"):
-        MathVerify()(said(reply, answer="1234.50"))
+        MathVerify()(rollout_of(reply, answer="1234.50"))
     assert read == ["$1234.50$", "1234.5", "I say 17.5", "I say 1234.5"]
     read.clear()
     long = "so " * 40 + "17.25"
-    assert [MathVerify()(said(long, answer="17.250")) for _ in range(2)] == [1.0, 1.0]
+    assert [MathVerify()(rollout_of(long, answer="17.250")) for _ in range(2)] == [1.0, 1.0]
     assert read == ["$17.250$", long, long], "whole solutions are not kept"
 
 
@@ -336,22 +338,22 @@ def test_a_gold_answer_that_cannot_be_read_is_tried_again(monkeypatch: pytest.Mo
     parse = math_verify.parse
     monkeypatch.setattr(math_verify, "parse", lambda text, **more: [])
     with pytest.raises(ValueError, match=r"cannot read the gold answer .88\.75. of task"):
-        MathVerify()(said("1", answer="88.75"))
+        MathVerify()(rollout_of("1", answer="88.75"))
     monkeypatch.setattr(math_verify, "parse", parse)
-    assert MathVerify()(said("88.750", answer="88.75")) == 1.0
+    assert MathVerify()(rollout_of("88.750", answer="88.75")) == 1.0
 
 
 @pytest.mark.slow
 def test_math_verify_gives_up_on_a_monster(caplog: pytest.LogCaptureFixture) -> None:
     reward = MathVerify(timeout_seconds=1)
     reward.prepare()
-    assert reward(said("#### 9^9^9^9", answer="18")) == 0.0
+    assert reward(rollout_of("#### 9^9^9^9", answer="18")) == 0.0
     assert not caplog.records
 
 
 def test_math_verify_works_outside_the_main_thread() -> None:
     values = []
-    thread = threading.Thread(target=lambda: values.append(MathVerify()(said("#### 18", answer="$18$"))))
+    thread = threading.Thread(target=lambda: values.append(MathVerify()(rollout_of("#### 18", answer="$18$"))))
     thread.start()
     thread.join()
     assert values == [1.0]
@@ -371,7 +373,7 @@ def test_missing_libraries_name_their_extra(monkeypatch: pytest.MonkeyPatch) -> 
 
 def gym(reply: str, answer: str = "7", task: str = "chain_sum", **metadata: Any) -> Rollout:
     meta = {"task": task, "config": {}, "question": "4 + 3 =", "metadata": metadata, "unsolved": False}
-    return said(reply, answer=answer, meta=meta)
+    return rollout_of(reply, answer=answer, meta=meta)
 
 
 @pytest.mark.slow
@@ -408,4 +410,4 @@ def test_reasoning_gym_partial_credit_is_asked_for() -> None:
 
 def test_reasoning_gym_needs_its_own_tasks() -> None:
     with pytest.raises(ValueError, match="not from reasoning-gym"):
-        ReasoningGymReward()(said("7", answer="7"))
+        ReasoningGymReward()(rollout_of("7", answer="7"))

@@ -50,12 +50,12 @@ async def second(completions, **kwargs):
 
 def text(rollout): return rollout.messages[-1].content
 async def by_text(rollout):
-    said = text(rollout)
-    if said == "forever": await asyncio.Event().wait()
-    if said == "block": time.sleep(60)
-    if said == "die": os._exit(3)
-    if said == "raise": raise ValueError("no such luck")
-    if said == "stubborn":
+    reply = text(rollout)
+    if reply == "forever": await asyncio.Event().wait()
+    if reply == "block": time.sleep(60)
+    if reply == "die": os._exit(3)
+    if reply == "raise": raise ValueError("no such luck")
+    if reply == "stubborn":
         while True:
             try: await asyncio.sleep(60)
             except asyncio.CancelledError: pass
@@ -142,17 +142,17 @@ def test_one_that_waits_too_long_is_given_up_and_its_process_lives_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("culprit", "reason", "said"),
+    ("culprit", "reason", "message"),
     [
         pytest.param("block", "timeout", "took longer than 0.5 s and was stopped", marks=pytest.mark.long),
         ("stubborn", "timeout", "took longer than 0.5 s and was stopped"),
         ("die", "crashed", "ended its process with exit code 3"),
     ],
 )
-def test_the_one_that_takes_its_process_along_is_found(culprit: str, reason: str, said: str) -> None:
+def test_the_one_that_takes_its_process_along_is_found(culprit: str, reason: str, message: str) -> None:
     got, metrics = graded({"f": "async_graders:by_text", "n": Number()}, group("7", culprit, "8"), 0.5)
     assert [rollout.status for rollout in got] == ["ok", "error", "ok"]
-    assert got[1].error == f"reward 'f' {said}"
+    assert got[1].error == f"reward 'f' {message}"
     assert [rollout.rewards["n"] for rollout in (got[0], got[2])] == [1.0, 0.0]
     assert metrics[f"grading/failed_{reason}"] == 1.0
 
@@ -252,15 +252,15 @@ def test_waits_say_which_reward_of_which_group() -> None:
             behind = asyncio.ensure_future(graders.grade(group("7")))
             while not any("reward f" in wait.reason for wait in waits.current()):
                 await asyncio.sleep(0.01)
-            found = waits.current()
+            pending = waits.current()
             hung.cancel()
             behind.cancel()
             await asyncio.wait([hung, behind])
-            return found
+            return pending
 
-    found = {wait.reason: wait for wait in asyncio.run(go()) if wait.owner == "grading"}
-    assert set(found) == {"reward f of group t@0", "a free grading process"}
-    assert found["reward f of group t@0"].deadline == pytest.approx(30.0, abs=1.0)
-    assert found["reward f of group t@0"].on.startswith("grading process (pid ")
-    assert found["a free grading process"].on == "grading"
+    by_reason = {wait.reason: wait for wait in asyncio.run(go()) if wait.owner == "grading"}
+    assert set(by_reason) == {"reward f of group t@0", "a free grading process"}
+    assert by_reason["reward f of group t@0"].deadline == pytest.approx(30.0, abs=1.0)
+    assert by_reason["reward f of group t@0"].on.startswith("grading process (pid ")
+    assert by_reason["a free grading process"].on == "grading"
     assert not [wait for wait in waits.current() if wait.owner == "grading"]

@@ -50,10 +50,10 @@ def logs_wrongly(completions, log_extra):
 def curious(completions, trainer_state): return [trainer_state.log_history] * len(completions)
 def inner(texts): return json.loads(texts[0])
 def deep(completions, **kwargs):
-    found = []
+    rewards = []
     for c in completions:
-        found.append(inner([c[0]["content"]]))
-    return found
+        rewards.append(inner([c[0]["content"]]))
+    return rewards
 def long(completions, **kwargs): return [0.0] * (len(completions) + 1)
 def text(completions, **kwargs): return ["good"] * len(completions)
 class Plugin:
@@ -141,8 +141,8 @@ def test_what_goes_on_with_a_text_is_text(tmp_path: Path) -> None:
     """As in TRL, where the form of the prompt decides."""
     log = tmp_path / "graders.log"
     task = Task(id="t", env="e", prompt=(Message(role=TEXT, content="3 + 4 ="),), answer="7")
-    said = [Message(role="assistant", content=reply) for reply in (" 7", " 8")]
-    rollouts = [replace(r, task=task, messages=(*task.prompt, m)) for r, m in zip(group("", ""), said, strict=True)]
+    replies = [Message(role="assistant", content=reply) for reply in (" 7", " 8")]
+    rollouts = [replace(r, task=task, messages=(*task.prompt, m)) for r, m in zip(group("", ""), replies, strict=True)]
     graded({"seen": of("seen")}, rollouts, log=log)
     (line,) = [line for line in log.read_text().splitlines() if line.startswith("SEEN ")]
     shown = json.loads(line.removeprefix("SEEN "))
@@ -181,7 +181,7 @@ def test_a_function_may_say_which_answers_are_right() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "message"),
     [
         ("no_such.mod.fn", "reward function 'no_such.mod.fn' cannot be imported: No module named 'no_such'"),
         ("trl_functions.missing", "cannot be imported: .*missing"),
@@ -189,8 +189,8 @@ def test_a_function_may_say_which_answers_are_right() -> None:
         ("trl_functions.NeedsArguments", "cannot be used: TypeError: .*args"),
     ],
 )
-def test_a_function_that_cannot_be_used_is_told_at_once(path: str, said: str) -> None:
-    with pytest.raises(RewardError, match=said):
+def test_a_function_that_cannot_be_used_is_told_at_once(path: str, message: str) -> None:
+    with pytest.raises(RewardError, match=message):
         graded({"f": Function(path=path)}, [])
 
 
@@ -216,12 +216,12 @@ def test_an_error_names_the_places_in_the_users_code_and_the_log_has_its_traceba
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [("long", "reward 'f' returned 2 rewards for 1 completions"), ("text", "returned 'good' (str); expected a finite")],
 )
-def test_wrong_returns_are_told(name: str, said: str) -> None:
+def test_wrong_returns_are_told(name: str, message: str) -> None:
     (got,) = graded({"f": of(name)}, group("a"))
-    assert said in got.error
+    assert message in got.error
 
 
 # in recipes
@@ -270,7 +270,7 @@ def sys_path() -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("no_such_module.fn: 1.0", "cannot import no_such_module:fn: there is no module 'no_such_module'"),
         ("f: {kind: function, path: a.b, colour: red}", "unknown option 'colour' of rewards.f (function)"),
@@ -285,10 +285,10 @@ def sys_path() -> list[str]:
         ("cosine_length: {accuracy: numbr, max_tokens: 9}", "there is no 'numbr' in rewards; did you mean 'number'?"),
     ],
 )
-def test_mistakes_in_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, said: str) -> None:
+def test_mistakes_in_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, message: str) -> None:
     monkeypatch.setattr("sys.path", sys_path())
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"model: m\nsteps: 1\nenv: arithmetic\nrewards:\n  {line}\n")
     with pytest.raises((ConfigError, RewardError)) as caught:
         load(recipe)
-    assert said in str(caught.value)
+    assert message in str(caught.value)

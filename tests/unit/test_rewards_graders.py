@@ -44,28 +44,28 @@ async def slow_async(rollout):
     return 0.5
 def by_text(rollout):
     """Does what the policy says."""
-    said = text(rollout)
-    if said == "raise": raise ValueError("no such luck")
-    if said == "exit": sys.exit(3)
-    if said == "die": os._exit(3)
-    if said == "segv": os.kill(os.getpid(), signal.SIGSEGV)
-    if said == "hang": time.sleep(60)
-    if said == "spin":
+    reply = text(rollout)
+    if reply == "raise": raise ValueError("no such luck")
+    if reply == "exit": sys.exit(3)
+    if reply == "die": os._exit(3)
+    if reply == "segv": os.kill(os.getpid(), signal.SIGSEGV)
+    if reply == "hang": time.sleep(60)
+    if reply == "spin":
         while True: pass
-    if said == "child": subprocess.Popen(["sleep", "61.25"]); time.sleep(60)
-    if said == "none": return None
-    if said == "long": raise ValueError("x" * 10_000_000)
-    if said == "left": subprocess.Popen(["sleep", "61.5"])
-    if said == "fork" and os.fork() == 0:
+    if reply == "child": subprocess.Popen(["sleep", "61.25"]); time.sleep(60)
+    if reply == "none": return None
+    if reply == "long": raise ValueError("x" * 10_000_000)
+    if reply == "left": subprocess.Popen(["sleep", "61.5"])
+    if reply == "fork" and os.fork() == 0:
         time.sleep(0.05)
         return 0.5
-    if said == "multi":
+    if reply == "multi":
         import multiprocessing
         multiprocessing.get_context("fork").Process(target=time.sleep, args=(61.5,)).start()
-    if said == "print":
+    if reply == "print":
         print("to stdout"); sys.stdout.flush(); os.write(1, b"raw bytes\\n"); sys.stdin.read(); return 1
-    if said in ("whole", "large"): return {"whole": 10**5000, "large": -1e308}[said]
-    return {"nan": float("nan"), "inf": float("inf"), "text": "7", "list": [1.0], "bool": True}.get(said, 1.0)
+    if reply in ("whole", "large"): return {"whole": 10**5000, "large": -1e308}[reply]
+    return {"nan": float("nan"), "inf": float("inf"), "text": "7", "list": [1.0], "bool": True}.get(reply, 1.0)
 def numpy(rollout):
     import numpy as np
     return np.float32(0.25) if text(rollout) == "scalar" else np.array([0.5])
@@ -215,13 +215,13 @@ def test_trl_function_that_misses_a_column_says_which() -> None:
 
 
 @pytest.mark.parametrize(
-    ("culprit", "said"), [("raise", "bad sibling"), ("die", "exit code 9"), ("hang", "longer than")]
+    ("culprit", "message"), [("raise", "bad sibling"), ("die", "exit code 9"), ("hang", "longer than")]
 )
-def test_trl_culprit_is_found_and_the_others_are_graded_together(culprit: str, said: str) -> None:
+def test_trl_culprit_is_found_and_the_others_are_graded_together(culprit: str, message: str) -> None:
     got, _ = graded({"rank": "sample_graders:rank"}, group("a", culprit, "aaa", "aa"), 0.4)
     assert [rollout.reward for rollout in got] == [0.0, None, 2 / 3, 1 / 3]
     assert got[1].status == "error"
-    assert said in got[1].error
+    assert message in got[1].error
     assert [rollout.status for rollout in got].count("ok") == 3
 
 
@@ -232,18 +232,18 @@ def test_trl_bad_entry_costs_its_rollout() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("together", "only one at a time"),
         ("short", "1 rewards for 3"),
         ("scalar", "expected a list: a number or None for each completion"),
     ],
 )
-def test_trl_failure_without_a_culprit_costs_all(name: str, said: str) -> None:
+def test_trl_failure_without_a_culprit_costs_all(name: str, message: str) -> None:
     got, _ = graded({"f": f"sample_graders:{name}"}, group("a", "b", "c"))
     if name == "scalar":  # alone it fails as well, so each is its own culprit
-        said = "expected a list: a number or None for each completion"
-    assert all(rollout.status == "error" and said in rollout.error for rollout in got)
+        message = "expected a list: a number or None for each completion"
+    assert all(rollout.status == "error" and message in rollout.error for rollout in got)
 
 
 # isolation
@@ -251,13 +251,13 @@ def test_trl_failure_without_a_culprit_costs_all(name: str, said: str) -> None:
 
 def _sessions() -> dict[int, int]:
     """The session of each process that runs, as ``/proc`` has them."""
-    found = {}
+    sessions = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it ended meanwhile
             state, _, _, session, *_ = file.read_text().rpartition(")")[2].split()
             if state != "Z":
-                found[int(file.parent.name)] = int(session)
-    return found
+                sessions[int(file.parent.name)] = int(session)
+    return sessions
 
 
 def _children() -> set[int]:
@@ -266,7 +266,7 @@ def _children() -> set[int]:
 
 
 @pytest.mark.parametrize(
-    ("bad", "reason", "said"),
+    ("bad", "reason", "message"),
     [
         ("raise", "raised", "reward 'f' raised ValueError: no such luck (sample_graders.py:13 in by_text)"),
         ("exit", "raised", "reward 'f' raised SystemExit: 3 (sample_graders.py:14 in by_text)"),
@@ -280,24 +280,24 @@ def _children() -> set[int]:
         ("list", "bad_value", "reward 'f' returned '[1.0]' (list); expected a finite number or None"),
     ],
 )
-def test_failure_costs_one_rollout(tmp_path: Path, bad: str, reason: str, said: str) -> None:
+def test_failure_costs_one_rollout(tmp_path: Path, bad: str, reason: str, message: str) -> None:
     specs = {"f": "sample_graders:by_text", "number": Number()}
     got, metrics = graded(specs, group("7", bad, "8"), 0.5, log=tmp_path / "graders.log")
     assert [rollout.reward for rollout in got] == [2.0, None, 1.0]
     assert [rollout.status for rollout in got] == ["ok", "error", "ok"]
-    assert got[1].error == said
+    assert got[1].error == message
     assert "f" not in got[1].rewards
     assert metrics[f"grading/failed_{reason}"] == 1.0
     assert metrics.get("grading/restarts", 0.0) == (reason in ("crashed", "timeout"))
 
 
 @pytest.mark.parametrize(
-    ("bad", "said"), [("large", "returned -1e+308"), ("whole", "returned a whole number of 16610 bits")]
+    ("bad", "message"), [("large", "returned -1e+308"), ("whole", "returned a whole number of 16610 bits")]
 )
-def test_a_number_out_of_all_bounds_ends_the_run_at_once(bad: str, said: str) -> None:
+def test_a_number_out_of_all_bounds_ends_the_run_at_once(bad: str, message: str) -> None:
     with pytest.raises(RewardError) as caught:
         graded({"f": "sample_graders:by_text"}, group("7", bad))
-    assert str(caught.value) == f"reward 'f' {said}; expected a number from -1e18 to 1e18"
+    assert str(caught.value) == f"reward 'f' {message}; expected a number from -1e18 to 1e18"
 
 
 def test_the_text_of_an_error_is_cut(tmp_path: Path) -> None:
@@ -434,7 +434,7 @@ def test_cancelled_grading_does_not_leak_into_the_next_group() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    ("spec", "message"),
     [
         ("no_such.mod:fn", "reward function 'no_such.mod:fn' cannot be imported: No module named 'no_such'"),
         ("sample_graders:missing", "reward function 'sample_graders:missing' cannot be imported: .*missing"),
@@ -443,8 +443,8 @@ def test_cancelled_grading_does_not_leak_into_the_next_group() -> None:
         ("sample_graders:two", r"cannot be used: TypeError: it takes \(a, b\); expected f\(rollout\)"),
     ],
 )
-def test_reward_that_cannot_be_used_is_told_at_once(spec: str, said: str) -> None:
-    with pytest.raises(RewardError, match=said):
+def test_reward_that_cannot_be_used_is_told_at_once(spec: str, message: str) -> None:
+    with pytest.raises(RewardError, match=message):
         graded({"good": Number(), "f": spec}, [])
 
 
@@ -522,11 +522,11 @@ def _running(pid: int) -> bool:
 
 def test_a_job_that_is_done_at_once_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
     heard = []
-    told = GradingProcess._heard
+    original = GradingProcess._heard
 
     async def counted(worker: GradingProcess) -> None:
         heard.append(worker)
-        await told(worker)
+        await original(worker)
 
     monkeypatch.setattr(GradingProcess, "_heard", counted)
     specs = {"a": "sample_graders:by_itself", "b": "sample_graders:plain", "c": Number()}

@@ -27,7 +27,7 @@ class FakeServer:
     """Answers with the score that the reply names, after what ``script`` says of the same question's first tries."""
 
     def __init__(self) -> None:
-        self.asked: list[dict[str, Any]] = []
+        self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.script: Callable[[str, int], web.StreamResponse | str | None] = lambda reply, times: None
         self.url = ""
@@ -52,10 +52,10 @@ class FakeServer:
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        self.asked.append(body)
+        self.requests.append(body)
         self.headers.append(dict(request.headers))
         question = body["messages"][-1]["content"]
-        times = sum(one["messages"][-1]["content"] == question for one in self.asked)
+        times = sum(one["messages"][-1]["content"] == question for one in self.requests)
         self.under_way += 1
         self.most = max(self.most, self.under_way)
         try:
@@ -63,12 +63,12 @@ class FakeServer:
                 self._full.set()
             await self._full.wait()
             reply = re.search(r"\[Reply\]\n(.*)\n", question)
-            said = self.script(reply[1] if reply else question, times)
-            if said == "hang":
+            response = self.script(reply[1] if reply else question, times)
+            if response == "hang":
                 await asyncio.Event().wait()
-            if isinstance(said, web.StreamResponse):
-                return said
-            return completion(said if said is not None else f"Fine.\nScore: {reply[1] if reply else 5}")
+            if isinstance(response, web.StreamResponse):
+                return response
+            return completion(response if response is not None else f"Fine.\nScore: {reply[1] if reply else 5}")
         finally:
             self.under_way -= 1
 
@@ -105,16 +105,16 @@ def test_scores_are_scaled_and_equal_replies_asked_about_once() -> None:
     server = FakeServer()
     got, _ = judged(group("7", "3", "7", "10", "7"), server)
     assert [rollout.reward for rollout in got] == pytest.approx([0.7, 0.3, 0.7, 1.0, 0.7])
-    assert len(server.asked) == 3
+    assert len(server.requests) == 3
 
 
 def test_the_request() -> None:
     server = FakeServer()
     options = {"system": "Be strict.", "request": {"seed": 3, "top_p": 0.5}, "max_tokens": 77}
     judged(group("7"), server, **options)
-    (asked,) = server.asked
-    question = asked.pop("messages")
-    assert asked == {"model": "grader", "temperature": 0, "max_tokens": 77, "seed": 3, "top_p": 0.5}
+    (request,) = server.requests
+    question = request.pop("messages")
+    assert request == {"model": "grader", "temperature": 0, "max_tokens": 77, "seed": 3, "top_p": 0.5}
     assert question[0] == {"role": "system", "content": "Be strict."}
     assert "[Question]\nWhat is 3 + 4?\n" in question[1]["content"]
     assert "[Reference answer, if there is one]\n7\n" in question[1]["content"]
@@ -125,7 +125,7 @@ def test_the_request() -> None:
 def test_null_takes_a_field_out_of_the_request() -> None:
     server = FakeServer()
     judged(group("7"), server, request={"temperature": None, "max_tokens": None, "max_completion_tokens": 9})
-    assert {k: v for k, v in server.asked[0].items() if k != "messages"} == {
+    assert {k: v for k, v in server.requests[0].items() if k != "messages"} == {
         "model": "grader",
         "max_completion_tokens": 9,
     }
@@ -146,7 +146,7 @@ def test_the_template_is_filled_in_once_and_braces_that_name_nothing_stay() -> N
     server.script = says("5")
     template = '{rubric}|{prompt}|{reply}|{answer}|{"json": 1}|{ x }'
     judged(group("I say {answer}", rubric="{reply} style"), server, template=template)
-    assert server.asked[0]["messages"][0]["content"] == (
+    assert server.requests[0]["messages"][0]["content"] == (
         '{reply} style|What is 3 + 4?|I say {answer}|7|{"json": 1}|{ x }'
     )
 
@@ -155,7 +155,7 @@ def test_a_template_that_names_what_a_task_has_not() -> None:
     server = FakeServer()
     got, _ = judged(group("7", "8"), server, template="{reply} {rubric}")
     assert "template names {rubric}; task t has: prompt, reply, answer, lowest, highest" in got[0].error
-    assert not server.asked
+    assert not server.requests
 
 
 def test_a_conversation_is_shown_with_its_roles() -> None:
@@ -170,7 +170,7 @@ def test_a_conversation_is_shown_with_its_roles() -> None:
     task = Task(id="t", env="e", prompt=prompt, answer="")
     rollout = replace(gold_rollout(task, ""), messages=(*prompt, *spoken))
     judged([rollout], server, template="{prompt}>{reply}")
-    assert server.asked[0]["messages"][0]["content"] == (
+    assert server.requests[0]["messages"][0]["content"] == (
         "system: Count.\n\nuser: One.\n\nassistant: Two.\n\nuser: Three.>Four."
     )
 
@@ -270,28 +270,28 @@ def test_so_many_questions_reach_the_server_at_once(concurrency: int, full: int)
 
 def status(code: int, times: int, **headers: str) -> Callable[[str, int], Any]:
     """That status the first few times that a question is asked."""
-    return lambda reply, asked: web.Response(status=code, headers=headers) if asked <= times else None
+    return lambda reply, attempt: web.Response(status=code, headers=headers) if attempt <= times else None
 
 
 def test_busy_servers_are_asked_again() -> None:
     codes = {"2": 408, "3": 429, "4": 500, "5": 502, "6": 503, "7": 529}
     server = FakeServer()
-    server.script = lambda reply, asked: status(codes[reply], 2)(reply, asked)
+    server.script = lambda reply, attempt: status(codes[reply], 2)(reply, attempt)
     got, _ = judged(group(*codes), server)
     assert [rollout.reward for rollout in got] == pytest.approx([0.2, 0.3, 0.4, 0.5, 0.6, 0.7])
-    assert len(server.asked) == 18
+    assert len(server.requests) == 18
 
 
 def test_a_page_of_a_proxy_is_no_answer() -> None:
     server = FakeServer()
-    server.script = lambda reply, asked: web.Response(text="<html>") if asked == 1 else None
+    server.script = lambda reply, attempt: web.Response(text="<html>") if attempt == 1 else None
     got, _ = judged(group("7"), server)
     assert got[0].reward == pytest.approx(0.7)
 
 
 def test_a_request_that_takes_too_long_is_asked_again() -> None:
     server = FakeServer()
-    server.script = lambda reply, asked: "hang" if asked == 1 else None
+    server.script = lambda reply, attempt: "hang" if attempt == 1 else None
     got, _ = judged(group("7"), server, timeout_seconds=0.3)
     assert got[0].reward == pytest.approx(0.7)
 
@@ -301,7 +301,7 @@ def test_a_server_that_names_a_pause_gets_it() -> None:
     server.script = status(429, 1, **{"Retry-After": "60"})
     got, _ = judged(group("7"), server, deadline_seconds=0.5)
     assert f"had no answer from {server.url} within 0.5 s" in got[0].error
-    assert len(server.asked) == 1  # the minute is not over
+    assert len(server.requests) == 1  # the minute is not over
 
 
 @pytest.mark.parametrize(
@@ -310,13 +310,13 @@ def test_a_server_that_names_a_pause_gets_it() -> None:
 )
 def test_a_server_that_stays_away(away: str, expected: Any, caplog: pytest.LogCaptureFixture) -> None:
     server = FakeServer()
-    server.script = lambda reply, asked: web.Response(status=503) if reply == "x" else None
+    server.script = lambda reply, attempt: web.Response(status=503) if reply == "x" else None
     got, metrics = judged(group("5", "x"), server, retries=2, away=away)
     assert [(rollout.status, rollout.reward) for rollout in got] == [("ok", 0.5), expected]
     assert got[1].rewards == {"number": 0.0}
     assert metrics["grading/failed_away"] == 1.0
     assert f"reward 'judge' had no answer from {server.url}/chat/completions: it said 503, asked 3 times" in caplog.text
-    assert len(server.asked) == 4
+    assert len(server.requests) == 4
 
 
 def test_a_server_that_stays_away_may_end_the_run() -> None:
@@ -334,7 +334,7 @@ def test_nobody_is_there() -> None:
 
 def test_the_deadline_holds_for_all_questions_of_a_group_together() -> None:
     server = FakeServer()
-    server.script = lambda reply, asked: "hang" if reply != "5" else None
+    server.script = lambda reply, attempt: "hang" if reply != "5" else None
     got, metrics = judged(group("5", "x", "y"), server, deadline_seconds=0.7)
     assert [rollout.status for rollout in got] == ["ok", "error", "error"]
     assert got[0].reward == 0.5
@@ -345,15 +345,15 @@ def test_the_deadline_holds_for_all_questions_of_a_group_together() -> None:
 @pytest.mark.parametrize("code", [401, 403, 404])
 def test_what_would_never_be_answered_ends_the_run(code: int) -> None:
     server = FakeServer()
-    server.script = lambda reply, asked: web.Response(status=code, text='{"error": "no such model"}')
+    server.script = lambda reply, attempt: web.Response(status=code, text='{"error": "no such model"}')
     with pytest.raises(RewardError, match=rf"was refused by http.*: {code} .*no such model"):
         judged(group("7", "8"), server)
-    assert len(server.asked) == 2
+    assert len(server.requests) == 2
 
 
 def test_one_question_that_is_refused_costs_its_rollout() -> None:
     server = FakeServer()
-    server.script = lambda reply, asked: web.Response(status=400, text="too long") if reply == "x" else None
+    server.script = lambda reply, attempt: web.Response(status=400, text="too long") if reply == "x" else None
     got, metrics = judged(group("5", "x"), server, away="stop")
     assert [rollout.status for rollout in got] == ["ok", "error"]
     assert "400 too long" in got[1].error
@@ -364,7 +364,7 @@ def test_one_question_that_is_refused_costs_its_rollout() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"url": "localhost:8000"}, "url must begin with http"),
         ({"template": "{prompt}"}, "template must have {reply} in it"),
@@ -379,10 +379,10 @@ def test_one_question_that_is_refused_costs_its_rollout() -> None:
         ({"retries": -1}, "retries must be at least 0"),
     ],
 )
-def test_options_out_of_range_are_refused(options: dict[str, Any], said: str) -> None:
+def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Judge(**{"url": "http://x/v1", "model": "m", **options})
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_inert_options() -> None:

@@ -193,11 +193,11 @@ def test_a_model_without_a_head_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [({"model": "/nowhere/at/all"}, "cannot be loaded on cpu"), ({"device": "quantum"}, "cannot be loaded on quantum")],
 )
-def test_what_cannot_be_loaded_is_told(folder: Path, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(RewardError, match=said):
+def test_what_cannot_be_loaded_is_told(folder: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RewardError, match=message):
         RewardModel(**{"model": str(folder), **options}).prepare()
 
 

@@ -58,7 +58,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def said(number: int, *turns: str, finish: Finish = "stop", reply: str = "go on", **metrics: float) -> Rollout:
+def rollout_of(number: int, *turns: str, finish: Finish = "stop", reply: str = "go on", **metrics: float) -> Rollout:
     task = Task(id="t", env="e", prompt=(Message(role="user", content="?"),), answer="")
     made = []
     messages = list(task.prompt)
@@ -87,9 +87,9 @@ def graded(rollouts: list[Rollout], **kinds: str) -> tuple[list[Rollout], Mappin
 
 
 def test_the_same_answer_is_scored_once_and_earns_the_same() -> None:
-    rollouts = [said(0, "ab"), said(1, "abc"), said(2, "ab"), said(3, "ab")]
-    marked, counts, asked = graded(rollouts, p="asked_parts:Pure")
-    assert asked == {"p": ["t@0/0", "t@0/1"]}
+    rollouts = [rollout_of(0, "ab"), rollout_of(1, "abc"), rollout_of(2, "ab"), rollout_of(3, "ab")]
+    marked, counts, graded_ids = graded(rollouts, p="asked_parts:Pure")
+    assert graded_ids == {"p": ["t@0/0", "t@0/1"]}
     assert [(one.id, one.reward, one.rewards) for one in marked] == [
         (f"t@0/{n}", value, {"p": value}) for n, value in enumerate((2.0, 3.0, 2.0, 2.0))
     ]
@@ -98,23 +98,25 @@ def test_the_same_answer_is_scored_once_and_earns_the_same() -> None:
 
 
 def test_a_reward_that_does_not_say_it_is_pure_is_asked_each_time() -> None:
-    _, counts, asked = graded([said(0, "ab"), said(1, "ab")], a="asked_parts:Asked")
-    assert asked == {"a": ["t@0/0", "t@0/1"]}
+    _, counts, graded_ids = graded([rollout_of(0, "ab"), rollout_of(1, "ab")], a="asked_parts:Asked")
+    assert graded_ids == {"a": ["t@0/0", "t@0/1"]}
     assert "grading/reused" not in counts
 
 
 def test_rewards_of_one_process_are_asked_alike() -> None:
     """A pure one beside one that is not; but what has a process of its own is by itself."""
-    _, counts, asked = graded(
-        [said(0, "ab"), said(1, "ab")], a="asked_parts:Asked", p="asked_parts:Pure", o="asked_parts:Alone"
+    _, counts, graded_ids = graded(
+        [rollout_of(0, "ab"), rollout_of(1, "ab")], a="asked_parts:Asked", p="asked_parts:Pure", o="asked_parts:Alone"
     )
-    assert asked == {"a": ["t@0/0", "t@0/1"], "p": ["t@0/0", "t@0/1"], "o": ["t@0/0"]}
+    assert graded_ids == {"a": ["t@0/0", "t@0/1"], "p": ["t@0/0", "t@0/1"], "o": ["t@0/0"]}
     assert counts["grading/reused"] == 1
 
 
 def test_a_function_of_the_group_gets_each_answer_once() -> None:
-    marked, _, asked = graded([said(0, "ab"), said(1, "ab"), said(2, "c")], t="asked_parts:Together")
-    assert asked == {"t": ["t@0/0", "t@0/2"]}
+    marked, _, graded_ids = graded(
+        [rollout_of(0, "ab"), rollout_of(1, "ab"), rollout_of(2, "c")], t="asked_parts:Together"
+    )
+    assert graded_ids == {"t": ["t@0/0", "t@0/2"]}
     assert [one.reward for one in marked] == [2.0, 2.0, 1.0]
 
 
@@ -122,28 +124,36 @@ def test_a_function_of_the_group_gets_each_answer_once() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        said(1, "ab", finish="length"),
-        said(1, "ab", solved=1.0),
-        said(1, "a", "b"),
-        replace(said(1, "ab"), messages=(*said(1, "ab").messages, Message(role="user", content="!"))),
+        rollout_of(1, "ab", finish="length"),
+        rollout_of(1, "ab", solved=1.0),
+        rollout_of(1, "a", "b"),
+        replace(rollout_of(1, "ab"), messages=(*rollout_of(1, "ab").messages, Message(role="user", content="!"))),
     ],
     ids=["cut", "another metric", "in two turns", "another message"],
 )
 def test_whatever_a_reward_may_look_at_makes_it_another(other: Rollout) -> None:
-    _, counts, asked = graded([said(0, "ab"), other], p="asked_parts:Pure")
-    assert asked == {"p": ["t@0/0", "t@0/1"]}
+    _, counts, graded_ids = graded([rollout_of(0, "ab"), other], p="asked_parts:Pure")
+    assert graded_ids == {"p": ["t@0/0", "t@0/1"]}
     assert "grading/reused" not in counts
 
 
 def test_what_the_environment_replied_makes_it_another() -> None:
-    _, _, asked = graded([said(0, "a", "b"), said(1, "a", "b", reply="no"), said(2, "a", "b")], p="asked_parts:Pure")
-    assert asked == {"p": ["t@0/0", "t@0/1"]}
+    _, _, graded_ids = graded(
+        [rollout_of(0, "a", "b"), rollout_of(1, "a", "b", reply="no"), rollout_of(2, "a", "b")], p="asked_parts:Pure"
+    )
+    assert graded_ids == {"p": ["t@0/0", "t@0/1"]}
 
 
 def test_none_and_failures_are_shared() -> None:
-    rollouts = [said(0, "none"), said(1, "raise"), said(2, "none"), said(3, "raise"), said(4, "ab")]
-    marked, counts, asked = graded(rollouts, p="asked_parts:Pure")
-    assert asked == {"p": ["t@0/0", "t@0/1", "t@0/4"]}
+    rollouts = [
+        rollout_of(0, "none"),
+        rollout_of(1, "raise"),
+        rollout_of(2, "none"),
+        rollout_of(3, "raise"),
+        rollout_of(4, "ab"),
+    ]
+    marked, counts, graded_ids = graded(rollouts, p="asked_parts:Pure")
+    assert graded_ids == {"p": ["t@0/0", "t@0/1", "t@0/4"]}
     assert [one.reward for one in marked] == [None, None, None, None, 2.0]
     assert [one.status for one in marked] == ["ok", "error", "ok", "error", "ok"]
     assert counts["grading/failed_raised"] == 2, "each of them is a rollout that failed"

@@ -22,12 +22,12 @@ class Few(Environment):
     """Three tasks; the gold replies are given."""
 
     replies: tuple[str | None, ...]
-    asked: tuple[str, ...] = ("7", "8", "9")
+    gold: tuple[str, ...] = ("7", "8", "9")
 
     def tasks(self, split: Split) -> Sequence[Task]:
         return [
             Task(id=f"t{n}", env="few", prompt=(Message(role="user", content="?"),), answer=answer, meta={"n": n})
-            for n, answer in enumerate(self.asked)
+            for n, answer in enumerate(self.gold)
         ]
 
     def check(self, task: Task) -> str | None:
@@ -55,7 +55,7 @@ def test_reward_that_refuses_a_gold_reply_is_named() -> None:
 
 
 def test_grading_error_is_a_failure() -> None:
-    (failure,) = failures(Few(replies=("7", "8", "9"), asked=("seven", "8", "9")), {"number": (Number(), 1.0)})
+    (failure,) = failures(Few(replies=("7", "8", "9"), gold=("seven", "8", "9")), {"number": (Number(), 1.0)})
     assert failure.task == "t0"
     assert "holds no number" in str(failure)
 

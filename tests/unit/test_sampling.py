@@ -144,6 +144,6 @@ def test_nucleus_of_a_large_vocabulary(spread: float) -> None:
     logits = torch.randn(3, 20_000) * spread
     probs, order = logits.double().softmax(-1).sort(-1, descending=True)
     for row, count in enumerate(((probs.cumsum(-1) < 0.9).sum(-1) + 1).tolist()):
-        found = kept(logits, top_p=0.9)[row]
-        assert abs(len(found) - count) <= max(1, count // 10_000)
-        assert set(order[row, : count - 1].tolist()) <= set(found)
+        tokens = kept(logits, top_p=0.9)[row]
+        assert abs(len(tokens) - count) <= max(1, count // 10_000)
+        assert set(order[row, : count - 1].tolist()) <= set(tokens)

@@ -64,11 +64,11 @@ def interpreter(folder: Path) -> Path:
 def test_what_cannot_be_served_is_refused_before_anything_starts(
     tmp_path: Path, tiny_model: Path, overrides: list[str], says: str
 ) -> None:
-    told: list[str] = []
-    given = [o.replace("MODEL", str(tiny_model)).replace("PYTHON", str(interpreter(tmp_path))) for o in overrides]
+    lines: list[str] = []
+    options = [o.replace("MODEL", str(tiny_model)).replace("PYTHON", str(interpreter(tmp_path))) for o in overrides]
     with pytest.raises((ConfigError, UnsupportedPair), match=says):
-        serve(recipe(tmp_path, runs=str(tmp_path)), given, told.append)
-    assert not any("serving" in line for line in told)
+        serve(recipe(tmp_path, runs=str(tmp_path)), options, lines.append)
+    assert not any("serving" in line for line in lines)
 
 
 def test_the_folder_of_adapters_must_be_one_that_the_engine_can_be_told_of(
@@ -132,18 +132,18 @@ def test_weights_are_found_by_the_file_under_their_own_names(tmp_path: Path) -> 
     }
     written = VllmBridge.of_places("m", exported.description, places, url="http://x:1").write(tmp_path)
     assert written == tmp_path / VLLM_FILE
-    found = VllmBridge.read(tmp_path)
-    assert found.param_names == ["norm.weight", "qkv.weight"]
-    assert found.param_mappings["qkv.weight"].shape == [6, 4]
-    assert found.tandem["url"] == "http://x:1"
-    attached = found.attach()
+    bridge = VllmBridge.read(tmp_path)
+    assert bridge.param_names == ["norm.weight", "qkv.weight"]
+    assert bridge.param_mappings["qkv.weight"].shape == [6, 4]
+    assert bridge.tandem["url"] == "http://x:1"
+    attached = bridge.attach()
     assert torch.equal(attached["k"], fused[4:])
     attached["k"].fill_(7)
     assert exported.tensors["qkv.weight"][4:].eq(7).all(), "it is the lender's memory"
     assert torch.equal(exported.tensors["qkv.weight"][:4], fused[:4])
     exported.close()
     with pytest.raises(TransportError, match="restarted"):
-        found.attach()
+        bridge.attach()
 
 
 def test_a_file_that_does_not_say_where_names_lie_is_refused(tmp_path: Path) -> None:
@@ -163,9 +163,9 @@ def test_an_engine_wraps_the_layers_that_are_adapted_and_never_the_head(tmp_path
         ({"target_modules": ["q_proj", "v_proj"]}, "q_proj v_proj"),
     ):
         path = recipe(tmp_path, model=str(tiny_model), trainable={"kind": "lora", **options}, sync="hotswap")
-        found = config.load(path).config
-        assert isinstance(found.engine, Vllm)
-        command = found.engine.command(engine_requirements(found, tmp_path), 64, model="m", port=1)
+        parsed = config.load(path).config
+        assert isinstance(parsed.engine, Vllm)
+        command = parsed.engine.command(engine_requirements(parsed, tmp_path), 64, model="m", port=1)
         first = command.index("--lora-target-modules") + 1
         assert command[first : first + len(names.split())] == names.split()
         assert not {"lm_head", "embed_tokens"} & set(command)

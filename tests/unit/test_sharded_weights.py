@@ -44,13 +44,13 @@ def test_local_sums_are_one_processs_gradient_and_are_reduced_once_a_pass(
     name: str, shape: tuple[int, ...], dtype: str, most: float
 ) -> None:
     """Ranks have unequal numbers of micro-batches; which is a rank's first or last one is a stand-in for some."""
-    for found in on_ranks(torch.Size(shape).numel(), cut_weights.local_sums, name, shape, dtype):
-        assert found["error"] < most
-        assert found["dtypes"] == {torch.float64 if dtype == "float64" else torch.float32}
-        assert found["reduced"] == (1, 1), "of each layer, and of what is outside of them"
-        assert found["gathered"] == 1, "once a pass, as they are reduced"
-        assert found["left_gathered"] == []
-        assert found["scattered"] == 3, "once for each micro-batch"
+    for report in on_ranks(torch.Size(shape).numel(), cut_weights.local_sums, name, shape, dtype):
+        assert report["error"] < most
+        assert report["dtypes"] == {torch.float64 if dtype == "float64" else torch.float32}
+        assert report["reduced"] == (1, 1), "of each layer, and of what is outside of them"
+        assert report["gathered"] == 1, "once a pass, as they are reduced"
+        assert report["left_gathered"] == []
+        assert report["scattered"] == 3, "once for each micro-batch"
 
 
 @pytest.mark.slow
@@ -63,12 +63,12 @@ def test_a_pass_with_local_sums_that_ends_early_is_forgotten_or_summed(
     name: str, world: int, dtype: str, most: float
 ) -> None:
     """Also where what is forgotten is no number."""
-    for found in on_ranks(world, cut_weights.unfinished, name, dtype):
-        assert found["reduced"] == [0, 0]
-        assert found["left"] == []
-        assert found["forgotten"] < most
-        assert found["ended"] < most
-        mine, expected = found["norms"]
+    for report in on_ranks(world, cut_weights.unfinished, name, dtype):
+        assert report["reduced"] == [0, 0]
+        assert report["left"] == []
+        assert report["forgotten"] < most
+        assert report["ended"] < most
+        mine, expected = report["norms"]
         assert mine == pytest.approx(expected, rel=max(most, 1e-5))
 
 
@@ -79,20 +79,20 @@ def test_a_pass_with_local_sums_that_ends_early_is_forgotten_or_summed(
     ("llama-biases", 2, "float32"),
 ])  # fmt: skip
 def test_a_publish_leaves_what_the_engine_would_have_loaded(name: str, world: int, dtype: str) -> None:
-    for found in on_ranks(world, cut_weights.publishing, name, dtype):
-        assert found["wrong"] == []
-        assert found["gathers"] == 1, "of all that some worker needs more of than its rank holds"
-        assert found["checksums"]
-        assert found["whole"]
-        assert any("o_proj.weight" in of for of in found["stay"])
-        assert any("gate_proj.weight" in of for of in found["stay"])
+    for report in on_ranks(world, cut_weights.publishing, name, dtype):
+        assert report["wrong"] == []
+        assert report["gathers"] == 1, "of all that some worker needs more of than its rank holds"
+        assert report["checksums"]
+        assert report["whole"]
+        assert any("o_proj.weight" in of for of in report["stay"])
+        assert any("gate_proj.weight" in of for of in report["stay"])
 
 
 @pytest.mark.slow
 def test_a_pass_without_backward_leaves_no_old_weights_behind() -> None:
-    for found in on_ranks(2, cut_weights.scoring, "qwen2-tied"):
-        assert found["after"] == pytest.approx(found["expected"], rel=1e-6)
-        assert found["before"] != pytest.approx(found["expected"], rel=1e-3)
+    for report in on_ranks(2, cut_weights.scoring, "qwen2-tied"):
+        assert report["after"] == pytest.approx(report["expected"], rel=1e-6)
+        assert report["before"] != pytest.approx(report["expected"], rel=1e-3)
 
 
 @pytest.mark.slow
@@ -107,20 +107,22 @@ def test_steps_are_those_of_one_process_and_their_states_resume(
     name: str, shape: tuple[int, ...], dtype: str, most: float, local: bool
 ) -> None:
     """Ranks without a row take part in the others' passes; the lead's whole weights follow the masters."""
-    for found in on_ranks(torch.Size(shape).numel(), cut_weights.stepping, name, shape, dtype, local):
-        assert [mine for mine, _ in found["norms"]] == pytest.approx([theirs for _, theirs in found["norms"]], rel=2e-3)
-        assert found["lost"] < most
-        assert found["far"] < max(most, 2**-8)
-        assert found["keys"]
-        assert found["again"] == []
-        assert found["restored"]
+    for report in on_ranks(torch.Size(shape).numel(), cut_weights.stepping, name, shape, dtype, local):
+        assert [mine for mine, _ in report["norms"]] == pytest.approx(
+            [theirs for _, theirs in report["norms"]], rel=2e-3
+        )
+        assert report["lost"] < most
+        assert report["far"] < max(most, 2**-8)
+        assert report["keys"]
+        assert report["again"] == []
+        assert report["restored"]
 
 
 @pytest.mark.slow
 def test_replicas_share_the_writing_of_states_and_the_sum_of_a_norm(tmp_path: Path) -> None:
     """What the four of them wrote is whole, each element once, and is read by any other number of ranks."""
     ranks = on_ranks(4, cut_weights.stepping, "qwen2-tied", (2, 2), "bfloat16", False, tmp_path)
-    assert [found["norm"] for found in ranks] == [5**0.5] * 4, "of the first replica's ranks, 1 and 2"
+    assert [report["norm"] for report in ranks] == [5**0.5] * 4, "of the first replica's ranks, 1 and 2"
     states = ranks[0]["states"]
     written = [load_file(file) for file in tmp_path.iterdir()]
     assert sum(tensor.numel() for of in written for tensor in of.values()) == sum(

@@ -59,40 +59,40 @@ def bits(tensor: Tensor) -> bytes:
 
 @pytest.mark.slow
 def test_each_side_sees_the_others_writes(folder: Path) -> None:
-    given = weights()
-    exported = export_host(given, folder / "w")
+    originals = weights()
+    exported = export_host(originals, folder / "w")
     with second_process() as peer:
         assert peer("attach", description=exported.description) is None
-        for name, tensor in given.items():
+        for name, tensor in originals.items():
             if name != "nan":
                 assert peer("read", name=name) == tensor.double().tolist()
         exported.tensors["k"].fill_(-3)
         assert peer("read", name="k") == [[-3.0] * 4] * 2
         peer("fill", name="embed", value=7)
     assert exported.tensors["head"].eq(7).all()
-    assert torch.equal(exported.tensors["q"], given["q"])
+    assert torch.equal(exported.tensors["q"], originals["q"])
 
 
 def test_tensors_come_back_as_they_were(folder: Path) -> None:
-    given = weights()
-    exported = export_host(given, folder / "w")
+    originals = weights()
+    exported = export_host(originals, folder / "w")
     attached = attach(json.loads(json.dumps(exported.description)))
-    for name, tensor in given.items():
-        for found in (exported.tensors[name], attached[name]):
-            assert (found.shape, found.dtype, found.stride()) == (tensor.shape, tensor.dtype, tensor.stride())
-            assert bits(found) == bits(tensor)
-            assert found.data_ptr() != tensor.data_ptr()
-    assert list(exported.tensors) == list(attached) == list(given)
+    for name, tensor in originals.items():
+        for mapped in (exported.tensors[name], attached[name]):
+            assert (mapped.shape, mapped.dtype, mapped.stride()) == (tensor.shape, tensor.dtype, tensor.stride())
+            assert bits(mapped) == bits(tensor)
+            assert mapped.data_ptr() != tensor.data_ptr()
+    assert list(exported.tensors) == list(attached) == list(originals)
 
 
 @pytest.mark.parametrize("side", ["lender", "borrower"])
 def test_aliases_stay_aliases_and_others_stay_apart(folder: Path, side: str) -> None:
     exported = export_host(weights(), folder / "w")
-    found = exported.tensors if side == "lender" else attach(exported.description)
-    storage = {name: tensor.untyped_storage() for name, tensor in found.items()}
-    assert found["embed"].data_ptr() == found["head"].data_ptr()
+    tensors = exported.tensors if side == "lender" else attach(exported.description)
+    storage = {name: tensor.untyped_storage() for name, tensor in tensors.items()}
+    assert tensors["embed"].data_ptr() == tensors["head"].data_ptr()
     assert storage["q"].data_ptr() == storage["k"].data_ptr()
-    assert found["k"].data_ptr() - found["q"].data_ptr() == 3 * 4 * 2
+    assert tensors["k"].data_ptr() - tensors["q"].data_ptr() == 3 * 4 * 2
     assert len({s.data_ptr() for s in storage.values()}) == 6
     # What saves or counts a tensor by its storage must not get the whole file.
     assert storage["small"].nbytes() == 3
@@ -363,8 +363,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> FakeGpus:
 
 
 def test_cuda_handles_travel_as_json(gpus: FakeGpus) -> None:
-    given = weights()
-    description = json.loads(json.dumps(export_cuda(given)))
+    originals = weights()
+    description = json.loads(json.dumps(export_cuda(originals)))
     assert set(description["tensors"]["k"]) == {
         "device_index", "device_uuid", "ipc_handle_b64", "storage_size", "storage_offset", "ref_counter_handle_b64",
         "ref_counter_offset", "event_handle_b64", "event_sync_required", "shape", "dtype", "stride",
@@ -376,7 +376,7 @@ def test_cuda_handles_travel_as_json(gpus: FakeGpus) -> None:
     assert len(gpus.opened) == 6
     assert {arguments[0] for arguments in gpus.opened} == {2}
     assert {arguments[3:] for arguments in gpus.opened} == {(512, b"/counter", 3, b"\xff\x00event", True)}
-    for name, tensor in given.items():
+    for name, tensor in originals.items():
         assert attached[name].data_ptr() == tensor.data_ptr()
         assert (attached[name].shape, attached[name].stride()) == (tensor.shape, tensor.stride())
         assert attached[name].dtype == tensor.dtype
@@ -431,25 +431,25 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an N
 @needs_gpu
 def test_gpu_memory_is_one_for_both() -> None:
     fused = torch.randn(1 << 20, 16, dtype=torch.bfloat16, device="cuda")
-    given = {"q": fused[: 1 << 19], "k": fused[1 << 19 :], "scale": torch.tensor(2.5, device="cuda")}
-    description = export_cuda(given)
+    originals = {"q": fused[: 1 << 19], "k": fused[1 << 19 :], "scale": torch.tensor(2.5, device="cuda")}
+    description = export_cuda(originals)
     with pytest.raises(TransportError, match="cannot be attached"):
         attach(description)  # the driver opens a handle in another process only
     with second_process() as peer:
         for _ in range(2):  # and again, as after a restart of the borrower
             assert peer("attach", description=description) is None
             assert peer("allocated") == 0
-            assert peer("read", name="scale") == given["scale"].item()
-            given["scale"].add_(1)
+            assert peer("read", name="scale") == originals["scale"].item()
+            originals["scale"].add_(1)
             torch.cuda.synchronize()
-            assert peer("read", name="scale") == given["scale"].item()
+            assert peer("read", name="scale") == originals["scale"].item()
             peer("fill", name="k", value=-3)
-            assert given["k"].eq(-3).all()
-            assert not given["q"].eq(-3).all()
+            assert originals["k"].eq(-3).all()
+            assert not originals["q"].eq(-3).all()
             peer("forget")
     with second_process() as peer:  # a borrower that was killed keeps nobody out
         assert peer("attach", description=description) is None
-        assert peer("read", name="scale") == given["scale"].item()
+        assert peer("read", name="scale") == originals["scale"].item()
 
 
 @needs_gpu

@@ -36,11 +36,11 @@ def test_it_counts_the_phases_of_the_whole_run(tmp_path: Path, capsys: pytest.Ca
 
 def test_a_run_of_steps_that_overlap_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_run(tmp_path / "run")  # with max_lag: 1
-    found = re.search(r"^time: (.*)$", shown(folder, capsys), re.MULTILINE)
-    assert found
-    assert "waiting " in found[1]
-    assert "training " in found[1]
-    assert "sampling" not in found[1]
+    match = re.search(r"^time: (.*)$", shown(folder, capsys), re.MULTILINE)
+    assert match
+    assert "waiting " in match[1]
+    assert "training " in match[1]
+    assert "sampling" not in match[1]
 
 
 def test_a_live_run_says_what_it_is_doing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,14 +50,14 @@ def test_a_live_run_says_what_it_is_doing(tmp_path: Path, capsys: pytest.Capture
     assert me is not None
     signs = {"pid": me.pid, "started": me.started, "at": time.time() - 20, "doing": [["seconds/wait", 100.0]]}
     (tmp_path / "vitals.json").write_text(json.dumps(signs))
-    told = shown(tmp_path, capsys)
-    assert "running, 0 of 2 steps" in told
-    assert "now: sampling for 2 m" in told
+    output = shown(tmp_path, capsys)
+    assert "running, 0 of 2 steps" in output
+    assert "now: sampling for 2 m" in output
 
 
 def test_a_run_without_a_step_has_no_phases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.yaml").write_text("steps: 2\n")
     (tmp_path / "events.jsonl").write_text(json.dumps({"time": 0.0, "event": "run_started"}) + "\n")
-    told = shown(tmp_path, capsys)
-    assert "unfinished" in told
-    assert "time:" not in told
+    output = shown(tmp_path, capsys)
+    assert "unfinished" in output
+    assert "time:" not in output

@@ -40,8 +40,8 @@ def step(tiny_model: Path) -> Iterator[Step]:
 
 
 def packed(policy: Policy, groups: Sequence[Group], **options: Any) -> StepBatch:
-    given = {"reduction": "token", "max_tokens": 16, "budget": 10_000, "mask_truncated": False, **options}
-    return Packer(advantage=DrGrpo(), device=policy.device, **given)(groups, version=0)
+    arguments = {"reduction": "token", "max_tokens": 16, "budget": 10_000, "mask_truncated": False, **options}
+    return Packer(advantage=DrGrpo(), device=policy.device, **arguments)(groups, version=0)
 
 
 def gradient(step: Step, batch: StepBatch) -> tuple[Tensor, StepStats]:
@@ -51,15 +51,17 @@ def gradient(step: Step, batch: StepBatch) -> tuple[Tensor, StepStats]:
     keep.total.clear()
     stats = asyncio.run(step.forward_backward(batch))
     assert len(keep.total) == len(list(step.work.policy.model.parameters()))
-    found = [keep.total[id(p)].flatten() for p in step.work.policy.model.parameters()]
-    return torch.cat(found), stats
+    gradients = [keep.total[id(p)].flatten() for p in step.work.policy.model.parameters()]
+    return torch.cat(gradients), stats
 
 
 def group(name: str, *answers: tuple[Sequence[int], float], prompt: int = 24) -> Group:
     opening = [(7 * i) % 50 for i in range(prompt)]
     rollouts = [
-        make_rollout(f"{name}@0/{i}", [(opening, said, [-1.0 - 0.3 * i - 0.1 * n for n in range(len(said))])], reward)
-        for i, (said, reward) in enumerate(answers)
+        make_rollout(
+            f"{name}@0/{i}", [(opening, tokens, [-1.0 - 0.3 * i - 0.1 * n for n in range(len(tokens))])], reward
+        )
+        for i, (tokens, reward) in enumerate(answers)
     ]
     return make_group(f"{name}@0", rollouts)
 
@@ -71,11 +73,11 @@ def distance(a: Tensor, b: Tensor) -> float:
 LONG, SHORT = [11, 12, 13, 14, 15] * 6, [21, 22, 23]
 
 
-@pytest.mark.parametrize("said", [LONG, SHORT, [4]], ids=["long", "short", "one token"])
-def test_the_same_answer_twice_is_computed_once_and_counts_twice(step: Step, said: list[int]) -> None:
+@pytest.mark.parametrize("answer", [LONG, SHORT, [4]], ids=["long", "short", "one token"])
+def test_the_same_answer_twice_is_computed_once_and_counts_twice(step: Step, answer: list[int]) -> None:
     """However short: the sum of what each would give by itself, whatever its sampler's logprobs and its reward are."""
-    twice = group("a", (said, 1.0), ([31, 32], 0.0), (said, 1.0), (said, 0.4))
-    once = group("a", (said, 1.0), ([31, 32], 0.0))
+    twice = group("a", (answer, 1.0), ([31, 32], 0.0), (answer, 1.0), (answer, 0.4))
+    once = group("a", (answer, 1.0), ([31, 32], 0.0))
     together = packed(step.work.policy, [twice])
     (micro,) = together.micro
     assert len(micro.tokens_T) == len(packed(step.work.policy, [once]).micro[0].tokens_T), "nothing more in any layer"
@@ -104,8 +106,8 @@ def test_the_same_answer_to_another_task_is_another() -> None:
 
 
 def packed_on_cpu(groups: Sequence[Group], **options: Any) -> StepBatch:
-    given = {"reduction": "token", "max_tokens": 16, "budget": 10_000, "mask_truncated": False, **options}
-    return Packer(advantage=DrGrpo(), device=torch.device("cpu"), **given)(groups, version=0)
+    arguments = {"reduction": "token", "max_tokens": 16, "budget": 10_000, "mask_truncated": False, **options}
+    return Packer(advantage=DrGrpo(), device=torch.device("cpu"), **arguments)(groups, version=0)
 
 
 GROUPS = (
@@ -124,10 +126,10 @@ def test_a_sample_without_advantage_is_not_computed_and_all_else_stays(step: Ste
     assert flatten(some.metrics)["tokens/computed"] < flatten(every.metrics)["tokens/computed"]
     assert (some.num_loss_tokens, some.num_samples) == (every.num_loss_tokens, every.num_samples)
     assert some.advantages == every.advantages
-    found, stats = gradient(step, some)
+    computed, stats = gradient(step, some)
     expected, _ = gradient(step, every)
     assert float(expected.norm()) > 0
-    assert distance(found, expected) <= 1e-6
+    assert distance(computed, expected) <= 1e-6
     assert stats.logprobs.keys() == {"mixed@0/0", "mixed@0/2"}
 
 
@@ -147,21 +149,21 @@ def test_clip_fractions_are_of_all_trained_tokens(step: Step) -> None:
     assert below.sum() + above.sum() > 0, "something is clipped"
     wanted = {"": (below | above).mean(), "/low": below.mean(), "/high": above.mean()}
     for batch in (every, packed(step.work.policy, GROUPS, skip_zero=True), packed(step.work.policy, GROUPS, budget=1)):
-        told = flatten(gradient(step, batch)[1].metrics)
-        assert {end: told[f"clip_fraction{end}"] for end in wanted} == pytest.approx(wanted)
+        metrics = flatten(gradient(step, batch)[1].metrics)
+        assert {end: metrics[f"clip_fraction{end}"] for end in wanted} == pytest.approx(wanted)
 
 
 def test_a_step_without_any_advantage_has_a_gradient_of_zeros(step: Step) -> None:
     """No gradient at all would leave the optimizer's averages where they are."""
     batch = packed(step.work.policy, [GROUPS[1], group("other", (LONG, 0.0), (SHORT, 0.0))], skip_zero=True)
     assert [micro.places for micro in batch.micro] == [(("flat@0/1", 1),)], "the shortest sample"
-    found, _ = gradient(step, batch)
-    assert bool((found == 0).all())
+    computed, _ = gradient(step, batch)
+    assert bool((computed == 0).all())
 
 
 def test_an_advantage_that_the_environment_gave_one_token_is_one(step: Step) -> None:
-    given = replace(GROUPS[1].rollouts[0], advantages=(0.0, 0.0, 0.5))
-    mixed = replace(GROUPS[1], rollouts=(given, GROUPS[1].rollouts[1]))
+    rewarded = replace(GROUPS[1].rollouts[0], advantages=(0.0, 0.0, 0.5))
+    mixed = replace(GROUPS[1], rollouts=(rewarded, GROUPS[1].rollouts[1]))
     batch = packed(step.work.policy, [mixed], skip_zero=True)
     assert [micro.places for micro in batch.micro] == [(("flat@0/0", 3),)]
 
@@ -178,9 +180,9 @@ def test_a_loss_that_says_so_has_no_gradient_without_advantage(kind: str) -> Non
         sample_N=torch.tensor([0] * 4 + [1] * 2 + [2] * 6),
         num_samples=3,
     )
-    found = loss(logprobs, micro).loss_N
-    assert bool((found[:6] == 0).all())
-    found.sum().backward()
+    losses = loss(logprobs, micro).loss_N
+    assert bool((losses[:6] == 0).all())
+    losses.sum().backward()
     assert logprobs.grad is not None
     assert bool((logprobs.grad[:6] == 0).all())
     assert math.isfinite(float(logprobs.grad.sum()))
@@ -203,5 +205,5 @@ def test_samples_are_skipped_only_where_nothing_is_added_to_the_loss(
         "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Bonus:\n    reduction: str = 'token'\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    given = {"model": "m", "steps": 1, "env": "arithmetic", **options}
-    assert only_by_advantage(from_options(given, (), Path("x")).config) is skips
+    recipe = {"model": "m", "steps": 1, "env": "arithmetic", **options}
+    assert only_by_advantage(from_options(recipe, (), Path("x")).config) is skips

@@ -140,7 +140,7 @@ def played(exact: Any, sampling: Sampling) -> list[Group]:
     """Two groups with answers of many lengths, one of two turns, one cut; behaviour off policy by ``RATIOS``."""
     draw = np.random.default_rng(0)
 
-    def said(prompt: list[int], length: int) -> tuple[list[int], list[int], list[float]]:
+    def exchange(prompt: list[int], length: int) -> tuple[list[int], list[int], list[float]]:
         tokens = draw.integers(0, 256, length).tolist()
         with torch.no_grad():
             now = logprobs_of(exact, prompt, tokens, sampling, ENDS).tolist()
@@ -151,9 +151,9 @@ def played(exact: Any, sampling: Sampling) -> list[Group]:
         prompt = draw.integers(0, 256, prompt_len).tolist()
         rollouts: list[Rollout] = []
         for s, length in enumerate(lengths):
-            turns = [said(prompt, length)]
+            turns = [exchange(prompt, length)]
             if (g, s) == (0, 1):
-                turns.append(said([*prompt, *turns[0][1], 7, 8, 9], 6))
+                turns.append(exchange([*prompt, *turns[0][1], 7, 8, 9], 6))
             finish = "length" if (g, s) == (0, 2) else "stop"
             rollouts.append(
                 make_rollout(f"t{g}@0/{s}", turns, float(s % 3), temperature=sampling.temperature, finish=finish)
@@ -180,8 +180,8 @@ def test_a_step_is_the_float64_formula(policy: Policy, exact: Any, loss: Grpo, s
     advantages = {r.reward - 1.0 for r in groups[0].rollouts if r.reward is not None}
     assert min(advantages) < 0 < max(advantages)
     value, size, expected = by_formula(exact, groups, sampling=sampling, loss=loss)
-    found, stats = gradient(policy, groups, sampling=sampling, loss=loss)
-    assert distance(found, expected) <= ROUNDING
+    computed, stats = gradient(policy, groups, sampling=sampling, loss=loss)
+    assert distance(computed, expected) <= ROUNDING
     assert flatten(stats.metrics)["loss"] == pytest.approx(value, abs=1e-6 * size)
     for rollout in (r for group in groups for r in group.rollouts):
         with torch.no_grad():
@@ -207,8 +207,8 @@ def test_each_sign_at_each_ratio(policy: Policy, exact: Any, ratio: float, bette
         rollouts.append(make_rollout(f"t@0/{s}", [([1, 2, 3], tokens, logprobs)], float(better == (s == 0))))
     groups = [make_group("t@0", rollouts)]
     value, size, expected = by_formula(exact, groups, sampling=sampling, loss=loss)
-    found, stats = gradient(policy, groups, sampling=sampling, loss=loss)
-    assert distance(found, expected) <= ROUNDING
+    computed, stats = gradient(policy, groups, sampling=sampling, loss=loss)
+    assert distance(computed, expected) <= ROUNDING
     assert flatten(stats.metrics)["loss"] == pytest.approx(value, abs=1e-6 * size)
 
 
@@ -224,8 +224,8 @@ def test_micro_batches_packing_and_order_change_nothing(
     turned = [replace(g, rollouts=g.rollouts[::-1]) for g in groups[::-1]]
     loss_of = flatten(stats.metrics)["loss"]
     for other, budget in ((groups, 1), (groups, 40), (turned, 1000), (turned, 25)):
-        found, again = gradient(policy, other, sampling=sampling, loss=loss, budget=budget, mask=mask)
-        assert distance(found, whole) <= 1e-6
+        computed, again = gradient(policy, other, sampling=sampling, loss=loss, budget=budget, mask=mask)
+        assert distance(computed, whole) <= 1e-6
         assert flatten(again.metrics)["loss"] == pytest.approx(loss_of, rel=1e-6)
         for name in ("kl_behavior", "entropy"):
             assert flatten(again.metrics)[name] == pytest.approx(flatten(stats.metrics)[name], rel=1e-5)
@@ -236,8 +236,8 @@ def test_masked_truncated_answers_leave_the_gradient(policy: Policy, exact: Any)
     sampling, loss = Sampling(max_tokens=16), Grpo()
     groups = played(exact, sampling)
     *_, expected = by_formula(exact, groups, sampling=sampling, loss=loss, mask=True)
-    found, stats = gradient(policy, groups, sampling=sampling, loss=loss, mask=True)
-    assert distance(found, expected) <= ROUNDING
+    computed, stats = gradient(policy, groups, sampling=sampling, loss=loss, mask=True)
+    assert distance(computed, expected) <= ROUNDING
     assert "t0@0/2" not in stats.logprobs
     kept, _ = gradient(policy, groups, sampling=sampling, loss=loss)
     assert distance(kept, expected) > 0.01
@@ -246,9 +246,9 @@ def test_masked_truncated_answers_leave_the_gradient(policy: Policy, exact: Any)
 def test_only_what_is_trained_gets_a_gradient(tiny_model: Path, exact: Any) -> None:
     sampling = Sampling(max_tokens=16)
     with live_policy(tiny_model, trainable=Lora(rank=2)) as policy:
-        found, _ = gradient(policy, played(exact, sampling), sampling=sampling, loss=Grpo())
-    assert found
-    assert all("lora_" in name for name in found)
+        gradients, _ = gradient(policy, played(exact, sampling), sampling=sampling, loss=Grpo())
+    assert gradients
+    assert all("lora_" in name for name in gradients)
 
 
 def test_apply_moves_the_weights_by_the_clipped_gradient(tiny_model: Path, exact: Any) -> None:
@@ -285,18 +285,18 @@ def test_apply_moves_the_weights_by_the_clipped_gradient(tiny_model: Path, exact
 
 def test_where_the_sampler_told_no_logprobs_the_policys_own_stand_in(policy: Policy) -> None:
     def group(*logprobs: Sequence[float]) -> Group:
-        said = ((5, 6), (7,))
+        answers = ((5, 6), (7,))
         rollouts = [
-            make_rollout(f"t@0/{n}", [((1, 2), tokens, told)], float(n))
-            for n, (tokens, told) in enumerate(zip(said, logprobs, strict=True))
+            make_rollout(f"t@0/{n}", [((1, 2), tokens, recorded)], float(n))
+            for n, (tokens, recorded) in enumerate(zip(answers, logprobs, strict=True))
         ]
         return make_group("t@0", rollouts)
 
     options: dict[str, Any] = {"sampling": Sampling(), "loss": Grpo()}
-    unknown, found = gradient(policy, [group((UNKNOWN, UNKNOWN), (-2.0,))], **options)
-    own = found.logprobs["t@0/0"]
-    told, same = gradient(policy, [group(own, (-2.0,))], **options)
-    for name, grad in told.items():
+    unknown, stats = gradient(policy, [group((UNKNOWN, UNKNOWN), (-2.0,))], **options)
+    own = stats.logprobs["t@0/0"]
+    expected, same = gradient(policy, [group(own, (-2.0,))], **options)
+    for name, grad in expected.items():
         torch.testing.assert_close(unknown[name], grad, rtol=1e-5, atol=1e-8)
-    assert flatten(found.metrics)["ratio"] == pytest.approx(flatten(same.metrics)["ratio"])
-    assert math.isfinite(flatten(found.metrics)["loss"])
+    assert flatten(stats.metrics)["ratio"] == pytest.approx(flatten(same.metrics)["ratio"])
+    assert math.isfinite(flatten(stats.metrics)["loss"])

@@ -73,7 +73,7 @@ def groups(tiny_model: Path) -> list[Group]:
     """Two groups with answers of many lengths, one of two turns; sampled by a policy a little different."""
     exact, draw = reference(tiny_model, torch.float64), np.random.default_rng(0)
 
-    def said(prompt: list[int], length: int) -> tuple[list[int], list[int], list[float]]:
+    def exchange(prompt: list[int], length: int) -> tuple[list[int], list[int], list[float]]:
         tokens = draw.integers(0, 256, length).tolist()
         with torch.no_grad():
             now = logprobs_of(exact, prompt, tokens, SAMPLING).numpy()
@@ -84,9 +84,9 @@ def groups(tiny_model: Path) -> list[Group]:
         prompt = draw.integers(0, 256, prompt_len).tolist()
         rollouts = []
         for s, length in enumerate(lengths):
-            turns = [said(prompt, length)]
+            turns = [exchange(prompt, length)]
             if (g, s) == (0, 1):
-                turns.append(said([*prompt, *turns[0][1], 7, 8, 9], 6))
+                turns.append(exchange([*prompt, *turns[0][1], 7, 8, 9], 6))
             rollouts.append(make_rollout(f"t{g}@0/{s}", turns, float(s % 3), temperature=SAMPLING.temperature))
         made.append(make_group(f"t{g}@0", rollouts, index=g))
     return made
@@ -176,16 +176,16 @@ def test_how_a_step_is_cut_changes_nothing(tiny_model: Path, groups: list[Group]
         live = Live(policy, objective)
         moved(live)
         stats, whole = live.backward(packed(groups, objective))
-        told = flatten(stats.metrics)
+        metrics = flatten(stats.metrics)
         turned = [replace(g, rollouts=g.rollouts[::-1]) for g in groups[::-1]]
         for other, budget in ((groups, 1), (groups, 40), (turned, 25)):
-            again, found = live.backward(packed(other, objective, budget))
-            assert distance(found, whole) <= 2e-6
-            assert flatten(again.metrics) == pytest.approx(told, rel=2e-5, abs=1e-6)
+            again, gradients = live.backward(packed(other, objective, budget))
+            assert distance(gradients, whole) <= 2e-6
+            assert flatten(again.metrics) == pytest.approx(metrics, rel=2e-5, abs=1e-6)
         if objective.corrections:
-            assert 0 < told["correction/ess"] < 1
+            assert 0 < metrics["correction/ess"] < 1
         plain, _ = live.backward(packed(groups, objective))
-        assert flatten(plain.metrics) == told, "the same step twice is the same to the bit"
+        assert flatten(plain.metrics) == metrics, "the same step twice is the same to the bit"
 
 
 def test_a_step_with_everything_is_the_float64_formula(tiny_model: Path, groups: list[Group]) -> None:
@@ -198,7 +198,7 @@ def test_a_step_with_everything_is_the_float64_formula(tiny_model: Path, groups:
         with torch.no_grad():
             for (_, ours), theirs in zip(policy.model.named_parameters(), exact.parameters(), strict=True):
                 theirs.copy_(ours)
-        stats, found = live.backward(packed(groups, objective))
+        stats, gradients = live.backward(packed(groups, objective))
         samples = sum(len(group.rollouts) for group in groups)
         total: Tensor = torch.zeros((), dtype=torch.float64)
         for group in groups:
@@ -209,17 +209,17 @@ def test_a_step_with_everything_is_the_float64_formula(tiny_model: Path, groups:
                 now = torch.cat([logprobs_of(exact, *turn, SAMPLING) for turn in turns])
                 with torch.no_grad():
                     ref = torch.cat([logprobs_of(start, *turn, SAMPLING) for turn in turns])
-                told = torch.tensor([x for t in rollout.turns for x in t.completion.logprobs], dtype=torch.float64)
+                recorded = torch.tensor([x for t in rollout.turns for x in t.completion.logprobs], dtype=torch.float64)
                 # The recomputed logprobs are the policy's own: every ratio is 1 and only its gradient is left.
-                weight = (now.detach() - told).exp().clamp(max=1.2)
-                if advantage < 0 and float((told - now.detach()).mean()) > 0.1:
+                weight = (now.detach() - recorded).exp().clamp(max=1.2)
+                if advantage < 0 and float((recorded - now.detach()).mean()) > 0.1:
                     weight = torch.zeros_like(weight)
                 s = (now - now.detach()).mean().exp()
                 penalty = (now - now.detach()).exp() * (now - ref)
                 total = total + (-s * advantage * weight + 0.5 * penalty).mean() / samples
         total.backward()
         want = {n: p.grad for n, p in exact.named_parameters()}
-        assert distance(found, want) <= 2e-6
+        assert distance(gradients, want) <= 2e-6
         assert flatten(stats.metrics)["loss"] == pytest.approx(total.item(), rel=1e-5)
 
 
@@ -280,7 +280,7 @@ def test_two_updates_are_two_steps_on_the_same_batch(tiny_model: Path, groups: l
     batch = packed(groups, objective, 40)
     with live_policy(tiny_model) as policy:
         live = Live(policy, objective, updates_per_batch=2)
-        stats, told = live.whole(batch)
+        stats, metrics = live.whole(batch)
         twice = live.weights()
     with live_policy(tiny_model) as policy:
         live = Live(policy, objective)
@@ -290,8 +290,8 @@ def test_two_updates_are_two_steps_on_the_same_batch(tiny_model: Path, groups: l
             assert torch.equal(weight, twice[key])
     assert flatten(stats.metrics) == flatten(first.metrics)
     later = flatten(again.metrics)
-    assert {key.removeprefix("reused/") for key in told if key.startswith("reused/")} == {*later, "grad_norm"}
-    assert {key: told[f"reused/{key}"] for key in later} == later
+    assert {key.removeprefix("reused/") for key in metrics if key.startswith("reused/")} == {*later, "grad_norm"}
+    assert {key: metrics[f"reused/{key}"] for key in later} == later
 
 
 def test_later_updates_compare_with_the_start_of_the_step(tiny_model: Path, groups: list[Group]) -> None:
@@ -300,11 +300,11 @@ def test_later_updates_compare_with_the_start_of_the_step(tiny_model: Path, grou
     batch = packed(groups, decoupled, 40)
     with live_policy(tiny_model) as policy:
         live = Live(policy, decoupled, updates_per_batch=2)
-        stats, told = live.whole(batch)
+        stats, metrics = live.whole(batch)
         twice = live.weights()
     assert flatten(stats.metrics)["ratio/max"] == flatten(stats.metrics)["ratio"] == 1.0
-    assert told["reused/ratio/max"] > 1.001
-    assert told["reused/clip_fraction"] > flatten(stats.metrics)["clip_fraction"] == 0.0
+    assert metrics["reused/ratio/max"] > 1.001
+    assert metrics["reused/clip_fraction"] > flatten(stats.metrics)["clip_fraction"] == 0.0
     as_told = [
         replace(micro, batch=replace(micro.batch, behavior_logprobs_N=known.first_N))
         for micro, known in zip(batch.micro, stats.known, strict=True)
@@ -320,9 +320,9 @@ def test_later_updates_compare_with_the_start_of_the_step(tiny_model: Path, grou
 def test_weights_of_the_decoupled_kind_stay_while_the_policy_moves(tiny_model: Path, groups: list[Group]) -> None:
     objective = Objective(loss=Grpo(), recomputed=True, corrections=(TokenCorrection(high=1.3),))
     with live_policy(tiny_model) as policy:
-        stats, told = Live(policy, objective, updates_per_batch=3).whole(packed(groups, objective))
-    assert told["reused/correction/weight"] == pytest.approx(flatten(stats.metrics)["correction/weight"], rel=1e-12)
-    assert told["reused/ratio"] != 1.0
+        stats, metrics = Live(policy, objective, updates_per_batch=3).whole(packed(groups, objective))
+    assert metrics["reused/correction/weight"] == pytest.approx(flatten(stats.metrics)["correction/weight"], rel=1e-12)
+    assert metrics["reused/ratio"] != 1.0
 
 
 def test_between_updates_a_merged_adapter_is_folded(tiny_model: Path, groups: list[Group]) -> None:

@@ -50,8 +50,8 @@ def test_kernels_are_told_by_what_launched_them_and_else_by_name(profiles: Modul
         *launched("triton_red_fused_norm", host=400, ts=2100, dur=100, number=6),
         event("gpu_memcpy", "Memcpy HtoD", 2900, 100),
     ]
-    found = profiles.measured({"traceEvents": trace})
-    assert found["ms"] == pytest.approx(
+    times = profiles.measured({"traceEvents": trace})
+    assert times["ms"] == pytest.approx(
         {
             "products": 0.4,
             "attention": 0.3,
@@ -62,8 +62,8 @@ def test_kernels_are_told_by_what_launched_them_and_else_by_name(profiles: Modul
             "copies": 0.1,
         }
     )
-    assert found["span_ms"] == pytest.approx(2.0)
-    assert found["idle_ms"] == pytest.approx(0.1 + 0.7)  # two kernels at once are busy once
+    assert times["span_ms"] == pytest.approx(2.0)
+    assert times["idle_ms"] == pytest.approx(0.1 + 0.7)  # two kernels at once are busy once
 
 
 def test_pairs_are_those_that_attention_computes(profiles: ModuleType) -> None:
@@ -97,10 +97,10 @@ def test_a_setting_is_the_median_of_its_steps_after_the_first_two(versus: Module
         *[line(90.0, 80.0, 70.0), line(9.0, 8.0, 50.0)],
         *[line(3.0, 1.6, 50.0), line(2.9, 1.7, 51.0), line(3.2, 1.8, 50.0)],
     ]
-    found = versus.summary(lines)
-    assert (found["steps"], found["seconds"], found["parts"]["forward+backward"]) == (3, 3.0, 1.7)
-    assert found["tensors_gb"] == 70.0  # memory counts from the first
-    assert found["mfu_percent"] == pytest.approx(100 * 6 * 3_085_938_688 * 45056 / 1.7 / 989e12)
+    summary = versus.summary(lines)
+    assert (summary["steps"], summary["seconds"], summary["parts"]["forward+backward"]) == (3, 3.0, 1.7)
+    assert summary["tensors_gb"] == 70.0  # memory counts from the first
+    assert summary["mfu_percent"] == pytest.approx(100 * 6 * 3_085_938_688 * 45056 / 1.7 / 989e12)
     assert versus.summary(lines[:3]) == {"parameters": 3_085_938_688}
 
 

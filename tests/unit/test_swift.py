@@ -31,20 +31,20 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_in_every_form() -> None:
-    asked = {"role": "user", "content": "q"}
-    said = {"role": "assistant", "content": "a"}
-    assert row({"messages": [asked, said]}) == {
-        "messages": [asked, said], "prompt": [asked], "solution": "a", "gold answer": "a",
+    question = {"role": "user", "content": "q"}
+    reply = {"role": "assistant", "content": "a"}
+    assert row({"messages": [question, reply]}) == {
+        "messages": [question, reply], "prompt": [question], "solution": "a", "gold answer": "a",
     }  # fmt: skip
     for gold in (4, ["4", "four"], {"value": 4}):  # rewards get it as it is in the data
-        found = row({"messages": [asked], "solution": gold, "answer": "5"})
-        assert (found["solution"], found["gold answer"]) == (gold, str(gold))
-    assert row({"query": "q", "response": "a"})["prompt"] == [asked]
+        parsed = row({"messages": [question], "solution": gold, "answer": "5"})
+        assert (parsed["solution"], parsed["gold answer"]) == (gold, str(gold))
+    assert row({"query": "q", "response": "a"})["prompt"] == [question]
     assert row({"query": "q", "response": "a"})["solution"] == "a"
     full = row({"query": "q", "history": [["q", "a"]], "system": "s", "answer": "x"})
-    assert full["prompt"] == [{"role": "system", "content": "s"}, asked, said, asked]
+    assert full["prompt"] == [{"role": "system", "content": "s"}, question, reply, question]
     assert full["solution"] == "x"
-    assert row({"prompt": [asked]})["gold answer"] == ""
+    assert row({"prompt": [question]})["gold answer"] == ""
     with pytest.raises(ValueError, match="it has images"):
         row({"query": "q", "images": ["a.png"]})
     with pytest.raises(ValueError, match="no messages"):

@@ -53,7 +53,7 @@ def played(task: Task, *replies: str, tokens: int = 2, finish: Any = "stop") -> 
     return rollouts
 
 
-def said(*replies: str, tokens: int = 2) -> list[Rollout]:
+def rollouts_of(*replies: str, tokens: int = 2) -> list[Rollout]:
     prompt = (Message(role="user", content="3+4="),)
     return played(Task(id="t", env="e", prompt=prompt, answer="7", meta={"solution": "7"}), *replies, tokens=tokens)
 
@@ -65,9 +65,9 @@ def graded(reward: Reward, rollouts: list[Rollout]) -> list[float | None]:
         async with Graders({"mine": (reward, 1.0)}, timeout=60.0) as graders:
             return await graders.grade(rollouts)
 
-    found = asyncio.run(grade())
-    assert [rollout.error for rollout in found] == [""] * len(found)
-    return [rollout.reward for rollout in found]
+    results = asyncio.run(grade())
+    assert [rollout.error for rollout in results] == [""] * len(results)
+    return [rollout.reward for rollout in results]
 
 
 def recipe(line: str) -> dict[str, Any]:
@@ -77,11 +77,11 @@ def recipe(line: str) -> dict[str, Any]:
 def words(line: str) -> dict[str, list[str]]:
     Path("d.jsonl").write_text('{"query": "3+4=", "solution": "7"}\n')
     start = "--model m --dataset d.jsonl --gradient_accumulation_steps 8 --max_steps 2 "
-    given: dict[str, list[str]] = {}
+    flags: dict[str, list[str]] = {}
     parts = swift.repeated((start + line).split())
     for flag, value in zip(parts[::2], parts[1::2], strict=True):
-        given.setdefault(flag.removeprefix("--"), []).append(value)
-    return given
+        flags.setdefault(flag.removeprefix("--"), []).append(value)
+    return flags
 
 
 def refusal(line: str) -> str:
@@ -147,7 +147,7 @@ def test_completions_come_first_whatever_they_are_called_and_calls_may_wait() ->
         orms["mine"] = Mine
     """)
     assert mine.called().is_async
-    assert graded(mine, said("7", "6")) == [1.0, 0.0]
+    assert graded(mine, rollouts_of("7", "6")) == [1.0, 0.0]
 
 
 def test_a_class_gets_the_arguments() -> None:
@@ -172,10 +172,10 @@ def test_a_class_gets_the_arguments() -> None:
     """
     seen = plugin(text, seed=7, model="org/m").called().call(completions=["a"])
     assert seen == [7, 512, 512, 512, "output/m", "bfloat16", 4, None, 7]
-    for name, found in {"bare": 1.0, "old": 2.0, "plain": 3.0}.items():
-        assert PluginReward(registered=name, files=("plugin.py",)).called().call(completions=["a"]) == [found]
-    given = recipe("--reward_funcs mine --external_plugins plugin.py --seed 9")
-    assert given["rewards"]["mine"]["arguments"]["seed"] == 9
+    for name, score in {"bare": 1.0, "old": 2.0, "plain": 3.0}.items():
+        assert PluginReward(registered=name, files=("plugin.py",)).called().call(completions=["a"]) == [score]
+    options = recipe("--reward_funcs mine --external_plugins plugin.py --seed 9")
+    assert options["rewards"]["mine"]["arguments"]["seed"] == 9
 
 
 def test_a_file_is_run_once() -> None:
@@ -240,7 +240,7 @@ REAL = """
 
 def test_whatever_of_ms_swift_a_plug_in_imports() -> None:
     """It may name and derive from all of it; what it uses says what it is."""
-    assert graded(plugin(REAL), said("7")) == [1.0]
+    assert graded(plugin(REAL), rollouts_of("7")) == [1.0]
     for name, message in {
         "engine": r"swift\.llm\.PtEngine is ms-swift's own.* no 'from_model_template'",
         "made": r"swift\.plugin\.rm_plugin\.DefaultRMPlugin is ms-swift's own",
@@ -254,15 +254,15 @@ def test_whatever_of_ms_swift_a_plug_in_imports() -> None:
 def test_ms_swift_itself_is_used_where_it_is_installed() -> None:
     """By a grading process, which finds modules in the working directory; only some module of its is there."""
     Path("swift").mkdir()
-    write("orms = {}\nclass ORM: found = 5.0\n", "swift/rewards.py")
+    write("orms = {}\nclass ORM: score = 5.0\n", "swift/rewards.py")
     write("", "swift/__init__.py")
     mine = plugin("""
         from swift.rewards import ORM, orms
         class Mine(ORM):
-            def __call__(self, completions, **columns): return [self.found] * len(completions)
+            def __call__(self, completions, **columns): return [self.score] * len(completions)
         orms["mine"] = Mine
     """)
-    assert graded(mine, said("7")) == [5.0]
+    assert graded(mine, rollouts_of("7")) == [5.0]
     write("from swift.llm import PtEngine\n" + Path("plugin.py").read_text())
 
     async def start() -> None:
@@ -290,8 +290,13 @@ def test_built_in_rewards_are_in_orms() -> None:
         orms["mine"] = Mine
         orms["alone"] = Alone
     """
-    given = {"soft_cache_length": 4, "soft_max_length": 8, "max_completion_length": 8, "repetition_max_penalty": -2.0}
-    call = plugin(text, **given).called().call
+    arguments = {
+        "soft_cache_length": 4,
+        "soft_max_length": 8,
+        "max_completion_length": 8,
+        "repetition_max_penalty": -2.0,
+    }
+    call = plugin(text, **arguments).called().call
     accuracy, shape, repetition, long, cosine = call(
         completions=["<think></think><answer>7</answer>", "a b c a b c"],
         solution=["7", "7"],
@@ -303,7 +308,7 @@ def test_built_in_rewards_are_in_orms() -> None:
     assert cosine == pytest.approx([0.5, -0.5 + 0.5 * (1 + 2**-0.5) / 2])  # as short as can be is 1 and -0.5
     for name in ("accuracy", "cosine", "soft_overlong"):
         with pytest.raises(TypeError, match=f"orms\\['{name}'\\] needs"):
-            plugin(text, "alone", **given).called().call(completions=["a"], which=name)
+            plugin(text, "alone", **arguments).called().call(completions=["a"], which=name)
 
 
 # What a command line comes to
@@ -318,7 +323,7 @@ def test_a_plug_in_comes_before_what_is_built_in() -> None:
     assert rewards["accuracy"]["kind"] == "math_verify"
     assert (rewards["format"]["registered"], rewards["format"]["files"]) == ("format", ["plugin.py"])
     config = from_options(recipe("--external_plugins plugin.py --reward_funcs format"), (), Path("x")).config
-    assert graded(config.rewards["format"].reward, said("anything")) == [7.0]
+    assert graded(config.rewards["format"].reward, rollouts_of("anything")) == [7.0]
 
 
 def test_mistakes_in_plug_ins_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -355,7 +360,7 @@ def test_a_reward_of_a_recipe_that_no_file_registers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reply", "found"),
+    ("reply", "score"),
     {
         "<think>a\nb</think>\n <answer>c\nd</answer>": 1.0,
         "<think></think><answer></answer>": 1.0,
@@ -368,14 +373,14 @@ def test_a_reward_of_a_recipe_that_no_file_registers() -> None:
         "<answer>b</answer>": 0.0,
     }.items(),
 )
-def test_format_is_to_the_character(reply: str, found: float) -> None:
-    assert SwiftFormat()(said(reply)[0]) == found
+def test_format_is_to_the_character(reply: str, score: float) -> None:
+    assert SwiftFormat()(rollouts_of(reply)[0]) == score
 
 
 def test_soft_overlong_goes_on_beyond_the_limit() -> None:
     reward = SwiftSoftOverlong(max_tokens=8, cache=4)
-    found = {tokens: reward(said("a", tokens=tokens)[0]) for tokens in (1, 4, 5, 8, 12)}
-    assert found == {1: 0.0, 4: 0.0, 5: -0.25, 8: -1.0, 12: -2.0}
+    scores = {tokens: reward(rollouts_of("a", tokens=tokens)[0]) for tokens in (1, 4, 5, 8, 12)}
+    assert scores == {1: 0.0, 4: 0.0, 5: -0.25, 8: -1.0, 12: -2.0}
     assert reward.full_marks is None
     for cache in (0, 8):
         with pytest.raises(ConfigError, match="cache must be from 1 to below max_tokens"):
@@ -383,8 +388,8 @@ def test_soft_overlong_goes_on_beyond_the_limit() -> None:
 
 
 def test_built_in_rewards_by_name() -> None:
-    found = recipe("--reward_funcs format soft_overlong --soft_cache_length 20")
-    config = from_options(found, (), Path("x")).config
+    options = recipe("--reward_funcs format soft_overlong --soft_cache_length 20")
+    config = from_options(options, (), Path("x")).config
     assert config.rewards["format"].reward == SwiftFormat()
     assert config.rewards["soft_overlong"].reward == SwiftSoftOverlong(max_tokens=512, cache=20)
-    assert SwiftFormat()(said(found["env"]["gold_reply"].replace("{answer}", "7"))[0]) == 1.0
+    assert SwiftFormat()(rollouts_of(options["env"]["gold_reply"].replace("{answer}", "7"))[0]) == 1.0

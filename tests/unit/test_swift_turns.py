@@ -41,8 +41,8 @@ class Tips(Retry):
 
 class Masks(Retry):
     def step(self, infer_request, response_choice, current_turn):
-        found = super().step(infer_request, response_choice, current_turn)
-        return {**found, "response_token_ids": [1, 2], "response_loss_mask": [1, 0]}
+        result = super().step(infer_request, response_choice, current_turn)
+        return {**result, "response_token_ids": [1, 2], "response_loss_mask": [1, 0]}
 
 class Silent(Retry):
     def step(self, infer_request, response_choice, current_turn):
@@ -63,22 +63,22 @@ class Talk:
     """A conversation with a policy that says what it is told to."""
 
     answers: list[str]
-    said: list[Message] = field(default_factory=lambda: [Message(role="user", content="1+2=")])
+    history: list[Message] = field(default_factory=lambda: [Message(role="user", content="1+2=")])
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        return tuple(self.said)
+        return tuple(self.history)
 
     @property
     def open(self) -> bool:
         return bool(self.answers)
 
     async def reply(self) -> Message:
-        self.said.append(Message(role="assistant", content=self.answers.pop(0)))
-        return self.said[-1]
+        self.history.append(Message(role="assistant", content=self.answers.pop(0)))
+        return self.history[-1]
 
     def add(self, *messages: Message) -> None:
-        self.said.extend(messages)
+        self.history.extend(messages)
 
 
 @pytest.fixture(autouse=True)
@@ -96,12 +96,12 @@ def played(name: str, *answers: str, **options: Any) -> tuple[list[tuple[str, st
     env, talk = scheduled(name, **options), Talk(list(answers))
     (task,) = env.tasks("train")
     metrics = asyncio.run(env.play(task, talk))  # type: ignore[arg-type]
-    return [(message.role, message.content) for message in talk.said[1:]], dict(metrics)
+    return [(message.role, message.content) for message in talk.history[1:]], dict(metrics)
 
 
 def test_a_conversation_goes_on_until_the_scheduler_has_enough() -> None:
-    said, metrics = played("retry", "4", "5", "3", "9")
-    assert said == [
+    replies, metrics = played("retry", "4", "5", "3", "9")
+    assert replies == [
         ("assistant", "4"),
         ("user", "No. Try 2."),
         ("assistant", "5"),

@@ -238,8 +238,8 @@ def test_an_adapter_is_published(tiny_model: Path) -> None:
 def test_another_tensor_than_the_trainers_is_refused(policy: Policy) -> None:
     """Equal bytes are not enough for shared: the next optimizer step would not reach them."""
     name = "model.layers.1.mlp.up_proj.weight"
-    said = refused(policy, Shared(), UnsupportedPair, exported=lambda n, t: t.clone() if n == name else t)
-    assert name in said
+    message = refused(policy, Shared(), UnsupportedPair, exported=lambda n, t: t.clone() if n == name else t)
+    assert name in message
 
 
 def test_one_changed_tensor_is_torn(policy: Policy) -> None:
@@ -266,8 +266,8 @@ def test_all_changed_tensors_are_stale(policy: Policy) -> None:
 
 
 def test_a_resumed_digest_must_be_that_of_the_weights(policy: Policy) -> None:
-    said = refused(policy, Shared(), StaleWeights, start=PolicyVersion(step=3, digest="0123456789abcdef"))
-    assert "0123456789abcdef" in said
+    message = refused(policy, Shared(), StaleWeights, start=PolicyVersion(step=3, digest="0123456789abcdef"))
+    assert "0123456789abcdef" in message
     right = digest(checksums(Full().source(policy.model)))
 
     async def work(engine: Watched) -> PolicyVersion:
@@ -322,8 +322,8 @@ def test_the_tolerance_is_the_recipes(policy: Policy) -> None:
         async with sync.open(policy, engine, START, Full()) as session:
             return (await session.publish(START)).probe_gap
 
-    found = run(policy, work, scored=lambda logprobs: [x + 0.5 for x in logprobs])
-    assert found == pytest.approx(0.5, abs=1e-4)
+    gap = run(policy, work, scored=lambda logprobs: [x + 0.5 for x in logprobs])
+    assert gap == pytest.approx(0.5, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -439,20 +439,20 @@ def test_wrong_bytes_end_a_publish_whose_probe_is_still_waited_for(policy: Polic
 
 
 def test_the_engine_samples_before_its_sums_are_known(policy: Policy) -> None:
-    asked = asyncio.Event()
+    probed = asyncio.Event()
 
     class Summing(Attesting):
         async def probe(self, tokens: Sequence[int], *, samples: int = 0) -> Any:
-            asked.set()
+            probed.set()
             return await super().probe(tokens, samples=samples)
 
         async def checksums(self, payload: str) -> dict[str, Checksums]:
-            await asyncio.wait_for(asked.wait(), 20)
+            await asyncio.wait_for(probed.wait(), 20)
             return await super().checksums(payload)
 
     async def work(engine: Watched) -> None:
         async with Copied().open(policy, engine, START, Full()) as session:
-            asked.clear()
+            probed.clear()
             async with session.commit(1) as commit:
                 pass
             assert commit.succeeded().moved
@@ -631,15 +631,17 @@ def test_requests_for_the_next_policy_are_taken_where_the_engine_stays_and_gets_
     assert released == took == takes
 
 
-@pytest.mark.parametrize(("sync", "told"), [(CopiedAtRest, [1]), (Copied, [1]), (CopiedDrained, [1])])
-def test_the_engine_is_told_which_step_it_stands_still_for(policy: Policy, sync: type[Copied], told: list[int]) -> None:
+@pytest.mark.parametrize(("sync", "steps"), [(CopiedAtRest, [1]), (Copied, [1]), (CopiedDrained, [1])])
+def test_the_engine_is_told_which_step_it_stands_still_for(
+    policy: Policy, sync: type[Copied], steps: list[int]
+) -> None:
     async def work(engine: Watched) -> None:
         async with sync().open(policy, engine, START, Full()) as session:
             assert set(engine.comes) == {0}
             engine.comes.clear()
             async with session.commit(1):
                 pass
-            assert engine.comes == told
+            assert engine.comes == steps
 
     run(policy, work, kind=Attesting)
 
@@ -658,15 +660,15 @@ def test_in_flight_finish_begins_no_request_under_one_version_and_ends_it_under_
         async with Shared(in_flight="finish").open(policy, engine, START, Full()) as session:
             engine.events.clear()
             sampling = Sampling(max_tokens=40, top_k=20)
-            asked = [asyncio.create_task(engine.generate([72, 105, key], sampling, key)) for key in range(5)]
+            requests = [asyncio.create_task(engine.generate([72, 105, key], sampling, key)) for key in range(5)]
             while (await engine.health()).running == 0:
                 await asyncio.sleep(0)
             async with session.commit(1):
-                under_way = sum(task.done() for task in asked)
+                under_way = sum(task.done() for task in requests)
                 assert 0 < under_way <= 2, "those of its two rows"
                 with torch.no_grad():
                     policy.head.weight[3, 5] += 0.25
-            return list(await asyncio.gather(*asked)), engine.events
+            return list(await asyncio.gather(*requests)), engine.events
 
     done, events = run(policy, work)
     assert {completion.versions[0] for completion in done} == {0, 1}
@@ -679,12 +681,12 @@ def test_in_flight_finish_begins_no_request_under_one_version_and_ends_it_under_
 def test_in_flight_continue_lets_a_request_span_versions(policy: Policy) -> None:
     async def work(engine: Watched) -> Completion:
         async with Shared().open(policy, engine, START, Full()) as session:
-            asked = asyncio.create_task(engine.generate([72, 105], Sampling(max_tokens=60, top_k=20), 0))
+            request = asyncio.create_task(engine.generate([72, 105], Sampling(max_tokens=60, top_k=20), 0))
             while (await engine.health()).running == 0:
                 await asyncio.sleep(0)
             async with session.commit(1):
-                assert not asked.done()
-            return await asked
+                assert not request.done()
+            return await request
 
     assert set(run(policy, work).versions) == {0, 1}
 
@@ -909,10 +911,10 @@ def test_restart_lays_down_a_model_folder_and_removes_the_last(
                                 parameter += 0.02
                     folder = tmp_path / "weights" / f"step-00000{step}"
                     assert list((tmp_path / "weights").iterdir()) == [folder]
-                    found = weights_of(folder)
+                    saved = weights_of(folder)
                     own = trainable.base_names(policy.model)
-                    assert found.keys() == own.keys()
-                    assert all(torch.equal(found[name], own[name]) for name in own)
+                    assert saved.keys() == own.keys()
+                    assert all(torch.equal(saved[name], own[name]) for name in own)
                     assert len(AutoTokenizer.from_pretrained(folder)) == len(policy.tokenizer)
                     assert commit.published is not None
                     assert commit.published.bytes == sum(t.nbytes for _, t in trainable.source(policy.model))
@@ -1021,13 +1023,13 @@ def test_hotswap_does_not_take_folders_of_an_earlier_life_for_newer_ones(tiny_mo
 def test_broadcast_tells_each_engine_the_rank_of_its_first_worker(
     policy: Policy, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[tuple[int, list[int]]] = []
+    connections: list[tuple[int, list[int]]] = []
 
     async def work() -> None:
         with scripted(tiny_model) as engine:
 
             async def connect(rendezvous: dict[str, Any], first: list[int]) -> None:
-                told.append((rendezvous["world"], first))
+                connections.append((rendezvous["world"], first))
                 raise EngineError("enough")
 
             monkeypatch.setattr(engine, "workers", workers)
@@ -1041,7 +1043,7 @@ def test_broadcast_tells_each_engine_the_rank_of_its_first_worker(
 
     monkeypatch.setattr(collective, "Member", Wire)
     asyncio.run(work())
-    assert told == [(8, [1, 3, 4])]
+    assert connections == [(8, [1, 3, 4])]
 
 
 @pytest.mark.parametrize(

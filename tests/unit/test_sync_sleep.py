@@ -243,8 +243,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_sleep_that_gains_nothing_is_refused(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "_has_cuda", lambda: True)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    changes, said = REFUSED[case]
-    with pytest.raises(UnsupportedPair, match=said):
+    changes, message = REFUSED[case]
+    with pytest.raises(UnsupportedPair, match=message):
         check_pairs(recipe(**changes))
 
 
@@ -266,7 +266,7 @@ def test_a_cpu_has_no_sleep_mode(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "said"),
+    ("engine", "message"),
     [
         (asleep(3), "sleep"),
         (asleep(urls=["http://h:1"]), "sleep"),
@@ -274,8 +274,8 @@ def test_a_cpu_has_no_sleep_mode(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"kind": "embedded", "sleep": 1}, "sleep"),
     ],
 )
-def test_a_sleep_that_nobody_could_give_is_no_option(engine: Mapping[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_sleep_that_nobody_could_give_is_no_option(engine: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         recipe(engine=engine, sync="broadcast" if engine["kind"] == "vllm" else "shared")
 
 

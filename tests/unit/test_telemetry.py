@@ -164,16 +164,16 @@ class Opening(MetricsLogger):
 
 
 @pytest.mark.parametrize(
-    ("writer", "said"),
+    ("writer", "message"),
     [
         (Misnamed, "Misnamed has a method 'evaluate', which nobody calls; did you mean 'evaluation'?"),
         (Bare, "Bare has no method 'evaluation'; a writer's methods are: write, evaluation, event"),
     ],
 )
-def test_a_method_of_a_logger_that_nobody_calls_is_named_at_once(tmp_path: Path, writer: type, said: str) -> None:
+def test_a_method_of_a_logger_that_nobody_calls_is_named_at_once(tmp_path: Path, writer: type, message: str) -> None:
     with pytest.raises(ConfigError) as caught, Telemetry(info(tmp_path), [Opening(writer)]):
         pass
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_logger_may_leave_methods_out_and_have_others(tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ def test_own_records_from_info_and_others_from_warning_reach_the_file(
 def test_what_a_stranger_sent_moves_no_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with to_folder(tmp_path) as file:
         logging.getLogger("tandem").warning("group %s\nof %s", "\x1b[2Jgone\x07\r", "\x9b31m\u202eenv\tx é")
-    for said in (file.read_text(), capsys.readouterr().err):
-        assert "group �[2Jgone��\nof �31m�env x é\n" in said
+    for text in (file.read_text(), capsys.readouterr().err):
+        assert "group �[2Jgone��\nof �31m�env x é\n" in text
 
 
 def test_tracebacks_go_to_the_file_and_not_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,7 +86,7 @@ def test_full_disk_costs_lines_of_the_log_and_not_the_run(tmp_path: Path, capsys
     with to_folder(tmp_path):
         logging.getLogger("tandem.trainer").info("lost")
         logging.getLogger("tandem.trainer").info("lost too")
-    said = capsys.readouterr().err
-    assert said.count("run.log cannot be written") == 1
-    assert "No space left on device" in said
-    assert "Traceback" not in said
+    stderr = capsys.readouterr().err
+    assert stderr.count("run.log cannot be written") == 1
+    assert "No space left on device" in stderr
+    assert "Traceback" not in stderr

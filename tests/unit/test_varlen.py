@@ -52,8 +52,8 @@ def row(plan: Packed, heads: int, groups: int, size: int, device: str = "cpu") -
     """Query, key and value of a row, (1, heads, T, size), as a model lays them out; and a gradient to send back."""
     draw = torch.Generator().manual_seed(1)
     length = sum(plan.lengths)
-    found = [torch.randn(1, length, h, size, generator=draw) for h in (heads, groups, groups, heads)]
-    return [x.to(device).transpose(1, 2) if i < 3 else x.to(device) for i, x in enumerate(found)]
+    tensors = [torch.randn(1, length, h, size, generator=draw) for h in (heads, groups, groups, heads)]
+    return [x.to(device).transpose(1, 2) if i < 3 else x.to(device) for i, x in enumerate(tensors)]
 
 
 def both(
@@ -75,8 +75,10 @@ def test_the_kernels_way_is_that_of_segments(plan: Packed, window: int | None, m
     """In float32, so that places, ends, alignment and windows are exact or wrong."""
     monkeypatch.setattr(_varlen, "kernel", lambda: _varlen.Kernel(naive))
     tensors = row(plan, 4, 2, 8)
-    found, expected = (both(way, plan, tensors, torch.float32, window) for way in (_varlen.attend, attention._segments))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    outputs, expected = (
+        both(way, plan, tensors, torch.float32, window) for way in (_varlen.attend, attention._segments)
+    )
+    torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -93,12 +95,12 @@ def test_a_model_on_the_kernels_way_is_its_sequences(kind: Any) -> None:
     positions = torch.tensor(sequential_positions(PLAN))[None]
     with torch.no_grad():
         whole = model.model(input_ids=tokens[None], position_ids=positions, use_cache=False, plan=PLAN)
-        found, pieces = whole.last_hidden_state[0].split(PLAN.lengths), tokens.split(PLAN.lengths)
+        outputs, pieces = whole.last_hidden_state[0].split(PLAN.lengths), tokens.split(PLAN.lengths)
         model.set_attn_implementation("eager")
         for i, length in enumerate(PLAN.lengths):
             ids = torch.cat([pieces[a] for a in (*PLAN.ancestors(i), i)])
             alone = model.model(input_ids=ids[None], use_cache=False).last_hidden_state[0, -length:]
-            torch.testing.assert_close(found[i], alone, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(outputs[i], alone, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=CUDA)])
@@ -110,8 +112,8 @@ def test_shapes_alone_go_the_kernels_way_too(device: str) -> None:
     with FakeTensorMode(), mock.patch.object(_varlen, "kernel", return_value=kernel):
         tensors = [torch.empty(shape, device=device) for shape in shapes]
         sent = tensors[0].transpose(1, 2)
-        found = both(_varlen.attend, plan, [*tensors, sent], torch.bfloat16, None)
-    assert [tuple(x.shape) for x in found] == [tuple(sent.shape), *shapes]
+        outputs = both(_varlen.attend, plan, [*tensors, sent], torch.bfloat16, None)
+    assert [tuple(x.shape) for x in outputs] == [tuple(sent.shape), *shapes]
 
 
 def test_a_row_without_shared_parts_is_not_copied() -> None:
@@ -183,8 +185,8 @@ def test_what_the_kernel_cannot_take_is_said(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: case.get("capability", (9, 0)))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old card")
     x: Any = SimpleNamespace(dtype=case["dtype"], device=torch.device("cuda"), shape=(1, 2, 3, case["size"]))
-    found = _varlen.refusal(x, x, x, case["scaling"], case["dropout"], case["window"])
-    assert found is None if why is None else why in (found or "")
+    refusal = _varlen.refusal(x, x, x, case["scaling"], case["dropout"], case["window"])
+    assert refusal is None if why is None else why in (refusal or "")
 
 
 def test_the_slow_way_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -207,8 +209,8 @@ def test_the_kernel_computes_what_segments_do(
     """In bfloat16, against float32: as near as segments in bfloat16 are, and alignment is nothing to be near."""
     tensors = row(plan, heads, groups, size, "cuda")
     exact = both(attention._segments, plan, [x.bfloat16() for x in tensors], torch.float32, window)
-    found = both(_varlen.attend, plan, tensors, torch.bfloat16, window)
-    for name, one, other in zip(("out", "query", "key", "value"), found, exact, strict=True):
+    outputs = both(_varlen.attend, plan, tensors, torch.bfloat16, window)
+    for name, one, other in zip(("out", "query", "key", "value"), outputs, exact, strict=True):
         assert (one.float() - other).norm() <= 0.01 * other.norm(), name
 
 

@@ -179,11 +179,11 @@ def filled(manager: Manager) -> int:
 
 def test_slots_hold_the_adapter_to_the_bit_under_the_trainers_names() -> None:
     slots, _ = engine()
-    given = adapter()
-    before = {name: tensor.clone() for name, tensor in given.items()}
-    slots.put(7, CONFIG, given)
+    tensors = adapter()
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    slots.put(7, CONFIG, tensors)
     held = list(slots.stored(7))
-    want = expected(given)
+    want = expected(tensors)
     assert [h.name for h in held] == list(want)
     for h in held:
         assert torch.equal(h.tensor, want[h.name]), h.name
@@ -191,15 +191,15 @@ def test_slots_hold_the_adapter_to_the_bit_under_the_trainers_names() -> None:
         assert h.first == (0, 0)
         assert h.counted
         assert h.scaled == ("lora_B" in h.name)
-    assert all(torch.equal(before[name], tensor) for name, tensor in given.items())
+    assert all(torch.equal(before[name], tensor) for name, tensor in tensors.items())
 
 
 def test_the_trainer_computes_the_same_bits() -> None:
     slots, _ = engine()
-    given = adapter(dtype=torch.float32)  # wider than the slots
-    slots.put(7, CONFIG, given)
+    tensors = adapter(dtype=torch.float32)  # wider than the slots
+    slots.put(7, CONFIG, tensors)
     for h in slots.stored(7):
-        mine = given[h.name.replace(".weight", ".default.weight")]
+        mine = tensors[h.name.replace(".weight", ".default.weight")]
         mine = scaled(mine, CONFIG, h.tensor.dtype) if h.scaled else mine.to(h.tensor.dtype)
         assert torch.equal(h.tensor, mine), h.name
 
@@ -237,19 +237,19 @@ def test_a_smaller_adapter_leaves_nothing_of_the_one_before() -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 4])  # with 4 workers, two hold the same keys
 def test_parts_of_all_workers_make_the_whole_once(world: int) -> None:
-    given = adapter()
-    whole = {name: torch.full_like(tensor, torch.nan) for name, tensor in expected(given).items()}
+    tensors = adapter()
+    whole = {name: torch.full_like(tensor, torch.nan) for name, tensor in expected(tensors).items()}
     counts = {name: torch.zeros(tensor.shape) for name, tensor in whole.items()}
     for rank in range(world):
         slots, _ = engine(rank, world)
-        slots.put(7, CONFIG, given)
+        slots.put(7, CONFIG, tensors)
         for h in slots.stored(7):
             assert h.shape == tuple(whole[h.name].shape)
-            assert torch.equal(part_of(h, expected(given)[h.name]), h.tensor)  # replicas too
+            assert torch.equal(part_of(h, expected(tensors)[h.name]), h.tensor)  # replicas too
             if h.counted:
                 part_of(h, whole[h.name]).copy_(h.tensor)
                 part_of(h, counts[h.name]).add_(1)
-    for name, tensor in expected(given).items():
+    for name, tensor in expected(tensors).items():
         assert torch.equal(whole[name], tensor), name
         assert bool((counts[name] == 1).all()), name
 
@@ -346,7 +346,7 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
 @pytest.mark.parametrize(
-    ("config", "change", "said"),
+    ("config", "change", "message"),
     [
         ({"r": MAX_RANK + 1}, {}, "slots hold 1 to 8.*--max-lora-rank"),
         ({"r": 4}, {}, r"\(6, 16\).*takes floating-point \(4, 16\)"),
@@ -376,11 +376,11 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
         ),
     ],
 )
-def test_what_cannot_be_served_is_named_and_nothing_is_written(config: Any, change: Any, said: str) -> None:
+def test_what_cannot_be_served_is_named_and_nothing_is_written(config: Any, change: Any, message: str) -> None:
     slots, manager = engine()
-    given = {name: tensor for name, tensor in (adapter() | change).items() if tensor is not None}
-    with pytest.raises(EngineError, match=said):
-        slots.put(7, CONFIG | config, given)
+    tensors = {name: tensor for name, tensor in (adapter() | change).items() if tensor is not None}
+    with pytest.raises(EngineError, match=message):
+        slots.put(7, CONFIG | config, tensors)
     assert filled(manager) == 0
     assert not manager.registered
 
@@ -422,8 +422,8 @@ def test_layouts_that_cannot_be_cut_are_refused() -> None:
 def test_modules_are_renamed_as_vllm_does_when_it_loads_a_file(method: str) -> None:
     renames = SimpleNamespace(apply_list=lambda names: [name.replace("language_model.", "model.") for name in names])
     slots, _ = engine(model=SimpleNamespace(hf_to_vllm_mapper=SimpleNamespace(**{method: lambda: renames})))
-    given = {name.replace(".model.model.", ".model.language_model."): t for name, t in adapter().items()}
-    slots.put(7, CONFIG, given)
+    tensors = {name.replace(".model.model.", ".model.language_model."): t for name, t in adapter().items()}
+    slots.put(7, CONFIG, tensors)
     assert {h.name.partition(".layers")[0] for h in slots.stored(7)} == {"base_model.model.language_model"}
 
 
@@ -463,22 +463,22 @@ def test_whatever_multiplies_b_gives_the_bits_of_one_float32_product(
     stored = StoredAdapter().of([(f"{n}.lora_B.default.weight", t.view(1, -1)) for n, t in enumerate(tensors)], config)
     scale_(tensors, factor)
     for n, expected in enumerate(want):
-        for found in (one_by_one[n], tensors[n], stored[n][1].flatten()):
-            assert torch.equal(found, expected)
+        for product in (one_by_one[n], tensors[n], stored[n][1].flatten()):
+            assert torch.equal(product, expected)
 
 
 def test_what_the_trainer_stores_follows_its_tensors_and_stays_in_its_place() -> None:
-    given, keeper = adapter(), StoredAdapter()
-    before = {name: tensor.clone() for name, tensor in given.items()}
-    first = keeper.of(given.items(), CONFIG)
+    tensors, keeper = adapter(), StoredAdapter()
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    first = keeper.of(tensors.items(), CONFIG)
     where = [tensor.data_ptr() for _, tensor in first]
-    assert all(torch.equal(tensor, expected(given)[name]) for name, tensor in first)
-    assert all(torch.equal(before[name], tensor) for name, tensor in given.items())
+    assert all(torch.equal(tensor, expected(tensors)[name]) for name, tensor in first)
+    assert all(torch.equal(before[name], tensor) for name, tensor in tensors.items())
     assert all(pointer % 16 == 0 for pointer in where), "wide loads need it"
-    for tensor in given.values():
+    for tensor in tensors.values():
         tensor.add_(1)
-    second = keeper.of(given.items(), CONFIG)
-    assert all(torch.equal(tensor, expected(given)[name]) for name, tensor in second)
+    second = keeper.of(tensors.items(), CONFIG)
+    assert all(torch.equal(tensor, expected(tensors)[name]) for name, tensor in second)
     assert [tensor.data_ptr() for _, tensor in second] == where
     larger = adapter(rank=8)
     third = keeper.of(larger.items(), CONFIG | {"r": 8})
@@ -545,11 +545,11 @@ class Server:
     def __init__(self, folder: Path) -> None:
         self.adapters, self.manager = engine()
         self.folder = folder
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         self.stolen = False
 
     async def post(self, path: str, body: Any) -> Any:
-        self.asked.append(path.rpartition("/")[2])
+        self.requests.append(path.rpartition("/")[2])
         if path == "/bridge/adapt":
             return {"held": self.adapters.exported(7, body.key) and not self.stolen}
         tensors = {name: torch.empty(shape, dtype=getattr(torch, t), device="meta") for name, shape, t in body.tensors}
@@ -572,12 +572,12 @@ def test_the_trainer_borrows_a_slot_once_and_again_where_it_was_lost(tmp_path: P
     )
 
     def publish(seed: int) -> list[str]:
-        server.asked.clear()
-        given = LoraAdapter(config=CONFIG, tensors=tuple(adapter(seed).items()))
-        assert asyncio.run(live.adapt(given)) == sum(tensor.nbytes for tensor in adapter().values())
+        server.requests.clear()
+        lora = LoraAdapter(config=CONFIG, tensors=tuple(adapter(seed).items()))
+        assert asyncio.run(live.adapt(lora)) == sum(tensor.nbytes for tensor in adapter().values())
         want = expected(adapter(seed))
         assert all(torch.equal(tensor, want[name]) for name, tensor in server.held().items())
-        return list(server.asked)
+        return list(server.requests)
 
     assert publish(0) == ["lend_slot", "adapt"]
     assert publish(1) == ["adapt"]
@@ -614,7 +614,7 @@ def test_each_rank_writes_the_slot_of_its_own_engine(tmp_path: Path) -> None:
 
     publish(0)
     publish(1)
-    assert [server.asked for server in servers] == [["lend_slot", "adapt", "adapt"]] * 2, "attached once"
+    assert [server.requests for server in servers] == [["lend_slot", "adapt", "adapt"]] * 2, "attached once"
     fleet.restart_count += 1
     servers[1].adapters, servers[1].manager = engine()
     publish(2)
@@ -623,10 +623,10 @@ def test_each_rank_writes_the_slot_of_its_own_engine(tmp_path: Path) -> None:
 @pytest.mark.parametrize("way", ["swap", "load"])
 def test_what_a_trainer_has_loaded_is_served_when_it_is_stamped(tmp_path: Path, way: str) -> None:
     """An engine to which nobody ever published would sample from it before it is proven."""
-    asked: list[Any] = []
+    requests: list[Any] = []
 
     async def every(path: str, body: Any) -> None:
-        asked.append((path, body.served))
+        requests.append((path, body.served))
 
     requirements = EngineRequirements(model="m", dtype="float32", payload="adapter")
     fleet: Any = SimpleNamespace(servers=[], all=every, restart_count=0)
@@ -634,4 +634,4 @@ def test_what_a_trainer_has_loaded_is_served_when_it_is_stamped(tmp_path: Path, 
     adapter = LoraAdapter(config=CONFIG, tensors=())
     version = PolicyVersion(step=0, digest="")
     asyncio.run(engine.swap(tmp_path, version, adapter) if way == "swap" else engine.load(tmp_path, adapter))
-    assert asked == [("/lora/load", False)]
+    assert requests == [("/lora/load", False)]

@@ -37,12 +37,12 @@ def run(body: Body) -> None:
     asyncio.run(main())
 
 
-def asked(front: Frontend, tokens: int, **more: Any) -> asyncio.Task[RequestRecord]:
+def submit(front: Frontend, tokens: int, **more: Any) -> asyncio.Task[RequestRecord]:
     return asyncio.ensure_future(front.generate([1, 2, 3], {"max_tokens": tokens, "logprobs": 0}, **more))
 
 
-def steps(front: Frontend, found: RequestRecord) -> list[int]:
-    return front.steps_of(found.completions[0])
+def steps(front: Frontend, record: RequestRecord) -> list[int]:
+    return front.steps_of(record.completions[0])
 
 
 async def publish(front: Frontend, client: FakeClient, step: int, *, verify: bool = False) -> None:
@@ -63,15 +63,15 @@ async def pending(task: asyncio.Task[Any]) -> bool:
 def test_a_request_in_flight_carries_the_exact_step_of_each_token() -> None:
     async def body(front: Frontend, client: FakeClient) -> None:
         await publish(front, client, 4)
-        task = asked(front, 9)
+        task = submit(front, 9)
         await client.step(2)
         await publish(front, client, 5, verify=True)
         await client.step(3)
         await publish(front, client, 6)
         await client.step(4)
-        found = await task
-        assert steps(front, found) == [4, 4, 5, 5, 5, 6, 6, 6, 6]
-        assert found.completions[0].tokens == [4, 4, 5, 5, 5, 6, 6, 6, 6], "the fake samples its weights' number"
+        record = await task
+        assert steps(front, record) == [4, 4, 5, 5, 5, 6, 6, 6, 6]
+        assert record.completions[0].tokens == [4, 4, 5, 5, 5, 6, 6, 6, 6], "the fake samples its weights' number"
         assert (front.step, front.digest, front.updates) == (6, "digest 6", 3)
 
     run(body)
@@ -91,7 +91,7 @@ def test_each_of_several_completions_carries_its_steps() -> None:
 
 def test_nothing_is_sampled_while_paused() -> None:
     async def body(front: Frontend, client: FakeClient) -> None:
-        task = asked(front, 3)
+        task = submit(front, 3)
         await client.step()
         await front.pause()
         await front.pause()
@@ -107,7 +107,7 @@ def test_nothing_is_sampled_while_paused() -> None:
 def test_new_requests_wait_for_the_end_of_a_pause_and_begin_in_its_era() -> None:
     async def body(front: Frontend, client: FakeClient) -> None:
         await front.pause()
-        task = asked(front, 1)
+        task = submit(front, 1)
         assert await pending(task)
         assert not client.seen, "it must not be handed to the scheduler with the old salt"
         before = front.salt
@@ -123,13 +123,13 @@ def test_new_requests_wait_for_the_end_of_a_pause_and_begin_in_its_era() -> None
 def test_what_is_sampled_while_proving_is_held_back() -> None:
     async def body(front: Frontend, client: FakeClient) -> None:
         await publish(front, client, 1)
-        flying = asked(front, 3)
+        flying = submit(front, 3)
         await client.step(2)
         await front.pause()
         client.weights = 2
         async with front.proving():
             pass
-        new = asked(front, 1)
+        new = submit(front, 1)
         await client.step(3)
         assert not client.requests, "both are sampled to their end"
         assert await pending(flying)
@@ -146,7 +146,7 @@ def test_what_is_sampled_while_proving_is_held_back() -> None:
 def test_what_was_finished_before_a_pause_is_given_out_during_it() -> None:
     async def body(front: Frontend, client: FakeClient) -> None:
         await publish(front, client, 1)
-        task = asked(front, 1)
+        task = submit(front, 1)
         await client.step()
         await front.pause()
         assert steps(front, await task) == [1]
@@ -160,7 +160,7 @@ def test_a_failed_proof_gives_out_nothing_and_the_next_publish_recovers() -> Non
         client.weights = 7
         async with front.proving():
             pass
-        held = asked(front, 1)
+        held = submit(front, 1)
         await client.step()
         await front.stop("torn")
         with pytest.raises(Stopped, match="torn"):
@@ -174,7 +174,7 @@ def test_a_failed_proof_gives_out_nothing_and_the_next_publish_recovers() -> Non
         assert front.state == "stopped"
         assert client.paused
         await publish(front, client, 8, verify=True)
-        task = asked(front, 1)
+        task = submit(front, 1)
         await client.step()
         assert steps(front, await task) == [8]
 
@@ -249,11 +249,11 @@ def test_a_version_that_a_stop_took_back_is_not_served_later() -> None:
 
 def test_finishing_waits_for_requests_and_keeps_new_ones_out() -> None:
     async def body(front: Frontend, client: FakeClient) -> None:
-        first = asked(front, 2)
+        first = submit(front, 2)
         await client.step()
         pause = asyncio.ensure_future(front.pause(finish=True))
         assert await pending(pause)
-        second = asked(front, 1)
+        second = submit(front, 1)
         await client.step()
         await first
         await pause
@@ -269,7 +269,7 @@ def test_a_pause_that_nobody_ends_stops_the_engine() -> None:
     async def body(front: Frontend, client: FakeClient) -> None:
         await front.pause()
         front.lease.renew(0.01)
-        waits = asked(front, 1)
+        waits = submit(front, 1)
         with pytest.raises(Stopped, match="never resumed"):
             await waits
         assert front.state == "stopped"
@@ -283,7 +283,7 @@ def test_a_proof_that_nobody_ends_stops_the_engine() -> None:
         front.lease.renew(0.05)
         async with front.proving():
             pass
-        waits = asked(front, 1)
+        waits = submit(front, 1)
         await client.step()
         with pytest.raises(Stopped, match="never resumed"):
             await waits
@@ -314,12 +314,12 @@ def test_swapped_adapters_keep_the_version_a_request_began_with() -> None:
     async def body(front: Frontend, client: FakeClient) -> None:
         one, two = LoRARequest("one", 1, "x"), LoRARequest("two", 2, "y")
         await front.set_version(1, "", one)
-        old = asked(front, 4)
+        old = submit(front, 4)
         await client.step(2)
         await front.set_version(2, "", two)
-        new = asked(front, 2)
-        by_name = asked(front, 2, adapter=one)
-        unstamped = asked(front, 2, adapter=LoRARequest("three", 3, "z"))
+        new = submit(front, 2)
+        by_name = submit(front, 2, adapter=one)
+        unstamped = submit(front, 2, adapter=LoRARequest("three", 3, "z"))
         await client.step(2)
         assert steps(front, await old) == [1, 1, 1, 1]
         assert steps(front, await new) == [2, 2]
@@ -340,7 +340,7 @@ def test_an_adapter_that_is_written_in_place_changes_under_requests_in_flight() 
         await front.pause()
         await front.set_version(1, "", front.adapter)
         await front.resume()
-        task = asked(front, 3)
+        task = submit(front, 3)
         await client.step()
         await front.pause()
         await front.set_version(2, "", front.adapter)
@@ -354,7 +354,7 @@ def test_an_adapter_that_is_written_in_place_changes_under_requests_in_flight() 
 def test_users_of_an_adapter_are_counted() -> None:
     async def body(front: Frontend, client: FakeClient) -> None:
         await front.set_version(1, "", LoRARequest("one", 1, "x"))
-        task = asked(front, 2)
+        task = submit(front, 2)
         await client.step()
         assert (front.places.users["one"], front.places.running) == (1, 1)
         task.cancel()
@@ -378,12 +378,12 @@ def test_a_probe_scores_and_samples_by_the_new_weights_and_sees_an_old_cache() -
             probe = asyncio.ensure_future(question(front, [5, 6, 7], **ask))
             while not probe.done():
                 await client.step()
-            found = probe.result()
-            assert found["scored"] == [-3.0, -3.0]
-            assert found["tokens"] == [3, 3]
-            assert found["logprobs"] == [-3.0, -3.0]
-            assert found["cached"] == (3 if stale else 0)
-            sampled, scored = (asked.prompt["cache_salt"] for asked in client.seen[-2:])
+            result = probe.result()
+            assert result["scored"] == [-3.0, -3.0]
+            assert result["tokens"] == [3, 3]
+            assert result["logprobs"] == [-3.0, -3.0]
+            assert result["cached"] == (3 if stale else 0)
+            sampled, scored = (request.prompt["cache_salt"] for request in client.seen[-2:])
             assert sampled == front.salt != scored, "what scoring puts into the cache would be taken for something old"
             await front.set_version(3, "")
             await front.resume()
@@ -395,10 +395,10 @@ def test_completions_are_kept_apart() -> None:
     async def body(front: Frontend, client: FakeClient) -> None:
         task: asyncio.Task[RequestRecord] = asyncio.ensure_future(front.generate([1], {"max_tokens": 2, "n": 3}))
         await client.step(2)
-        found = await task
-        assert [c.text for c in found.completions] == ["<0><0>"] * 3
-        assert [c.finish for c in found.completions] == ["length"] * 3
-        assert found.completions[0].logprobs == []
+        record = await task
+        assert [c.text for c in record.completions] == ["<0><0>"] * 3
+        assert [c.finish for c in record.completions] == ["length"] * 3
+        assert record.completions[0].logprobs == []
 
     run(body)
 
@@ -435,7 +435,7 @@ def test_the_public_pause_and_the_quick_one_are_the_same(
 
     async def body(front: Frontend, client: FakeClient) -> None:
         await publish(front, client, 1)
-        task = asked(front, 2)
+        task = submit(front, 2)
         await client.step()
         client.engine_core = Core(client)  # type: ignore[attr-defined]
         client.vllm_config.scheduler_config.max_num_seqs = 200
@@ -469,9 +469,9 @@ def test_without_speedups_an_engine_is_paused_by_vllms_public_method(monkeypatch
 def test_a_request_waits_for_its_step_and_is_in_nobodys_way() -> None:
     async def body(front: Frontend, client: FakeClient) -> None:
         await publish(front, client, 4)
-        early = [asked(front, 1, min_step=5) for _ in range(2 * SEQUENCES)]
+        early = [submit(front, 1, min_step=5) for _ in range(2 * SEQUENCES)]
         assert await pending(early[0])
-        other = asked(front, 1, min_step=4)
+        other = submit(front, 1, min_step=4)
         await client.step()
         assert steps(front, await other) == [4]
         await publish(front, client, 4)  # again, as after a restart
@@ -489,7 +489,7 @@ def test_a_request_for_an_adapter_that_is_to_come_is_sampled_by_it() -> None:
 
     async def body(front: Frontend, client: FakeClient) -> None:
         await front.set_version(1, "d", LoRARequest("one", 1, "/one"))
-        early = asked(front, 1, min_step=2)
+        early = submit(front, 1, min_step=2)
         assert await pending(early)
         await front.set_version(2, "d", LoRARequest("two", 2, "/two"))
         await client.step()
@@ -503,7 +503,7 @@ def test_a_request_for_an_adapter_that_is_to_come_is_sampled_by_it() -> None:
 def test_a_request_is_sampled_beside_the_proof_of_its_own_step_alone(coming: int | None, samples: bool) -> None:
     async def body(front: Frontend, client: FakeClient) -> None:
         await publish(front, client, 4)
-        early = asked(front, 1, min_step=5)
+        early = submit(front, 1, min_step=5)
         await front.pause(step=coming)
         async with front.proving():
             pass
@@ -519,7 +519,7 @@ def test_a_request_is_sampled_beside_the_proof_of_its_own_step_alone(coming: int
 
 def test_a_request_for_a_step_that_fails_is_told() -> None:
     async def body(front: Frontend, client: FakeClient) -> None:
-        early = asked(front, 1, min_step=1)
+        early = submit(front, 1, min_step=1)
         await front.pause(step=1)
         await front.stop("torn")
         with pytest.raises(Stopped, match="torn"):
@@ -549,14 +549,14 @@ def test_what_waits_for_a_step_is_with_vllm_before_it_goes_on() -> None:
     async def body(front: Frontend, client: FakeClient) -> None:
         quick(client)
         await publish(front, client, 4)
-        early, late = asked(front, 1, min_step=5), asked(front, 1, min_step=6)
-        other = asked(front, 1)
+        early, late = submit(front, 1, min_step=5), submit(front, 1, min_step=6)
+        other = submit(front, 1)
         await client.step()
         assert steps(front, await other) == [4]
         client.seen.clear()
         await front.pause(step=5)
-        more = asked(front, 1, min_step=5)
-        other = asked(front, 1)
+        more = submit(front, 1, min_step=5)
+        other = submit(front, 1)
         await answered()
         assert len(client.seen) == 2
         client.weights = 5
@@ -582,7 +582,7 @@ def test_a_pause_is_answered_before_requests_are_handed_in(monkeypatch: pytest.M
 
     async def body(front: Frontend, client: FakeClient) -> None:
         quick(client)
-        early = asked(front, 1, min_step=1)
+        early = submit(front, 1, min_step=1)
         await front.pause(step=1)
         await settle()
         assert not client.seen
@@ -639,7 +639,7 @@ def test_what_an_engine_could_not_take_while_it_stands_still_waits(of: Callable[
     async def body(front: Frontend, client: FakeClient) -> None:
         quick(client)
         of(client)
-        early = asked(front, 1, min_step=1)
+        early = submit(front, 1, min_step=1)
         await front.pause(step=1)
         await answered()
         assert not client.seen
@@ -654,9 +654,9 @@ def test_what_an_engine_could_not_take_while_it_stands_still_waits(of: Callable[
 def test_nothing_is_handed_in_early_beside_what_is_in_flight() -> None:
     async def body(front: Frontend, client: FakeClient) -> None:
         quick(client)
-        flying = asked(front, 2)
+        flying = submit(front, 2)
         await client.step()
-        early = asked(front, 1, min_step=1)
+        early = submit(front, 1, min_step=1)
         await front.pause(step=1)
         await answered()
         assert len(client.seen) == 1
@@ -672,15 +672,15 @@ def test_nothing_is_handed_in_early_beside_what_is_in_flight() -> None:
 def test_who_was_handed_in_early_for_a_step_that_nobody_publishes_is_told() -> None:
     async def body(front: Frontend, client: FakeClient) -> None:
         quick(client)
-        early = asked(front, 1, min_step=1)
+        early = submit(front, 1, min_step=1)
         await front.pause(step=1)
         await answered()
         assert client.seen
-        told = asyncio.ensure_future(front.broken_off())
+        broken_off = asyncio.ensure_future(front.broken_off())
         await settle()
         await front.resume()
         with pytest.raises(Stopped, match="was not published"):
-            await told
+            await broken_off
         early.cancel()
 
     run(body)
@@ -688,27 +688,27 @@ def test_who_was_handed_in_early_for_a_step_that_nobody_publishes_is_told() -> N
 
 def test_an_answer_that_comes_whole_is_split_by_what_was_counted_at_each_pause() -> None:
     """Where vLLM counts tokens in flight, they are handed over once, at the end."""
-    found = RequestRecord([PartialCompletion(), PartialCompletion()], [1], None, 0)
-    found.completions[0].marks += [(3, 2), (4, 2), (5, 4)]
-    found.completions[1].marks += [(3, 9)]
+    record = RequestRecord([PartialCompletion(), PartialCompletion()], [1], None, 0)
+    record.completions[0].marks += [(3, 2), (4, 2), (5, 4)]
+    record.completions[1].marks += [(3, 9)]
     parts = [
         SimpleNamespace(index=0, token_ids=[7] * 6, logprobs=None, text="", finish_reason="stop"),
         SimpleNamespace(index=1, token_ids=[7] * 3, logprobs=None, text="", finish_reason="stop"),
     ]
-    found.add(SimpleNamespace(prompt_logprobs=None, num_cached_tokens=0, outputs=parts), 6)
-    assert found.completions[0].generations == [3, 3, 5, 5, 6, 6]
-    assert found.completions[1].generations == [3, 3, 3]
+    record.add(SimpleNamespace(prompt_logprobs=None, num_cached_tokens=0, outputs=parts), 6)
+    assert record.completions[0].generations == [3, 3, 5, 5, 6, 6]
+    assert record.completions[1].generations == [3, 3, 3]
 
 
 @pytest.mark.parametrize("kind", [list, FlatLogprobs])
 def test_what_a_token_itself_has_is_told_without_the_others(kind: Any) -> None:
     """What was sampled comes first, and need not be the likeliest; answers come whole or in pieces."""
-    found = RequestRecord([PartialCompletion()], [1], None, 0)
+    record = RequestRecord([PartialCompletion()], [1], None, 0)
     for tokens in ([7, 8], [9]):
         logprobs = kind([{t: SimpleNamespace(logprob=-float(t)), 5: SimpleNamespace(logprob=-0.5)} for t in tokens])
         part = SimpleNamespace(index=0, token_ids=tokens, logprobs=logprobs, text="", finish_reason=None)
-        found.add(SimpleNamespace(prompt_logprobs=None, num_cached_tokens=0, outputs=[part]), 6)
-    (answer,) = found.completions
+        record.add(SimpleNamespace(prompt_logprobs=None, num_cached_tokens=0, outputs=[part]), 6)
+    (answer,) = record.completions
     assert answer.own_logprobs == [-7.0, -8.0, -9.0]
     assert answer.logprobs == [{7: -7.0, 5: -0.5}, {8: -8.0, 5: -0.5}, {9: -9.0, 5: -0.5}]
 
@@ -716,16 +716,16 @@ def test_what_a_token_itself_has_is_told_without_the_others(kind: Any) -> None:
 def test_an_answer_ended_from_without_has_no_token_without_its_logprob() -> None:
     for finish, tokens in (("abort", [7, 8]), ("length", [7, 8, 9])):
         logprobs = [{token: SimpleNamespace(logprob=-1.0)} for token in tokens]
-        found = RequestRecord([PartialCompletion(marks=[(3, 1)])], [1], None, 0)
+        record = RequestRecord([PartialCompletion(marks=[(3, 1)])], [1], None, 0)
         part = SimpleNamespace(index=0, token_ids=[7, 8, 9], logprobs=logprobs, text="", finish_reason=finish)
-        found.add(SimpleNamespace(prompt_logprobs=None, num_cached_tokens=0, outputs=[part]), 6)
-        (answer,) = found.completions
+        record.add(SimpleNamespace(prompt_logprobs=None, num_cached_tokens=0, outputs=[part]), 6)
+        (answer,) = record.completions
         assert (answer.tokens, answer.generations) == (tokens, [3, 6, 6][: len(tokens)])
         assert len(answer.logprobs) == len(answer.own_logprobs) == len(tokens)
     part.logprobs, part.finish_reason = None, "abort"
-    found = RequestRecord([PartialCompletion()], [1], None, 0)
-    found.add(SimpleNamespace(prompt_logprobs=None, num_cached_tokens=0, outputs=[part]), 6)
-    assert found.completions[0].tokens == [7, 8, 9], "where none were asked for none are missing"
+    record = RequestRecord([PartialCompletion()], [1], None, 0)
+    record.add(SimpleNamespace(prompt_logprobs=None, num_cached_tokens=0, outputs=[part]), 6)
+    assert record.completions[0].tokens == [7, 8, 9], "where none were asked for none are missing"
 
 
 def test_logprobs_come_in_pieces_where_nobody_reads_an_answer_before_its_end() -> None:
@@ -743,7 +743,7 @@ async def _marked_by_the_processor() -> list[int]:
     client = FakeClient()
     client.output_processor = SimpleNamespace(request_states={})
     frontend = Frontend(client)
-    asked = asyncio.create_task(frontend.generate([1], {"max_tokens": 3}))
+    request = asyncio.create_task(frontend.generate([1], {"max_tokens": 3}))
     await settle()
     (key,) = frontend._live
     count = SimpleNamespace(num_output_tokens=lambda: 2)
@@ -753,7 +753,7 @@ async def _marked_by_the_processor() -> list[int]:
     await frontend.set_version(8, "")
     await frontend.resume()
     await client.step(3)
-    return (await asked).completions[0].generations
+    return (await request).completions[0].generations
 
 
 def test_tokens_in_flight_at_a_pause_are_counted_by_vllms_own_record() -> None:

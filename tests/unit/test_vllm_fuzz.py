@@ -40,11 +40,11 @@ def test_odd_requests(seed: int, long: bool) -> None:
             path, raw = odd.request(draw, odd.OURS + odd.THEIRS)
             if odd.controls(path) and draw.random() < 0.5:
                 await ask(c, "/bridge/pause", {"seconds": 60})
-            found = await ask(c, path, raw)
-            assert found.status < 500, (path, raw[:500], found.raw[:500])
+            response = await ask(c, path, raw)
+            assert response.status < 500, (path, raw[:500], response.raw[:500])
             if odd.controls(path):
-                for restoring, said in odd.RESTORE:
-                    back = await ask(c, restoring, said)
+                for restoring, content in odd.RESTORE:
+                    back = await ask(c, restoring, content)
                     assert back.status == 200, (path, raw[:500], restoring, back.raw)
         assert (await ask(c, "/generate", {"prompt": "a", "max_tokens": 2})).json["token_ids"] == [[0, 0]]
         assert (c.front.state, c.front.places.running, c.front.places.waiting, c.vllm.requests) == ("serving", 0, 0, [])

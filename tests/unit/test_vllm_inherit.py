@@ -30,7 +30,7 @@ class Somebodys:
 
     def __init__(self, away: int = 0, in_place: bool = False):
         self.away, self.in_place = away, in_place
-        self.asked: list[str] = []
+        self.paths: list[str] = []
         self.state = "serving"
         self.refuses = ""
 
@@ -38,7 +38,7 @@ class Somebodys:
         if self.away:
             assert request.transport is not None
             request.transport.abort()
-        self.asked.append(request.path)
+        self.paths.append(request.path)
         if request.path == "/bridge/pause":
             before, self.state = self.state, "paused"
             return web.json_response({"before": before})
@@ -89,16 +89,16 @@ def requirements(**changes: Any) -> EngineRequirements:
 
 def test_it_goes_away_while_it_is_looked_at() -> None:
     engine = Somebodys(away=2)
-    found, woken, again = inherited(engine, requirements(payload="adapter", capability=LoadsVersions))
-    assert (found, woken, again) == (["step-000003-ab"], 3, 2)
+    names, woken, again = inherited(engine, requirements(payload="adapter", capability=LoadsVersions))
+    assert (names, woken, again) == (["step-000003-ab"], 3, 2)
 
 
 def test_adapters_in_the_way_of_whole_weights_are_unloaded_by_a_paused_engine() -> None:
     engine = Somebodys(away=1)
-    found, _, again = inherited(engine, requirements())
-    assert (found, again) == ([], 1)
-    asked = ["/lora/status", "/bridge/pause", "/lora/unload", "/bridge/info", "/bridge/resume"]
-    assert engine.asked[-5:] == asked
+    names, _, again = inherited(engine, requirements())
+    assert (names, again) == ([], 1)
+    expected = ["/lora/status", "/bridge/pause", "/lora/unload", "/bridge/info", "/bridge/resume"]
+    assert engine.paths[-5:] == expected
 
 
 def test_one_that_unloads_nothing_serves_on() -> None:
@@ -106,15 +106,15 @@ def test_one_that_unloads_nothing_serves_on() -> None:
     engine.refuses = "/lora/unload"
     with pytest.raises(EngineError, match="/lora/unload with 500"):
         inherited(engine, requirements())
-    assert engine.asked[-1] == "/bridge/resume"
+    assert engine.paths[-1] == "/bridge/resume"
 
 
 def test_one_whose_weights_were_in_doubt_is_stopped_again() -> None:
     engine = Somebodys()
     engine.state = "stopped"
     inherited(engine, requirements())
-    assert engine.asked[-1] == "/bridge/stop"
-    assert "/bridge/resume" not in engine.asked
+    assert engine.paths[-1] == "/bridge/stop"
+    assert "/bridge/resume" not in engine.paths
 
 
 def test_one_that_goes_each_time_ends_it() -> None:

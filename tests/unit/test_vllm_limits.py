@@ -66,14 +66,18 @@ SAMPLING: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("odd", "says"), SAMPLING, ids=str)
 def test_sampling_that_no_engine_does_is_refused_on_every_route(odd: dict[str, Any], says: str) -> None:
     async def body(c: Client) -> None:
-        found = await c.post("/generate", {"prompt": IDS, **odd})
-        assert (found.status, says in found.detail) == (400, True), found.raw
-        found = await c.post("/v1/completions", {"prompt": "a", **odd})
+        response = await c.post("/generate", {"prompt": IDS, **odd})
+        assert (response.status, says in response.detail) == (400, True), response.raw
+        response = await c.post("/v1/completions", {"prompt": "a", **odd})
         if "max_tokens" not in odd or odd["max_tokens"]:  # none at all is said of a prompt that is only scored
-            assert (found.status, says in found.detail or "64 bits" in found.detail) == (400, True), found.raw
+            assert (response.status, says in response.detail or "64 bits" in response.detail) == (400, True), (
+                response.raw
+            )
         many = {"id": "a", "prompts": [{"asked": {"prompt": IDS, **odd}, "seeds": [1]}]}
-        found = await c.post("/generate/many", many)
-        assert (found.status, says.encode() in found.raw) == (200, True), found.raw  # told in the frame of that answer
+        response = await c.post("/generate/many", many)
+        assert (response.status, says.encode() in response.raw) == (200, True), (
+            response.raw
+        )  # told in the frame of that answer
         assert not c.vllm.seen
         assert c.front.places.running == 0
 
@@ -81,7 +85,7 @@ def test_sampling_that_no_engine_does_is_refused_on_every_route(odd: dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("path", "asked", "says"),
+    ("path", "content", "says"),
     [
         ("/generate", {"prompt": "a", "min_tokens": 9, "max_tokens": 8}, "min_tokens"),
         ("/generate", {"prompt": {"prompt_token_ids": [VOCABULARY]}}, "vocabulary"),
@@ -109,10 +113,10 @@ def test_sampling_that_no_engine_does_is_refused_on_every_route(odd: dict[str, A
         ),
     ],
 )
-def test_bodies_beyond_every_range_are_refused(path: str, asked: Any, says: str) -> None:
+def test_bodies_beyond_every_range_are_refused(path: str, content: Any, says: str) -> None:
     async def body(c: Client) -> None:
-        found = await c.post(path, asked)
-        assert (found.status, says in found.detail) == (400, True), found.raw[:500]
+        response = await c.post(path, content)
+        assert (response.status, says in response.detail) == (400, True), response.raw[:500]
         assert not c.vllm.seen
         assert not c.vllm.calls
 
@@ -120,7 +124,7 @@ def test_bodies_beyond_every_range_are_refused(path: str, asked: Any, says: str)
 
 
 @pytest.mark.parametrize(
-    ("asked", "says"),
+    ("content", "says"),
     [
         (b"no json", "not as expected"),
         (b"[]", "no object"),
@@ -146,18 +150,18 @@ def test_bodies_beyond_every_range_are_refused(path: str, asked: Any, says: str)
         ({"sampling_params": {"max_tokens": LIMIT + 1}}, "context"),
     ],
 )
-def test_stock_routes_get_only_what_they_can_be_asked(asked: Any, says: str) -> None:
+def test_stock_routes_get_only_what_they_can_be_asked(content: Any, says: str) -> None:
     async def body(c: Client) -> None:
         for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/inference/v1/generate"):
-            found = await c.post(path, asked)
-            assert (found.status, says in found.detail) == (400, True), found.raw[:500]
+            response = await c.post(path, content)
+            assert (response.status, says in response.detail) == (400, True), response.raw[:500]
         assert not c.passed
 
     run(body)
 
 
 def test_what_stock_routes_can_be_asked_gets_through() -> None:
-    asked = [
+    requests = [
         {"prompt": "a", "n": "2", "temperature": None, "logprobs": True, "best_of": 2, "vllm_xargs": {"a": [1]}},
         {"prompt": [1, 2], "logprobs": 5, "max_tokens": LIMIT, "stop": "x", "logit_bias": {"3": 1}},
         {"prompt": ["a", "b"], "stop": ["x"], "stop_token_ids": [3], "top_logprobs": 3, "stream": True},
@@ -167,9 +171,9 @@ def test_what_stock_routes_can_be_asked_gets_through() -> None:
     ]
 
     async def body(c: Client) -> None:
-        for one in asked:
+        for one in requests:
             assert (await c.post("/v1/completions", one)).status == 200
-        for (_, passed), one in zip(c.passed, asked, strict=True):
+        for (_, passed), one in zip(c.passed, requests, strict=True):
             assert {**json.loads(passed), "cache_salt": None} == {**one, "cache_salt": None}
 
     run(body)
@@ -202,13 +206,13 @@ def test_a_large_list_of_what_comes_takes_little_more_than_itself() -> None:
     async def body(c: Client) -> None:
         await c.get("/health")
         for metadata, most in ((shapes.encode(), 200 << 20), (nested[6:-1], 40 << 20)):
-            said = small % (b"{%s}" % metadata if metadata.startswith(b'"') else metadata)
+            content = small % (b"{%s}" % metadata if metadata.startswith(b'"') else metadata)
             tracemalloc.start()
-            found = await c.begin("/nccl/start_receiver", said)
+            response = await c.begin("/nccl/start_receiver", content)
             peak = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
-            assert found.status == 400
-            assert peak < most, f"{peak >> 20} MiB for a body of {len(said) >> 20}"
+            assert response.status == 400
+            assert peak < most, f"{peak >> 20} MiB for a body of {len(content) >> 20}"
         assert (await c.begin("/nccl/start_receiver", b" " * (17 << 20))).status == 413
 
     run(body)
@@ -216,12 +220,12 @@ def test_a_large_list_of_what_comes_takes_little_more_than_itself() -> None:
 
 def test_joins_that_were_given_up_are_bounded() -> None:
     async def body(c: Client) -> None:
-        asked = {"init_method": "tcp://10.0.0.1:29500", "world_size": 2}
+        request = {"init_method": "tcp://10.0.0.1:29500", "world_size": 2}
         c.vllm.answers["tandem_connection"] = [{"state": "connecting", "reason": "", "joining": MOST_JOINING - 1}]
-        assert (await c.post("/nccl/start_receiver", asked)).status == 200
+        assert (await c.post("/nccl/start_receiver", request)).status == 200
         c.vllm.answers["tandem_connection"] = [{"state": "connecting", "reason": "", "joining": MOST_JOINING}]
-        found = await c.post("/nccl/start_receiver", asked)
-        assert (found.status, "still under way" in found.detail) == (429, True)
+        response = await c.post("/nccl/start_receiver", request)
+        assert (response.status, "still under way" in response.detail) == (429, True)
 
     run(body)
 
@@ -229,9 +233,9 @@ def test_joins_that_were_given_up_are_bounded() -> None:
 def test_all_workers_of_an_engine_have_room_in_the_world() -> None:
     async def body(c: Client) -> None:
         c.vllm.vllm_config.parallel_config.tensor_parallel_size = 2
-        asked = {"init_method": "tcp://10.0.0.1:29500", "world_size": 3}
-        assert (await c.post("/nccl/start_receiver", {**asked, "first_rank": 2})).status == 400
-        assert (await c.post("/nccl/start_receiver", {**asked, "first_rank": 1})).status == 200
+        request = {"init_method": "tcp://10.0.0.1:29500", "world_size": 3}
+        assert (await c.post("/nccl/start_receiver", {**request, "first_rank": 2})).status == 400
+        assert (await c.post("/nccl/start_receiver", {**request, "first_rank": 1})).status == 200
 
     run(body)
 
@@ -240,8 +244,8 @@ def test_nothing_is_received_and_nothing_stopped_without_a_group() -> None:
     async def body(c: Client) -> None:
         await c.post("/bridge/pause")
         for manifest, status in (([["w", [1], "float32"]], 409), ([["v", [1], "float32"]], 400)):
-            found = await c.post("/nccl/receive", {"manifest": manifest})
-            assert found.status == status, found.raw
+            response = await c.post("/nccl/receive", {"manifest": manifest})
+            assert response.status == status, response.raw
         assert (await c.post("/bridge/resume")).status == 200
 
     run(body)
@@ -257,8 +261,8 @@ def test_what_a_worker_refuses_is_no_fault_of_the_server() -> None:
     async def body(c: Client) -> None:
         c.vllm.answers["tandem_export_adapter"] = [{"refused": "the adapter has rank 99"}]
         await c.post("/bridge/pause")
-        found = await c.post("/bridge/lend_slot", {"config": {"r": 99}, "tensors": []})
-        assert (found.status, found.detail) == (409, "the adapter has rank 99")
+        response = await c.post("/bridge/lend_slot", {"config": {"r": 99}, "tensors": []})
+        assert (response.status, response.detail) == (409, "the adapter has rank 99")
 
     run(body, adapters=True)
 
@@ -278,8 +282,8 @@ def test_only_a_process_that_runs_adopts_an_engine(monkeypatch: pytest.MonkeyPat
 
     async def body(c: Client) -> None:
         for trainer in (f"{gone.pid}:{gone.started}", f"{me.pid}:0 another boot", "999999999:1 x"):
-            found = await c.post("/bridge/adopt", {"trainer": trainer})
-            assert (found.status, "not adopted" in found.detail) == (404, True)
+            response = await c.post("/bridge/adopt", {"trainer": trainer})
+            assert (response.status, "not adopted" in response.detail) == (404, True)
             assert watch._trainer == f"{me.pid}:{me.started}"
         assert (await c.post("/bridge/adopt", {"trainer": f"{os.getppid()}:x"})).status == 404
         parent = identity(os.getppid())
@@ -309,8 +313,8 @@ def test_a_page_in_a_browser_does_nothing_to_an_engine_without_a_key(
         scope = c.scope
         c.scope = lambda method, path: {**scope(method, path), "headers": headers}  # type: ignore[method-assign]
         for path in ("/bridge/pause", "/bridge/stop", "/generate", "/v1/completions", "/v1/load_lora_adapter"):
-            found = await c.begin(path, {"prompt": "a", "reason": "a page"})
-            assert (found.status, "key" in found.detail) == (403, True)
+            response = await c.begin(path, {"prompt": "a", "reason": "a page"})
+            assert (response.status, "key" in response.detail) == (403, True)
         sent: list[Any] = []
 
         async def send(message: Any) -> None:
@@ -365,10 +369,10 @@ def test_health_says_who_paused_it_and_since_when() -> None:
         await c.begin("/bridge/pause", {"seconds": 0.01, "by": "trainer (pid 7 on host)"})
         while c.front.state != "stopped":
             await asyncio.sleep(0.01)
-        found = await c.get("/health")
-        assert found.status == 503
-        assert "by trainer (pid 7 on host) at 10.0.0.7:4242" in found.detail
-        assert "paused at 20" in found.detail
+        response = await c.get("/health")
+        assert response.status == 503
+        assert "by trainer (pid 7 on host) at 10.0.0.7:4242" in response.detail
+        assert "paused at 20" in response.detail
 
     run(body)
 

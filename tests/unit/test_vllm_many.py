@@ -55,11 +55,11 @@ class Engine:
         """From aiohttp to ASGI."""
         self.paths.append(request.path)
         body, response = await request.read(), web.StreamResponse()
-        said = [{"type": "http.request", "body": body, "more_body": False}]
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive() -> Any:
-            if said:
-                return said.pop()
+            if messages:
+                return messages.pop()
             while request.transport is not None and not request.transport.is_closing():
                 await asyncio.sleep(0.005)
             return {"type": "http.disconnect"}
@@ -254,7 +254,7 @@ def test_a_stop_is_told_to_each_that_is_not_answered() -> None:
 
 def test_an_engine_that_has_died_behind_its_routes_is_told_from_a_refusal() -> None:
     async def body(e: Engine) -> None:
-        async def dead(*given: Any, **more: Any) -> AsyncIterator[Any]:
+        async def dead(*args: Any, **more: Any) -> AsyncIterator[Any]:
             raise e.vllm.dead_error
             yield
 
@@ -267,16 +267,16 @@ def test_an_engine_that_has_died_behind_its_routes_is_told_from_a_refusal() -> N
 
 def test_a_wave_of_nothing_and_texts_are_refused() -> None:
     async def body(e: Engine) -> None:
-        for said, why in (
+        for wave, why in (
             ({"id": "a", "prompts": []}, "no answer is asked for"),
             ({"id": "a", "prompts": [{"asked": {}, "m": 1, "seeds": [None]}]}, "unknown field"),
         ):
             with pytest.raises(EngineError, match=f"answers /generate/many with 400: .*{why}"):
-                await e.server.many("/generate/many", lambda said=said: msgspec.json.encode(said), lambda piece: None)
-        said = Many(id="a", prompts=[SiblingRequests(request=msgspec.Raw(b'{"prompt": "text"}'), seeds=[None, None])])
-        found = bytearray()
-        await e.server.many("/generate/many", lambda: msgspec.json.encode(said), found.extend)
-        assert [(one.number, one.status) for one in frames(found) if isinstance(one, Failed)] == [(0, 400), (1, 400)]
+                await e.server.many("/generate/many", lambda sent=wave: msgspec.json.encode(sent), lambda piece: None)
+        wave = Many(id="a", prompts=[SiblingRequests(request=msgspec.Raw(b'{"prompt": "text"}'), seeds=[None, None])])
+        received = bytearray()
+        await e.server.many("/generate/many", lambda: msgspec.json.encode(wave), received.extend)
+        assert [(one.number, one.status) for one in frames(received) if isinstance(one, Failed)] == [(0, 400), (1, 400)]
 
     run(body)
 
@@ -286,11 +286,11 @@ def test_frames_arrive_in_any_pieces() -> None:
         Sampled(number=0, tokens=(1, 2), logprobs=(-0.5, -1e-9), versions=[(3, 2)], finish="stop", engine="e"),
         Failed(number=1, status=400, title="ValueError", detail="no"),
     ]
-    whole, buffer, found = b"".join(map(framed, each)), bytearray(), []
+    whole, buffer, decoded = b"".join(map(framed, each)), bytearray(), []
     for byte in whole:
         buffer.append(byte)
-        found += frames(buffer)
-    assert found == each
+        decoded += frames(buffer)
+    assert decoded == each
     assert not buffer
     with pytest.raises(msgspec.DecodeError):
         list(frames(bytearray(b"\0\0\0\1x")))

@@ -41,10 +41,10 @@ def test_counted_places_hold_every_element_once(kind: str, options: dict[str, An
     seen = {name: torch.zeros(tensor.shape, dtype=torch.int64) for name, tensor in whole.items()}
     for rank in range(world):
         fake = served(model, Worker(rank, world), adapters=adapters)
-        found = places(fake, rank=rank, world=world)
-        assert found.keys() == whole.keys()
-        assert uncovered(fake, found) == []
-        for name, parts in found.items():
+        mapped = places(fake, rank=rank, world=world)
+        assert mapped.keys() == whole.keys()
+        assert uncovered(fake, mapped) == []
+        for name, parts in mapped.items():
             for place in parts:
                 assert place.shape == whole[name].shape
                 assert place.tensor.shape == part(whole[name], place).shape  # lies within the whole
@@ -66,8 +66,8 @@ def test_checksums_of_all_ranks_add_up_to_the_trainers(kind: str, options: dict[
     model = trained(kind, **options)
     total = dict.fromkeys(dict(model.named_parameters()), 0)
     for rank in range(world):
-        found = places(served(model, Worker(rank, world)), rank=rank, world=world)
-        shards = [Shard(n, p.tensor, p.first) for n, parts in found.items() for p in parts if p.counted]
+        mapped = places(served(model, Worker(rank, world)), rank=rank, world=world)
+        shards = [Shard(n, p.tensor, p.first) for n, parts in mapped.items() for p in parts if p.counted]
         for name, value in ChecksumTally(shards).take().items():
             total[name] = (total[name] + value) % 2**64
     assert total == checksums(model.named_parameters())
@@ -106,9 +106,9 @@ def test_a_rank_that_has_only_padding_of_the_vocabulary_has_an_empty_place() -> 
     for rank in range(4):
         model = nn.Module()
         model.embed = Worker(rank, 4).vocabulary(weight, padded=8)
-        found = places(model, rank=rank, world=4)
-        assert uncovered(model, found) == []
-        seen.append((found["embed.weight"][0].first[0], len(found["embed.weight"][0].tensor)))
+        mapped = places(model, rank=rank, world=4)
+        assert uncovered(model, mapped) == []
+        seen.append((mapped["embed.weight"][0].first[0], len(mapped["embed.weight"][0].tensor)))
     assert seen == [(0, 2), (2, 2), (4, 1), (5, 0)]
 
 
@@ -121,8 +121,8 @@ def test_layers_that_are_whole_on_every_rank_count_on_the_first() -> None:
         model.up = alone.row(nn.Linear(MLP, HIDDEN))
         model.embed = alone.vocabulary(torch.randn(VOCABULARY, HIDDEN))
         model.router = worker.layer(torch.randn(8, HIDDEN), input_size=HIDDEN, output_size=8)  # ReplicatedLinear
-        found = places(model, rank=rank, world=2)
-        own = {name: (place.first, place.counted) for name, (place,) in found.items()}
+        mapped = places(model, rank=rank, world=2)
+        own = {name: (place.first, place.counted) for name, (place,) in mapped.items()}
         assert own.pop("split.weight") == ((rank * MLP // 2, 0), True)
         assert own.pop("split.bias") == ((rank * MLP // 2, 0), True)
         assert set(own.values()) == {((0, 0), rank == 0)}
@@ -137,9 +137,9 @@ def test_values_may_have_another_head_size() -> None:
     model.packed_modules_mapping = PACKED
     model.qkv_proj = worker.qkv(attention)
     model.qkv_proj.v_head_size = 8
-    found = places(model, rank=0, world=1)
-    assert torch.equal(found["v_proj.weight"][0].tensor, attention.v_proj.weight)
-    assert uncovered(model, found) == []
+    mapped = places(model, rank=0, world=1)
+    assert torch.equal(mapped["v_proj.weight"][0].tensor, attention.v_proj.weight)
+    assert uncovered(model, mapped) == []
     del model.qkv_proj.v_head_size  # then all heads are of one size, and the rows do not suffice
     with pytest.raises(EngineError, match=r"'qkv_proj.weight' has 112 rows, 128 were expected.*v_proj"):
         places(model, rank=0, world=1)
@@ -147,22 +147,22 @@ def test_values_may_have_another_head_size() -> None:
 
 def test_a_parameter_that_no_place_covers_wholly_is_named() -> None:
     model = served(trained("Llama"), Worker())
-    found = places(model, rank=0, world=1)
-    del found["model.layers.0.self_attn.k_proj.weight"]
-    del found["lm_head.weight"]
-    assert uncovered(model, found) == ["model.layers.0.self_attn.qkv_proj.weight", "lm_head.weight"]
+    mapped = places(model, rank=0, world=1)
+    del mapped["model.layers.0.self_attn.k_proj.weight"]
+    del mapped["lm_head.weight"]
+    assert uncovered(model, mapped) == ["model.layers.0.self_attn.qkv_proj.weight", "lm_head.weight"]
     gate_up = model.model.layers[1].mlp.gate_up_proj
     gate_up.weight = nn.Parameter(torch.zeros(2 * MLP + 1, HIDDEN))
     assert uncovered(model, places(model, rank=0, world=1)) == ["model.layers.1.mlp.gate_up_proj.weight"]
 
 
 def test_what_cannot_be_mapped_is_refused_by_name() -> None:
-    def refused(said: str, *, world: int = 1, **layers: nn.Module) -> None:
+    def refused(message: str, *, world: int = 1, **layers: nn.Module) -> None:
         model = nn.Module()
         model.packed_modules_mapping = PACKED | {"in_proj": ["a", "b"]}
         for name, layer in layers.items():
             setattr(model, name, layer)
-        with pytest.raises(EngineError, match=said):
+        with pytest.raises(EngineError, match=message):
             places(model, rank=0, world=world)
 
     one, two = Worker(), Worker(0, 2)

@@ -92,8 +92,8 @@ def test_on_one_gpu_the_worker_has_a_process_of_its_own(monkeypatch: pytest.Monk
     monkeypatch.setattr(vllm, "_has_cuda", lambda: True)
     assert (option, "mp") in pairs(command())
     assert option not in command(tensor_parallel_size=2), "several have by themselves"
-    told = pairs(command(args={"distributed_executor_backend": "uni"}))
-    assert [value for name, value in told if name == option][-1] == "uni", "the last one counts"
+    options = pairs(command(args={"distributed_executor_backend": "uni"}))
+    assert [value for name, value in options if name == option][-1] == "uni", "the last one counts"
 
 
 # Other options of the server
@@ -125,10 +125,10 @@ def test_options_reach_the_server_also_those_that_are_off() -> None:
         "block_size": 16,
         "compilation_config": {"mode": 0},
     }
-    found = command(args=args)
-    assert {"--no-enable-chunked-prefill", "--async-scheduling"} <= set(found)
-    assert "--enable-chunked-prefill" not in found
-    assert {("--block-size", "16"), ("--compilation-config", '{"mode": 0}')} <= set(pairs(found))
+    arguments = command(args=args)
+    assert {"--no-enable-chunked-prefill", "--async-scheduling"} <= set(arguments)
+    assert "--enable-chunked-prefill" not in arguments
+    assert {("--block-size", "16"), ("--compilation-config", '{"mode": 0}')} <= set(pairs(arguments))
 
 
 def test_a_scheduler_of_somebody_elses_takes_the_place_of_ours() -> None:
@@ -140,9 +140,9 @@ def test_a_scheduler_of_somebody_elses_takes_the_place_of_ours() -> None:
 def test_options_of_ours_are_on_or_off(option: str) -> None:
     name = option.replace("_", "-")
     for wanted, there, absent in ((True, f"--{name}", f"--no-{name}"), (False, f"--no-{name}", f"--{name}")):
-        found = command(**{option: wanted})
-        assert there in found
-        assert absent not in found
+        arguments = command(**{option: wanted})
+        assert there in arguments
+        assert absent not in arguments
 
 
 # What this machine lacks
@@ -184,13 +184,13 @@ def test_the_trainers_own_interpreter_is_looked_into_by_default(tmp_path: Path) 
         Vllm().check(trainable=Full(), folder=tmp_path)
 
 
-@pytest.mark.parametrize(("on", "told"), [(True, None), (False, "0")])
+@pytest.mark.parametrize(("on", "value"), [(True, None), (False, "0")])
 def test_an_engine_is_told_to_leave_vllms_internals_alone(
-    on: bool, told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on: bool, value: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SWITCH, "1")
     requirements = EngineRequirements(model="m", dtype="float32")
-    assert Vllm(speedups=on)._environment(requirements, tmp_path, 0, "").get(SWITCH) == told
+    assert Vllm(speedups=on)._environment(requirements, tmp_path, 0, "").get(SWITCH) == value
 
 
 def test_an_adapter_that_is_too_large_is_refused(tmp_path: Path) -> None:
@@ -234,24 +234,24 @@ def test_it_is_told_before_a_run_begins(case: str, tmp_path: Path, capsys: pytes
         asyncio.run(run.train(config.load(path).config, resume=None))
     assert not (tmp_path / "runs").exists()
     assert check(path, [], 1) == ConfigError.exit_code
-    told = " ".join(capsys.readouterr().out.split())
-    assert f"problem engine {'engine.python' if case == 'no vLLM' else ''}" in told
-    assert says.split()[-1] in told
+    output = " ".join(capsys.readouterr().out.split())
+    assert f"problem engine {'engine.python' if case == 'no vLLM' else ''}" in output
+    assert says.split()[-1] in output
 
 
-@pytest.mark.parametrize(("given", "has"), [(None, str(FEW)), ("", str(FEW)), ("64", "64")])
+@pytest.mark.parametrize(("value", "has"), [(None, str(FEW)), ("", str(FEW)), ("64", "64")])
 def test_an_engine_files_the_tokens_of_a_few_at_a_time_unless_it_is_told_otherwise(
-    given: str | None, has: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    value: str | None, has: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(AT_ONCE, raising=False)
-    if given is not None:
-        monkeypatch.setenv(AT_ONCE, given)
+    if value is not None:
+        monkeypatch.setenv(AT_ONCE, value)
     assert Vllm()._environment(EngineRequirements(model="m", dtype="float32"), tmp_path, 0, "")[AT_ONCE] == has
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("turns", "changes", "told"),
+    ("turns", "changes", "recommended"),
     [
         (True, {"max_lag": 1}, True),
         (True, {"max_lag": "auto"}, True),
@@ -263,7 +263,7 @@ def test_an_engine_files_the_tokens_of_a_few_at_a_time_unless_it_is_told_otherwi
 def test_a_recipe_that_would_gain_from_mps_is_told_so(
     turns: bool,
     changes: dict[str, Any],
-    told: bool,
+    recommended: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -271,4 +271,4 @@ def test_a_recipe_that_would_gain_from_mps_is_told_so(
     monkeypatch.setattr("tandem.machine.in_turns", lambda: turns)
     engine = {"kind": "vllm", "urls": ["http://x:1"]}
     check(recipe(tmp_path, **{"engine": engine, "sync": "shared", **changes}), [], 1)
-    assert ("NVIDIA's MPS" in " ".join(capsys.readouterr().out.split())) is told
+    assert ("NVIDIA's MPS" in " ".join(capsys.readouterr().out.split())) is recommended

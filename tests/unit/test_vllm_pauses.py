@@ -19,7 +19,7 @@ from tandem.engines.vllm.server.frontend import Stopped
 from tandem.engines.vllm.server.routes import _Live
 from tandem.errors import EngineError
 
-ASKED = wire.Pause(seconds=50.0)
+PAUSE = wire.Pause(seconds=50.0)
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
 async def taken_back(*servers: Any, sleeps: int = 0, times: int = 1) -> None:
     pauses = Pauses()
     for _ in range(times):
-        await pauses.pause(servers, ASKED)
+        await pauses.pause(servers, PAUSE)
     await pauses.release(servers, "the trainer ended", sleeps=sleeps, seconds=50.0)
 
 
@@ -149,7 +149,7 @@ def test_the_first_of_two_goes_on_where_the_second_did_not_answer() -> None:
         pauses = Pauses()
         servers: Any = [gone, here]
         with pytest.raises(EngineUnreachable):
-            await pauses.pause(servers, ASKED)
+            await pauses.pause(servers, PAUSE)
         assert here.front.state == "paused"
         await pauses.release(servers, "the trainer ended", sleeps=0, seconds=50.0)
         assert here.front.state == "serving"
@@ -161,7 +161,7 @@ def test_a_pause_that_is_over_is_not_remembered() -> None:
     async def work() -> None:
         server: Any = Server()
         pauses = Pauses()
-        await pauses.pause([server], ASKED)
+        await pauses.pause([server], PAUSE)
         await server.post("/bridge/resume")
         pauses.over()
         await server.front.pause()
@@ -177,7 +177,7 @@ def test_one_that_sleeps_is_woken_and_serves_if_it_kept_its_weights(level: int) 
         server: Any = Server()
         await server.front.set_version(7, "d")
         pauses = Pauses()
-        await pauses.pause([server], ASKED)
+        await pauses.pause([server], PAUSE)
         await server.post("/bridge/sleep", wire.Sleep(level=level))  # type: ignore[arg-type]
         await pauses.release([server], "the trainer ended", sleeps=level, seconds=50.0)
         assert server.vllm.asleep == [level, None]

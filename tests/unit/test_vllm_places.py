@@ -121,14 +121,14 @@ def test_no_place_is_lost_or_given_twice() -> None:
             draw = random.Random(seed)
             places, log = Places(4), list[Request]()
             held: dict[Request, int] = {}
-            asked: list[Request] = []
+            active: list[Request] = []
             for _ in range(60):
-                if draw.random() < 0.5 or not asked:
+                if draw.random() < 0.5 or not active:
                     answers = draw.randint(1, 6)
-                    asked.append(Request(places, answers, log))
-                    held[asked[-1]] = min(answers, 4)
+                    active.append(Request(places, answers, log))
+                    held[active[-1]] = min(answers, 4)
                 else:
-                    ends = asked.pop(draw.randrange(len(asked)))
+                    ends = active.pop(draw.randrange(len(active)))
                     if draw.random() < 0.5:
                         ends.task.cancel()
                     else:
@@ -136,7 +136,7 @@ def test_no_place_is_lost_or_given_twice() -> None:
                 if draw.random() < 0.7:
                     await settle()
                 assert sum(held[r] for r in log if not r.task.done()) <= 4
-            for request in asked:
+            for request in active:
                 request.over.set()
             await asyncio.gather(*(request.task for request in held), return_exceptions=True)
             assert places.waiting == 0
@@ -234,8 +234,8 @@ def test_a_probe_has_a_place_however_many_wait(flying: bool, monkeypatch: pytest
             await goes_on()
 
         monkeypatch.setattr(client, "resume_generation", resume)
-        asked = asyncio.ensure_future(probe(front, [7, 8], temperature=0.7, max_tokens=2, seed=0))
-        while not asked.done():
+        probing = asyncio.ensure_future(probe(front, [7, 8], temperature=0.7, max_tokens=2, seed=0))
+        while not probing.done():
             assert {first(one) for one in client.seen} <= ({9, 7} if flying else {7, 1, 2})
             await client.step()
         assert seen == [[] if flying else [7, 7]], "the scheduler goes on as soon as the probe is there"
@@ -254,9 +254,9 @@ def test_a_probe_has_a_place_however_many_wait(flying: bool, monkeypatch: pytest
     run(body)
 
 
-def first(asked: Any) -> int:
+def first(request: Any) -> int:
     """Of its prompt's tokens."""
-    return int(asked.prompt["prompt_token_ids"][0])
+    return int(request.prompt["prompt_token_ids"][0])
 
 
 def test_an_adapter_asked_for_by_name_is_in_use_while_its_request_waits(monkeypatch: pytest.MonkeyPatch) -> None:

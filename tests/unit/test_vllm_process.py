@@ -81,9 +81,9 @@ def engines(tmp_path: Path) -> Iterator[Engines]:
 def marked(folder: Path, name: str) -> Identity:
     """The process whose pid a fake server wrote down."""
     until(lambda: (folder / name).exists())
-    found = identity(int((folder / name).read_text()))
-    assert found is not None
-    return found
+    process = identity(int((folder / name).read_text()))
+    assert process is not None
+    return process
 
 
 def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -254,17 +254,17 @@ def test_a_call_ends_with_the_engine_although_a_child_of_it_holds_its_socket(eng
     server = EngineServer(f"http://127.0.0.1:{port}", "", control_seconds=600.0, request_seconds=600.0)
     server.process = engine
 
-    async def asked() -> None:
+    async def scene() -> None:
         calls = [asyncio.create_task(server.post(path)) for path in ("/bridge/pause", "/nccl/start_receiver")]
         await asyncio.sleep(0.5)  # both wait for their answer
         os.kill(engine.pid, signal.SIGKILL)
-        found = await asyncio.wait_for(asyncio.gather(*calls, server.get("/health", dict), return_exceptions=True), 30)
-        assert all(isinstance(error, EngineUnreachable) and "SIGKILL" in str(error) for error in found)
+        errors = await asyncio.wait_for(asyncio.gather(*calls, server.get("/health", dict), return_exceptions=True), 30)
+        assert all(isinstance(error, EngineUnreachable) and "SIGKILL" in str(error) for error in errors)
         with pytest.raises(EngineUnreachable, match="SIGKILL"):  # and none begins to wait
             await asyncio.wait_for(server.post("/bridge/pause"), 30)
         await server.close()
 
-    asyncio.run(asked())
+    asyncio.run(scene())
 
 
 def test_a_child_of_the_session_is_found_without_its_parent(engines: Engines, tmp_path: Path) -> None:

@@ -80,11 +80,11 @@ def trained(seed: int) -> dict[str, Tensor]:
 
 
 @contextmanager
-def group(**asked: Any) -> Iterator[tuple[Member, Receiver, ThreadPoolExecutor]]:
+def group(**options: Any) -> Iterator[tuple[Member, Receiver, ThreadPoolExecutor]]:
     receiver = Receiver()
     trainer = Member.host(Rendezvous(host="127.0.0.1", world=2, backend="gloo", seconds=20))
     try:
-        receiver.tandem_connect(json.dumps({**asdict(trainer.rendezvous), **asked}), 1)
+        receiver.tandem_connect(json.dumps({**asdict(trainer.rendezvous), **options}), 1)
         trainer.connect()
         assert receiver._tandem_joining is not None
         receiver._tandem_joining.join(20)
@@ -148,8 +148,8 @@ def test_an_adapter_is_put_whole() -> None:
             sent = pool.submit(trainer.send, named.items(), 2000)
             receive(receiver, named, 2000, 7, config)
             sent.result()
-            slot, told, tensors = receiver.adapters.pop()
-            assert (slot, told, list(tensors)) == (7, config, list(named))
+            slot, options, tensors = receiver.adapters.pop()
+            assert (slot, options, list(tensors)) == (7, config, list(named))
             assert all(torch.equal(tensors[name], tensor) for name, tensor in named.items())
 
 

@@ -141,27 +141,27 @@ def test_logprobs_are_told_flat_whether_or_not_this_vllm_can(known: bool, monkey
 
     async def body(c: Client) -> None:
         c.vllm.weights = 3
-        asked = {"prompt": "ab", "max_tokens": 2, "n": 2, "flat_logprobs": True}
-        found = (await c.post("/generate", {**asked, "logprobs": 0})).json
-        assert (found["logprobs"], found["token_logprobs"]) == (None, [[-3.0, -3.0]] * 2)
+        request = {"prompt": "ab", "max_tokens": 2, "n": 2, "flat_logprobs": True}
+        response = (await c.post("/generate", {**request, "logprobs": 0})).json
+        assert (response["logprobs"], response["token_logprobs"]) == (None, [[-3.0, -3.0]] * 2)
         assert c.vllm.seen[0].params.flat_logprobs is known
-        found = (await c.post("/generate", asked)).json
-        assert found["logprobs"] is None
-        assert "token_logprobs" not in found
+        response = (await c.post("/generate", request)).json
+        assert response["logprobs"] is None
+        assert "token_logprobs" not in response
 
     run(body)
 
 
 def test_more_is_answered_when_asked_for() -> None:
     async def body(c: Client) -> None:
-        asked = {"prompt": "abc", "max_tokens": 1, "n": 2, "prompt_logprobs": 0, "temperature": 0.5, "seed": 3}
-        found = (await c.post("/generate", {**asked, "logprobs": 5})).json
-        assert len(found["text"]) == len(found["token_ids"]) == len(found["versions"]) == 2
-        assert found["prompt_logprobs"] == [None, {"98": -0.0}, {"99": -0.0}]
+        request = {"prompt": "abc", "max_tokens": 1, "n": 2, "prompt_logprobs": 0, "temperature": 0.5, "seed": 3}
+        response = (await c.post("/generate", {**request, "logprobs": 5})).json
+        assert len(response["text"]) == len(response["token_ids"]) == len(response["versions"]) == 2
+        assert response["prompt_logprobs"] == [None, {"98": -0.0}, {"99": -0.0}]
         params = c.vllm.seen[0].params
         assert (params.n, params.temperature, params.seed, params.logprobs, params.prompt_logprobs) == (2, 0.5, 3, 5, 0)
         spare = (
-            await c.post("/generate", {**asked, "n": 1, "detokenize": False, "prompt": {"prompt_token_ids": [1]}})
+            await c.post("/generate", {**request, "n": 1, "detokenize": False, "prompt": {"prompt_token_ids": [1]}})
         ).json
         assert (spare["prompt"], spare["logprobs"]) == ("", None)
 
@@ -197,13 +197,13 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "status", "says"), BAD)
-def test_bad_requests_are_told_why(asked: Any, status: int, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("content", "status", "says"), BAD)
+def test_bad_requests_are_told_why(content: Any, status: int, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asgi.read, "__defaults__", (150,))
 
     async def body(c: Client) -> None:
-        found = await c.post("/generate", asked)
-        assert (found.status, says in found.detail) == (status, True), found.raw
+        response = await c.post("/generate", content)
+        assert (response.status, says in response.detail) == (status, True), response.raw
         assert c.front.places.running == 0
 
     run(body)
@@ -218,8 +218,8 @@ def test_every_body_of_ours_refuses_what_it_does_not_know() -> None:
         for path in paths:
             if path == "/nccl/stop_receiver":
                 continue  # takes nothing
-            found = await c.post(path, {"no such field": 1})
-            assert found.status in (400, 409), path
+            response = await c.post(path, {"no such field": 1})
+            assert response.status in (400, 409), path
         assert not c.vllm.calls, "nothing was done"
 
     run(body)
@@ -227,9 +227,9 @@ def test_every_body_of_ours_refuses_what_it_does_not_know() -> None:
 
 def test_another_method_is_told_the_right_one() -> None:
     async def body(c: Client) -> None:
-        found = await c.get("/generate")
-        assert (found.status, found.headers[b"allow"]) == (405, b"POST")
-        assert "POST" in found.detail
+        response = await c.get("/generate")
+        assert (response.status, response.headers[b"allow"]) == (405, b"POST")
+        assert "POST" in response.detail
         assert (await c.post("/health")).status == 405
 
     run(body)
@@ -300,8 +300,8 @@ def test_before_the_engine_is_there_everything_is_503() -> None:
 
 def test_health_is_that_of_the_engine() -> None:
     async def body(c: Client) -> None:
-        found = (await c.get("/health")).json
-        assert (found["status"], found["state"], found["step"], found["running"]) == ("ok", "serving", -1, 0)
+        health = (await c.get("/health")).json
+        assert (health["status"], health["state"], health["step"], health["running"]) == ("ok", "serving", -1, 0)
         c.vllm.dead = True
         assert (await c.get("/health")).status == 503
 
@@ -364,8 +364,8 @@ def test_a_control_message_is_done_though_its_client_went_away() -> None:
     async def body(c: Client) -> None:
         gone = asyncio.Event()
         gone.set()
-        found = await c.begin("/bridge/pause", {"seconds": 0.01}, gone=gone)
-        assert found.json == {"state": "paused", "before": "serving"}
+        response = await c.begin("/bridge/pause", {"seconds": 0.01}, gone=gone)
+        assert response.json == {"state": "paused", "before": "serving"}
         await asyncio.sleep(0.05)
         assert (await c.get("/health")).status == 503
         assert "never resumed" in (await c.post("/generate", {"prompt": "a"})).detail
@@ -378,8 +378,8 @@ def test_a_stop_is_503_for_those_in_flight_and_for_new_ones_until_a_publish() ->
         flying = asyncio.ensure_future(c.begin("/generate", {"prompt": "a", "max_tokens": 50}))
         await c.vllm.step(3)
         await c.post("/bridge/stop", {"reason": "bytes differ"})
-        found = await flying
-        assert (found.status, "bytes differ" in found.detail) == (503, True)
+        response = await flying
+        assert (response.status, "bytes differ" in response.detail) == (503, True)
         assert (c.front.places.running, c.vllm.requests) == (0, [])
         for path in ("/generate", "/v1/completions", "/v1/chat/completions"):
             assert (await c.post(path, {"prompt": "a"})).status == 503
@@ -413,13 +413,13 @@ def test_an_update_may_be_notified_as_by_other_trainers() -> None:
 
 def test_weights_are_written_while_paused_alone() -> None:
     async def body(c: Client) -> None:
-        for path, asked in (
+        for path, request in (
             ("/bridge/lend_slot", {"config": {}, "tensors": []}),
             ("/bridge/adapt", {"key": "abc"}),
             ("/nccl/receive", {"manifest": [["w", [1], "float32"]]}),
         ):
-            found = await c.post(path, asked)
-            assert (found.status, "pause" in found.detail) == (409, True)
+            response = await c.post(path, request)
+            assert (response.status, "pause" in response.detail) == (409, True)
         assert not c.vllm.calls
 
     run(body)
@@ -464,8 +464,8 @@ def test_a_pause_of_several_workers_waits_for_the_devices_of_all(workers: int, s
 
 def test_an_engine_sleeps_while_paused_alone_and_wakes_up_paused() -> None:
     async def body(c: Client) -> None:
-        found = await c.post("/bridge/sleep", {"level": 1})
-        assert (found.status, "pause first" in found.detail) == (409, True)
+        response = await c.post("/bridge/sleep", {"level": 1})
+        assert (response.status, "pause first" in response.detail) == (409, True)
         await c.post("/bridge/pause", {"finish": True})
         for _ in range(2):
             assert (await c.post("/bridge/sleep", {"level": 1})).json == {"level": 1}
@@ -482,15 +482,15 @@ def test_an_engine_sleeps_while_paused_alone_and_wakes_up_paused() -> None:
 
 def test_what_is_in_flight_keeps_an_engine_awake() -> None:
     async def body(c: Client) -> None:
-        asked = asyncio.ensure_future(c.begin("/generate", {"prompt": "a", "max_tokens": 3}))
+        request = asyncio.ensure_future(c.begin("/generate", {"prompt": "a", "max_tokens": 3}))
         await c.vllm.step()
         await c.begin("/bridge/pause")
-        found = await c.begin("/bridge/sleep", {"level": 2})
-        assert (found.status, "1 requests are in flight" in found.detail) == (409, True)
+        response = await c.begin("/bridge/sleep", {"level": 2})
+        assert (response.status, "1 requests are in flight" in response.detail) == (409, True)
         assert c.vllm.asleep == []
         await c.begin("/bridge/resume")
         await c.vllm.step(3)
-        assert (await asked).status == 200
+        assert (await request).status == 200
 
     run(body)
 
@@ -500,8 +500,8 @@ def test_weights_that_a_deep_sleep_discarded_are_not_served_before_they_are_stam
         await c.post("/bridge/pause")
         await c.post("/bridge/sleep", {"level": 2})
         await c.post("/bridge/wake")
-        found = await c.post("/bridge/resume")
-        assert (found.status, "stamp them first" in found.detail) == (409, True)
+        response = await c.post("/bridge/resume")
+        assert (response.status, "stamp them first" in response.detail) == (409, True)
         await c.post("/bridge/stamp", {"step": 4, "digest": "d"})
         assert (await c.post("/bridge/resume")).json["step"] == 4
 
@@ -509,7 +509,7 @@ def test_weights_that_a_deep_sleep_discarded_are_not_served_before_they_are_stam
 
 
 @pytest.mark.parametrize(
-    ("path", "asked"),
+    ("path", "content"),
     [
         ("/bridge/resume", None),
         ("/bridge/checksums", {"travels": "weights"}),
@@ -521,13 +521,13 @@ def test_weights_that_a_deep_sleep_discarded_are_not_served_before_they_are_stam
         ("/nccl/receive", {"manifest": [["w", [1], "float32"]]}),
     ],
 )
-def test_nothing_reads_or_writes_memory_that_was_released(path: str, asked: Any) -> None:
+def test_nothing_reads_or_writes_memory_that_was_released(path: str, content: Any) -> None:
     async def body(c: Client) -> None:
         await c.post("/bridge/pause")
         await c.post("/bridge/sleep", {"level": 1})
         before = list(c.vllm.calls)
-        found = await c.begin(path, asked)
-        assert (found.status, "wake it first" in found.detail) == (409, True)
+        response = await c.begin(path, content)
+        assert (response.status, "wake it first" in response.detail) == (409, True)
         assert c.vllm.calls == before
         assert c.vllm.paused
 
@@ -538,16 +538,16 @@ def test_new_requests_wait_for_an_engine_that_sleeps() -> None:
     async def body(c: Client) -> None:
         await c.post("/bridge/pause")
         await c.post("/bridge/sleep", {"level": 1})
-        asked = asyncio.ensure_future(c.begin("/generate", {"prompt": "a", "max_tokens": 2}))
+        request = asyncio.ensure_future(c.begin("/generate", {"prompt": "a", "max_tokens": 2}))
         await c.vllm.step(5)
-        assert not asked.done()
+        assert not request.done()
         assert not c.vllm.seen
         await c.begin("/bridge/wake")
         await c.vllm.step(5)
         assert not c.vllm.seen
         await c.begin("/bridge/resume")
         await c.vllm.step(5)
-        assert (await asked).status == 200
+        assert (await request).status == 200
 
     run(body)
 
@@ -568,8 +568,8 @@ def test_a_server_without_sleep_mode_says_so() -> None:
     async def body(c: Client) -> None:
         c.vllm.vllm_config.model_config.enable_sleep_mode = False
         await c.post("/bridge/pause")
-        found = await c.post("/bridge/sleep", {"level": 1})
-        assert (found.status, "--enable-sleep-mode" in found.detail) == (409, True)
+        response = await c.post("/bridge/sleep", {"level": 1})
+        assert (response.status, "--enable-sleep-mode" in response.detail) == (409, True)
 
     run(body)
 
@@ -582,8 +582,8 @@ def test_stock_routes_pass_untouched() -> None:
         assert (await c.get("/v1/models")).json == {"stock": "/v1/models"}
         raw = b'{"text":  "as it is"}'
         await c.post("/tokenize", raw)
-        (scope, _), (_, found) = c.passed
-        assert found == raw
+        (scope, _), (_, content) = c.passed
+        assert content == raw
         assert scope["headers"] == c.scope("GET", "")["headers"]
 
     run(body)
@@ -660,8 +660,8 @@ def test_stock_sampling_ends_with_a_stop(streams: bool) -> None:
             with pytest.raises(Exception, match="torn"):
                 await task
         else:
-            found = await task
-            assert (found.status, "torn" in found.detail) == (503, True)
+            response = await task
+            assert (response.status, "torn" in response.detail) == (503, True)
         assert ended == ["http.disconnect"]
         assert c.front.places.running == 0
 
@@ -738,8 +738,8 @@ def test_adapters_are_loaded_used_and_unloaded_by_name(tmp_path: Path, monkeypat
         await c.post("/lora/load", {"adapter_path": folder, "adapter_name": "two"})
         await c.post("/bridge/stamp", {"step": 4, "adapter": "one"})
         await c.post("/generate", {"prompt": "a"})
-        found = (await c.post("/generate", {"prompt": "a", "max_tokens": 1, "adapter": "two"})).json
-        assert found["versions"] == [[[-1, 1]]], "two was never stamped"
+        response = (await c.post("/generate", {"prompt": "a", "max_tokens": 1, "adapter": "two"})).json
+        assert response["versions"] == [[[-1, 1]]], "two was never stamped"
         assert [request.adapter.lora_name for request in c.vllm.seen] == ["one", "two"]
         flying = asyncio.ensure_future(c.begin("/generate", {"prompt": "a", "max_tokens": 2}))
         await c.vllm.step()
@@ -775,10 +775,10 @@ def test_an_adapter_in_place_is_probed_before_it_is_served() -> None:
     async def body(c: Client) -> None:
         await c.post("/bridge/pause")
         c.vllm.answers["tandem_export_adapter"] = ['{"key": "abc"}']
-        asked = {"config": {"r": 8}, "tensors": [["a", [8, 16], "bfloat16"]]}
-        assert (await c.post("/bridge/lend_slot", asked)).json == {"ranks": [{"key": "abc"}]}
-        told = (IN_PLACE_ID, '{"r": 8}', '[["a", [8, 16], "bfloat16"]]')
-        assert c.vllm.calls[-1] == ("tandem_export_adapter", told)
+        slot_config = {"config": {"r": 8}, "tensors": [["a", [8, 16], "bfloat16"]]}
+        assert (await c.post("/bridge/lend_slot", slot_config)).json == {"ranks": [{"key": "abc"}]}
+        arguments = (IN_PLACE_ID, '{"r": 8}', '[["a", [8, 16], "bfloat16"]]')
+        assert c.vllm.calls[-1] == ("tandem_export_adapter", arguments)
         c.vllm.answers["tandem_is_exported"] = [False]
         assert (await c.post("/bridge/adapt", {"key": "another"})).json == {"held": False}
         assert (await c.get("/lora/status")).json["in_place"] is False, "nobody was let write it"
@@ -802,8 +802,8 @@ def test_an_adapter_in_place_is_probed_before_it_is_served() -> None:
 
 def test_without_lora_adapters_are_refused() -> None:
     async def body(c: Client) -> None:
-        found = await c.post("/lora/load", {"adapter_path": "/x"})
-        assert (found.status, "without adapters" in found.detail) == (409, True)
+        response = await c.post("/lora/load", {"adapter_path": "/x"})
+        assert (response.status, "without adapters" in response.detail) == (409, True)
         assert (await c.get("/lora/status")).json["enabled"] is False
 
     run(body)
@@ -823,7 +823,7 @@ def listed(**more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("asked", "says"),
+    ("content", "says"),
     [
         (start(init_method="env://"), "tcp://host:port"),
         (start(backend="mpi"), "$.backend"),
@@ -856,11 +856,11 @@ def listed(**more: Any) -> dict[str, Any]:
         (start(init_method="tcp://10.0.0.1:0"), "port to 65535"),
     ],
 )
-def test_a_receiver_that_cannot_be_is_refused(asked: Any, says: str) -> None:
+def test_a_receiver_that_cannot_be_is_refused(content: Any, says: str) -> None:
     async def body(c: Client) -> None:
         c.vllm.answers["tandem_map"] = ['{"w": []}']
-        found = await c.post("/nccl/start_receiver", asked)
-        assert (found.status, says in found.detail) == (400, True), found.raw
+        response = await c.post("/nccl/start_receiver", content)
+        assert (response.status, says in response.detail) == (400, True), response.raw
         assert "tandem_connect" not in [method for method, _ in c.vllm.calls]
 
     run(body)
@@ -872,8 +872,8 @@ def test_a_receiver_takes_what_was_announced(form: str) -> None:
 
     async def body(c: Client) -> None:
         c.vllm.answers |= {"tandem_map": ['{"w": []}'], "tandem_connection": [{"state": "connected", "reason": ""}]}
-        found = await c.post("/nccl/start_receiver", start(param_metadata=meta))
-        assert found.json["status"] == "connected"
+        response = await c.post("/nccl/start_receiver", start(param_metadata=meta))
+        assert response.json["status"] == "connected"
         await c.post("/bridge/pause")
         assert (await c.post("/nccl/receive", {})).json == {"status": "ok", "tensors": 1}
         method, (manifest, *_) = c.vllm.calls[-1]
@@ -896,9 +896,9 @@ def test_the_worst_rank_is_the_status() -> None:
             c.vllm.answers["tandem_connection"] = [
                 {"state": s, "reason": "rank 1 never came" if s == "error" else ""} for s in states
             ]
-            found = (await c.get("/nccl/status")).json
-            assert found["status"] == status
-            assert found["error"] == ("rank 1 never came" if status == "error" else None)
+            report = (await c.get("/nccl/status")).json
+            assert report["status"] == status
+            assert report["error"] == ("rank 1 never came" if status == "error" else None)
 
     run(body)
 
@@ -908,8 +908,8 @@ def test_a_publish_that_breaks_off_stops_the_engine() -> None:
         c.vllm.answers["tandem_receive"] = RuntimeError("peer closed the connection")
         c.vllm.answers["tandem_connection"] = [{"state": "connected", "reason": ""}]
         await c.post("/bridge/pause")
-        found = await c.post("/nccl/receive", {"manifest": [["w", [1], "float32"]]})
-        assert (found.status, "peer closed" in found.detail) == (500, True)
+        response = await c.post("/nccl/receive", {"manifest": [["w", [1], "float32"]]})
+        assert (response.status, "peer closed" in response.detail) == (500, True)
         assert "broke off" in (await c.post("/generate", {"prompt": "a"})).detail
 
     run(body)
@@ -922,10 +922,10 @@ def test_the_map_has_one_place_for_each_name() -> None:
     async def body(c: Client) -> None:
         place = {"vllm_name": "qkv", "shape": [1], "dtype": "float32", "device": "cpu"}
         c.vllm.answers["tandem_map"] = [json.dumps({"q": [place], "k": [place]})]
-        found = (await c.get("/bridge/state_dict_info")).json
-        assert found["param_names"] == ["k", "q"]
-        assert found["param_mappings"] == {"q": place, "k": place}
-        assert (found["num_params"], found["tp_degree"], found["ranks"][0]["q"]) == (2, 1, [place])
+        mapping = (await c.get("/bridge/state_dict_info")).json
+        assert mapping["param_names"] == ["k", "q"]
+        assert mapping["param_mappings"] == {"q": place, "k": place}
+        assert (mapping["num_params"], mapping["tp_degree"], mapping["ranks"][0]["q"]) == (2, 1, [place])
 
     run(body)
 
@@ -933,7 +933,7 @@ def test_the_map_has_one_place_for_each_name() -> None:
 def test_a_trainer_that_is_no_process_cannot_adopt() -> None:
     async def body(c: Client) -> None:
         assert (await c.post("/bridge/adopt", {"trainer": "me"})).status == 400
-        found = await c.post("/bridge/adopt", {"trainer": "12:34 boot"})
-        assert (found.status, "watched" in found.detail) == (409, True)
+        response = await c.post("/bridge/adopt", {"trainer": "12:34 boot"})
+        assert (response.status, "watched" in response.detail) == (409, True)
 
     run(body)

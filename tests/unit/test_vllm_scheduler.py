@@ -34,11 +34,11 @@ class LogprobsLists(NamedTuple):
 class Request:
     """One in the scheduler: its answer is ``length`` tokens, whose ids count up from ``first``."""
 
-    def __init__(self, key: str, *, length: int, first: int = 0, asked: bool = True, logprobs: int | None = 0):
+    def __init__(self, key: str, *, length: int, first: int = 0, in_pieces: bool = True, logprobs: int | None = 0):
         self.key, self.length, self.first, self.logprobs, self.made = key, length, first, logprobs, 0
         self.ended = False
         self.sampling_params = SimpleNamespace(
-            extra_args={PIECES_KEY: True} if asked else {"somebody": "else's"}, logprobs=logprobs
+            extra_args={PIECES_KEY: True} if in_pieces else {"somebody": "else's"}, logprobs=logprobs
         )
         if logprobs is None:
             self.sampling_params.extra_args = None
@@ -87,18 +87,18 @@ class Scheduler:
             over = key in fails or request.made == request.length
             if over:
                 del self.requests[key]
-            found = None
+            logprobs = None
             if ran.logprobs is not None and request.logprobs is not None and tokens:
                 self.cut += 1
                 begins = ran.logprobs.cu_num_generated_tokens
                 at = row if begins is None else begins[row]
-                found = LogprobsLists(*(array[at : at + len(tokens)] for array in ran.logprobs[:3]), None)
+                logprobs = LogprobsLists(*(array[at : at + len(tokens)] for array in ran.logprobs[:3]), None)
             if tokens or over:
                 outputs.append(
                     SimpleNamespace(
                         request_id=key,
                         new_token_ids=tokens,
-                        new_logprobs=found,
+                        new_logprobs=logprobs,
                         finish_reason="length" if over else None,
                     )
                 )
@@ -147,8 +147,8 @@ def admitted(made: Any, *requests: Request) -> None:
 def ran(made: Any, count: int = 1, *, fails: Sequence[str] = (), several: bool = False) -> list[Any]:
     """The outputs of a pass that gave each request so many tokens."""
     requests = list(made.requests.values())
-    found = made.update_from_output(fails, Ran(requests, [count] * len(requests), several=several or count > 1))
-    return list(found[0].outputs)
+    outputs = made.update_from_output(fails, Ran(requests, [count] * len(requests), several=several or count > 1))
+    return list(outputs[0].outputs)
 
 
 def played(made: Any, passes: int) -> tuple[dict[str, list[int]], dict[str, list[Any]]]:
@@ -203,7 +203,7 @@ def test_where_all_asked_vllm_cuts_nothing_out_of_a_pass(made: Any) -> None:
     admitted(made, Request("a", length=9), Request("b", length=9))
     played(made, 3)
     assert made.cut == 0
-    admitted(made, Request("c", length=9, asked=False))
+    admitted(made, Request("c", length=9, in_pieces=False))
     played(made, 2)
     assert made.cut == 6
 
@@ -219,7 +219,9 @@ def test_the_end_leaves_nothing_behind(made: Any, length: int) -> None:
 
 
 def test_who_did_not_ask_gets_each_with_its_token(made: Any) -> None:
-    admitted(made, Request("a", length=5, asked=False), Request("b", length=5), Request("c", length=5, logprobs=None))
+    admitted(
+        made, Request("a", length=5, in_pieces=False), Request("b", length=5), Request("c", length=5, logprobs=None)
+    )
     _, logprobs = played(made, 5)
     assert lengths(logprobs["a"]) == [1] * 5
     assert lengths(logprobs["b"]) == [1, 0, 0, 0, 4]
@@ -269,13 +271,13 @@ def test_nothing_is_lost_doubled_or_moved(
             assert request.key not in seen
             continue
         width = 1 + request.logprobs
-        found = [np.concatenate([part[i][:, :width] for part in seen[request.key]]) for i in (0, 1)]
+        arrays = [np.concatenate([part[i][:, :width] for part in seen[request.key]]) for i in (0, 1)]
         alone = rows(request.first, range(request.length), width)
-        np.testing.assert_array_equal(found[0], alone.logprob_token_ids)
-        np.testing.assert_array_equal(found[1], alone.logprobs)
+        np.testing.assert_array_equal(arrays[0], alone.logprob_token_ids)
+        np.testing.assert_array_equal(arrays[1], alone.logprobs)
         ranks = np.concatenate([part.sampled_token_ranks for part in seen[request.key]])
         np.testing.assert_array_equal(ranks, alone.sampled_token_ranks)
-        assert found[1].dtype == alone.logprobs.dtype, "what is sent is what was computed"
+        assert arrays[1].dtype == alone.logprobs.dtype, "what is sent is what was computed"
 
 
 def test_what_was_sent_stays_as_it_is_when_others_take_its_place(made: Any) -> None:
@@ -343,8 +345,8 @@ def test_the_vllm_that_is_installed_hands_them_over_as_known() -> None:
 
     def body(file: str, name: str) -> list[ast.stmt]:
         tree = ast.parse((INSTALLED[0] / file).read_text())
-        (found,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
-        return found.body
+        (definition,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+        return definition.body
 
     lists = body("outputs.py", "LogprobsLists")
     names = [n.target.id for n in lists if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]

@@ -42,7 +42,7 @@ class Somebodys:
         self.url = f"http://127.0.0.1:{self.port}"
         self.boots = 0
         self.context = 128
-        self.asked = 0
+        self.num_requests = 0
         self.cut = 0
         self.gate = asyncio.Event()
         self.gate.set()
@@ -89,16 +89,16 @@ class Somebodys:
         return web.json_response({"loaded": [], "in_place": None})
 
     async def _generate(self, request: web.Request) -> web.Response:
-        asked = msgspec.json.decode(await request.read(), type=Many)
-        answers = sum(len(siblings.seeds) for siblings in asked.prompts)
-        self.asked += answers
-        self.least = wire.parsed(bytes(asked.prompts[0].request), wire.Generate).min_step
+        wave = msgspec.json.decode(await request.read(), type=Many)
+        answers = sum(len(siblings.seeds) for siblings in wave.prompts)
+        self.num_requests += answers
+        self.least = wire.parsed(bytes(wave.prompts[0].request), wire.Generate).min_step
         if self.cut:
             self.cut -= 1
             assert request.transport is not None
             request.transport.close()
         await self.gate.wait()
-        found = [
+        answer_frames = [
             framed(
                 Sampled(
                     number,
@@ -111,11 +111,11 @@ class Somebodys:
             )
             for number in range(answers)
         ]
-        return web.Response(body=b"".join(found))
+        return web.Response(body=b"".join(answer_frames))
 
     async def _stamp(self, request: web.Request) -> web.Response:
-        said = msgspec.json.decode(await request.read(), type=wire.SetVersion)
-        self.step, self.digest = said.step, said.digest
+        version = msgspec.json.decode(await request.read(), type=wire.SetVersion)
+        self.step, self.digest = version.step, version.digest
         return web.json_response({"engine": self.instance_id})
 
     async def _resume(self, request: web.Request) -> web.Response:
@@ -206,11 +206,11 @@ def test_the_others_take_over_and_it_is_used_again_with_the_weights_of_now(caplo
         async with opened(one, two) as (engine, publisher):
             one.gate.clear()
             two.gate.clear()
-            asked = [asyncio.create_task(sample(engine)) for _ in range(6)]
-            await until(lambda: (one.asked, two.asked) == (3, 3))
+            tasks = [asyncio.create_task(sample(engine)) for _ in range(6)]
+            await until(lambda: (one.num_requests, two.num_requests) == (3, 3))
             two.gate.set()
             await one.down()
-            assert [completion.versions for completion in await asyncio.gather(*asked)] == [(1,)] * 6
+            assert [completion.versions for completion in await asyncio.gather(*tasks)] == [(1,)] * 6
             assert publisher.to == [[one.url, two.url], [two.url]]
             assert caplog.text.count("the other engines take over until it does") == 1
             await publisher.commit(2)
@@ -219,10 +219,10 @@ def test_the_others_take_over_and_it_is_used_again_with_the_weights_of_now(caplo
             await one.up()
             await until(lambda: len(engine.servers) == 2 and engine.fleet.ready.is_set())
             assert sorted(publisher.to[-1]) == sorted([one.url, two.url])
-            before = one.asked
-            found = await asyncio.gather(*(sample(engine) for _ in range(4)))
-            assert [completion.versions for completion in found] == [(2,)] * 4
-            assert one.asked == before + 2
+            before = one.num_requests
+            completions = await asyncio.gather(*(sample(engine) for _ in range(4)))
+            assert [completion.versions for completion in completions] == [(2,)] * 4
+            assert one.num_requests == before + 2
             assert f"{one.url} answers again; the weights of now are published to it" in caplog.text
 
     run(go)
@@ -269,13 +269,13 @@ def test_nobody_samples_from_it_before_it_is_published_to() -> None:
         async with opened(one, two) as (engine, publisher):
             await one.down()
             await asyncio.gather(*(sample(engine) for _ in range(2)))
-            asked = one.asked
+            before = one.num_requests
             async with publisher.lock:  # a step is being trained
                 await one.up()
                 for _ in range(5):
                     await asyncio.sleep(0.02)
                     assert (await sample(engine)).versions == (1,)
-                assert one.asked == asked
+                assert one.num_requests == before
                 assert len(engine.servers) == 1, "the servers of a publish do not change under it"
             await until(lambda: len(engine.servers) == 2)
 
@@ -299,11 +299,11 @@ def test_the_only_one_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
         one = Somebodys()
         async with opened(one) as (engine, publisher):
             await one.down()
-            asked = [asyncio.create_task(sample(engine)) for _ in range(3)]
+            tasks = [asyncio.create_task(sample(engine)) for _ in range(3)]
             await until(lambda: "it is waited for" in caplog.text)
-            assert not any(task.done() for task in asked)
+            assert not any(task.done() for task in tasks)
             await one.up()
-            assert [completion.versions for completion in await asyncio.gather(*asked)] == [(1,)] * 3
+            assert [completion.versions for completion in await asyncio.gather(*tasks)] == [(1,)] * 3
             assert publisher.to == [[one.url]] * 2
             assert f"engine {one.url} answers" in caplog.text
 
@@ -328,10 +328,10 @@ def test_all_that_stay_away_end_the_run_and_the_first_that_comes_is_enough() -> 
         async with opened(one, two) as (engine, publisher):
             await one.down()
             await two.down()
-            asked = asyncio.create_task(sample(engine))
+            completion = asyncio.create_task(sample(engine))
             await asyncio.sleep(0.05)
             await two.up()
-            assert (await asked).versions == (1,)
+            assert (await completion).versions == (1,)
             assert publisher.to[-1] == [two.url]
         async with opened(one, two, seconds=0.05) as (engine, _):
             await one.down()

@@ -39,10 +39,10 @@ class Answering:
         self.port = free_port()
         self.engine = "first"
         self.cuts = 0
-        self.asked: list[str] = []
+        self.paths: list[str] = []
 
     async def answer(self, request: web.Request) -> web.Response:
-        self.asked.append(request.path)
+        self.paths.append(request.path)
         if self.cuts:
             self.cuts -= 1
             assert request.transport is not None
@@ -90,7 +90,7 @@ def test_weights_are_brought_to_an_engine_that_came_back_though_nobody_asks_it_f
         async with engine.up() as server:
             one = fleet(server)
             one.watch(republish)
-            while len(engine.asked) < 5:
+            while len(engine.paths) < 5:
                 await asyncio.sleep(0)
             assert not published.is_set(), "it is who it was"
             engine.engine = "second"
@@ -149,7 +149,7 @@ def test_an_engine_that_is_away_is_left_alone_while_another_is_there() -> None:
     async def go() -> None:
         engine, other = Answering(), Answering()
         async with other.up() as server, looked_at(engine, server) as (one, published):
-            while len(other.asked) < 10:
+            while len(other.paths) < 10:
                 await asyncio.sleep(0.01)
             assert not published
             engine.engine = "second"
@@ -258,7 +258,7 @@ def test_what_does_something_else_the_second_time_is_not_said_twice(path: str) -
             engine.cuts = 1
             with pytest.raises(EngineUnreachable):
                 await server.post(path)
-            assert engine.asked == [path]
+            assert engine.paths == [path]
 
     run(go())
 

@@ -402,7 +402,7 @@ def test_waits_without_a_deadline_share_one_timer() -> None:
         loop = asyncio.get_running_loop()
         timers = []
         call_later = loop.call_later
-        loop.call_later = lambda *given, **more: timers.append(given) or call_later(*given, **more)  # type: ignore[method-assign]
+        loop.call_later = lambda *args, **more: timers.append(args) or call_later(*args, **more)  # type: ignore[method-assign]
         for _ in range(50):
             async with waits.waiting("a", "b", "c"), waits.waiting("d", "e", "f"):
                 await asyncio.sleep(0)

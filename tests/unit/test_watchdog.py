@@ -99,8 +99,8 @@ def test_a_circle_is_given_up() -> None:
     async def scene(dog: Watchdog) -> None:
         one = waits.wait(asyncio.Event().wait(), owner="engine", reason="to go on", on="trainer")
         other = waits.wait(asyncio.Event().wait(), owner="trainer", reason="tokens", on="engine")
-        found = await asyncio.gather(one, other, return_exceptions=True)
-        assert all(isinstance(error, Deadline) for error in found)
+        errors = await asyncio.gather(one, other, return_exceptions=True)
+        assert all(isinstance(error, Deadline) for error in errors)
 
     assert not watched(SHORT, scene).codes
 
@@ -139,10 +139,10 @@ def test_a_call_that_holds_up_the_event_loop_ends_the_process(capsys: pytest.Cap
             a_synchronous_call(ended.event)
 
     assert set(watched(STUCK, scene).codes) == {10}
-    said = capsys.readouterr().err
-    assert "the event loop was held up" in said
-    assert "Condition.wait" in said  # where it stands
-    assert "rollouts group 3 waited" in said
+    stderr = capsys.readouterr().err
+    assert "the event loop was held up" in stderr
+    assert "Condition.wait" in stderr  # where it stands
+    assert "rollouts group 3 waited" in stderr
 
 
 @pytest.mark.slow
@@ -156,9 +156,9 @@ def test_while_the_event_loop_stands_still_it_is_to_blame_alone(capsys: pytest.C
             assert ended.event.wait(20)
 
     assert set(watched(timeouts, scene).codes) == {10}
-    said = capsys.readouterr().err
-    assert "given up" not in said
-    assert "held up" in said
+    stderr = capsys.readouterr().err
+    assert "given up" not in stderr
+    assert "held up" in stderr
 
 
 @pytest.mark.slow

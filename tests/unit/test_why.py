@@ -38,8 +38,8 @@ def run(tmp_path: Path) -> Path:
 def signs(run: Path, *, at: float, loop: float = 0.1, started: str | None = None, waiting: Any = ()) -> None:
     me = identity(os.getpid())
     assert me is not None
-    found = {"pid": me.pid, "started": started or me.started, "at": at, "loop": loop, "waits": list(waiting)}
-    vitals.file(run).write_text(json.dumps(found | {"doing": [["seconds/wait", 1.0]]}))
+    vitals_now = {"pid": me.pid, "started": started or me.started, "at": at, "loop": loop, "waits": list(waiting)}
+    vitals.file(run).write_text(json.dumps(vitals_now | {"doing": [["seconds/wait", 1.0]]}))
 
 
 def wait(owner: str, on: str, seconds: float, deadline: float | None = None, reason: str = "something") -> Any:
@@ -220,9 +220,9 @@ def test_an_event_loop_that_stands_still_is_seen(run: Path, monkeypatch: pytest.
         while (story := why.read(run, now=time.time())).state != "stuck":
             time.sleep(0.05)
         assert "event loop has stood still" in story.headline
-        found = why._stacks(run)
-    assert found is not None
-    assert "in main" in found
+        stacks = why._stacks(run)
+    assert stacks is not None
+    assert "in main" in stacks
 
 
 def test_stacks_of_a_process_whose_interpreter_is_held(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,10 +232,10 @@ def test_stacks_of_a_process_whose_interpreter_is_held(run: Path, monkeypatch: p
         while (story := why.read(run, now=time.time())).state != "stuck":
             time.sleep(0.05)
         assert "holds the interpreter" in story.headline
-        found = why._stacks(run)
-    assert found is not None
-    assert "Current thread" in found
-    assert "in main" in found
+        stacks = why._stacks(run)
+    assert stacks is not None
+    assert "Current thread" in stacks
+    assert "in main" in stacks
 
 
 def test_stacks_that_come_slowly_are_read_to_their_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,9 +326,9 @@ def test_stacks_of_every_rank_and_files_of_an_earlier_start(run: Path, monkeypat
         with vitals.shown(run, 2):
             while not vitals.file(run).exists() or vitals.followers(run) != [2]:
                 time.sleep(0.01)
-            found = why._all_stacks(run, why.read(run, now=time.time()))
-    assert found.keys() == {0, 2}
-    assert all("-- thread MainThread" in (text or "") for text in found.values())
+            stacks = why._all_stacks(run, why.read(run, now=time.time()))
+    assert stacks.keys() == {0, 2}
+    assert all("-- thread MainThread" in (text or "") for text in stacks.values())
     assert "MainThread" in vitals.stacks(run, 2).read_text()
     assert vitals.followers(run) == []
 
@@ -340,7 +340,7 @@ def test_the_verb(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "trainer ← rollouts ← engine [x]" in out
     assert why.why(run, stacks=False, as_json=True) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["culprit"], found["chain"][1]["on"]) == ("engine [x]", "engine [x]")
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["culprit"], answer["chain"][1]["on"]) == ("engine [x]", "engine [x]")
     signs(run, at=time.time(), started="gone")
     assert why.why(run, stacks=True, as_json=False) == 1

@@ -220,8 +220,8 @@ class FakeWorker:
             self.under_way -= 1
         if self.error is not None:
             raise self.error
-        said = [([1, 2], [7], [-0.5])]
-        answers = [make_rollout(f"{id}/{i}", said, reward) for i, reward in enumerate(self.rewards)]
+        turns = [([1, 2], [7], [-0.5])]
+        answers = [make_rollout(f"{id}/{i}", turns, reward) for i, reward in enumerate(self.rewards)]
         return replace(make_group(id, answers), index=index)
 
 
@@ -259,8 +259,8 @@ def test_pauses_while_enough_is_queued_and_throws_nothing_away() -> None:
             broker.queue = 12  # three batches of four groups
             worker.gate.set()
             await until(lambda: len(broker.groups) == 3)
-            asked = len(broker.seen)
-            await until(lambda: len(broker.seen) > asked + 5)
+            before = len(broker.seen)
+            await until(lambda: len(broker.seen) > before + 5)
             assert len(broker.groups) == 3, "nothing new, and what was under way arrived"
             broker.queue = 11
             await until(lambda: len(broker.groups) > 3)
@@ -394,10 +394,10 @@ def test_a_group_that_takes_too_long_is_dropped_and_its_story_told(caplog: pytes
             await working
 
     run(go())
-    told = next(record.getMessage() for record in caplog.records if "is lost" in record.getMessage())
-    assert "tandem work made waited " in told
-    assert "tandem work made <- rollouts group " in told
-    assert told.endswith(" <- a gate; group_seconds is 0.05")
+    message = next(record.getMessage() for record in caplog.records if "is lost" in record.getMessage())
+    assert "tandem work made waited " in message
+    assert "tandem work made <- rollouts group " in message
+    assert message.endswith(" <- a gate; group_seconds is 0.05")
 
 
 def test_groups_that_take_too_long_again_and_again_end_the_work() -> None:
@@ -534,10 +534,10 @@ def test_every_kind_of_engine_is_understood(dialect: Any, version: int) -> None:
     async def go() -> None:
         async with FakeEngine(dialect) as fake, remote(fake).open(context=100, ends=[END]) as engine:
             fake.version = 7
-            found = await sample(engine)
-            assert found.tokens == (98, 99, 100, END)
-            assert found.logprobs == (-0.5,) * 4
-            assert (set(found.versions), found.finish) == ({version}, "stop")
+            completion = await sample(engine)
+            assert completion.tokens == (98, 99, 100, END)
+            assert completion.logprobs == (-0.5,) * 4
+            assert (set(completion.versions), completion.finish) == ({version}, "stop")
             assert fake.requests[0]["stop_token_ids"] == [END]
             assert (await sample(engine, 2)).finish == "length"
             assert engine.tells_versions is (dialect == "tandem")
@@ -547,19 +547,19 @@ def test_every_kind_of_engine_is_understood(dialect: Any, version: int) -> None:
 
 @pytest.mark.parametrize("dialect", ["tandem", "atropos", "openai"])
 def test_every_kind_of_engine_is_asked_for_the_same_sampling(dialect: Any) -> None:
-    asked = {"temperature": 0.5, "top_k": 9, "repetition_penalty": 1.2, "presence_penalty": 0.1, "min_tokens": 40}
+    options = {"temperature": 0.5, "top_k": 9, "repetition_penalty": 1.2, "presence_penalty": 0.1, "min_tokens": 40}
     off = {"top_p": 1.0, "min_p": 0.0, "frequency_penalty": 0.0}
 
     async def go() -> None:
         async with FakeEngine(dialect) as fake, remote(fake).open(context=100, ends=[END]) as engine:
-            await engine.generate([1, 2], Sampling(**asked, max_tokens=64, stop_token_ids=(77,)), 1)
-            said = fake.requests[0]
-            assert {name: said[name] for name in asked} == asked
-            assert said["stop_token_ids"] == [END, 77]
+            await engine.generate([1, 2], Sampling(**options, max_tokens=64, stop_token_ids=(77,)), 1)
+            request = fake.requests[0]
+            assert {name: request[name] for name in options} == options
+            assert request["stop_token_ids"] == [END, 77]
             # Stock vLLM would fill in what the model's generation_config.json recommends.
-            told = {name: said[name] for name in off if name in said}
-            assert told == ({} if dialect == "atropos" else off)
-            await engine.generate([1] * 80, Sampling(**asked, max_tokens=64), 1)
+            sent = {name: request[name] for name in off if name in request}
+            assert sent == ({} if dialect == "atropos" else off)
+            await engine.generate([1] * 80, Sampling(**options, max_tokens=64), 1)
             assert (fake.requests[1]["max_tokens"], fake.requests[1]["min_tokens"]) == (20, 20), "the context ends it"
 
     run(go())
