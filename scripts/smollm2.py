@@ -79,7 +79,7 @@ def check(folder: Path) -> None:
     chat = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
     )
-    found = {
+    compared = {
         "end of sequence": (tokenizer.eos_token_id, end),
         "padding": (tokenizer.pad_token_id, end),
         "generation's end": (generation.eos_token_id, end),
@@ -88,7 +88,7 @@ def check(folder: Path) -> None:
         "digits": (tokenizer("x  5")["input_ids"], tokenizer("x  ")["input_ids"] + tokenizer("5")["input_ids"]),
         **{repr(text): (tokenizer(text)["input_ids"], ids) for text, ids in PROBES.items()},
     }
-    for what, (got, expected) in found.items():
+    for what, (got, expected) in compared.items():
         if got != expected:
             sys.exit(f"SmolLM2 was not converted faithfully: {what} is {got!r}, expected {expected!r}")
 

@@ -10,10 +10,14 @@ from pathlib import Path
 
 from sources import parsed
 
-SRC = Path(__file__).parents[2] / "src"
+ROOT = Path(__file__).parents[2]
+SRC = ROOT / "src"
+
+NOUNS = ("told", "found", "asked", "given", "said")
+"""Of no name in tests and benchmarks either."""
 
 AS_A_NAME = {
-    **dict.fromkeys(("told", "found", "asked", "given", "said"), "what it holds: metrics, response, request, options"),
+    **dict.fromkeys(NOUNS, "what it holds: metrics, response, request, options"),
     **dict.fromkeys(("flat",), "zero_variance"),
     **dict.fromkeys(("feed", "supply"), "RolloutBuffer, RolloutSource"),
     **dict.fromkeys(("foreign",), "broker source, or whose it is"),
@@ -57,6 +61,7 @@ ALLOWED = {
 }
 """``module: name`` that stays, and why."""
 
+_NOUN = re.compile(rf"(?<![a-z])({'|'.join(NOUNS)})(?![a-z])", re.IGNORECASE)
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 
 
@@ -98,6 +103,18 @@ def names_left() -> list[str]:
 def test_names_are_the_fields_words() -> None:
     wrong = [f"{one}; write {instead(one.rpartition(' ')[2])}" for one in names_left() if one not in ALLOWED]
     assert not wrong, "\n".join(wrong)
+
+
+def test_tests_and_benchmarks_name_what_a_variable_holds() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for folder in ("tests", "benchmarks", "scripts")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if _NOUN.search(path.read_text())
+        for name in bound_names(parsed(path))
+        if name.replace("_", "").lower() in NOUNS
+    ]
+    assert not wrong, f"write {AS_A_NAME[NOUNS[0]]}:\n" + "\n".join(wrong)
 
 
 def test_exceptions_are_still_needed() -> None:
