@@ -52,6 +52,7 @@ def test_earliest_is_what_trying_everything_finds(numbers: list[int], total: int
     assert orders(formation.earliest(items(numbers), total)) == by_hand(numbers, total)
 
 
+@pytest.mark.slow
 @EVERY
 @given(SIZES, st.integers(1, 24))
 def test_candidates_lose_nothing(numbers: list[int], total: int) -> None:

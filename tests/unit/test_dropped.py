@@ -89,6 +89,7 @@ def test_the_console_shows_an_answer_its_reward_and_what_to_change(
     assert "  < no idea 0" in lines[at:]
 
 
+@pytest.mark.slow
 def test_it_never_floods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drop(tmp_path, count=40, steps=100)
     lines = capsys.readouterr().out.splitlines()

@@ -253,6 +253,7 @@ def test_gym_bad_config_lists_the_options() -> None:
         ReasoningGym(task="chain_sum", config={"seed": 1})
 
 
+@pytest.mark.slow
 def test_gsm_symbolic_is_a_word_problem_with_a_number() -> None:
     task = GsmSymbolic(size=5, test_share=0.0).tasks("train")[0]
     assert task.env == "gsm_symbolic"

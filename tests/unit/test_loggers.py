@@ -337,6 +337,7 @@ finally:
 """
 
 
+@pytest.mark.slow
 def test_live_console_in_a_real_terminal_leaves_ctrl_c_alone(tmp_path: Path) -> None:
     leader, follower = pty.openpty()
     process = subprocess.Popen(

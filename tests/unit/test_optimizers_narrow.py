@@ -106,6 +106,7 @@ def test_random_bits_are_uniform_and_streams_do_not_overlap() -> None:
     assert len(keys) == 80
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_is_unbiased_between_the_two_neighbours() -> None:
     values = floats(3000)
     values = values[values.abs() > 1e-30]

@@ -345,6 +345,7 @@ def test_a_command_is_an_environment(template: Template) -> None:
     assert chat.messages[-1].content == "a!"
 
 
+@pytest.mark.slow
 def test_agents_that_fail_say_how(template: Template, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "my_agent", sys.modules[__name__])
     for agent, seconds, message in (

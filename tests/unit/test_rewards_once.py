@@ -103,6 +103,7 @@ def test_a_reward_that_does_not_say_it_is_pure_is_asked_each_time() -> None:
     assert "grading/reused" not in counts
 
 
+@pytest.mark.slow
 def test_rewards_of_one_process_are_asked_alike() -> None:
     """A pure one beside one that is not; but what has a process of its own is by itself."""
     _, counts, graded_ids = graded(
