@@ -34,6 +34,7 @@ ALLOWED = {
     "engines/vllm/server/frontend.py:broken_off": "whoever asks the engine has a deadline",
     "engines/vllm/server/frontend.py:deliverable": "whoever asks the engine has a deadline",
     "engines/vllm/server/frontend.py:admitted": "whoever asks the engine has a deadline",
+    "engines/vllm/server/frontend.py:standing": "whoever asks the engine has a deadline",
     "engines/vllm/server/many.py:give_out": "whoever asks the engine has a deadline",
     "engines/vllm/server/places.py:empty": "whoever asks the engine has a deadline",
     "broker/journal/ledger.py:close": "the broker ends when its disk has what it accepted",

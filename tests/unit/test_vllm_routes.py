@@ -322,6 +322,28 @@ def test_a_control_message_ends_with_the_process_that_was_to_do_it() -> None:
     run(body)
 
 
+def test_weights_that_are_being_proven_are_lent_once_that_is_over() -> None:
+    """Lending may move them; and whoever starts an engine lends after its first trainer may have begun to publish."""
+
+    async def body(c: Client) -> None:
+        c.vllm.answers["tandem_export_weights"] = ['{"lent": {}, "map": {}}']
+        await c.post("/bridge/pause", {})
+        async with c.front.proving():
+            pass
+        lending = asyncio.ensure_future(c.begin("/bridge/lend"))
+        await settle()
+        assert not lending.done()
+        assert c.vllm.calls == []
+        await c.front.set_version(1, "")
+        await settle()
+        assert not lending.done(), "nothing says yet that they are right"
+        await c.front.resume()
+        assert (await lending).status == 200
+        assert not c.vllm.paused
+
+    run(body)
+
+
 def test_sums_that_come_with_a_probe_are_asked_for_once_the_scheduler_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that sums cannot sample, and a scheduler that stands still waits for it."""
     stood: list[bool] = []

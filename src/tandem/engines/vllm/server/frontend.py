@@ -282,17 +282,30 @@ class Frontend:
 
     @contextlib.asynccontextmanager
     async def standing(self) -> AsyncIterator[None]:
-        """Nothing is sampled in the block. An engine that serves goes on after it, and no pause begins before that."""
-        async with self._control:
-            serves = self.state == "serving"
+        """Nothing is sampled in the block. An engine that serves goes on after it, and no pause begins before that.
+
+        It begins once no weights are being proven: whoever has that done ends it, or their lease does.
+        """
+        while True:
+            async with self._control:
+                changed = self._changed
+                if self.state != "proving":
+                    async with self._stopped_if_serving():
+                        yield
+                    return
+            await changed.wait()
+
+    @contextlib.asynccontextmanager
+    async def _stopped_if_serving(self) -> AsyncIterator[None]:
+        serves = self.state == "serving"
+        if serves:
+            await self._scheduler.pause()
+            self._standstill.begin()
+        try:
+            yield
+        finally:
             if serves:
-                await self._scheduler.pause()
-                self._standstill.begin()
-            try:
-                yield
-            finally:
-                if serves:
-                    await self._go_on()
+                await self._go_on()
 
     async def _pause_scheduler(self) -> None:
         """Have the scheduler stand still, and every token that it sampled be filed under the generation that ends."""

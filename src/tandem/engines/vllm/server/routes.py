@@ -342,10 +342,6 @@ class _Live:
 
     async def export_weights(self, body: bytes) -> Any:
         parsed(body, wire.Body)
-        if self.frontend.state == "proving":
-            raise Refusal(
-                409, "weights are being proven, and lending may move them: wait, or pause (POST /bridge/pause)"
-            )
         async with self.frontend.standing():
             ranks = await self.frontend.rpc("tandem_export_weights")
         model = self.client.vllm_config.model_config.model
