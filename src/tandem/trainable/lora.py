@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -17,6 +18,8 @@ from tandem.transport.adapters import write_adapter
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+_silenced = threading.Lock()
+"""Held while warnings are ignored, which is so for all threads: each would restore what it found."""
 _PREFIX = "base_model.model."
 """What PEFT puts before the names of the model it wraps."""
 
@@ -74,7 +77,7 @@ class Lora(Trainable):
         targets = self.targets(model)
         for parameter in model.parameters():
             parameter.requires_grad_(False)
-        with warnings.catch_warnings():
+        with _silenced, warnings.catch_warnings():
             # PEFT asks transformers for a property by a name that transformers has since deprecated.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             adapted: nn.Module = get_peft_model(model, self._config(targets), autocast_adapter_dtype=False)
