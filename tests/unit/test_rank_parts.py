@@ -22,8 +22,9 @@ from tandem.errors import ConfigError, UnsupportedPair
 from tandem.trainer import rank_crew, rank_parts
 from tandem.trainer.live import rank_device
 from tandem.trainer.memory_plan import RankCounts
-from tandem.trainer.pairs import check_pairs
-from tandem.trainer.rank_parts import RankParts, Together, check_host, check_ranks, engine_devices, ranks_of_engine
+from tandem.trainer.pairs import check_pairs, ranks_of_engine
+from tandem.trainer.rank_checks import check_host, check_ranks
+from tandem.trainer.rank_parts import RankParts, Together, engine_devices
 from tandem.transport.rendezvous import Rendezvous
 
 WEIGHTS = "distributed.shard=weights"

@@ -328,10 +328,10 @@ class _RecipeCheck:
         Raises:
             UnsupportedPair: an option cannot be had with several.
         """
-        from tandem.trainer import pairs, rank_parts
+        from tandem.trainer import pairs, rank_checks
 
         world = memory.RankCounts.of(self._config).world
-        rank_parts.check_ranks(self._config, world)
+        rank_checks.check_ranks(self._config, world)
         if self._planner is None and self._kept is None:
             return None
         from tandem.distributed import interconnect

@@ -75,6 +75,11 @@ class Placement:
             raise ConfigError(f"the launcher's variables contradict one another ({shown}): {'; '.join(wrong)}")
 
     @property
+    def has_several_hosts(self) -> bool:
+        """Whether some ranks are on another host."""
+        return self.local_world_size < self.world_size
+
+    @property
     def is_lead(self) -> bool:
         """Whether this process runs the loop; the others execute its commands."""
         return self.rank == 0

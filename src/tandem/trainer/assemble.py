@@ -35,7 +35,7 @@ from tandem.rollout.lag_control import LagControl
 from tandem.rollout.source import RolloutSource
 from tandem.rollout.task_sampler import EnvRunner
 from tandem.rollout.template import Template
-from tandem.trainer import environments, loop, rank_parts, run_folder
+from tandem.trainer import environments, loop, rank_checks, rank_parts, run_folder
 from tandem.trainer import memory_plan as memory
 from tandem.trainer.checkpoint import Checkpoints, restore_weights, saved_steps
 from tandem.trainer.evaluate import evaluator
@@ -102,7 +102,7 @@ async def _train(
     placement = Placement.from_environment(os.environ)
     world = memory.RankCounts.of(config).world
     check_pairs(config)
-    rank_parts.check_ranks(config, world, placement)
+    rank_checks.check_ranks(config, world, placement)
     config.engine.check(trainable=config.trainable, folder=resume or Path(config.runs) / (config.name or ""))
     tasks = {split: environments.tasks(config, split) for split in environments.splits(config)}
     with waits.blocking("trainer", "its shape, prompts and memory", model_of(config), config.timeouts.wait_seconds):

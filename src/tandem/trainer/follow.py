@@ -33,8 +33,9 @@ from tandem.trainer import digests, memory_plan
 from tandem.trainer.checkpoint import load_states, staged_states
 from tandem.trainer.live import changing, live_policy, rank_device, work_of
 from tandem.trainer.pairs import has_slices, ranks_of_engine
+from tandem.trainer.rank_checks import check_host
 from tandem.trainer.rank_crew import handlers
-from tandem.trainer.rank_parts import RankParts, check_host, engine_devices
+from tandem.trainer.rank_parts import RankParts, engine_devices
 from tandem.trainer.rank_slices import RankSlices, slice_handlers
 from tandem.trainer.staging import Staging, staging_of
 from tandem.transport.rendezvous import own_address

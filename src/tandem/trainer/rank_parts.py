@@ -1,4 +1,4 @@
-"""A run on several ranks: how many, what they cannot do, and the parts that each of them has beside its policy."""
+"""A run on several ranks: the groups that each is in, its part of the optimizer, and the engines beside them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import threading
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._C._distributed_c10d import ErrorType
 
 from tandem.config.loading import RunConfig
@@ -26,29 +24,24 @@ from tandem.distributed.compute_clock import ComputeClock
 from tandem.distributed.crew import Ranks, lead
 from tandem.distributed.group import DataGroup
 from tandem.distributed.placement import Placement, visible_accelerators
+from tandem.distributed.shard_mesh import ShardMesh
 from tandem.distributed.sharding import ShardedStepper
-from tandem.distributed.slices import shard_number
 from tandem.engines.base import (
     EngineRequirements,
     EngineSpec,
-    ExportsWeights,
     RankEngine,
     RankHosts,
     ReportsChecksums,
 )
-from tandem.errors import UnsupportedPair
-from tandem.model.penalties import Penalties
 from tandem.model.policy import Policy
 from tandem.observability import waits
 from tandem.optimizers.base import UpdatesParts
 from tandem.trainer.live import rank_device
-from tandem.trainer.pairs import has_slices, ranks_of_engine, shards_of
+from tandem.trainer.pairs import has_slices, ranks_of_engine
 from tandem.transport.daemon import on_daemon
-from tandem.transport.rendezvous import Rendezvous, open_group, own_address, unsupervised, visit
+from tandem.transport.rendezvous import Rendezvous, open_group, own_address
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from tandem.distributed.weight_shards import ShardedPolicy, WeightShardStepper
 
 T = TypeVar("T")
@@ -59,143 +52,6 @@ _FAULTS = {
     ErrorType.TIMEOUT: "a collective of NCCL is not over after {seconds:g} s (distributed.timeout_seconds)",
     ErrorType.COMM_ERROR: "a collective of NCCL failed: the connection to another rank broke",
 }
-
-
-def check_ranks(config: RunConfig, world: int, placement: Placement | None = None) -> None:
-    """Refuse, before anything is loaded, what several ranks cannot do.
-
-    Raises:
-        UnsupportedPair: names the option, and what can be done.
-    """
-    check_division(config, world)
-    if world == 1:
-        return
-    _refuse(world, _refused_engines(config, placement))
-    if has_slices(config):
-        _refuse(world, _refused_slices(config, world, placement))
-    local = world if placement is None else placement.local_world_size
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else local
-    if gpus < local and not config.distributed.share_gpus:
-        raise UnsupportedPair(
-            f"ranks: {local} of this machine need as many GPUs, and it has {gpus}; lower ranks, or have several share "
-            "a GPU, through host memory and slowly: distributed.share_gpus: true"
-        )
-
-
-def check_division(config: RunConfig, world: int) -> None:
-    """Refuse a step that several ranks cannot divide, on whatever machine and for whatever engine.
-
-    Raises:
-        UnsupportedPair: names the option, and what can be done.
-    """
-    shared = config.distributed.context_parallel
-    if world % shared:
-        raise UnsupportedPair(
-            f"distributed.context_parallel: {shared} ranks cannot share each sequence where there are {world}; "
-            "set ranks to a multiple of it"
-        )
-    if world == 1:
-        return
-    sharded, replicas = config.distributed.shard == "weights", config.distributed.replicas
-    refused = {
-        f"distributed.replicas: {replicas} without distributed.shard: weights: states are divided among all ranks; "
-        "leave it out": replicas > 1 and not sharded,
-        f"distributed.replicas: {replicas}: as many ranks have each replica of the cut weights; set it to 1 or "
-        f"{_divisors(world)}": world % replicas > 0,
-        "optimizer: it updates whole tensors, of which each rank has a part; choose adamw, adamw8bit or adamw_cpu": (
-            not isinstance(config.optimizer, UpdatesParts)
-        ),
-        "optimizer.gradients: bfloat16: ranks sum gradients in float32; leave it out": (
-            getattr(config.optimizer, "gradients", "float32") != "float32"
-        ),
-        "distributed.shard: weights and this trainable: it writes whole weights; choose trainable: full, or shard: "
-        "states": sharded and type(config.trainable).__name__ != "Full",
-        "distributed.shard: weights and a reference: its weights are not cut; choose shard: states": (
-            sharded and config.reference is not None
-        ),
-        "distributed.shard: weights and this optimizer: its states do not follow the cut; choose adamw": (
-            sharded and type(config.optimizer).__name__ != "AdamW"
-        ),
-        "distributed.shard: weights and optimizer.precision: the cut masters are float32; leave it out": (
-            sharded and getattr(config.optimizer, "precision", "masters") != "masters"
-        ),
-        "distributed.shard: weights and distributed.share_gpus: gathered weights have no way through host memory; "
-        "choose shard: states": sharded and config.distributed.share_gpus,
-        "distributed.shard: weights and matmul: fp8: its weights are not cut; leave matmul out": (
-            sharded and config.matmul == "fp8"
-        ),
-        "distributed.context_parallel and penalties of sampling: a rank has not what was before its tokens; set "
-        "sampling.repetition_penalty, presence_penalty, frequency_penalty and min_tokens to their defaults": (
-            config.distributed.context_parallel > 1 and Penalties.of(config.sampling, []) is not None
-        ),
-    }
-    _refuse(world, refused)
-
-
-def _refuse(world: int, refused: dict[str, bool]) -> None:
-    for why, is_refused in refused.items():
-        if is_refused:
-            raise UnsupportedPair(f"ranks: {world} cannot go with {why}")
-
-
-def _refused_engines(config: RunConfig, placement: Placement | None) -> dict[str, bool]:
-    engine: Any = config.engine
-    if ReportsChecksums not in engine.capabilities:
-        return {}
-    return {
-        "this sync: every rank's engine shares its weights; choose sync: shared": (
-            config.sync.capability is not ExportsWeights
-        ),
-        "engine.urls: the trainer starts an engine beside each rank; leave urls out": bool(engine.urls),
-        "engine.replicas or engine.devices: there is one engine for each rank, on its GPU; leave both out": (
-            engine.replicas > 1 or bool(engine.devices)
-        ),
-        "engine.require_api_key: false on several hosts, where whoever reaches an engine could overwrite its weights; "
-        "leave it out": _on_several_hosts(placement) and not engine.require_api_key and not engine.api_key_variable,
-    }
-
-
-def _refused_slices(config: RunConfig, world: int, placement: Placement | None) -> dict[str, bool]:
-    """What cannot be where each rank writes the slices of one engine's worker."""
-    workers, local = ranks_of_engine(config), world if placement is None else placement.local_world_size
-    shards = shards_of(config, world)
-    return {
-        f"distributed.shard: weights and engine.tensor_parallel_size: {workers}: each rank writes the slices of one of "
-        f"an engine's workers; set engine.tensor_parallel_size to {_divisors(world)}, or choose shard: states": (
-            workers == 1 or world % workers > 0
-        ),
-        f"distributed.replicas: {config.distributed.replicas} and engine.tensor_parallel_size: {workers}: each replica "
-        f"is cut among {shards} ranks, which have whole engines; set engine.tensor_parallel_size to "
-        f"{_divisors(shards)}, or distributed.replicas to fewer": shards % workers > 0,
-        f"engine.tensor_parallel_size: {workers} on a host that has {local} of them: an engine is within one host; set "
-        f"engine.tensor_parallel_size to {_divisors(local)}, or choose distributed.shard: states": (
-            placement is not None and not _within_host(placement, workers)
-        ),
-    }
-
-
-def check_host(config: RunConfig, placement: Placement) -> None:
-    """Refuse an engine whose ranks are not all on this rank's host, which a rank knows of its own host alone.
-
-    Raises:
-        UnsupportedPair: names the option, and what can be done.
-    """
-    if has_slices(config):
-        _refuse(placement.world_size, _refused_slices(config, placement.world_size, placement))
-
-
-def _divisors(number: int) -> str:
-    """Numbers above 1 that divide one, in words."""
-    return " or ".join(str(each) for each in range(2, number + 1) if number % each == 0) or "a number that divides it"
-
-
-def _within_host(placement: Placement, neighbours: int) -> bool:
-    """Whether no group of so many neighbouring ranks has ranks of this host and others; a host's follow one another."""
-    return not (placement.rank - placement.local_rank) % neighbours and not placement.local_world_size % neighbours
-
-
-def _on_several_hosts(placement: Placement | None) -> bool:
-    return placement is not None and placement.local_world_size < placement.world_size
 
 
 def world_of(together: Together | None) -> int:
@@ -223,62 +79,6 @@ def _device_name(local_rank: int) -> str:
     index = rank_device(local_rank).index
     visible = visible_accelerators(os.environ)
     return visible[index] if index < len(visible) else str(index)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardMesh:
-    """All ranks as FSDP wants them, by the numbers of their shards, in torch's default group."""
-
-    ranks: DeviceMesh
-    """Of one dimension, or of two: replicas, and the shards of each."""
-    number: int
-    """Of this rank's shard."""
-    holders: Any
-    """Group of the ranks whose shards are together the slice of this one's worker; None where one shard is."""
-    backends: tuple[Any, ...]
-    """Of all groups that are used."""
-
-    @classmethod
-    def of(cls, rendezvous: Rendezvous, group: DataGroup, shards: int, workers: int) -> ShardMesh:
-        """Make the groups; all ranks call this together.
-
-        Args:
-            rendezvous: where they meet.
-            group: all ranks.
-            shards: of each replica.
-            workers: of each engine whose slices ranks write; 1: there is none.
-        """
-        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        timeout, kind = timedelta(seconds=rendezvous.seconds), group.device.type
-        number, num_holders = shard_number(group.rank, shards, workers), shards // workers
-        numbers = torch.arange(group.world)
-
-        def groups_of(rows: Tensor) -> Any:  # by torch itself they would have timeouts of its own
-            return dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)[0]
-
-        with unsupervised():
-            dist.init_process_group(
-                rendezvous.backend,
-                store=dist.PrefixStore("default", visit(rendezvous)),  # type: ignore[attr-defined]
-                rank=number,
-                world_size=group.world,
-                timeout=timeout,
-            )
-            groups: list[Any] = [dist.group.WORLD]
-            if shards == group.world:
-                mesh = init_device_mesh(kind, (shards,))
-            else:
-                rows = numbers.view(-1, shards)
-                groups += [groups_of(rows.T), groups_of(rows)]
-                mesh = DeviceMesh.from_group(groups[1:], kind, mesh=rows, mesh_dim_names=("replicas", "shards"))
-            holders = None
-            if workers > 1 and num_holders > 1:
-                groups.append(holders := groups_of(numbers.view(-1, num_holders)))
-        backends = tuple(each._get_backend(group.device) for each in groups)
-        return cls(ranks=mesh, number=number, holders=holders, backends=backends)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -444,7 +244,7 @@ class Together:
 
     def __init__(self, ranks: Ranks, placement: Placement | None, *, ranks_of_engine: int = 1):
         self.ranks, self._ranks_of_engine = ranks, ranks_of_engine
-        self.hosts: RankHosts | None = self if _on_several_hosts(placement) else None
+        self.hosts: RankHosts | None = self if placement is not None and placement.has_several_hosts else None
         """Itself, where each rank starts the engine on its own host."""
 
     async def do(self, command: str, body: object, mine: Coroutine[object, object, T]) -> T:

@@ -37,8 +37,9 @@ from tandem.tools.certify.gradients import CertifiedPolicy, Gradient, Setup
 from tandem.tools.certify.optimizer_steps import Update, narrow_weights, visible
 from tandem.tools.certify.rank_records import Recording
 from tandem.trainer.pack import StepBatch
+from tandem.trainer.rank_checks import check_division
 from tandem.trainer.rank_crew import RankCrew
-from tandem.trainer.rank_parts import RankParts, check_division
+from tandem.trainer.rank_parts import RankParts
 from tandem.trainer.rank_wire import tensor_to_plain
 from tandem.trainer.step import Step
 
