@@ -73,6 +73,7 @@ def test_a_request_in_flight_carries_the_exact_step_of_each_token() -> None:
         assert steps(front, record) == [4, 4, 5, 5, 5, 6, 6, 6, 6]
         assert record.completions[0].tokens == [4, 4, 5, 5, 5, 6, 6, 6, 6], "the fake samples its weights' number"
         assert (front.step, front.digest, front.updates) == (6, "digest 6", 3)
+        assert client.calls == [], "keys and values of those in flight stay"
 
     run(body)
 
@@ -162,7 +163,9 @@ def test_a_failed_proof_gives_out_nothing_and_the_next_publish_recovers() -> Non
             pass
         held = submit(front, 1)
         await client.step()
+        assert ("tandem_clear_cache", ()) not in client.calls
         await front.stop("torn")
+        assert client.calls.count(("tandem_clear_cache", ())) == 1, "keys and values of torn weights may be no numbers"
         with pytest.raises(Stopped, match="torn"):
             await held
         with pytest.raises(Stopped, match="torn"):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -200,3 +201,16 @@ def test_checksums_are_of_what_parameters_hold_now(how: str) -> None:
             storage.copies.append(nn.Parameter(torch.full((ROWS, 1024), 2.0)))
     sums = {part for part, value in receiver.tandem_checksums().items() if before.get(part) != value}
     assert sums == ({"twice@0,0"} if how == "one more" else {"rows@3,0"})
+
+
+@pytest.mark.parametrize("runner", [
+    SimpleNamespace(kv_caches=[torch.full((2, 3), float("nan")), [torch.ones(4), torch.ones(2, 2)]]),
+    SimpleNamespace(kv_caches=[]),
+    SimpleNamespace(),  # a release that names them otherwise
+])  # fmt: skip
+def test_keys_and_values_of_weights_that_were_not_proven_are_zeroed(runner: Any) -> None:
+    worker = Receiver()
+    worker.model_runner = runner
+    worker.tandem_clear_cache()
+    whole, several = (*getattr(runner, "kv_caches", ()), None, None)[:2]
+    assert whole is None or (not whole.any() and not any(cache.any() for cache in several))

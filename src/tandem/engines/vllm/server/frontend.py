@@ -264,6 +264,8 @@ class Frontend:
             if finish:
                 await self.places.empty()
             await self._pause_scheduler()
+            if before == "proving":
+                await self.rpc("tandem_clear_cache")
             self._room = PrefillRoom() if self.places.running else self._scheduler.room()
             # For those that there is room for now.
             asyncio.get_running_loop().call_later(ANSWERED, lambda: self._turn(self.state))

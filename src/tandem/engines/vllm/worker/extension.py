@@ -12,7 +12,7 @@ import functools
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -132,6 +132,15 @@ class WorkerExtension:
         """Return once the device has done all that it was given."""
         if self.tandem_device.type == "cuda":
             torch.cuda.synchronize()
+
+    def tandem_clear_cache(self) -> None:
+        """Zero all keys and values, once whoever sampled by weights that were not proven has been ended.
+
+        Weights that are torn may make what is no number, and an attention kernel that multiplies what it masks by 0
+        has it in later sequences that are given the same memory.
+        """
+        for cache in _tensors(getattr(self.model_runner, "kv_caches", ())):
+            cache.zero_()
 
     def tandem_export_weights(self) -> str:
         """Make every parameter attachable by the trainer; JSON of ``sharing``'s description and of the map.
@@ -342,6 +351,15 @@ def _described(place: TensorPlace, parameter: Tensor) -> dict[str, Any]:
         "stride": list(view.stride()),
         "offset": view.storage_offset() - parameter.storage_offset(),
     }
+
+
+def _tensors(caches: Any) -> Iterator[Tensor]:
+    """Those of a list, in which a layer may have several."""
+    if isinstance(caches, Tensor):
+        yield caches
+    elif isinstance(caches, Sequence):
+        for cache in caches:
+            yield from _tensors(cache)
 
 
 def _part(name: str, first: tuple[int, int]) -> str:
