@@ -339,11 +339,13 @@ class _RecipeCheck:
         counted = self._kept or (self._planner and self._planner.modelled.counts)
         trained = counted.trainable if counted else 0
         weights = trained * (2 if self._config.dtype == "bfloat16" else 4)
-        way = interconnect.interconnect() if machine.accelerated() else None
         workers = pairs.ranks_of_engine(self._config)
         holders = pairs.shards_of(self._config, world) // workers
-        has_own = holders == 1 and pairs.has_slices(self._config)
-        publish = interconnect.OWN_SLICES if has_own else interconnect.publish_text(weights // workers, holders, way)
+        if holders == 1 and pairs.has_slices(self._config):
+            publish = interconnect.OWN_SLICES
+        else:
+            way = interconnect.interconnect() if machine.accelerated() else None
+            publish = interconnect.publish_text(weights // workers, holders, way)
         parts = [f"{world}", publish]
         if self._planner is not None and not self._planner.machine.is_host:
             parts.append(self._enough(self._planner, workers * self._config.distributed.replicas))

@@ -16,7 +16,7 @@ GATHERED_BYTES = 1 << 28
 """Of whole tensors that are gathered by one call, at most, unless a single tensor has more."""
 
 
-class Circle(NamedTuple):
+class GatherGroup(NamedTuple):
     """Ranks that send each other what their workers need."""
 
     ranks: range
@@ -30,7 +30,7 @@ class Gathered(NamedTuple):
 
     name: str
     parts: tuple[Slice, ...]
-    """Of each rank of the circle."""
+    """Of each rank of the group."""
     size: int
     """Elements that each rank sends: those of the largest part, the first."""
 
@@ -68,12 +68,12 @@ class SliceWriter:
         _check(shapes, slices, dtype)
         self._shards, self._shapes, self._slices, self._dtype = shards, shapes, slices, dtype
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
-        circles = [Circle(range(self._rank, self._rank + 1), None), Circle(range(self._ranks), group)]
+        gather_groups = [GatherGroup(range(self._rank, self._rank + 1), None), GatherGroup(range(self._ranks), group)]
         if holders is not None:
             num = dist.get_world_size(holders)
             first = self._rank // num * num
-            circles.insert(1, Circle(range(first, first + num), holders))
-        names = self._by_circle(circles)
+            gather_groups.insert(1, GatherGroup(range(first, first + num), holders))
+        names = self._by_group(gather_groups)
         pairs = [
             (target.tensor, target.part.within(self._part(name, self._rank)).of(shards[name]))
             for name in names[0]
@@ -82,40 +82,40 @@ class SliceWriter:
         ]
         self._targets, self._sources = [target for target, _ in pairs], [source for _, source in pairs]
         self._calls = [
-            (circle, batch)
-            for circle, some in zip(circles[1:], names[1:], strict=True)
-            for batch in self._batches(circle, some)
+            (gather_group, batch)
+            for gather_group, some in zip(gather_groups[1:], names[1:], strict=True)
+            for batch in self._batches(gather_group, some)
         ]
 
     def _part(self, name: str, rank: int) -> Slice:
         return shard_slice(name, self._shapes[name], rank, self._ranks)
 
-    def _by_circle(self, circles: Sequence[Circle]) -> list[list[str]]:
-        """Names of tensors by the smallest circle that has what each of its ranks needs of it.
+    def _by_group(self, gather_groups: Sequence[GatherGroup]) -> list[list[str]]:
+        """Names of tensors by the smallest group that has what each of its ranks needs of it.
 
         Every rank has to know them all, since it has to send.
         """
         device = next(iter(self._shards.values())).device
-        least = [self._smallest(name, circles) for name in self._shapes]
+        least = [self._smallest(name, gather_groups) for name in self._shapes]
         chosen = torch.tensor(least, dtype=torch.int32, device=device)
-        dist.all_reduce(chosen, op=dist.ReduceOp.MAX, group=circles[-1].group)
-        names: list[list[str]] = [[] for _ in circles]
+        dist.all_reduce(chosen, op=dist.ReduceOp.MAX, group=gather_groups[-1].group)
+        names: list[list[str]] = [[] for _ in gather_groups]
         for name, number in zip(self._shapes, chosen.tolist(), strict=True):
             names[number].append(name)
         return names
 
-    def _smallest(self, name: str, circles: Sequence[Circle]) -> int:
-        """Number of the first circle whose ranks' parts, which follow one another, have all that the worker needs."""
-        for number, circle in enumerate(circles[:-1]):
-            held = self._part(name, circle.ranks[0]).through(self._part(name, circle.ranks[-1]))
+    def _smallest(self, name: str, gather_groups: Sequence[GatherGroup]) -> int:
+        """Number of the first group whose ranks' parts, which follow one another, have all that the worker needs."""
+        for number, gather_group in enumerate(gather_groups[:-1]):
+            held = self._part(name, gather_group.ranks[0]).through(self._part(name, gather_group.ranks[-1]))
             if all(held.contains(target.part) for target in self._slices[name]):
                 return number
-        return len(circles) - 1
+        return len(gather_groups) - 1
 
-    def _batches(self, circle: Circle, names: Sequence[str]) -> Iterator[list[Gathered]]:
-        most, batch, size = GATHERED_BYTES // self._dtype.itemsize // len(circle.ranks), list[Gathered](), 0
+    def _batches(self, gather_group: GatherGroup, names: Sequence[str]) -> Iterator[list[Gathered]]:
+        most, batch, size = GATHERED_BYTES // self._dtype.itemsize // len(gather_group.ranks), list[Gathered](), 0
         for name in names:
-            parts = tuple(self._part(name, rank) for rank in circle.ranks)
+            parts = tuple(self._part(name, rank) for rank in gather_group.ranks)
             one = Gathered(name, parts, parts[0].num_elements)
             if batch and size + one.size > most:
                 yield batch
@@ -130,13 +130,13 @@ class SliceWriter:
         """Queue it; returns the bytes that this rank receives from others."""
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources)
-        return sum(self._gather(circle, batch) for circle, batch in self._calls)
+        return sum(self._gather(gather_group, batch) for gather_group, batch in self._calls)
 
-    def _gather(self, circle: Circle, batch: Sequence[Gathered]) -> int:
-        """Send this rank's parts of some tensors, and copy of the circle's what the worker needs."""
+    def _gather(self, gather_group: GatherGroup, batch: Sequence[Gathered]) -> int:
+        """Send this rank's parts of some tensors, and copy of the group's what the worker needs."""
         size, sample = sum(one.size for one in batch), self._shards[batch[0].name]
         mine = torch.empty(size, dtype=self._dtype, device=sample.device)
-        every = torch.empty(len(circle.ranks) * size, dtype=self._dtype, device=sample.device)
+        every = torch.empty(len(gather_group.ranks) * size, dtype=self._dtype, device=sample.device)
         sent = [
             (place[: shard.numel()].view(shard.shape), shard)
             for place, shard in zip(
@@ -146,7 +146,7 @@ class SliceWriter:
         ]
         if sent:
             torch._foreach_copy_([place for place, _ in sent], [shard for _, shard in sent])
-        dist.all_gather_into_tensor(every, mine, group=circle.group)
+        dist.all_gather_into_tensor(every, mine, group=gather_group.group)
         pairs: list[tuple[Tensor, Tensor]] = []
         for rank, of_rank in enumerate(every.split(size)):
             for one, place in zip(batch, of_rank.split([one.size for one in batch]), strict=True):
