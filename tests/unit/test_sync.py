@@ -332,7 +332,7 @@ def test_the_tolerance_is_the_recipes(policy: Policy) -> None:
         (CopiedAtRest, ["pause", "release", "optimizer", "move", "score", "compare", "set_version", "resume"]),
         (Copied, ["optimizer", "pause", "release", "move", "score", "compare", "set_version", "resume"]),
         (CopiedDrained, ["optimizer", "drain", "move", "score", "compare", "set_version", "resume", "release"]),
-        (CopiedLive, ["optimizer", "move", "score", "compare", "set_version", "resume", "release"]),
+        (CopiedLive, ["optimizer", "move", "compare", "score", "set_version", "resume", "release"]),
     ],
 )
 def test_the_order_of_a_commit(policy: Policy, sync: type[Copied], order: list[str]) -> None:
@@ -458,6 +458,28 @@ def test_the_engine_samples_before_its_sums_are_known(policy: Policy) -> None:
             assert commit.succeeded().moved
 
     run(policy, work, kind=Summing)
+
+
+def test_an_engine_that_serves_meanwhile_samples_only_bytes_that_were_compared(policy: Policy) -> None:
+    class Wrong(Attesting):
+        wrong = False
+
+    def torn(held: dict[str, Tensor]) -> None:
+        if Wrong.wrong:
+            next(iter(held.values())).view(-1)[0] += 1
+
+    async def work(engine: Watched) -> None:
+        async with CopiedLive(fault=torn).open(policy, engine, START, Full()) as session:
+            order = [event for event in engine.events if event in ("compare", "score")]
+            assert order.index("compare") < order.index("score")
+            engine.events.clear()
+            Wrong.wrong = True
+            with pytest.raises(TornWeights):
+                await session.publish(PolicyVersion(step=1, digest=""))
+            assert "compare" in engine.events
+            assert "score" not in engine.events
+
+    run(policy, work, kind=Wrong)
 
 
 def test_an_engine_that_cannot_sum_is_told_of_once_this_end_is_done(

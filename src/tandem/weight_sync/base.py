@@ -682,12 +682,7 @@ class WeightSyncSession:
             should_verify = is_due or sleeps_deep or not self._recovery.is_published
             if should_verify and not self._recovery.is_published:
                 await compare_frozen(self.engine, self.trained)
-            async with self._probed(ask=should_verify) as answers:
-                sums = await self._sums(mine, should_verify=should_verify)
-                version = self._named(version, digest(sums.mine))
-                commit.unverified = version
-                compare(sums)
-            gap = None if answers is None else await self._behaviour.compare(self.engine, version, await answers)
+            version, gap = await self._verified(version, commit, mine, should_verify=should_verify)
             await self.engine.set_version(version)
         except BaseException as error:
             await self.abort(f"the publish of version {version.step} failed: {error}")
@@ -705,6 +700,23 @@ class WeightSyncSession:
             paused=paused,
             probe_gap=gap,
         )
+
+    async def _verified(
+        self, version: PolicyVersion, commit: Commit, mine: Checksums | None, *, should_verify: bool
+    ) -> tuple[PolicyVersion, float | None]:
+        """The version with its digest, once the engine was compared with it, and the largest gap of a logprob."""
+        # Wrong bytes that are sampled from leave keys and values that are no numbers, and those can be zeroed only
+        # where no request is served meanwhile.
+        asks_before = should_verify and self.sync.pause != "never"
+        async with self._probed(ask=asks_before) as asked:
+            sums = await self._sums(mine, should_verify=should_verify)
+            version = self._named(version, digest(sums.mine))
+            commit.unverified = version
+            compare(sums)
+        if not should_verify:
+            return version, None
+        answers = await (self._behaviour.ask(self.engine) if asked is None else asked)
+        return version, await self._behaviour.compare(self.engine, version, answers)
 
     @staticmethod
     def _named(version: PolicyVersion, actual: str) -> PolicyVersion:
