@@ -5,9 +5,10 @@
 A run that an earlier setting has left in FOLDER is gone on with, by as many ranks as the recipe says: engines that
 it left running are found by their records. It ends after its last step as if killed: nothing is saved, and its engines
 run on, which ``pairs.py`` ends. Besides the parts of ``_versus_tandem.py`` each step's line has, in
-seconds: ``paused``, in which the engine that waited longest sampled nothing; ``publish``, from pause to resume without
-the optimizer, and ``calls``, what the lead waited for in it; ``update``, the optimizer on the lead's compute thread;
-and ``gather``, of that what passed until all ranks had all weights.
+seconds: ``paused``, in which the engine that waited longest sampled nothing, and ``held``, whether it did so for the
+optimizer, too; ``publish``, from pause to resume without the optimizer, and ``calls``, what the lead waited for in it;
+``update``, the optimizer on the lead's compute thread; and ``gather``, of that what passed until all ranks had all
+weights.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class Publishes:
         self._seconds: dict[str, float] = defaultdict(float)
         self._calls: dict[str, float] = {}
         self._engine: Any = None
+        self._held = False
 
     @contextlib.contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -74,7 +76,9 @@ class Publishes:
         """Note a step's; after the last, end this process: saving the states would take longer than all steps."""
         paused, publish = (float(metrics.get(name, 0.0)) for name in ("engine/paused_seconds", "seconds/sync"))
         update, gather = self._seconds["update"], self._seconds["gather"]
-        self._parts.note(paused=paused, publish=publish, update=update, gather=gather, calls=dict(self._calls))
+        self._parts.note(
+            paused=paused, held=self._held, publish=publish, update=update, gather=gather, calls=dict(self._calls)
+        )
         self._seconds.clear()
         self._calls.clear()
         if step == self._last:
@@ -96,7 +100,7 @@ class Publishes:
 
         async def watched_bind(session: WeightSyncSession, **how: Any) -> None:
             await bind(session, **how)
-            self._engine = session.engine
+            self._engine, self._held = session.engine, session.sync.pause == "step"
             append(self._parts.file, kind="about", own_gb=await session.policy.compute(_own_gb))
 
         async def watched_train(step: Step, *args: Any) -> Any:

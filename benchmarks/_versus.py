@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import os
 import random
 import statistics
 import threading
@@ -241,7 +242,7 @@ class Card:
     every: float = 0.1
     """Seconds between two looks."""
     index: int = 0
-    """Which one."""
+    """Which one, of those that CUDA_VISIBLE_DEVICES lets this process see."""
     peak: float | None = None
     """GB, since the last ``mark``."""
     _over: threading.Event = field(default_factory=threading.Event)
@@ -251,7 +252,12 @@ class Card:
         with contextlib.suppress(Exception):  # no driver, or no such package: nothing is measured
             pynvml = importlib.import_module("pynvml")
             pynvml.nvmlInit()
-            handle = pynvml.nvmlDeviceGetHandleByIndex(self.index)
+            name = visible(self.index)
+            handle = (
+                pynvml.nvmlDeviceGetHandleByIndex(int(name))
+                if name.isdigit()
+                else pynvml.nvmlDeviceGetHandleByUUID(name)
+            )
             self._look = lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).used / 1e9
             self.mark()
             threading.Thread(target=self._run, daemon=True).start()
@@ -271,6 +277,12 @@ class Card:
     def _run(self) -> None:
         while not self._over.wait(self.every):
             self.peak = max(self.peak or 0.0, self.now() or 0.0)
+
+
+def visible(index: int) -> str:
+    """What the driver calls a device of this process: a number among all of the host, or a UUID."""
+    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    return names[index] if index < len(names) and names[index] else str(index)
 
 
 def summary(lines: Sequence[Mapping[str, Any]], skipped: int = SKIPPED) -> dict[str, Any]:

@@ -16,8 +16,9 @@ Settings, each with a time limit of its own:
 - ``context``: steps without an engine on long sequences, of two cards that share each, beside one card's.
 
 Steps are measured from beginning to beginning; medians, without the first two. Engines stand still from their pause
-until they sample again, less the optimizer's own time, without the gather of weights that follows it. Each result is a
-line of --out as soon as it is there, and logs are beside it. Exits 1 if a setting failed or a goal was missed.
+until they sample again, less the optimizer's own time where they wait for it, without the gather that follows it. Each
+result is a line of --out as soon as it is there, and logs are beside it. Exits 1 if a setting failed or a goal was
+missed.
 """
 
 from __future__ import annotations
@@ -284,7 +285,7 @@ def publishes(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     steps = [line for line in lines if line["kind"] == "step" and "paused" in line][SKIPPED:]
     if not steps:
         return {}
-    still = [step["paused"] - step["update"] + step["gather"] for step in steps]
+    still = [step["paused"] - (step["update"] - step["gather"] if step["held"] else 0.0) for step in steps]
     medians = {"still": statistics.median(still), "still_most": max(still)}
     medians |= {key: statistics.median(step[key] for step in steps) for key in ("publish", "update", "gather")}
     calls = {name: statistics.median(step["calls"].get(name, 0.0) for step in steps) for name in steps[-1]["calls"]}

@@ -24,13 +24,16 @@ def step(seconds: float, half: str, setting: str) -> dict[str, Any]:
 
 
 def test_an_engine_stands_still_for_the_gather_and_not_for_the_update(pairs: ModuleType) -> None:
-    line = {"kind": "step", "paused": 0.1, "update": 0.08, "gather": 0.01, "publish": 0.025, "calls": {"probe": 0.02}}
+    line = {"kind": "step", "paused": 0.1, "held": True, "update": 0.08, "gather": 0.01, "publish": 0.025}
+    line["calls"] = {"probe": 0.02}
     first = {**line, "paused": 9.0}  # left out: kernels are compiled
     summary = pairs.publishes([{"kind": "about"}, first, first, line, line, {"kind": "step"}])
     assert summary["still_ms"] == pytest.approx(30.0)
     assert summary["still_most_ms"] == pytest.approx(30.0)
     assert summary["gather_ms"] == pytest.approx(10.0)
     assert summary["calls_ms"] == {"probe": 20.0}
+    paused_after = {**line, "held": False, "paused": 0.02}
+    assert pairs.publishes([first, first, paused_after])["still_ms"] == pytest.approx(20.0)
 
 
 def test_no_step_gives_no_publishes(pairs: ModuleType) -> None:
@@ -73,3 +76,12 @@ def test_a_setting_that_failed_is_named(pairs: ModuleType) -> None:
     )
     assert "FAILED sharded: refused" in text
     assert not fine
+
+
+def test_a_card_is_one_of_those_that_the_process_sees(pairs: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    import _versus
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert _versus.visible(1) == "1"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, GPU-3f")
+    assert [_versus.visible(index) for index in range(3)] == ["2", "GPU-3f", "2"]
