@@ -708,14 +708,14 @@ class WeightSyncSession:
         # Wrong bytes that are sampled from leave keys and values that are no numbers, and those can be zeroed only
         # where no request is served meanwhile.
         asks_before = should_verify and self.sync.pause != "never"
-        async with self._probed(ask=asks_before) as asked:
+        async with self._probed(ask=asks_before) as answering:
             sums = await self._sums(mine, should_verify=should_verify)
             version = self._named(version, digest(sums.mine))
             commit.unverified = version
             compare(sums)
         if not should_verify:
             return version, None
-        answers = await (self._behaviour.ask(self.engine) if asked is None else asked)
+        answers = await (self._behaviour.ask(self.engine) if answering is None else answering)
         return version, await self._behaviour.compare(self.engine, version, answers)
 
     @staticmethod
