@@ -158,7 +158,7 @@ def trl(args: argparse.Namespace) -> Iterator[Planned]:
 def cpu(args: argparse.Namespace) -> Iterator[Planned]:
     """What two cores are enough for: the quickstart's recipe, and the same task with vLLM on a CPU."""
     for seed in range(3):
-        yield Planned(set="cpu", task="quickstart", seed=seed, steps=40, recipe=RECIPES / "quickstart.yaml")
+        yield Planned(set="cpu", task="quickstart", seed=seed, steps=20, recipe=RECIPES / "quickstart.yaml")
     yield Planned(set="cpu", task="vllm_cpu", steps=40, recipe=RECIPES / "vllm_cpu.yaml")
 
 
