@@ -24,6 +24,7 @@ RANGES = {
 }
 """Kernels launched within such a range of the host's are of this kind."""
 KINDS = {
+    "collectives": re.compile(r"nccl", re.IGNORECASE),
     "attention": re.compile(r"flash|fmha|attention|sdpa|varlen", re.IGNORECASE),
     "products": re.compile(
         r"gemm|nvjet|cutlass|cublas|xmma|wgmma|matmul|splitk|scaled_mm|aten::(mm|addmm)", re.IGNORECASE

@@ -11,7 +11,6 @@ import torch
 from _step_profile import floor, kept, measured, pairs
 from _versus import append, synchronize
 
-from tandem.model.policy import Compute
 from tandem.trainer.step import Step
 
 
@@ -29,30 +28,31 @@ def profiled(at: int, trace: Path, lines: Path) -> None:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     profiler = torch.profiler.profile(activities=activities)
 
+    # On the thread that computes: the profiler sees the one that it was started on.
+    def begin() -> None:
+        synchronize()
+        profiler.start()
+
+    def end() -> None:
+        synchronize()
+        profiler.stop()
+
     async def watched(self: Step, batch: Any, queued: Any = lambda: None) -> Any:
         nonlocal seen
         seen += 1
         if seen == at:
             _name_updates(self.work.stepper)
-            synchronize()
-            profiler.start()
+            await self.work.policy.compute(begin)
         return await train(self, batch, queued)
 
     async def ended(self: Step, step: int, batch: Any, first: Any) -> Any:
         metrics = await apply(self, step, batch, first)
         if seen == at:
-            synchronize()
-            profiler.stop()
+            await self.work.policy.compute(end)
             _tell(self, batch, profiler, trace, lines)
         return metrics
 
-    Compute.__call__ = _here  # type: ignore[method-assign]
     Step.forward_backward, Step.apply = watched, ended  # type: ignore[method-assign]
-
-
-async def _here(self: Compute, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run on the loop's own thread: the profiler sees the thread that it was started on."""
-    return function(*args, **kwargs)
 
 
 def _tell(step: Step, batch: Any, profiler: Any, trace: Path, lines: Path) -> None:
@@ -79,7 +79,10 @@ def _name_updates(stepper: Any) -> None:
 def _work(step: Step, batch: Any) -> dict[str, int]:
     """What ``floor`` asks for."""
     trained = [p for p in step.work.policy.model.parameters() if p.requires_grad]
-    states = [t for t in step.work.stepper.state_dict().values() if isinstance(t, torch.Tensor)]
+    stepper = step.work.stepper
+    # A rank's own share: whole states would be gathered from the others, which are not asked.
+    held = stepper.local_states() if hasattr(stepper, "local_states") else stepper.state_dict()
+    states = [t for t in held.values() if isinstance(t, torch.Tensor)]
     return {
         "tokens": sum(len(m.tokens_T) for m in batch.micro),
         "trained": sum(len(m.targets_N) for m in batch.micro),

@@ -76,7 +76,7 @@ def child(args: argparse.Namespace) -> int:
         if args.trace:
             from _step_watch import profiled
 
-            profiled(args.times, args.trace, args.lines)
+            profiled(len(shapes) * args.times, args.trace, args.lines)  # the last time of the last batch
         asyncio.run(run.train(loaded.config, resume=None))
     return 0
 
@@ -115,7 +115,7 @@ def case(args: argparse.Namespace, text: str, deadline: float) -> tuple[list[dic
 
 
 def by_batch(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A record for each kind of batch, in the order in which they came; a profile is one too."""
+    """A record for each kind of batch, in the order in which they came; a profile, of the last one, is one too."""
     about = {key: value for line in lines if line["kind"] == "about" for key, value in line.items() if key != "kind"}
     steps = [line for line in lines if line["kind"] == "step"]
     records = []

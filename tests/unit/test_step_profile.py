@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -64,6 +66,33 @@ def test_kernels_are_told_by_what_launched_them_and_else_by_name(profiles: Modul
     )
     assert times["span_ms"] == pytest.approx(2.0)
     assert times["idle_ms"] == pytest.approx(0.1 + 0.7)  # two kernels at once are busy once
+
+
+@pytest.mark.long
+def test_a_step_of_ranks_that_share_sequences_is_profiled(tmp_path: Path) -> None:
+    lines = tmp_path / "profile.jsonl"
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "step_gpu.py"),
+        "profile",
+        "--shape",
+        "tiny",
+        "--out",
+        str(lines),
+    ]
+    command += ["--lengths", "64", "--equal", "128", *["--groups", "1", "--siblings", "2", "--tokens", "16", "--prompt", "40"]]
+    command += [
+        "--case",
+        "divided lengths ranks=2 distributed.context_parallel=2",
+        "--trace",
+        str(tmp_path / "trace.gz"),
+    ]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    *_, profile = (json.loads(line) for line in lines.read_text().splitlines())
+    assert profile["batch"] == "profile"
+    assert profile["work"]["tokens"] == 126, "of the two sequences of 64 tokens, not of the comparison's batch"
+    assert profile["ms"]["optimizer"] > 0
 
 
 def test_pairs_are_those_that_attention_computes(profiles: ModuleType) -> None:
