@@ -71,10 +71,11 @@ def test_kernels_are_told_by_what_launched_them_and_else_by_name(profiles: Modul
 @pytest.mark.long
 def test_a_step_of_ranks_that_share_sequences_is_profiled(tmp_path: Path) -> None:
     lines = tmp_path / "profile.jsonl"
-    case = "divided lengths ranks=2 distributed.context_parallel=2"
-    words = "profile --shape tiny --lengths 64 --equal 128 --groups 1 --siblings 2 --tokens 16 --prompt 40".split()
-    command = [sys.executable, str(ROOT / "benchmarks" / "step_gpu.py"), *words]
-    command += ["--case", case, "--out", str(lines), "--trace", str(tmp_path / "trace.gz")]
+    options = {"shape": "tiny", "lengths": 64, "equal": 128, "groups": 1, "siblings": 2, "tokens": 16, "prompt": 40}
+    options |= {"case": "divided lengths ranks=2 distributed.context_parallel=2", "out": lines}
+    options |= {"trace": tmp_path / "trace.gz"}
+    command = [sys.executable, str(ROOT / "benchmarks" / "step_gpu.py"), "profile"]
+    command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
     run = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     *_, profile = (json.loads(line) for line in lines.read_text().splitlines())
