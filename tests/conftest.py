@@ -208,7 +208,9 @@ def passes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="session")
 def nursery(passes: Path) -> Iterator[Nursery]:
     """Starts whole runs as processes of their own without their imports."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # runs are hung up on, also where tests run under nohup
     with Nursery(passes=passes) as nursery:
+        signal.signal(signal.SIGHUP, before)
         yield nursery
 
 
