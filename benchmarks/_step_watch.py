@@ -11,6 +11,7 @@ import torch
 from _step_profile import floor, kept, measured, pairs
 from _versus import append, synchronize
 
+from tandem.distributed.state_shards import SharesStates
 from tandem.trainer.step import Step
 
 
@@ -81,7 +82,7 @@ def _work(step: Step, batch: Any) -> dict[str, int]:
     trained = [p for p in step.work.policy.model.parameters() if p.requires_grad]
     stepper = step.work.stepper
     # A rank's own share: whole states would be gathered from the others, which are not asked.
-    held = stepper.local_states() if hasattr(stepper, "local_states") else stepper.state_dict()
+    held = stepper.local_states() if isinstance(stepper, SharesStates) else stepper.state_dict()
     states = [t for t in held.values() if isinstance(t, torch.Tensor)]
     return {
         "tokens": sum(len(m.tokens_T) for m in batch.micro),
