@@ -225,7 +225,7 @@ class Pairs(Bench):
         limit, length = min(self._limit(setting, goes_on=True), self.left()), self.args.length
         records, log = self.logs / "context.jsonl", self.logs / "context.log"
         records.unlink(missing_ok=True)
-        fits = "checkpointing=full"
+        fits = f"checkpointing=full micro_batch_tokens={length}"  # a card computes one sequence's worth at once
         # The recipe of made-up groups says nothing of their lengths, by which a run would choose local sums.
         divided = f"{RANKS} distributed.context_parallel={CARDS} distributed.gradients=local"
         cases = [f"alone lengths {fits}", f"divided lengths {fits} {divided}"]

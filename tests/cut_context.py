@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
+from unittest.mock import patch
 
+import standing
 import torch
 import torch.distributed as dist
 from cut_weights import mesh_of, plain
 from served import trained
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from tandem.distributed.context_parallel import ContextPart
 from tandem.distributed.sharded_weights import ShardedWeights
-from tandem.model import attention
-from tandem.model.layers import tune
+from tandem.model import _varlen, attention, compilation
+from tandem.model.layers import decoder_layers, tune
 from tandem.model.logprobs import token_logprobs
 from tandem.model.plans import Packed, sequential_positions
 
@@ -43,7 +45,31 @@ def gradient(
     rank: int, name: str, row: str, only: tuple[int, int], checkpointing: bool, sharded: bool
 ) -> dict[str, float]:
     """Errors of logprobs and, as shares of the largest element, of gradients; trained tokens are those of ``only``."""
-    plan, model = ROWS[row], made(name)
+    model = made(name)
+    if checkpointing:
+        tune(model, compile=False, checkpointing="full")
+    return compared(rank, model, made(name), ROWS[row], only, sharded)
+
+
+def in_one_graph(rank: int, name: str, rows: list[str]) -> tuple[list[dict[str, float]], dict[str, int]]:
+    """The same of compiled layers, for each of several rows, and what the compiler made and the kernel was asked."""
+    model = made(name)
+    errors = []
+    with (
+        patch.object(compilation, "missing", lambda device: None),
+        patch.object(_varlen, "_KERNEL", _varlen.Kernel(standing.operation)),
+        patch.object(_varlen, "unfit", lambda dtype, device: None),
+    ):
+        tune(model, compile=True, checkpointing="full", backend="aot_eager")
+        for row in rows:
+            errors.append(compared(rank, model, made(name), ROWS[row], (0, 1000), False))
+            model.zero_grad()
+    counts = {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
+    return errors, counts | {"layers": len(decoder_layers(model)), "backward": standing.calls.count("backward")}
+
+
+def compared(rank: int, model: Any, whole: Any, plan: Packed, only: tuple[int, int], sharded: bool) -> dict[str, float]:
+    """Errors of a model whose row all ranks share, against one that computes the whole row."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, 250, (sum(plan.lengths),), generator=generator)
     predict = torch.arange(len(tokens))[slice(*only)]
@@ -52,13 +78,10 @@ def gradient(
     weights_N = torch.rand(len(predict), generator=generator)
     positions = torch.tensor(sequential_positions(plan))
 
-    whole = copy.deepcopy(model)
     hidden = plain(whole, tokens[None], positions[None], plan)[0].index_select(0, predict)
     expected, _ = token_logprobs(hidden, whole.lm_head.weight, targets, bias=whole.lm_head.bias)
     loss(expected, weights_N).backward()
 
-    if checkpointing:
-        tune(model, compile=False, checkpointing="full")
     compute = ShardedWeights(model, mesh_of((dist.get_world_size(),))).hidden if sharded else hidden_of(model)
     part = ContextPart.of(plan, tokens, positions, predict, dist.group.WORLD)
     own, _ = token_logprobs(part.hidden(compute), model.lm_head.weight, part.own(targets), bias=model.lm_head.bias)

@@ -23,7 +23,7 @@ from tandem.config.sections import Distributed
 from tandem.distributed import flight_recorder
 from tandem.distributed.group import DataGroup
 from tandem.distributed.sharding import ShardedStepper
-from tandem.model.context import heads_of_row, joined, tokens_of_rank
+from tandem.model.context import heads_of_row, joined, named, tokens_of_rank
 from tandem.optimizers.adamw import AdamW
 from tandem.trainer.rank_parts import RankParts
 from tandem.transport.rendezvous import Rendezvous, serve
@@ -143,8 +143,8 @@ def exchanges(group: ProcessGroup, rank: int, device: torch.device) -> list[Any]
         (values(10 * part + rank, 1, heads, 6, 8, device=device) / 8).requires_grad_()
         for part, heads in enumerate((4, 2, 2))
     )
-    q, k, v = heads_of_row(query, key, value, group)
-    out = tokens_of_rank((q + k.repeat_interleave(2, 1) * v.repeat_interleave(2, 1)).transpose(1, 2), group)
+    q, k, v = heads_of_row(query, key, value, named(group))
+    out = tokens_of_rank((q + k.repeat_interleave(2, 1) * v.repeat_interleave(2, 1)).transpose(1, 2), named(group))
     logprobs = joined(out.sum((0, 2, 3)), torch.arange(6, device=device) + 6 * rank, 12, group)
     (logprobs * torch.arange(12, device=device)).sum().backward()
     return [one.detach().cpu().tolist() for one in (q, k, v, out, logprobs, query.grad, key.grad, value.grad)]  # type: ignore[union-attr]

@@ -30,6 +30,18 @@ def test_logprobs_and_gradients_are_those_of_one_process(
         assert max(errors.values()) < 1e-6, errors
 
 
+@pytest.mark.slow
+def test_a_compiled_layer_has_the_exchange_and_the_kernel_in_its_graph() -> None:
+    rows = ["tree", "one sequence", "shorter than the ranks"]
+    for errors, counts in on_ranks(2, cut_context.in_one_graph, "two key heads", rows):
+        for each in errors:
+            assert each.pop("logprobs") < 5e-6
+            assert max(each.values()) < 1e-6, each
+        assert counts["breaks"] == 0
+        assert counts["graphs"] == 2, "with shared parts and without"
+        assert counts["backward"] == len(rows) * counts["layers"]
+
+
 @pytest.mark.parametrize(("query_heads", "key_heads", "ranks"), [(4, 2, 3), (12, 4, 6), (4, 4, 8)])
 def test_heads_that_cannot_be_shared_are_refused_with_what_fits(query_heads: int, key_heads: int, ranks: int) -> None:
     message = rf"some\.option: {ranks} processes cannot share {query_heads} query heads.*use one of 1, 2"

@@ -14,6 +14,7 @@ from tiers import long_but
 
 from tandem.config import registry as resolve
 from tandem.config.loading import RunConfig, load
+from tandem.config.sections import Distributed
 from tandem.envs.arithmetic import Arithmetic
 from tandem.errors import ConfigError, DoesNotFit
 from tandem.machine import Machine
@@ -102,6 +103,18 @@ def test_it_chooses_what_a_search_through_everything_finds(planners: Any, on_hos
             assert len(fitted.messages) == 3
         seen.add(expected and expected[:4])
     assert len(seen) > 3, seen
+
+
+def test_a_rank_that_shares_sequences_computes_a_part_of_them(planners: Any) -> None:
+    planner, own = planners[False], recipe(micro_batch_tokens=1 << 20, sampling=Sampling(max_tokens=1200))
+    shared = replace(own, ranks=2, distributed=Distributed(context_parallel=2))
+    whole, part = planner.step_tokens(own), planner.step_tokens(shared)
+    assert whole <= 2 * part <= whole + 1
+    assert budgets(planner, shared, ())[-1] == part
+    assert budgets(planner, shared, ())[0] < sum(planner.longest(own)), "half of a sequence"
+    plans = planner.plan(own), planner.plan(shared)
+    of_whole, of_part = (next(line.bytes for line in plan.lines if line.name == "activations") for plan in plans)
+    assert 0.45 < of_part / of_whole < 0.55
 
 
 def with_free(planner: memory.Planner, free: int) -> memory.Planner:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from tiny import live_policy
 
 from tandem.config import registry as resolve
 from tandem.config.loading import RunConfig
+from tandem.config.sections import Distributed
 from tandem.envs.arithmetic import Arithmetic
 from tandem.model import layers
 from tandem.model.attention import NAME
@@ -172,3 +173,12 @@ def test_an_update_takes_what_is_told(kind: str, precision: str, dtype: torch.dt
     assert update_bytes(optimizer, weight.numel(), dtype.itemsize) == pytest.approx(
         sum(peak.values()), rel=0.1, abs=4096
     )
+
+
+def test_ranks_that_share_sequences_have_as_many_tokens_each_as_one_that_does_not(tiny_model: Path) -> None:
+    config = recipe(dtype="float32", micro_batch_tokens=20 + 4 * 32)
+    shared = replace(config, ranks=2, distributed=Distributed(context_parallel=2))
+    groups = [group(0, 20, 33), group(1, 20, 33)]
+    with live_policy(tiny_model) as policy:
+        assert len(packer(config, policy)(groups, version=0).micro) == 2
+        assert len(packer(shared, policy, ranks=2)(groups, version=0).micro) == 1

@@ -121,8 +121,8 @@ class RunConfig:
     """What a run does with its memory plan, before weights load: check it against what is free, or also choose
     micro_batch_tokens, checkpointing and the states of adamw so that it fits. What the recipe sets is kept."""
     micro_batch_tokens: int = 1024
-    """Most tokens of one forward and backward; lowers memory, changes no result. With memory: fit the most it may
-    choose, where it is set."""
+    """Most tokens that a rank computes in one forward and backward; lowers memory, changes no result. With memory: fit
+    the most it may choose, where it is set."""
     compile: bool | Literal["auto"] = "auto"
     """Compile the model's layers for the training pass: auto where they run on CUDA and the machine has a compiler."""
     checkpointing: Literal["none", "selective", "full"] = "none"

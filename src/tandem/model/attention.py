@@ -69,6 +69,9 @@ def attend(
     if spans is not None:
         window = None if sliding_window is not None and spans.most_keys <= sliding_window else sliding_window
         if _varlen.misfit(query, key, value, scaling, dropout, window) is None:
+            if isinstance(plan, ContextPacked):
+                heads = heads_of_row(query, key, value, plan.name)
+                return tokens_of_rank(_varlen.attend(*heads, scaling, window, spans), plan.name), None
             return _varlen.attend(query, key, value, scaling, window, spans), None
     return _between(module, query, key, value, scaling, dropout, sliding_window, plan), None
 
@@ -93,8 +96,8 @@ def _between(
     if isinstance(plan, Decode):
         return _decode(module, query, key, value, scaling, window, plan)
     if isinstance(plan, ContextPacked):
-        heads = heads_of_row(query, key, value, plan.group)
-        return tokens_of_rank(_packed(module, *heads, scaling, dropout, window, plan.whole), plan.group)
+        heads = heads_of_row(query, key, value, plan.name)
+        return tokens_of_rank(_packed(module, *heads, scaling, dropout, window, plan.whole), plan.name)
     return _packed(module, query, key, value, scaling, dropout, window, plan)
 
 

@@ -1,13 +1,16 @@
 """Context parallel attention by Ulysses (arXiv 2309.14509): a packed row whose tokens are divided among ranks.
 
 Each rank computes everything but attention for a run of the row's tokens. Around attention, ranks exchange: tokens of
-all heads against all tokens of some heads, so that attention itself is that of the whole row, prefix tree and all.
+all heads against all tokens of some heads, so that attention itself is that of the whole row, prefix tree and all. The
+exchange is an operation of torch's own kind, so that a compiled layer has it, and attention, within its one graph.
 
 Shapes: N ranks, t tokens of each, T = N * t, H query heads, K key/value heads, D head size.
 """
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +26,24 @@ from tandem.model.plans import Packed
 CONTEXT_PARALLEL = "distributed.context_parallel"
 """The option, as errors call it."""
 
+_GROUPS: weakref.WeakValueDictionary[str, ProcessGroup] = weakref.WeakValueDictionary()
+_NAMES = (f"context-{n}" for n in itertools.count())
+
+
+def named(group: ProcessGroup) -> str:
+    """A group's name within this process, which stands for it in compiled layers: those take no objects."""
+    for name, known in _GROUPS.items():
+        if known is group:
+            return name
+    name = next(_NAMES)
+    _GROUPS[name] = group
+    return name
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _size(group: str) -> int:
+    return _GROUPS[group].size()
+
 
 # Not frozen: see Packed.
 @dataclass(slots=True, kw_only=True)
@@ -33,6 +54,8 @@ class ContextPacked:
     """The row of all ranks; padding is a segment of its own, which nothing continues."""
     group: ProcessGroup
     """The ranks that share the row, in the order of its tokens."""
+    name: str
+    """The group's, see ``named``."""
     num_tokens: int
     """Of the row without padding."""
 
@@ -48,7 +71,7 @@ class ContextPacked:
         num_tokens = sum(plan.lengths)
         padding = -num_tokens % group.size()
         whole = Packed(lengths=(*plan.lengths, padding), parents=(*plan.parents, None)) if padding else plan
-        return cls(whole=whole, group=group, num_tokens=num_tokens)
+        return cls(whole=whole, group=group, name=named(group), num_tokens=num_tokens)
 
     @property
     def each(self) -> int:
@@ -92,56 +115,62 @@ def _shareable(query_heads: int, key_heads: int, processes: int) -> bool:
     return not query_heads % processes and not (key_heads % processes and processes % key_heads)
 
 
-def heads_of_row(query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """All tokens of this rank's heads: (1, H, t, D) and (1, K, t, D) -> (1, H/N, T, D) and (1, max(1, K/N), T, D)."""
-    ranks = group.size()
+def heads_of_row(query: Tensor, key: Tensor, value: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:
+    """All tokens of this rank's heads: (1, H, t, D) and (1, K, t, D) -> (1, H/N, T, D) and (1, max(1, K/N), T, D).
+
+    Args:
+        query: of this rank's tokens.
+        key: of this rank's tokens.
+        value: of this rank's tokens.
+        group: the name of the ranks' group.
+    """
+    ranks = _size(group)
     check_heads(query.shape[1], key.shape[1], ranks, option=CONTEXT_PARALLEL)
     copies = max(1, ranks // key.shape[1])
     if copies > 1:  # of each key head there is one on every rank that has some of its query heads
         key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
-    parts_NhtD = [x[0].unflatten(0, (ranks, -1)) for x in (query, key, value)]
-    # All three by one exchange: ranks meet in each, which costs more than the bytes of keys and values.
-    together = _exchanged(torch.cat([part.flatten(1) for part in parts_NhtD], dim=1), group)
-    exchanged = together.split([part[0].numel() for part in parts_NhtD], dim=1)
+    parts_NthD = [x[0].unflatten(0, (ranks, -1)).transpose(1, 2) for x in (query, key, value)]
+    # All three by one exchange: ranks meet in each, which costs more than the bytes of keys and values. A token's heads
+    # lie together, so that blocks that come one after another are the row, and nothing is copied into its order.
+    blocks_NthD = torch.cat(parts_NthD, dim=2)
+    heads_ThD = _exchanged(blocks_NthD, group).flatten(0, 1)
     query, key, value = (
-        x.unflatten(1, part.shape[1:]).transpose(0, 1).flatten(1, 2)[None]
-        for x, part in zip(exchanged, parts_NhtD, strict=True)
+        x.transpose(0, 1)[None] for x in heads_ThD.split([part.shape[2] for part in parts_NthD], dim=1)
     )
     return query, key, value
 
 
-def tokens_of_rank(out: Tensor, group: ProcessGroup) -> Tensor:
+def tokens_of_rank(out: Tensor, group: str) -> Tensor:
     """All heads of this rank's tokens: (1, T, H/N, D) -> (1, t, H, D)."""
-    ranks = group.size()
-    blocks = out[0].unflatten(0, (ranks, -1)).contiguous()
-    heads_NthD = _exchanged(blocks, group)
+    blocks_NthD = out[0].unflatten(0, (_size(group), -1))
+    heads_NthD: Tensor = _exchanged(blocks_NthD, group)
     return heads_NthD.transpose(0, 1).flatten(1, 2)[None]
 
 
-def _exchanged(blocks: Tensor, group: ProcessGroup) -> Tensor:
+@torch.library.custom_op("tandem::exchanged", mutates_args=(), schema="(Tensor blocks, str group) -> Tensor")
+def _exchanged(blocks: Tensor, group: str) -> Tensor:
     """Block r, along the first dimension, goes to rank r; what came from rank r is block r."""
-    exchanged: Tensor = _Exchanged.apply(blocks, group)  # type: ignore[no-untyped-call]
-    return exchanged
-
-
-class _Exchanged(torch.autograd.Function):
-    """All-to-all, which is its own transpose."""
-
-    @staticmethod
-    def forward(ctx: Any, blocks: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_to_all(blocks, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _all_to_all(grads[0].contiguous(), ctx.group), None
-
-
-def _all_to_all(blocks: Tensor, group: ProcessGroup) -> Tensor:
+    blocks = blocks.contiguous()
     out = torch.empty_like(blocks)
-    group.alltoall_base(out, blocks, [], [], AllToAllOptions()).wait()
+    _GROUPS[group].alltoall_base(out, blocks, [], [], AllToAllOptions()).wait()
     return out
+
+
+@_exchanged.register_fake
+def _(blocks: Tensor, group: str) -> Tensor:
+    return blocks.new_empty(blocks.shape)
+
+
+def _note_group(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
+    ctx.group = inputs[1]
+
+
+def _back(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    """All-to-all is its own transpose."""
+    return _exchanged(grad, ctx.group), None
+
+
+_exchanged.register_autograd(_back, setup_context=_note_group)
 
 
 def joined(values_M: Tensor, at_M: Tensor, num: int, group: ProcessGroup) -> Tensor:

@@ -21,6 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from tandem.errors import ConfigError
 from tandem.model import _varlen, compilation
 from tandem.model.compilation import Compile
+from tandem.model.context import ContextPacked
 from tandem.model.plans import Decode, Packed
 
 log = logging.getLogger(__name__)
@@ -90,7 +91,8 @@ class _Way:
             # Not before: the weights may have moved to another device after they were loaded.
             self._choose(compilation.decide(self._compile, hidden.device), hidden)
         # The kernel is within the layer's only graph then.
-        spans = {"spans": plan.spans(hidden.device)} if self._whole and isinstance(plan, Packed) else {}
+        row = plan.whole if isinstance(plan, ContextPacked) else plan
+        spans = {"spans": row.spans(hidden.device)} if self._whole and isinstance(row, Packed) else {}
         try:
             assert self._scores is not None
             run = self._trainable if torch.is_grad_enabled() else self._scores

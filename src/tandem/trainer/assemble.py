@@ -454,7 +454,7 @@ def packer(config: RunConfig, policy: Policy, *, ranks: int = 1) -> Packer:
         advantage=_advantage(config),
         reduction=config.loss.reduction,
         max_tokens=config.sampling.max_tokens,
-        budget=config.micro_batch_tokens,
+        budget=config.micro_batch_tokens * config.distributed.context_parallel,
         mask_truncated=config.truncated == "mask",
         device=policy.device if ranks == 1 else torch.device("cpu"),  # from which they are sent to their ranks
         width=policy.config.hidden_size,

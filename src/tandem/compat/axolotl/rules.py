@@ -219,7 +219,7 @@ def _batch(recipe: AxolotlRecipe) -> int:
         )
     recipe.put("groups_per_step", max(groups, 1), "gradient_accumulation_steps", "micro_batch_size")
     recipe.put("group_size", size, "trl.num_generations")
-    recipe.put("micro_batch_tokens", micro * tokens, "micro_batch_size")
+    recipe.put("micro_batch_tokens", -(-micro * tokens * recipe.batches // recipe.ranks), "micro_batch_size")
     return max(groups, 1)
 
 

@@ -118,7 +118,7 @@ def budgets(run: Planner, config: RunConfig, set_options: Collection[str]) -> li
     """Micro-batches that are tried, in tokens, ascending: a step in one, two, three, four, six, eight and so on."""
     whole = run.step_tokens(config)
     most = min(whole, config.micro_batch_tokens) if "micro_batch_tokens" in set_options else whole
-    least = min(most, max(SMALLEST, sum(run.longest(config))))
+    least = min(most, max(SMALLEST, sum(run.longest_part(config))))
     sizes = [most]
     for parts in (n << power for power in range(whole.bit_length()) for n in (2, 3)):
         size = -(-most // parts)

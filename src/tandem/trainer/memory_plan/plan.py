@@ -403,14 +403,21 @@ class Planner:
         room = max(1, context(config, self.model_config) - self.prompt_tokens)
         return self.prompt_tokens, min(room, turns * config.sampling.max_tokens)
 
-    def step_tokens(self, config: RunConfig) -> int:
-        """Tokens of a step whose answers are all of the longest."""
+    def longest_part(self, config: RunConfig) -> tuple[int, int]:
+        """What a rank computes of the longest prompt and answer: all of it, or its part where ranks share sequences."""
         prompt, answer = self.longest(config)
-        return config.groups_per_step * (prompt + config.group_size * (answer - 1))
+        shared = config.distributed.context_parallel
+        return -(-prompt // shared), -(-answer // shared)
+
+    def step_tokens(self, config: RunConfig) -> int:
+        """Tokens of a step whose answers are all of the longest; a rank's part of them where ranks share sequences."""
+        prompt, answer = self.longest(config)
+        whole = config.groups_per_step * (prompt + config.group_size * (answer - 1))
+        return -(-whole // config.distributed.context_parallel)
 
     def _training(self, config: RunConfig) -> list[MemoryLine]:
         """What a forward and backward take."""
-        prompt, answer = self.longest(config)
+        prompt, answer = self.longest_part(config)
         budget = min(config.micro_batch_tokens, self.step_tokens(config))
         layout = Layout.of(tokens=budget, prompt=prompt, answer=answer, siblings=config.group_size)
         each_pass = self.modelled.run(config, layout)
