@@ -27,6 +27,7 @@ from tandem.engines.vllm.protocol import (
     framed,
     frames,
 )
+from tandem.engines.vllm.server import many
 from tandem.engines.vllm.server.routes import Routes
 from tandem.errors import Deadline, EngineError
 from tandem.observability import waits
@@ -47,6 +48,7 @@ class Engine:
         self.vllm = FakeClient(counts=True)
         self.waves = Waves()
         self.paths: list[str] = []
+        self.sent: list[bytes] = []
         self.server: Any = None
         self.routes = Routes(None)
         self._app = SimpleNamespace(state=SimpleNamespace(engine_client=self.vllm))
@@ -69,6 +71,7 @@ class Engine:
                 response.set_status(message["status"])
                 await response.prepare(request)
             else:
+                self.sent += [message["body"]] if message["body"] else []
                 await response.write(message["body"])
 
         scope = {"type": "http", "method": request.method, "path": request.path, "headers": [], "app": self._app}
@@ -117,6 +120,30 @@ def run(body: Callable[[Engine], Awaitable[None]]) -> None:
             await body(engine)
 
     asyncio.run(main())
+
+
+def test_answers_that_come_one_after_another_are_sent_together_and_the_last_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(many, "TICK", 0.3)
+
+    async def body(e: Engine) -> None:
+        some = [e.ask([1, 2, 3], seed, tokens=seed) for seed in (1, 2, 3, 4)]
+        await e.with_vllm(4)
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(0.3 - loop.time() % 0.3)  # a tick begins
+        for _ in range(3):
+            await e.vllm.step()
+            await asyncio.sleep(0.02)
+        assert not e.sent
+        await asyncio.gather(*some[:3])
+        assert len(e.sent) == 1
+        begun = loop.time()
+        await e.vllm.step()
+        await some[3]
+        assert loop.time() - begun < 0.15, "nothing else is waited for"
+
+    run(body)
 
 
 def test_what_is_asked_in_one_turn_is_one_request_and_each_answer_its_own() -> None:

@@ -18,6 +18,9 @@ from tandem.engines.vllm.server.limits import EngineLimits
 
 MOST = 4096
 """Answers of one request."""
+TICK = 0.02
+"""Seconds between the moments at which answers are sent, those of all requests alike: a turn of the client's event loop
+costs it about as much as an answer, and takes all that came."""
 
 
 class ManyAnswers:
@@ -123,7 +126,11 @@ class _Answers:
         self._tasks.pop(number, None)
         self._left -= 1
         self._ready.append(frame)
-        self._changed.set()
+        if not self._left:  # a request's last answer waits for no other
+            self._changed.set()
+        elif len(self._ready) == 1:
+            loop = asyncio.get_running_loop()
+            loop.call_at((loop.time() // TICK + 1) * TICK, self._changed.set)
 
     async def give_out(self, send: Send, *ends: asyncio.Future[Any]) -> None:
         """Send what is there, until nothing is left; ``ends`` are the client's going away and a stop."""
@@ -134,8 +141,9 @@ class _Answers:
             await self._changed.wait()
             self._changed.clear()
             self._end(*ends)
-            ready, self._ready = b"".join(self._ready), []
-            await send({"type": "http.response.body", "body": ready, "more_body": True})
+            if self._ready:
+                ready, self._ready = b"".join(self._ready), []
+                await send({"type": "http.response.body", "body": ready, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
     def _end(self, gone: asyncio.Future[Any], stopped: asyncio.Future[Any]) -> None:
