@@ -84,6 +84,7 @@ def wobble(policy: Policy, trainable: Trainable) -> Callable[[], None]:
 
 async def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Publish, and tell what was seen."""
+    begun = time.monotonic()
     trainable, compute = WHAT[args.what](), Compute(args.threads)
     size = (
         {"gpu_memory_utilization": 0.04, "kv_cache_gb": 1.0}
@@ -117,7 +118,7 @@ async def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         async with link, link.open(PolicyVersion(step=0, digest="")):
             if args.record:
                 record(args.record, args, readings[0])
-            update, begun = wobble(policy, trainable), time.monotonic()
+            update = wobble(policy, trainable)
             while done < args.publishes and time.monotonic() - begun < 60 * args.minutes:
                 at = time.monotonic()
                 try:
@@ -178,7 +179,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     local = ROOT / ".venv-engine" / "bin" / "python"
     parser.add_argument("--publishes", type=int, default=200)
-    parser.add_argument("--minutes", type=float, default=600.0, help="end after that, with what was done")
+    parser.add_argument("--minutes", type=float, default=600.0, help="all of it; what was done by then is told")
     parser.add_argument("--what", choices=sorted(WHAT), default="full")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--model", type=Path, default=ROOT / ".cache" / "smollm2")

@@ -36,6 +36,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from fault_cases import WAYS, Fault, NotInjected, caught_by
 
+from tandem.distributed.placement import visible_accelerators
 from tandem.engines.base import EngineRequirements, ReceivesBroadcast
 from tandem.engines.vllm.spec import Vllm
 from tandem.errors import EngineError, SyncError
@@ -438,7 +439,7 @@ async def run(args: argparse.Namespace, folder: Path, report: Callable[[Outcome]
         linger_seconds=5.0,
         seeded=True,
         replicas=args.ranks,
-        devices=tuple(str(rank) for rank in range(args.ranks)) if CUDA and args.ranks > 1 else (),
+        devices=tuple(visible_accelerators(os.environ)[: args.ranks]) if CUDA and args.ranks > 1 else (),
         args=alone,
     )
     requirements = EngineRequirements(
