@@ -230,7 +230,7 @@ def test_compiled_arithmetic_gives_the_same_from_one_code_for_any_number_of_toke
     torch._dynamo.reset()
     counters.clear()
     graphs = []
-    for n in (50, 33, 7):
+    for n in (50, 33, 7, 600, 520):
         hidden, weight, *rest = case(n)
         args = (hidden.to(dtype), weight.to(dtype), *rest)
         options = {"entropy": True, "tile": 64 * n, "frozen": frozen}
@@ -240,5 +240,6 @@ def test_compiled_arithmetic_gives_the_same_from_one_code_for_any_number_of_toke
             assert theirs is not None
             assert relative(ours, theirs.double()) < (1e-6 if dtype is torch.float32 else 2e-3)
         graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs == [2 + frozen] * 3, "one forward, one backward; one for both with a frozen weight"
+    each = 2 + frozen  # one forward, one backward; one for both with a frozen weight
+    assert graphs == [each] * 3 + [2 * each] * 2, "of few rows and of many"
     torch._dynamo.reset()

@@ -34,6 +34,9 @@ _TILE_CPU = 3 << 20
 _TILE_GPU = 64 << 20
 """Logits held at once on an accelerator: 256 MB of float32, enough to fill it."""
 
+_FEW = 512
+"""Rows of a tile: of fewer, a GPU of 256 multiprocessors has not two for each."""
+
 
 def token_logprobs(
     hidden_NH: Tensor,
@@ -191,9 +194,13 @@ def _penalised(logits_NW: Tensor, part: Part) -> Tensor | None:
 
 
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled for any number of rows and columns."""
-    fast: Callable[..., Any] = torch.compile(function, dynamic=True)
+def _compiled(function: Callable[..., Any], few: bool) -> Callable[..., Any]:
+    """Compiled for any number of rows and columns, for few rows apart."""
+    # The compiler chooses by the sizes that it sees first: each of few rows it divides among several blocks of a GPU,
+    # which takes twelve times as long for thousands of rows.
+    fast: Callable[..., Any] = torch.compile(
+        function, dynamic=True, backend=compilation.apart("inductor") if few else "inductor"
+    )
     return fast
 
 
@@ -227,7 +234,7 @@ class _Tiles:
         narrow = self.hidden_NH.new_empty(num * width)
         widened = self.temperature_N1.dtype != narrow.dtype and not self._compile
         wide = self.temperature_N1.new_empty(num * width) if widened else None
-        run = _compiled(function) if self._compile else function
+        run = _compiled(function, num < _FEW) if self._compile else function
         for start in range(0, vocab, width):
             end = min(vocab, start + width)
             size = num * (end - start)
