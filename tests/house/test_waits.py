@@ -49,7 +49,7 @@ ALLOWED = {
     "broker/producer.py:_unless": "it is done",
     "transport/collective.py:connect": "it is done",
     "transport/collective.py:behind": "on CUDA it queues; gloo's has the group's deadline",
-    "model/context.py:_all_to_all": "on CUDA it queues; gloo's has the group's deadline",
+    "model/context.py:_exchanged": "on CUDA it queues; gloo's has the group's deadline",
     "model/context.py:forward": "on CUDA it queues; gloo's has the group's deadline",
     "distributed/group.py:wait": "gloo has the group's deadline; NCCL's queues on CUDA",
     # What tells of waits.
