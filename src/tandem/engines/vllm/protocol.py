@@ -483,7 +483,7 @@ def siblings(request: Generate) -> SiblingRequests:
 
 
 class Many(Body):
-    """POST /generate/many: answered by a frame for each answer, as soon as it is there."""
+    """POST /generate/many: answered by a frame for each answer, within 20 ms of its end."""
 
     id: Text
     """By which answers are taken back."""
