@@ -125,13 +125,13 @@ def run(body: Callable[[Engine], Awaitable[None]]) -> None:
 def test_answers_that_come_one_after_another_are_sent_together_and_the_last_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(many, "TICK", 0.3)
+    monkeypatch.setattr(many, "TICK", 1.0)
 
     async def body(e: Engine) -> None:
         some = [e.ask([1, 2, 3], seed, tokens=seed) for seed in (1, 2, 3, 4)]
         await e.with_vllm(4)
         loop = asyncio.get_running_loop()
-        await asyncio.sleep(0.3 - loop.time() % 0.3)  # a tick begins
+        await asyncio.sleep(1.0 - loop.time() % 1.0)  # a tick begins
         for _ in range(3):
             await e.vllm.step()
             await asyncio.sleep(0.02)
@@ -141,7 +141,7 @@ def test_answers_that_come_one_after_another_are_sent_together_and_the_last_at_o
         begun = loop.time()
         await e.vllm.step()
         await some[3]
-        assert loop.time() - begun < 0.15, "nothing else is waited for"
+        assert loop.time() - begun < 0.5, "nothing else is waited for"
 
     run(body)
 
