@@ -5,6 +5,7 @@ from __future__ import annotations
 import cut_context
 import pytest
 from ranks import on_ranks
+from tiers import long_but
 
 from tandem.errors import ConfigError
 from tandem.model.context import check_heads
@@ -31,14 +32,14 @@ def test_logprobs_and_gradients_are_those_of_one_process(
 
 
 @pytest.mark.slow
-def test_a_compiled_layer_has_the_exchange_and_the_kernel_in_its_graph() -> None:
-    rows = ["tree", "one sequence", "shorter than the ranks"]
+@pytest.mark.parametrize("rows", long_but([["tree"], ["tree", "one sequence", "shorter than the ranks"]], ["tree"]))
+def test_a_compiled_layer_has_the_exchange_and_the_kernel_in_its_graph(rows: list[str]) -> None:
     for errors, counts in on_ranks(2, cut_context.in_one_graph, "two key heads", rows):
         for each in errors:
             assert each.pop("logprobs") < 5e-6
             assert max(each.values()) < 1e-6, each
         assert counts["breaks"] == 0
-        assert counts["graphs"] == 2, "with shared parts and without"
+        assert counts["graphs"] == len({row == "tree" for row in rows}), "one with shared parts, one without"
         assert counts["backward"] == len(rows) * counts["layers"]
 
 
