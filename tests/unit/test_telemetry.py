@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from tandem.api.run import MetricsTable
-from tandem.errors import ConfigError, TandemError
+from tandem.errors import ConfigError, EngineError, TandemError
 from tandem.metrics import Histogram, Mean, Sum
 from tandem.observability import json_lines, trace, waits
 from tandem.observability.alarms.watch import AlarmWatch
@@ -344,6 +345,28 @@ def test_long_waits_become_events_and_show_as_activity(tmp_path: Path, monkeypat
     with waits.blocking("sync", "x", "engine"):
         pass
     assert len(rows(tmp_path / "events.jsonl")) == 2, "nothing is written after the end"
+
+
+def test_of_waits_alike_the_first_and_the_last_to_end_become_events(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waits, "LONG", 0.0)
+
+    async def rollout(n: int, seconds: float) -> None:
+        async with waits.waiting(f"rollout {n}", "an answer", "engine http://127.0.0.1:8000"):
+            await asyncio.sleep(seconds)
+            if n == 3:
+                raise EngineError("gone")
+
+    async def step() -> None:
+        every = (rollout(n, 0.1 * (n + 1)) for n in range(6))
+        await asyncio.gather(*every, return_exceptions=True)
+
+    with Telemetry(info(tmp_path)):
+        asyncio.run(step())
+        asyncio.run(step())
+    events = [(row["owner"], row["state"], row["alike"]) for row in rows(tmp_path / "events.jsonl")]
+    assert events == 2 * [("rollout 0", "waiting", 0), ("rollout 3", "failed", 5), ("rollout 5", "done", 5)]
 
 
 def collapsing(step: int) -> dict[str, Mean]:

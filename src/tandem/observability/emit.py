@@ -16,6 +16,7 @@ from tandem.errors import ConfigError, TandemError
 from tandem.metrics import Metrics, flatten, merge
 from tandem.observability import json_lines, trace, waits
 from tandem.observability.alarms.watch import AlarmWatch
+from tandem.observability.lasting_waits import LastingWaits
 from tandem.observability.loggers.base import Activity, MetricsLogger, RunInfo, Writer
 from tandem.observability.loggers.jsonl import Jsonl
 from tandem.types import Json
@@ -62,6 +63,7 @@ class Telemetry:
         self._folder_writer: Writer | None = None
         self._writers: dict[str, Writer] = {}
         self._lost: dict[str, int] = {}
+        self._lasting = LastingWaits()
         self._odd: set[str] = set()
         self._evaluated: set[int] = set()
         self._step = info.resumed_step
@@ -247,10 +249,12 @@ class Telemetry:
 
     def _on_wait(self, wait: waits.Wait, state: waits.State) -> None:
         with self._lock:
-            if self._folder_writer is not None:  # another thread's wait may end while this closes
+            alike = self._lasting.others(wait, state)
+            # Another thread's wait may end while this closes.
+            if self._folder_writer is not None and alike is not None:
                 seconds = round(wait.seconds, 3)
                 fields = {"owner": wait.owner, "reason": wait.reason, "on": wait.on, "deadline": wait.deadline}
-                self.event("wait", **fields, seconds=seconds, state=state)
+                self.event("wait", **fields, seconds=seconds, state=state, alike=alike)
 
 
 def activity() -> Activity:
