@@ -91,6 +91,7 @@ def test_killed_engine_is_started_again_and_nothing_is_trained_twice(
         run.clean()
 
 
+@pytest.mark.timeout(1500)  # twenty starts of an engine, half a minute each on two slow cores
 def test_an_engine_is_killed_at_any_moment_again_and_again(nursery: Nursery, model: Path, tmp_path: Path) -> None:
     """Whatever the run is at: sampling, a publish, a checkpoint."""
     kills, draw = 20, random.Random(1)
