@@ -219,7 +219,8 @@ def _batch(recipe: AxolotlRecipe) -> int:
         )
     recipe.put("groups_per_step", max(groups, 1), "gradient_accumulation_steps", "micro_batch_size")
     recipe.put("group_size", size, "trl.num_generations")
-    recipe.put("micro_batch_tokens", -(-micro * tokens * recipe.batches // recipe.ranks), "micro_batch_size")
+    shared_by = recipe.ranks // recipe.batches  # ranks that compute one sequence together
+    recipe.put("micro_batch_tokens", -(-micro * tokens // shared_by), "micro_batch_size")
     return max(groups, 1)
 
 
