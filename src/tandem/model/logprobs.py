@@ -197,7 +197,7 @@ def _penalised(logits_NW: Tensor, part: Part) -> Tensor | None:
 def _compiled(function: Callable[..., Any], few: bool) -> Callable[..., Any]:
     """Compiled for any number of rows and columns, for few rows apart."""
     # The compiler chooses by the sizes that it sees first: each of few rows it divides among several blocks of a GPU,
-    # which takes twelve times as long for thousands of rows.
+    # which takes thirteen times as long for thousands of rows.
     fast: Callable[..., Any] = torch.compile(
         function, dynamic=True, backend=compilation.apart("inductor") if few else "inductor"
     )

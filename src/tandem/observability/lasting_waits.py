@@ -21,7 +21,7 @@ class _Alike:
 
 
 class LastingWaits:
-    """Tells of waits that last which are to be written down.
+    """Chooses which of a run's long waits become events.
 
     Example:
         >>> lasting = LastingWaits()
@@ -36,10 +36,10 @@ class LastingWaits:
         self._alike: dict[tuple[str, str], _Alike] = {}
 
     def others(self, wait: Wait, state: State) -> int | None:
-        """How many others like it lasted meanwhile; None where it is not to be told.
+        """How many others like it lasted meanwhile; None where it becomes no event.
 
         Waits are alike by the first word of what waits and of what is waited for: "engine" of "engine http://…".
-        What fails or is late is always told.
+        What fails or is late always becomes one.
 
         Args:
             wait: lasts, or has ended.

@@ -98,13 +98,13 @@ class SwiftRecipe:
         """How those steps are computed, saved and shown."""
         args = self.args
         context = args["max_length"] and args["max_length"] + args["max_completion_length"]
-        part, shared = self._micro_batch, max(1, args["sequence_parallel_size"])
+        part, shared_by = self._micro_batch, self.ranks // self._batches
         return {
             "optimizer": optimizer(args, steps, offloaded=self.sharding.offload_optimizer),
             "trainable": trained(args, self.mode),
             **engine(args, self.mode, self._rounds, visible_accelerators(self.environ), parts=self._parts),
             "dtype": args["torch_dtype"],
-            **({"context": context, "micro_batch_tokens": -(-part * context // shared)} if context else {}),
+            **({"context": context, "micro_batch_tokens": -(-part * context // shared_by)} if context else {}),
             **({"checkpointing": "full"} if self._recomputes else {}),
             **self._distributed(),
             "seed": args["seed"],

@@ -1,4 +1,4 @@
-"""Server side of batched generation: one HTTP request for many completions, each streamed when it is finished.
+"""Server side of batched generation: one HTTP request for many completions, streamed as they are finished.
 
 A step's rollouts are asked for in the same moment. To read, route and answer hundreds of requests takes this process
 and the trainer's longer than the forward pass that they wait for.
