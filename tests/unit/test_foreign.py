@@ -771,7 +771,7 @@ def test_a_record_has_no_number_where_nobody_told_one(
             return [str(token) for token in tokens]
 
     (one, _) = records(1, batch, stats, Pieces())  # type: ignore[arg-type]
-    assert [(t["lp"], t["tp"], t["adv"], t["m"]) for t in one["tokens"]] == [
+    assert [(t.lp, t.tp, t.adv, t.m) for t in one["tokens"]] == [
         (None, numbers[0], 0.25, 1),
         (None, numbers[1], -1.0, 1),
     ]

@@ -23,6 +23,7 @@ from tandem.observability import json_lines, trace, waits
 from tandem.observability.alarms.watch import AlarmWatch
 from tandem.observability.emit import Telemetry, activity, evaluation_scalars
 from tandem.observability.loggers.base import MetricsLogger, RunInfo, Writer
+from tandem.trainer.record import TokenRecord
 from tandem.types import Json
 
 EVALUATION = {
@@ -256,13 +257,17 @@ def test_rollouts_are_whole_or_absent(
     def no_room(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
+    token = TokenRecord(t="\udfff", id=7, lp=None, tp=float("nan"), adv=0.5, m=1)
     with Telemetry(info(tmp_path)) as telemetry:
-        telemetry.rollouts(1, [{"text": "a\u2028b \ud800", "reward": float("nan")}, {"text": "c"}])
+        telemetry.rollouts(1, [{"text": "a\u2028b \ud800", "tokens": [token]}, {"text": "c", "reward": float("nan")}])
         monkeypatch.setattr(os, "replace", no_room)
         telemetry.rollouts(2, [{"text": "d"}])
     assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["000001.jsonl"]
     lines = (tmp_path / "rollouts" / "000001.jsonl").read_bytes().splitlines()
-    assert [json.loads(line) for line in lines] == [{"text": "a\u2028b ?", "reward": None}, {"text": "c"}]
+    assert [json.loads(line) for line in lines] == [
+        {"text": "a\u2028b ?", "tokens": [{"t": "?", "id": 7, "lp": None, "tp": None, "adv": 0.5, "m": 1}]},
+        {"text": "c", "reward": None},
+    ]
     assert "No space left" in caplog.text
 
 

@@ -20,7 +20,7 @@ def encode(row: Mapping[str, Json]) -> bytes:
     try:
         return _encoder.encode(row) + b"\n"
     except UnicodeEncodeError:
-        return _encoder.encode(_without_surrogates(row)) + b"\n"
+        return _encoder.encode(_without_surrogates(msgspec.to_builtins(row, enc_hook=_plain))) + b"\n"
 
 
 def _plain(value: object) -> Json:

@@ -6,15 +6,32 @@ the engine was given: the token ids before each turn, its temperature, and the v
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby, repeat
+from collections.abc import Iterator, Sequence
+from itertools import groupby, starmap
 
+import msgspec
 import numpy as np
 
 from tandem.rollout.template import Template
 from tandem.trainer.pack import StepBatch
 from tandem.trainer.step import StepStats
 from tandem.types import UNKNOWN, Json, Message, Rollout
+
+
+class TokenRecord(msgspec.Struct, gc=False):
+    """A sampled token. A step has tens of thousands: a third of a dict's time, and the garbage collector skips them."""
+
+    t: str
+    """Its text."""
+    id: int
+    lp: float | None
+    """The sampler's logprob."""
+    tp: float | None
+    """The trainer's."""
+    adv: float | None
+    """Advantage."""
+    m: int
+    """1 if it was trained, else 0."""
 
 
 def records(step: int, batch: StepBatch, stats: StepStats, template: Template) -> Iterator[dict[str, Json]]:
@@ -86,7 +103,7 @@ def _version_counts(rollout: Rollout) -> list[tuple[int, int]]:
 
 def _tokens(
     rollout: Rollout, advantage: float | None, trained: Sequence[float] | None, template: Template
-) -> list[dict[str, Json]]:
+) -> list[TokenRecord]:
     """Sampled tokens of all turns; ``tp`` is the trainer's logprob of those it trained.
 
     None has one where only some of a rollout's sequences were computed: the others had no advantage.
@@ -94,15 +111,13 @@ def _tokens(
     completions = [turn.completion for turn in rollout.turns]
     ids = [token for completion in completions for token in completion.tokens]
     sampled = _rounded([logprob for completion in completions for logprob in completion.logprobs])
+    known = [None if lp == UNKNOWN else lp for lp in sampled]
     whole = trained is not None and len(trained) == len(ids)
-    trainer: Iterable[float | None] = _rounded(trained or ()) if whole else repeat(None, len(ids))
-    mask = int(trained is not None)
-    return [
-        {"t": text, "id": id, "lp": None if lp == UNKNOWN else lp, "tp": tp, "adv": adv, "m": mask}
-        for text, id, lp, tp, adv in zip(
-            template.pieces(ids), ids, sampled, trainer, rollout.advantages or repeat(advantage, len(ids)), strict=True
-        )
-    ]
+    trainer: list[float] | list[None] = _rounded(trained or ()) if whole else [None] * len(ids)
+    advantages = rollout.advantages or [advantage] * len(ids)
+    mask = [int(trained is not None)] * len(ids)
+    columns = zip(template.pieces(ids), ids, known, trainer, advantages, mask, strict=True)
+    return list(starmap(TokenRecord, columns))
 
 
 def _rounded(values: Sequence[float]) -> list[float]:
