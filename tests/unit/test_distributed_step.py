@@ -19,6 +19,7 @@ from torch import Tensor
 from tandem.algorithms.advantages.dr_grpo import DrGrpo
 from tandem.algorithms.losses.grpo import Grpo
 from tandem.distributed import sharding
+from tandem.distributed.context_parallel import ContextPart
 from tandem.distributed.group import DataGroup
 from tandem.distributed.sharding import ShardedStepper
 from tandem.metrics import flatten, merge
@@ -79,7 +80,7 @@ def trained(
         mine = RankWork(work)
         rank = 0 if group is None else group.rank
         order = [one[rank] for one in batch.rounds] if group is not None else list(range(len(batch.micro)))
-        mine.take([None if i is None else micro_of(micro_to_plain(batch.micro[i]), policy.device) for i in order])
+        mine.take([None if i is None else micro_to_plain(batch.micro[i]) for i in order])
 
         async def run() -> tuple[list[float], Any]:
             norms = []
@@ -162,3 +163,24 @@ def test_micro_batches_and_metrics_survive_the_wire() -> None:
             micro.places,
         )
     assert metrics_of(metrics_to_plain(batch.metrics)) == batch.metrics
+
+
+def test_a_shared_micro_batch_is_divided_without_asking_the_device() -> None:
+    """Tensors on ``meta`` have nothing to ask for: which trained tokens are a rank's is known on the host."""
+    batch, device = packed(REDUCTIONS["grpo token"], 2), torch.device("meta")
+
+    class Group:
+        def rank(self) -> int:
+            return 1
+
+        def size(self) -> int:
+            return 2
+
+    group: Any = Group()
+    for micro in batch.micro:
+        theirs = micro_of(micro_to_plain(micro), device, is_shared=True)
+        part = ContextPart.of(theirs.plan, theirs.tokens_T, theirs.positions_T, theirs.predict_N, group)
+        first = part.plan.first
+        assert part.num == sum(first <= place < first + part.plan.each for place in micro.predict_N.tolist())
+        assert {part.at_M.device, part.predict_M.device, part.tokens_T.device, theirs.targets_N.device} == {device}
+        assert len(part.own(theirs.targets_N)) == max(part.num, 1)

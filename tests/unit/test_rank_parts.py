@@ -266,7 +266,7 @@ def test_a_follower_replies_once_its_weights_are_written_and_not_only_queued(mon
     assert done == ["apply", "finish cuda:1", "fold", "finish cuda:1"]
 
 
-def test_a_pass_ends_before_the_engine_is_paused_for_the_update() -> None:
+def test_a_pass_ends_before_the_engine_is_paused_for_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """What ranks have added up is summed while the engine samples on, and queued before the host is said to be idle."""
     order: list[str] = []
 
@@ -274,7 +274,8 @@ def test_a_pass_ends_before_the_engine_is_paused_for_the_update() -> None:
         return function(*arguments)
 
     work: Any = SimpleNamespace(
-        policy=SimpleNamespace(compute=compute),
+        policy=SimpleNamespace(compute=compute, device=None),
+        context=None,
         hook=lambda: None,
         begin_pass=lambda num_rounds: order.append(f"{num_rounds} rounds"),
         micro=lambda micro, known: order.append(micro) or ({}, torch.zeros(1), None),
@@ -282,6 +283,7 @@ def test_a_pass_ends_before_the_engine_is_paused_for_the_update() -> None:
         end_pass=lambda: order.append("summed"),
         settle=lambda passes: ([], []),
     )
+    monkeypatch.setattr(rank_crew, "micro_of", lambda plain, device, is_shared: plain)
     mine = rank_crew.RankWork(work)
     mine.take(["first", None])  # type: ignore[list-item]
     asyncio.run(mine.passed(lambda: order.append("queued")))

@@ -37,7 +37,7 @@ from tandem.tools.certify.rank_records import GRADIENT, Recording, of_updates
 from tandem.trainer.objective import Objective
 from tandem.trainer.pack import Packer, StepBatch
 from tandem.trainer.rank_crew import RankWork
-from tandem.trainer.rank_wire import micro_of, micro_to_plain
+from tandem.trainer.rank_wire import micro_to_plain
 from tandem.trainer.work import LocalWork
 from tandem.types import Group, Sampling
 
@@ -214,7 +214,7 @@ async def stepped(case: Case, work: LocalWork, batch: StepBatch, group: DataGrou
     mine, compute = RankWork(work), work.policy.compute
     order = list(range(len(batch.micro))) if group is None else [one[group.rank] for one in batch.rounds]
     for step in range(1, case.steps + 1):
-        mine.take([None if i is None else micro_of(micro_to_plain(batch.micro[i]), work.policy.device) for i in order])
+        mine.take([None if i is None else micro_to_plain(batch.micro[i]) for i in order])
         for _ in range(case.updates):
             await compute(work.fold)
             await mine.passed()

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tandem.model.attention import Packed, Plan
 from tandem.model.context import ContextPacked, joined
+from tandem.model.plans import moved
 
 Hidden = Callable[[Tensor, Tensor, Plan], Tensor]
 """``Policy.hidden``: tokens (B, T), positions (B, T) and their plan to hidden states (B, T, H)."""
@@ -51,17 +53,19 @@ class ContextPart:
     def of(
         cls, plan: Packed, tokens_T: Tensor, positions_T: Tensor, predict_N: Tensor, group: ProcessGroup
     ) -> ContextPart:
-        """This rank's part of a micro-batch, which every rank of the group has."""
+        """This rank's part of a micro-batch, which every rank of the group has; ``predict_N`` best on the host."""
         context = ContextPacked.of(plan, group)
-        at_M = ((predict_N >= context.first) & (predict_N < context.first + context.each)).nonzero()[:, 0]
-        predict_M = predict_N[at_M] - context.first
-        num = len(at_M)
+        places_N = predict_N.cpu().numpy() - context.first
+        mine_M = np.flatnonzero((places_N >= 0) & (places_N < context.each))
+        num = len(mine_M)
+        both = np.stack((mine_M, places_N[mine_M])) if num else np.zeros((2, 1), dtype=np.int64)
+        at_M, predict_M = moved(both, tokens_T.device)
         return cls(
             plan=context,
             tokens_T=context.own(tokens_T),
             positions_T=context.own(positions_T),
-            at_M=at_M if num else at_M.new_zeros(1),
-            predict_M=predict_M if num else predict_M.new_zeros(1),
+            at_M=at_M,
+            predict_M=predict_M,
             num=num,
             num_all=len(predict_N),
         )

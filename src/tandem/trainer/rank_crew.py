@@ -30,9 +30,11 @@ class RankWork:
         self._micros: list[Micro | None] = []
         self._known: list[Known | None] = []
 
-    def take(self, micros: Sequence[Micro | None]) -> None:
-        """Micro-batches of a new step; None for a round in which this rank has none."""
-        self._micros, self._known = list(micros), [None] * len(micros)
+    def take(self, plains: Sequence[Mapping[str, Any] | None]) -> None:
+        """Micro-batches of a new step, as plain data; None for a round in which this rank has none."""
+        device, is_shared = self.work.policy.device, self.work.context is not None
+        self._micros = [None if plain is None else micro_of(plain, device, is_shared=is_shared) for plain in plains]
+        self._known = [None] * len(plains)
 
     async def passed(
         self, queued: Callable[[], None] = lambda: None
@@ -74,8 +76,7 @@ class RankCrew:
         # Ranks that share sequences are neighbours, and get the same.
         dealt = [self._dealt(batch, rank) for rank in range(self._ranks.world)]
         if not known:
-            device = self._work.policy.device
-            self._mine.take([None if i is None else micro_of(micro_to_plain(batch.micro[i]), device) for i in dealt[0]])
+            self._mine.take([None if i is None else micro_to_plain(batch.micro[i]) for i in dealt[0]])
 
         def body(rank: int) -> Any:
             if known:
@@ -138,8 +139,7 @@ def handlers(work: LocalWork) -> dict[str, Handler]:
 
     async def micros(body: Any) -> Any:
         if body is not None:
-            device = work.policy.device
-            mine.take([None if plain is None else micro_of(plain, device) for plain in body])
+            mine.take(body)
         metrics, logprobs = await mine.passed()
         return {
             "metrics": [metrics_to_plain(one) for one in metrics],

@@ -53,8 +53,12 @@ def micro_to_plain(micro: Micro) -> dict[str, Any]:
     }
 
 
-def micro_of(plain: Mapping[str, Any], device: torch.device) -> Micro:
-    """The micro-batch of ``micro_to_plain``, on a device."""
+def micro_of(plain: Mapping[str, Any], device: torch.device, *, is_shared: bool = False) -> Micro:
+    """The micro-batch of ``micro_to_plain``, on a device.
+
+    Of one that ranks share ``predict_N`` is on the host, where each sees which tokens are its own: to ask the device
+    would hold up all that is queued after it.
+    """
 
     def tensor(each: Any) -> Tensor:
         return tensor_of(each, device)
@@ -70,7 +74,8 @@ def micro_of(plain: Mapping[str, Any], device: torch.device) -> Micro:
             age_N1=tensors[6],
         )
     return Micro(
-        **{name: tensor(plain[name]) for name in _TENSORS},
+        **{name: tensor(plain[name]) for name in _TENSORS if name != "predict_N"},
+        predict_N=tensor_of(plain["predict_N"], torch.device("cpu") if is_shared else device),
         plan=Packed(lengths=tuple(plain["lengths"]), parents=tuple(plain["parents"])),
         batch=MicroBatch(**{name: tensor(plain["batch"][name]) for name in _BATCH}, num_samples=plain["num_samples"]),
         places=tuple((rollout, count) for rollout, count in plain["places"]),
