@@ -18,6 +18,7 @@ from tandem.cli import app as cli
 from tandem.config import loading as config
 from tandem.engines.embedded.engine import EmbeddedEngine
 from tandem.errors import TandemError
+from tandem.observability import json_lines
 from tandem.tools.mismatch.look import Mismatch, look
 from tandem.tools.mismatch.recorded import spoken
 from tandem.trainer.pack import StepBatch
@@ -416,7 +417,8 @@ def test_the_record_gives_back_every_turn() -> None:
         group = Group(id=f"t@{case}", index=0, env="e", rollouts=(rollout,))
         batch = StepBatch(micro=(), groups=(group,), advantages={rollout.id: 0.0}, num_loss_tokens=total, num_samples=1)
         stats = StepStats(metrics={}, logprobs={rollout.id: (-2.0,) * total})
-        read_back, passed = spoken(json.loads(json.dumps(list(records(7, batch, stats, Pieces())))), 1)  # type: ignore[arg-type]
+        lines = [json_lines.encode(row) for row in records(7, batch, stats, Pieces())]  # type: ignore[arg-type]
+        read_back, passed = spoken([json.loads(line) for line in lines], 1)
         assert passed == (total == 0)
         want = [turn for turn in turns if turn.completion.tokens]
         assert [
