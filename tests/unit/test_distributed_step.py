@@ -7,6 +7,7 @@ import contextlib
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -177,8 +178,10 @@ def test_a_shared_micro_batch_is_divided_without_asking_the_device() -> None:
             return 2
 
     group: Any = Group()
-    for micro in batch.micro:
-        theirs = micro_of(micro_to_plain(micro), device, is_shared=True)
+    mine = RankWork(SimpleNamespace(policy=SimpleNamespace(compute=None, device=device), context=group))  # type: ignore[arg-type]
+    mine.take([micro_to_plain(micro) for micro in batch.micro])
+    for micro, theirs in zip(batch.micro, mine._micros, strict=True):
+        assert theirs is not None
         part = ContextPart.of(theirs.plan, theirs.tokens_T, theirs.positions_T, theirs.predict_N, group)
         first = part.plan.first
         assert part.num == sum(first <= place < first + part.plan.each for place in micro.predict_N.tolist())

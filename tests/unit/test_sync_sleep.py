@@ -153,7 +153,7 @@ def test_weights_that_were_not_brought_back_are_never_served(
         assert [step for step, _ in engine.resumed_versions] == [0]
 
 
-def test_what_no_checksum_covers_is_seen_by_the_probe(tiny_model: Path) -> None:
+def test_what_no_checksum_covers_is_seen_by_the_probe(tiny_model: Path, tmp_path: Path) -> None:
     """Buffers and the like, which a sleep may lose as well."""
     slept = False
 
@@ -164,7 +164,7 @@ def test_what_no_checksum_covers_is_seen_by_the_probe(tiny_model: Path) -> None:
 
         async def work() -> None:
             nonlocal slept
-            async with Sent(verify_every=9).open(policy, engine, START, Full()) as session:
+            async with Sent(verify_every=9).open(policy, engine, START, Full(), tmp_path) as session:
                 await session.sleep()
                 slept = True
                 with pytest.raises(StaleWeights, match="its logprobs of a probe differ"):
