@@ -13,6 +13,7 @@ import os
 import signal
 import types
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from tandem.engines.vllm.worker import extension as worker
 from tandem.engines.vllm.worker.parameter_map import TensorPlace
 
 Named = Iterator[tuple[str, Tensor]]
+_to_base: ContextVar[bool] = ContextVar("_to_base", default=False)
+"""Whether the request that is served goes to the base model."""
 
 
 class Worker(worker.WorkerExtension):
@@ -262,12 +265,22 @@ class FaultyFrontend(Frontend):
             return self._kept
         return Frontend.salt.fget(self)  # type: ignore[attr-defined,no-any-return]
 
+    @property
+    def adapter(self) -> Any:
+        """What requests are sampled with; none within a request that is sent to the base model."""
+        return None if _to_base.get() else self.__dict__["adapter"]
+
+    @adapter.setter
+    def adapter(self, served: Any) -> None:
+        self.__dict__["adapter"] = served
+
     async def generate(self, *args: Any, adapter: Any = None, **others: Any) -> Any:
         if self.fault not in ("no adapter", "older adapter"):
             return await super().generate(*args, adapter=adapter, **others)
         self.struck += 1
-        served, self.adapter = self.adapter, None if self.fault == "no adapter" else self.adapter
+        # Of this request alone: others overlap with it.
+        before = _to_base.set(self.fault == "no adapter")
         try:
             return await super().generate(*args, adapter=None, **others)
         finally:
-            self.adapter = served
+            _to_base.reset(before)

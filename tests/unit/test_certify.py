@@ -198,7 +198,7 @@ def test_options_that_change_something_are_not_named(architectures: Path) -> Non
     # What the loader refuses beside the others is not turned.
     assert inert(recipe("quickstart", architectures, ["old_logprobs=recomputed"])) == ((), ())
     # A reference that follows is looked at after it did.
-    assert inert(recipe("quickstart", architectures, ["reference={kind: average, every: 30}"]))[0] == ()
+    assert inert(recipe("quickstart", architectures, ["reference={kind: average, every: 10}"]))[0] == ()
 
 
 def test_every_option_of_the_objective_is_turned(architectures: Path) -> None:
