@@ -6,10 +6,10 @@
 
 The loop is that of ``tandem train`` with made-up groups in the place of sampled ones. A case is a name and dotted
 overrides of the recipe; ``lengths`` among them measures every length at equal tokens, besides the comparison's own
-batch (16 prompts of 96 tokens, 8 answers of 256 each), and ``larger`` takes the larger shape. Each case runs in a
-process of its own, for --limit seconds at most. Time is that of forward and backward, the median without each batch's
-first time; MFU counts useful tokens, those of a shared prompt once for each answer. Results are lines of --out as soon
-as they are there. Exits 1 if a case failed.
+batch (16 prompts of 96 tokens, 8 answers of 256 each), or with ``only`` without it, and ``larger`` takes the larger
+shape. Each case runs in a process of its own, for --limit seconds at most. Time is that of forward and backward, the
+median without each batch's first time; MFU counts useful tokens, those of a shared prompt once for each answer.
+Results are lines of --out as soon as they are there. Exits 1 if a case failed.
 """
 
 from __future__ import annotations
@@ -85,12 +85,14 @@ def case(args: argparse.Namespace, text: str, deadline: float) -> tuple[list[dic
     """One case in a process of its own: what it found for each batch, and what went wrong, if anything."""
     name, *words = text.split()
     overrides = [word for word in words if "=" in word]
-    if unknown := set(words) - set(overrides) - {"lengths", "larger"}:
-        raise SystemExit(f"a case has overrides, lengths and larger, not {min(unknown)!r}")
+    if unknown := set(words) - set(overrides) - {"lengths", "only", "larger"}:
+        raise SystemExit(f"a case has overrides, lengths, only and larger, not {min(unknown)!r}")
     work = work_of(args)
-    shapes = [Shape(OWN, work.groups, work.siblings, work.prompt, work.tokens)]
+    shapes = [] if "only" in words else [Shape(OWN, work.groups, work.siblings, work.prompt, work.tokens)]
     if "lengths" in words:
         shapes += [of_length(int(length), args.equal) for length in args.lengths.split(",")]
+    if not shapes:
+        raise SystemExit(f"the case {name!r} measures nothing: only goes with lengths")
     limit = min(args.limit, deadline - time.monotonic())
     print(f"-- {text} (at most {limit:.0f} s)", flush=True)
     with tempfile.TemporaryDirectory(prefix="step-") as folder:
