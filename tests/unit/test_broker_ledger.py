@@ -9,13 +9,13 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import msgspec
 import pytest
 from brokers import run_parameters
+from msgspec.structs import replace
 from tiers import long_but
 
 from tandem.broker.journal import ledger as ledgers

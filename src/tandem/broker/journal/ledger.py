@@ -17,11 +17,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from tandem.broker.journal.database import Database, damaged, locked
 from tandem.broker.journal.payloads import Memory, PayloadPlace, Payloads, StoredPayload

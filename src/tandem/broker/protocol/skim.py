@@ -171,20 +171,24 @@ def _are_numbers(codes: npt.NDArray[np.uint8], comma: Bits, *, spaced: bool, rea
     bad |= _after(begin & zero) & digit  # 01
     minus ^= sign
     if reals:
-        dot, e = _bits(codes == _DOT), _bits(codes == _E)
+        dot, exponent = _bits(codes == _DOT), codes == _E
         known |= dot
-        known |= e
         whole = begin
         for _ in range(WHOLE_DIGITS):
             whole = _after(whole) & digit
+            if not np.count_nonzero(whole):  # as most often after the first
+                break
         bad |= whole
-        minus ^= _after(e)  # there and nowhere else
-        power = _after(e, 2)
         parts = _after(dot)
-        parts |= power
+        if np.count_nonzero(exponent):
+            e = _bits(exponent)
+            known |= e
+            minus ^= _after(e)  # there and nowhere else
+            power = _after(e, 2)
+            parts |= power
+            bad |= _ends(power, digit) & e  # 1e-2e-3
         begin |= parts
         bad |= _ends(parts, digit) & dot  # 1.2.3
-        bad |= _ends(power, digit) & e  # 1e-2e-3
         full = digit.view(_U8) == _FULL
         long = full[2:] & full[1:-1] & full[:-2]
     else:

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+import msgspec
+
 from tandem.broker.protocol.messages import RunParameters
 from tandem.errors import BrokerError
 
@@ -71,8 +73,7 @@ class EnvSpec:
     """Least share (0 to 1) of every batch; None asks for none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupEntry:
+class GroupEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One scored group."""
 
     id: str

@@ -10,10 +10,11 @@ import secrets
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from tandem.broker.protocol.messages import EnvAccepted, EnvStatus, RunParameters
 from tandem.broker.queue.records import (
