@@ -132,6 +132,13 @@ def test_files_and_links_exist(page: Path) -> None:
     assert not missing, f"{shown(page)} names what does not exist: {sorted(missing)}"
 
 
+def test_pages_that_sources_name_exist() -> None:
+    sources = [path for room in ("src", "scripts", "benchmarks", "tests") for path in (ROOT / room).rglob("*.py")]
+    named = {(name, path) for path in sources for name in re.findall(r"docs/[\w/-]+\.md", path.read_text())}
+    assert len(named) > 20
+    assert [f"{shown(path)}: {name}" for name, path in sorted(named) if not (ROOT / name).exists()] == []
+
+
 def test_every_environment_is_in_its_table() -> None:
     kinds = {path.stem for path in (ROOT / "src/tandem/envs").glob("[a-z]*.py")} - {"base"}
     page = (ROOT / "docs/guide/environments.md").read_text()

@@ -9,7 +9,8 @@ answer is None, and the typed decoder decides.
 
 What it is for: groups of 8 x 1,024 tokens in JSON, accepted for each second of a core, against Atropos' server in the
 same run (medians of three rounds on a busy machine of 2 cores): 4.5 times as many with ``cut``, 2.9 without. The goal
-is 5 (``docs/broker.md`` has the figures of an idle machine). Only ``cut`` does work here; the constants name its lists.
+is 5 (``docs/reference/broker.md`` has the figures of an idle machine). Only ``cut`` does work here; the constants name
+its lists.
 """
 
 from __future__ import annotations
