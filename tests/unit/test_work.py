@@ -89,7 +89,9 @@ def test_a_recipe_for_training_is_taken_as_it_is(tmp_path: Path) -> None:
         (["model=m", "env=arithmetic", *PLACES, "min_share=2"], "min_share must be from 0 to 1"),
         (["model=m", "env=arithmetic", *PLACES, "group_size=1"], "at least 2"),
         (["model=m", "env=arithmetic", *PLACES, "truncated_penalty=2"], "truncated_penalty changes nothing"),
-        (["model=m", "env=arithmetic", *PLACES, "loss.clip_high=0.3"], "unknown option 'loss'"),
+        (["model=m", "env=arithmetic", *PLACES, "loss.clip_high=0.3"], "'loss' is an option of the trainer alone"),
+        (["model=m", "env=arithmetic", *PLACES, "dtype=bfloat16"], "'dtype' is an option of the trainer alone"),
+        (["model=m", "env=arithmetic", *PLACES, "group_sise=4"], "did you mean 'group_size'"),
     ],
 )
 def test_mistakes_are_found_at_once(words: list[str], message: str) -> None:

@@ -186,6 +186,9 @@ def _built(tree: Branch, overrides: Sequence[str], source: str, problems: Proble
     named_rewards = rewarded(tree)
     override.apply(tree, Work, overrides, problems)
     spell_out(tree)
+    for name in _trainers() & set(tree.entries):
+        problems.add(tree.key_where[name], f"{name!r} is an option of the trainer alone (tandem train); leave it out")
+        del tree.entries[name]
     if "engine" in tree.entries:
         tree.put("engine", _engines(tree.entries["engine"]), tree.key_where["engine"])
     complete_rewards(tree, named_rewards)
@@ -209,10 +212,14 @@ def _parsed(recipe: Path, problems: Problems) -> Tree:
     return tree
 
 
+def _trainers() -> set[str]:
+    """Options that concern the trainer alone."""
+    return {f.name for f in fields(RunConfig)} - {f.name for f in fields(Work)}
+
+
 def _of_the_environment(tree: Branch) -> Branch:
     """A recipe without what concerns the trainer alone; unknown options stay, and are reported."""
-    trainers = {f.name for f in fields(RunConfig)} - {f.name for f in fields(Work)}
-    kept = Branch(where=tree.where)
+    trainers, kept = _trainers(), Branch(where=tree.where)
     for name, value in tree.entries.items():
         kept_value = value
         if name in ("broker", "engine") and isinstance(value, Branch):
