@@ -140,7 +140,9 @@ class FakeBroker:
         return self._POST_ack(request, body)
 
     def _POST_ack(self, request: web.Request, body: Any) -> dict[str, Any]:
-        return {"status": "success" if body["batch"] == "b" else "failure"}
+        if body["batch"] == "b":
+            return {"status": "success"}
+        return {"status": "failure", "error": f"no batch is called {body['batch']}"}
 
 
 async def until(true: Any, seconds: float = 20.0) -> None:

@@ -56,7 +56,7 @@ async def take(client: TrainerClient, step: int) -> TakenBatch:
     while (taken := await client.batch(lease=60, policy=step)) is None:
         await asyncio.sleep(0.02)
     assert taken.id is not None
-    assert await client.acknowledge(taken.id)
+    assert await client.acknowledge(taken.id) == ""
     return taken
 
 

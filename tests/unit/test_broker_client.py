@@ -278,8 +278,8 @@ def test_a_leased_batch_says_what_each_group_is() -> None:
             assert [len(g.tokens) for g in taken.groups] == [2, 4]
             assert (taken.ids, taken.versions) == (["x", "z"], [1, 3])
             assert len(taken.malformed) == 1
-            assert await client.acknowledge("b")
-            assert not await client.acknowledge("another")
+            assert await client.acknowledge("b") == ""
+            assert "no batch is called another" in await client.acknowledge("another")
             assert await client.batch() is None
 
     run(go())

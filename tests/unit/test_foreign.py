@@ -143,11 +143,11 @@ class Local:
             raise BrokerError("the broker does not answer")
         return self.store.renew(batch, self.now)
 
-    async def acknowledge(self, batch: str) -> bool:
-        done = bool(self.store.acknowledge(batch, self.now))
-        if not done:
+    async def acknowledge(self, batch: str) -> str:
+        outcome = self.store.acknowledge(batch, self.now)
+        if not outcome:
             self.refused.append(batch)
-        return done
+        return "" if outcome else outcome.reason
 
 
 @dataclass
@@ -598,7 +598,23 @@ def test_a_lease_that_ran_out_is_told(caplog: pytest.LogCaptureFixture) -> None:
 
     with caplog.at_level(logging.WARNING):
         run(go())
-    assert "did not hear of this trainer for broker.lease_seconds (60)" in caplog.text
+    assert "ran out and 2 of its groups were trained by another batch" in caplog.text
+    assert "raise broker.lease_seconds (60)" in caplog.text
+
+
+def test_a_broker_that_was_started_anew_is_not_said_to_have_served_others(caplog: pytest.LogCaptureFixture) -> None:
+    broker = filled(2)
+
+    async def go() -> None:
+        async with Trainer(broker).source().open(DataState()) as source:
+            await source.take()
+            broker.store = filled(2).store
+            await source.saved(source.data_state())
+
+    with caplog.at_level(logging.WARNING):
+        run(go())
+    assert "it was never served" in caplog.text
+    assert "give it --data" in caplog.text
 
 
 def test_what_is_held_is_renewed_until_the_end_even_after_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,6 +194,7 @@ class _RegistrationReply(msgspec.Struct, kw_only=True, frozen=True):
 
 class _StatusReply(msgspec.Struct, kw_only=True, frozen=True):
     status: str
+    error: str = "the broker gives no reason"
 
 
 class _Client:
@@ -451,27 +452,29 @@ class TrainerClient(_Client):
             return None
         return _taken(reply, reply.batch, encoding_of(answer))
 
-    async def acknowledge(self, batch: str) -> bool:
-        """A leased batch was trained on; False if the broker had given it to another trainer by then."""
+    async def acknowledge(self, batch: str) -> str:
+        """A leased batch was trained on; returns why the broker does not count it so, or nothing if it does."""
         return await self._settle("/ack", batch)
 
     async def renew(self, batch: str) -> bool:
         """The lease of a batch begins anew; False if it has run out."""
-        return await self._settle("/renew", batch)
+        return not await self._settle("/renew", batch)
 
     async def release(self, batch: str) -> bool:
         """A leased batch was not trained on and goes back to the front of the queue."""
-        return await self._settle("/release", batch)
+        return not await self._settle("/release", batch)
 
-    async def _settle(self, path: str, batch: str) -> bool:
+    async def _settle(self, path: str, batch: str) -> str:
+        """Why it was not done; empty if it was."""
         try:
             answer = await self.connection.ask("POST", path, messages.BatchName(batch=batch))
         except RequestRefused as error:
             if error.status in (401, 403):
                 raise
             log.warning("%s", error)
-            return False
-        return parse(answer, _StatusReply).status == "success"
+            return str(error)
+        reply = parse(answer, _StatusReply)
+        return "" if reply.status == "success" else reply.error
 
     async def status(self) -> dict[str, Any]:
         """At least ``current_step`` and ``queue_size`` (groups)."""

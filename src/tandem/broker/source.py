@@ -160,11 +160,12 @@ class BrokerSource:
     async def saved(self, data_state: DataState) -> None:
         """Acknowledge the batches of which the checkpoint knows what became."""
         for batch in data_state.batches:
-            if batch in self._held and not await self.broker.acknowledge(batch):
+            if batch in self._held and (reason := await self.broker.acknowledge(batch)):
                 log.warning(
-                    "the broker gave batch %s to be trained again before this run's checkpoint was saved, for it did "
-                    "not hear of this trainer for broker.lease_seconds (%g); raise them",
+                    "the broker does not count batch %s as trained by this run: %s. If leases run out before a "
+                    "checkpoint is saved, raise broker.lease_seconds (%g); if it was started anew, give it --data",
                     batch,
+                    reason,
                     self.options.lease_seconds,
                 )
         self._held = {batch: names for batch, names in self._held.items() if batch not in data_state.batches}
