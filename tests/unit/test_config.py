@@ -163,6 +163,10 @@ def test_aliases_are_understood(here: Path) -> None:
             "recipe.yaml:6: unknown option 'clip_hihg' of loss (grpo); did you mean 'clip_high'?",
         ),
         ("checkpoint: {zzz: 1}", "recipe.yaml:4: unknown option 'zzz' of checkpoint; known: save, every, keep"),
+        (
+            "engine: {kind: embedded, tensor_parallel_size: 2}",
+            "recipe.yaml:4: unknown option 'tensor_parallel_size' of engine (embedded); it belongs to vllm",
+        ),
         ("lr: 1e-5", "unknown option 'lr'; did you mean 'optimizer.lr'?"),
         ("max_tokens: 9", "unknown option 'max_tokens'; did you mean 'sampling.max_tokens'?"),
         ("steps: 4", "recipe.yaml:4: duplicate key 'steps', already given at recipe.yaml:2; remove one"),

@@ -14,6 +14,7 @@ A dataclass's fields are the only truth about its options. Beyond their types it
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import types
@@ -92,15 +93,15 @@ class Builder:
         self.places: dict[str, str] = {}
         """Where each option that the user set was written, by dotted path."""
 
-    def dataclass(self, cls: type, tree: Branch, path: str, label: str = "") -> Any:
-        """An instance, or BAD."""
+    def dataclass(self, cls: type, tree: Branch, path: str, label: str = "", category: str = "") -> Any:
+        """An instance, or BAD; of a part, ``category`` has others that may have what this one has not."""
         fields = {field.name: field for field in resolve.options(cls)}
         values: dict[str, Any] = {}
         bad = False
         for key, value in tree.entries.items():
             where = tree.key_where[key]
             if key not in fields:
-                self._unknown(cls, key, value, where, label)
+                self._unknown(cls, key, value, where, label, category)
                 bad = True
                 continue
             inner = f"{path}.{key}" if path else key
@@ -147,7 +148,7 @@ class Builder:
             where = branch.key_where.get("kind", branch.where)
             self.problems.add(where, f"{path}: {error}", _import_error(category, kind))
             return BAD
-        return self.dataclass(cls, _without(branch, "kind"), path, f"{path} ({kind})")
+        return self.dataclass(cls, _without(branch, "kind"), path, f"{path} ({kind})", category)
 
     def rewards(self, category: str, tree: Tree, path: str) -> Any:
         """Reward specs by name."""
@@ -329,12 +330,15 @@ class Builder:
         text = f"{path}{'.' if is_option else ': '}{message}" if path else message
         self.problems.add(self.places.get(name, where), text, kind)
 
-    def _unknown(self, cls: type, key: str, value: Tree, where: str, label: str) -> None:
+    def _unknown(self, cls: type, key: str, value: Tree, where: str, label: str, category: str) -> None:
         known = [field.name for field in resolve.options(cls)]
         nested = [path for path in _nested(cls) if path.endswith(f".{key}")]
         of = f" of {label}" if label else ""
         if renamed := [field.name for field in resolve.options(cls) if field.metadata.get("formerly") == key]:
             self.problems.add(where, f"{key!r}{of} is called {renamed[0]!r} now")
+            return
+        if kinds := _kinds_with(category, key):
+            self.problems.add(where, f"unknown option {key!r}{of}; it belongs to {', '.join(kinds)}")
             return
         other_systems = {} if nested else elsewhere(key, value, where)
         for place, text in other_systems.items():
@@ -347,6 +351,16 @@ class Builder:
     def _wrong(self, tree: Tree, path: str, expected: str, hint: str = "") -> _Bad:
         self.problems.add(tree.where, f"{path}: expected {expected}, got {got(tree)}{hint}")
         return BAD
+
+
+def _kinds_with(category: str, option: str) -> list[str]:
+    """Kinds of a category that have an option; those that cannot be imported here are left out."""
+    kinds = []
+    for kind in resolve.names(category) if category else ():
+        with contextlib.suppress(ConfigError):
+            if option in {field.name for field in resolve.options(resolve.find(category, kind))}:
+                kinds.append(kind)
+    return kinds
 
 
 def opened(field: dataclasses.Field[Any], tree: Tree) -> Tree:
