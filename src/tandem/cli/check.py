@@ -153,7 +153,7 @@ class _RecipeCheck:
     def all(self) -> dict[str, Callable[[], CheckText | Awaitable[CheckText]]]:
         """Questions by name."""
         config = self._config
-        plays = config.plays
+        plays, counts = config.plays, memory.RankCounts.of(config)
         held_out = {"test tasks": self._test_tasks} if plays and config.evaluate.tasks else {}
         tasks: dict[str, Callable[[], CheckText | Awaitable[CheckText]]] = {
             "train tasks": self._train_tasks,
@@ -168,7 +168,7 @@ class _RecipeCheck:
             "model": self._model_config,
             **({"prompts": self._prompts} if plays else {}),
             "memory": self._memory,
-            **({"ranks": self._ranks} if memory.RankCounts.of(config).world > 1 else {}),
+            **({"ranks": self._ranks} if counts.world > 1 or counts.idle_options(config) else {}),
             "disk": self._disk,
         }
 
@@ -330,7 +330,10 @@ class _RecipeCheck:
         """
         from tandem.trainer import pairs, rank_checks
 
-        world = memory.RankCounts.of(self._config).world
+        counts = memory.RankCounts.of(self._config)
+        if idle := counts.idle_options(self._config):
+            return idle
+        world = counts.world
         rank_checks.check_ranks(self._config, world)
         if self._planner is None and self._kept is None:
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import tempfile
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
@@ -59,6 +60,8 @@ from tandem.trainer.work import LocalWork
 from tandem.types import Json, PolicyVersion
 from tandem.weight_sync.base import WeightSyncSession
 
+log = logging.getLogger(__name__)
+
 
 async def train(
     config: RunConfig,
@@ -100,7 +103,8 @@ async def _train(
     stop: asyncio.Event,
 ) -> Path:
     placement = Placement.from_environment(os.environ)
-    world = memory.RankCounts.of(config).world
+    counts = memory.RankCounts.of(config)
+    world = counts.world
     check_pairs(config)
     rank_checks.check_ranks(config, world, placement)
     config.engine.check(trainable=config.trainable, folder=resume or Path(config.runs) / (config.name or ""))
@@ -117,6 +121,8 @@ async def _train(
     folder = dog.folder = resume or run_folder.new_folder(config)
     lock.take(folder)
     with run_folder.reporting(folder), vitals.shown(folder):
+        if idle := counts.idle_options(config):
+            log.warning("%s", idle)
         if resume:
             run_folder.write_recipe(config, folder)  # what this resume changed holds for the next one too
         steps = saved_steps(folder / "checkpoints")
