@@ -167,6 +167,10 @@ def test_aliases_are_understood(here: Path) -> None:
             "engine: {kind: embedded, tensor_parallel_size: 2}",
             "recipe.yaml:4: unknown option 'tensor_parallel_size' of engine (embedded); it belongs to vllm",
         ),
+        (
+            "corrections: [{kind: opsm, delta: 1}]",
+            "unknown option 'delta' of corrections (opsm); known: threshold; from TRL or ms-swift? here it is",
+        ),
         ("lr: 1e-5", "unknown option 'lr'; did you mean 'optimizer.lr'?"),
         ("max_tokens: 9", "unknown option 'max_tokens'; did you mean 'sampling.max_tokens'?"),
         ("steps: 4", "recipe.yaml:4: duplicate key 'steps', already given at recipe.yaml:2; remove one"),

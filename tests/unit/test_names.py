@@ -63,7 +63,8 @@ def test_names_of_verl_are_told_one_by_one(tmp_path: Path) -> None:
 
 def test_a_name_within_a_part(tmp_path: Path) -> None:
     (line,) = problems(tmp_path, "loss: {epsilon: 0.2}\n")
-    assert "unknown option 'epsilon'; from TRL or Axolotl? here it is loss.clip_low" in line
+    assert "unknown option 'epsilon' of loss (grpo); known: clip_low, " in line
+    assert "; from TRL or Axolotl? here it is loss.clip_low" in line
 
 
 def test_what_is_near_to_an_option_here_is_that(tmp_path: Path) -> None:

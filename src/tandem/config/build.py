@@ -340,13 +340,15 @@ class Builder:
         if kinds := _kinds_with(category, key):
             self.problems.add(where, f"unknown option {key!r}{of}; it belongs to {', '.join(kinds)}")
             return
-        other_systems = {} if nested else elsewhere(key, value, where)
-        for place, text in other_systems.items():
-            self.problems.add(place, text)
         hint = f"; did you mean {nested[0]!r}?" if nested else resolve.did_you_mean(key, known)
         listing = f"; known: {', '.join(known)}" if known else "; it has none"
+        own = f"unknown option {key!r}{of}{hint or listing}"
+        other_systems = {} if nested else elsewhere(key, value, where)
+        for place, text in other_systems.items():
+            # Of a part one may mean its own option as well as another system's.
+            self.problems.add(place, f"{own}; {text.partition('; ')[2]}" if label and place == where else text)
         if not other_systems:
-            self.problems.add(where, f"unknown option {key!r}{of}{hint or listing}")
+            self.problems.add(where, own)
 
     def _wrong(self, tree: Tree, path: str, expected: str, hint: str = "") -> _Bad:
         self.problems.add(tree.where, f"{path}: expected {expected}, got {got(tree)}{hint}")
