@@ -142,6 +142,8 @@ class FakeBroker:
     def _POST_ack(self, request: web.Request, body: Any) -> dict[str, Any]:
         if body["batch"] == "b":
             return {"status": "success"}
+        if body["batch"] == "mute":
+            return {"status": "failure", "error": None}
         return {"status": "failure", "error": f"no batch is called {body['batch']}"}
 
 

@@ -280,6 +280,7 @@ def test_a_leased_batch_says_what_each_group_is() -> None:
             assert len(taken.malformed) == 1
             assert await client.acknowledge("b") == ""
             assert "no batch is called another" in await client.acknowledge("another")
+            assert await client.acknowledge("mute") == "the broker gives no reason"
             assert await client.batch() is None
 
     run(go())

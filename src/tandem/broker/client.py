@@ -194,7 +194,7 @@ class _RegistrationReply(msgspec.Struct, kw_only=True, frozen=True):
 
 class _StatusReply(msgspec.Struct, kw_only=True, frozen=True):
     status: str
-    error: str = "the broker gives no reason"
+    error: str | None = None
 
 
 class _Client:
@@ -474,7 +474,7 @@ class TrainerClient(_Client):
             log.warning("%s", error)
             return str(error)
         reply = parse(answer, _StatusReply)
-        return "" if reply.status == "success" else reply.error
+        return "" if reply.status == "success" else reply.error or "the broker gives no reason"
 
     async def status(self) -> dict[str, Any]:
         """At least ``current_step`` and ``queue_size`` (groups)."""

@@ -186,7 +186,8 @@ def _built(tree: Branch, overrides: Sequence[str], source: str, problems: Proble
     named_rewards = rewarded(tree)
     override.apply(tree, Work, overrides, problems)
     spell_out(tree)
-    for name in _trainers() & set(tree.entries):
+    trainers = _trainers()
+    for name in [name for name in tree.entries if name in trainers]:
         problems.add(tree.key_where[name], f"{name!r} is an option of the trainer alone (tandem train); leave it out")
         del tree.entries[name]
     if "engine" in tree.entries:
