@@ -67,6 +67,10 @@ def test_the_last_port_may_be_had() -> None:
     assert Vllm(port=LAST_PORT - 1, replicas=2).replicas == 2
 
 
+def test_an_address_of_ipv6_stands_in_brackets_in_a_url() -> None:
+    assert Vllm(host="::1", port=8000)._server(0).url == "http://[::1]:8000"
+
+
 # Keys
 
 

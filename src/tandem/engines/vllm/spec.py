@@ -301,7 +301,7 @@ class Vllm(EngineSpec):
                 raise ConfigError(f"engine.host: no port can be had at {self.host}: {error}") from error
             port = self.port + index if reservation is None else reservation.getsockname()[1]
             key = self._key() or (secrets.token_urlsafe(24) if self.require_api_key else "")
-            url = f"http://{self.host}:{port}"
+            url = f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{port}"
         server = EngineServer(url, key, control_seconds=self.control_seconds, request_seconds=self.request_seconds)
         server.reservation = reservation
         return server
