@@ -71,6 +71,12 @@ def test_an_address_of_ipv6_stands_in_brackets_in_a_url() -> None:
     assert Vllm(host="::1", port=8000)._server(0).url == "http://[::1]:8000"
 
 
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_length_that_nothing_fits_is_refused(value: int) -> None:
+    with pytest.raises(ValueError, match="max_model_len must be at least 1"):
+        Vllm(max_model_len=value)
+
+
 # Keys
 
 
@@ -227,6 +233,10 @@ BEFORE: dict[str, tuple[dict[str, Any], str]] = {
         "not 999",
     ),
     "its name": ({"engine": "vllm", "name": "a:b"}, "choose another name="),
+    "its key": (
+        {"engine": {"kind": "vllm", "urls": ["http://x:1"], "api_key_variable": "NO_SUCH_KEY"}, "sync": "broadcast"},
+        "NO_SUCH_KEY is not set in the environment",
+    ),
 }
 
 

@@ -118,8 +118,9 @@ class Vllm(EngineSpec):
     def __post_init__(self) -> None:
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError("gpu_memory_utilization must be above 0 and at most 1")
-        for name in ("replicas", "max_num_seqs", "tensor_parallel_size"):
-            if getattr(self, name) < 1:
+        for name in ("replicas", "max_num_seqs", "tensor_parallel_size", "max_model_len"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1")
         for name in ("start_seconds", "request_seconds", "control_seconds"):
             if getattr(self, name) <= 0:
@@ -185,8 +186,10 @@ class Vllm(EngineSpec):
         """See that an engine can be started here for this run, or say that it is not ours to start.
 
         Raises:
-            ConfigError: the adapter is too large, the interpreter has no vLLM, or the folder's name cannot be told it.
+            ConfigError: the adapter is too large, the key's variable is not set, the interpreter has no vLLM, or the
+                folder's name cannot be told it.
         """
+        self._key()
         if trainable.payload == "adapter":
             _rank(getattr(trainable, "rank", 0))
         if self.urls:
