@@ -104,6 +104,17 @@ def test_no_text_stops_an_answer_before_min_tokens(policy: Policy) -> None:
     assert {c.finish for c in done} == {"stop"}
 
 
+def test_a_text_that_came_before_min_tokens_stops_nothing_after_them(policy: Policy) -> None:
+    """As in vLLM: only one that is completed later does, also where the same text came before."""
+    for key in range(6):
+        (free,) = sample(policy, [([72], Sampling(min_tokens=5, max_tokens=24), key)])
+        letters = [policy.tokenizer.decode([token], skip_special_tokens=True) for token in free.tokens]
+        for stop in {letter for letter in letters if letter.isascii() and letter.isprintable()} - {""}:
+            (done,) = sample(policy, [([72], Sampling(min_tokens=5, max_tokens=24, stop=(stop,)), key)])
+            later = [i for i, letter in enumerate(letters) if i >= 5 and letter == stop]
+            assert done.tokens == free.tokens[: later[0] + 1 if later else None]
+
+
 def test_rows_with_and_without_penalties_share_a_batch(policy: Policy, naive: Any) -> None:
     samplings = [Sampling(max_tokens=24), Sampling(repetition_penalty=1.4, max_tokens=24, min_tokens=24)]
     requests = [(prompt, samplings[i % 2], i) for i, prompt in enumerate(PROMPTS)]

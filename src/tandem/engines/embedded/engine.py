@@ -304,8 +304,13 @@ class EmbeddedEngine(Engine):
             return False
         # A token adds at least one byte of a stop text that it completes, so the tail is enough.
         tail = request.tokens[-(max(len(stop.encode()) for stop in sampling.stop) + 8) :]
-        text = self._policy.tokenizer.decode(tail, skip_special_tokens=True)
-        return any(stop in text for stop in sampling.stop)
+        text, before = self._text(tail), self._text(tail[:-1]) if sampling.min_tokens else ""
+        # What was complete in it came too early to end the answer; half a character at its end may be another by now.
+        old = len(before.rstrip("\N{REPLACEMENT CHARACTER}"))
+        return any(stop in text[max(0, old - len(stop) + 1) :] for stop in sampling.stop)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return self._policy.tokenizer.decode(tokens, skip_special_tokens=True)  # type: ignore[no-any-return]
 
     def _remove(self, row: int) -> None:
         """Close the gap that a finished row leaves with the last row."""
