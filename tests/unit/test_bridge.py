@@ -109,9 +109,18 @@ def test_wrong_fields_are_named(tmp_path: Path, change: dict[str, Any], why: str
         VllmBridge.read(path)
 
 
-@pytest.mark.parametrize(("text", "why"), [('{"model": "m", ', "truncated"), ("[1]", "Expected `object`, got `array`")])
-def test_a_torn_file_is_said_to_be_one(tmp_path: Path, text: str, why: str) -> None:
-    (tmp_path / VLLM_FILE).write_text(text)
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (b'{"model": "m", ', "truncated"),
+        (b"[1]", "Expected `object`, got `array`"),
+        (b'{"model": "\xff"}', "invalid start byte"),
+        (b'{"tandem": {"lent": ' + b"[" * 100_000, "recursion"),
+    ],
+    ids=["truncated", "list", "bytes", "deep"],
+)
+def test_a_torn_file_is_said_to_be_one(tmp_path: Path, text: bytes, why: str) -> None:
+    (tmp_path / VLLM_FILE).write_bytes(text)
     with pytest.raises(TransportError, match=why):
         VllmBridge.read(tmp_path)
 

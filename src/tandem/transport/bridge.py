@@ -144,7 +144,7 @@ class VllmBridge(msgspec.Struct, kw_only=True, frozen=True):
             raise TransportError(f"{path} belongs to user {owner}; give the path of a file of your own engine")
         try:
             bridge = msgspec.json.decode(text, type=cls)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise TransportError(
                 f"{path} is not as expected: {error}. An engine writes its parameters only once they are shared: start "
                 "it with shared weights, or let it write the file again"
