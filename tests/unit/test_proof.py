@@ -126,8 +126,14 @@ def test_what_it_samples_is_compared_at_its_own_temperature(policy: Policy, tiny
     assert [probe.temperature for probe in probes] == [0.7, 0.7]
 
 
+@pytest.mark.parametrize(("context", "first", "later"), [(512, (512 - 32 - 1, 32), (64, 4)), (24, (20, 4), (20, 4))])
 def test_the_first_probe_measures_and_later_ones_are_short(
-    policy: Policy, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    policy: Policy,
+    tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    context: int,
+    first: tuple[int, int],
+    later: tuple[int, int],
 ) -> None:
     requests: list[tuple[int, int]] = []
     probe = Scripted.probe
@@ -137,8 +143,9 @@ def test_the_first_probe_measures_and_later_ones_are_short(
         return await probe(self, tokens, samples=samples)
 
     monkeypatch.setattr(Scripted, "probe", noted)
+    monkeypatch.setattr(Scripted, "context", context)
     answered(policy, tiny_model, lambda probe: probe, after=3)
-    assert requests == [(512 - 32 - 1, 32), (64, 4), (64, 4), (64, 4)]
+    assert requests == [first, later, later, later]
 
 
 @pytest.mark.parametrize("dies", ["before it is asked", "once it has answered"])

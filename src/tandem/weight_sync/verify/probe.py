@@ -168,7 +168,8 @@ class Behaviour:
         restart_count = engine.restart_count
         thorough = self._restart_count != restart_count
         tokens = self._text(engine) if thorough else self.tokens
-        probes = await engine.probe(tokens, samples=FIRST_SAMPLES if thorough else PROBE_SAMPLES)
+        most = min(FIRST_SAMPLES, engine.context - len(tokens)) if thorough else PROBE_SAMPLES
+        probes = await engine.probe(tokens, samples=most)
         return ProbeAnswers(tokens=tokens, thorough=thorough, restart_count=restart_count, probes=probes)
 
     async def compare(self, engine: Engine, version: PolicyVersion, answers: ProbeAnswers) -> float:
@@ -210,7 +211,8 @@ class Behaviour:
         text: list[int] = self._policy.tokenizer.encode(PROBE, verbose=False)  # which may be longer than a context
         room = engine.context - FIRST_SAMPLES - 1
         routed = self._trainable.payload == "adapter"
-        self.tokens = text[: LONG if routed and room >= LONG else SHORT]
+        short = max(1, min(SHORT, engine.context - PROBE_SAMPLES))
+        self.tokens = text[: LONG if routed and room >= LONG else short]
         return text[: max(len(self.tokens), min(MEASURED, room))]
 
     def _remember(self, reading: ProbeReading) -> None:
