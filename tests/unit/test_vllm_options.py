@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from tandem.errors import ConfigError
 from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
 from tandem.trainer import assemble as run
+from tandem.weight_sync.broadcast import Broadcast
 
 SCHEDULER = "tandem.engines.vllm.speedups.scheduler"
 THERE = "echo warning; echo True"
@@ -75,6 +77,16 @@ def test_an_address_of_ipv6_stands_in_brackets_in_a_url() -> None:
 def test_a_length_that_nothing_fits_is_refused(value: int) -> None:
     with pytest.raises(ValueError, match="max_model_len must be at least 1"):
         Vllm(max_model_len=value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "most"), [(Vllm, "control_seconds", 302400), (Broadcast, "timeout_seconds", 604800)]
+)
+def test_no_engine_is_told_to_wait_for_more_than_a_week(kind: type, option: str, most: float) -> None:
+    for seconds in (math.inf, most + 1):
+        with pytest.raises(ValueError, match=f"{option} must be at most {most}"):
+            kind(**{option: seconds})
+    assert getattr(kind(**{option: most}), option) == most
 
 
 # Keys

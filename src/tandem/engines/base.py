@@ -11,6 +11,8 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from tandem.types import Completion, PolicyVersion, Sampling
 
+MOST_SECONDS = 7 * 24 * 3600
+"""Longest time for which an engine is told to wait for something: a week."""
 PROBE_SAMPLES = 4
 """Tokens sampled after a probe, unless more are asked for."""
 

@@ -11,7 +11,7 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from tandem.engines.base import ReceivesBroadcast
+from tandem.engines.base import MOST_SECONDS, ReceivesBroadcast
 from tandem.errors import EngineError, TandemError, TransportError
 from tandem.lazy import torch
 from tandem.observability import waits
@@ -55,6 +55,8 @@ class Broadcast(Periodic):
             raise ValueError("bucket_mb must be at least 1")
         if self.timeout_seconds <= 0:
             raise ValueError("timeout_seconds must be above 0")
+        if self.timeout_seconds > MOST_SECONDS:
+            raise ValueError(f"timeout_seconds must be at most {MOST_SECONDS}")
         if not 0 <= self.port < 1 << 16:
             raise ValueError("port must be from 0 to 65535; 0 takes a free one")
 

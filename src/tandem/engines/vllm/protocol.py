@@ -9,14 +9,15 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+from tandem.engines.base import MOST_SECONDS
 from tandem.types import Sampling
 
 Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """What vLLM's processes can tell each other; a larger number would fail on the way, as an error of the server's."""
 Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 """A token id; that it is the model's is checked with its vocabulary."""
-Seconds = Annotated[float, msgspec.Meta(gt=0, le=7 * 24 * 3600)]
-"""A time that something may take; a week at most."""
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=MOST_SECONDS)]
+"""A time that something may take."""
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 """A name, a digest, a path: what is kept or logged."""
 MOST_ANSWERS = 1024

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from tandem.engines.base import (
+    MOST_SECONDS,
     Engine,
     EngineRequirements,
     EngineSpec,
@@ -47,6 +48,8 @@ LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 LAST_PORT = 65535
 LOOPBACK = ("127.", "localhost", "::1")
 """How addresses begin that this machine alone can reach."""
+PAUSES = 2
+"""How many times as long as a control message an engine may stay paused."""
 CPU_CACHE_GB = 1.0
 """KV cache on a CPU where kv_cache_gb does not say."""
 
@@ -125,6 +128,8 @@ class Vllm(EngineSpec):
         for name in ("start_seconds", "request_seconds", "control_seconds"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0")
+        if self.control_seconds > MOST_SECONDS // PAUSES:
+            raise ValueError(f"control_seconds must be at most {MOST_SECONDS // PAUSES}")
         for name in ("kv_cache_gb", "restarts", "linger_seconds", "port"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative")
@@ -218,7 +223,7 @@ class Vllm(EngineSpec):
             context=min(context, self.max_model_len or context),
             ends=sorted(policy.end_tokens),
             requirements=requirements,
-            pause_seconds=2 * self.control_seconds,
+            pause_seconds=PAUSES * self.control_seconds,
         )
         try:
             await engine.start()
