@@ -46,6 +46,8 @@ class Somebodys:
         self.cut = 0
         self.gate = asyncio.Event()
         self.gate.set()
+        self.info_gate = asyncio.Event()
+        self.info_gate.set()
         self._runner: web.AppRunner | None = None
 
     async def up(self) -> None:
@@ -76,6 +78,7 @@ class Somebodys:
         return f"boot {self.boots}"
 
     async def _info(self, request: web.Request) -> web.Response:
+        await self.info_gate.wait()
         about = wire.EngineInfo(
             engine=self.instance_id, state="", reason="", step=self.step, digest=self.digest, updates=0, running=0,
             adapter=None, model="m", context=self.context, logprobs="processed_logprobs", adapters=False, workers=[],
@@ -277,6 +280,25 @@ def test_nobody_samples_from_it_before_it_is_published_to() -> None:
                     assert (await sample(engine)).versions == (1,)
                 assert one.num_requests == before
                 assert len(engine.servers) == 1, "the servers of a publish do not change under it"
+            await until(lambda: len(engine.servers) == 2)
+
+    run(go)
+
+
+def test_one_that_is_away_and_takes_calls_without_an_answer_is_still_away() -> None:
+    async def go() -> None:
+        one, two = Somebodys(), Somebodys()
+        async with opened(one, two) as (engine, _):
+            await two.down()
+            await asyncio.gather(*(sample(engine) for _ in range(2)))
+            engine.fleet._away[0]._control = 0.1
+            two.info_gate.clear()
+            await two.up()
+            for _ in range(5):
+                await asyncio.sleep(0.1)
+                assert engine.failure is None
+                assert (await sample(engine)).versions == (1,)
+            two.info_gate.set()
             await until(lambda: len(engine.servers) == 2)
 
     run(go)

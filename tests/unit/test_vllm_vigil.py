@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import socket
 import sys
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
@@ -18,6 +21,7 @@ from tandem.engines.vllm.client import fleet as vigil
 from tandem.engines.vllm.client.engine import VllmEngine
 from tandem.engines.vllm.client.fleet import Fleet, Launch
 from tandem.engines.vllm.client.http import AGAIN, EngineServer, EngineUnreachable
+from tandem.engines.vllm.client.process import EngineProcess
 from tandem.engines.vllm.spec import Vllm
 from tandem.errors import EngineError
 from tandem.ports import free_port
@@ -292,6 +296,43 @@ def test_one_that_somebody_kills_while_it_starts_is_started_again(tmp_path: Path
         await one.close()
 
     run(go())
+
+
+def test_one_left_behind_that_takes_calls_and_answers_none_is_ended_and_another_started(tmp_path: Path) -> None:
+    port = free_port()
+    mute = f"import socket, time; s = socket.create_server(('127.0.0.1', {port})); time.sleep(60)"
+    left = EngineProcess.start([sys.executable, "-c", mute], os.environ, tmp_path / "left.log", grace=5.0)
+    left.record(f"http://127.0.0.1:{port}", "").write(tmp_path / "engine-0.json")
+    starts = tmp_path / "starts"
+
+    async def go() -> None:
+        while not answers(port):
+            await asyncio.sleep(0.05)
+        launch = Launch(
+            command=lambda *_: [sys.executable, "-c", FAILING, str(starts)],
+            environment=lambda *_: {},
+            trainer="1:1",
+            log=tmp_path,
+            records=tmp_path,
+        )
+        server = EngineServer(f"http://127.0.0.1:{free_port()}", "", control_seconds=5.0, request_seconds=5.0)
+        requirements = EngineRequirements(model="m", dtype="float32")
+        one = Fleet([server], launch=launch, options=Vllm(control_seconds=0.5), requirements=requirements)
+        with pytest.raises(EngineError, match="ended with exit code 3"):
+            await one.start()
+        await one.close()
+
+    try:
+        run(go())
+        assert (starts.read_text(), left.alive()) == ("x", False)
+    finally:
+        asyncio.run(left.stop())
+
+
+def answers(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0):
+        return True
+    return False
 
 
 def test_no_two_starts_draw_the_same_numbers() -> None:

@@ -172,7 +172,7 @@ class Fleet:
             await server.get("/health", dict)
             await server.post("/bridge/adopt", wire.Reattach(trainer=launch.trainer))
             await self._greet(server)
-        except EngineError as error:
+        except (EngineError, Deadline) as error:
             log.warning("%s, left by an earlier trainer, cannot be used, so another is started: %s", server.name, error)
             await server.close()
             await process.stop()
@@ -346,7 +346,7 @@ class Fleet:
             if patient and await server.gone():
                 return False
             await self._greet(server)
-        except EngineUnreachable:
+        except (EngineUnreachable, Deadline):
             return False
         except EngineError as error:  # a server responds, but not as this run needs it
             if str(error) not in self._warnings:
