@@ -16,6 +16,7 @@ from aiohttp import web
 from tandem.engines.base import EngineRequirements, RankEngine
 from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.client import fleet as _vllm_fleet
+from tandem.engines.vllm.client import http as _vllm_http
 from tandem.engines.vllm.client.fleet import Fleet, Launch
 from tandem.engines.vllm.client.http import EngineServer
 from tandem.engines.vllm.spec import Vllm
@@ -141,7 +142,7 @@ def test_an_engine_that_a_rank_has_found_is_published_to_anew() -> None:
     run(go())
 
 
-def test_the_trainer_knows_its_own_address_on_the_way_to_one() -> None:
+def test_the_trainer_knows_its_own_address_on_the_way_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
 
     async def go() -> None:
@@ -151,6 +152,10 @@ def test_the_trainer_knows_its_own_address_on_the_way_to_one() -> None:
         async with serving(port):
             assert await server.address() == "127.0.0.1"
         await server.close()
+        monkeypatch.setattr(_vllm_http, "GONE_SECONDS", 0.1)
+        monkeypatch.setattr(asyncio, "open_connection", lambda *_: asyncio.sleep(10))
+        with pytest.raises(EngineError, match="cannot be connected to: TimeoutError"):
+            await server.address()
 
     run(go())
 

@@ -118,7 +118,8 @@ class EngineServer:
             async with asyncio.timeout(GONE_SECONDS):
                 _, way = await asyncio.open_connection(parts.hostname, port)
         except OSError as error:
-            raise EngineUnreachable(f"{self.name} cannot be connected to: {error}") from error
+            reason = str(error) or type(error).__name__
+            raise EngineUnreachable(f"{self.name} cannot be connected to: {reason}") from error
         own = str(way.get_extra_info("sockname")[0])
         way.close()
         return own
