@@ -216,6 +216,7 @@ def test_orphans_are_only_our_own(folder: Path) -> None:
     live = export_host({"w": torch.ones(3)}, folder / "live")
     assert remove_orphans(folder) == []
     assert attach(live.description)["w"].tolist() == [1, 1, 1]
+    assert remove_orphans(folder / "none") == [], "a system without /dev/shm has none"
 
 
 @pytest.mark.parametrize(

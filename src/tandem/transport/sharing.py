@@ -114,7 +114,7 @@ def open_file(description: Mapping[str, Any]) -> mmap.mmap:
 def remove_orphans(folder: Path = SHARED_MEMORY) -> list[Path]:
     """Remove this user's shared files whose lender ended without closing them; returns their paths."""
     removed = []
-    for path in folder.iterdir():
+    for path in folder.iterdir() if folder.is_dir() else ():
         with contextlib.suppress(OSError):
             info = path.lstat()
             if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
