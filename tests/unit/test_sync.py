@@ -1149,6 +1149,37 @@ def test_a_broadcast_that_breaks_off_says_why(
     asyncio.run(work())
 
 
+def test_a_broadcast_that_is_given_up_leaves_nothing_running(
+    policy: Policy, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        with scripted(tiny_model) as engine:
+            receiving = asyncio.Event()
+
+            async def receive(manifest: list[Any], bucket_bytes: int, adapter: Any) -> None:
+                receiving.set()
+                await asyncio.Event().wait()
+
+            async def publish() -> None:
+                async with Broadcast(timeout_seconds=5).open(policy, engine, START, Full()) as session:
+                    monkeypatch.setattr(engine, "receive", receive)
+                    async with session.commit(1):
+                        pass
+
+            publishing = asyncio.create_task(publish())
+            await receiving.wait()
+            publishing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await publishing
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+            assert not engine.serves
+            await engine.close()
+
+    monkeypatch.setattr(collective, "Member", Wire)
+    monkeypatch.setattr(Scripted, "member", Wire)
+    asyncio.run(work())
+
+
 # Comparing
 
 

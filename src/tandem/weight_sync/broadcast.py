@@ -135,12 +135,16 @@ class Broadcast(Periodic):
         entries = [(e.name, tuple(e.shape), e.dtype) for e in manifest(named)]
         receiving = asyncio.ensure_future(engine.receive(entries, self.bucket_mb << 20, adapter))
         sending = asyncio.ensure_future(on_daemon(self._send, session.member, named))
-        async with waits.waiting(
-            "trainer", "a publish to arrive", on="engine workers", deadline=4 * self.timeout_seconds
-        ):
-            await asyncio.wait((receiving, sending), return_when=asyncio.FIRST_EXCEPTION)
-            if receiving.done() and receiving.exception() is not None:
-                session.member.abort()  # the other end is gone: do not wait for the group's own deadline
+        late = 4 * self.timeout_seconds
+        try:
+            async with waits.waiting("trainer", "a publish to arrive", on="engine workers", deadline=late):
+                await asyncio.wait((receiving, sending), return_when=asyncio.FIRST_EXCEPTION)
+                if receiving.done() and receiving.exception() is not None:
+                    session.member.abort()  # the other end is gone: do not wait for the group's own deadline
+                await asyncio.wait((receiving, sending))
+        finally:  # where this is cancelled, nothing is left running
+            receiving.cancel()
+            sending.cancel()
             results = await asyncio.gather(receiving, sending, return_exceptions=True)
         for error in results:
             if isinstance(error, EngineError):
