@@ -298,6 +298,38 @@ def test_one_that_somebody_kills_while_it_starts_is_started_again(tmp_path: Path
     run(go())
 
 
+STAYING = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+
+
+def test_where_one_cannot_start_the_others_are_ended_and_none_is_started_again(tmp_path: Path) -> None:
+    """Ended by a signal, as one that somebody kills: that is no reason to start it again."""
+    starts: list[int] = []
+
+    def command(model: str, port: int, number: int) -> list[str]:
+        starts.append(number)
+        return [sys.executable, "-c", STAYING if number else "import sys, time; time.sleep(0.5); sys.exit(3)"]
+
+    async def go() -> None:
+        before = asyncio.all_tasks()
+        launch = Launch(
+            command=command, environment=lambda *_: {}, trainer="", log=tmp_path / "logs", records=tmp_path / "records"
+        )
+        servers = [
+            EngineServer(f"http://127.0.0.1:{free_port()}", "", control_seconds=5.0, request_seconds=5.0)
+            for _ in range(2)
+        ]
+        requirements = EngineRequirements(model="m", dtype="float32")
+        both = Fleet(servers, launch=launch, options=Vllm(replicas=2), requirements=requirements)
+        with pytest.raises(EngineError, match="ended with exit code 3"):
+            await both.start()
+        assert asyncio.all_tasks() == before
+        await both.close()
+        assert (starts, both.dead()) == ([0, 1], [0, 1])
+        assert not list((tmp_path / "records").iterdir())
+
+    run(go())
+
+
 def test_one_left_behind_that_takes_calls_and_answers_none_is_ended_and_another_started(tmp_path: Path) -> None:
     port = free_port()
     mute = f"import socket, time; s = socket.create_server(('127.0.0.1', {port})); time.sleep(60)"

@@ -104,9 +104,16 @@ class Fleet:
         self._closed = False
 
     async def start(self) -> None:
-        """Start or find every server, and check it against the run's requirements."""
+        """Start or find every server, and check it against the run's requirements; one that fails ends all."""
         here = 1 if self._hosts is not None else len(self.servers)
-        await asyncio.gather(*(self._begin(i) for i in range(here)), self._begin_elsewhere())
+        beginning = [asyncio.ensure_future(self._begin(i)) for i in range(here)]
+        beginning.append(asyncio.ensure_future(self._begin_elsewhere()))
+        try:
+            await asyncio.gather(*beginning)
+        finally:
+            for one in beginning:
+                one.cancel()
+            await asyncio.gather(*beginning, return_exceptions=True)
 
     async def _begin_elsewhere(self) -> None:
         """Have ranks on other hosts start theirs."""
