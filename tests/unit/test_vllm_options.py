@@ -89,6 +89,12 @@ def test_no_engine_is_told_to_wait_for_more_than_a_week(kind: type, option: str,
     assert getattr(kind(**{option: most}), option) == most
 
 
+def test_an_engine_is_named_once() -> None:
+    """Else it would be told to join a broadcast as two, and the group would not form."""
+    with pytest.raises(ValueError, match="urls names 'http://x:1' twice"):
+        Vllm(urls=("http://x:1", "http://y:1", "http://x:1/"))
+
+
 # Keys
 
 

@@ -143,6 +143,9 @@ class Vllm(EngineSpec):
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"urls: {url!r} must begin with http:// or https://")
+        urls = [url.rstrip("/") for url in self.urls]
+        if twice := next((url for url in urls if urls.count(url) > 1), ""):
+            raise ValueError(f"urls names {twice!r} twice; name each engine once")
         for name, value in self.args.items():
             if reason := not_free(name, value):
                 raise ValueError(f"args: {name} {reason}")
