@@ -92,7 +92,7 @@ def parsed(body: bytes, kind: type[T]) -> T:
     """A request's body; an empty one is an empty object.
 
     Raises:
-        Refused: it is no JSON, or not of this type; the message says where.
+        Refusal: it is no JSON, or not of this type; the message says where.
     """
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
@@ -101,7 +101,7 @@ def parsed(body: bytes, kind: type[T]) -> T:
 
 
 def unrefused(ranks: list[Any]) -> list[Any]:
-    """The workers' results; raises Refused where one of them refuses."""
+    """The workers' results; raises Refusal where one of them refuses."""
     for answer in ranks:
         if isinstance(answer, dict) and REFUSED in answer:
             raise Refusal(409, answer[REFUSED])

@@ -210,7 +210,7 @@ class Vllm(EngineSpec):
     async def open(
         self, policy: Policy, *, context: int, requirements: EngineRequirements | None = None
     ) -> AsyncIterator[Engine]:
-        """Start the engines or find them, and check that they can do what the run requirements."""
+        """Start the engines or find them, and check that they can do what the run requires."""
         if requirements is None:
             raise ConfigError("engine: vllm needs to know the run it serves")
         fleet = Fleet(
@@ -427,7 +427,7 @@ def _has_cuda() -> bool:
 
 
 def _rank(min_rank: int) -> int:
-    """The smallest rank that vLLM has room for and that an adapter of rank ``asked`` fits into.
+    """The smallest rank that vLLM has room for and that an adapter of rank ``min_rank`` fits into.
 
     Raises:
         ConfigError: there is none.

@@ -79,8 +79,8 @@ class Noise:
 
     Example:
         >>> noise = Noise(floor=0.001)
-        >>> noise.learn([Answer(engine=(-1.0, -2.01), trainer=(-1.01, -2.0))])
-        >>> noise.excess(Answer(engine=(-1.0, -2.5), trainer=(-1.01, -2.0))) < 1
+        >>> noise.learn([LogprobComparison(engine=(-1.0, -2.01), trainer=(-1.01, -2.0))])
+        >>> noise.excess(LogprobComparison(engine=(-1.0, -2.5), trainer=(-1.01, -2.0))) < 1
         True
     """
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Checksums = Mapping[str, int]
-"""Checksum of each tensor by name, see ``weights/checksums.py``."""
+"""Checksum of each tensor by name, see ``transport/checksums.py``."""
 
 Rollouts = Sequence[Sequence[int]]
 """Token ids of rollouts, prompts included."""
@@ -143,7 +143,7 @@ class Behaviour:
     """Probe of every publish: compares the engines' logprobs with those of the published weights.
 
     A probe is scored by engine and trainer, and so are a few tokens that the engine samples after it. Where noise
-    explains an answer badly (``_noise.py``), more is asked: a longer text, more samples, recent rollouts. Only an
+    explains an answer badly (``noise.py``), more is asked: a longer text, more samples, recent rollouts. Only an
     engine whose answer to these cannot be explained either is refused.
     """
 

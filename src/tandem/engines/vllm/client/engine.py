@@ -331,7 +331,7 @@ class VllmEngine(Engine):
         return exported.attach()
 
     async def exports_of_ranks(self) -> Sequence[Any]:
-        """Where the weights of each engine but the first are, as plain data: ``attached_weights`` takes it."""
+        """Where the weights of each engine but the first are, as plain data: ``attach_export`` takes it."""
         return [msgspec.to_builtins(await exported_weights(server)) for server in self.servers[1:]]
 
     async def exports_of_workers(self) -> Sequence[Sequence[Any]]:

@@ -110,7 +110,7 @@ class EngineServer:
         """This machine's address on the way to it, by which it reaches us too unless something in between translates.
 
         Raises:
-            Unreachable: nothing listens there.
+            EngineUnreachable: nothing listens there.
         """
         parts = urlsplit(self.url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -139,7 +139,7 @@ class EngineServer:
             seconds: deadline; by default that of control messages.
 
         Raises:
-            Unreachable: nothing answers, or the engine behind what answers has died.
+            EngineUnreachable: nothing answers, or the engine behind what answers has died.
             EngineError: it answers that something went wrong.
             Deadline: it answers too late.
         """

@@ -70,7 +70,7 @@ class Waves:
             later: by how many seconds it may begin later than now.
 
         Raises:
-            Unreachable: no server responds, or the engine behind it has died.
+            EngineUnreachable: no server responds, or the engine behind it has died.
             EngineError: it answers that something went wrong.
             Deadline: it answers too late.
         """

@@ -49,7 +49,7 @@ class Adapters:
         self._state.openai_serving_models.lora_requests[IN_PLACE] = self.in_place
 
     def require_enabled(self) -> None:
-        """Raise Refused unless the engine was started with LoRA."""
+        """Raise Refusal unless the engine was started with LoRA."""
         if self._frontend.client.vllm_config.lora_config is None:
             raise Refusal(409, "this engine was started without adapters; start it with trainable: lora in the recipe")
 
@@ -57,7 +57,7 @@ class Adapters:
         """The request object of a loaded adapter.
 
         Raises:
-            Refused: there is none of that name.
+            Refusal: there is none of that name.
         """
         if name in self._loaded:
             return self._loaded[name]
@@ -124,7 +124,7 @@ class Adapters:
 
 
 def not_kept(name: str) -> None:
-    """Raise Refused where loading an adapter of this name would replace the one that is trained."""
+    """Raise Refusal where loading an adapter of this name would replace the one that is trained."""
     if name == IN_PLACE:
         raise Refusal(409, f"the name {IN_PLACE!r} is kept for the adapter that is written in place")
 
@@ -133,7 +133,7 @@ def allowed(path: str) -> Path:
     """The folder, links resolved, if it and all its files are within one that adapters may come from.
 
     Raises:
-        Refused: they are not, or it holds no adapter.
+        Refusal: they are not, or it holds no adapter.
     """
     places = [Path(place).resolve() for place in os.environ.get(FOLDERS, "").split(os.pathsep) if place]
 

@@ -57,7 +57,7 @@ def client() -> str:
 
 
 def authorise(scope: Scope, path: str) -> None:
-    """Raise Refused unless the request bears the key, or where there is none, is no page's in a browser.
+    """Raise Refusal unless the request bears the key, or where there is none, is no page's in a browser.
 
     /health needs no key.
     """
@@ -81,7 +81,7 @@ async def read(receive: Receive, most: int = MOST) -> bytes:
     """The whole body.
 
     Raises:
-        Refused: it is longer than ``most`` bytes.
+        Refusal: it is longer than ``most`` bytes.
         Gone: the client went away.
     """
     body = bytearray()

@@ -341,7 +341,7 @@ class Frontend:
 
         Raises:
             Stopped: a publish is needed first.
-            Refused: weights were being proven, and no stamp has said that they are.
+            Refusal: weights were being proven, and no stamp has said that they are.
         """
         async with self._control:
             if self.state == "stopped":
@@ -592,7 +592,7 @@ class Frontend:
         return [self.steps[generation] for generation in answer.generations]
 
     async def rpc(self, method: str, *args: Any, seconds: float | None = None) -> list[Any]:
-        """Call a method of the worker extension on every rank; results by rank. Raises Refused where one refuses."""
+        """Call a method of the worker extension on every rank; results by rank. Raises Refusal where one refuses."""
         call = self.client.collective_rpc(method, args=args)
         return unrefused(list(await asyncio.wait_for(call, seconds)))
 

@@ -32,7 +32,7 @@ class EngineLimits:
         """A text's tokens.
 
         Raises:
-            Refused: it is longer than the longest tokens of the whole context.
+            Refusal: it is longer than the longest tokens of the whole context.
         """
         tokenizer = self._client.get_tokenizer()
         most = self.context * int(getattr(tokenizer, "max_chars_per_token", CHARACTERS))
@@ -47,7 +47,7 @@ class EngineLimits:
         return list(tokenizer.encode(text))
 
     def check(self, prompt: Sequence[int], request: Generate) -> None:
-        """Raise Refused unless this may be asked of the engine."""
+        """Raise Refusal unless this may be asked of the engine."""
         self.prompt(prompt)
         self.tokens("stop_token_ids", request.stop_token_ids or ())
         self.length("max_tokens", request.max_tokens)

@@ -43,7 +43,7 @@ class ManyAnswers:
         """Ask vLLM for all, and give each out.
 
         Raises:
-            Refused: the request is not as it should be; nothing was sent yet.
+            Refusal: the request is not as it should be; nothing was sent yet.
             Gone: the client went away.
         """
         request = wire.parsed(body, Many)

@@ -71,7 +71,7 @@ class Receiver:
         """See that what comes has a place here; adapters' tensors have theirs where they come.
 
         Raises:
-            Refused: something has none, or there is more than could have one.
+            Refusal: something has none, or there is more than could have one.
         """
         every = list(names)
         if not every:
@@ -136,7 +136,7 @@ def _entries(metadata: msgspec.Raw) -> list[Entry]:
     """What ``param_metadata`` announces.
 
     Raises:
-        Refused: it is of neither form, or its parts do not agree; the message says where.
+        Refusal: it is of neither form, or its parts do not agree; the message says where.
     """
     try:
         if b'"param_names"' not in memoryview(metadata).tobytes():

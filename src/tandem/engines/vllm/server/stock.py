@@ -95,7 +95,7 @@ class StockRequest(StockSampling):
         return (self.n or 1) * (max(1, len(self.prompt or ())) if several else 1)
 
     def fits(self, limits: EngineLimits) -> None:
-        """Raise Refused unless the engine can be asked this."""
+        """Raise Refusal unless the engine can be asked this."""
         limits.answers(self.answers)
         for options in (self, self.sampling_params or StockSampling()):
             for name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens"):
@@ -110,7 +110,7 @@ class StockRequest(StockSampling):
 
 
 def _prompts(prompt: list[Any], limits: EngineLimits) -> None:
-    """Raise Refused unless it is one prompt as token ids, or several of whatever form."""
+    """Raise Refusal unless it is one prompt as token ids, or several of whatever form."""
     if not prompt:
         raise Refusal(400, "prompt is an empty list")
     for one in [prompt] if isinstance(prompt[0], int) else prompt:
@@ -123,7 +123,7 @@ def _prompts(prompt: list[Any], limits: EngineLimits) -> None:
 
 
 def _objects(name: str, items: Sequence[Any]) -> None:
-    """Raise Refused unless it is a list of objects, with lists of objects or text in them, that is not too long."""
+    """Raise Refusal unless it is a list of objects, with lists of objects or text in them, that is not too long."""
     number = len(items)
     for item in items:
         if not isinstance(item, dict):
@@ -140,7 +140,7 @@ def sound(body: bytes) -> dict[str, Any]:
     """A body as JSON.
 
     Raises:
-        Refused: it is none, or no object, or what cannot be passed on.
+        Refusal: it is none, or no object, or what cannot be passed on.
     """
     try:
         tree = msgspec.json.decode(body)
@@ -156,7 +156,7 @@ def sampling_request(tree: dict[str, Any], limits: EngineLimits) -> StockRequest
     """The sampling request in the body of one of vLLM's own routes.
 
     Raises:
-        Refused: what vLLM, or this engine, cannot be asked.
+        Refusal: what vLLM, or this engine, cannot be asked.
     """
     try:
         request = msgspec.convert(tree, StockRequest, strict=False)

@@ -184,7 +184,7 @@ class WorkerExtension:
 
     @_refusing
     def tandem_export_adapter(self, lora_id: int, config: str, manifest: str) -> str:
-        """Make an adapter's slot attachable by the trainer; JSON of what ``AttachedAdapter`` requirements.
+        """Make an adapter's slot attachable by the trainer; JSON of what ``AttachedAdapter`` takes.
 
         ``manifest`` lists the tensors that will be written: name, shape and type.
         """
