@@ -204,7 +204,7 @@ class Member:
     """
 
     @classmethod
-    def host(cls, rendezvous: Rendezvous, device: torch.device | str = "cpu", *, who: str = "trainer") -> Member:
+    def host(cls, rendezvous: Rendezvous, device: torch.device | str = "cpu") -> Member:
         """Rank 0: serve the store and return at once. ``.rendezvous``, with the port, is for the others.
 
         Call ``connect`` next. ``device`` is where the tensors are.
@@ -213,7 +213,7 @@ class Member:
             TransportError: the address or the port cannot be had, or the backend not on this device.
         """
         server, rendezvous = serve(rendezvous)
-        return cls(rendezvous, 0, device, who=who, server=server)
+        return cls(rendezvous, 0, device, who="trainer", server=server)
 
     @classmethod
     def join(cls, rendezvous: Rendezvous, rank: int, device: torch.device | str = "cpu", *, who: str = "") -> Member:

@@ -224,12 +224,11 @@ def export_cuda(named: Mapping[str, Tensor]) -> Description:
     return {"kind": "cuda", "tensors": entries}
 
 
-def attach(description: Mapping[str, Any], *, expect: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+def attach(description: Mapping[str, Any]) -> dict[str, Tensor]:
     """Tensors over the lender's bytes, by name.
 
     Args:
         description: what ``export_host`` or ``export_cuda`` made, in another process.
-        expect: tensors, of the meta device for example, whose names, shapes and dtypes must be among those lent.
 
     Raises:
         TransportError: the description is wrong or stale, or its memory cannot be reached from here.
@@ -252,14 +251,6 @@ def attach(description: Mapping[str, Any], *, expect: Mapping[str, Tensor] | Non
         raise TransportError(f"a description of lent tensors lacks {error}; pass on what the lender answered") from None
     except (AttributeError, TypeError, ValueError) as error:
         raise TransportError(f"{error} in a description of lent tensors; pass on what the lender answered") from error
-    for name, wanted in (expect or {}).items():
-        exported = out.get(name)
-        if exported is None or exported.shape != wanted.shape or exported.dtype != wanted.dtype:
-            theirs = "nothing" if exported is None else f"{exported.dtype} {tuple(exported.shape)}"
-            raise TransportError(
-                f"{name}: expected {wanted.dtype} {tuple(wanted.shape)}, the lender has {theirs}; both sides must load "
-                "the same model in the same dtype"
-            )
     return out
 
 

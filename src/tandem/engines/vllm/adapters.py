@@ -37,18 +37,8 @@ def scaling(config: Mapping[str, Any]) -> float:
     return float(config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
-def scaled(tensor: Tensor, config: Mapping[str, Any], dtype: torch.dtype | None = None) -> Tensor:
-    """B as a slot stores it, to the bit: cast to the slots' type, then multiplied, as vLLM does when it loads a file.
-
-    ``dtype`` is the slots' type, the tensor's own by default. A is stored as it is, only cast.
-    """
-    stored = tensor.detach().to(dtype or tensor.dtype)
-    factor = scaling(config)
-    return stored if factor == 1 else stored * factor
-
-
 def scale_(tensors: list[Tensor], factor: float) -> None:
-    """Multiply tensors in place, to the same bits as ``scaled``: by one number in float32, rounded once.
+    """Multiply tensors in place, as vLLM does when it loads a file: by one number in float32, rounded once.
 
     The fused form rounds the factor to the tensors' type first, which changes nothing of a power of two only.
     """
@@ -118,7 +108,7 @@ class StoredAdapter:
         ):
             self._make_room(factors)
         torch._foreach_copy_([self._views[name] for name in factors], list(factors.values()))
-        self._block.mul_(factor)  # one kernel over all: in float32 and rounded once, as ``scaled``
+        self._block.mul_(factor)  # one kernel over all: in float32 and rounded once, as ``scale_``
         return [(name, self._views[name] if name in factors else tensor) for name, tensor in plain]
 
     def _make_room(self, factors: Mapping[str, Tensor]) -> None:

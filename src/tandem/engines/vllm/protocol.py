@@ -175,7 +175,6 @@ def completion_request(
     *,
     limit: int,
     ends: Sequence[int],
-    seed: int | None = None,
     flat: bool = False,
     min_step: int = -1,
 ) -> Generate:
@@ -194,7 +193,6 @@ def completion_request(
         repetition_penalty=sampling.repetition_penalty,
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
-        seed=seed,
         stop=list(sampling.stop) or None,
         stop_token_ids=[*ends, *sampling.stop_token_ids],
         include_stop_str_in_output=True,

@@ -145,11 +145,11 @@ class EngineServer:
         """
         return await self._call("POST", path, {} if body is None else body, kind, seconds or self._control)
 
-    async def generate(self, request: wire.Generate, *, later: float = 0.0) -> wire.Generated:
-        """Sample; counted, so that load can be spread. It may begin as many seconds ``later``."""
+    async def generate(self, request: wire.Generate) -> wire.Generated:
+        """Sample; counted, so that load can be spread."""
         self.outstanding += 1
         try:
-            answer: wire.Generated = await self.post("/generate", request, wire.Generated, self.request_seconds + later)
+            answer: wire.Generated = await self.post("/generate", request, wire.Generated, self.request_seconds)
         finally:
             self.outstanding -= 1
         return answer

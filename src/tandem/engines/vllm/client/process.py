@@ -38,7 +38,7 @@ _STRAGGLER_SECONDS = 2.0
 _KILLED_SECONDS = 30.0
 """Longest time from SIGKILL until the system has taken a process down; gigabytes of memory take a moment."""
 
-_TAIL_BYTES = 64 * 1024
+_TAIL_BYTES = 1024 * 1024
 _TAIL_LINES = 20
 _LINES_AFTER_CAUSE = 5
 
@@ -266,16 +266,12 @@ class EngineProcess:
         hint = "; if nobody did that, the machine ran out of memory" if name == "SIGKILL" else ""
         return f"was killed by {name}{hint}"
 
-    def tail(self, lines: int = _TAIL_LINES) -> str:
-        """The last lines it printed."""
-        return "\n".join(self._printed(_TAIL_BYTES)[-lines:])
-
-    def _printed(self, limit: int) -> list[str]:
-        """Lines since it was started, of the log's last ``limit`` bytes."""
+    def _printed(self) -> list[str]:
+        """Lines since it was started, of the log's last ``_TAIL_BYTES``."""
         try:
             with self._log.open("rb") as file:
                 size = file.seek(0, os.SEEK_END)
-                file.seek(max(self._log_start, size - limit))
+                file.seek(max(self._log_start, size - _TAIL_BYTES))
                 text = file.read().decode(errors="replace")
         except OSError:
             return []
@@ -286,7 +282,7 @@ class EngineProcess:
 
         vLLM's processes each print a traceback as they fall, so the cause stands far above the last lines.
         """
-        lines = self._printed(16 * _TAIL_BYTES)
+        lines = self._printed()
         if not lines:
             return f"; it printed nothing to {self._log}"
         first = next((line for line in lines if _ERROR.search(line)), None)

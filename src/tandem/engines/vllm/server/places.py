@@ -26,14 +26,13 @@ class Turnstile:
     no command of a publish is answered: the engine stands still for it.
     """
 
-    def __init__(self, at_once: int = AT_ONCE):
-        self._at_once = at_once
+    def __init__(self) -> None:
         self._passed = 0
         self._queue: deque[asyncio.Future[None]] = deque()
 
     async def passed(self) -> None:
         """Wait for one's turn."""
-        if not self._queue and self._passed < self._at_once:
+        if not self._queue and self._passed < AT_ONCE:
             self._pass_one()
             return
         turn = asyncio.get_running_loop().create_future()
@@ -47,7 +46,7 @@ class Turnstile:
 
     def _begin_turn(self) -> None:
         self._passed = 0
-        while self._queue and self._passed < self._at_once:
+        while self._queue and self._passed < AT_ONCE:
             turn = self._queue.popleft()
             if not turn.done():  # its request was given up
                 turn.set_result(None)

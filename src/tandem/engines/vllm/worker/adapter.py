@@ -41,7 +41,7 @@ class AdapterTensor:
     counted: bool
     """False where another worker's equal part is counted already."""
     scaled: bool
-    """True for B, which is stored multiplied by alpha/rank; see ``scaled``."""
+    """True for B, which is stored cast to the slot's type and then multiplied by ``scaling``; A is only cast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
