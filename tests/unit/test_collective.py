@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -24,7 +25,7 @@ from torch import Tensor
 from tandem.errors import TransportError
 from tandem.transport.buckets import BucketPlan, TensorEntry, manifest
 from tandem.transport.collective import Member
-from tandem.transport.rendezvous import Rendezvous
+from tandem.transport.rendezvous import MOST_MEMBERS, Rendezvous
 
 pytestmark = pytest.mark.slow
 
@@ -512,9 +513,18 @@ def test_what_cannot_be_opened_is_refused() -> None:
         Member.join(meeting(seconds=0.2), 2)
 
 
-@pytest.mark.parametrize("wrong", [{"backend": "mpi"}, {"world": 1}, {"seconds": 0.0}, {"seconds": float("inf")}])
-def test_a_rendezvous_refuses_nonsense(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong)).replace("world", "2 members")):
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"backend": "mpi"}, "backend must be"),
+        ({"world": 1}, "at least 2 members"),
+        ({"world": MOST_MEMBERS + 1}, f"at most {MOST_MEMBERS} members"),
+        ({"seconds": 0.0}, "seconds must be"),
+        ({"seconds": math.inf}, "seconds must be"),
+    ],
+)
+def test_a_rendezvous_refuses_nonsense(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
         Rendezvous(**{"host": "127.0.0.1", "world": 2, "backend": "gloo", **wrong})
 
 
