@@ -82,7 +82,6 @@ class VllmEngine(Engine):
         self._written = WrittenSlot()
         self._bridge: Path | None = None
         self._manifest: Sequence[tuple[str, tuple[int, ...], str]] = ()
-        self._republish: Callable[[], Awaitable[None]] | None = None
         self._pauses = Pauses()
         self._waves = Waves()
 
@@ -118,7 +117,6 @@ class VllmEngine(Engine):
         return self.fleet.restart_count
 
     def on_restart(self, republish: Callable[[], Awaitable[None]]) -> None:
-        self._republish = republish
         self.fleet.watch(republish)
 
     async def close(self) -> None:
@@ -189,8 +187,8 @@ class VllmEngine(Engine):
         if self.fleet.ours and (not await server.gone() or not await self.recover()):
             await self.fleet.settled()  # it may answer since a moment, to what is starting it again
             return restart_count != self.restart_count
-        if self._republish is not None:
-            await self._republish()  # which recovers those of others, though not in the midst of a publish
+        if self.fleet.republish is not None:
+            await self.fleet.republish()  # which recovers those of others, though not in the midst of a publish
         return self.fleet.ours or restart_count != self.restart_count or tries < TRIES
 
     def _completion(self, server: EngineServer, sampled: Sampled, least: int) -> Completion:
