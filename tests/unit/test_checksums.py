@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tandem.transport import checksums as module
-from tandem.transport.checksums import ChecksumTally, Shard, checksum, checksums, digest
+from tandem.transport.checksums import ChecksumTally, Shard, Standing, checksum, checksums, digest
 
 ROOT = Path(__file__).parents[2]
 MASK = (1 << 64) - 1
@@ -164,6 +164,12 @@ def test_a_tally_reads_what_is_there_now() -> None:
     assert tally.take() == checksums(weights.items())
     weights["a"][1, 1] += 1
     assert tally.take()["a"] == reference(weights["a"])
+
+
+def test_tensors_at_the_place_of_others_are_taken_as_they_are() -> None:
+    memory, standing = torch.randn(8, 6), Standing()
+    for now in (memory[:4], memory, memory[:, :4], memory.view(6, 8), memory.flatten()):
+        assert standing.take([Shard("a", now)]) == checksums([("a", now)])
 
 
 def test_digest_names_the_whole() -> None:

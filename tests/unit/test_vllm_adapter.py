@@ -27,7 +27,9 @@ from tandem.engines.vllm.adapters import (
 )
 from tandem.engines.vllm.client.engine import VllmEngine
 from tandem.engines.vllm.worker.adapter import AdapterTensor, InPlaceAdapters
+from tandem.engines.vllm.worker.extension import WorkerExtension
 from tandem.errors import EngineError
+from tandem.transport.checksums import checksums, joined
 from tandem.types import PolicyVersion
 
 HIDDEN, HEADS, KEYS, HEAD, MLP, SLOTS, MAX_RANK = 16, 8, 2, 4, 24, 2, 8
@@ -330,6 +332,27 @@ def test_what_vllm_loaded_from_a_file_is_read_back_by_name(world: int) -> None:
         with pytest.raises(EngineError, match="use_dora"):
             list(slots.loaded(9, names, CONFIG | {"use_dora": True}))
     assert all(torch.equal(seen[name], want[name]) for name in want)
+
+
+def test_an_adapter_of_another_rank_in_the_same_slot_is_summed_as_it_is() -> None:
+    """As the next trainer's is on an engine that outlives a run."""
+    worker = WorkerExtension()
+    worker._tandem_adapters, _ = engine()  # type: ignore[attr-defined]
+    for rank in (4, 6, 2):
+        worker._tandem_in_place().put(7, CONFIG | {"r": rank}, adapter(rank=rank))
+        sums = joined("the engine", [worker.tandem_adapter_checksums(7, [], "{}")])
+        assert sums == checksums(expected(adapter(rank=rank), 10 / rank).items())
+        worker.tandem_forget(7)
+
+
+def test_what_sums_versions_by_name_is_kept_for_each_slot_and_not_for_each_version() -> None:
+    worker, names = WorkerExtension(), list(adapter(name=""))
+    worker._tandem_adapters, manager = engine()  # type: ignore[attr-defined]
+    for version in range(6):
+        manager.lora_index_to_id = [2 * version, 2 * version + 1]
+        for lora_id in manager.lora_index_to_id:
+            worker.tandem_adapter_checksums(lora_id, names, json.dumps(CONFIG))
+    assert len(worker._tandem_sums) == SLOTS
 
 
 def test_no_free_slot_is_said_and_leaves_nothing_registered() -> None:

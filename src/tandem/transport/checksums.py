@@ -98,16 +98,16 @@ class ChecksumTally:
 
 
 class Standing:
-    """Checksums of the same tensors over many publishes; the tally is rebuilt only where a tensor was moved."""
+    """Checksums of the same tensors over many publishes; the tally is rebuilt only where one was moved or reshaped."""
 
     def __init__(self) -> None:
         self._tally: ChecksumTally | None = None
-        self._where: tuple[tuple[str, int], ...] = ()
+        self._where: list[tuple[Any, ...]] = []
 
     def take(self, shards: Iterable[Shard]) -> Sums:
         """The checksums of what the tensors hold now."""
         shards = list(shards)
-        where = tuple((shard.name, shard.tensor.data_ptr()) for shard in shards)
+        where = [(s.name, s.first, t.data_ptr(), t.dtype, t.shape, t.stride()) for s in shards for t in (s.tensor,)]
         if self._tally is None or where != self._where:
             self._tally, self._where = ChecksumTally(shards), where
         return self._tally.take()

@@ -171,9 +171,10 @@ class WorkerExtension:
         """
         return _hexadecimal(self._tandem_current().tally.take())
 
-    def _tandem_standing(self, what: str) -> Standing:
-        sums: dict[str, Standing] = self.__dict__.setdefault("_tandem_sums", {})
-        return sums.setdefault(what, Standing())
+    def _tandem_standing(self, address: int) -> Standing:
+        """What sums the slot at an address: there are few slots, and many versions by name come and go in them."""
+        sums: dict[int, Standing] = self.__dict__.setdefault("_tandem_sums", {})
+        return sums.setdefault(address, Standing())
 
     def _tandem_current(self) -> _Layout:
         """The places, found anew only where storage was moved: views of the old one would be read and written on."""
@@ -204,9 +205,9 @@ class WorkerExtension:
     def tandem_adapter_checksums(self, lora_id: int, names: list[str], config: str) -> dict[str, str]:
         """Checksums of what an adapter's slot really holds; ``names`` are given for one that vLLM loaded itself."""
         adapters = self._tandem_in_place()
-        held = adapters.loaded(lora_id, names, json.loads(config)) if names else adapters.stored(lora_id)
+        held = list(adapters.loaded(lora_id, names, json.loads(config)) if names else adapters.stored(lora_id))
         shards = (Shard(_part(part.name, part.first), part.tensor, part.first) for part in held)
-        return _hexadecimal(self._tandem_standing(f"adapter {lora_id}").take(shards))
+        return _hexadecimal(self._tandem_standing(held[0].tensor.data_ptr()).take(shards))
 
     def tandem_forget(self, lora_id: int) -> None:
         """Free an adapter's slot."""
