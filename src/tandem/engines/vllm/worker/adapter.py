@@ -191,10 +191,11 @@ class InPlaceAdapters:
         adapter = self._alive(lora_id)
         targets = self._targets(named, rank) if adapter is None else adapter.targets
         if adapter is not None and (rank != adapter.rank or named.keys() != targets.keys()):
+            first = min(named.keys() ^ targets.keys(), default="none")
             raise EngineError(
                 f"adapter {lora_id} was put with rank {adapter.rank} and {len(targets)} tensors, now it has rank "
-                f"{rank} and {len(named)}, first name that differs: "
-                f"{min(named.keys() ^ targets.keys(), default='none')}; remove it first, or use another id"
+                f"{rank} and {len(named)}, first name that differs: {first}; the engine holds the adapter of another "
+                "run: have it unloaded first (POST /lora/unload)"
             )
         _check_shapes(named, targets)
         return named, adapter or self._register(lora_id, rank, targets)
