@@ -30,7 +30,7 @@ MANY_ATTRIBUTES: dict[str, int] = {
     # State, generations and waiters of one engine, which change within one turn of the event loop.
     "Frontend": 24,
     # What was published last (version, adapters, slots, manifest), and how requests get to the fleet.
-    "VllmEngine": 19,
+    "VllmEngine": 18,
     # Clocks of one thread, which are read together at every look.
     "Watchdog": 18,
     # Nine fields of its set-up, and what became of one environment's groups.

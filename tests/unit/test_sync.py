@@ -800,8 +800,8 @@ def test_tensors_that_differ_are_torn_or_stale_and_named(
                 async with Shared().open(policy, engine, START, Full()):
                     raise AssertionError("it must not open")
             assert type(caught.value) is kind
-            said = f"{count} of {len(every)} published tensors differ between the trainer and engine {names}"
-            assert f"{said}, first {first!r}" in str(caught.value)
+            differ = f"{count} of {len(every)} published tensors differ between the trainer and engine {names}"
+            assert f"{differ}, first {first!r}" in str(caught.value)
             assert not engine.serves
 
     asyncio.run(work())
