@@ -323,6 +323,20 @@ def test_what_one_pause_holds_another_does_not_wait_for(run: Callable[[Work], An
     run(work)
 
 
+def test_a_pause_given_up_ends_no_request(run: Callable[[Work], Any]) -> None:
+    async def work(engine: Engine) -> None:
+        tasks = [asyncio.create_task(engine.generate(*request)) for request in await long_keys(engine, 2)]
+        await underway(engine)
+        pause = asyncio.create_task(engine.pause(finish=True))
+        await asyncio.sleep(0)
+        pause.cancel()
+        await asyncio.gather(pause, return_exceptions=True)
+        await engine.resume()
+        assert [len(completion.tokens) for completion in await asyncio.gather(*tasks)] == [60, 60]
+
+    run(work)
+
+
 def test_a_request_given_up_is_not_waited_for(run: Callable[[Work], Any]) -> None:
     async def work(engine: Engine) -> None:
         tasks = [asyncio.create_task(engine.generate(*request)) for request in await long_keys(engine, 2)]

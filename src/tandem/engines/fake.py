@@ -148,7 +148,8 @@ class FakeEngine(Engine):
     async def pause(self, *, finish: bool = False, step: int | None = None) -> None:
         if finish and self._gate.is_set():
             self._admitting.clear()
-            await asyncio.gather(*self._running, return_exceptions=True)
+            if self._running:
+                await asyncio.wait(self._running)  # which, cancelled, leaves them running
         self._gate.clear()
         self._paused_at = self._paused_at or time.monotonic()
 
