@@ -106,13 +106,14 @@ def test_no_text_stops_an_answer_before_min_tokens(policy: Policy) -> None:
 
 def test_a_text_that_came_before_min_tokens_stops_nothing_after_them(policy: Policy) -> None:
     """As in vLLM: only one that is completed later does, also where the same text came before."""
-    for key in range(6):
-        (free,) = sample(policy, [([72], Sampling(min_tokens=5, max_tokens=24), key)])
-        letters = [policy.tokenizer.decode([token], skip_special_tokens=True) for token in free.tokens]
-        for stop in {letter for letter in letters if letter.isascii() and letter.isprintable()} - {""}:
-            (done,) = sample(policy, [([72], Sampling(min_tokens=5, max_tokens=24, stop=(stop,)), key)])
-            later = [i for i, letter in enumerate(letters) if i >= 5 and letter == stop]
-            assert done.tokens == free.tokens[: later[0] + 1 if later else None]
+    (free,) = sample(policy, [([72], Sampling(min_tokens=5, max_tokens=90), 0)])
+    letters = [policy.tokenizer.decode([token], skip_special_tokens=True) for token in free.tokens]
+    stops = sorted(letter for letter in set(letters) if letter.isascii() and letter.isprintable() and letter)
+    later = {stop: [i for i, letter in enumerate(letters) if i >= 5 and letter == stop] for stop in stops}
+    assert not all(later[letter] for letter in set(letters[:5]) & set(stops)), "some come before alone"
+    requests = [([72], Sampling(min_tokens=5, max_tokens=90, stop=(stop,)), 0) for stop in stops]
+    for stop, done in zip(stops, sample(policy, requests), strict=True):
+        assert done.tokens == free.tokens[: later[stop][0] + 1 if later[stop] else None]
 
 
 def test_rows_with_and_without_penalties_share_a_batch(policy: Policy, naive: Any) -> None:

@@ -301,6 +301,7 @@ def test_one_that_somebody_kills_while_it_starts_is_started_again(tmp_path: Path
 STAYING = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
 
 
+@pytest.mark.slow
 def test_where_one_cannot_start_the_others_are_ended_and_none_is_started_again(tmp_path: Path) -> None:
     """Ended by a signal, as one that somebody kills: that is no reason to start it again."""
     starts: list[int] = []
@@ -330,6 +331,7 @@ def test_where_one_cannot_start_the_others_are_ended_and_none_is_started_again(t
     run(go())
 
 
+@pytest.mark.slow
 def test_one_left_behind_that_takes_calls_and_answers_none_is_ended_and_another_started(tmp_path: Path) -> None:
     port = free_port()
     mute = f"import socket, time; s = socket.create_server(('127.0.0.1', {port})); time.sleep(60)"
