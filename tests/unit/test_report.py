@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -342,6 +343,16 @@ def test_a_live_run_is_running_and_one_that_was_killed_was_killed(tmp_path: Path
     assert summarise(load(tmp_path))["status"] == "running"
     (tmp_path / "vitals.json").write_text(json.dumps({**signs, "started": "another boot"}))
     assert summarise(load(tmp_path))["status"] == "killed"
+
+
+@pytest.mark.parametrize(("ago", "status"), [(1.0, "running"), (60.0, "unfinished")])
+def test_a_run_of_another_host_goes_on_as_long_as_it_gives_signs_of_life(
+    ago: float, status: str, tmp_path: Path
+) -> None:
+    write(tmp_path / "events.jsonl", [{"time": 1.0, "event": "run_started"}])
+    signs = {"pid": 1, "started": "of its boot", "host": "elsewhere", "at": time.time() - ago}
+    (tmp_path / "vitals.json").write_text(json.dumps(signs))
+    assert summarise(load(tmp_path))["status"] == status
 
 
 def test_held_out_answers_are_paired_by_task(run_folder: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tandem.cli import _why_ranks, why
+from tandem.cli import why
 from tandem.distributed.channel import NEXT_COMMAND
 from tandem.observability import vitals, waits
 from tandem.processes import identity, is_stopped
@@ -92,8 +92,8 @@ def test_a_party_is_a_word_of_its_own(run: Path) -> None:
 def test_states(run: Path) -> None:
     signs(run, at=100.0)
     assert why.read(run, now=101.0).headline.endswith("waits for nothing; it is at: sampling")
-    assert why.read(run, now=100.0 + _why_ranks.STALE + 1).state == "stuck"
-    signs(run, at=100.0, loop=_why_ranks.STALE + 1)
+    assert why.read(run, now=100.0 + vitals.STALE + 1).state == "stuck"
+    signs(run, at=100.0, loop=vitals.STALE + 1)
     story = why.read(run, now=100.0)
     assert (story.state, "event loop has stood still" in story.headline) == ("stuck", True)
     signs(run, at=100.0, started="another boot")
@@ -215,7 +215,7 @@ def process(run: Path, body: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_an_event_loop_that_stands_still_is_seen(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_why_ranks, "STALE", 0.5)
+    monkeypatch.setattr(vitals, "STALE", 0.5)
     with process(run, "time.sleep(60)"):
         while (story := why.read(run, now=time.time())).state != "stuck":
             time.sleep(0.05)
@@ -226,7 +226,7 @@ def test_an_event_loop_that_stands_still_is_seen(run: Path, monkeypatch: pytest.
 
 
 def test_stacks_of_a_process_whose_interpreter_is_held(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_why_ranks, "STALE", 0.5)
+    monkeypatch.setattr(vitals, "STALE", 0.5)
     monkeypatch.setattr(why, "ANSWER_SECONDS", 2.0)
     with process(run, "ctypes.PyDLL(None).usleep(60_000_000)"):  # PyDLL keeps the interpreter's lock
         while (story := why.read(run, now=time.time())).state != "stuck":

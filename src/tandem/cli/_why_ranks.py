@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +15,6 @@ from tandem.observability import vitals
 from tandem.observability.board import duration
 from tandem.processes import alive_after, is_stopped
 from tandem.types import Json
-
-STALE = 10.0
-"""Seconds without a sign of life after which a process that runs is said to be stuck."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,31 +30,25 @@ class Liveness:
     def of(cls, signs: Mapping[str, Json], age: float) -> Liveness:
         """That of signs which are so many seconds old."""
         ago = f"the last sign of life was {duration(age)} ago"
-        if not is_here(signs):
-            if age <= STALE:
+        if not vitals.is_here(signs):
+            if age <= vitals.STALE:
                 return cls._of_loop(signs)
             return cls(state="silent", text=f"{ago}: it is gone or stopped, or its host {signs['host']} is not reached")
         if not alive_after(signs["pid"], signs["started"]):
             return cls(state="gone", text=f"is gone without a word (killed, or out of memory?); {ago}")
         if is_stopped(signs["pid"], signs["started"]):
             return cls(state="stopped", text=f"is stopped (SIGSTOP, Ctrl-Z or a debugger); {ago}")
-        if age > STALE:
+        if age > vitals.STALE:
             return cls(state="stuck", text=f"runs, but {ago}: something in it holds the interpreter")
         return cls._of_loop(signs)
 
     @classmethod
     def _of_loop(cls, signs: Mapping[str, Json]) -> Liveness:
         loop = signs.get("loop")
-        if loop is None or loop <= STALE:
+        if loop is None or loop <= vitals.STALE:
             return cls(state="alive")
         text = f"runs, but its event loop has stood still for {duration(loop)}: a call that does not return"
         return cls(state="stuck", text=text)
-
-
-def is_here(signs: Mapping[str, Json]) -> bool:
-    """Whether a process is of this host."""
-    host: str | None = signs.get("host")
-    return host in (None, socket.gethostname())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

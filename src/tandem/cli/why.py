@@ -289,7 +289,7 @@ def _stacks(run: Path, rank: int = 0) -> str | None:
     if not _until(lambda: not request.exists()):
         request.unlink(missing_ok=True)
         signs = vitals.read(run, rank)
-        if signs is None or not _why_ranks.is_here(signs) or not alive_after(signs["pid"], signs["started"]):
+        if signs is None or not vitals.is_here(signs) or not alive_after(signs["pid"], signs["started"]):
             return None
         os.kill(signs["pid"], vitals.SIGNAL)
         _until(_whole(path, begin))

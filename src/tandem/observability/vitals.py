@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, TextIO
@@ -32,6 +32,8 @@ PERIOD = 1.0
 """Seconds between two signs."""
 SIGNAL = signal.SIGUSR1
 """Makes the process write its threads' stacks, whatever it is doing."""
+STALE = 10.0
+"""Seconds without a sign of life after which a process does not go on as it should."""
 FRAMES = 12
 """Innermost frames of a task that are written."""
 
@@ -70,11 +72,19 @@ def read(folder: Path, rank: int = 0) -> dict[str, Json] | None:
     return signs if isinstance(signs, dict) else None
 
 
+def is_here(signs: Mapping[str, Json]) -> bool:
+    """Whether a process is of this host."""
+    host: str | None = signs.get("host")
+    return host in (None, socket.gethostname())
+
+
 def process(folder: Path) -> Literal["", "alive", "gone"]:
-    """State of the process of the last heartbeat; empty where there is no heartbeat."""
+    """State of the process of the last heartbeat; empty where there is none, or an old one of another host."""
     signs = read(folder)
     if signs is None:
         return ""
+    if not is_here(signs):
+        return "alive" if time.time() - signs["at"] <= STALE else ""
     return "alive" if alive_after(signs["pid"], signs["started"]) else "gone"
 
 

@@ -34,7 +34,7 @@ class RunFolder:
     rollout_steps: list[int]
     """Steps whose rollouts are kept, ascending."""
     process: Literal["", "alive", "gone"] = ""
-    """The run's process, by its sign of life: it runs, it ended without a word, or it left no sign as it ended."""
+    """The run's process, by its sign of life: it runs, it ended without a word, or nothing is known of it."""
 
     @property
     def name(self) -> str:
