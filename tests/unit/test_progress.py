@@ -42,6 +42,22 @@ def test_what_is_under_way_is_known_until_it_ends() -> None:
     assert (progress.current(), failed.over) == ((), True)
 
 
+def test_a_display_that_fails_is_dropped_and_what_is_under_way_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    def say(line: str) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    stop = progress.listen(progress.ProgressLines(say))
+    with listened() as lines:
+        for _ in range(2):
+            with progress.under_way("evaluating"):
+                pass
+    stop()
+    assert lines == ["evaluating", "evaluating"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "progress is no longer shown: BrokenPipeError: [Errno 32] Broken pipe"
+    ]
+
+
 def test_the_time_that_is_left_follows_from_what_is_done(clock: list[float]) -> None:
     shown = Progress(what="evaluating", total=10, unit="tasks", begun=100.0)
     assert shown.left is None

@@ -6,6 +6,7 @@ Code that takes long says so with ``under_way``; displays ask for ``current``, o
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ from tandem.observability.board import duration
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
     from rich.console import RenderableType
+
+logger = logging.getLogger(__name__)
 
 LONG = 5.0
 """Seconds after which a person wants to know how far something has come."""
@@ -97,7 +100,10 @@ def current() -> tuple[Progress, ...]:
 
 
 def listen(listener: Callable[[Progress], None]) -> Callable[[], None]:
-    """Call ``listener`` when something begins, comes nearer to its end or ends, until what is returned is called."""
+    """Call ``listener`` when something begins, comes nearer to its end or ends, until what is returned is called.
+
+    One that raises (its terminal is gone) is warned of and not called again: what is under way goes on.
+    """
     number = next(_numbers)
     with _lock:
         _listeners[number] = listener
@@ -111,9 +117,14 @@ def listen(listener: Callable[[Progress], None]) -> Callable[[], None]:
 
 def _tell(what: Progress) -> None:
     with _lock:
-        listeners = tuple(_listeners.values())
-    for listener in listeners:
-        listener(what)
+        listeners = tuple(_listeners.items())
+    for number, listener in listeners:
+        try:
+            listener(what)
+        except Exception as error:
+            with _lock:
+                _listeners.pop(number, None)
+            logger.warning("progress is no longer shown: %s: %s", type(error).__name__, error, exc_info=True)
 
 
 _FIRST, _EVERY = 15.0, 30.0
