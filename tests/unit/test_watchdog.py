@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import threading
 from collections.abc import Callable, Coroutine
@@ -70,6 +71,15 @@ def test_a_wait_that_nothing_comes_of_is_given_up(capsys: pytest.CaptureFixture[
 
     assert not watched(SHORT, scene).codes
     assert "environment e" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("longest", ["loop_seconds", "end_seconds"])
+def test_timeouts_of_centuries_leave_the_others_as_they_are(longest: str) -> None:
+    async def scene(dog: Watchdog) -> None:
+        with pytest.raises(Deadline, match="trainer waited"):
+            await waits.wait(asyncio.Event().wait(), owner="trainer", reason="x", on="environment e")
+
+    assert not watched(dataclasses.replace(SHORT, **{longest: 1e12}), scene).codes
 
 
 @pytest.mark.slow

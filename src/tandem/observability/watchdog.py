@@ -119,7 +119,7 @@ class Watchdog:
             self._clock += min(now - last, 2 * self._period)
             last = now
             # Told to C: if this thread does not run any more, something in native code holds the interpreter.
-            seconds = self._timeouts.loop_seconds + self._timeouts.end_seconds
+            seconds = min(self._timeouts.loop_seconds + self._timeouts.end_seconds, threading.TIMEOUT_MAX)
             faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or sys.stderr)
             self._look()
         faulthandler.cancel_dump_traceback_later()
@@ -206,7 +206,7 @@ class Watchdog:
     def _see_off(self) -> None:
         """End the process if the interpreter, on its way out, waits for a thread that does not end."""
         threading.main_thread().join()
-        time.sleep(self._timeouts.end_seconds)
+        time.sleep(min(self._timeouts.end_seconds, threading.TIMEOUT_MAX))
         self._leave(Deadline.exit_code)
 
     def _stand(self) -> str:
