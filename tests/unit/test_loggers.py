@@ -156,6 +156,12 @@ def test_console_survives_a_closed_pipe_as_an_ordinary_failure(tmp_path: Path, m
         writer.write(1, METRICS)
 
 
+def test_a_board_that_cannot_be_redrawn_is_refused() -> None:
+    with pytest.raises(ValueError, match="refresh must be above 0"):
+        Console(refresh=0.0)
+    assert Console(live="never").inert().keys() == {"refresh"}
+
+
 def waiting() -> Wait:
     """A wait that has lasted for 12 seconds."""
     return Wait(owner="trainer", reason="the next batch", on="rollout workers", since=time.monotonic() - 12.0)

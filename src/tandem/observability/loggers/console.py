@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from tandem.errors import require
 from tandem.observability import board as boards
 from tandem.observability import progress
 from tandem.observability.loggers.base import MetricsLogger, RunInfo, Writer
@@ -21,6 +23,13 @@ class Console(MetricsLogger):
     """auto: a live board in a terminal, one line per step elsewhere; always and never choose one."""
     refresh: float = 4.0
     """Redraws per second of the live board."""
+
+    def __post_init__(self) -> None:
+        require(refresh=(0 < self.refresh < math.inf, "above 0 (redraws per second)"))
+
+    def inert(self) -> Mapping[str, str]:
+        """Without a live board there is nothing to redraw."""
+        return {"refresh": "live is never, so nothing is redrawn"} if self.live == "never" else {}
 
     def open(self, info: RunInfo) -> Writer:
         """Start showing; a resumed run shows its past too."""
