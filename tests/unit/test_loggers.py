@@ -156,6 +156,18 @@ def test_console_survives_a_closed_pipe_as_an_ordinary_failure(tmp_path: Path, m
         writer.write(1, METRICS)
 
 
+@pytest.mark.parametrize("live", ["never", "always"])
+def test_the_console_shows_any_text_on_a_terminal_without_utf_8(
+    live: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="latin-1", write_through=True)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    writer = Console(live=live).open(info(tmp_path))
+    writer.event("completions", {"step": 1, "samples": [{"task": "t", "prompt": "日本", "text": "é"}]})
+    writer.close()
+    assert "é" in terminal.buffer.getvalue().decode("latin-1")
+
+
 def test_a_board_that_cannot_be_redrawn_is_refused() -> None:
     with pytest.raises(ValueError, match="refresh must be above 0"):
         Console(refresh=0.0)
