@@ -984,6 +984,8 @@ def test_doctor_notices_a_folder_that_cannot_be_written(run: Run, monkeypatch: p
     assert code == 1
     assert "problem  write access" in out
     assert "make runs writable" in out
+    Path("recipe.yaml").write_text(MINIMAL + "runs: elsewhere\n")
+    assert "make elsewhere writable" in run("doctor", "recipe.yaml")[1]
 
 
 def interpreter(path: Path, script: str) -> Path:

@@ -231,7 +231,9 @@ def export(
 
 @app.command()
 def doctor(
-    recipe: Annotated[Path | None, typer.Argument(metavar="RECIPE", help="Whose engine is looked at too.")] = None,
+    recipe: Annotated[
+        Path | None, typer.Argument(metavar="RECIPE", help="Whose engine and runs folder are looked at.")
+    ] = None,
     overrides: Overrides = None,
 ) -> None:
     """Say what this machine has and lacks."""

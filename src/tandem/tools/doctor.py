@@ -22,9 +22,11 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem import __version__, machine
+from tandem.config.loading import load
 from tandem.distributed import flight_recorder
 from tandem.distributed.interconnect import interconnect
 from tandem.distributed.placement import Placement, visible_accelerators
+from tandem.engines.base import EngineSpec
 from tandem.errors import TandemError
 
 DISTRIBUTION = "tandem-rl"
@@ -52,18 +54,19 @@ class Diagnosis:
     """What to do about it."""
 
 
-def doctor(folder: Path = Path("runs"), recipe: Path | None = None, overrides: Sequence[str] = ()) -> int:
+def doctor(recipe: Path | None = None, overrides: Sequence[str] = ()) -> int:
     """Print every finding; returns the exit code, 1 if there is a problem.
 
     Args:
-        folder: where runs go.
-        recipe: whose engine is looked at too.
+        recipe: whose engine and runs folder are looked at.
         overrides: laid over the recipe.
 
     Raises:
         ConfigError: the recipe is wrong.
     """
-    diagnoses = [*findings(folder), _recipe_engine(recipe, overrides) if recipe else _any_engine()]
+    config = load(recipe, overrides).config if recipe else None
+    folder = Path("runs" if config is None else config.runs)
+    diagnoses = [*findings(folder), _any_engine() if config is None else _recipe_engine(config.engine)]
     table = Table(box=None, show_header=False, pad_edge=False)
     colours = {"ok": "green", "note": "yellow", "problem": "bold red"}
     for finding in diagnoses:
@@ -235,12 +238,10 @@ def _any_engine() -> Diagnosis:
     return Diagnosis(what="vLLM", state="note", detail=f"neither in this environment nor in {ENGINE_PYTHON}", fix=fix)
 
 
-def _recipe_engine(recipe: Path, overrides: Sequence[str]) -> Diagnosis:
+def _recipe_engine(engine: EngineSpec) -> Diagnosis:
     """vLLM, where a recipe's engine.python says."""
-    from tandem.config.loading import load
     from tandem.engines.vllm.spec import Vllm
 
-    engine = load(recipe, overrides).config.engine
     if not isinstance(engine, Vllm) or engine.urls:
         return Diagnosis(what="vLLM", state="ok", detail="the recipe starts none")
     python = engine.python or sys.executable
