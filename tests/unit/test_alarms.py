@@ -144,6 +144,24 @@ def test_advice_names_options_with_values() -> None:
     assert "optimizer.lr=2.5e-06 (now 1e-05)" in hacked.change
 
 
+@pytest.mark.parametrize(
+    ("name", "lag", "advice"),
+    [
+        ("ratios run away", 0, None),
+        ("ratios run away", 4, "a smaller max_lag (now 4) or max_lag: auto"),
+        ("ratios run away", "auto", "a smaller lag_control.max_lag or a higher lag_control.ess_floor"),
+        ("graders become slow", 0, "max_lag=1, so that"),
+        ("graders become slow", 2, None),
+    ],
+)
+def test_advice_on_max_lag_fits_what_it_is(name: str, lag: int | str, advice: str | None) -> None:
+    alarm, made = SICK[name]
+    notices = watched(replace(made, config={"max_lag": lag}), ONSET + SOON)
+    finding = next(notice.finding for notice in notices if notice.alarm == alarm)
+    assert finding is not None
+    assert (advice in finding.change) if advice else ("max_lag" not in finding.change)
+
+
 @pytest.mark.slow
 def test_the_collapse_seen_on_gsm8k_is_named_long_before_its_end() -> None:
     """64 × 8 a step, 0.1 for the last line: format 0.016 to 0.998, 166 to 4 tokens, solved 0.5 to 1.7 %, 75 steps."""

@@ -28,7 +28,6 @@ class EssAlarm(Alarm):
             f"least {short(least)} is usual",
             means="Few tokens bear most of the gradient: ratios between policy and sampler are far from 1, since the "
             "data are old, the policy moves fast, or engine and trainer disagree.",
-            change=f"A smaller max_lag (now {history.recipe.get('max_lag')}) or max_lag: auto, which keeps ess above "
-            f"lag_control.ess_floor; {history.recipe.less('optimizer.lr')}; corrections: [token]; at max_lag: 0, "
-            "tandem mismatch runs/NAME.",
+            change=f"{history.recipe.fresher()}{history.recipe.less('optimizer.lr')}; corrections: "
+            "[token]; tandem mismatch runs/NAME says where engine and trainer differ.",
         )

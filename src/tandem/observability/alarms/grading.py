@@ -30,13 +30,14 @@ class GradingAlarm(Alarm):
         if not step or wait is None or busy is None or min(busy, wait) < SHARE * step:
             return None
         workers = history.recipe.more("grading.workers")
+        overlap = "" if history.recipe.get("max_lag") else "max_lag=1, so that grading overlaps with training; "
         return Finding(
             seen=f"graders are at work for {short(busy)} s of a step of {short(step)} s ({now}), and the trainer waits "
             f"for {short(wait)} s of it",
             means="Engine and trainer stand still for the graders: a reward that is slow (a judge, code that is run, "
             "symbolic mathematics) or too few processes for it.",
-            change=f"{workers}; max_lag=1, so that grading overlaps with training; a faster reward, or a smaller "
-            "grading.timeout_seconds where a few answers take all of it.",
+            change=f"{workers}; {overlap}a faster reward, or a smaller grading.timeout_seconds where a few answers "
+            "take all of it.",
         )
 
     def _fails(self, history: MetricsHistory, now: Window) -> Finding | None:

@@ -242,6 +242,13 @@ class RecipeOptions:
         now = self.get("sampling.temperature")
         return f"sampling.temperature=1 (now {now:g}); " if isinstance(now, (int, float)) and now < 1 else ""
 
+    def fresher(self) -> str:
+        """Advice to train on what is less old, where the recipe lets it be old."""
+        now = self.get("max_lag")
+        if now == "auto":
+            return "a smaller lag_control.max_lag or a higher lag_control.ess_floor; "
+        return f"a smaller max_lag (now {now}) or max_lag: auto, which keeps to lag_control.ess_floor; " if now else ""
+
     def more(self, path: str, by: int = 2) -> str:
         """``sampling.max_tokens=400 (now 200)``: a whole number at a multiple of what it is."""
         value = self.get(path)

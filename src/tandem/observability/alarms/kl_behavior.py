@@ -49,8 +49,8 @@ class KlBehaviorAlarm(Alarm):
         if history.recipe.off_policy:
             means = "What is trained on is too far from the policy: it is too old, or the policy moves too fast for it."
             change = (
-                f"A smaller max_lag (now {history.recipe.get('max_lag')}); {history.recipe.less('optimizer.lr')}; "
-                "corrections: [token], which bounds the weight of each token."
+                f"{history.recipe.fresher()}{history.recipe.less('optimizer.lr')}; corrections: [token], which bounds "
+                "the weight of each token."
             )
         else:
             means = (
