@@ -181,6 +181,16 @@ def test_long_runs_are_thinned_without_losing_extremes(tmp_path: Path) -> None:
     assert [columns["values"][name][0] for name in ("loss", "lag/max", "lag/min")] == [2.5, 4.0, 1.0]
 
 
+def test_seconds_of_what_few_steps_do_add_up_in_a_long_run(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"step": i, "metrics": {"seconds/wait": 1.0}} for i in range(1, 2001)]
+    for row in rows[99::100]:
+        row["metrics"]["seconds/checkpoint"] = 10.0
+    write(tmp_path / "metrics.jsonl", rows)
+    columns = page.columns(load(tmp_path), most=500)
+    seconds = {name: columns["share"] * sum(value or 0.0 for value in of) for name, of in columns["values"].items()}
+    assert seconds == {"seconds/wait": 2000.0, "seconds/checkpoint": 200.0}
+
+
 @pytest.mark.slow
 def test_two_thousand_steps_stay_small(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=2000, rollouts_every=25)

@@ -137,7 +137,8 @@ def columns(run: RunFolder, most: int = MOST_POINTS) -> dict[str, Json]:
     """``{"steps": [...], "share": steps per point, "values": {name: [...]}, "odd": {name: [steps]}}``.
 
     A point stands for ``share`` steps and bears the last one's number: their mean, or the largest (smallest) where
-    the name ends in ``max`` (``min``). A missing value is None. ``odd`` lists where a value was not finite.
+    the name ends in ``max`` (``min``). A missing value is None; beside others it is left out of the mean, or 0 of
+    ``seconds/``. ``odd`` lists where a value was not finite.
     """
     rows = run.metrics
     share = max(1, -(-len(rows) // most))
@@ -162,6 +163,8 @@ def _join(name: str, values: Sequence[float | None]) -> float | None:
     known = [float(value) for value in values if value is not None]
     if not known:
         return None
+    if name.startswith("seconds/"):  # a step without that part, such as a checkpoint, spent no time on it
+        return short(sum(known) / len(values))
     how: Callable[[Sequence[float]], float] = (
         max if name.endswith("/max") else min if name.endswith("/min") else statistics.fmean
     )
