@@ -132,7 +132,8 @@ class Browser {
   stats(r) {
     const parts = Object.entries(r.rewards).map(([name, value]) => [name, format.number(value)]);
     const versions = r.versions ? (r.versions[0] === r.versions[1] ? `step ${r.versions[0]}` : `steps ${r.versions[0]}–${r.versions[1]}`) : null;
-    const mean = r.l.length ? r.l.reduce((sum, v) => sum + (v || 0), 0) / r.l.length / 1e4 : null;
+    const known = r.l.filter(isNumber); // a sampler may not tell them
+    const mean = known.length ? known.reduce((sum, v) => sum + v, 0) / known.length / 1e4 : null;
     const rows = [...parts, isNumber(r.advantage) && ["advantage", format.number(r.advantage)], ["tokens", (r.p.length + r.cut).toLocaleString("en-US")], versions && ["sampled by", versions], mean !== null && ["mean logprob", `${format.number(mean)} nats`], r.truncated && ["truncated", "yes"]].filter(Boolean);
     return el("div", { class: "stats" }, rows.map(([name, value]) => el("span", {}, `${name} `, el("b", {}, value))));
   }
