@@ -146,6 +146,12 @@ def test_last_words_of_each_part(run: Path) -> None:
     assert words["engine-0.log"][1] == "loading"
 
 
+def test_last_words_obey_no_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "logs" / "graders.log").write_text("an answer said \x1b[2J\x1b]0;title\x07\n")
+    why.why(run, stacks=False, as_json=False)
+    assert "an answer said \ufffd[2J\ufffd]0;title\ufffd" in capsys.readouterr().out
+
+
 def test_a_living_process_shows_its_waits_and_takes_the_file_away(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vitals, "PERIOD", 0.02)
 

@@ -25,6 +25,7 @@ from tandem.observability import json_lines, vitals, waits
 from tandem.observability.board import duration
 from tandem.observability.loggers.base import phase
 from tandem.observability.report.summary import failed
+from tandem.printable import printable
 from tandem.processes import alive_after
 from tandem.types import Json
 
@@ -344,7 +345,7 @@ def _print(console: Console, story: Story) -> None:
         for heading in ("part", "", "its last word"):
             table.add_column(heading, justify="right" if not heading else "left")
         for part, ago, text in story.last:
-            table.add_row(Text(part), "" if ago is None else f"{duration(ago)} ago", Text(text[:300]))
+            table.add_row(Text(part), "" if ago is None else f"{duration(ago)} ago", Text(printable(text[:300])))
         console.print()
         console.print(table)
 
