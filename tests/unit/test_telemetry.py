@@ -338,12 +338,17 @@ def test_events_from_many_threads_never_mix(tmp_path: Path) -> None:
 
 def test_long_waits_become_events_and_show_as_activity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "LONG", 0.0)
+
+    async def publish() -> None:
+        async with waits.waiting("sync", "a healthy engine", "engine", deadline=9):
+            with trace.span("seconds/sync"):
+                await asyncio.sleep(0.02)
+                now = activity()
+        assert now.phases[-1][0] == "seconds/sync"
+        assert [(w.owner, w.on) for w in now.waits] == [("sync", "engine")]
+
     with Telemetry(info(tmp_path)):
-        with waits.blocking("sync", "a healthy engine", "engine", deadline=9) as wait, trace.span("seconds/sync"):
-            wait.left()
-            now = activity()
-            assert now.phases[-1][0] == "seconds/sync"
-            assert [(w.owner, w.on) for w in now.waits] == [("sync", "engine")]
+        asyncio.run(publish())
         trace.take()
     states = [(row["event"], row["owner"], row["on"], row["state"]) for row in rows(tmp_path / "events.jsonl")]
     assert states == [("wait", "sync", "engine", "waiting"), ("wait", "sync", "engine", "done")]

@@ -19,7 +19,7 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, Protocol, TypeVar, overload
+from typing import Any, Literal, Protocol, TypeVar
 from weakref import WeakSet
 
 from tandem.errors import Deadline
@@ -77,29 +77,6 @@ class Wait:
     def within(self) -> int | None:
         """Number of the wait that it began in."""
         return None if self.outer is None else self.outer.number
-
-    @overload
-    def left(self) -> float | None: ...
-
-    @overload
-    def left(self, at_most: float) -> float: ...
-
-    def left(self, at_most: float | None = None) -> float | None:
-        """Seconds until the deadline, for the timeout of a blocking call; None is for ever.
-
-        Args:
-            at_most: a shorter timeout, for calls that are repeated.
-
-        Raises:
-            Deadline: it has passed.
-        """
-        _tell_if_long(self)
-        if self.deadline is None:
-            return at_most
-        left = self.deadline - (time.monotonic() - self.moved)
-        if left <= 0:
-            raise self.late()
-        return left if at_most is None else min(left, at_most)
 
     def late(self) -> Deadline:
         """The error of a passed deadline."""
@@ -270,16 +247,24 @@ async def wait(awaitable: Awaitable[T], *, owner: str, reason: str, on: str, dea
 
 @contextmanager
 def blocking(owner: str, reason: str, on: str, deadline: float | None = None) -> Iterator[Wait]:
-    """Register a wait of a thread. A thread cannot be cancelled: ask ``wait.left()`` for each timeout.
+    """Register a wait of a thread. A thread cannot be cancelled: what it calls has to end by the deadline.
 
     ::
 
         with waits.blocking("sync", "the new engine", "engine", deadline=60) as wait:
-            while not healthy():
-                time.sleep(wait.left(at_most=0.1))     # raises Deadline once it is late
+            if not healthy.wait(60):
+                raise wait.late()
     """
-    with _registered(Wait(owner=owner, reason=reason, on=on, deadline=deadline, task=_task())) as wait:
+    wait = Wait(owner=owner, reason=reason, on=on, deadline=deadline, task=_task())
+    token = _begin(wait)
+    kind: type[BaseException] | None = None
+    try:
         yield wait
+    except BaseException as error:
+        kind = type(error)
+        raise
+    finally:
+        _end(wait, token, _ending(kind))
 
 
 def _task() -> asyncio.Task[Any] | None:
@@ -310,19 +295,6 @@ def _look(loop: asyncio.AbstractEventLoop) -> None:
 
 def _loop_of(wait: Wait) -> asyncio.AbstractEventLoop | None:
     return None if wait.task is None else wait.task.get_loop()
-
-
-@contextmanager
-def _registered(wait: Wait) -> Iterator[Wait]:
-    token = _begin(wait)
-    kind: type[BaseException] | None = None
-    try:
-        yield wait
-    except BaseException as error:
-        kind = type(error)
-        raise
-    finally:
-        _end(wait, token, _ending(kind))
 
 
 def _begin(wait: Wait) -> Token[Wait | None]:
