@@ -18,15 +18,14 @@ FILE_ONLY = {"file_only": True}
 
 
 @contextmanager
-def to_folder(path: Path, *, level: int = logging.INFO) -> Iterator[Path]:
+def to_folder(path: Path) -> Iterator[Path]:
     """Log to ``path/logs/run.log`` while the block lasts, and warnings and errors to stderr too.
 
-    Tandem's own records are kept from ``level`` on, other libraries' from WARNING on. Python warnings are
+    Tandem's own records are kept from INFO on, other libraries' from WARNING on. Python warnings are
     logged. Everything is put back as it was at the end.
 
     Args:
         path: the run folder.
-        level: the lowest level kept of Tandem's own records.
 
     Yields:
         The log file; it is appended to, so a resumed run continues it.
@@ -40,7 +39,7 @@ def to_folder(path: Path, *, level: int = logging.INFO) -> Iterator[Path]:
     to_terminal.setFormatter(_OneLine("%(levelname)s: %(message)s"))
     root, own = logging.getLogger(), logging.getLogger("tandem")
     before, show_before = own.level, warnings.showwarning
-    own.setLevel(level)
+    own.setLevel(logging.INFO)
     for handler in (to_file, to_terminal):
         root.addHandler(handler)
     warnings.showwarning = _log_warning

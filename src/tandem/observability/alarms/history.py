@@ -249,11 +249,11 @@ class RecipeOptions:
             return "a smaller lag_control.max_lag or a higher lag_control.ess_floor; "
         return f"a smaller max_lag (now {now}) or max_lag: auto, which keeps to lag_control.ess_floor; " if now else ""
 
-    def more(self, path: str, by: int = 2) -> str:
-        """``sampling.max_tokens=400 (now 200)``: a whole number at a multiple of what it is."""
+    def more(self, path: str) -> str:
+        """``sampling.max_tokens=400 (now 200)``: twice a whole number."""
         value = self.get(path)
         known = isinstance(value, int) and not isinstance(value, bool)
-        return f"{path}={value * by} (now {value})" if known else f"a larger {path}"
+        return f"{path}={2 * value} (now {value})" if known else f"a larger {path}"
 
 
 def _weight(spec: Json) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
 from tandem.observability.alarms.base import Alarm, Finding, Name, first
@@ -52,7 +52,8 @@ class RewardHackingAlarm(Alarm):
         if rise < RISE or goal_rise > 0.1 * rise or history.rises(then):
             return None
         share = goal_level / history.scale(goal)
-        if not (self._pays_nothing(rise, share) or self._fell(history, then) or self._stays(history, then, metric)):
+        pays_nothing = rise >= WHOLE and share <= NOTHING
+        if not (pays_nothing or self._fell(history, then) or self._stays(history, then, metric)):
             return None
         option = "rewards" if not history.recipe.shares else "envs.NAME.rewards"
         return Finding(
@@ -64,9 +65,6 @@ class RewardHackingAlarm(Alarm):
             f"{history.recipe.less('optimizer.lr')}. Where the goal hardly ever pays, take easier tasks or a stronger "
             "model first.",
         )
-
-    def _pays_nothing(self, rise: float, share: float) -> bool:
-        return rise >= WHOLE and share <= NOTHING
 
     def _fell(self, history: MetricsHistory, then: Window) -> bool:
         """True if the goal is below what it was by far more than scatter."""
@@ -118,16 +116,12 @@ class RewardHackingAlarm(Alarm):
     def _trained(self, history: MetricsHistory, since: int) -> tuple[float, float] | None:
         """Training reward around an earlier step and now."""
         now = history.now()
-        for then in self._windows(history, since):
+        for then in sorted(history.earlier(), key=lambda window: abs(window.last - since)):
             before = then.mean("reward")
             level = None if now is None else now.mean("reward")
             if before is not None and level is not None:
                 return before, level
         return None
-
-    def _windows(self, history: MetricsHistory, since: int) -> Iterator[Window]:
-        """Earlier windows, those nearest to a step first."""
-        yield from sorted(history.earlier(), key=lambda window: abs(window.last - since))
 
 
 def _interval(row: Mapping[str, float]) -> str:

@@ -34,9 +34,9 @@ class Samples(TypedDict):
     """``{"step", "groups": [{"id", "env", "prompt", "answer", "rollouts": [...]}], "left_out": groups}``."""
 
 
-def collect(run: RunFolder, most_steps: int = MOST_STEPS, most_bytes: int = MOST_BYTES) -> Samples:
+def collect(run: RunFolder, most_bytes: int = MOST_BYTES) -> Samples:
     """Choose steps evenly, first and last included, as many as fit; if even two do not, groups are left out."""
-    count = min(most_steps, len(run.rollout_steps))
+    count = min(MOST_STEPS, len(run.rollout_steps))
     while count > 2 and sum(_expected(run, step) for step in evenly(run.rollout_steps, count)) > most_bytes:
         count -= 1
     chosen = evenly(run.rollout_steps, count)

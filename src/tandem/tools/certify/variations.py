@@ -26,13 +26,13 @@ def budgets(live: CertifiedPolicy, pack: Packer, groups: Sequence[Group]) -> lis
     """Every answer in a micro-batch of its own, a few, and all in one."""
     whole = sum(len(micro.tokens_T) for micro in pack(groups, version=0).micro)
     each = [dataclasses.replace(pack, budget=budget) for budget in (1, max(2, whole // 3), whole + 1)]
-    return [_of(live, other(groups, version=0)) for other in each]
+    return [live.gradients(other(groups, version=0)) for other in each]
 
 
 def order(live: CertifiedPolicy, pack: Packer, groups: Sequence[Group]) -> list[list[Gradient]]:
     """Groups and siblings the other way round, whole and cut."""
     turned = [dataclasses.replace(group, rollouts=group.rollouts[::-1]) for group in groups[::-1]]
-    return [_of(live, dataclasses.replace(pack, budget=b)(turned, version=0)) for b in (pack.budget, 40)]
+    return [live.gradients(dataclasses.replace(pack, budget=b)(turned, version=0)) for b in (pack.budget, 40)]
 
 
 def unshared(live: CertifiedPolicy, pack: Packer, groups: Sequence[Group]) -> list[list[Gradient]]:
@@ -44,13 +44,13 @@ def unshared(live: CertifiedPolicy, pack: Packer, groups: Sequence[Group]) -> li
             advantages = rollout.advantages or (values[rollout.id],) * rollout.num_tokens
             one = dataclasses.replace(rollout, advantages=advantages)
             alone.append(dataclasses.replace(group, id=rollout.id, rollouts=(one,)))
-    return [_of(live, pack(alone, version=0))]
+    return [live.gradients(pack(alone, version=0))]
 
 
 def padding(live: CertifiedPolicy, pack: Packer, groups: Sequence[Group]) -> list[list[Gradient]]:
     """Untrained tokens after the others, as many as make the row long enough."""
     batch = pack(groups, version=0)
-    return [_of(live, dataclasses.replace(batch, micro=tuple(map(_padded, batch.micro))))]
+    return [live.gradients(dataclasses.replace(batch, micro=tuple(map(_padded, batch.micro))))]
 
 
 def tiles(live: CertifiedPolicy, pack: Packer, groups: Sequence[Group]) -> list[list[Gradient]]:
@@ -61,7 +61,7 @@ def tiles(live: CertifiedPolicy, pack: Packer, groups: Sequence[Group]) -> list[
         ways = []
         for cut in CUTS:
             live.setup.tile = logits // cut
-            ways.append(_of(live, batch))
+            ways.append(live.gradients(batch))
         return ways
     finally:
         live.setup.tile = None
@@ -99,14 +99,10 @@ VARIATIONS: Mapping[str, Variation] = {
 """By what a person calls them."""
 
 
-def _of(live: CertifiedPolicy, batch: StepBatch) -> list[Gradient]:
-    return live.gradients(batch)
-
-
 def _tuned(live: CertifiedPolicy, batch: StepBatch, *, compile: bool, checkpointing: Checkpointing) -> list[Gradient]:
     try:
         live.tune(compile=compile, checkpointing=checkpointing)
-        return _of(live, batch)
+        return live.gradients(batch)
     finally:
         live.tune(compile=False)
 
