@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -299,3 +300,14 @@ def test_the_command_fails_on_an_inert_option_that_is_not_accepted(
     for accepted, code in ((), 1), (("loss.clip_low",), 1), (("loss.clip_low", "loss.dual_clip"), 0):
         options = [text for name in accepted for text in ("--inert", name)]
         assert CliRunner().invoke(app, [*command, *options]).exit_code == code
+
+
+def test_a_distance_that_is_not_a_number_is_null_in_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tandem.cli import certify as verb
+
+    line = CertificateLine(name="the gradient is there", state="fail", figure=math.nan, bound=math.inf)
+    made = Certificate(model="m", lines=(line,), inert=(), inert_on_policy=(), seconds=1.0)
+    monkeypatch.setattr(verb, "certify", lambda config, **options: made)
+    plain = CliRunner().invoke(app, ["certify", "recipes/quickstart.yaml", "--json"])
+    (row,) = json.loads(plain.output, parse_constant=pytest.fail)["lines"]
+    assert (row["figure"], row["bound"]) == (None, None)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -35,7 +35,8 @@ def print_certificate(
     """
     certificate = certify(load(recipe, overrides).config, real=real, inert=inert)
     if as_json:
-        typer.echo(json.dumps(certificate.as_json(), indent=2))
+        # Strict JSON: a distance that is not a number or infinite is null.
+        typer.echo(msgspec.json.format(msgspec.json.encode(certificate.as_json()), indent=2))
     else:
         _show(certificate, Console())
     return 0 if certificate.passed else 1
