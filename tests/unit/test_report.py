@@ -232,6 +232,15 @@ def test_tokens_survive_packing(tmp_path: Path) -> None:
     assert rollout["m"] == [1, 0]
 
 
+def test_a_rollout_that_sampled_nothing_was_sampled_by_no_version(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "config.yaml").write_text("steps: 1")
+    record = {"group": "g", "rollout": "g/0", "status": "error", "versions": [], "turns": [], "tokens": []}
+    write(tmp_path / "rollouts" / "000001.jsonl", [record])
+    (rollout,) = samples.collect(load(tmp_path))["steps"][0]["groups"][0]["rollouts"]
+    assert rollout["versions"] is None  # the page says of a pair from which step to which
+
+
 def tokens_of(*texts: str) -> list[dict[str, Any]]:
     return [{"t": text, "id": i, "lp": -1.0, "tp": -1.0, "adv": 0.0, "m": 1} for i, text in enumerate(texts)]
 

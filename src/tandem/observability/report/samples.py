@@ -118,7 +118,7 @@ def _rollout(record: Row, prompt_messages: int, pieces: dict[tuple[int, str], in
         "status": record.get("status", "ok"),
         "error": record.get("error", ""),
         "truncated": bool(record.get("truncated")),
-        "versions": record.get("versions"),
+        "versions": record.get("versions") or None,  # of nothing sampled there is none
         "said": place_tokens(messages, tokens, record.get("turns")),
         "cut": len(record.get("tokens") or []) - len(tokens),
         **_pack_tokens(tokens, pieces),
