@@ -183,7 +183,7 @@ function timePlot() {
 
 function curves() {
   const dropped = ["zero_variance", "stale", "failed"].map((why) => ({ why, y: column(`groups/dropped_${why}`) })).filter(({ why, y }) => { use(`groups/dropped_${why}`); return y && y.some((v) => v > 0); });
-  const tint = { flat: "sky", stale: "orange", failed: "pink" };
+  const tint = { zero_variance: "sky", stale: "orange", failed: "pink" };
   const zeros = (ys) => ys.map((v) => v || 0);
   use("rollouts/failed");
   const kinds = Object.keys(DATA.series.values).filter((name) => /^reward\/(?!std$|min$|p\d+$|max$)/.test(name));
