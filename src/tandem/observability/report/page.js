@@ -3,6 +3,7 @@
 const S = DATA.summary;
 const TIME_COLORS = { wait: "sky", forward_backward: "blue", pack: "teal", optimizer: "violet", sync: "pink", checkpoint: "gold", evaluate: "orange" };
 const TIME_NAMES = { wait: DATA.sampling, forward_backward: "forward and backward", pack: "packing", sync: "publish", evaluate: "evaluation", record: "writing" };
+const NO_PARTS = ["seconds/step", "seconds/grading"]; // the whole, and a sum over groups that are graded at the same time
 const drawn = new Set(["tokens/generated", "tokens/trained", "alarms"]);
 
 function head() {
@@ -91,7 +92,7 @@ function speedCard() {
 }
 
 function timeParts() {
-  return Object.keys(DATA.series.values).filter((name) => name.startsWith("seconds/") && name !== "seconds/step").map((name) => {
+  return Object.keys(DATA.series.values).filter((name) => name.startsWith("seconds/") && !NO_PARTS.includes(name)).map((name) => {
     const part = name.slice(8), y = column(name), total = y.reduce((sum, v) => sum + (v || 0), 0) * DATA.series.share;
     return { name: TIME_NAMES[part] || part.replaceAll("_", " "), metric: name, color: TIME_COLORS[part] || "grey", y, total };
   }).filter((part) => part.total > 0).sort((a, b) => b.total - a.total);
