@@ -44,6 +44,18 @@ def test_tracebacks_go_to_the_file_and_not_to_the_terminal(tmp_path: Path, capsy
     assert capsys.readouterr().err == "WARNING: a logger failed\n"
 
 
+def test_an_error_with_half_a_letter_or_control_characters_keeps_its_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with to_folder(tmp_path) as file:
+        try:
+            raise ValueError("no number in '\ud83d \x1b[2J'")
+        except ValueError:
+            logging.getLogger("tandem").warning("a reward failed", exc_info=True)
+    assert "ValueError: no number in '\ufffd \ufffd[2J'" in file.read_text(encoding="utf-8")
+    assert capsys.readouterr().err == "WARNING: a reward failed\n"
+
+
 def test_what_the_terminal_is_told_otherwise_is_in_the_file_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

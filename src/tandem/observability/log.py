@@ -94,19 +94,22 @@ class _Terminal(logging.Handler):
 
 
 class _Plain(logging.Formatter):
-    """Messages may quote what a stranger sent: of theirs, lines stay lines and everything else is harmless."""
+    """Messages and errors may quote what a stranger sent: lines stay lines and everything else is harmless."""
 
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        record.message = "\n".join(map(printable, record.message.replace("\t", " ").split("\n")))
-        return super().formatMessage(record)
+    def format(self, record: logging.LogRecord) -> str:
+        return _harmless(super().format(record))
 
 
-class _OneLine(_Plain):
+class _OneLine(logging.Formatter):
     """The message alone: the traceback is in run.log."""
 
     def format(self, record: logging.LogRecord) -> str:
         record.message = record.getMessage()
-        return self.formatMessage(record)
+        return _harmless(self.formatMessage(record))
+
+
+def _harmless(text: str) -> str:
+    return "\n".join(map(printable, text.replace("\t", " ").split("\n")))
 
 
 def _log_warning(
