@@ -51,8 +51,9 @@ function evaluationCard() {
   const now = after || before, points = after ? 100 * (after.mean - before.mean) : null;
   const big = el("div", { class: "big" }, after ? change(format.percent1(before.mean), format.percent1(after.mean)) : format.percent1(before.mean));
   const sign = points > 0 ? "+" : points < 0 ? "−" : "±";
+  const known = after && before.ci && after.ci, worse = known && after.ci[1] < before.ci[0];
   const chip = points === null ? el("span", { class: "chip flat" }, `at step ${before.step}; no later one yet`)
-    : el("span", { class: `chip ${S.beyond_interval ? "" : points < 0 && before.ci && after.ci && after.ci[1] < before.ci[0] ? "down" : "flat"}` }, `${sign}${Math.abs(points).toFixed(1)} points${S.beyond_interval ? ", beyond the intervals" : before.ci ? ", intervals overlap" : ""}`);
+    : el("span", { class: `chip ${S.beyond_interval ? "" : worse ? "down" : "flat"}` }, `${sign}${Math.abs(points).toFixed(1)} points${S.beyond_interval || worse ? ", beyond the intervals" : known ? ", intervals overlap" : ""}`);
   const pass = now.pass_k > 1 && isNumber(now.pass) ? el("span", { class: "soft" }, `pass@${now.pass_k} `, el("b", {}, after && before.pass_k === now.pass_k ? `${format.percent1(before.pass)} → ${format.percent1(now.pass)}` : format.percent1(now.pass))) : null;
   const of = now.tasks ? `mean of ${now.tasks} tasks × ${now.samples || 1} samples` : "mean over held-out tasks";
   return headCard(title, true, big, el("div", { class: "row", style: { margin: "4px 0 2px" } }, chip, pass), intervals([before, after].filter(Boolean)), el("p", { class: "foot" }, `${of}; bars are 95 % confidence intervals`));
