@@ -144,6 +144,12 @@ def test_advice_names_options_with_values() -> None:
     assert "optimizer.lr=2.5e-06 (now 1e-05)" in hacked.change
 
 
+def test_a_penalty_that_grows_is_no_rise_of_the_main_reward() -> None:
+    made = replace(SICK["answers collapse to a few tokens"][1], weights={"number": 1.0, "repetition": -2.0})
+    made = replace(made, bonuses={"repetition": after(0.1, 0.6)})
+    assert "length" in {notice.alarm for notice in watched(made, ONSET + SOON)}
+
+
 @pytest.mark.parametrize(
     ("name", "lag", "advice"),
     [

@@ -206,7 +206,7 @@ class RecipeOptions:
         sources = config.get("envs") or {}
         rewards = [source.get("rewards") or {} for source in sources.values()] or [config.get("rewards") or {}]
         weights = [{name: _weight(spec) for name, spec in each.items()} for each in rewards]
-        goals = {max(each, key=lambda name: abs(each[name])) for each in weights if each}
+        goals = {max(each, key=lambda name: each[name]) for each in weights if each}
         self.bonuses: Mapping[str, float] = {
             name: weight for each in weights for name, weight in each.items() if name not in goals and weight
         }
