@@ -21,6 +21,7 @@ import pytest
 from tandem.compat.atropos.wandb import AtroposWandb
 from tandem.errors import ConfigError
 from tandem.observability import board as boards
+from tandem.observability import progress
 from tandem.observability.board import RunBoard, duration, number, sparkline
 from tandem.observability.loggers.base import COLUMNS, Activity, RunInfo, Writer, kind, phases
 from tandem.observability.loggers.console import Console
@@ -145,15 +146,25 @@ def test_a_part_of_ones_own_is_told_by_its_data(part: Any, expected: str) -> Non
     assert kind(part) == expected
 
 
-def test_console_survives_a_closed_pipe_as_an_ordinary_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_console_survives_a_closed_pipe_as_an_ordinary_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     class Closed(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError
 
     writer = Console(live="never").open(info(tmp_path))
-    monkeypatch.setattr(sys, "stdout", Closed())
-    with pytest.raises(BrokenPipeError):
-        writer.write(1, METRICS)
+    with monkeypatch.context() as closed:
+        closed.setattr(sys, "stdout", Closed())
+        with pytest.raises(BrokenPipeError):
+            writer.write(1, METRICS)
+        with pytest.raises(BrokenPipeError):
+            Console(live="never").open(info(tmp_path))
+    writer.close()
+    capsys.readouterr()
+    with progress.under_way("evaluating"):
+        pass
+    assert capsys.readouterr().out == "", "what could not open shows nothing later"
 
 
 @pytest.mark.parametrize("live", ["never", "always"])

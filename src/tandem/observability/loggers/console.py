@@ -52,8 +52,8 @@ class _PlainWriter:
 
     def __init__(self, info: RunInfo) -> None:
         self._board = boards.RunBoard(info)
-        self._stop = progress.listen(progress.ProgressLines(self._say))
         self._say(" · ".join([info.name, *boards.settings(info.config), f"{info.steps} steps"]))
+        self._stop = progress.listen(progress.ProgressLines(self._say))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         self._board.write(step, scalars)
