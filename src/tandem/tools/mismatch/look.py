@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -225,9 +225,9 @@ def _parts(evidence: Evidence, split: Sequence[Cause]) -> Iterator[GapPart]:
 
 
 def _by_category(split: Sequence[Cause], gap_N: Tensor, here_N: Tensor) -> dict[str, float]:
-    shares: Counter[str] = Counter()
+    shares: defaultdict[str, float] = defaultdict(float)
     for cause in split:
-        shares[cause.category] += _share(cause.part_N[here_N], gap_N[here_N])  # type: ignore[assignment]
+        shares[cause.category] += _share(cause.part_N[here_N], gap_N[here_N])
     return dict(shares)
 
 
@@ -256,9 +256,9 @@ def _worst(evidence: Evidence, split: Sequence[Cause]) -> Iterator[GapToken]:
     order = torch.argsort(evidence.gap_N.abs(), descending=True, stable=True)[:WORST].tolist()
     for n in order:
         turn, i = places[n]
-        parts: Counter[str] = Counter()
+        parts: defaultdict[str, float] = defaultdict(float)
         for cause in split:
-            parts[cause.category] += float(cause.part_N[n])  # type: ignore[assignment]
+            parts[cause.category] += float(cause.part_N[n])
         before = (*turn.prompt, *turn.tokens[:i])[-CONTEXT:]
         yield GapToken(
             rollout=turn.rollout,
