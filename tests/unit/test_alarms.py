@@ -144,6 +144,13 @@ def test_advice_names_options_with_values() -> None:
     assert "optimizer.lr=2.5e-06 (now 1e-05)" in hacked.change
 
 
+@pytest.mark.parametrize(("skipped", "text"), [(1.0, "1 update was skipped"), (2.0, "2 updates were skipped")])
+def test_updates_that_were_skipped_are_counted(skipped: float, text: str) -> None:
+    (notice,) = AlarmWatch({}).step(1, {"optimizer/skipped": skipped})
+    assert notice.finding is not None
+    assert text in notice.finding.seen
+
+
 def test_a_penalty_that_grows_is_no_rise_of_the_main_reward() -> None:
     made = replace(SICK["answers collapse to a few tokens"][1], weights={"number": 1.0, "repetition": -2.0})
     made = replace(made, bonuses={"repetition": after(0.1, 0.6)})

@@ -51,12 +51,12 @@ class Window:
         return [value for value in column if value is not None and math.isfinite(value)]
 
     def median(self, metric: str) -> float | None:
-        """Median over the steps that have a value; None where fewer than half do."""
+        """Median over the steps that have a value; None unless more than half do."""
         values = self.values(metric)
         return statistics.median(values) if 2 * len(values) > len(self.rows) else None
 
     def mean(self, metric: str) -> float | None:
-        """Mean over the steps that have a value; None where fewer than half do."""
+        """Mean over the steps that have a value; None unless more than half do."""
         values = self.values(metric)
         return statistics.fmean(values) if 2 * len(values) > len(self.rows) else None
 

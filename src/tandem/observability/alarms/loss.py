@@ -35,7 +35,8 @@ class LossAlarm(Alarm):
         if not odd and not skipped:
             return None
         seen = [f"{' and '.join(odd)} is not a finite number"] if odd else []
-        seen += [f"{skipped:g} update was skipped since its gradient was not finite"] if skipped else []
+        updates = "update was" if skipped == 1 else "updates were"
+        seen += [f"{skipped:g} {updates} skipped since the gradient was not finite"] if skipped else []
         return Finding(
             seen=f"at {history.now(1)}: {', '.join(seen)}",
             means="Something overflowed: a reward that is infinite, ratios far from 1, weights that a learning rate "
