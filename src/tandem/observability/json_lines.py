@@ -89,7 +89,7 @@ def replace(path: Path, rows: Iterable[Mapping[str, Json]], *, durable: bool = F
 def rewind(path: Path, step: int) -> None:
     """Drop the rows of later steps and a torn last line."""
     if path.exists():
-        rows = [row for row in read(path) if isinstance(row.get("step"), int) and row["step"] <= step]
+        rows = (row for row in read(path) if isinstance(row.get("step"), int) and row["step"] <= step)
         replace(path, rows, durable=True)
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import TypedDict, TypeVar
 
 import msgspec
 
 from tandem.observability import json_lines
 from tandem.observability.report.folder import Row, RunFolder
 from tandem.types import Json
+
+T = TypeVar("T")
 
 MOST_STEPS = 40
 """Steps whose rollouts are embedded at most."""
@@ -50,7 +52,7 @@ def collect(run: RunFolder, most_bytes: int = MOST_BYTES) -> Samples:
     return Samples(total=len(run.rollout_steps), pieces=list(pieces), steps=steps)
 
 
-def evenly(items: Sequence[int], count: int) -> list[int]:
+def evenly(items: Sequence[T], count: int) -> list[T]:
     """``count`` of the items at equal distances, first and last included."""
     if count >= len(items):
         return list(items)
@@ -228,10 +230,11 @@ def answers(run: RunFolder, most_bytes: int = 600_000) -> list[Json]:
 
 def dropped(run: RunFolder, most: int = 40, most_bytes: int = 600_000) -> list[Json]:
     """Groups that were not trained on, of those kept in dropped.jsonl: chosen evenly, first and last included."""
-    rows = list(json_lines.read(run.path / "dropped.jsonl"))
-    out: list[Json] = [rows[i] for i in evenly(range(len(rows)), most)]
+    path = run.path / "dropped.jsonl"  # of a long run it may be larger than memory
+    chosen = set(evenly(range(sum(1 for _ in json_lines.read(path))), most))
+    out: list[Json] = [row for i, row in enumerate(json_lines.read(path)) if i in chosen]
     while out and len(msgspec.json.encode(out)) > most_bytes:
-        out = out[::2] if len(out) > 1 else []
+        out = evenly(out, len(out) // 2)
     return out
 
 
