@@ -601,6 +601,19 @@ def test_trackio_continues_the_same_run_after_a_resume(tmp_path: Path, monkeypat
     assert ("log", ({"eval/mean": 0.25}, 2)) in calls
 
 
+@pytest.mark.parametrize(("logger", "name"), [(Wandb(), "wandb"), (Trackio(), "trackio")])
+def test_an_id_that_a_full_disk_left_empty_is_made_anew(
+    logger: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = fake_library(monkeypatch, name)
+    (tmp_path / f"{name}.id").touch()
+    logger.open(info(tmp_path)).close()
+    options = calls[0][1]
+    kept = (tmp_path / f"{name}.id").read_text().strip()
+    assert kept == options["id" if name == "wandb" else "name"] != ""
+    assert name == "wandb" or options["resume"] == "never"
+
+
 @pytest.mark.parametrize(
     ("logger", "package"), [(Wandb(), "wandb"), (Trackio(), "trackio"), (Tensorboard(), "tensorboard")]
 )

@@ -30,15 +30,15 @@ class Trackio(MetricsLogger):
         trackio = require("trackio", "trackio")
         info.folder.mkdir(parents=True, exist_ok=True)
         kept = info.folder / "trackio.id"
-        resumed = kept.exists()
-        name = kept.read_text().strip() if resumed else info.name
+        earlier = kept.read_text().strip() if kept.exists() else ""  # a full disk leaves it empty
+        name = earlier or info.name
         run = trackio.init(
             project=self.project,
             name=name,
             group=self.group,
             space_id=self.space,
             config=dict(info.config),
-            resume="allow" if resumed else "never",
+            resume="allow" if earlier else "never",
             embed=False,
         )
         kept.write_text(name + "\n")

@@ -35,7 +35,8 @@ class Wandb(MetricsLogger):
         wandb = require("wandb", "wandb")
         info.folder.mkdir(parents=True, exist_ok=True)
         kept = info.folder / "wandb.id"
-        run_id = kept.read_text().strip() if kept.exists() else uuid.uuid4().hex[:12]
+        # A full disk leaves it empty.
+        run_id = (kept.read_text().strip() if kept.exists() else "") or uuid.uuid4().hex[:12]
         run = wandb.init(
             id=run_id,
             resume="allow",
