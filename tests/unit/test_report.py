@@ -458,6 +458,7 @@ def test_the_page_draws_without_a_script_error(tmp_path: Path, kind: str) -> Non
         assert 'class="tok"' in drawn
         assert len(re.findall(r'<button[^>]*aria-current="true"', drawn)) == 1, "one group of the list is marked"
         assert len(re.findall(r'<svg role="img"', drawn)) >= 12
+        assert "undefined" not in drawn.split('id="data"')[0], "nothing has a colour or a name that there is not"
     if kind == "hostile":
         assert "<img" not in drawn.split('id="data"')[0]
 
