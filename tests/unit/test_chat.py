@@ -202,6 +202,17 @@ def test_speaking_twice_without_a_message_between_is_refused(tokenizer: Any) -> 
         converse(chat, [[]])
 
 
+def test_what_an_environment_says_before_the_policy_speaks_is_in_its_prompt(tokenizer: Any) -> None:
+    engine = Scripted([(ids_of(tokenizer, "7"), "stop")] * 2)
+    system = Message(role="system", content="You add.")
+    chat = chat_with(tokenizer, engine, system)
+    chat.add(user("3 + 4?"))
+    answers = converse(chat, [[user("And 1 more?")]])
+    conversations = [[system, user("3 + 4?")], [system, user("3 + 4?"), answers[0], user("And 1 more?")]]
+    assert [list(prompt) for prompt, _ in engine.requests] == [canonical(tokenizer, one) for one in conversations]
+    assert chat.turns[0].reply == (user("And 1 more?"),)
+
+
 def test_template_that_refuses_a_role_says_so(tokenizer: Any) -> None:
     strict = copy.deepcopy(tokenizer)
     strict.chat_template = (

@@ -90,6 +90,9 @@ class EngineChat:
         """
         if self._turns:
             self._close_turn()
+        elif self._pending:
+            self._tokens = tuple(self._template.prompt(self._messages))
+            self._pending.clear()
         if len(self._tokens) >= self._engine.context:
             raise EnvError(
                 f"the conversation of task {self._task} has {len(self._tokens)} tokens and the context is "
