@@ -459,6 +459,17 @@ def test_a_weight_that_is_none_is_refused_by_name() -> None:
         trained(Trainer(), 1, count=5, curriculum=Wrong())
 
 
+def test_a_curriculum_that_fails_on_what_was_played_reaches_whoever_takes() -> None:
+    """A group that is dropped asks for its task's next weight in a task of the buffer, which nobody awaits."""
+
+    class Fragile:
+        def weight(self, task: Task, seen: TaskHistory) -> float:
+            return 1.0 if not seen.played else float("nan")
+
+    with pytest.raises(EnvError, match="the weight nan; it must be"):
+        trained(Trainer(lambda task: "zero_variance"), 1, count=5, curriculum=Fragile())
+
+
 @pytest.mark.parametrize(
     ("plays", "weight"),
     [

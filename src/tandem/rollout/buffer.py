@@ -399,16 +399,14 @@ class RolloutBuffer:
                     task, id=id, index=entry.index, size=options.group_size, sampling=options.sampling
                 )
             entry.score(self.postprocess_rewards(group))
+            if not self._wave_is_out():
+                self._sort_scored()
+                self._admit()
         except asyncio.CancelledError:
             raise
         except BaseException as error:
             # Not one rollout's fault: ``take`` raises it.
             self._failure = self._failure or error
-            self._changed.set()
-            return
-        if not self._wave_is_out():
-            self._sort_scored()
-            self._admit()
         self._changed.set()
 
     def _wave_is_out(self) -> bool:
