@@ -337,6 +337,13 @@ def test_masked_truncated_answers_count_in_the_baseline_alone() -> None:
     assert kept.num_loss_tokens == 9
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_of_nothing_but_masked_answers_has_no_micro_batch(ranks: int) -> None:
+    cuts = [make_rollout(f"t@0/{i}", [([1, 2, 3], [7], [-0.5])], float(i), finish="length") for i in range(2)]
+    batch = packer(mask_truncated=True, ranks=ranks)([replace(rows(2, 3), rollouts=tuple(cuts))], version=0)
+    assert (batch.micro, batch.rounds, batch.num_loss_tokens) == ((), (), 0)
+
+
 @pytest.mark.parametrize("second", [[1, 2, 3, 7, 7, 4], [9, 9, 4]], ids=["goes on", "begins anew"])
 def test_masked_truncated_answers_of_several_turns_are_left_out_whole(second: list[int]) -> None:
     group = rows(2, 3, 4)

@@ -65,9 +65,9 @@ class Balance:
         self._groups = [self._with(Load(), g, range(len(family.rollouts))) for g, family in enumerate(families)]
 
     def loads(self) -> list[Load]:
-        """The micro-batches. Of what was cut apart, earlier samples are in earlier ones."""
+        """The micro-batches, none of no samples. Of what was cut apart, earlier samples are in earlier ones."""
         fewest = self._fewest()
-        if self._ranks == 1:
+        if self._ranks == 1 or not fewest:
             return fewest
         full = -(-len(fewest) // self._ranks) * self._ranks
         return min(fewest, self._evened_to(full), key=lambda loads: _seconds(loads, self._ranks))
