@@ -188,7 +188,10 @@ class Builder:
             close = resolve.did_you_mean(leaf.text, [str(choice) for choice in args])
             return self._wrong(leaf, path, describe(hint), close)
         if hint is float and type(value) in (int, float):
-            return self._wrong(leaf, path, describe(hint)) if math.isnan(float(value)) else float(value)  # type: ignore[arg-type]
+            with contextlib.suppress(OverflowError):  # a whole number of hundreds of digits
+                if not math.isnan(number := float(value)):  # type: ignore[arg-type]
+                    return number
+            return self._wrong(leaf, path, describe(hint))
         if hint in (bool, int, str, type(None)) and type(value) is hint:
             return value
         if hint in (str, Path):

@@ -260,10 +260,11 @@ def _scalar(text: str, tag: str, loader: _Loader) -> bool | int | float | str | 
         return None
     if kind == "bool":
         return bool(loader.construct_yaml_bool(node))
-    if kind == "int":
-        return int(loader.construct_yaml_int(node))
-    if kind == "float":
-        return float(loader.construct_yaml_float(node))
+    if kind in ("int", "float"):
+        try:
+            return int(loader.construct_yaml_int(node)) if kind == "int" else float(loader.construct_yaml_float(node))
+        except ValueError:
+            return text  # 0x_ is a number by YAML's pattern alone, and Python reads none of thousands of digits
     if kind in ("str", "timestamp", "value", "merge"):
         return text
     raise ValueError(f"the tag {tag!r} is not understood; write plain values")
