@@ -13,9 +13,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import tandem
+from tandem.envs.arithmetic import Arithmetic
 from tandem.errors import ConfigError, Interrupted
 from tandem.observability import progress
 
@@ -175,11 +177,23 @@ def test_a_recipe_is_loaded_from_a_file_a_mapping_and_another_recipe(recipe: dic
         tandem.Recipe.load(recipe, "group_size=4")
 
 
+def test_a_recipe_takes_numbers_of_numpy_and_refuses_what_no_file_can_hold(recipe: dict[str, Any]) -> None:
+    numbers = {"optimizer": {"lr": np.float64(1e-5)}, "steps": np.int64(3)}
+    overrides = {"optimizer.lr": np.float64(1e-5), "steps": np.int64(3)}
+    assert tandem.Recipe.load({**recipe, **numbers}) == tandem.Recipe.load(recipe, overrides)
+    assert type(tandem.Recipe.load({**recipe, **numbers}).config.optimizer.lr) is float
+    with pytest.raises(ConfigError, match=r"cannot hold a Arithmetic: .* mapping of its class and options"):
+        tandem.Recipe.load({**recipe, "env": Arithmetic()})
+    with pytest.raises(ConfigError, match="cannot hold a set"):
+        tandem.Recipe.load(recipe, {"loggers": {"console"}})
+
+
 def test_a_table_says_what_pandas_and_columns_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     table = tandem.MetricsTable([{"step": 1, "time": 0.0, "metrics": {"reward": None}}])
     assert str(table.column("reward")) == "[nan]"
     with pytest.raises(tandem.TandemError, match="'rewards'; did you mean 'reward'"):
         table.column("rewards")
+    assert list(tandem.MetricsTable([]).to_pandas().index) == []
     monkeypatch.setitem(sys.modules, "pandas", None)  # type: ignore[arg-type]
     with pytest.raises(tandem.TandemError, match="pip install pandas"):
         table.to_pandas()

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Self
 
@@ -90,7 +91,7 @@ def override_texts(overrides: Overrides) -> list[str]:
     """Overrides as the command line writes them.
 
     Raises:
-        ConfigError: a value is a part that no recipe can name.
+        ConfigError: a value that no recipe can hold, or a part that none can name.
     """
     if isinstance(overrides, str):
         raise ConfigError(f"overrides is a mapping or a list of texts, not one text; write overrides=[{overrides!r}]")
@@ -100,14 +101,27 @@ def override_texts(overrides: Overrides) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """Options as a file would hold them: functions and classes become import paths, paths become texts."""
+    """Options as a file would hold them: functions and classes become import paths, paths become texts.
+
+    Raises:
+        ConfigError: a value that no file can hold.
+    """
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if inspect.isroutine(value) or inspect.isclass(value):
         return _import_path(value)
-    return str(value) if isinstance(value, Path) else value
+    if isinstance(value, Path):
+        return str(value)
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, Real):  # numpy's too
+        return int(value) if isinstance(value, Integral) else float(value)
+    raise ConfigError(
+        f"a recipe cannot hold a {type(value).__name__}: {str(value)[:60]!r}; write plain values, and a part of your "
+        "own as a mapping of its class and options, such as {'kind': MyEnv, 'size': 10}"
+    )
 
 
 def _import_path(part: Any) -> str:

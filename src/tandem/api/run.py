@@ -276,7 +276,7 @@ class MetricsTable(Sequence[dict[str, float]]):
                 f"to_pandas needs pandas, which cannot be imported ({error}); install it with: pip install pandas, or "
                 "use column(name) and the rows as they are"
             ) from error
-        return pandas.DataFrame(self._rows, columns=self.names).set_index("step")
+        return pandas.DataFrame(self._rows, columns=self.names or ["step"]).set_index("step")
 
     @overload
     def __getitem__(self, index: int) -> dict[str, float]: ...
