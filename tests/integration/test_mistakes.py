@@ -194,11 +194,13 @@ def small_files(most: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_runs_folder_that_cannot_be_made(train: Train) -> None:
+@pytest.mark.parametrize("place", [{"runs": "taken/runs"}, {"name": "a" * 300}])
+def test_a_runs_folder_that_cannot_be_made(train: Train, place: dict[str, str]) -> None:
     Path("taken").write_text("a file")
-    code, stderr = train(runs="taken/runs")
+    code, stderr = train(**place)
     assert code == 2
-    assert "the run's folder taken/runs/a cannot be made" in one_message(stderr)
+    folder = f"{place.get('runs', 'runs')}/{place.get('name', 'a')}"
+    assert f"the run's folder {folder} cannot be made" in one_message(stderr)
 
 
 def test_disk_full_while_saving(train: Train) -> None:

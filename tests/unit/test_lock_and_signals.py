@@ -10,9 +10,17 @@ from pathlib import Path
 import pytest
 
 from tandem.api.blocking import run_to_end
+from tandem.config.loading import from_options
 from tandem.errors import ConfigError, Interrupted
 from tandem.trainer import run_folder
 from tandem.trainer.run_folder import RunLock
+
+
+def test_the_folder_of_a_run_of_many_environments_bears_the_first_ones_name(tmp_path: Path) -> None:
+    envs = {f"sums_of_many_digits_{i}": {"env": "arithmetic"} for i in range(20)}
+    recipe = {"model": "m", "steps": 1, "groups_per_step": 20, "envs": envs, "runs": str(tmp_path)}
+    folder = run_folder.new_folder(from_options(recipe, (), Path("recipe")).config)
+    assert folder.name.startswith("sums_of_many_digits_0+19-m-20")
 
 
 def test_an_echo_of_the_first_signal_is_no_second_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 ECHO_SECONDS = 1.0
 """A signal that comes again so soon is the same one: ``timeout`` and others send it to the process and to its group."""
 
+MOST_OF_A_NAME = 100
+"""Characters of a run's folder name that its environments may take; file systems end a name at 255 bytes."""
+
 
 def new_folder(config: RunConfig) -> Path:
     """Make the run's folder, its recipe in it.
@@ -37,22 +40,29 @@ def new_folder(config: RunConfig) -> Path:
     Raises:
         ConfigError: it exists, or cannot be made.
     """
-    tail = Path(config.model).name
-    name = (
-        config.name or f"{'+'.join(config.sources) or 'broker'}-{tail}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
-    )
-    folder = Path(config.runs) / name
-    if folder.exists():
-        raise ConfigError(f"{folder} exists already; go on with it by: tandem train {folder}, or choose another name=")
+    folder = Path(config.runs) / (config.name or _default_name(config))
     try:
+        if folder.exists():
+            raise ConfigError(
+                f"{folder} exists already; go on with it by: tandem train {folder}, or choose another name="
+            )
         folder.mkdir(parents=True)
         write_recipe(config, folder)
         resolve.remember(folder)
     except OSError as error:
         raise ConfigError(
-            f"the run's folder {folder} cannot be made: {error}; set runs= to a place where it can"
+            f"the run's folder {folder} cannot be made: {error}; set runs= and name= to a place where it can"
         ) from error
     return folder
+
+
+def _default_name(config: RunConfig) -> str:
+    """<env>-<model>-<UTC time>; the first of many environments, and how many others there are."""
+    names = list(config.sources) or ["broker"]
+    envs = "+".join(names)
+    if len(names) > 1 and len(envs) > MOST_OF_A_NAME:
+        envs = f"{names[0]}+{len(names) - 1}"
+    return f"{envs}-{Path(config.model).name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
 
 
 def write_recipe(config: RunConfig, folder: Path) -> None:
