@@ -309,6 +309,15 @@ def test_a_folder_that_is_no_run(run: Run) -> None:
     assert "there is no run runs/b; runs: runs/a" in run("show", "runs/b")[2]
 
 
+def test_a_run_whose_record_of_module_folders_was_cut_off(run: Run) -> None:
+    make_run(Path("runs/a"))
+    Path("runs/a/modules.json").write_text('["/ho')
+    code, _, err = run("train", "runs/a")
+    assert code == 2
+    assert "runs/a/modules.json cannot be read" in err
+    assert "remove it" in err
+
+
 # clean
 
 
@@ -788,7 +797,8 @@ def test_eval_measures_a_runs_newest_checkpoint_or_another(run: Run, trainer: ty
 def test_eval_measures_a_model_folder(run: Run, trainer: types.SimpleNamespace, tiny_model: Path) -> None:
     assert run("eval", str(tiny_model), "env=arithmetic")[0] == 0
     assert trainer.calls[0][0].model == str(tiny_model)
-    code, _, err = run("eval", str(tiny_model))
+    assert run("eval", str(tiny_model), "envs.arithmetic=1")[0] == 0
+    code, _, err = run("eval", str(tiny_model), "evaluate.tasks=3")
     assert code == 2
     assert "says nothing of tasks; name an environment, such as env=gsm8k" in err
 

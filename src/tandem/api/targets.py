@@ -129,7 +129,7 @@ def _to_evaluate(target: Path, overrides: Sequence[str], step: int | None) -> tu
     if step is not None:
         raise ConfigError(f"step names a checkpoint of a run, and {target} is not a run's folder; leave it out")
     if (target / "config.json").is_file():
-        if not any(override.partition("=")[0] in ("env", "env.kind", "envs") for override in overrides):
+        if not any(override.partition("=")[0].partition(".")[0] in ("env", "envs") for override in overrides):
             raise ConfigError(f"{target} is a model and says nothing of tasks; name an environment, such as env=gsm8k")
         return from_options({"model": str(target), "steps": 1}, overrides, target).config, None
     return load(target, overrides).config, None

@@ -143,9 +143,18 @@ def search(folder: Path) -> None:
     """Import modules from this folder too, after all others: nothing in it hides a library.
 
     A run's folder stands for those that its recipe's modules were looked for in.
+
+    Raises:
+        ConfigError: its record of them is damaged.
     """
     recorded = folder / _PLACES
-    remembered = json.loads(recorded.read_text(encoding="utf-8")) if recorded.is_file() else []
+    try:
+        remembered = json.loads(recorded.read_text(encoding="utf-8")) if recorded.is_file() else []
+    except ValueError as error:
+        raise ConfigError(
+            f"{recorded} cannot be read ({error}); remove it, and start where the run was started, or with the folders "
+            "of its modules in PYTHONPATH"
+        ) from error
     for path in (str(folder.resolve()), *remembered):
         _searched[path] = None
         if path not in sys.path:
