@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import examples
 
-from tandem.errors import EngineError, Starved
+from tandem.errors import EngineError, EnvError, Starved
 from tandem.metrics import flatten
 from tandem.rollout.buffer import TRANSITIONS, Entry, EntryState, RolloutBuffer
 from tandem.rollout.data_state import DataState, Draw, group_from_json, group_to_json
@@ -368,6 +368,26 @@ def test_a_failed_engine_reaches_whoever_takes(max_lag: int) -> None:
 
     with pytest.raises(EngineError, match="the engine is gone"):
         trained(Trainer(breaks), 20, count=10, max_lag=max_lag)
+
+
+def test_a_task_that_cannot_be_made_reaches_whoever_takes() -> None:
+    class Lazy(Sequence[Task]):
+        def __len__(self) -> int:
+            return 10
+
+        def __getitem__(self, index: Any) -> Any:
+            if index == 3:
+                raise KeyError("row 3 has no question")
+            return tasks(10)[index]
+
+    async def go(buffer: RolloutBuffer) -> None:
+        buffer.runners[0].tasks = Lazy()
+        async with buffer.open(DataState()):
+            await trainer.train(buffer, 20)
+
+    trainer = Trainer()
+    with pytest.raises(EnvError, match="task 3 of its sequence raised KeyError: 'row 3 has no question'"):
+        run(go(trainer.buffer(count=10)))
 
 
 def test_what_is_in_flight_is_cancelled_at_the_end() -> None:

@@ -391,9 +391,9 @@ class RolloutBuffer:
     async def _play(self, entry: Entry) -> None:
         """Consumes: a task. Waits for: the engine and the graders. Unblocks: ``take``."""
         runner, options = self._by_name[entry.draw.env], self.options
-        task, id = runner.of(entry.draw)
         entry.become(EntryState.RUNNING)
         try:
+            task, id = runner.of(entry.draw)
             with self._lag_control.playing():
                 group = await runner.group_runner.run(
                     task, id=id, index=entry.index, size=options.group_size, sampling=options.sampling

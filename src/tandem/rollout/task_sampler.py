@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from tandem.algorithms.curricula.base import Curriculum, SolveCount, TaskHistory
 from tandem.config.sections import Reroll
-from tandem.errors import EnvError
+from tandem.errors import EnvError, TandemError, raised
 from tandem.rollout.data_state import DataState, Draw
 from tandem.rollout.group_runner import GroupRunner
 from tandem.rollout.measure import Solved
@@ -48,8 +48,17 @@ class EnvRunner:
 
         Every epoch is one shuffle of all tasks, fixed by the seed, and a group's visit is the epoch. What a curriculum
         chose is visited once in every draw. Tasks that come again have their count behind it.
+
+        Raises:
+            EnvError: the environment's sequence of tasks fails to make this one.
         """
-        task = self.tasks[self.place(draw)]
+        place = self.place(draw)
+        try:
+            task = self.tasks[place]
+        except TandemError:
+            raise
+        except Exception as error:  # the boundary to the user's environment
+            raise EnvError(f"environment {self.name}: task {place} of its sequence {raised(error)}") from error
         visit = draw.number // len(self.tasks) if draw.task is None else draw.number
         return task, f"{self.label}{task.id}@{visit}{f'.{draw.again}' if draw.again else ''}"
 
