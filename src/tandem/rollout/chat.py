@@ -79,6 +79,9 @@ class EngineChat:
         finally:
             self._turns = list(session.turns)
             self._messages = list(session.messages or self._messages)
+            if self._turns:  # an environment may go on with what was answered last
+                self._tokens = self._turns[-1].prompt
+                self._pending.clear()
 
     async def reply(self) -> Message:
         """Let the policy speak.
