@@ -163,6 +163,22 @@ def test_parts_of_ones_own_are_named_by_what_they_are(recipe: dict[str, Any], tm
         tandem.Recipe.load({**recipe, "rewards": {"inner": {"kind": inner, "weight": 1.0}}})
 
 
+def test_a_sequence_of_tasks_need_not_take_slices(recipe: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "public_tasks.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from tandem.envs.arithmetic import Arithmetic\n\n"
+        "class OneByOne:\n"
+        "    def __init__(self, tasks): self.tasks = tasks\n"
+        "    def __len__(self): return len(self.tasks)\n"
+        "    def __getitem__(self, index): return self.tasks[int(index)]\n\n"
+        "@dataclass(frozen=True, kw_only=True)\n"
+        "class Lazy(Arithmetic):\n"
+        "    def tasks(self, split): return OneByOne(super().tasks(split))\n"
+    )
+    changed = {"env": "public_tasks:Lazy", "evaluate": {"tasks": 3, "samples": 1}}
+    assert tandem.evaluate(tandem.Recipe.load({**recipe, **changed}))["tasks"] == 3
+
+
 def test_a_recipe_is_loaded_from_a_file_a_mapping_and_another_recipe(recipe: dict[str, Any], tmp_path: Path) -> None:
     from_mapping = tandem.Recipe.load(recipe, {"optimizer.lr": 1e-5, "name": "b: c", "context": None})
     (tmp_path / "recipe.yaml").write_text(str(from_mapping))

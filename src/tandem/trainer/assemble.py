@@ -472,5 +472,5 @@ def packer(config: RunConfig, policy: Policy, *, ranks: int = 1) -> Packer:
 
 
 def _first(config: RunConfig, tasks: environments.Tasks) -> environments.Tasks:
-    """The held-out tasks that are looked at."""
-    return {name: some[: config.evaluate.tasks] for name, some in tasks.items()}
+    """The held-out tasks that are looked at; a sequence of a user's own may take no slices."""
+    return {name: [some[i] for i in range(min(config.evaluate.tasks, len(some)))] for name, some in tasks.items()}
