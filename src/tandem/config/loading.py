@@ -428,9 +428,7 @@ def dump(config: RunConfig) -> str:
 
 def as_json(config: RunConfig) -> dict[str, Json]:
     """The whole recipe as plain data, inert options included."""
-    encoded = encode(config)
-    assert isinstance(encoded, dict)
-    return encoded
+    return encode(config)
 
 
 RESUMABLE = frozenset({

@@ -220,8 +220,6 @@ class Distributed:
 
     def __post_init__(self) -> None:
         require(
-            shard=(self.shard in ("states", "weights"), "states or weights"),
-            gradients=(self.gradients in ("auto", "scattered", "local"), "auto, scattered or local"),
             replicas=(self.replicas >= 1, "at least 1"),
             context_parallel=(self.context_parallel >= 1, "at least 1"),
             timeout_seconds=(0 < self.timeout_seconds < math.inf, "above 0 (seconds)"),
