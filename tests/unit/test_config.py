@@ -567,6 +567,7 @@ def test_an_import_path_may_be_overridden(here: Path) -> None:
         ("steps.foo=3", "command line: steps.foo: steps is a single value at recipe.yaml:2; it has no options"),
         ("loggers.0=console", "command line: loggers.0: loggers is a list; give the whole of it, such as loggers=["),
         ("loggers=[console", "command line: loggers: this is not YAML: "),
+        ("sampling.regex=[0-9]+", "a text that begins so is written in quotes of its own, as in '\"[0-9]+\"'"),
         ("sampling={top_p: 1, top_p: 1}", "command line: sampling: duplicate key 'top_p'"),
         ("evaluate.samples=0", "command line: evaluate.samples must be at least 1"),
         ("truncated_penalty=2", "command line: truncated_penalty changes nothing"),

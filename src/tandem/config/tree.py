@@ -127,7 +127,8 @@ def parse(text: str, source: str, problems: Problems) -> Tree | None:
 def parse_override(text: str, where: str, problems: Problems) -> Tree | None:
     """The value of an override: YAML flow syntax for lists, mappings and quoted text, else one plain value."""
     if text[:1] in ("[", "{", '"', "'"):
-        return _compose(text, lambda mark: where, problems)
+        quoted = "; a text that begins so is written in quotes of its own, as in '\"[0-9]+\"'"
+        return _compose(text, lambda mark: where, problems, remedy=quoted if text[0] in "[{" else "")
     loader = _Loader("")
     try:
         tag = loader.resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]
@@ -137,8 +138,8 @@ def parse_override(text: str, where: str, problems: Problems) -> Tree | None:
     return Leaf(value=value, text=text, where=where, from_shell=True)
 
 
-def _compose(text: str, locate: _Locate, problems: Problems) -> Tree | None:
-    """The tree of a text, located by the caller."""
+def _compose(text: str, locate: _Locate, problems: Problems, *, remedy: str = "") -> Tree | None:
+    """The tree of a text, located by the caller; ``remedy`` is what to do where it is not YAML."""
     try:
         loader = _Loader(text)
         try:
@@ -148,7 +149,7 @@ def _compose(text: str, locate: _Locate, problems: Problems) -> Tree | None:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
         detail = ", ".join(part for part in (error.context, error.problem) if part)
-        problems.add(locate(error.problem_mark or error.context_mark), f"this is not YAML: {detail}")
+        problems.add(locate(error.problem_mark or error.context_mark), f"this is not YAML: {detail}{remedy}")
     except _TooMany:
         problems.add(
             locate(None), f"it holds more than {MOST_VALUES:,} values, those that its aliases repeat counted each time"
