@@ -87,6 +87,7 @@ def test_arithmetic_worked_examples_are_turns_and_are_not_posed() -> None:
         ({"operators": ("+", "+")}, "operators must be"),
         ({"min_number": 5, "max_number": 4}, "min_number must be"),
         ({"terms": 1}, "terms must be"),
+        ({"terms": 10**30}, "terms must be from 2 to 60"),
         ({"prompt": "What?"}, "prompt must contain"),
         ({"reply": "?"}, "reply must contain"),
         ({"test_share": 1.0}, "test_share must be"),

@@ -12,6 +12,8 @@ from tandem.expression import as_text, evaluate
 
 _SYMBOLS = "+-*"
 _LARGEST_SPACE = 10**18
+_MOST_TERMS = 60
+"""Of two numbers or operators each, so many terms are beyond the largest space already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +33,8 @@ class Sums:
         unknown = [symbol for symbol in self.operators if symbol not in tuple(_SYMBOLS)]
         if unknown or not self.operators or len(set(self.operators)) < len(self.operators):
             raise ConfigError(f"operators must be some of + - *, each once, got {list(self.operators)}")
-        if self.terms < 2:
-            raise ConfigError(f"terms must be at least 2, got {self.terms}")
+        if not 2 <= self.terms <= _MOST_TERMS:
+            raise ConfigError(f"terms must be from 2 to {_MOST_TERMS}, got {self.terms}")
         if not 0 <= self.low <= self.high:
             raise ConfigError(f"min_number must be from 0 to max_number ({self.high}), got {self.low}")
         if self.count > _LARGEST_SPACE:
