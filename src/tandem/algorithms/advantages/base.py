@@ -60,8 +60,11 @@ def scores(group: Group) -> list[float]:
 
 
 def centred(values: Sequence[float]) -> list[float]:
-    """Deviations from the mean."""
-    mean = math.fsum(values) / max(1, len(values))
+    """Deviations from the mean; exactly 0 where all values are equal, so that nothing is computed for them."""
+    if not values:
+        return []
+    mean = math.fsum(values) / len(values)
+    mean = min(max(mean, min(values)), max(values))  # the mean of 0.1, 0.1 and 0.1 is rounded to more than 0.1
     return [value - mean for value in values]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from tandem.algorithms.advantages.base import deviation
+from tandem.algorithms.advantages.base import centred, deviation
 from tandem.types import Group, Rollout
 
 
@@ -39,18 +39,17 @@ class Gdpo:
         parts = [_parts(rollout, weights) for rollout in group.scored]
         sums: list[list[float]] = [[] for _ in parts]
         for name in sorted({name for each in parts for name in each}):
-            values_of_group = [each[name] for each in parts if name in each]
-            mean, std = math.fsum(values_of_group) / len(values_of_group), deviation(values_of_group)
-            for terms, each in zip(sums, parts, strict=True):
-                if name in each:
-                    terms.append(weights.get(name, 1.0) * (each[name] - mean) / (std + self.eps))
+            rows = [row for row, each in enumerate(parts) if name in each]
+            values = [parts[row][name] for row in rows]
+            scale = weights.get(name, 1.0) / (deviation(values) + self.eps)
+            for row, value in zip(rows, centred(values), strict=True):
+                sums[row].append(scale * value)
         return [math.fsum(terms) for terms in sums]
 
     def rescale(self, groups: Sequence[Group], values: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Standardised over the step."""
-        every = [value for mine in values for value in mine]
-        mean, std = math.fsum(every) / max(1, len(every)), deviation(every)
-        return [[(value - mean) / (std + self.eps) for value in mine] for mine in values]
+        """Standardised over the step: divided by its deviation, since every group's mean is 0 already."""
+        std = deviation([value for mine in values for value in mine])
+        return [[value / (std + self.eps) for value in mine] for mine in values]
 
 
 def _parts(rollout: Rollout, weights: Mapping[str, float]) -> dict[str, float]:

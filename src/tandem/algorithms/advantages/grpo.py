@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from tandem.algorithms.advantages.base import scores
+from tandem.algorithms.advantages.base import centred, scores
 from tandem.types import Group
 
 
@@ -25,10 +25,7 @@ class GroupStandardised:
 
     def __call__(self, group: Group) -> list[float]:
         """Standardised deviations; they sum to 0."""
-        rewards = scores(group)
-        if len(rewards) < 2:
-            return [0.0] * len(rewards)
-        mean = math.fsum(rewards) / len(rewards)
-        squares = math.fsum((reward - mean) ** 2 for reward in rewards)
-        std = math.sqrt(squares / (len(rewards) - (self.std == "sample")))
-        return [(reward - mean) / (std + self.eps) for reward in rewards]
+        values = centred(scores(group))
+        squares = math.fsum(value * value for value in values)
+        std = math.sqrt(squares / max(1, len(values) - (self.std == "sample")))
+        return [value / (std + self.eps) for value in values]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from tandem.algorithms.advantages.base import scores
+from tandem.algorithms.advantages.base import centred, scores
 from tandem.types import Group
 
 
@@ -18,8 +17,6 @@ class Rloo:
 
     def __call__(self, group: Group) -> list[float]:
         """Deviations from the others' mean; they sum to 0."""
-        rewards = scores(group)
-        if len(rewards) < 2:
-            return [0.0] * len(rewards)
-        total = math.fsum(rewards)
-        return [reward - (total - reward) / (len(rewards) - 1) for reward in rewards]
+        values = centred(scores(group))
+        scale = len(values) / max(1, len(values) - 1)
+        return [scale * value for value in values]
