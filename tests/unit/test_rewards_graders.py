@@ -55,6 +55,8 @@ def by_text(rollout):
     if reply == "child": subprocess.Popen(["sleep", "61.25"]); time.sleep(60)
     if reply == "none": return None
     if reply == "long": raise ValueError("x" * 10_000_000)
+    if reply == "half": raise ValueError("half of a pair: \\ud83d")
+    if reply == "arrow": print("7 \\u2192 7")
     if reply == "left": subprocess.Popen(["sleep", "61.5"])
     if reply == "fork" and os.fork() == 0:
         time.sleep(0.05)
@@ -366,6 +368,20 @@ def test_prints_do_not_disturb_and_end_in_the_log(tmp_path: Path) -> None:
     assert "to stdout" in text
     assert "raw bytes" in text
     assert "ValueError: no such luck" in text
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+def test_no_character_that_is_printed_costs_a_reward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    """Half of a surrogate pair, as broken data sets hold, and what the log's encoding does not have."""
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    log = tmp_path / "graders.log"
+    got, metrics = graded({"f": "sample_graders:by_text"}, group("half", "arrow"), log=log)
+    assert [rollout.reward for rollout in got] == [None, 1.0]
+    assert got[0].error.startswith("reward 'f' raised ValueError: half of a pair")
+    assert "grading/restarts" not in metrics
+    assert r"ValueError: half of a pair: \ud83d" in log.read_text(encoding)
 
 
 def test_what_graders_are_sent_is_what_a_pickle_holds_and_shares() -> None:

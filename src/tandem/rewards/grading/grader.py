@@ -215,7 +215,8 @@ def main(pipe: int) -> None:
     os.dup2(2, 1)
     os.close(null)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # what a grader printed must survive its crash
+        # What a grader printed must survive its crash, and no character may cost a reward.
+        sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     faulthandler.enable()
     jobs: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(wire_in, jobs), daemon=True, name="wire").start()

@@ -127,7 +127,7 @@ class Graders:
 
         A reward that raises, hangs, crashes its process or returns no finite number makes its rollout an error. One
         that returns None says nothing of it: the sum is over the others. Without any, the rollout is left out of its
-        group: it has no reward. AnswerPipe that are the same to the token are scored once, by rewards that are
+        group: it has no reward. Answers that are the same to the token are scored once, by rewards that are
         ``pure``.
 
         Raises:
