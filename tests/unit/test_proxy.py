@@ -358,6 +358,8 @@ def test_agents_that_fail_say_how(template: Template, monkeypatch: pytest.Monkey
             played(template, agent, seconds, fail=True)
     with pytest.raises(ConfigError, match="agent must be"):
         Agent(path="x.jsonl", agent=" ")
+    with pytest.raises(ConfigError, match=r"agent must be .*: No closing quotation"):
+        Agent(path="x.jsonl", agent="python 'my agent.py")
 
 
 @pytest.mark.parametrize(

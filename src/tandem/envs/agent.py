@@ -37,7 +37,11 @@ class Agent(Dataset):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.agent.strip():
+        try:
+            words = shlex.split(self.agent)
+        except ValueError as error:
+            raise ConfigError(f"agent must be an import path or a command, got {self.agent!r}: {error}") from error
+        if not words:
             raise ConfigError("agent must be an import path such as my_agent:solve, or a command, got an empty text")
         if self.timeout_seconds <= 0:
             raise ConfigError(f"timeout_seconds must be above 0, got {self.timeout_seconds:g}")
