@@ -265,6 +265,11 @@ def test_countdown_may_leave_numbers_out() -> None:
     )
 
 
+def test_countdown_reads_numbers_that_are_text() -> None:
+    rollout = rollout_of("<answer>(3 + 5) * 8</answer>", meta={"numbers": ["3", "5", "8"], "target": "64"})
+    assert CountdownReward()(rollout) == 1.0
+
+
 def test_countdown_needs_its_columns() -> None:
     with pytest.raises(ValueError, match=r"needs meta\['numbers'\] and meta\['target'\]; it has: level"):
         CountdownReward()(rollout_of("1", meta={"level": 1}))

@@ -44,7 +44,7 @@ class CountdownReward(Reward):
         numbers, allowed = Counter(expression.numbers), Counter(map(Fraction, meta["numbers"]))
         if not (numbers == allowed if self.use == "all" else numbers <= allowed):
             return 0.0
-        return 1.0 if expression.value == meta["target"] else self.partial
+        return 1.0 if expression.value == Fraction(meta["target"]) else self.partial
 
     def _written(self, reply: str) -> str:
         """The expression as written; of an equation, the side before the equals sign."""
