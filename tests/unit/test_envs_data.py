@@ -122,6 +122,12 @@ def test_csv_with_bom_quotes_and_line_breaks(tmp_path: Path) -> None:
     ]
 
 
+def test_csv_with_a_long_field_and_columns_without_a_name(tmp_path: Path) -> None:
+    text = "a" * 200_000
+    (tmp_path / "a.csv").write_text(f"prompt,answer,,\n{text},1,,\n")
+    assert train(Dataset(path=str(tmp_path / "a.csv"), test_share=0.0))[0].prompt == user_prompt(text)
+
+
 def test_tsv(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_text("prompt\tanswer\na, b\t1\n")
     assert train(Dataset(path=str(tmp_path / "a.tsv"), test_share=0.0))[0].prompt == user_prompt("a, b")
@@ -226,6 +232,12 @@ def test_csv_row_with_too_few_fields_names_its_line(tmp_path: Path) -> None:
         train(Dataset(path=str(tmp_path / "a.csv")))
 
 
+def test_csv_with_two_columns_of_one_name_names_it(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("\nprompt,answer,answer\na,1,2\n")
+    with pytest.raises(EnvError, match=r"a\.csv:2: 2 columns are called 'answer'; give each a name of its own"):
+        train(Dataset(path=str(tmp_path / "a.csv")))
+
+
 def test_csv_with_an_open_quote_names_its_line(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text('prompt,answer\n"a,1\n')
     with pytest.raises(EnvError, match=r"a\.csv:\d: not valid CSV"):
@@ -279,6 +291,7 @@ def test_options_that_make_no_sense(tmp_path: Path) -> None:
         Dataset(path=" ")
     with pytest.raises(ConfigError, match="max_rows must be"):
         Dataset(path="a.jsonl", max_rows=0)
+    assert set(Dataset(path="org/name", test_path="b.jsonl").inert()) == {"test_split", "test_share"}
     assert set(Dataset(path="a.jsonl", test_path="b.jsonl").inert()) == {
         "subset",
         "train_split",

@@ -112,6 +112,8 @@ class DataSource:
         notes = {}
         if self.is_local:
             notes = dict.fromkeys(("subset", "train_split", "test_split"), f"{self.path} is a local file")
+        if self.test_path is not None:
+            notes["test_split"] = "test_path names the test set"
         if not self.shared:
             notes["test_share"] = "a test set is named"
         return notes
@@ -177,6 +179,7 @@ def _read_jsonl(file: Path) -> Iterator[DataRow]:
 
 
 def _read_csv(file: Path) -> Iterator[DataRow]:
+    csv.field_size_limit(_LONGEST)  # of the whole process; by default no field is longer than 128 KiB
     with file.open("rb") as raw:
         lines = (
             _decoded(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, f"{file}:{number}")
@@ -188,10 +191,13 @@ def _read_csv(file: Path) -> Iterator[DataRow]:
             for values in reader:
                 if not any(values):
                     continue
+                where = f"{file}:{reader.line_num}"
                 if not header:
                     header = values
+                    if twice := [name for name in header if name and header.count(name) > 1]:
+                        num = header.count(twice[0])
+                        raise EnvError(f"{where}: {num} columns are called {twice[0]!r}; give each a name of its own")
                     continue
-                where = f"{file}:{reader.line_num}"
                 if len(values) != len(header):
                     raise EnvError(f"{where}: {len(values)} fields, expected {len(header)} ({', '.join(header)})")
                 yield DataRow(where, reader.line_num, dict(zip(header, values, strict=True)))
