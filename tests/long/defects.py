@@ -34,15 +34,15 @@ DEFECTS = (
     Defect(
         "GRPO divides by n",
         "src/tandem/algorithms/advantages/grpo.py",
-        '(len(rewards) - (self.std == "sample"))',
-        "len(rewards)",
+        'len(values) - (self.std == "sample")',
+        "len(values)",
         ADVANTAGES,
     ),
     Defect(
         "RLOO counts itself",
         "src/tandem/algorithms/advantages/rloo.py",
-        "(total - reward) / (len(rewards) - 1)",
-        "total / len(rewards)",
+        "len(values) / max(1, len(values) - 1)",
+        "1.0",
         ADVANTAGES,
     ),
     Defect(
@@ -55,7 +55,7 @@ DEFECTS = (
     Defect(
         "GDPO is not standardised over the step",
         "src/tandem/algorithms/advantages/gdpo.py",
-        "[(value - mean) / (std + self.eps) for value in mine]",
+        "[value / (std + self.eps) for value in mine]",
         "list(mine)",
         ADVANTAGES,
     ),
@@ -419,7 +419,7 @@ DEFECTS = (
         "numbers may be used twice",
         "src/tandem/rewards/countdown.py",
         "numbers <= allowed)",
-        "set(given) <= set(allowed))",
+        "set(numbers) <= set(allowed))",
         REWARDS,
     ),
     # recipe
