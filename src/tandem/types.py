@@ -294,6 +294,8 @@ class Sample:
     """Leading tokens that the siblings of the group share."""
     begins: tuple[int, ...]
     """Place of the first token of each completion in it, ascending."""
+    ends: tuple[int, ...]
+    """Place after the last token of each."""
     group: str
     """Id of its group."""
     version: int

@@ -745,7 +745,7 @@ CUTS = [
     ),
     Defect(
         "penalties count turns before as the same answer",
-        samples(lambda sample, rollout: dataclasses.replace(sample, begins=sample.begins[:1])),
+        samples(lambda sample, rollout: dataclasses.replace(sample, begins=sample.begins[:1], ends=sample.ends[-1:])),
         (GRADIENT,),
         ("sampling.frequency_penalty=0.5",),
     ),

@@ -117,11 +117,12 @@ def groups_of(draw: st.DrawFn) -> list[Group]:
     return groups
 
 
-def test_a_sample_knows_where_its_answers_begin() -> None:
+def test_a_sample_knows_where_its_answers_begin_and_end() -> None:
     turns = [([1, 2, 3, 4, 5], [6, 7], [0.0] * 2), ([1, 2, 3, 4, 5, 6, 7, 8], [9], [0.0]), ([9, 9], [5, 5], [0.0] * 2)]
     rollout = make_rollout("t0@0/0", turns, 1.0)
     samples = list(samples_of(rollout, make_group("t0@0", [rollout]), 1.0))
     assert [sample.begins for sample in samples] == [(5, 8), (2,)]
+    assert [sample.ends for sample in samples] == [(7, 9), (4,)]
 
 
 @pytest.mark.slow
@@ -301,6 +302,18 @@ def test_what_a_grammar_forced_is_not_trained() -> None:
     assert list(samples_of(forced, make_group("t@0", [forced]), 1.0, skip_forced=True)) == []
     batch = packer(skip_forced=True, reduction="sequence")([make_group("t@0", [rollout, forced])], version=0)
     assert (batch.num_loss_tokens, batch.num_samples) == (1, 1)
+
+
+def test_what_a_grammar_forced_counts_for_penalties() -> None:
+    rollout = make_rollout("t@0/0", [([1, 2], [3, 4, 3, 5], [0.0, 0.0, -0.1, -0.2])], 1.0)
+    groups, penalties = (
+        [make_group("t@0", [rollout, replace(rollout, id="t@0/1", reward=0.0)])],
+        Penalties(frequency=0.5),
+    )
+    (micro,) = packer(skip_forced=True, penalties=penalties)(groups, version=0).micro
+    assert micro.history is not None
+    assert micro.history.output.counts((0, 2), (3, 6)).tolist() == [[1, 1, 0], [2, 1, 0]]
+    assert micro.history.age_N1[:2, 0].tolist() == [2, 3]
 
 
 def test_a_turn_without_tokens_is_no_sample() -> None:

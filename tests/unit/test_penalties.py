@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -50,12 +51,7 @@ class Case:
             ([*first, *second], random_tokens(5)),
             (random_tokens(12), random_tokens(8)),
         ]
-        whole = [[*self.turns[1][0], *self.turns[1][1]], [*self.turns[2][0], *self.turns[2][1]]]
-        places = [np.arange(7, len(whole[0])), np.arange(12, len(whole[1]))]
-        begins = [[7, 16], [12]]
-        self.past = joined(
-            [Past.of(np.array(ids), at, first) for ids, at, first in zip(whole, places, begins, strict=True)]
-        )
+        self.past = self.past_of(range(22))
         self.targets = torch.tensor([token for _, answer in self.turns for token in answer])
         count = len(self.targets)
         self.hidden, self.weight = torch.randn(count, hidden), torch.randn(vocabulary, hidden) * 0.5
@@ -63,6 +59,16 @@ class Case:
             torch.randn(vocabulary),
             torch.rand(count) + 0.5,
             torch.randn(count),
+        )
+
+    def past_of(self, rows: Sequence[int]) -> Past:
+        """What is before some of the sampled tokens: 14 of the first conversation, 8 of the second."""
+        (opening, first), (_, second), (question, third) = self.turns
+        whole = [np.array([*opening, *first, *second]), np.array([*question, *third])]
+        places = [np.array([7 + row for row in rows if row < 14]), np.array([row - 2 for row in rows if row >= 14])]
+        answers = [[(7, 16), (16, 21)], [(12, 20)]]
+        return joined(
+            [Past.of(ids, at.astype(np.int64), own) for ids, at, own in zip(whole, places, answers, strict=True)]
         )
 
     def history(self, sampling: Sampling) -> TokenHistory | None:
@@ -161,13 +167,16 @@ def test_counts_of_any_rows_and_columns_are_those_of_all() -> None:
                 assert torch.equal(events.counts(r, c), whole[r[0] : r[1], c[0] : c[1]])
 
 
-def test_rows_can_be_left_out_from_the_first() -> None:
-    case, sampling = Case(2), SAMPLINGS["repetition"]
-    whole = case.ours(sampling)[0]
-    case.past = case.past.after(5)
-    case.hidden, case.targets, case.temperature = case.hidden[5:], case.targets[5:], case.temperature[5:]
-    case.upstream = case.upstream[5:]
-    torch.testing.assert_close(case.ours(sampling)[0], whole[5:])
+@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("rows", [range(5, 22), [1, 2, 5, 10, 12, 16, 17, 21], [8, 9, 13], [20]])
+def test_tokens_that_are_not_trained_count_all_the_same(name: str, rows: Sequence[int]) -> None:
+    """As a grammar forces some, also the first of an answer and all of one."""
+    case, kept = Case(2), list(rows)
+    whole = case.exact(SAMPLINGS[name])[0]
+    case.past = case.past_of(kept)
+    for field in ("hidden", "targets", "temperature", "upstream"):
+        setattr(case, field, getattr(case, field)[kept])
+    assert relative(case.ours(SAMPLINGS[name])[0], whole[kept]) < 2e-6
 
 
 def test_a_token_that_could_not_be_sampled_is_counted_in() -> None:

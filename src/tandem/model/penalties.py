@@ -147,37 +147,25 @@ class Past(NamedTuple):
     """Of each row: tokens of its answer before it."""
 
     @classmethod
-    def of(cls, tokens: Ints, at: Ints, begins: Sequence[int]) -> Self:
+    def of(cls, tokens: Ints, at: Ints, answers: Sequence[tuple[int, int]]) -> Self:
         """Of one sequence.
 
         Args:
             tokens: all of it.
-            at: places of the sampled tokens, ascending: its rows.
-            begins: places at which answers begin, ascending; each is one of ``at``.
+            at: places of some sampled tokens, ascending: its rows.
+            answers: the place at which each begins and the one after its end, ascending; all of it was sampled.
         """
-        first = np.searchsorted(at, np.asarray(begins, dtype=np.int64))
-        ends = np.append(first[1:], len(at))
-        rows = np.arange(len(at))
-        answer = np.searchsorted(first, rows, side="right") - 1
+        begins, ends = np.array(answers, dtype=np.int64).T
+        sampled = np.concatenate([np.arange(begin, end) for begin, end in answers])
         different, places = np.unique(tokens[: at[-1]] if len(at) else tokens[:0], return_index=True)
         return cls(
             seen_column=different,
             seen_first=np.searchsorted(at, places, side="right"),
             seen_end=np.full(len(different), len(at)),
-            output_column=tokens[at],
-            output_first=rows + 1,
-            output_end=ends[answer],
-            age=rows - first[answer],
-        )
-
-    def after(self, rows: int) -> Self:
-        """Without the first rows."""
-        return self._replace(
-            seen_first=np.maximum(self.seen_first - rows, 0),
-            seen_end=np.maximum(self.seen_end - rows, 0),
-            output_first=np.maximum(self.output_first - rows, 0),
-            output_end=np.maximum(self.output_end - rows, 0),
-            age=self.age[rows:],
+            output_column=tokens[sampled],
+            output_first=np.searchsorted(at, sampled, side="right"),
+            output_end=np.searchsorted(at, np.repeat(ends, ends - begins)),
+            age=at - begins[np.searchsorted(begins, at, side="right") - 1],
         )
 
 

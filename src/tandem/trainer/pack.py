@@ -245,8 +245,8 @@ class _Arrays:
     """Of their sampler."""
     advantages: NDArray[np.float64]
     """Theirs."""
-    begins: tuple[int, ...]
-    """Places of the first token of each completion."""
+    answers: tuple[tuple[int, int], ...]
+    """Where each completion begins, and the place after its last token."""
 
     @property
     def computed(self) -> Ints:
@@ -255,7 +255,7 @@ class _Arrays:
 
     def past(self) -> Past:
         """What is before each trained token."""
-        return Past.of(self.tokens, self.at, self.begins)
+        return Past.of(self.tokens, self.at, self.answers)
 
     @staticmethod
     def of(sample: Sample) -> _Arrays:
@@ -271,7 +271,7 @@ class _Arrays:
             targets=tokens[at],
             logprobs=np.frombuffer(array("d", sample.logprobs))[at],
             advantages=np.frombuffer(array("d", sample.advantages))[at],
-            begins=sample.begins,
+            answers=tuple(zip(sample.begins, sample.ends, strict=True)),
         )
 
 
@@ -286,6 +286,7 @@ def samples_of(rollout: Rollout, group: Group, advantage: float, *, skip_forced:
     logprobs: tuple[float, ...] = ()
     advantages: tuple[float, ...] = ()
     begins: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
     oldest, temperature, prompt_len = 0, 1.0, 0
     own_advantages = None if rollout.advantages is None else iter(rollout.advantages)
 
@@ -298,6 +299,7 @@ def samples_of(rollout: Rollout, group: Group, advantage: float, *, skip_forced:
             temperature=temperature,
             prompt_len=prompt_len,
             begins=begins,
+            ends=ends,
             group=group.id,
             version=oldest,
             env=group.env,
@@ -312,12 +314,13 @@ def samples_of(rollout: Rollout, group: Group, advantage: float, *, skip_forced:
         if not tokens or turn.temperature != temperature or tokens != turn.prompt[: len(tokens)]:
             if any(mask):
                 yield sample()
-            tokens, mask, logprobs, advantages, begins = (), (), (), (), ()
+            tokens, mask, logprobs, advantages, begins, ends = (), (), (), (), (), ()
             oldest, temperature, prompt_len = first, turn.temperature, len(turn.prompt)
         new = turn.prompt[len(tokens) :]
         none = (0.0,) * len(new)
         begins += (len(turn.prompt),)
         tokens += new + completion.tokens
+        ends += (len(tokens),)
         own = (advantage,) * count if own_advantages is None else tuple(islice(own_advantages, count))
         free, sampled = (True,) * count, completion.logprobs
         if skip_forced:

@@ -232,8 +232,8 @@ class Lab:
         pasts = []
         for turn, prompt in zip(turns, prompts, strict=True):
             whole = np.array([*prompt, *turn.tokens], dtype=np.int64)
-            at = np.arange(len(prompt), len(whole))
-            pasts.append(penalties.Past.of(whole, at, [len(prompt)]).after(skip))
+            at = np.arange(len(prompt) + skip, len(whole))
+            pasts.append(penalties.Past.of(whole, at, [(len(prompt), len(whole))]))
         return penalties.TokenHistory.of(options, [torch.from_numpy(a).to(device) for a in penalties.joined(pasts)])
 
     def _policy(self, version: int) -> Policy:
