@@ -15,6 +15,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    CohereConfig,
+    DogeConfig,
     FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
@@ -32,6 +34,7 @@ from transformers import (
     MiniMaxConfig,
     MistralConfig,
     MixtralConfig,
+    ModernBertDecoderConfig,
     Olmo2Config,
     Phi3Config,
     PretrainedConfig,
@@ -49,7 +52,7 @@ from transformers import (
 from tandem.errors import ConfigError, EngineError
 from tandem.model import families
 from tandem.model.attention import NAME, KVCache, Packed, decode_plan, sequential_positions
-from tandem.model.policy import load_config
+from tandem.model.policy import bare_model, load_config
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -262,6 +265,9 @@ def test_a_cache_keeps_what_it_holds() -> None:
         (FalconConfig(), "by itself"),
         (StableLmConfig(), "by itself"),
         (T5Config(), "T5Config"),
+        (CohereConfig(**SIZES), "logits by logit_scale"),
+        (GraniteConfig(**SIZES, logits_scaling=8.0), "logits by logits_scaling"),
+        (Gemma3TextConfig(**SIZES, final_logit_softcapping=30.0), "logits by final_logit_softcapping"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, PretrainedConfig) else "",
 )
@@ -286,13 +292,20 @@ def test_what_is_computed_right_is_not_refused(name: str) -> None:
     [
         (Gemma2Config(**SIZES), "softcap"),
         (GptOssConfig(**SIZES, num_local_experts=4, head_dim=8), "s_aux"),
+        (DogeConfig(**SIZES), "mask of its own"),
     ],
-    ids=["softcap", "loggers"],
+    ids=["softcap", "sinks", "mask"],
 )
 def test_an_attention_with_terms_of_its_own_is_refused_when_it_runs(config: PretrainedConfig, why: str) -> None:
     model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=torch.float32)
     with pytest.raises(EngineError, match=why):
         hidden(model, [1, 2, 3], Packed(lengths=(3,), parents=(None,)))
+
+
+def test_a_model_with_more_than_its_head_behind_its_layers_is_refused(tmp_path: Path) -> None:
+    ModernBertDecoderConfig(**{**SIZES, "vocab_size": 50_368}).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"has lm_head\.dense\.weight between its layers and its head"):
+        bare_model(str(tmp_path), dtype=torch.float32)
 
 
 def test_a_model_that_could_slide_but_does_not_is_fine() -> None:

@@ -64,6 +64,10 @@ def attend(
             raise EngineError(
                 f"this model's attention uses {name}, which Tandem does not compute; choose another model"
             )
+    if attention_mask is not None:
+        raise EngineError(
+            "this model's attention has a mask of its own, which Tandem does not compute; choose another model"
+        )
     if not getattr(module, "is_causal", True):
         raise EngineError("this model's attention looks ahead, which Tandem does not compute; choose another model")
     if spans is not None:

@@ -17,7 +17,8 @@ COMPUTED = frozenset({"full_attention", "sliding_attention"})
 def refusal(config: Any) -> str | None:
     """Why a model of this (text) configuration would be computed wrongly, in words that follow its name; None if not.
 
-    What is left to be found when the model first runs is an attention with terms of its own, such as learned sinks.
+    What is left to be found when the model first runs is an attention with terms of its own, such as learned sinks or a
+    mask.
     """
     model_class: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
     if model_class is None:
@@ -30,4 +31,7 @@ def refusal(config: Any) -> str | None:
         return "computes attention by itself, which cannot tell the sequences of a packed row apart; use another"
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return "caps the logits of its attention (attn_logit_softcapping), which Tandem does not compute; use another"
+    for option in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
+        if getattr(config, option, None) not in (None, 1, 1.0):
+            return f"changes its logits by {option}, which Tandem does not compute; use another"
     return None

@@ -179,7 +179,8 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> Any:
     """Weights of a hub id or folder, with Tandem's attention.
 
     Raises:
-        ConfigError: they cannot be read, or some of the model's weights are missing from the folder.
+        ConfigError: they cannot be read, some of the model's weights are missing from the folder, or its logits would
+            be computed wrongly.
     """
     disable_progress_bar()  # our own console is on the same terminal
     try:
@@ -196,23 +197,30 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> Any:
         raise ConfigError(_missing(name, "weights", error)) from error
     if missing := sorted(info["missing_keys"]):
         raise ConfigError(f"model {name!r} lacks {len(missing)} weights, first {missing[0]}; is the folder complete?")
-    for option in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
-        if getattr(model.config.get_text_config(), option, None) not in (None, 1, 1.0):
-            raise ConfigError(
-                f"model {name!r} changes its logits by {option}, which Tandem does not compute; use another"
-            )
-    return model.to(device).eval()
+    return _checked(model, name).to(device).eval()
 
 
 def bare_model(name: str, *, dtype: torch.dtype) -> Any:
     """Model of a hub id or folder on the meta device, with Tandem's attention and no weights.
 
     Raises:
-        ConfigError: its configuration cannot be read.
+        ConfigError: its configuration cannot be read, or such a model would be computed wrongly.
     """
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(load_config(name), attn_implementation=NAME, dtype=dtype)
-    return model.eval()
+    return _checked(model, name).eval()
+
+
+def _checked(model: Any, name: str) -> Any:
+    """A model whose logits are its head's, of the backbone's hidden states; a ConfigError where more lies between."""
+    known = (getattr(model, model.base_model_prefix), model.get_output_embeddings())
+    weights = {id(weight) for module in known for weight in module.parameters()}
+    if between := [key for key, weight in model.named_parameters() if id(weight) not in weights]:
+        raise ConfigError(
+            f"model {name!r} has {between[0]} between its layers and its head, which Tandem does not compute; "
+            "use another"
+        )
+    return model
 
 
 def _kept_only(name: str) -> bool:
