@@ -367,6 +367,7 @@ def test_agents_that_fail_say_how(template: Template, monkeypatch: pytest.Monkey
     [
         ("my_agent:nothing", "my_agent:nothing' cannot be imported.*pkg.module:function"),
         ("no_such_module:solve", "No module named 'no_such_module'"),
+        ("my_agent:COMMAND", "my_agent:COMMAND' is a str, expected a function"),
         ("no-such-command --fast", "there is no command 'no-such-command'"),
     ],
 )

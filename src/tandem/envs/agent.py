@@ -6,19 +6,16 @@ import asyncio
 import contextlib
 import json
 import os
-import pkgutil
 import re
 import shlex
 import shutil
 import signal
 import subprocess
-import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from tandem.envs.base import Chat, Split
-from tandem.envs.dataset import Dataset
+from tandem.envs.dataset import Dataset, imported
 from tandem.errors import ConfigError, EnvError
 from tandem.types import Message, Task
 
@@ -53,7 +50,7 @@ class Agent(Dataset):
             EnvError: it cannot be imported, or there is no such command.
         """
         if _FUNCTION.match(self.agent):
-            _function(self.agent)
+            imported("agent", self.agent)
         elif shutil.which(command := shlex.split(self.agent)[0]) is None:
             raise EnvError(f"agent {self.agent!r}: there is no command {command!r}; write its path, or pkg.module:fn")
         return super().tasks(split)
@@ -74,7 +71,7 @@ class Agent(Dataset):
         return {"turns": float(turns)}
 
     async def _call(self, task: Task, url: str) -> str:
-        last_message = await _function(self.agent)(task, url)
+        last_message = await imported("agent", self.agent)(task, url)
         if last_message is not None and not isinstance(last_message, str):
             raise EnvError(f"agent {self.agent!r} returned {type(last_message).__name__}, expected text or None")
         return last_message or ""
@@ -101,18 +98,3 @@ class Agent(Dataset):
             last = err.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
             raise EnvError(f"agent {self.agent!r} ended with status {child.returncode}: {last[0]}")
         return out.decode(errors="replace")
-
-
-def _function(path: str) -> Callable[[Task, str], Awaitable[Any]]:
-    """Import the agent.
-
-    Raises:
-        EnvError: it cannot be imported.
-    """
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        function: Callable[[Task, str], Awaitable[Any]] = pkgutil.resolve_name(path)
-    except Exception as error:  # user code may raise anything while it is imported; the message carries it
-        raise EnvError(f"agent {path!r} cannot be imported: {error}; write pkg.module:function") from error
-    return function

@@ -92,7 +92,7 @@ class Dataset(Environment):
 
     def _change(self) -> Callable[[dict[str, Json]], Any] | None:
         """What changes a row's columns, or leaves the row out by None; None changes nothing."""
-        return _function(self.transform) if self.transform else None
+        return imported("transform", self.transform) if self.transform else None
 
     def _key(self, row: DataRow) -> str:
         """What the split hashes: the data beneath the prompt, so that new wording moves no row into training."""
@@ -136,8 +136,8 @@ def _message(item: Json, row: DataRow, column: str) -> Message:
     return Message(role=item["role"], content=item["content"])
 
 
-def _function(path: str) -> Callable[[dict[str, Json]], Any]:
-    """Import the transform.
+def imported(option: str, path: str) -> Callable[..., Any]:
+    """The function that an option names.
 
     Raises:
         EnvError: it cannot be imported or is no function.
@@ -147,9 +147,9 @@ def _function(path: str) -> Callable[[dict[str, Json]], Any]:
     try:
         function = pkgutil.resolve_name(path)
     except Exception as error:  # user code may raise anything while it is imported; the message carries it
-        raise EnvError(f"transform {path!r} cannot be imported: {error}; write pkg.module:function") from error
+        raise EnvError(f"{option} {path!r} cannot be imported: {error}; write pkg.module:function") from error
     if not callable(function):
-        raise EnvError(f"transform {path!r} is a {type(function).__name__}, expected a function of a row's columns")
+        raise EnvError(f"{option} {path!r} is a {type(function).__name__}, expected a function")
     return function  # type: ignore[no-any-return]
 
 
