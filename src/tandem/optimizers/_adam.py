@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from tandem.lazy import torch
-from tandem.optimizers._precise import PreciseStepper, TrainedWeight
-from tandem.optimizers.base import Optimizer
+from tandem.optimizers._precise import PreciseStepper, TrainedWeight, whole
+from tandem.optimizers.base import Optimizer, ParameterPart, PartStepper, Stepper
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,14 @@ class Adam(Optimizer):
         for name in ("eps", "weight_decay"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be at least 0 and finite")
+
+    def bind(self, named_parameters: Sequence[tuple[str, Parameter]]) -> Stepper:
+        """Allocate moments and masters; gradients come with the first backward pass."""
+        return self.bind_parts(whole(named_parameters))
+
+    @abstractmethod
+    def bind_parts(self, parts: Sequence[ParameterPart]) -> PartStepper:
+        """The same for parts of parameters."""
 
 
 class _FiniteGuard(NamedTuple):
@@ -78,17 +88,17 @@ class FloatMoments(PreciseStepper):
 
     def _update(self, weights: Sequence[TrainedWeight], lr: float, guard: _FiniteGuard) -> None:
         """Masters all at once; piece by piece weights without, and those whose gradient has to be widened."""
-        whole = [weight for weight in weights if _is_whole(weight)]
-        if whole:
-            states = [self.states[weight] for weight in whole]
+        ready = [weight for weight in weights if _is_whole(weight)]
+        if ready:
+            states = [self.states[weight] for weight in ready]
             self._adamw(
-                [weight.master.detach() for weight in whole if weight.master is not None],
-                [weight.gradient for weight in whole],
+                [weight.master.detach() for weight in ready if weight.master is not None],
+                [weight.gradient for weight in ready],
                 *([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")),
                 lr=lr,
                 guard=guard,
             )
-            self.write([weight for weight in whole if not weight.own])
+            self.write([weight for weight in ready if not weight.own])
         for weight in weights:
             if not _is_whole(weight):
                 self._update_pieces(weight, lr, guard)

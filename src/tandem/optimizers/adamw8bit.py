@@ -5,14 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from tandem.optimizers._adam import Adam
-from tandem.optimizers._precise import FLOAT, Precise, whole
-from tandem.optimizers.base import BLOCK, ParameterPart, PartStepper, Stepper
-
-if TYPE_CHECKING:
-    from torch.nn import Parameter
+from tandem.optimizers._precise import FLOAT, Precise
+from tandem.optimizers.base import BLOCK, ParameterPart, PartStepper
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +18,8 @@ class AdamW8bit(Adam, Precise):
     Torch's own operations on any device, compiled on a CUDA device that can; the same bits after a resume.
     """
 
-    def bind(self, named_parameters: Sequence[tuple[str, Parameter]]) -> Stepper:
-        """Allocate codes, scales and what ``precision`` needs."""
-        return self.bind_parts(whole(named_parameters))
-
     def bind_parts(self, parts: Sequence[ParameterPart]) -> PartStepper:
-        """The same for parts of parameters."""
+        """Allocate codes, scales and what ``precision`` needs."""
         from tandem.optimizers._byte_moments import ByteMoments  # which needs torch
 
         return ByteMoments(self, self.weights(parts))

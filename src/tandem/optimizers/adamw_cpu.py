@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from tandem.lazy import torch
 from tandem.optimizers._adam import Adam, FloatMoments
-from tandem.optimizers._precise import FLOAT, TrainedWeight, whole
-from tandem.optimizers.base import ParameterPart, PartStepper, Stepper
+from tandem.optimizers._precise import FLOAT, TrainedWeight
+from tandem.optimizers.base import ParameterPart, PartStepper
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,12 +29,8 @@ class AdamWCpu(Adam):
 
     states_on: ClassVar[Literal["weights", "host"]] = "host"
 
-    def bind(self, named_parameters: Sequence[tuple[str, Parameter]]) -> Stepper:
-        """Copy masters to the host and allocate moments there."""
-        return self.bind_parts(whole(named_parameters))
-
     def bind_parts(self, parts: Sequence[ParameterPart]) -> PartStepper:
-        """The same for parts of parameters."""
+        """Copy masters to the host and allocate moments there."""
         host = torch.device("cpu")
         return _HostMoments(self, [TrainedWeight(part, "masters", host) for part in parts])
 
