@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.distributed.placement import VARIABLES, Placement, first_host
+from tandem.distributed.placement import VARIABLES, Placement, first_host, visible_accelerators
 from tandem.errors import ConfigError
 
 TORCHRUN = {
@@ -166,3 +166,18 @@ def test_a_recipes_ranks_agree_with_the_launcher() -> None:
         one.check_ranks(8)
     with pytest.raises(ConfigError, match=r"slurm started 12 processes \(SLURM_NTASKS=12\)"):
         placement(**SLURM).check_ranks(1)
+
+
+@pytest.mark.parametrize(
+    ("devices", "visible"),
+    [
+        ("", []),
+        ("-1", []),
+        ("3", ["3"]),
+        ("0, 2", ["0", "2"]),
+        ("1,0,-1,2", ["1", "0"]),
+        ("GPU-8f2,MIG-1", ["GPU-8f2", "MIG-1"]),
+    ],
+)
+def test_accelerators_are_those_that_cuda_sees(devices: str, visible: list[str]) -> None:
+    assert visible_accelerators({"CUDA_VISIBLE_DEVICES": devices}) == visible

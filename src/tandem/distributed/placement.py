@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -192,9 +193,13 @@ def first_host(nodelist: str) -> str:
 
 
 def visible_accelerators(environ: Mapping[str, str]) -> list[str]:
-    """Accelerators of a process, as CUDA_VISIBLE_DEVICES names them, or else all of the machine's; without torch."""
+    """Accelerators of a process, as CUDA_VISIBLE_DEVICES names them, or else all of the machine's; without torch.
+
+    CUDA reads the list up to the first entry that is no device: -1 hides all, or those after it.
+    """
     if (devices := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [word for word in devices.split(",") if word.strip()]
+        words = (word.strip() for word in devices.split(","))
+        return list(itertools.takewhile(lambda word: word and not word.startswith("-"), words))
     return [str(number) for number in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
 
 
