@@ -18,7 +18,8 @@ class Gdpo:
 
     k runs over the recipe's rewards, w_k are their weights, and the last standardisation is over all groups of the
     step. Summed first, rewards of different scales drown one another, and answers that differ in which reward they got
-    become alike. What a rollout's reward has beyond its weighted parts (a penalty for truncation) is one more part.
+    become alike. What a rollout's reward has beyond its weighted parts (a penalty for truncation) is one more part. A
+    group of which every sum is the same does not come here unless zero_variance_groups is keep.
     """
 
     eps: float = 1e-4
