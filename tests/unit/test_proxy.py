@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -307,6 +308,26 @@ async def silent(task: Task, url: str) -> None:
     """An agent that does nothing."""
 
 
+async def impatient(task: Task, url: str) -> None:
+    """An agent with a deadline of its own."""
+    raise TimeoutError("its own deadline")
+
+
+def blocking(task: Task, url: str) -> str:
+    """An agent that would wait for the policy in the thread that serves it."""
+    raise AssertionError("it must not be called")
+
+
+class Patient:
+    """An agent that is called."""
+
+    async def __call__(self, task: Task, url: str) -> str:
+        return await ask(task, url)
+
+
+by_object, by_wrapper = Patient(), functools.wraps(ask)(lambda task, url: ask(task, url))
+
+
 COMMAND = f"""{sys.executable} -c "
 import json, os, sys, urllib.request
 task = json.load(sys.stdin)
@@ -356,6 +377,8 @@ def test_agents_that_fail_say_how(template: Template, monkeypatch: pytest.Monkey
     ):
         with pytest.raises(EnvError, match=message):
             played(template, agent, seconds, fail=True)
+    with pytest.raises(TimeoutError, match="its own deadline"):
+        played(template, "my_agent:impatient")
     with pytest.raises(ConfigError, match="agent must be"):
         Agent(path="x.jsonl", agent=" ")
     with pytest.raises(ConfigError, match=r"agent must be .*: No closing quotation"):
@@ -368,6 +391,7 @@ def test_agents_that_fail_say_how(template: Template, monkeypatch: pytest.Monkey
         ("my_agent:nothing", "my_agent:nothing' cannot be imported.*pkg.module:function"),
         ("no_such_module:solve", "No module named 'no_such_module'"),
         ("my_agent:COMMAND", "my_agent:COMMAND' is a str, expected a function"),
+        ("my_agent:blocking", "my_agent:blocking' is not async; write it with async def"),
         ("no-such-command --fast", "there is no command 'no-such-command'"),
     ],
 )
@@ -379,5 +403,5 @@ def test_an_agent_that_is_not_there_is_told_before_anything_is_played(
     rows.write_text("".join(f'{{"question": "{n} + 1?", "answer": "{n + 1}"}}\n' for n in range(40)))
     with pytest.raises(EnvError, match=message):
         Agent(path=str(rows), agent=agent, prompt="{question}").tasks("train")
-    assert Agent(path=str(rows), agent="my_agent:ask", prompt="{question}").tasks("train")
-    assert Agent(path=str(rows), agent="sh -c true", prompt="{question}").tasks("train")
+    for good in ("my_agent:ask", "my_agent:by_object", "my_agent:by_wrapper", "sh -c true"):
+        assert Agent(path=str(rows), agent=good, prompt="{question}").tasks("train")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import json
 import os
 import re
@@ -11,8 +12,9 @@ import shlex
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tandem.envs.base import Chat, Split
 from tandem.envs.dataset import Dataset, imported
@@ -47,19 +49,22 @@ class Agent(Dataset):
         """As of any data set; that the agent is there is seen now, and not when the first task is played.
 
         Raises:
-            EnvError: it cannot be imported, or there is no such command.
+            EnvError: it cannot be imported, is not async, or there is no such command.
         """
         if _FUNCTION.match(self.agent):
-            imported("agent", self.agent)
+            _function(self.agent)
         elif shutil.which(command := shlex.split(self.agent)[0]) is None:
             raise EnvError(f"agent {self.agent!r}: there is no command {command!r}; write its path, or pkg.module:fn")
         return super().tasks(split)
 
     async def play(self, task: Task, chat: Chat) -> Mapping[str, float]:
+        limit = asyncio.timeout(self.timeout_seconds)
         try:
-            async with chat.serve() as url, asyncio.timeout(self.timeout_seconds):
+            async with chat.serve() as url, limit:
                 last_message = await (self._call(task, url) if _FUNCTION.match(self.agent) else self._run(task, url))
         except TimeoutError:
+            if not limit.expired():  # one of the agent's own
+                raise
             raise EnvError(
                 f"agent {self.agent!r} took longer than {self.timeout_seconds:g} s; raise timeout_seconds"
             ) from None
@@ -71,7 +76,7 @@ class Agent(Dataset):
         return {"turns": float(turns)}
 
     async def _call(self, task: Task, url: str) -> str:
-        last_message = await imported("agent", self.agent)(task, url)
+        last_message = await _function(self.agent)(task, url)
         if last_message is not None and not isinstance(last_message, str):
             raise EnvError(f"agent {self.agent!r} returned {type(last_message).__name__}, expected text or None")
         return last_message or ""
@@ -98,3 +103,18 @@ class Agent(Dataset):
             last = err.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
             raise EnvError(f"agent {self.agent!r} ended with status {child.returncode}: {last[0]}")
         return out.decode(errors="replace")
+
+
+def _function(path: str) -> Callable[[Task, str], Awaitable[Any]]:
+    """Import the agent.
+
+    Raises:
+        EnvError: it cannot be imported, or is not async.
+    """
+    function = imported("agent", path)
+    unwrapped: Any = inspect.unwrap(function)
+    if not inspect.iscoroutinefunction(unwrapped) and not inspect.iscoroutinefunction(unwrapped.__call__):
+        raise EnvError(
+            f"agent {path!r} is not async; write it with async def, since the policy cannot answer one that blocks"
+        )
+    return function
