@@ -648,6 +648,9 @@ def test_a_batch_is_out_only_when_all_of_it_was_sent() -> None:
             return detail["leased_groups"], detail["counts"].get("trained", 0)
 
         assert await counted() == (1, 0)
+        # Its trainer gave up waiting and asks anew, or another one of the same machine asks: this one is not out yet.
+        assert (await client.get("/batch")).json == {"batch": None}
+        assert await counted() == (1, 0)
         writer.transport.abort()
         while (await counted())[0]:
             pass

@@ -184,7 +184,7 @@ class Promises(RuleBasedStateMachine):
     def trainer_polls(self, lease: bool, trainer: str) -> None:
         self.store.heartbeat(None, self.now)  # leases that ran out come back first
         if not lease:
-            for earlier in [one for one in self.store.leases.out.values() if one.expires is None]:
+            for earlier in [one for one in self.store.leases.out.values() if one.delivered]:
                 if earlier.trainer == trainer:
                     fresh, already = self.expect_trained(earlier.id)
                     self.over[earlier.id] = Acknowledgement(ok=not already, trained=fresh, already=already)
@@ -264,6 +264,11 @@ class Promises(RuleBasedStateMachine):
 
     @precondition(lambda self: self.served)
     @rule(which=BATCH)
+    def answer_goes_out(self, which: int) -> None:
+        self.store.delivered(list(self.served)[which % len(self.served)])
+
+    @precondition(lambda self: self.served)
+    @rule(which=BATCH)
     def trainer_gives_back(self, which: int) -> None:
         batch = list(self.served)[which % len(self.served)]
         out = batch in self.store.leases.out and self.store.leases.out[batch].expires is None
@@ -291,14 +296,14 @@ class Promises(RuleBasedStateMachine):
     @rule()
     def broker_restarts(self) -> None:
         before = self.store.status(self.now)
-        plain = sum(lease.seconds is None for lease in self.store.leases.out.values())
+        unsent = sum(lease.seconds is None and not lease.delivered for lease in self.store.leases.out.values())
         places = {(item.order, item.state) for item in self.waiting}
         self.ledger.close()
         self.ledger = Ledger.open(self.folder, self.options, self.now)
         self.store = self.ledger.store
         after = self.store.status(self.now)
         assert (after.step, after.run, after.started) == (before.step, before.run, before.started)
-        assert after.leases == before.leases - plain
+        assert after.leases == before.leases - unsent
         assert after.counts.get("trained", 0) == before.counts.get("trained", 0)
         assert after.counts.get("accepted", 0) == before.counts.get("accepted", 0)
         assert places <= {(item.order, item.state) for item in self.waiting}

@@ -368,17 +368,22 @@ def test_a_released_batch_is_served_next() -> None:
     assert names(store.take(0.0)) == ["0"]
 
 
-def test_a_plain_trainers_batch_is_trained_when_it_asks_again_or_its_answer_went_out() -> None:
+def test_a_plain_trainers_batch_is_trained_when_its_answer_went_out_and_it_asks_again() -> None:
     store = started(4)
     Names(store).put(4, 4, 4)
     lost = store.take(0.0, trainer="a")
     assert lost is not None
     assert store.release(lost.id, 0.0)  # the answer could not be delivered
-    assert names(store.take(0.0, trainer="a")) == ["0"]
+    again = store.take(0.0, trainer="a")
+    assert again is not None
+    assert names(again) == ["0"]
     assert names(store.take(1e6, trainer="b")) == ["1"]  # another poller settles nothing of a's
     assert store.status(1e6).leases == 2
-    assert names(store.take(1e6, trainer="a")) == ["2"]
-    assert store.status(1e6).counts["trained"] == 1
+    assert names(store.take(1e6, trainer="a")) == ["2"]  # nor does a itself while the answer is on its way
+    assert store.status(1e6).leases == 3
+    store.delivered(again.id)
+    assert store.take(1e6, trainer="a") is None
+    assert (store.status(1e6).leases, store.status(1e6).counts["trained"]) == (2, 1)
 
 
 # --- versions ---

@@ -109,8 +109,8 @@ class Leases:
         return [lease for lease in self.out.values() if lease.expires is not None and lease.expires <= now]
 
     def of_plain(self, trainer: str | None) -> list[BatchLease]:
-        """Those that a trainer which never acknowledges took before."""
-        return [lease for lease in self.out.values() if lease.expires is None and lease.trainer == trainer]
+        """Those that a trainer which never acknowledges has."""
+        return [lease for lease in self.out.values() if lease.delivered and lease.trainer == trainer]
 
 
 class IdempotencyKeys:
@@ -325,7 +325,7 @@ class GroupQueue:
             now: Seconds.
             trainer: Name of the caller; tells apart trainers that never acknowledge.
             lease: The trainer will acknowledge. Without it the batch counts as trained when the same trainer asks
-                again; until ``delivered`` says that its answer went out, a restart serves it again.
+                again after ``delivered`` said that its answer went out; before that, a restart serves it again.
             seconds: How long the lease lasts; None is ``StoreOptions.lease_seconds``.
             policy: The trainer's policy step; later groups that do not tell theirs are stamped with it.
             max_lag: Groups sampled more than this many policy steps ago are dropped. None drops none.

@@ -402,16 +402,21 @@ class BrokerServer:
             return encoded(wire.write_batch(None, encoding), encoding)
         try:
             payloads = [wire.recode(payload, encoding) for payload in await read(batch.entries)]
-        except BaseException:
+            await self._committed()
+            body = wire.write_batch(payloads, encoding, None if leased is None else lease(batch))
+            response = await compressed(request, encoded(body, encoding))
+            response.headers["Tandem"] = __version__
+            if leased is not None:
+                response.headers["Tandem-Batch"] = batch.id
+            if request.transport is not None:
+                # Sent is what has left this process: a kill cannot cut it off.
+                request.transport.set_write_buffer_limits(0)
+            await response.prepare(request)
+            await response.write_eof()
+        except BaseException:  # its client is gone, or it cannot be read: it returns to the queue
             self.store.release(batch.id, self._clock())
             raise
-        await self._committed()
-        body = wire.write_batch(payloads, encoding, None if leased is None else lease(batch))
-        response = await compressed(request, encoded(body, encoding))
-        response.headers["Tandem"] = __version__
-        if leased is not None:
-            response.headers["Tandem-Batch"] = batch.id
-        await self._deliver(request, response, batch)
+        self.store.delivered(batch.id)
         if leased is None:
             self.store.acknowledge(batch.id, self._clock())  # nothing else will: it is out
         self.meter.served_batches += 1
@@ -420,18 +425,6 @@ class BrokerServer:
         for entry in batch.entries:
             self.meter.lag.add(max(0, self.store.policy_step - (entry.version or 0)))
         return response
-
-    async def _deliver(self, request: web.Request, response: web.Response, batch: ServedBatch) -> None:
-        """Send a batch; one whose client is gone returns to the queue."""
-        if request.transport is not None:
-            request.transport.set_write_buffer_limits(0)  # sent is what has left this process: a kill cannot cut it off
-        try:
-            await response.prepare(request)
-            await response.write_eof()
-        except (ConnectionError, asyncio.CancelledError):
-            self.store.release(batch.id, self._clock())
-            raise
-        self.store.delivered(batch.id)
 
     async def _acknowledge(self, request: web.Request) -> web.StreamResponse:
         body = await self._message(request, messages.BatchName)
