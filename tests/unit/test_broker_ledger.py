@@ -118,6 +118,42 @@ def test_a_plain_trainers_batch_is_served_again_unless_its_answer_went_out(tmp_p
         assert two.store.counts["trained"] == int(delivered)
 
 
+def test_a_kill_between_two_events_strands_no_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer's thread may end a transaction after any of them."""
+    heard = Ledger._record
+
+    def cut_off(events: int) -> int:
+        """Kill it after so many events; returns how many there would have been."""
+        num_events = 0
+
+        def record(self: Ledger, event: ledgers.Event) -> None:
+            nonlocal num_events
+            num_events += 1
+            if num_events <= events:
+                heard(self, event)
+
+        monkeypatch.setattr(Ledger, "_record", record)
+        with ledger(tmp_path / str(events)) as one:
+            begun(one)
+            put(one, "a")
+            put(one, "b")
+            first = one.store.take(0.0, lease=True)
+            assert first is not None
+            one.store.acknowledge(first.id, 0.0)
+            second = one.store.take(0.0, lease=True)
+            assert second is not None
+            one.store.release(second.id, 0.0)
+        monkeypatch.setattr(Ledger, "_record", heard)
+        with ledger(tmp_path / str(events)) as two:
+            out = [item for lease in two.store.leases.out.values() for item in lease.items]
+            assert two.store.waiting.groups == len(list(two.store.waiting)) + len(out)
+        return num_events
+
+    all_events = cut_off(10_000)
+    for events in range(all_events):
+        cut_off(events)
+
+
 def test_a_lease_that_ran_out_stays_over_after_a_restart(tmp_path: Path) -> None:
     with ledger(tmp_path) as one:
         begun(one)

@@ -476,8 +476,9 @@ class GroupQueue:
         self.leases.out[lease.id] = lease
         self.took = True
         self._served = (now, now - self._served[0])
-        self.journal.moved([item.order for item in chosen], "leased", lease.id)
+        # First: a group that is on disk as leased in no known lease would never be served again.
         self.journal.noted(f"lease:{lease.id}", lease.facts())
+        self.journal.moved([item.order for item in chosen], "leased", lease.id)
         self.note_progress()
         return ServedBatch(id=lease.id, entries=tuple(i.entry for i in chosen), step=self.step, expires=expires)
 
