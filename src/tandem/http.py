@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from tandem.errors import BrokerError
+from tandem.errors import BrokerError, ConfigError
 from tandem.observability import waits
 
 log = logging.getLogger(__name__)
@@ -141,6 +141,7 @@ class HttpClient:
             ServerAway: the request did not arrive.
             ResponseLost: it may have arrived.
             HttpStatusError: the answer has a status of 400 or more.
+            ConfigError: the URL is none.
         """
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
         try:
@@ -152,6 +153,8 @@ class HttpClient:
                 ) as response,
             ):
                 content = await response.read()
+        except aiohttp.InvalidURL as error:
+            raise ConfigError(f"{self.name} has no valid address; give one such as http://127.0.0.1:8000") from error
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise ServerAway(f"{self.name} does not answer: {_reason(error)}", _reason(error)) from error
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:

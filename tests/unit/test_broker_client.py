@@ -13,7 +13,7 @@ from plays import make_group, make_rollout
 
 from tandem.broker.client import Connection, EnvClient, NotRegistered, RequestRefused, TrainerClient
 from tandem.broker.protocol.messages import EnvRegistration, RunParameters
-from tandem.errors import BrokerError
+from tandem.errors import BrokerError, ConfigError
 from tandem.http import OutageLog, RetryPolicy, ServerAway
 from tandem.types import Group
 
@@ -248,6 +248,12 @@ def test_gives_up_when_patience_ends() -> None:
                 pass
 
     run(go())
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:80o0", "http://", "http://127.0.0.1:99999", "http://[::1"])
+def test_an_address_that_is_none_is_not_waited_for(url: str) -> None:
+    with pytest.raises(ConfigError, match="no valid address"):
+        run(Connection(url).open())
 
 
 def test_disconnects() -> None:
