@@ -39,7 +39,7 @@ def from_a_page(method: str, headers: Mapping[str, str], *, acts: bool = True, n
     host, origin, site = (headers.get(name, "").strip() for name in ("host", "origin", "sec-fetch-site"))
     if host and not _is_ours(host, tuple(names)):
         return f"Host {host[:80]!r} is no name of this service; use its address, or set an API key"
-    if origin and (urlsplit(origin).netloc.lower() != host.lower() or not host):
+    if origin and (origin.partition("://")[2].lower() != host.lower() or not host):
         return f"a page of {origin[:80]!r} asks, and without an API key none but this service's own may; set one"
     if method in ("GET", "HEAD") and acts:
         if site or headers.get("user-agent", "").startswith("Mozilla/"):

@@ -35,7 +35,9 @@ def test_names_that_were_told_are_ours() -> None:
     assert doors.from_a_page("POST", {"host": socket.gethostname()}) == ""
 
 
-@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:9000", "http://localhost:8000"])
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example", "null", "http://127.0.0.1:9000", "http://localhost:8000", "http://[", "//["]
+)
 def test_pages_of_elsewhere_may_not_ask(origin: str) -> None:
     for method in ("POST", "GET"):
         assert "a page of" in doors.from_a_page(method, {**HERE, "origin": origin}, acts=False)
