@@ -43,10 +43,10 @@ def listening(host: str, port: int) -> Sequence[socket.socket]:
         for family, *_, address in dict.fromkeys(addresses):
             at = (address[0], port or (made[0].getsockname()[1] if made else 0), *address[2:])
             made.append(socket.create_server(at, family=family, backlog=BACKLOG))
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # a name that cannot be one, such as a..b, is the latter
         for one in made:
             one.close()
-        raise BrokerError(f"cannot listen at {host}:{port}: {error}; choose another --port") from error
+        raise BrokerError(f"cannot listen at {host}:{port}: {error}; choose another --host or --port") from error
     return made
 
 
