@@ -15,6 +15,7 @@ import pytest
 from fake_engine import END
 from proxied import USER, Scripted, message_of, served
 
+from tandem.agents.schema import BadRequest, ChatRequest
 from tandem.agents.server import Proxy, Session
 from tandem.engines.base import Engine
 from tandem.engines.fake import Fake
@@ -190,6 +191,11 @@ def test_what_cannot_be_obeyed_is_refused(template: Template, body: dict[str, An
         assert not engine.requests
 
     served(template, engine, talk)
+
+
+def test_a_body_nested_too_deep_is_the_agents_mistake() -> None:
+    with pytest.raises(BadRequest, match="the body is no chat completion's"):
+        ChatRequest.read(b'{"messages": ' + b"[" * 200_000)
 
 
 def test_text_in_parts_is_text(template: Template) -> None:

@@ -77,7 +77,7 @@ class CompletionRequest(msgspec.Struct, kw_only=True):
         try:
             fields = msgspec.json.decode(body, type=dict[str, Any])
             made = msgspec.convert(fields, cls, strict=False)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BadRequest(f"the body is no {cls.KIND}'s: {error}") from error
         for name, value in fields.items():
             # Null, false and nothing in a list ask for nothing.
