@@ -130,7 +130,7 @@ class Work:
             truncated_penalty=(0 <= self.truncated_penalty < math.inf, "at least 0: it is subtracted"),
             context=(self.context is None or self.context >= 2, "at least 2, or null"),
             n=(self.n >= 1, "at least 1"),
-            ahead=(0 < self.ahead < math.inf, "above 0"),
+            ahead=(1 <= self.ahead < math.inf, "at least 1: with less than a batch queued the trainer waits for ever"),
             total_steps=(self.total_steps is None or self.total_steps >= 0, "at least 0, or null"),
             weight=(0 < self.weight < math.inf, "above 0"),
             min_share=(share is None or 0 <= share <= 1, "from 0 to 1, or null"),
