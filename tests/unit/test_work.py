@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -19,7 +20,7 @@ from plays import make_group, make_rollout
 from tandem.broker.client import Connection, EnvClient
 from tandem.broker.producer import IN_A_ROW, GroupTally, PlayPace, Producer, TaskShuffle
 from tandem.broker.protocol.messages import EnvRegistration, EnvStatus, Info
-from tandem.broker.remote_engine import RemoteEngine, RemoteEngines, native
+from tandem.broker.remote_engine import AtroposDialect, OpenAiDialect, RemoteEngine, RemoteEngines, native
 from tandem.cli import _work_recipe, work
 from tandem.cli import app as cli
 from tandem.cli.work import mask_truncated
@@ -686,6 +687,24 @@ def test_text_alone_cannot_be_trained_on() -> None:
                 await sample(engine)
 
     run(go())
+
+
+@pytest.mark.parametrize(
+    ("dialect", "answer"),
+    [
+        (AtroposDialect(), {"logprobs": [[[{}]]], "finish_reasons": ["stop"]}),
+        (AtroposDialect(), {"logprobs": [[[None]]], "finish_reasons": ["stop"]}),
+        (AtroposDialect(), {"logprobs": [[[{"5": -0.1}]]], "finish_reasons": [{"type": "stop"}]}),
+        (OpenAiDialect("m"), {"choices": [{"logprobs": {"tokens": [5], "token_logprobs": [-0.1]}}]}),
+        (
+            OpenAiDialect("m"),
+            {"choices": [{"logprobs": {"token_logprobs": None}, "token_ids": [5], "finish_reason": "stop"}]},
+        ),
+    ],
+)
+def test_an_answer_of_another_form_is_the_engines_fault(dialect: Any, answer: dict[str, Any]) -> None:
+    with pytest.raises(EngineError, match="answers without"):
+        dialect.completion(json.dumps(answer).encode())
 
 
 def test_an_address_may_end_in_v1() -> None:

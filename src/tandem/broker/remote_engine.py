@@ -37,6 +37,8 @@ JSON = {"Content-Type": "application/json"}
 UNKNOWN_VERSION = -1
 """Of tokens whose engine does not say which policy sampled them."""
 _FINISH: dict[str, Finish] = {"stop": "stop", "length": "length"}
+_ODD = (msgspec.DecodeError, AttributeError, LookupError, TypeError, ValueError)
+"""Errors of taking apart an answer of another form than expected."""
 
 
 class Dialect(Protocol):
@@ -103,9 +105,9 @@ class AtroposDialect:
             reply = msgspec.json.decode(body)
             firsts = [_first(place) for place in reply["logprobs"][0]]
             finish = reply["finish_reasons"][0]
-        except (msgspec.DecodeError, LookupError, TypeError, ValueError) as error:
+            return _completion([token for token, _ in firsts], [logprob for _, logprob in firsts], finish)
+        except _ODD as error:
             raise EngineError(f"/generate answers without the logprobs that were asked for ({error!r})") from error
-        return _completion([token for token, _ in firsts], [logprob for _, logprob in firsts], finish)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +133,12 @@ class OpenAiDialect:
             choice = msgspec.json.decode(body)["choices"][0]
             logprobs_of = choice["logprobs"] or {}
             tokens = choice.get("token_ids") or [int(t.removeprefix("token_id:")) for t in logprobs_of["tokens"]]
-            logprobs, finish = logprobs_of["token_logprobs"], choice["finish_reason"]
-        except (msgspec.DecodeError, LookupError, TypeError, ValueError) as error:
+            return _completion(tokens, logprobs_of["token_logprobs"], choice["finish_reason"])
+        except _ODD as error:
             raise EngineError(
                 f"/v1/completions answers without token ids or logprobs ({error!r}), and text cannot be trained on; "
                 "use vLLM, or an engine started by: tandem serve engine RECIPE"
             ) from error
-        return _completion(tokens, logprobs, finish)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -411,7 +412,7 @@ def _sampling_fields(sampling: Sampling, limit: int, ends: Sequence[int]) -> Map
 
 def _first(place: Any) -> tuple[int, float]:
     mapping = place[0] if isinstance(place, list) else place
-    token, logprob = next(iter(mapping.items()))
+    ((token, logprob),) = list(mapping.items())[:1]
     return int(token), float(logprob)
 
 
