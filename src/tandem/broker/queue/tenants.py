@@ -217,10 +217,10 @@ class Tenants:
                 del self.names[name]
 
     def after_reset(self) -> Tenants:
-        """All environments of before, none of which takes part until heard again; ids go on, names begin anew."""
+        """All connected environments, none of which takes part until heard again; ids go on, names begin anew."""
         fresh = Tenants(self.options, self.journal)
         for old in self.by_id.values():
-            if old.live:
+            if old.connected:
                 fresh.add(
                     replace(
                         old,
