@@ -29,7 +29,7 @@ from tandem.broker.source import BrokerSource, BrokerSourceOptions, full_marks
 from tandem.config.loading import from_options
 from tandem.engines.base import Engine
 from tandem.engines.vllm.client.engine import VllmEngine
-from tandem.errors import BrokerError, EngineError, Starved
+from tandem.errors import BrokerError, Deadline, EngineError, Starved
 from tandem.metrics import flatten
 from tandem.rollout.data_state import DataState
 from tandem.rollout.turns import unrecorded_options
@@ -85,6 +85,7 @@ class Local:
     batch_size: int | None = None
     renewals: int = 0
     away: bool = False
+    outage: Exception = field(default_factory=lambda: BrokerError("the broker does not answer"))
 
     async def __aenter__(self) -> Local:
         return self
@@ -140,7 +141,7 @@ class Local:
     async def renew(self, batch: str) -> bool:
         self.renewals += 1
         if self.away:
-            raise BrokerError("the broker does not answer")
+            raise self.outage
         return self.store.renew(batch, self.now)
 
     async def acknowledge(self, batch: str) -> str:
@@ -617,9 +618,13 @@ def test_a_broker_that_was_started_anew_is_not_said_to_have_served_others(caplog
     assert "give it --data" in caplog.text
 
 
-def test_what_is_held_is_renewed_until_the_end_even_after_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("outage", [BrokerError("away"), Deadline("away", on="broker")], ids=["error", "deadline"])
+def test_what_is_held_is_renewed_until_the_end_even_after_an_outage(
+    monkeypatch: pytest.MonkeyPatch, outage: Exception
+) -> None:
     """Time passes as it is slept through: five leases long, in which nobody else is served the batch."""
     broker = filled(2)
+    broker.outage = outage
     wait, stolen = asyncio.sleep, []
 
     async def passing(seconds: float) -> None:

@@ -21,7 +21,7 @@ import msgspec
 from tandem.broker.client import NotRegistered, TakenBatch, TrainerClient
 from tandem.broker.protocol.convert import Notes, Rules, group_from_wire, sequences
 from tandem.broker.protocol.messages import RunParameters, ScoredGroup
-from tandem.errors import BrokerError, Starved
+from tandem.errors import BrokerError, Deadline, Starved
 from tandem.metrics import Sum, Value, merge
 from tandem.observability import waits
 from tandem.printable import named
@@ -196,7 +196,7 @@ class BrokerSource:
         while True:
             await asyncio.sleep(self.options.lease_seconds / 3)
             for batch in tuple(self._held):
-                with contextlib.suppress(BrokerError):  # one that is away is told of when a batch is needed
+                with contextlib.suppress(BrokerError, Deadline):  # one that is away is told of when a batch is needed
                     await self.broker.renew(batch)
 
     async def _next(self) -> TakenBatch:
