@@ -198,6 +198,24 @@ def test_survives_a_broker_that_was_restarted_empty(ours: bool, caplog: pytest.L
     assert "answers again" in caplog.text
 
 
+@pytest.mark.parametrize("under_way", [True, False])
+def test_an_id_that_is_anothers_since_the_broker_was_restarted_empty_is_given_up(under_way: bool) -> None:
+    """Tandem's broker answers 403 where the environment of an id was registered with another key."""
+
+    async def go() -> None:
+        async with FakeBroker(ours=True) as broker, environment(broker) as client:
+            await client.register()
+            broker.faults["/status-env"].append(403)
+            if under_way:
+                broker.faults["/scored_data"].extend(["cut", 403])
+                assert await client.submit(group(), "k") == "received"
+            else:
+                await client.status()
+            assert client.registrations == 2
+
+    run(go())
+
+
 def test_nothing_reaches_atropos_broker_between_its_restart_and_a_registration() -> None:
     async def go() -> None:
         async with FakeBroker(ours=False) as broker, environment(broker) as client:

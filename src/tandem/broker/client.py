@@ -309,11 +309,16 @@ class EnvClient(_Client):
             await self._still_known()
             if self.ticket is not None:
                 scored.env_id = self.ticket.env_id
+            outages = self.connection.outages
             try:
                 answer = await self._hand_in(scored, key)
             except RequestLost as error:
                 log.warning("group %s: %s", group.id, error)
                 return "lost"
+            except RequestRefused:
+                if self.connection.outages == outages:
+                    raise
+                # It was away meanwhile and may have come back empty: the id is then nobody's, or another's.
             except ServerAway:
                 if self.connection.speaks == "tandem":
                     raise
@@ -342,7 +347,7 @@ class EnvClient(_Client):
         try:
             answer = await self.connection.ask("GET", "/status-env", body, repeat=again)
         except RequestRefused as error:
-            if error.status in (401, 403):
+            if error.status == 401:  # 403: the id is that of another key's environment
                 raise
             return None
         except RequestLost:
