@@ -87,8 +87,7 @@ async def _hand_in(url: str, groups: int) -> None:
         for n in range(groups):
             headers = {"Idempotency-Key": f"elsewhere-{n}"}
             group = _group(n, ticket.env_id)
-            encoding = client.connection.encoding
-            answer = await client.connection.ask("POST", "/scored_data", group, headers=headers, encoding=encoding)
+            answer = await client.connection.ask("POST", "/scored_data", group, headers=headers, encoding="msgpack")
             assert json.loads(answer.body)["status"] == "received"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -98,7 +99,8 @@ def test_a_trainer_gets_what_the_engine_sampled(
                     if dialect == "tandem":
                         assert set(turn.completion.versions) == {2}
             assert tallies["arithmetic"].groups["sent"] >= 8
-            assert (await trainer.status())["current_step"] == 4
+            status = await trainer.connection.ask("GET", "/status")
+            assert json.loads(status.body)["current_step"] == 4
 
     asyncio.run(go())
 

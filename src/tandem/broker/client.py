@@ -69,11 +69,6 @@ class Connection:
         """For messages."""
         return self._http.name
 
-    @property
-    def encoding(self) -> wire.Encoding:
-        """Of bodies: MessagePack where the broker understands it."""
-        return "msgpack" if self.speaks == "tandem" else "json"
-
     async def open(self) -> Connection:
         """Wait for the broker and find out whose it is.
 
@@ -400,8 +395,6 @@ class TakenBatch:
     """Policy step that the broker noted for each group; None where it does not say."""
     malformed: Sequence[str] = ()
     """What was wrong with groups that could not be read, one line for each."""
-    step: int | None = None
-    """The broker's step with this batch served, where it says so."""
 
 
 class NotRegistered(BrokerError):
@@ -417,12 +410,8 @@ class TrainerClient(_Client):
         return self.connection.speaks == "tandem"
 
     async def register(self, run: messages.RunParameters) -> int:
-        """Say what is trained. Atropos' broker ignores all but the first, so it is reset before: see ``reset``."""
+        """Say what is trained. Atropos' broker ignores all but the first: ``info`` says what it goes on with."""
         return parse(await self.connection.ask("POST", "/register", run), messages.Registered).uuid
-
-    async def reset(self) -> None:
-        """Drop all that is queued, and every registration."""
-        await self.connection.ask("GET", "/reset_data")
 
     async def batch(
         self, *, lease: float | None = None, policy: int | None = None, max_lag: int | None = None
@@ -465,10 +454,6 @@ class TrainerClient(_Client):
         """The lease of a batch begins anew; False if it has run out."""
         return not await self._settle("/renew", batch)
 
-    async def release(self, batch: str) -> bool:
-        """A leased batch was not trained on and goes back to the front of the queue."""
-        return not await self._settle("/release", batch)
-
     async def _settle(self, path: str, batch: str) -> str:
         """Why it was not done; empty if it was."""
         try:
@@ -481,17 +466,11 @@ class TrainerClient(_Client):
         reply = parse(answer, _StatusReply)
         return "" if reply.status == "success" else reply.error or "the broker gives no reason"
 
-    async def status(self) -> dict[str, Any]:
-        """At least ``current_step`` and ``queue_size`` (groups)."""
-        status: dict[str, Any] = parse(await self.connection.ask("GET", "/status"), dict)
-        return status
-
 
 class _LeaseReply(msgspec.Struct, kw_only=True, frozen=True):
     """What Tandem's broker says beside the groups of a leased batch; the lists have an entry for each."""
 
     batch: str | None = None
-    step: int | None = None
     ids: list[str | None] = []
     versions: list[int | None] = []
 
@@ -525,9 +504,7 @@ def _taken(reply: _BatchReply, raws: Sequence[msgspec.Raw], encoding: wire.Encod
         else:
             ids.append(id)
             versions.append(version)
-    return TakenBatch(
-        id=reply.tandem.batch, groups=groups, ids=ids, versions=versions, malformed=malformed, step=reply.tandem.step
-    )
+    return TakenBatch(id=reply.tandem.batch, groups=groups, ids=ids, versions=versions, malformed=malformed)
 
 
 def parse(answer: HttpResponse, kind: type[T]) -> T:
