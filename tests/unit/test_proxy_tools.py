@@ -276,6 +276,8 @@ def test_calls_in_an_unknown_form_are_text(tiny_model: Path) -> None:
         '<tool_call>{"name": "add", "arguments": {}}</tool_call> <tool_call>no</tool_call>',
         '<tool_call>{"name": "add", "arguments": {}}',
         "<think>I could <tool_call>{}</tool_call></think> but I know",
+        f"<tool_call>{'[' * 9_999}</tool_call>",
+        '<tool_call>{"name": "add", "arguments": {"a": "\\ud83d"}}</tool_call>',  # half a character of UTF-16
     ],
 )
 def test_calls_that_cannot_be_read_are_text(text: str) -> None:
@@ -296,6 +298,7 @@ def test_calls_after_thinking() -> None:
         ('{"name": "a", "parameters": {}} and so on', []),
         ('{"name": "c", "parameters": {}}', []),
         ('{"name": "a"}', []),
+        ("[" * 9_999, []),
         ("", []),
     ],
 )

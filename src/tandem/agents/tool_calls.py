@@ -13,6 +13,9 @@ from typing import Any
 from tandem.errors import EnvError
 from tandem.types import Json, Message
 
+_UNREADABLE = (ValueError, RecursionError)
+"""Errors of what is no JSON, is nested too deep, as by a policy that repeats itself, or names half a character."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
@@ -29,7 +32,7 @@ class ToolCall:
         """The arguments as chat templates take them."""
         try:
             return json.loads(self.arguments)
-        except ValueError:
+        except _UNREADABLE:
             return self.arguments
 
 
@@ -105,7 +108,7 @@ class Bare(Form):
         while rest:
             try:
                 _, end = decoder.raw_decode(rest)
-            except ValueError:
+            except _UNREADABLE:
                 return text, ()
             call, rest = _call(rest[:end]), rest[end:].lstrip().removeprefix(";").lstrip()
             # An answer may be JSON without being a call: what it names tells.
@@ -188,7 +191,8 @@ def _call(text: str) -> ToolCall | None:
     """A call as its model wrote it; None if it is none."""
     try:
         call = json.loads(text)
-    except ValueError:
+        json.dumps(call, ensure_ascii=False).encode()
+    except _UNREADABLE:
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None
