@@ -23,6 +23,7 @@ from tandem.broker.protocol.messages import EnvRegistration, EnvStatus, Info
 from tandem.broker.remote_engine import AtroposDialect, OpenAiDialect, RemoteEngine, RemoteEngines, native
 from tandem.cli import _work_recipe, work
 from tandem.cli import app as cli
+from tandem.cli.env import env
 from tandem.cli.work import mask_truncated
 from tandem.config.loading import RunConfig
 from tandem.errors import BrokerError, ConfigError, Deadline, EngineError
@@ -170,6 +171,21 @@ def command(*arguments: str) -> int:
         cli.main(arguments)
     assert isinstance(stopped.value.code, int)
     return stopped.value.code
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "message"),
+    [
+        ("nope", {}, "there is no 'nope' in envs"),
+        ("arithmetic", {"env.group_size": ["1"]}, "group_size must be at least 2"),
+    ],
+)
+def test_mistakes_in_flags_are_told_before_an_engine_is_waited_for(
+    name: str, flags: dict[str, list[str]], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.cli.env.served_model", lambda url, key: pytest.fail("waited"))
+    with pytest.raises(ConfigError, match=message):
+        env(name, "serve", flags, [])
 
 
 def test_the_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

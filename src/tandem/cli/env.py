@@ -39,8 +39,10 @@ def env(name: str, mode: str, flags: Mapping[str, Sequence[str]], overrides: Seq
         raise ConfigError(f"tandem env {name} {mode}: {ELSEWHERE.get(mode, 'there is no such mode; it is serve')}")
     if "config" in flags:
         flags = {**from_file(Path(flags["config"][-1])), **flags}
-    values = {flag: words[-1] for flag, words in flags.items()}
+    values, source = {flag: words[-1] for flag, words in flags.items()}, f"tandem env {name}"
     if not tokenizer_of(values):
+        # Before an engine is waited for: whatever its model is called, the rest must be right.
+        from_options(translate(name, {**flags, "env.tokenizer_name": ["unknown"]}).options, overrides, source)
         url = values.get("openai.base_url") or str(ENVIRONMENT["openai.base_url"].default)
         model = served_model(url.partition(",")[0], values.get("openai.api_key", ""))
         flags = {**flags, "env.tokenizer_name": [model]}
@@ -49,4 +51,4 @@ def env(name: str, mode: str, flags: Mapping[str, Sequence[str]], overrides: Seq
     for note in translated.notes:
         typer.echo(f"tandem: {note}", err=True)
     os.environ.update(translated.environ)
-    return play(from_options(translated.options, overrides, f"tandem env {name}"))
+    return play(from_options(translated.options, overrides, source))
