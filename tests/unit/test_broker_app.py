@@ -204,29 +204,6 @@ def test_environments_that_are_none() -> None:
     play(scene)
 
 
-def test_weights_of_zero_divide_nothing() -> None:
-    async def scene(client: Client) -> None:
-        await client.begin()
-        for spec in ({"weight": 0.0}, {"weight": 0.0, "max_token_length": 0}):
-            number = await client.env(**spec)
-            assert (await client.get("/status-env", {"env_id": number})).json["env_weight"] == 0.01
-        await client.post("/disconnect-env", {"env_id": 0})
-        assert (await client.get("/status-env", {"env_id": 0})).status == 200
-
-    play(scene)
-
-
-@pytest.mark.parametrize(
-    "change", [{"group_size": 0}, {"min_batch_allocation": 5}, {"min_batch_allocation": -1}, {"weight": -1}]
-)
-def test_registrations_that_make_no_sense(change: dict[str, Any]) -> None:
-    async def scene(client: Client) -> None:
-        await client.begin()
-        assert (await client.post("/register-env", ENV | change)).status == 422
-
-    play(scene)
-
-
 def test_the_latest_example_is_forgotten_with_the_rest() -> None:
     async def scene(client: Client) -> None:
         await client.begin()

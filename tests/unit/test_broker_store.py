@@ -122,16 +122,6 @@ def test_environments_wait_until_the_trainer_polls() -> None:
     assert store.register_env(spec, 0.0) is not None
 
 
-def test_unknown_ids() -> None:
-    store = started(4)
-    assert not store.disconnect(99, 0.0)
-    assert not store.disconnect(-1, 0.0)
-    with pytest.raises(GroupRefused, match="env_id 99"):
-        store.status_env(99, 0.0)
-    Names(store).put(4, env=99)  # as if anonymous
-    assert names(store.take(0.0)) == ["0"]
-
-
 # --- faults of the original ---
 
 
