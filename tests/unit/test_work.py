@@ -322,6 +322,22 @@ def test_total_steps_of_its_own_count() -> None:
     run(go())
 
 
+def test_what_is_cancelled_leaves_nothing_at_work() -> None:
+    """As where another environment of the same process fails."""
+
+    async def go() -> None:
+        async with FakeBroker(ours=True) as broker:
+            made = producer(broker)
+            async with made.client:
+                working = asyncio.create_task(made.run(asyncio.Event()))
+                await until(lambda: made.tally.groups["sent"] > 0)
+                working.cancel()
+                await asyncio.gather(working, return_exceptions=True)
+                assert [task for task in asyncio.all_tasks() if "Producer" in repr(task)] == []
+
+    run(go())
+
+
 def test_a_stop_finishes_what_is_under_way_or_drops_it_in_time() -> None:
     async def go() -> None:
         async with FakeBroker(ours=True) as broker:

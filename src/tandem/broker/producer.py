@@ -319,10 +319,12 @@ async def _unless(stopped: asyncio.Future[Literal[True]], work: Coroutine[Any, A
     """Do the work unless it is to stop first; True if it was done."""
     task = asyncio.ensure_future(work)
     both: set[asyncio.Future[Any]] = {task, stopped}
-    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-    if task.done():
+    try:
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            return False
         task.result()
         return True
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    return False
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
