@@ -103,7 +103,7 @@ def child(folder: Path) -> None:
     ledger = Ledger.open(folder, StoreOptions(), time.time())
     store = ledger.store
     if store.run is None:
-        store.register(run, time.time())
+        store.register(run)
         store.take(time.time())
         ledger.settled().result()
     say({"ready": True})

@@ -27,7 +27,7 @@ from tandem.broker.journal.ledger import Ledger
 from tandem.broker.protocol.messages import RunParameters
 from tandem.broker.queue.records import GroupEntry, StoreOptions
 ledger = Ledger.open(Path(sys.argv[1]), StoreOptions(), 0.0)
-ledger.store.register(RunParameters(**json.loads(sys.argv[2])), 0.0)
+ledger.store.register(RunParameters(**json.loads(sys.argv[2])))
 ledger.store.take(0.0)
 for name in range(40):
     ledger.store.put(GroupEntry(id=str(name), env=None, size=1, payload=b"%d " % name * 100), 0.0)

@@ -24,7 +24,7 @@ def ledger(folder: Path, memory: int = 0, **options: int) -> Iterator[Ledger]:
     opened = Ledger.open(folder, StoreOptions(memory_bytes=memory, **options), 0.0)
     try:
         if opened.store.run is None:
-            opened.store.register(run_parameters(batch_size=2, max_token_len=8), 0.0)
+            opened.store.register(run_parameters(batch_size=2, max_token_len=8))
             opened.store.take(0.0)
         yield opened
     finally:

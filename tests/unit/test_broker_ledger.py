@@ -39,7 +39,7 @@ def ledger(folder: Path, now: float = 0.0, options: StoreOptions | None = None) 
 
 
 def begun(ledger: Ledger) -> None:
-    ledger.store.register(RUN, 0.0)
+    ledger.store.register(RUN)
     ledger.store.take(0.0)
 
 
@@ -203,7 +203,7 @@ def test_a_reset_leaves_nothing(tmp_path: Path) -> None:
         begun(one)
         put(one, "a", key="k", data=b"x" * 1000)
         one.settled().result(10)
-        one.store.reset(0.0)
+        one.store.reset()
         begun(one)
         put(one, "b", key="k")
     with ledger(tmp_path) as two:

@@ -98,7 +98,7 @@ def test_names_of_environments_are_printable_and_forgotten(tmp_path: Path) -> No
 
     play(scene)
     store = GroupQueue(StoreOptions(max_environments=20))
-    store.register(run_parameters(batch_size=4, max_token_len=8), 0.0)
+    store.register(run_parameters(batch_size=4, max_token_len=8))
     store.take(0.0)
     ticket = store.register_env(EnvSpec(name="stays", max_token_length=8), 0.0)
     assert ticket is not None

@@ -91,7 +91,7 @@ class Promises(RuleBasedStateMachine):
         self.keys: dict[str, float] = {}
         self.count = 0
         self.step = 0
-        self.store.register(run(batch_size), self.now)
+        self.store.register(run(batch_size))
         self.store.take(self.now)
 
     def teardown(self) -> None:
@@ -116,7 +116,7 @@ class Promises(RuleBasedStateMachine):
     @precondition(lambda self: len(self.served) > 1)
     @rule(batch_size=RUNS)
     def trainer_registers_again(self, batch_size: int) -> None:
-        self.store.register(run(batch_size), self.now)
+        self.store.register(run(batch_size))
         self.held = {name: size for name, size in self.held.items() if size <= batch_size}
         assert not self.store.leases.out
         self.step = 0
@@ -314,9 +314,9 @@ class Promises(RuleBasedStateMachine):
     @precondition(lambda self: len(self.served) > 3)
     @rule()
     def everything_is_reset(self) -> None:
-        self.store.reset(self.now)
+        self.store.reset()
         self.held, self.served, self.over, self.keys, self.step = {}, {}, {}, {}, 0
-        self.store.register(run(8), self.now)
+        self.store.register(run(8))
 
     # --- what must always hold ---
 

@@ -25,7 +25,7 @@ def run(batch_size: int, starting_step: int = 0) -> RunParameters:
 def started(batch_size: int, options: StoreOptions | None = None) -> GroupQueue:
     """A trainer registered and polled once."""
     store = GroupQueue(options)
-    store.register(run(batch_size), 0.0)
+    store.register(run(batch_size))
     assert store.take(0.0) is None
     return store
 
@@ -116,7 +116,7 @@ def test_environments_wait_until_the_trainer_polls() -> None:
     store = GroupQueue()
     spec = EnvSpec(name="e", max_token_length=8)
     assert store.register_env(spec, 0.0) is None
-    store.register(run(8), 0.0)
+    store.register(run(8))
     assert store.register_env(spec, 0.0) is None
     store.take(0.0)
     assert store.register_env(spec, 0.0) is not None
@@ -130,7 +130,7 @@ def test_groups_before_any_registration_are_served_after_it() -> None:
     Names(store).put(4, 4, 16)
     assert store.take(0.0) is None
     assert not store.started
-    store.register(run(8), 0.0)
+    store.register(run(8))
     assert names(store.take(0.0)) == ["0", "1"]
     assert store.status(0.0).counts["dropped"] == 1  # the group of 16
 
@@ -140,7 +140,7 @@ def test_a_second_registration_counts() -> None:
     Names(store).put(4, 4, 4)
     env = joined(store)
     batch = store.take(0.0, lease=True)
-    store.register(run(4, starting_step=7), 1.0)
+    store.register(run(4, starting_step=7))
     assert (store.step, store.started) == (7, False)
     assert names(store.take(1.0)) == ["0"]  # the lease of the trainer before came back
     assert store.step == 8
@@ -251,18 +251,18 @@ def test_shares_are_relaxed_only_if_sizes_allow_nothing_else() -> None:
 
 def test_a_batch_size_beyond_the_largest_is_refused() -> None:
     with pytest.raises(GroupRefused, match="batch_size"):
-        GroupQueue().register(run(1 << 17), 0.0)
+        GroupQueue().register(run(1 << 17))
 
 
 def test_after_a_reset_running_environments_live_on_and_ids_are_not_reused() -> None:
     store = started(4)
     old = joined(store, share=0.5)
     Names(store).put(4, 4)
-    store.reset(0.0)
-    store.reset(0.0)  # before anybody has spoken again
+    store.reset()
+    store.reset()  # before anybody has spoken again
     assert store.take(0.0) is None
     assert (store.step, store.queued_groups, store.latest, store.run) == (0, 0, None, None)
-    store.register(run(4), 0.0)
+    store.register(run(4))
     store.take(0.0)
     new = joined(store)
     assert new != old
@@ -484,7 +484,7 @@ def test_environments_are_bounded() -> None:
 def test_environments_follow_the_steps_of_a_trainer_that_tells_them() -> None:
     """It may take several batches for one step; the last step is done when nothing is out any more."""
     store = GroupQueue()
-    store.register(run_parameters(batch_size=1, num_steps=3), 0.0)
+    store.register(run_parameters(batch_size=1, num_steps=3))
     store.take(0.0, policy=0)
     env = joined(store)
     Names(store).put(*[1] * 8)

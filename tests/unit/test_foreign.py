@@ -107,7 +107,7 @@ class Local:
 
     async def register(self, run: RunParameters) -> int:
         self.registered.append(run)
-        return self.store.register(run, self.now)
+        return self.store.register(run)
 
     async def batch(
         self, *, lease: float | None = None, policy: int | None = None, max_lag: int | None = None
@@ -248,7 +248,7 @@ def test_a_broker_that_forgot_is_told_again() -> None:
         async with trainer.source().open(DataState()) as source:
             await source.take()
             trainer.step = 2
-            broker.store.reset(0.0)
+            broker.store.reset()
             broker.on_empty = lambda: broker.put(sent("new"))
             return names(await source.take())
 
@@ -376,9 +376,9 @@ def test_old_groups_are_dropped_by_their_own_version_or_the_brokers() -> None:
             assert await broker.batch(lease=1.0, policy=2) is None  # the policy step that it notes from now on
             broker.put(sent("noted 2"), sent("says 3", version=3))
             await broker.batch(lease=1.0, policy=4)
-            broker.store.register(run_parameters(batch_size=4, max_token_len=64), 0.0)  # that lease comes back
+            broker.store.register(run_parameters(batch_size=4, max_token_len=64))  # that lease comes back
             await broker.batch(lease=1.0, policy=4)
-            broker.store.register(run_parameters(batch_size=4, max_token_len=64), 0.0)
+            broker.store.register(run_parameters(batch_size=4, max_token_len=64))
             broker.put(sent("says 4", version=4), sent("says 1", version=1))
             return names(await source.take())
 

@@ -169,7 +169,7 @@ class GroupQueue:
         self._served = (0.0, 0.0)
         """When the last batch was served, and the seconds between it and the one before."""
 
-    def register(self, run: RunParameters, now: float) -> int:
+    def register(self, run: RunParameters) -> int:
         """A trainer begins, perhaps anew: queue and environments stay, batches it had out come back.
 
         Groups already queued that are larger than its batches can never be served: they are dropped and counted.
@@ -192,7 +192,7 @@ class GroupQueue:
         self.note_progress()
         return uuid.uuid4().int
 
-    def reset(self, now: float) -> None:
+    def reset(self) -> None:
         """Forget run, queue, batches and step. Environments that speak again keep their ids; ids are not reused."""
         self.counts["dropped"] += self.waiting.groups
         fresh = self.tenants.after_reset()

@@ -278,7 +278,7 @@ class BrokerServer:
 
     async def _register(self, request: web.Request) -> web.StreamResponse:
         body = await self._message(request, messages.RunParameters)
-        uuid = self.store.register(body, self._clock())
+        uuid = self.store.register(body)
         await self._committed()
         if wants(request) == "msgpack":
             return reply(request, {"uuid": str(uuid)})  # MessagePack has no ints of 128 bits
@@ -474,6 +474,6 @@ class BrokerServer:
         return await compressed(request, encoded(wire.recode(payload, encoding), encoding))
 
     async def _reset(self, request: web.Request) -> web.StreamResponse:
-        self.store.reset(self._clock())
+        self.store.reset()
         await self._committed()
         return web.Response(text="Reset successful")
