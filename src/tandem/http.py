@@ -120,10 +120,13 @@ class HttpClient:
     """Requests to one server; connections are shared by concurrent calls."""
 
     def __init__(self, url: str, key: str = "", *, kind: str):
-        """``kind`` (such as broker) and the URL name the server in messages; an empty ``key`` sends none."""
+        """``kind`` (such as broker) and the URL name the server in messages; an empty ``key`` sends none.
+
+        What a file of a secret adds around a key, such as a new line, is no part of it.
+        """
         self.url = url.rstrip("/")
         self.name = f"{kind} {self.url}"
-        self._key = key
+        self._key = key.strip()
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:

@@ -274,6 +274,16 @@ def test_an_address_that_is_none_is_not_waited_for(url: str) -> None:
         run(Connection(url).open())
 
 
+def test_a_new_line_behind_a_key_is_no_part_of_it() -> None:
+    async def go() -> None:
+        async with FakeBroker(ours=True) as broker:
+            opened = await Connection(broker.url, "secret\n").open()
+            await opened.close()
+            assert broker.seen[0][1]["Authorization"] == "Bearer secret"
+
+    run(go())
+
+
 def test_disconnects() -> None:
     async def go() -> None:
         async with FakeBroker(ours=True) as broker, environment(broker) as client:

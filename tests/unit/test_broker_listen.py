@@ -13,7 +13,8 @@ import pytest
 from tandem.broker.queue.store import GroupQueue
 from tandem.broker.server.app import BrokerServer
 from tandem.broker.server.serving import listening, serving
-from tandem.errors import BrokerError
+from tandem.cli import serve_broker
+from tandem.errors import BrokerError, ConfigError
 
 
 def test_who_connects_before_it_is_ready_is_answered() -> None:
@@ -44,6 +45,15 @@ def test_an_address_that_cannot_be_had_is_told_in_one_line() -> None:
     for host in ("no.such.host.invalid", "127.0..1"):
         with pytest.raises(BrokerError, match=f"cannot listen at {host}:0"):
             listening(host, 0)
+
+
+def test_what_a_file_adds_around_a_key_is_no_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_BROKER_KEY", "trains\n")
+    monkeypatch.setenv("TANDEM_BROKER_ENV_KEY", "plays, strange\n")
+    assert serve_broker._keys() == ("trains", "plays, strange")
+    monkeypatch.setenv("TANDEM_BROKER_KEY", "\n")
+    with pytest.raises(ConfigError, match="TANDEM_BROKER_KEY holds nothing but blanks"):
+        serve_broker._keys()
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such setting")

@@ -144,8 +144,11 @@ def _writable(data: Path) -> None:
 
 
 def _keys() -> tuple[str, str]:
-    """The trainer's and the environments'."""
-    trainer, environments = os.environ.get(KEY, ""), os.environ.get(ENV_KEY, "")
+    """The trainer's and the environments', without what a file of a secret adds around them, such as a new line."""
+    values = {name: os.environ.get(name, "") for name in (KEY, ENV_KEY)}
+    if blank := [name for name, value in values.items() if value and not value.strip()]:
+        raise ConfigError(f"{blank[0]} holds nothing but blanks; put a key into it, or unset it")
+    trainer, environments = (value.strip() for value in values.values())
     if environments and not trainer:
         raise ConfigError(f"{ENV_KEY} is set without {KEY}, which would leave the trainer's side open; set both")
     return trainer, environments
