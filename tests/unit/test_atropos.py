@@ -157,6 +157,8 @@ def test_a_file_gives_flags(tmp_path: Path) -> None:
         ("env: {start_tok_length: 8192}", "there is no env.start_tok_length"),
         ("- 1", "is not a mapping"),
         ("a: [", "cannot be read"),
+        ("env: 5", "env must be a mapping"),
+        ("openai: [a]", "openai one or a list"),
     ],
 )
 def test_a_file_that_gives_none_is_refused(text: str, message: str, tmp_path: Path) -> None:

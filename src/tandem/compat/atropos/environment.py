@@ -87,10 +87,12 @@ def from_file(path: Path) -> dict[str, Json]:
         raise ConfigError(f"--config {path} cannot be read: {error}") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"--config {path} is not a mapping of env, openai, slurm and testing")
-    servers = settings.pop("openai", None) or {}
+    env, servers = (settings.pop(section, None) or {} for section in ("env", "openai"))
     servers = servers if isinstance(servers, list) else [servers]
+    if not all(isinstance(part, dict) for part in (env, *servers)):
+        raise ConfigError(f"--config {path}: env must be a mapping of options, and openai one or a list of such")
     urls = [server["base_url"] for server in servers if server.get("base_url")]
-    values = {f"env.{key}": value for key, value in (settings.pop("env", None) or {}).items()}
+    values = {f"env.{key}": value for key, value in env.items()}
     values |= {f"openai.{key}": value for key, value in (servers[0] if servers else {}).items() if key != "weight"}
     values |= settings | ({"openai.base_url": ",".join(urls)} if urls else {})
     if unknown := [key for key in values if key not in ENVIRONMENT]:
