@@ -45,8 +45,9 @@ def test_tracebacks_go_to_the_file_and_not_to_the_terminal(tmp_path: Path, capsy
 
 
 def test_an_error_with_half_a_letter_or_control_characters_keeps_its_traceback(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own could not be sent to its other process
     with to_folder(tmp_path) as file:
         try:
             raise ValueError("no number in '\ud83d \x1b[2J'")
