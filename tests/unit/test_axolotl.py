@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -127,6 +128,16 @@ def test_merge_keys_are_merged(read: Read) -> None:
     both = [{"path": path, "type": "rewards.prompt_transform"} for path in ("rows.jsonl", "few.jsonl")]
     options: Any = load(Path("a.yaml")).options
     assert options["env"]["cfg"]["datasets"] == both
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    "option",
+    ["num_epochs", "warmup_ratio", "save_steps", "eval_steps", "logging_steps", "saves_per_epoch", "evals_per_epoch"],
+)
+def test_steps_are_not_counted_by_what_is_not_finite(option: str, number: float, read: Read) -> None:
+    with pytest.raises(ConfigError, match=f"{option}: expected .*, got {number}"):
+        read({"max_steps": None, option: number})
 
 
 @pytest.mark.slow

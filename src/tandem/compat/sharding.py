@@ -258,7 +258,7 @@ def _mapping(source: Json, refuse: Refuse, presets: str = ", ".join(_PRESETS)) -
         return None
     if isinstance(options, Mapping):
         return options
-    refuse(f"{source} is no mapping of DeepSpeed's options")
+    refuse(f"{source} is no mapping of options")
     return None
 
 

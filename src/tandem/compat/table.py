@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -212,11 +213,11 @@ class Reader:
         return choices[self[name]]
 
     def positive(self, *names: str) -> bool:
-        """True if numbers are above 0; others are mistakes."""
+        """True if numbers are above 0 and finite; others are mistakes."""
         for name in names:
-            if self[name] is not None and self[name] <= 0:
-                self.wrong(name, f"it must be above 0, not {self[name]}")
-        return all(self[name] is None or self[name] > 0 for name in names)
+            if self[name] is not None and not 0 < self[name] < math.inf:
+                self.wrong(name, f"it must be {'above 0' if self[name] <= 0 else 'finite'}, not {self[name]}")
+        return all(self[name] is None or 0 < self[name] < math.inf for name in names)
 
     def read(self, name: str, value: Json) -> None:
         """Take a value of the option's own type; another is a mistake."""
@@ -265,7 +266,16 @@ def shown(value: Json) -> str:
 
 
 def _fits(value: Json, *types: type) -> bool:
+    if isinstance(value, float) and math.isnan(value):
+        return False
     return isinstance(value, types) and (bool in types or not isinstance(value, bool))
+
+
+def _number(word: str) -> float:
+    """The number that a word is; raises ValueError for others, of which nan is one."""
+    if math.isnan(number := float(word)):
+        raise ValueError
+    return number
 
 
 def _parsed(takes: Takes, words: Sequence[str]) -> Json:
@@ -274,11 +284,11 @@ def _parsed(takes: Takes, words: Sequence[str]) -> Json:
         case "texts":
             return list(words)
         case "numbers":
-            return [float(word) for word in words]
+            return [_number(word) for word in words]
         case "whole":
             return int(words[-1])
         case "number":
-            return float(words[-1])
+            return _number(words[-1])
         case "truth":
             if words[-1].lower() not in _TRUTH:
                 raise ValueError

@@ -155,9 +155,10 @@ def _files(entry: Mapping[str, Any]) -> list[str]:
         raise ConfigError("datasets: each entry needs a path: a local file, or a name on the hub")
     if path in _BUILDERS and not files:
         raise ConfigError(f"datasets: path {path} needs data_files, or write the file itself as path")
-    if files is not None and not isinstance(files, str | list):
+    listed: list[Any] = [] if files is None else files if isinstance(files, list) else [files]
+    if not all(isinstance(file, str) for file in listed):
         raise ConfigError(f"datasets: data_files must be a path or a list of paths, got {files!r}")
-    named = [files] if isinstance(files, str) else list(files or ())
+    named = listed if files else []
     if named and path not in _BUILDERS:
         named = [str(Path(path) / name) for name in named]
     paths = named or [path]

@@ -248,8 +248,8 @@ TRL: Mapping[str, ForeignOption] = by_name(
 """Options of the group ``trl``."""
 
 VLLM: Mapping[str, ForeignOption] = by_name(
-    becomes("host", "text", "engine.host, for tandem serve engine", "0.0.0.0", where="vllm"),
-    becomes("port", "whole", "engine.port, for tandem serve engine", 8000, where="vllm"),
+    becomes("host", "text", "engine.host, for tandem serve engine", "0.0.0.0", where="server"),
+    becomes("port", "whole", "engine.port, for tandem serve engine", 8000, where="server"),
     becomes("gpu_memory_utilization", "number", "engine.gpu_memory_utilization", where="vllm"),
     becomes("dtype", "text", "nothing: it must be auto or what bf16 says", "auto", where="vllm"),
     becomes("max_model_len", "whole", "context, with use_vllm", where="vllm"),

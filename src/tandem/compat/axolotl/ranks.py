@@ -43,19 +43,19 @@ def read_ranks(recipe: AxolotlRecipe, environ: Mapping[str, str]) -> None:
         recipe.put("distributed.shard", recipe.sharding.shard, *named[-1:])
         each = f"every {shared} of them together" if shared > 1 else "each"
         recipe.note("ranks", f"{recipe.ranks}; a step has micro_batch_size x gradient_accumulation_steps of {each}")
-    elif sharding is not None and sharding.shard == "weights":
+    elif sharding is not None:
         recipe.note(key, "with one rank there is nothing to divide; a launcher such as torchrun starts several")
 
 
 def read_replicas(recipe: AxolotlRecipe) -> None:
     """Set how many replicas of divided weights there are; of divided states there is one, of all ranks."""
     group, option = max(recipe["dp_shard_size"], recipe.sharding.group), "dp_replicate_size"
-    replicas: int = recipe[option]
+    replicas = max(1, int(recipe[option]))
     if replicas == 1 and group > 1 and recipe.ranks % group == 0:
         replicas, option = recipe.ranks // group, "dp_shard_size"
     if replicas == 1 or recipe.serving:
         return
-    workers = recipe.get("vllm.tensor_parallel_size", 1) if recipe["trl.vllm_mode"] == "colocate" else 1
+    workers = recipe.engine_gpus if recipe["trl.vllm_mode"] == "colocate" else 1
     if recipe.sharding.shard == "states":
         recipe.note(option, "states are divided among all ranks, of which each then keeps less")
     elif recipe.ranks // replicas % workers:

@@ -113,6 +113,11 @@ class AxolotlRecipe(Reader):
         return max(1, int(self.get("trl.generation_batch_size", self.completions)) // max(1, self.completions))
 
     @property
+    def engine_gpus(self) -> int:
+        """GPUs of one engine, at least 1; that the file says no less is checked with the engine's options."""
+        return max(1, int(self.get("vllm.tensor_parallel_size", 1)))
+
+    @property
     def asynchronous(self) -> bool:
         """True if Axolotl would train with its asynchronous trainer, which has defaults of its own."""
         return bool(self["trl.use_data_producer"] or self["trl.async_prefetch"])
@@ -129,14 +134,15 @@ class AxolotlRecipe(Reader):
         """
         count: float = self[option] or 0
         if often := self.get(by_epoch, 0):
-            if often < 0:
+            if not 0 <= often < math.inf:
                 self.wrong(by_epoch, f"expected how often in an epoch, got {often:g}")
             if option in self:
                 self.wrong(by_epoch, f"Axolotl takes it or {option}, not both; leave one of them out")
             times: float = often * self["num_epochs"]
             return math.ceil(steps / max(1.0, times))
-        if count < 0 or (count > 1 and count != int(count)):
+        if count < 0 or (count > 1 and not float(count).is_integer()):
             self.wrong(option, f"expected a number of steps, or a share of all below 1, got {count:g}")
+            return 0
         return math.ceil(count * steps) if 0 < count < 1 else self.per_step(count)
 
 

@@ -64,9 +64,9 @@ def make(recipe: AxolotlRecipe, environ: Mapping[str, str]) -> None:
     _again(recipe)
     _engine(recipe)
     read_replicas(recipe)
+    _data(recipe)
     steps = _steps(recipe, groups)
     _optimizer(recipe, steps)
-    _data(recipe)
     _saved(recipe, steps)
     _shown(recipe, steps)
     _loggers(recipe)
@@ -114,7 +114,7 @@ def _model(recipe: AxolotlRecipe) -> None:
     if recipe["tokenizer_config"] not in (None, model):
         recipe.wrong("tokenizer_config", f"the tokenizer is the model's own, {model}; leave it out")
     _template(recipe)
-    own = {key: text for key, text in recipe["special_tokens"].items() if key != "pad_token"}
+    own = {key: text for key, text in recipe["special_tokens"].items() if key != "pad_token" and text is not None}
     if own:
         _check_tokens(recipe, own)
     _adapter(recipe)
@@ -169,6 +169,8 @@ def _adapter(recipe: AxolotlRecipe) -> None:
     modules = recipe["lora_target_modules"]
     if recipe["lora_target_linear"] or modules == "all-linear":
         recipe.put("trainable.target_modules", "all-linear", "lora_target_linear", "lora_target_modules")
+        if modules and modules != "all-linear":
+            recipe.nothing("lora_target_modules", "lora_target_linear adapts every linear layer")
     elif isinstance(modules, list) and modules:
         recipe.copy("lora_target_modules", "trainable.target_modules")
     elif modules:
@@ -229,6 +231,9 @@ def _steps(recipe: AxolotlRecipe, groups: int) -> int:
     if recipe["max_steps"] > 0:
         steps = recipe.per_step(recipe["max_steps"])
         recipe.put("steps", steps, "max_steps")
+    elif not 0 < recipe["num_epochs"] < math.inf:
+        recipe.wrong("num_epochs", f"expected a number above 0, got {recipe['num_epochs']:g}")
+        return 1
     elif recipe.serving or not recipe["datasets"] or recipe.problems:
         recipe.put("steps", steps := 1, "num_epochs")  # an engine alone takes none, and mistakes are told first
     else:
@@ -256,7 +261,7 @@ def _optimizer(recipe: AxolotlRecipe, steps: int) -> None:
     recipe.put("optimizer.kind", "adamw_cpu" if recipe.sharding.offload_optimizer else kind, "optimizer")
     if name == "adafactor":
         recipe.note("optimizer", "the rate is relative here: a tensor moves by it times its root mean square")
-    if "learning_rate" not in recipe:
+    if "learning_rate" not in recipe.places:
         recipe.problems.add(recipe.file.where, "missing 'learning_rate'")
     if scheduler not in SCHEDULES:
         recipe.wrong("lr_scheduler", f"there is no {scheduler} here; choose from {', '.join(SCHEDULES)}")
@@ -273,7 +278,12 @@ def _warmup(recipe: AxolotlRecipe, steps: int) -> int:
     if recipe["warmup_steps"] and recipe.get("warmup_ratio"):
         recipe.wrong("warmup_ratio", "Axolotl takes it or warmup_steps, not both; leave one of them out")
     if (updates := recipe["warmup_steps"]) is not None:
+        if updates < 0:
+            recipe.wrong("warmup_steps", "it must be at least 0")
         return recipe.per_step(2 if updates == 1 else updates)  # Axolotl, whose first rate is 0, makes one step two
+    if not 0 <= recipe["warmup_ratio"] <= 1:
+        recipe.wrong("warmup_ratio", f"expected a share of all steps, 0 to 1, got {recipe['warmup_ratio']:g}")
+        return 0
     warmup: int = math.ceil(recipe["warmup_ratio"] * steps)
     if "warmup_ratio" not in recipe:
         recipe.note("warmup_steps", f"{warmup}, Axolotl's default: three steps in a hundred")
@@ -547,12 +557,12 @@ def _colocated(recipe: AxolotlRecipe) -> None:
     recipe.copy("trl.vllm_gpu_memory_utilization", "engine.gpu_memory_utilization")
     recipe.copy("trl.vllm_enable_prefix_caching", "engine.enable_prefix_caching")
     parts = recipe.ranks if recipe.sharding.shard == "weights" else 1
-    workers, engines = (recipe.get(f"vllm.{option}", 1) for option in ("tensor_parallel_size", "data_parallel_size"))
+    workers = recipe.engine_gpus
     group = max(recipe["dp_shard_size"], recipe.sharding.group)
     if parts > 1 and group > 1 and "vllm.tensor_parallel_size" not in recipe:
         workers = group
         recipe.put("engine.tensor_parallel_size", workers, "dp_shard_size")
-    shared = parts % workers == 0 and engines == 1
+    shared = parts % workers == 0 and recipe["vllm.data_parallel_size"] == 1
     recipe.put("sync.kind", "shared" if shared else "broadcast", "trl.vllm_mode")
     if recipe["trl.vllm_enable_sleep_mode"] and not shared:
         recipe.put("engine.sleep", 2, "trl.vllm_enable_sleep_mode")
@@ -567,7 +577,7 @@ def _started(recipe: AxolotlRecipe, share: float) -> None:
     recipe.put("engine.gpu_memory_utilization", share, "vllm.gpu_memory_utilization")
     for option in _STARTED:
         recipe.copy(f"vllm.{option}", f"engine.{option}")
-    if recipe["vllm.data_parallel_size"] > 1:
+    if recipe["vllm.data_parallel_size"] != 1:
         recipe.copy("vllm.data_parallel_size", "engine.replicas")
 
 
@@ -592,12 +602,19 @@ def _every(recipe: AxolotlRecipe) -> int:
 
 def _ahead(recipe: AxolotlRecipe) -> int:
     """Steps by which generation is ahead of training."""
-    option, completions = "trl.generation_batch_size", recipe.completions
     depth = recipe["trl.prefetch_depth"] if recipe["trl.async_prefetch"] else 0
     if depth < 1 and recipe["trl.async_prefetch"]:
         recipe.wrong("trl.prefetch_depth", "it must be at least 1")
-    batch, micro, size = recipe.get(option, completions), recipe["micro_batch_size"], recipe["trl.num_generations"]
-    if batch < 1 or batch % size or batch % micro:
+    if "trl.generation_batch_size" in recipe:
+        _check_generated(recipe, "trl.generation_batch_size")
+    return max(0, int(depth)) + recipe.generated - 1
+
+
+def _check_generated(recipe: AxolotlRecipe, option: str) -> None:
+    """How many completions are sampled together: of whole groups, passes and steps."""
+    batch, completions = recipe[option], recipe.completions
+    micro, size = recipe["micro_batch_size"], recipe["trl.num_generations"]
+    if min(batch, micro, size) < 1 or batch % size or batch % micro:
         why = f"{batch} is no multiple of both num_generations {size} and micro_batch_size {micro}"
         recipe.wrong(option, why)
     elif batch > completions and batch % completions:
@@ -610,13 +627,16 @@ def _ahead(recipe: AxolotlRecipe) -> int:
         )
     elif batch < completions:
         recipe.nothing(option, "all of a step is sampled by the same weights anyway")
-    return max(0, int(depth)) + recipe.generated - 1
 
 
 def _data(recipe: AxolotlRecipe) -> None:
     """The environment."""
     if not recipe["datasets"]:
         recipe.problems.add(recipe.file.where, "missing 'datasets': a list of mappings with path and type")
+    if (held := recipe["val_set_size"] or 0) < 0:
+        recipe.wrong("val_set_size", f"expected a share of the rows below 1, or how many of them, got {held:g}")
+    elif held and recipe["test_datasets"]:
+        recipe.wrong("val_set_size", "Axolotl takes it or test_datasets, not both; leave one of them out")
     recipe.put("env.kind", ENV, "datasets")
     recipe.put("env.cfg", recipe.plain, "datasets")
     if recipe["trl.rollout_func"]:
