@@ -128,6 +128,13 @@ def test_show_refuses_what_a_run_would(run: Run, words: tuple[str, ...], message
         assert message in err
 
 
+def test_a_system_message_that_cannot_be_read(run: Run) -> None:
+    Path("latin.txt").write_bytes(b"caf\xe9")
+    code, _, err = run("rlhf", *SWIFT.split(), "--system", "latin.txt", "--show")
+    assert code == 2
+    assert "--system: latin.txt cannot be read: 'utf-8' codec can't decode" in err
+
+
 def test_a_misspelt_argument_is_corrected(run: Run) -> None:
     code, _, err = run("rlhf", *SWIFT.split(), "--num_generation", "4")
     assert code == 2

@@ -91,7 +91,7 @@ def deploy(words: Mapping[str, Sequence[str]]) -> Translation:
         "port": args["port"],
         "gpu_memory_utilization": 0.9,
         **started(args),
-        **({"replicas": replicas} if replicas > 1 else {}),
+        **({"replicas": replicas} if replicas != 1 else {}),
         **({"api_key_variable": KEY_VARIABLE} if args["api_key"] else {}),
     }
     options: dict[str, Json] = {
@@ -103,7 +103,7 @@ def deploy(words: Mapping[str, Sequence[str]]) -> Translation:
         "sync": {"kind": "broadcast"},
         "dtype": args["torch_dtype"],
         "seed": args["seed"],
-        **({"context": args["max_length"]} if args["max_length"] else {}),
+        **({"context": args["max_length"]} if args["max_length"] is not None else {}),
     }
     environ = {KEY_VARIABLE: args["api_key"]} if args["api_key"] else {}
     return Translation(options=options, notes=tuple(args.notes), environ=environ)

@@ -153,9 +153,10 @@ _LEARNING: tuple[ForeignOption, ...] = (
 _DATA: tuple[ForeignOption, ...] = (
     becomes("dataset", "texts", "env, or with several envs: files or names on the hub; path#N takes the first N rows"),
     becomes("val_dataset", "texts", "env.test_path"),
-    becomes("split_dataset_ratio", "number", "env.test_share", 0.0),
+    becomes("split_dataset_ratio", "number", "env.test_share", 0.0, where="evaluation strategy"),
     becomes("system", "text", "env.system: a text, or a .txt file of it"),
-    becomes("eval_steps", "number", "evaluate.every; below 1 a share of steps", where="evaluation"),
+    becomes("eval_steps", "number", "evaluate.every; below 1 a share of steps; default: save_steps",
+        where="evaluation by steps"),
     becomes("num_generations_eval", "whole", "evaluate.samples; default: num_generations", where="evaluation"),
     becomes("reward_funcs", "texts", "rewards: accuracy, format, cosine, repetition, soft_overlong, or of "
         "external_plugins", []),
@@ -239,8 +240,8 @@ _SAMPLING: tuple[ForeignOption, ...] = (
 _RUN: tuple[ForeignOption, ...] = (
     becomes("output_dir", "text", "runs, the folder of the run's folder; default: output/ and the model's name"),
     becomes("add_version", "truth", "name: false makes output_dir the run's folder itself", True),
-    becomes("save_steps", "number", "checkpoint.every; below 1 a share of steps", 500),
-    becomes("save_total_limit", "whole", "checkpoint.keep; default: all"),
+    becomes("save_steps", "number", "checkpoint.every; below 1 a share of steps", 500, where="saved by steps"),
+    becomes("save_total_limit", "whole", "checkpoint.keep; default: all", where="saved"),
     becomes("save_strategy", "text", "checkpoint.every: epoch saves after each, no the last step alone", "steps"),
     becomes("log_completions", "truth", "loggers: completions.jsonl in the run's folder", True),
     becomes("report_to", "texts", "loggers: tensorboard, wandb or trackio", []),
@@ -248,7 +249,11 @@ _RUN: tuple[ForeignOption, ...] = (
     idle("wandb_log_unique_prompts", "truth", "every rollout is in the run's folder"),
     refused("resume_from_checkpoint", "text", _RESUME),
     refused("push_to_hub", "truth", "tandem export makes a folder to upload", False),
-    becomes("eval_strategy", "text", "evaluate.every: steps by eval_steps, epoch after each; no: none", "steps"),
+    becomes(
+        "eval_strategy",
+        "text",
+        "evaluate.every: steps by eval_steps, epoch after each; no: none; default: save_strategy",
+    ),
     *(idle(f"swanlab_{name}", "text", _SWANLAB) for name in ("project", "workspace", "exp_name", "mode")),
     refused("load_best_model_at_end", "truth", "every checkpoint is kept: tandem export RUN DEST --step N", False),
     idle("logging_steps", "number", "every step is written down"),

@@ -77,17 +77,18 @@ def _system(args: Reader) -> str:
     text = str(args["system"] or "")
     if not text.endswith(".txt"):
         return text.replace("\\n", "\n")
-    if not Path(text).is_file():
-        args.wrong("system", f"there is no file {text}")
+    try:
+        return Path(text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        args.wrong("system", f"{text} cannot be read: {error}")
         return ""
-    return Path(text).read_text(encoding="utf-8")
 
 
 def _dataset(args: Reader, name: str, validation: list[str]) -> dict[str, Json]:
     """Options of one data set's environment."""
     path, _, count = name.partition("#")
-    if count and not count.isdecimal():
-        args.wrong("dataset", f"{name}: what follows # is a number of rows")
+    if count and not (count.isdecimal() and int(count)):
+        args.wrong("dataset", f"{name}: what follows # is a number of rows, at least 1")
         count = ""
     hub = re.fullmatch(r"(?:(HF|MS)::)?([\w.-]+/[\w.-]+)(?::([\w.-]+))?", path)
     env: dict[str, Json] = {"kind": ROWS, "path": path}
@@ -95,9 +96,10 @@ def _dataset(args: Reader, name: str, validation: list[str]) -> dict[str, Json]:
         if hub[1] == "MS":
             args.wrong("dataset", f"{name}: only the Hugging Face hub is read; download it and name the file")
         env |= {"path": hub[2], **({"subset": hub[3]} if hub[3] else {})}
-    env |= {"max_rows": int(count)} if count and int(count) else {}
+    env |= {"max_rows": int(count)} if count else {}
     env |= {"columns": args["columns"]} if args["columns"] else {}
-    env |= {"test_path": validation[0]} if validation else {"test_share": args["split_dataset_ratio"]}
+    share = 0.0 if evaluation_strategy(args) == "no" else args["split_dataset_ratio"]
+    env |= {"test_path": validation[0]} if validation else {"test_share": share}
     env |= {"gold_reply": TAGGED} if "format" in args["reward_funcs"] else {}
     return env | (_turns(args) if args["multi_turn_scheduler"] else {})
 
@@ -287,9 +289,8 @@ def per_step(args: Reader, updates: float) -> int:
     return max(1, math.ceil(updates / int(args["num_iterations"])))
 
 
-def _every(args: Reader, name: str, steps: int) -> int:
+def _every(args: Reader, name: str, strategy: str, steps: int) -> int:
     """Steps from one time to the next of what an argument asks for: so many updates, or below 1 a share of the run."""
-    strategy = args[f"{name.removesuffix('_steps')}_strategy"]
     if strategy == "epoch":
         return max(1, math.ceil(steps / max(1.0, float(args["num_train_epochs"]))))
     interval = float(args[name])
@@ -318,7 +319,10 @@ def optimizer(args: Reader, steps: int, *, offloaded: bool) -> Json:
     for name, value in (args["lr_scheduler_kwargs"] or {}).items():
         if name not in ("min_lr", "min_lr_rate") or schedule == "constant":
             args.wrong("lr_scheduler_kwargs", f"{name} is unknown to {args['lr_scheduler_type']}")
-        options["min_lr_ratio"] = value / rate if name == "min_lr" else value
+        elif isinstance(value, bool) or not isinstance(value, int | float):
+            args.wrong("lr_scheduler_kwargs", f"{name} is a number, not {value!r}")
+        elif args.positive("learning_rate"):
+            options["min_lr_ratio"] = value / rate if name == "min_lr" else value
     options |= {"max_grad_norm": args["max_grad_norm"], "weight_decay": args["weight_decay"]}
     if kind == "adafactor":
         for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
@@ -337,6 +341,9 @@ def _warmup(args: Reader, steps: int) -> int:
                 args.note(name, f"{why} (constant_with_warmup has)")
         return 0
     updates, share = int(args["warmup_steps"]), float(args["warmup_ratio"])
+    if not 0 <= share <= 1:
+        args.wrong("warmup_ratio", f"it is a share of all steps, 0 to 1, not {share:g}")
+        return 0
     return math.ceil(updates / int(args["num_iterations"])) or math.ceil(share * steps)
 
 
@@ -354,13 +361,35 @@ def trained(args: Reader, mode: str) -> dict[str, Json]:
     }
 
 
+def evaluation_strategy(args: Reader) -> str:
+    """steps, epoch or no: when held-out rows are looked at; where it is left out, when checkpoints are saved."""
+    return str(args["eval_strategy"] or args["save_strategy"])
+
+
+def interval_places(args: Reader) -> dict[str, str]:
+    """Why arguments on when a run saves and evaluates change nothing, by place; empty where they count."""
+    saves, evaluates = args["save_strategy"], evaluation_strategy(args)
+    with_saves = f"with --save_strategy {saves}"
+    with_evaluates = f"with --eval_strategy {evaluates}" if args["eval_strategy"] else with_saves
+    held_out = bool(args["split_dataset_ratio"] or args["val_dataset"])
+    unheld = "" if held_out else "without --val_dataset or --split_dataset_ratio"
+    never = with_evaluates if evaluates == "no" else ""
+    for_both = held_out and evaluates == "steps" and "eval_steps" not in args
+    return {
+        "evaluation strategy": never,
+        "evaluation": unheld or never,
+        "evaluation by steps": unheld or (with_evaluates if evaluates != "steps" else ""),
+        "saved": with_saves if saves == "no" else "",
+        "saved by steps": "" if saves == "steps" or for_both else with_saves,
+    }
+
+
 def evaluated(args: Reader, steps: int) -> Json:
     """``evaluate`` of a run of so many steps: nothing without held-out rows."""
-    strategy = args.only("eval_strategy", {"steps": "steps", "epoch": "epoch", "no": "no"})
+    strategy = evaluation_strategy(args)
     if strategy == "no" or not (args["split_dataset_ratio"] or args["val_dataset"]):
         return {"tasks": 0}
-    by_steps = "eval_steps" if "eval_steps" in args or strategy == "epoch" else "save_steps"
-    every = _every(args, by_steps, steps)
+    every = _every(args, "eval_steps" if "eval_steps" in args else "save_steps", strategy, steps)
     samples = args["num_generations_eval"] or args["num_generations"]
     greedy = {"temperature": args["temperature"], "top_p": args["top_p"]}
     return {"every": every, "samples": samples, **greedy, "before": False}
@@ -368,9 +397,10 @@ def evaluated(args: Reader, steps: int) -> Json:
 
 def checkpoint(args: Reader, steps: int) -> Json:
     """``checkpoint`` of a run of so many steps."""
-    if args.only("save_strategy", {"steps": "steps", "epoch": "epoch", "no": "no"}) == "no":
+    strategy = args["save_strategy"]
+    if strategy == "no":
         return {"every": steps, "keep": 1}
-    every = min(steps, _every(args, "save_steps", steps))
+    every = min(steps, _every(args, "save_steps", strategy, steps))
     return {"every": every, "keep": args["save_total_limit"] or math.ceil(steps / every)}
 
 

@@ -22,6 +22,7 @@ from tandem.compat.swift.parts import (
     engine,
     evaluated,
     folder,
+    interval_places,
     loggers,
     optimizer,
     per_step,
@@ -78,7 +79,7 @@ class SwiftRecipe:
             **({"rewards": rewards(args)} if "env" in data else {}),
             "groups_per_step": self._completions // args["num_generations"],
             "group_size": args["num_generations"],
-            **({"max_lag": lag} if (lag := self._rounds - 1 + bool(args["async_generate"])) else {}),
+            **({"max_lag": self._lag} if self._lag else {}),
             "sampling": self._sampling(),
             **({} if thinks is None else {"chat_template_kwargs": {"enable_thinking": thinks}}),
             **({"truncated": "mask"} if args["overlong_filter"] else {}),
@@ -209,6 +210,11 @@ class SwiftRecipe:
             size = args["steps_per_generation"] * args["per_device_train_batch_size"] * self._batches
         return max(1, (size or self._completions) // max(1, self._completions))
 
+    @property
+    def _lag(self) -> int:
+        """Steps by which generation may be ahead of training."""
+        return self._rounds - 1 + (self.mode != "none" and bool(self.args["async_generate"]))
+
     @cached_property
     def _regex(self) -> str:
         """What the engine's grammar holds answers to; empty: nothing."""
@@ -232,7 +238,6 @@ class SwiftRecipe:
         one = "where rollout_importance_sampling_mode makes every ratio 1"
         clipless = f"with --loss_type {loss}, which does not clip"
         names = args["reward_funcs"]
-        evaluates = bool(args["split_dataset_ratio"] or args["val_dataset"])
         reference = "" if args["beta"] else "with --beta 0, which has no reference"
         return {
             "vllm": away["none"] if mode == "none" else "",
@@ -253,10 +258,10 @@ class SwiftRecipe:
             "reference": reference,
             "average": reference or ("" if args["sync_ref_model"] else "without --sync_ref_model true"),
             "lora": "" if self._lora else f"with --train_type {args['train_type']}, which trains no adapter",
-            "evaluation": "" if evaluates else "without --val_dataset or --split_dataset_ratio",
             "reward model": "" if args["reward_model"] else "without --reward_model",
             "scheduler": "" if args["multi_turn_scheduler"] else "without --multi_turn_scheduler",
             "dynamic_sample": "" if args["dynamic_sample"] else "without --dynamic_sample true",
+            **interval_places(args),
             **{
                 name: "" if name in names else f"without {name} among --reward_funcs"
                 for name in ("cosine", "repetition", "soft_overlong")
@@ -270,12 +275,8 @@ class SwiftRecipe:
             args.wrong("model", "it is missing: a Hugging Face id or a folder")
         if args["rlhf_type"] != "grpo":
             args.wrong("rlhf_type", f"Tandem trains by grpo, not {args['rlhf_type']}")
-        if args["vllm_mode"] not in (None, "colocate", "server"):
-            args.wrong("vllm_mode", f"there is no {args['vllm_mode']!r}; choose from colocate, server")
-        for name in ("train_type", "torch_dtype", "optim", "lr_scheduler_type", "rollout_importance_sampling_mode"):
-            args.only(name, _CHOICES[name])
-        args.only("loss_type", {**_REDUCTIONS, "cispo": "", "sapo": ""})
-        args.only("importance_sampling_level", {"token": 1, "sequence": 1, "sequence_token": 1})
+        for name, choices in _CHOICES.items():
+            args.only(name, choices)
         strategies = {"delete": "left out", "left": "cut", "right": "cut", "raise": ""}
         if happens := args.only("truncation_strategy", strategies):
             args.note("truncation_strategy", f"a prompt without room is an error here, not {happens}")
@@ -302,7 +303,7 @@ class SwiftRecipe:
         names = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "num_iterations",
                  "max_completion_length", "num_train_epochs", "save_steps", "save_total_limit", "max_length",
                  "generation_batch_size", "steps_per_generation", "eval_steps", "ref_model_sync_steps",
-                 "mini_batch_size", "num_infer_workers", "max_turns")  # fmt: skip
+                 "mini_batch_size", "num_infer_workers", "max_turns", "vllm_tensor_parallel_size")  # fmt: skip
         if not args.positive(*names):
             return
         if "generation_batch_size" in args and "steps_per_generation" in args:
@@ -419,9 +420,14 @@ class SwiftRecipe:
 
 
 _CHOICES: dict[str, Mapping[Any, Any]] = {
-    "train_type": {"lora": "lora", "full": "full"},
-    "torch_dtype": {"bfloat16": "bfloat16", "float32": "float32"},
+    "vllm_mode": dict.fromkeys((None, "colocate", "server")),
+    "train_type": dict.fromkeys(("lora", "full")),
+    "torch_dtype": dict.fromkeys(("bfloat16", "float32")),
     "optim": OPTIMIZERS,
     "lr_scheduler_type": SCHEDULES,
+    "loss_type": dict.fromkeys((*_REDUCTIONS, "cispo", "sapo")),
+    "importance_sampling_level": dict.fromkeys(("token", "sequence", "sequence_token")),
     "rollout_importance_sampling_mode": _CORRECTIONS,
+    "save_strategy": dict.fromkeys(("steps", "epoch", "no")),
+    "eval_strategy": dict.fromkeys((None, "steps", "epoch", "no")),
 }
