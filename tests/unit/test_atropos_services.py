@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import socket
 import subprocess
 import sys
 import threading
@@ -92,6 +94,35 @@ def test_what_is_no_engine_is_left_to_whoever_starts_one() -> None:
         assert running_engine(flags(port), {}) is None
     with listening(401, {}) as port:  # which the trainer then says
         assert running_engine(flags(port), {}) == RunningEngine(url=f"http://localhost:{port}")
+
+
+def test_what_does_not_speak_http_is_no_server() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def greet() -> None:
+            for _ in range(2):
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(1 << 12)
+                    connection.sendall(b"SSH-2.0-OpenSSH\r\n")
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        assert running_engine(flags(port), {}) is None
+        with pytest.raises(BrokerError, match="nobody answers"):
+            require_broker(f"http://127.0.0.1:{port}", 0.0)
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "http://", "http://[::1", "http://localhost:80x", "http://h:99999", ""]
+)
+def test_what_is_no_address_is_not_waited_for(url: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--atropos-url: {re.escape(url)} is no address"):
+        require_broker(url)
+    with pytest.raises(ConfigError, match=rf"--openai.base_url: {re.escape(url)} is no address"):
+        served_model(url)
 
 
 def test_engines_that_are_named_are_not_looked_for() -> None:

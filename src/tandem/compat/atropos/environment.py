@@ -87,14 +87,17 @@ def from_file(path: Path) -> dict[str, Json]:
         raise ConfigError(f"--config {path} cannot be read: {error}") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"--config {path} is not a mapping of env, openai, slurm and testing")
-    env, servers = (settings.pop(section, None) or {} for section in ("env", "openai"))
+    own, servers = (settings.pop(section, None) or {} for section in ("env", "openai"))
     servers = servers if isinstance(servers, list) else [servers]
-    if not all(isinstance(part, dict) for part in (env, *servers)):
-        raise ConfigError(f"--config {path}: env must be a mapping of options, and openai one or a list of such")
-    urls = [server["base_url"] for server in servers if server.get("base_url")]
-    values = {f"env.{key}": value for key, value in env.items()}
-    values |= {f"openai.{key}": value for key, value in (servers[0] if servers else {}).items() if key != "weight"}
+    if not all(isinstance(options, dict) for options in (own, *servers)):
+        raise ConfigError(f"--config {path}: env and openai are mappings of options, or openai a list of such")
+    urls = [str(server["base_url"]) for server in servers if server.get("base_url")]
+    values = {f"env.{key}": value for key, value in own.items()}
+    values |= {f"openai.{key}": value for key, value in servers[0].items() if key != "weight"}
     values |= settings | ({"openai.base_url": ",".join(urls)} if urls else {})
-    if unknown := [key for key in values if key not in ENVIRONMENT]:
+    if unknown := [str(key) for key in values if key not in ENVIRONMENT]:
         raise ConfigError(f"--config {path}: there is no {', '.join(unknown)} (tandem env --help lists what there is)")
+    for key in sorted({key for server in servers for key in server} - {"base_url", "weight"}):
+        if any(server.get(key) != servers[0].get(key) for server in servers):
+            raise ConfigError(f"--config {path}: openai: servers differ in {key}; of all of them it must be one")
     return {name: [str(value)] for name, value in values.items() if value is not None}

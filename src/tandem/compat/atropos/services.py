@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import logging
 import time
@@ -107,7 +108,7 @@ def _is_engine(url: str) -> bool:
 
 
 def get_json(url: str, key: str = "") -> tuple[int, Any]:
-    """Status and JSON of a GET; status 0 where no server responds, None where the response is not JSON."""
+    """Status and JSON of a GET; status 0 where no server responds by HTTP, None where the response is not JSON."""
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
         with urllib.request.urlopen(request, timeout=LOOK_SECONDS) as answer:
@@ -116,16 +117,33 @@ def get_json(url: str, key: str = "") -> tuple[int, Any]:
         return error.code, None
     except ValueError:
         return 200, None
-    except OSError:
+    except (OSError, http.client.HTTPException):
         return 0, None
+
+
+def _require_address(url: str, flag: str) -> None:
+    """Refuse what no server can be at, which would be waited for.
+
+    Raises:
+        ConfigError: with the flag that says it.
+    """
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port that is no number, or brackets
+        is_address = False
+    if not is_address:
+        raise ConfigError(f"--{flag}: {url} is no address; write it as http://HOST:PORT")
 
 
 def served_model(url: str, key: str = "", seconds: float = ENGINE_SECONDS) -> str:
     """Name under which an engine serves its model, also its tokenizer's place; waits for an engine that is starting.
 
     Raises:
+        ConfigError: it is no address.
         EngineError: no server responds, or it does not name its model.
     """
+    _require_address(url, "openai.base_url")
     root, deadline, waits = url.rstrip("/").removesuffix("/v1"), time.monotonic() + seconds, False
     while True:
         status, info = get_json(f"{root}/bridge/info", key)
@@ -149,8 +167,10 @@ def require_broker(url: str, seconds: float = BROKER_SECONDS) -> None:
     """Wait for a broker that is about to start, before the model and the engine are loaded for nothing.
 
     Raises:
+        ConfigError: it is no address.
         BrokerError: no server responds.
     """
+    _require_address(url, "atropos-url")
     deadline = time.monotonic() + seconds
     while not get_json(url)[0]:
         if time.monotonic() >= deadline:
