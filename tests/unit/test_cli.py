@@ -506,6 +506,7 @@ def test_a_new_environment_overwrites_nothing(run: Run) -> None:
         (["env", "class"], "'class' cannot be a module's name"),
         (["env", "gsm8k"], "there is an environment 'gsm8k' already"),
         (["env", "a/b"], "'a/b' cannot be a module's name"),
+        (["env", "random"], "Python has a module 'random' already"),
     ],
 )
 def test_a_new_environment_needs_a_good_name(run: Run, arguments: list[str], message: str) -> None:
@@ -870,7 +871,7 @@ def test_export_copies_the_newest_or_the_named_checkpoint(run: Run) -> None:
     assert sorted(path.name for path in Path("out").iterdir()) == ["new", "old"]
 
 
-def test_export_refuses_what_it_cannot_do(run: Run) -> None:
+def test_export_refuses_what_it_cannot_do(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(Path("runs/a"), steps=(5,))
     Path("there").mkdir()
     Path("there/file").write_text("precious")
@@ -879,6 +880,10 @@ def test_export_refuses_what_it_cannot_do(run: Run) -> None:
         8, "", "tandem: runs/a has no checkpoint of step 6; it has: 5\n"
     )  # fmt: skip
     assert "is a whole model already; leave out --merge" in run("export", "runs/a", "out", "--merge")[2]
+    Path("here").mkdir()
+    monkeypatch.chdir("here")
+    assert run("export", "../runs/a", ".")[:2] == (2, "")
+    monkeypatch.chdir("..")
     assert not Path("out").exists()
 
 

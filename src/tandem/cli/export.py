@@ -20,6 +20,8 @@ def export(run: Path, destination: Path, step: int | None, merge: bool) -> str:
     config = load(recipe_of(run)).config
     weights = weights_of(run, config, step)
     is_adapter = (weights / "adapter_config.json").is_file()
+    if not destination.name:
+        raise ConfigError(f"{destination} is no folder that can be made; name one that is not there")
     if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
         raise ConfigError(f"{destination} is already there and is left as it is; name a folder that is not")
     if merge and not is_adapter:
