@@ -344,6 +344,10 @@ def test_clean_removes_old_checkpoints_of_finished_runs_when_told_so(run: Run) -
     assert left("a") == ["000015"]
     assert left("b") == ["000005", "000010", "000015"]
     assert run("clean", "runs/a")[1].endswith(" would be freed\n")
+    Path("runs/a/checkpoints/.000005.tmp").mkdir()  # as a removal leaves it that was killed
+    Path("runs/a/checkpoints/.000005.tmp/optimizer.safetensors").write_bytes(bytes(500_000))
+    assert "runs/a: 500 kB, halves of checkpoints" in run("clean", "runs/a", "--yes")[1]
+    assert left("a") == ["000015"]
     Path("empty").mkdir()
     code, _, err = run("clean", "empty")
     assert code == 2

@@ -30,17 +30,21 @@ def clean(folder: Path, *, yes: bool) -> Iterator[str]:
     freed = 0
     for run in runs:
         old = list(digests.steps_in(run / "checkpoints").values())[:-1]
-        if not old:
+        half = list((run / "checkpoints").glob(".*.tmp"))
+        if not old and not half:
             continue
         if not _finished(run):
             yield f"{run}: kept, it is not finished (tandem show {run})"
             continue
-        size = sum(path.stat().st_size for checkpoint in old for path in checkpoint.rglob("*") if path.is_file())
+        size = sum(
+            path.stat().st_size for checkpoint in (*old, *half) for path in checkpoint.rglob("*") if path.is_file()
+        )
         freed += size
         steps = ", ".join(str(int(checkpoint.name)) for checkpoint in old)
-        yield f"{run}: {machine.readable(size)}, checkpoints of steps {steps}"
+        what = [*([f"checkpoints of steps {steps}"] if old else []), *(["halves of checkpoints"] if half else [])]
+        yield f"{run}: {machine.readable(size)}, {' and '.join(what)}"
         if yes:
-            _remove(run, old)
+            _remove(run, old, half)
     total = f"{machine.readable(freed)} freed" if yes else f"{machine.readable(freed)} would be freed"
     yield total if yes or not freed else f"{total}; to remove them: tandem clean {folder} --yes"
 
@@ -50,9 +54,11 @@ def _finished(run: Path) -> bool:
     return last is not None and last["event"] == "run_done"
 
 
-def _remove(run: Path, checkpoints: list[Path]) -> None:
-    """Each is renamed first, since half of a checkpoint must not bear its name."""
+def _remove(run: Path, checkpoints: list[Path], half: list[Path]) -> None:
+    """Each is renamed first, since half of a checkpoint must not bear its name; a removal that was killed left such."""
     with RunLock() as lock:
         lock.take(run)
+        for leftover in half:
+            shutil.rmtree(leftover)
         for checkpoint in checkpoints:
             shutil.rmtree(checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.tmp")))
