@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import keyword
+import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from tandem.config import registry as resolve
@@ -100,8 +101,9 @@ def new(what: str, name: str, folder: Path) -> str:
     for path in (module, recipe):
         if path.exists():
             raise ConfigError(f"{path} is already there and is left as it is; choose another name, or move it away")
-    if (other := importlib.util.find_spec(name)) is not None and other.origin is not None:
-        raise ConfigError(f"Python has a module {name!r} already ({other.origin}), which would hide it; choose another")
+    other = PathFinder.find_spec(name)
+    if name in sys.builtin_module_names or (other is not None and other.origin is not None):
+        raise ConfigError(f"Python has a module {name!r} already, which would hide it; choose another name")
     title = "".join(word[:1].upper() + word[1:] for word in name.split("_"))
     model = _LOCAL_MODEL if (folder / _LOCAL_MODEL).is_dir() else _HUB_MODEL
     try:
