@@ -214,10 +214,10 @@ class Reader:
 
     def positive(self, *names: str) -> bool:
         """True if numbers are above 0 and finite; others are mistakes."""
-        for name in names:
-            if self[name] is not None and not 0 < self[name] < math.inf:
-                self.wrong(name, f"it must be {'above 0' if self[name] <= 0 else 'finite'}, not {self[name]}")
-        return all(self[name] is None or 0 < self[name] < math.inf for name in names)
+        others = [name for name in names if self[name] is not None and not 0 < self[name] < math.inf]
+        for name in others:
+            self.wrong(name, f"it must be {'above 0' if self[name] <= 0 else 'finite'}, not {self[name]}")
+        return not others
 
     def read(self, name: str, value: Json) -> None:
         """Take a value of the option's own type; another is a mistake."""

@@ -300,6 +300,8 @@ class TrainerRecipe:
         gpu, longest = flags["vllm-gpu"], flags["max-model-len"]
         if self._way == "shared" and gpu:
             flags.wrong("vllm-gpu", "shared weights are on the trainer's GPU; choose it by CUDA_VISIBLE_DEVICES")
+        if gpu is not None and gpu < 0:
+            flags.wrong("vllm-gpu", f"it must be at least 0, not {gpu}")
         if longest < flags["seq-len"]:
             flags.note("max-model-len", f"answers end at {longest} tokens, below --seq-len {flags['seq-len']}")
         return {
