@@ -8,16 +8,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from tandem.api.blocking import run_to_end
-from tandem.cli.train import ended, translated
+from tandem.cli._translated import loaded, serve, written
+from tandem.cli.train import ended
 from tandem.compat.atropos.checkpoints import lay_out
 from tandem.compat.atropos.rules import read, translate
 from tandem.compat.atropos.server import divided
 from tandem.compat.atropos.server import translate as translate_server
 from tandem.compat.atropos.services import require_broker, running_engine
-from tandem.config.loading import from_options
 
 SOURCE = Path("tandem atropos-grpo")
 """What mistakes in the recipe are said to be in."""
@@ -42,11 +40,8 @@ def atropos(values: Mapping[str, Any], overrides: Sequence[str], *, show: bool, 
     running = None if unified else running_engine(flags, os.environ)
     translation = translate(flags, os.environ, running)
     if show:
-        return translated(translation.options, translation.notes, overrides, SOURCE)
-    for note in translation.notes:
-        typer.echo(f"tandem: {note}", err=True)
-    os.environ.update(translation.environ)
-    config = from_options(translation.options, overrides, SOURCE).config
+        return written(translation, overrides, SOURCE)
+    config = loaded(translation, overrides, SOURCE).config
     if config.broker is not None:
         require_broker(config.broker.url)
     from tandem.trainer import assemble as run  # only now: a mistake in the flags is told before the rest has loaded
@@ -69,19 +64,8 @@ def server(values: Mapping[str, Any], words: Sequence[str], *, show: bool) -> No
         ConfigError: a flag is wrong, or asks for what cannot be had.
         EngineError: the engine did not start, or it died.
     """
-    source = Path("tandem atropos-server")
     rest, overrides = divided(words)
-    translation = translate_server(values, rest, os.environ)
-    if show:
-        typer.echo(translated(translation.options, translation.notes, overrides, source))
-        return
-    for note in translation.notes:
-        typer.echo(f"tandem: {note}", err=True)
-    os.environ.update(translation.environ)
-    config = from_options(translation.options, overrides, source).config
-    from tandem.cli.serve import serve_engine
-
-    serve_engine(config, typer.echo)
+    serve(translate_server(values, rest, os.environ), overrides, Path("tandem atropos-server"), show=show)
 
 
 def benchmark(folder: Path) -> str:

@@ -11,10 +11,9 @@ from pathlib import Path
 import typer
 
 from tandem.api.blocking import run_to_end
-from tandem.cli.train import ended, translated
+from tandem.cli._translated import loaded, serve, written
+from tandem.cli.train import ended
 from tandem.compat import swift
-from tandem.compat.table import Translation
-from tandem.config.loading import from_options
 from tandem.distributed.placement import Placement
 
 
@@ -35,14 +34,13 @@ def rlhf(arguments: Mapping[str, Sequence[str]], overrides: Sequence[str], *, sh
         start_ranks(os.environ)
     translation = swift.rlhf(arguments, os.environ)
     if show:
-        return translated(translation.options, translation.notes, overrides, source)
-    _tell(translation)
-    loaded = from_options(translation.options, overrides, source)
+        return written(translation, overrides, source)
+    recipe = loaded(translation, overrides, source)
     from tandem.trainer import (
         assemble as run,  # only now: a mistake in the arguments is told before the rest has loaded
     )
 
-    folder = run_to_end(run.train(loaded.config, resume=None, set_options=frozenset(loaded.places)))
+    folder = run_to_end(run.train(recipe.config, resume=None, set_options=frozenset(recipe.places)))
     return ended(folder)
 
 
@@ -67,19 +65,4 @@ def deploy(arguments: Mapping[str, Sequence[str]], overrides: Sequence[str], *, 
         ConfigError: an argument is wrong or would change nothing.
         EngineError: the engine did not start, or it died.
     """
-    source = Path("tandem swift deploy")
-    translation = swift.deploy(arguments)
-    if show:
-        typer.echo(translated(translation.options, translation.notes, overrides, source))
-        return
-    _tell(translation)
-    os.environ.update(translation.environ)
-    config = from_options(translation.options, overrides, source).config
-    from tandem.cli.serve import serve_engine
-
-    serve_engine(config, typer.echo)
-
-
-def _tell(translation: Translation) -> None:
-    for note in translation.notes:
-        typer.echo(f"tandem: {note}", err=True)
+    serve(swift.deploy(arguments), overrides, Path("tandem swift deploy"), show=show)

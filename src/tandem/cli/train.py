@@ -10,9 +10,8 @@ import typer
 from tandem import machine
 from tandem.api.blocking import run_to_end
 from tandem.api.targets import recipe_of, resumed
-from tandem.config.loading import from_options, load
-from tandem.config.tree import render
-from tandem.types import Json
+from tandem.cli._translated import with_notes
+from tandem.config.loading import load
 
 
 def train(target: Path, overrides: Sequence[str], *, show: bool, launcher: str | None = None) -> str:
@@ -25,7 +24,8 @@ def train(target: Path, overrides: Sequence[str], *, show: bool, launcher: str |
         launcher: ``ray`` to run the same command line on every rank of a Ray cluster.
     """
     if show:
-        return written(recipe_of(target) if target.is_dir() else target, overrides)
+        loaded = load(recipe_of(target) if target.is_dir() else target, overrides)
+        return with_notes(loaded.options, loaded.notes)
     if target.is_dir():
         config, resume, set_options = resumed(target, overrides), target, frozenset[str]()
     else:
@@ -48,29 +48,3 @@ def train(target: Path, overrides: Sequence[str], *, show: bool, launcher: str |
 def ended(folder: Path) -> str:
     """Message about a finished run: its folder and its report."""
     return f"done: {folder} (tandem show {folder}); report: {folder / 'report.html'}"
-
-
-def written(source: Path, overrides: Sequence[str]) -> str:
-    """A translated file as a recipe in YAML, with notes as comments.
-
-    Raises:
-        ConfigError: as ``load``.
-    """
-    loaded = load(source, overrides)
-    return "".join(f"# {note}\n" for note in loaded.notes) + render(loaded.options).rstrip()
-
-
-def translated(options: Json, notes: Sequence[str], overrides: Sequence[str], source: Path) -> str:
-    """The recipe that a command line of another system comes to, as YAML that ``tandem train`` takes.
-
-    Args:
-        options: the recipe.
-        notes: written as comments.
-        overrides: laid over it.
-        source: what mistakes in them are said to be in.
-
-    Raises:
-        ConfigError: an option or an override is wrong, as for ``load``.
-    """
-    loaded = from_options(options, overrides, source)
-    return "".join(f"# {note}\n" for note in notes) + render(loaded.options).rstrip()
