@@ -87,7 +87,9 @@ def check(
     code = check(recipe, overrides or [], tasks)
     if code and sample:
         typer.echo("no groups are played before that is mended")
-    raise typer.Exit(check_sample(recipe, overrides or [], sample) if sample and not code else code)
+    elif sample:
+        check_sample(recipe, overrides or [], sample)
+    raise typer.Exit(code)
 
 
 @app.command()

@@ -32,7 +32,7 @@ from tandem.errors import ConfigError, RewardError, TandemError
 from tandem.rewards.base import Reward
 from tandem.rewards.grading.calls import FunctionReward
 from tandem.rewards.grading.workers import Graders
-from tandem.rollout.gold import GradedPair, distinct, failures_of
+from tandem.rollout.gold import GradedPair, distinct, failures_of, siblings
 from tandem.trainer import memory_plan as memory
 from tandem.trainer.memory_plan import MemoryPlan
 from tandem.types import Rollout, Task
@@ -122,8 +122,6 @@ class _RecipeCheck:
     @asynccontextmanager
     async def graders(self) -> AsyncIterator[None]:
         """Graders of each environment, whose processes start while the data is read."""
-        from tandem.rewards.grading.workers import Graders
-
         grading = self._config.grading
         log = Path(tempfile.mkdtemp(prefix="tandem-check-")) / "graders.log"
 
@@ -236,8 +234,6 @@ class _RecipeCheck:
         return _of_each({name: await self._gold_of(name, source) for name, source in sources.items()})
 
     async def _gold_of(self, name: str, source: EnvSource) -> str:
-        from tandem.rollout.gold import siblings
-
         graders = await self._opening[name]
         graded = await siblings(source.env, graders, self._tasks[name])
         require_right(name, graders, graded)

@@ -25,8 +25,8 @@ MOST_REASONS = 3
 """Reasons why answers failed that are told."""
 
 
-def check_sample(recipe: Path, overrides: Sequence[str], count: int) -> int:
-    """Play and print; 0, whatever was seen: few groups with signal are a matter of judgement.
+def check_sample(recipe: Path, overrides: Sequence[str], count: int) -> None:
+    """Play and print; few groups with signal are a matter of judgement, and no error.
 
     Raises:
         ConfigError: the recipe has no tasks of its own, or is wrong.
@@ -43,7 +43,6 @@ def check_sample(recipe: Path, overrides: Sequence[str], count: int) -> int:
         typer.echo(line)
     if log.exists() and log.stat().st_size:
         typer.echo(f"  what rewards printed, and their tracebacks: {log}")
-    return 0
 
 
 async def _played(config: RunConfig, count: int, log: Path) -> Forecast:
