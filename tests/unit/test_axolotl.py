@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from compat_cases import axolotl_file, axolotl_files
 
 from tandem.cli import app as cli
 from tandem.compat.axolotl.options import DATASET, GROUPS, TOP, TRL, VLLM
+from tandem.compat.axolotl.rollout import FunctionTokenizer
 from tandem.compat.axolotl.templates import TEMPLATES
 from tandem.config.loading import Loaded, load
 from tandem.errors import ConfigError
@@ -138,6 +141,16 @@ def test_merge_keys_are_merged(read: Read) -> None:
 def test_steps_are_not_counted_by_what_is_not_finite(option: str, number: float, read: Read) -> None:
     with pytest.raises(ConfigError, match=f"{option}: expected .*, got {number}"):
         read({"max_steps": None, option: number})
+
+
+def test_a_rollout_functions_tokenizer_takes_settings_and_is_copied() -> None:
+    own = types.SimpleNamespace(padding_side="right")
+    tokenizer = FunctionTokenizer(own)
+    tokenizer.padding_side = "left"
+    assert own.padding_side == "left"
+    other = copy.deepcopy(tokenizer)
+    other.padding_side = "right"
+    assert (own.padding_side, other.padding_side) == ("left", "right")
 
 
 @pytest.mark.slow

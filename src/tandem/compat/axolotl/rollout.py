@@ -101,14 +101,19 @@ class FunctionTokenizer:
     """The tokenizer; ``processing_class=False`` is ``tokenize=False``, as Axolotl's example writes it."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self.__dict__["_tokenizer"] = tokenizer
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Text as tensors, as the tokenizer makes them."""
         return self._tokenizer(*args, **options)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked for by copy and pickle, to learn what this is
+            raise AttributeError(name)
         return getattr(self._tokenizer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._tokenizer, name, value)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]], **options: Any) -> Any:
         """Messages as text, or as token ids."""
