@@ -45,6 +45,7 @@ def test_rows_in_every_form() -> None:
     assert full["prompt"] == [{"role": "system", "content": "s"}, question, reply, question]
     assert full["solution"] == "x"
     assert row({"prompt": [question]})["gold answer"] == ""
+    assert row({"messages": None, "prompt": "q"})["prompt"] == [question]  # of data that has both columns
     with pytest.raises(ValueError, match="it has images"):
         row({"query": "q", "images": ["a.png"]})
     with pytest.raises(ValueError, match="no messages"):

@@ -70,7 +70,7 @@ def row(columns: dict[str, Json]) -> dict[str, Json]:
 
 def _messages(columns: dict[str, Json]) -> list[dict[str, Any]]:
     """The conversation so far."""
-    prompt = columns.get("messages", columns.get("prompt"))
+    prompt = columns.get("messages") or columns.get("prompt")
     if isinstance(prompt, list):
         return list(prompt)
     question = prompt if isinstance(prompt, str) else next((columns[n] for n in _PROMPTS if columns.get(n)), None)
