@@ -157,8 +157,10 @@ def test_a_file_gives_flags(tmp_path: Path) -> None:
         ("env: {start_tok_length: 8192}", "there is no env.start_tok_length"),
         ("- 1", "is not a mapping"),
         ("a: [", "cannot be read"),
-        ("env: 5", "env must be a mapping"),
-        ("openai: [a]", "openai one or a list"),
+        ("env: gsm8k", "env and openai are mappings"),
+        ("openai: [http://localhost:9001]", "env and openai are mappings"),
+        ("1: 2", "there is no 1 "),
+        ("openai: [{base_url: 1}, {base_url: 2, api_key: x}]", "servers differ in api_key"),
     ],
 )
 def test_a_file_that_gives_none_is_refused(text: str, message: str, tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from tandem.cli import _work_recipe, work
 from tandem.cli import app as cli
 from tandem.cli.env import env
 from tandem.cli.work import mask_truncated
-from tandem.compat.atropos.environment import from_file
 from tandem.config.loading import RunConfig
 from tandem.errors import BrokerError, ConfigError, Deadline, EngineError
 from tandem.observability import waits
@@ -214,21 +213,6 @@ def test_the_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert "--env.group_size" in capsys.readouterr().err
     assert command("env", "arithmetic", "evaluate") == 2
     assert "tandem eval" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("env: gsm8k", "env and openai are mappings"),
-        ("openai: [http://localhost:9001]", "env and openai are mappings"),
-        ("1: 2", "there is no 1 "),
-        ("openai: [{base_url: 1}, {base_url: 2, api_key: x}]", "servers differ in api_key"),
-    ],
-)
-def test_a_file_of_flags_that_cannot_be_read(text: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "flags.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        from_file(tmp_path / "flags.yaml")
 
 
 # How much is played
