@@ -40,6 +40,7 @@ def problems(folder: Path, text: str, *overrides: str) -> list[str]:
         ("lora_r", "trainable.rank"),
         ("sequence_len", "micro_batch_tokens"),
         ("logging_steps", "leave it out: every step is written down"),
+        ("columns", "env: dataset, with prompt and answer"),
     ],
 )
 def test_a_name_from_elsewhere_is_told_what_it_is_here(name: str, here: str, tmp_path: Path) -> None:
