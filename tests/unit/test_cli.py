@@ -743,6 +743,11 @@ def test_check_remembers_what_the_model_told_until_something_changes(
     config.write_text(config.read_text() + "\n")
     assert run(*ask)[0] == 0
     assert len(looked) == 2
+    template = (
+        "{% for message in messages %}{{ message['content'] }}{% endfor %}" + "{# longer than a file's name #}" * 9
+    )
+    assert run(*ask, f"chat_template={template!r}")[0] == 0
+    looked.pop()
     monkeypatch.setattr(
         "tandem.machine.host", lambda: machine.Machine(name="this machine", free=10**8, total=10**9, is_host=True)
     )

@@ -69,7 +69,8 @@ def place(config: RunConfig, tasks: Mapping[str, Sequence[Task]]) -> Path | None
     by_room = config.memory == "fit" or chooses_gradients(config, ranks)
     if not model.is_dir() or by_room or machine.accelerated():
         return None
-    template = Path(config.chat_template) if config.chat_template and "\n" not in config.chat_template else None
+    text = config.chat_template or "{"
+    template = None if "{" in text or "\n" in text else Path(text)  # as load_tokenizer tells a path from a template
     options = {name: value for name, value in as_json(config).items() if name not in _UNREAD}
     prompts = {name: [[(m.role, m.content) for m in task.prompt] for task in some] for name, some in tasks.items()}
     known = (
