@@ -205,7 +205,7 @@ def swift_files(folder: Path) -> None:
     )
     (folder / "system.txt").write_text("Think.\n")
     rows = [{"problem": f"{n}+2=", "solution": str(n + 2)} for n in range(40)]
-    for name, count in {"rows": 40, "d": 40, "e": 7}.items():
+    for name, count in {"rows": 40, "d": 40, "e": 7, "few rows.v2": 4}.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:count]))
 
 

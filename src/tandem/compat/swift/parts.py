@@ -56,10 +56,15 @@ def datasets(args: Reader) -> dict[str, Json]:
         return {}
     return {
         "envs": {
-            f"{Path(env['path']).stem}-{i}": {"env": env, "weight": rows(env), "rewards": own}
+            f"{_word(Path(env['path']).stem)}-{i}": {"env": env, "weight": rows(env), "rewards": own}
             for i, env in enumerate(envs, 1)
         }
     }
+
+
+def _word(name: str) -> str:
+    """A file's name as environments may be called."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "_", name)
 
 
 def rows(env: Mapping[str, Json]) -> int:
