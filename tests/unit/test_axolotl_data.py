@@ -13,6 +13,7 @@ import pytest
 
 from tandem.compat.axolotl.datasets import AxolotlDatasets, TransformOptions
 from tandem.compat.axolotl.options import DATASET
+from tandem.compat.axolotl.rollout import RolloutFunction
 from tandem.envs.data import rows as data_rows
 from tandem.errors import ConfigError, EnvError
 from tandem.types import TEXT, Message
@@ -204,6 +205,29 @@ def test_a_broken_transform_is_named(how: str, write: Write) -> None:
     text, message = BROKEN[how]
     with pytest.raises(EnvError, match=message):
         env({"path": rows("r.jsonl", 1), "type": f"{write(text)}.ask"}).tasks("train")
+
+
+@pytest.mark.parametrize("takes", ["model, processing_class, prompts, generation_config=None", "prompts, **others"])
+def test_a_rollout_function_is_called_by_name(takes: str, write: Write) -> None:
+    name = write(f"{ASK}\ndef play({takes}): ...\n")
+    cfg = {"base_model": "m", "datasets": [{"path": rows("r.jsonl", 2), "type": f"{name}.ask"}]}
+    assert len(RolloutFunction(cfg=cfg, rollout_func=f"{name}.play").tasks("train")) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def play(model, processing_class, prompts, trainer): ...", "missing a required argument: 'trainer'"),
+        ("def play(prompts): ...", "unexpected keyword argument 'model'"),
+        ("play = 5", "is a int, expected a function"),
+        ("", "has no 'play'"),
+    ],
+)
+def test_a_rollout_function_that_cannot_be_called_is_seen_before_it_is(text: str, message: str, write: Write) -> None:
+    name = write(text + "\n")
+    cfg = {"base_model": "m", "datasets": [{"path": rows("r.jsonl", 1)}]}
+    with pytest.raises(EnvError, match=message):
+        RolloutFunction(cfg=cfg, rollout_func=f"{name}.play").tasks("train")
 
 
 def test_what_is_no_data_set_is_refused(write: Write) -> None:

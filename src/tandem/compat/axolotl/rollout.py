@@ -27,8 +27,8 @@ ENV = f"{__name__}:RolloutFunction"
 REWARD = f"{__name__}:ReturnedText"
 """How a recipe names a reward function of what was returned."""
 
-_PARAMETERS = ("model", "processing_class", "prompts", "generation_config")
-"""What Axolotl's documents have such a function take."""
+_PARAMETERS = ("model", "processing_class", "prompts")
+"""What such a function is called with, by name."""
 _SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Options of ``generate`` that are handed on; others than the run's are refused where a sample cannot record them."""
 _IDLE = frozenset(("do_sample", "pad_token_id", "eos_token_id", "bos_token_id", "use_cache"))
@@ -205,11 +205,11 @@ def _function(path: str) -> Callable[..., Any]:
         raise EnvError(f"rollout_func: {error}") from error
     if not callable(function):
         raise EnvError(f"rollout_func {path} is a {type(function).__name__}, expected a function")
-    parameters = inspect.signature(function).parameters.values()
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if odd := [name for name in needed if name not in _PARAMETERS[:3]]:
-        raise EnvError(f"rollout_func {path} takes {', '.join(odd)}, and is given model, processing_class and prompts: "
-                       "a trainer is not at hand; ask the policy by model.generate")  # fmt: skip
-    if "prompts" not in needed or "model" not in needed:
-        raise EnvError(f"rollout_func {path} must take model and prompts, got ({', '.join(needed)})")
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(_PARAMETERS))
+    except TypeError as error:
+        raise EnvError(
+            f"rollout_func {path} is called with {', '.join(_PARAMETERS)}, by name: {error}; a trainer is not at hand, "
+            "ask the policy by model.generate"
+        ) from error
     return function
