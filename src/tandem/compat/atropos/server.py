@@ -9,9 +9,6 @@ from tandem.compat.atropos.options import SERVER, WORDING
 from tandem.compat.table import Reader, Translation
 from tandem.types import Json
 
-MAX_LORAS = 8
-"""Versions of an adapter that are held at once by default: as many as Atropos' trainer needs by its defaults."""
-
 _DTYPES = {"auto": "bfloat16", "bfloat16": "bfloat16", "float16": "bfloat16", "half": "bfloat16", "float32": "float32"}
 
 
@@ -27,11 +24,11 @@ def translate(values: Mapping[str, Json], rest: Mapping[str, Json], environ: Map
         ConfigError: with every flag that is wrong or asks for what cannot be had.
     """
     flags = Reader.of_command_line(SERVER, values, WORDING)
+    dtype, lora, max_loras = flags["dtype"], flags["enable-lora"], max(2, flags["max-loras"])
+    adapter = "" if lora else "without --enable-lora"
     for name in flags.values:
-        flags.settle(name)
-    dtype, lora = flags["dtype"], flags["enable-lora"]
+        flags.settle(name, adapter if flags.table[name].where == "adapter" else "")
     shared = environ.get("VLLM_ENABLE_SHARED_WEIGHTS", "0").strip() == "1"
-    max_loras = max(2, flags["max-loras"] or MAX_LORAS)
     if not flags["model"]:
         flags.wrong("model", "it is missing: a Hugging Face id or a folder")
     if dtype not in _DTYPES:
@@ -39,19 +36,19 @@ def translate(values: Mapping[str, Json], rest: Mapping[str, Json], environ: Map
     flags.problems.raise_if_any("the command line")
     if dtype not in ("bfloat16", "float32"):
         flags.note("dtype", f"{dtype} is bfloat16, in which Atropos' trainer computes: both have one type here")
-    if flags["max-loras"] == 1:
+    if lora and flags["max-loras"] < 2:
         flags.note("max-loras", "it is 2, since requests end on the version that they began with")
     if lora and shared:
         flags.notes.append(
             "VLLM_ENABLE_SHARED_WEIGHTS: with --enable-lora adapters are served; weights are lent when asked for"
         )
-    adapter: Json = {"kind": "lora", "rank": flags["max-lora-rank"], "target_modules": "all-linear"}
+    trained: Json = {"kind": "lora", "rank": flags["max-lora-rank"], "target_modules": "all-linear"}
     options: dict[str, Json] = {
         "model": flags["model"],
         "steps": 1,
         "env": "arithmetic",
         "runs": ".",
-        "trainable": adapter if lora else {"kind": "full"},
+        "trainable": trained if lora else {"kind": "full"},
         "sync": {"kind": "hotswap" if lora else "shared" if shared else "broadcast"},
         **({"max_lag": max_loras - 2} if lora and max_loras > 2 else {}),
         "engine": {
