@@ -265,6 +265,26 @@ def test_atropos_command_lines_come_to_what_they_did(system: str, check: Check) 
 # Nothing is forgotten
 
 
+OF_FILES = {"deepspeed", "fsdp", "fsdp_config", "trl.generation_kwargs"}
+"""Options that name several keys, of which some may change nothing."""
+
+
+@pytest.mark.parametrize("system", ["axolotl", "swift", *ATROPOS])
+def test_an_option_that_is_said_to_change_nothing_changes_nothing(system: str) -> None:
+    """Of the cases with one option: the file has their difference from the least one."""
+    idle = 0
+    for name, case in cases(system).items():
+        options = case.get("given", {}).get("changes") or case.get("given", {}).get("flags") or {}
+        options = swift_words(options) if isinstance(options, str) else options
+        names = tuple(f"{option}: " for option in options if option not in OF_FILES and len(options) == 1)
+        notes = [note.removeprefix("--") for note in case.get("notes", ())]
+        notes += [note.replace("-", "_") for note in notes]  # as the file has Atropos' flags
+        if any("changes nothing" in note for note in notes if note.startswith(names)):
+            assert not {"recipe", "without"} & set(case), name
+            idle += 1
+    assert idle
+
+
 def options_of(system: str) -> set[str]:
     """Options that some case of a system has; of Axolotl by path."""
     options: set[str] = set()
