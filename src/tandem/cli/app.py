@@ -290,8 +290,15 @@ def serve_broker(
 
 
 @app.command("run-api")
-def run_api(host: Host = "127.0.0.1", port: Port = 8000, data: Data = None) -> None:
+def run_api(
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    data: Data = None,
+    reload: Annotated[bool, typer.Option("--reload", help="Atropos' flag; changes nothing here.")] = False,
+) -> None:
     """Run the broker, by the name it has in Atropos."""
+    if reload:
+        typer.echo("tandem: --reload changes nothing: it restarts Atropos' broker when its source changes", err=True)
     serve_broker(host, port, data)
 
 
