@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import os
 import pickle
 import re
@@ -375,6 +376,7 @@ def test_no_character_that_is_printed_costs_a_reward(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
 ) -> None:
     """Half of a surrogate pair, as broken data sets hold, and what the log's encoding does not have."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own could not be sent to its other process
     monkeypatch.setenv("PYTHONIOENCODING", encoding)
     log = tmp_path / "graders.log"
     got, metrics = graded({"f": "sample_graders:by_text"}, group("half", "arrow"), log=log)

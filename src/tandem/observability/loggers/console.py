@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import math
 import sys
@@ -36,8 +37,8 @@ class Console(MetricsLogger):
         """Start showing; a resumed run shows its past too."""
         from rich.console import Console as Terminal
 
-        if isinstance(sys.stdout, io.TextIOWrapper):  # not every terminal has UTF-8, and answers hold any letter
-            sys.stdout.reconfigure(errors="replace")
+        if isinstance(sys.stdout, io.TextIOWrapper) and codecs.lookup(sys.stdout.encoding).name != "utf-8":
+            sys.stdout.reconfigure(errors="replace")  # answers hold any letter
         terminal = Terminal(force_terminal=True if self.live == "always" else None)
         looked_at = terminal.is_terminal and not terminal.is_dumb_terminal
         if self.live == "always" or (self.live == "auto" and looked_at):
