@@ -7,15 +7,13 @@ end token is not written twice. One that extends nothing is rendered from the st
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -27,6 +25,7 @@ from tandem.engines.base import Engine
 from tandem.errors import Deadline, EngineError, EnvError
 from tandem.rollout.template import Template
 from tandem.rollout.turns import sample_turn, untrainable_option, why_untrainable
+from tandem.together import together
 from tandem.types import MASKED, NO_LOGPROB, Json, Message, Sampling, Turn
 
 log = logging.getLogger(__name__)
@@ -306,7 +305,8 @@ class Proxy:
         session, options = self._session(request), ChatRequest.read(await request.read())
         sampling, messages = options.sampling(self._sampling), options.conversation()
         offer = options.offer(self._template.speech) if options.tools else NONE
-        replies = await _all([session.reply(messages, sampling, offer) for _ in range(options.answers)])
+        # An answer that is still sampled when another fails would be recorded and go to nobody.
+        replies = await together(session.reply(messages, sampling, offer) for _ in range(options.answers))
         pieces = self._template.pieces if options.logprobs else None
         body = chat_body(self._model, replies, int(time.time()), pieces, ids=bool(options.return_token_ids))
         return await self._respond(request, options, body)
@@ -315,7 +315,7 @@ class Proxy:
         session, options = self._session(request), TextRequest.read(await request.read())
         sampling, prompts = options.sampling(self._sampling), options.prompts(self._template.vocabulary)
         wanted = [prompt for prompt in prompts for _ in range(options.answers)]
-        replies = await _all([session.complete(prompt, sampling) for prompt in wanted])
+        replies = await together(session.complete(prompt, sampling) for prompt in wanted)
         each = [replies[at : at + options.answers] for at in range(0, len(replies), options.answers)]
         pieces = None if options.logprobs is None else self._template.pieces
         body = text_body(self._model, each, int(time.time()), pieces, ids=bool(options.return_token_ids))
@@ -335,17 +335,6 @@ class Proxy:
         if request.match_info["session"] in self._heard:
             self._heard[request.match_info["session"]] = self._clock()
         return session
-
-
-async def _all(answers: Iterable[Coroutine[Any, Any, Reply]]) -> list[Reply]:
-    """All of them; an error ends those that are still sampled, which would be recorded and go to nobody."""
-    tasks = [asyncio.ensure_future(answer) for answer in answers]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @web.middleware

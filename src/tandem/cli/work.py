@@ -9,7 +9,7 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import islice
 from pathlib import Path
@@ -29,6 +29,7 @@ from tandem.rewards.grading.workers import Graders
 from tandem.rollout.gold import require_full_marks
 from tandem.rollout.group_runner import GroupRunner, PostprocessRewards, keep_rewards, penalise_truncated
 from tandem.rollout.template import FIRST_PROMPTS, Template, longest_prompt
+from tandem.together import together
 from tandem.trainer import environments
 from tandem.types import Group, Sampling
 
@@ -83,20 +84,9 @@ async def run(config: Work, tallies: dict[str, GroupTally]) -> None:
             stop = asyncio.Event()
             with _signals(stop):
                 try:
-                    await _together([producer.run(stop) for producer in producers])
+                    await together(producer.run(stop) for producer in producers)
                 finally:
                     await asyncio.gather(*(_leave(producer.client) for producer in producers))
-
-
-async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Do all of it; the first error ends it and is raised as it is."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ import logging
 import pickle
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
@@ -23,6 +23,7 @@ from tandem.rewards.base import Failure, Reward
 from tandem.rewards.grading.calls import Outcome
 from tandem.rewards.grading.grader import Order, RewardCall
 from tandem.rewards.grading.pool import AnyReward, Pool
+from tandem.together import together
 from tandem.types import Completion, Message, Rollout, Task, Turn
 
 logger = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ class Graders:
             RewardError: a reward cannot be imported, or a process does not start.
         """
         try:
-            await _all([pool.open() for pool in self._pools])
+            await together([pool.open() for pool in self._pools])
         except BaseException:
             await self.close()
             raise
@@ -144,7 +145,7 @@ class Graders:
         each = [alike if pure else {row: [row] for row in rows} for pure in self._pure]
         judging = [pool.grade(packed, tuple(of), group) for pool, of in zip(self._pools, each, strict=True)]
         try:
-            outcomes_of_pools = await _all(judging)
+            outcomes_of_pools = await together(judging)
         finally:
             self._ended()
         for outcomes, of in zip(outcomes_of_pools, each, strict=True):
@@ -254,18 +255,6 @@ def _alike(rollouts: Iterable[tuple[int, Rollout]]) -> dict[int, list[int]]:
         metrics = tuple(sorted(rollout.metrics.items()))
         places.setdefault((turns, rollout.messages, metrics), []).append(place)
     return {alike[0]: alike for alike in places.values()}
-
-
-async def _all(doing: Sequence[Awaitable[Result]]) -> list[Result]:
-    """All results; if one fails, the others are cancelled and waited for first."""
-    tasks = [asyncio.ensure_future(one) for one in doing]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
 
 
 def _packed(name: str, reward: AnyReward) -> tuple[str, str | bytes]:

@@ -18,6 +18,7 @@ from tandem.engines.vllm.client.http import Denied, EngineServer, EngineUnreacha
 from tandem.engines.vllm.client.process import EngineProcess, EngineRecord
 from tandem.errors import Deadline, EngineError
 from tandem.observability import waits
+from tandem.together import together
 from tandem.transport import sharing
 
 log = logging.getLogger(__name__)
@@ -106,14 +107,7 @@ class Fleet:
     async def start(self) -> None:
         """Start or find every server, and check it against the run's requirements; one that fails ends all."""
         here = 1 if self._hosts is not None else len(self.servers)
-        beginning = [asyncio.ensure_future(self._begin(i)) for i in range(here)]
-        beginning.append(asyncio.ensure_future(self._begin_elsewhere()))
-        try:
-            await asyncio.gather(*beginning)
-        finally:
-            for one in beginning:
-                one.cancel()
-            await asyncio.gather(*beginning, return_exceptions=True)
+        await together([*(self._begin(i) for i in range(here)), self._begin_elsewhere()])
 
     async def _begin_elsewhere(self) -> None:
         """Have ranks on other hosts start theirs."""
