@@ -1,4 +1,4 @@
-"""Ports of this host: one that is free, and one that stays free until a server of ours has bound it."""
+"""Ports of this host: one that is free, and one that stays free until a server of ours has bound it; their URLs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,16 @@ def free_port(host: str = "127.0.0.1") -> int:
     with _bound(host) as probe:
         port: int = probe.getsockname()[1]
         return port
+
+
+def http_url(host: str, port: int | str) -> str:
+    """URL of a port; an IPv6 address stands in brackets.
+
+    Example:
+        >>> http_url("::1", 8000)
+        'http://[::1]:8000'
+    """
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def reserve_port(host: str = "127.0.0.1") -> socket.socket:

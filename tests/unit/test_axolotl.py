@@ -85,6 +85,13 @@ def test_a_server_has_no_ranks(read: Read, monkeypatch: pytest.MonkeyPatch) -> N
     assert "distributed" not in served
 
 
+def test_a_server_may_be_at_an_ipv6_address(read: Read) -> None:
+    at = {"trl.use_vllm": True, "trl.vllm_mode": "server", "trl.vllm_server_host": "::1", "trl.vllm_server_port": 9}
+    engine = read(at).options["engine"]
+    assert isinstance(engine, dict)
+    assert engine["urls"] == ["http://[::1]:9"]
+
+
 RENDERED = {
     "chatml": "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n",
     "qwen_25": "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n",

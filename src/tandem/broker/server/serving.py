@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tandem.errors import BrokerError
+from tandem.ports import http_url
 
 if TYPE_CHECKING:
     from tandem.broker.server.app import BrokerServer
@@ -252,7 +253,7 @@ async def serving(
         address = own[0].getsockname()
         for one in own:
             servers.append(await loop.create_server(gate, sock=one, backlog=BACKLOG))
-        yield f"http://{f'[{host}]' if ':' in host else host}:{address[1]}"
+        yield http_url(host, address[1])
     finally:
         for server in servers:
             server.close()

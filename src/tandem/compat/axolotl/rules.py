@@ -20,6 +20,7 @@ from tandem.compat.generation import translated
 from tandem.config.loading import RunConfig
 from tandem.config.tree import plain
 from tandem.errors import TandemError
+from tandem.ports import http_url
 from tandem.types import Json
 
 ENV = "tandem.compat.axolotl.datasets:AxolotlDatasets"
@@ -539,7 +540,7 @@ def _served(recipe: AxolotlRecipe) -> None:
         _started(recipe, 0.9)
     else:
         host = recipe["trl.vllm_server_host"]
-        url = f"http://{'127.0.0.1' if host in _ANYWHERE else host}:{recipe['trl.vllm_server_port']}"
+        url = http_url("127.0.0.1" if host in _ANYWHERE else host, recipe["trl.vllm_server_port"])
         recipe.put("engine.urls", [url], "trl.vllm_server_port", "trl.vllm_server_host")
         recipe.put("engine.start_seconds", recipe["trl.vllm_server_timeout"], "trl.vllm_server_timeout")
         recipe.note("vllm", f"the engine is expected at {url}; it is started by: tandem serve engine FILE")

@@ -19,6 +19,7 @@ from tandem.compat.swift.schedulers import KIND as TURNS
 from tandem.compat.swift.schedulers import ScheduledDataset
 from tandem.compat.table import Reader
 from tandem.errors import RewardError, raised
+from tandem.ports import http_url
 from tandem.types import Json
 
 COMPLETIONS = "tandem.compat.swift.completions:CompletionsFile"
@@ -286,7 +287,7 @@ def _urls(args: Reader) -> list[str]:
         args.wrong("vllm_server_port", f"there are {len(ports)} for {len(hosts)} hosts; write one, or one for each")
         return []
     pairs = zip(hosts, ports * len(hosts) if len(ports) == 1 else ports, strict=True)
-    return [f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}" for host, port in pairs]
+    return [http_url("127.0.0.1" if host == "0.0.0.0" else host, port) for host, port in pairs]
 
 
 def per_step(args: Reader, updates: float) -> int:

@@ -34,7 +34,7 @@ from tandem.engines.vllm.server.places import PROBES
 from tandem.engines.vllm.speedups import AT_ONCE, FEW, SWITCH
 from tandem.errors import ConfigError
 from tandem.machine import cores
-from tandem.ports import reserve_port
+from tandem.ports import http_url, reserve_port
 from tandem.processes import identity
 
 if TYPE_CHECKING:
@@ -312,7 +312,7 @@ class Vllm(EngineSpec):
                 raise ConfigError(f"engine.host: no port can be had at {self.host}: {error}") from error
             port = self.port + index if reservation is None else reservation.getsockname()[1]
             key = self._key() or (secrets.token_urlsafe(24) if self.require_api_key else "")
-            url = f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{port}"
+            url = http_url(self.host, port)
         server = EngineServer(url, key, control_seconds=self.control_seconds, request_seconds=self.request_seconds)
         server.reservation = reservation
         return server
