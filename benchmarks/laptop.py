@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import resource
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -105,13 +104,14 @@ def trl_job() -> tuple[float, float]:
 
 def tandem_job() -> tuple[float, float]:
     """The same of ``tandem train``; its graders are counted by themselves and added."""
-    folder = Path(tempfile.mkdtemp())
-    command = [sys.executable, "-m", "tandem", "train", str(HERE / "laptop.yaml"), f"runs={folder}", "name=job"]
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    _, status, used = os.wait4(child.pid, 0)
-    if status:
-        sys.exit(f"{' '.join(command)} failed")
-    steps = [json.loads(line)["metrics"] for line in (folder / "job/metrics.jsonl").read_text().splitlines()]
+    with tempfile.TemporaryDirectory(prefix="laptop-") as folder:
+        command = [sys.executable, "-m", "tandem", "train", str(HERE / "laptop.yaml"), f"runs={folder}", "name=job"]
+        child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        _, status, used = os.wait4(child.pid, 0)
+        if status:
+            sys.exit(f"{' '.join(command)} failed")
+        written = Path(folder, "job/metrics.jsonl").read_text()
+    steps = [json.loads(line)["metrics"] for line in written.splitlines()]
     for metrics in steps:
         parts = {name: round(value, 2) for name, value in metrics.items() if name.startswith("seconds/")}
         print(f"  tandem: {parts}, {metrics['tokens/generated']:.0f} tokens sampled", flush=True)
@@ -123,7 +123,6 @@ def tandem_job() -> tuple[float, float]:
         1 - work / last["seconds/step"],
         "<= 0.05",
     )
-    shutil.rmtree(folder)
     return last["seconds/step"], used.ru_maxrss * 1024 / 1e9
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -111,15 +110,14 @@ def main() -> None:
     args.model = args.model.resolve()
     print(f"{'':<11} {'reward, first':>14} {'last quarter':>13} {'right after':>12} {'weights changed':>16}")
     for way in args.ways:
-        folder = Path(tempfile.mkdtemp())
-        scores = train(way, folder, args)
+        with tempfile.TemporaryDirectory(prefix="precision-") as folder:
+            scores = train(way, Path(folder), args)
+            final = next(Path(folder, way, "checkpoints").glob("*/model")) / "model.safetensors"
+            share = changed(args.model / "model.safetensors", final)
         quarter = max(1, len(scores["reward"]) // 4)
         first, last = mean(scores["reward"][:quarter]), mean(scores["reward"][-quarter:])
-        final = next((folder / way / "checkpoints").glob("*/model")) / "model.safetensors"
-        share = changed(args.model / "model.safetensors", final)
         print(f"{way:<11} {first:>14.3f} {last:>13.3f} {scores['right'][-1]:>12.3f} {share:>16.2%}", flush=True)
         print(f"  rewards: {' '.join(f'{value:.2f}' for value in scores['reward'])}", file=sys.stderr, flush=True)
-        shutil.rmtree(folder)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,9 @@ ROOT = Path(__file__).parent
 FAST = tuple(ROOT / name for name in ("unit", "contract", "house", "wire"))
 """Folders of the fast tier, which is what they hold less what is marked ``slow`` or ``long``."""
 
+SCRATCH = pytest.StashKey[str]()
+"""Folder of a session's temporary files."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The tiers: ``--quick`` is the fast one, ``--long`` is everything, neither is all but what is marked ``long``."""
@@ -57,6 +62,17 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--quick and --long are two tiers: give one of them")
     if config.getoption("--long"):
         hypothesis.settings.load_profile("long")
+    if not hasattr(config, "workerinput"):
+        # Processes that tests kill leave their temporary files. pytest's own folders stay where it puts them.
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+        os.environ["TMPDIR"] = config.stash[SCRATCH] = tempfile.mkdtemp(prefix="tandem-tests-")
+        tempfile.tempdir = None  # it is read once
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """The session's temporary files go with it."""
+    if SCRATCH in config.stash:
+        shutil.rmtree(config.stash[SCRATCH], ignore_errors=True)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -37,12 +38,16 @@ def check_sample(recipe: Path, overrides: Sequence[str], count: int) -> None:
     from tandem.observability.progress import shown
 
     log = Path(tempfile.mkdtemp(prefix="tandem-check-")) / "graders.log"
-    with shown():
-        forecast = run_to_end(_played(config, count, log))
-    for line in lines(forecast, config):
-        typer.echo(line)
-    if log.exists() and log.stat().st_size:
-        typer.echo(f"  what rewards printed, and their tracebacks: {log}")
+    try:
+        with shown():
+            forecast = run_to_end(_played(config, count, log))
+        for line in lines(forecast, config):
+            typer.echo(line)
+    finally:
+        if log.exists() and log.stat().st_size:
+            typer.echo(f"  what rewards printed, and their tracebacks: {log}")
+        else:
+            shutil.rmtree(log.parent)
 
 
 async def _played(config: RunConfig, count: int, log: Path) -> Forecast:
