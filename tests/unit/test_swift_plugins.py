@@ -203,7 +203,7 @@ REAL = """
     from swift.plugin import ORM, orms, rm_plugins
     from swift.plugin.multi_turn import MultiTurnScheduler, multi_turns
     from swift.plugin.rm_plugin import DefaultRMPlugin
-    from swift.rollout.gym_env import Env
+    from swift.rollout.gym_env import Env, envs
     from swift.utils import get_logger
     import swift
 
@@ -216,7 +216,10 @@ REAL = """
 
     class Scheduler(MultiTurnScheduler): ...
 
+    class Gym(Env): ...
+
     rm_plugins["judge"] = Judge
+    envs["gym"] = Gym
     multi_turns["again"] = Scheduler
 
     class Mine(ORM):

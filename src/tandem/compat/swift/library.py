@@ -170,6 +170,9 @@ class _Absent(type):
     def __getattr__(cls, name: str) -> Any:
         raise AttributeError(f"{_origin(cls)} is ms-swift's own, which is not installed, so there is no {name!r} of it")
 
+    def __setitem__(cls, name: str, thing: Any) -> None:
+        """Registries such as ``rm_plugins`` and ``envs`` may be written to; nothing here reads them."""
+
 
 def _origin(cls: type) -> str:
     """The name by which what is not here was imported, be it by a class that derives from it."""
@@ -215,13 +218,11 @@ _CLASSES: dict[str, type[BuiltIn]] = {
 _BUILT_IN: Registry = {cls.reward: cls for cls in _CLASSES.values()}
 _ORMS: Registry = {}
 _TURNS: Registry = {}
-# ``rm_plugins`` may be written to in the same file; nothing reads it.
 _HERE: dict[str, Any] = {
     **_CLASSES,
     "ORM": Orm,
     "AsyncORM": Orm,
     "orms": _ORMS,
-    "rm_plugins": {},
     "multi_turns": _TURNS,
     "RolloutScheduler": SchedulerBase,
     "MultiTurnScheduler": SchedulerBase,
