@@ -46,6 +46,20 @@ def test_rows_in_every_form() -> None:
     assert full["solution"] == "x"
     assert row({"prompt": [question]})["gold answer"] == ""
     assert row({"messages": None, "prompt": "q"})["prompt"] == [question]  # of data that has both columns
+    system = {"role": "system", "content": "s"}
+    assert row({"messages": [question], "system": "s"})["prompt"] == [system, question]
+    assert row({"query": "q", "system_prompt": "s"})["prompt"] == [system, question]
+    assert row({"messages": [system, question], "system": "of another one"})["prompt"] == [system, question]
+    for text in (json.dumps([question, reply]), str([question, reply])):  # of a CSV file
+        assert row({"messages": text})["prompt"] == [question]
+    assert row({"query": "q", "history": "[['q', 'a']]"})["prompt"] == [question, reply, question]
+    alpaca = row({"instruction": "Say it.", "input": "q", "output": "a"})
+    assert (alpaca["prompt"][0]["content"], alpaca["solution"]) == ("Say it.\nq", "a")
+    assert row({"instruction": "q", "input": ""})["prompt"] == row({"instruction": "", "input": "q"})["prompt"]
+    with pytest.raises(ValueError, match="its messages is text, and no list: 'q'"):
+        row({"messages": "q"})
+    with pytest.raises(ValueError, match="it has tools"):
+        row({"query": "q", "tools": ["calculator"]})
     with pytest.raises(ValueError, match="it has images"):
         row({"query": "q", "images": ["a.png"]})
     with pytest.raises(ValueError, match="no messages"):
@@ -56,6 +70,9 @@ def test_rows_are_tasks_with_their_columns() -> None:
     (first, *_) = SwiftDataset(path="d.jsonl", test_share=0.0, max_rows=3).tasks("train")
     assert (first.prompt[0].content, first.answer, first.meta["query"]) == ("0+2=", "2", "0+2=")
     assert SwiftDataset(path="d.jsonl", test_share=0.0, gold_reply="<{answer}>").check(first) == "<2>"
+    some = SwiftDataset(path="d.jsonl", test_share=0.5, max_rows=10)  # of which a share is held out
+    used = sorted(int(task.meta["query"][:-3]) for split in ("train", "test") for task in some.tasks(split))
+    assert used == list(range(10))
     Path("r.jsonl").write_text('{"ask": "1+1=", "gold": "2"}\n')
     (task,) = SwiftDataset(path="r.jsonl", columns={"ask": "query", "gold": "solution"}).tasks("train")
     assert (task.prompt[0].content, task.answer, task.meta["solution"]) == ("1+1=", "2", "2")

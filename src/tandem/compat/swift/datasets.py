@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tandem.envs.data.rows import DataSource
 from tandem.envs.dataset import Dataset
 from tandem.types import Json, Task
 
@@ -16,7 +19,7 @@ GOLD = "gold answer"
 TAGGED = "<think></think>\n<answer>\n{answer}\n</answer>"
 """A gold reply that ms-swift's format reward likes."""
 
-_PROMPTS = ("query", "question", "problem", "instruction")
+_PROMPTS = ("query", "question", "problem", "instruction", "input")
 """Columns that hold the question where there are neither messages nor a prompt, the first that is there."""
 _ANSWERS = ("answer", "response", "output")
 """Columns that hold the gold answer where there is no solution."""
@@ -35,10 +38,15 @@ class SwiftDataset(Dataset):
     """Names of columns in the data, and what they are called here."""
     gold_reply: str = "{answer}"
     """How a right answer is said, to check rewards by; empty: they are not checked."""
+    max_rows: int | None = None
+    """Rows of ``path`` that are used, the first of them, to train on or to hold out; none: all."""
 
     @property
     def name(self) -> str:
         return "swift"
+
+    def _source(self) -> DataSource:
+        return replace(super()._source(), max_rows=self.max_rows)
 
     def _change(self) -> Callable[[dict[str, Json]], Any] | None:
         change = super()._change()
@@ -55,10 +63,12 @@ def row(columns: dict[str, Json]) -> dict[str, Json]:
     The last answer of a conversation is the gold one where there is no column with it, and never in the prompt.
 
     Raises:
-        ValueError: it holds no question, or media.
+        ValueError: it holds no question, or media, or tools.
     """
     if media := [name for name in _MEDIA if columns.get(name)]:
         raise ValueError(f"it has {media[0]}, and Tandem trains on text")
+    if columns.get("tools"):
+        raise ValueError("it has tools, which its prompt would not name; write them into the system message")
     messages = _messages(columns)
     reply = None
     if messages and messages[-1].get("role") == "assistant":
@@ -69,17 +79,41 @@ def row(columns: dict[str, Json]) -> dict[str, Json]:
 
 
 def _messages(columns: dict[str, Json]) -> list[dict[str, Any]]:
-    """The conversation so far."""
-    prompt = columns.get("messages") or columns.get("prompt")
+    """The conversation so far; a system message of its own column is its first, where it has none."""
+    system = columns.get("system") or columns.get("system_prompt")
+    opening = [{"role": "system", "content": system}] if system else []
+    prompt = _listed("messages", columns) or columns.get("prompt")
     if isinstance(prompt, list):
-        return list(prompt)
-    question = prompt if isinstance(prompt, str) else next((columns[n] for n in _PROMPTS if columns.get(n)), None)
-    if question is None:
-        has = ", ".join(columns) or "nothing"
-        raise ValueError(f"it has no messages, prompt or {', '.join(_PROMPTS)}; it has {has}")
-    messages: list[dict[str, Any]] = []
-    if columns.get("system"):
-        messages.append({"role": "system", "content": columns["system"]})
-    for query, answered in columns.get("history") or []:
+        begun = isinstance(prompt[0], dict) and prompt[0].get("role") == "system" if prompt else False
+        return [*([] if begun else opening), *prompt]
+    question = prompt if isinstance(prompt, str) else _question(columns)
+    messages: list[dict[str, Any]] = [*opening]
+    for query, answered in _listed("history", columns):
         messages += [{"role": "user", "content": query}, {"role": "assistant", "content": answered}]
     return [*messages, {"role": "user", "content": question}]
+
+
+def _question(columns: dict[str, Json]) -> Json:
+    """The question of a row without messages; Alpaca's instruction goes before its input."""
+    name = next((name for name in _PROMPTS if columns.get(name)), None)
+    if name is None:
+        has = ", ".join(columns) or "nothing"
+        raise ValueError(f"it has no messages, prompt or {', '.join(_PROMPTS)}; it has {has}")
+    if name == "instruction" and columns.get("input"):
+        return f"{columns['instruction']}\n{columns['input']}"
+    return columns[name]
+
+
+def _listed(name: str, columns: dict[str, Json]) -> list[Any]:
+    """A column's list, which a CSV file has as text; empty if there is none."""
+    value = columns.get(name) or []
+    if not isinstance(value, str):
+        return value
+    for read in (json.loads, ast.literal_eval):
+        try:
+            read_value = read(value)
+        except (ValueError, SyntaxError):
+            continue
+        if isinstance(read_value, list):
+            return read_value
+    raise ValueError(f"its {name} is text, and no list: {value[:80]!r}")

@@ -92,22 +92,29 @@ def _system(args: Reader) -> str:
 
 def _dataset(args: Reader, name: str, validation: list[str]) -> dict[str, Json]:
     """Options of one data set's environment."""
-    path, _, count = name.partition("#")
-    if count and not (count.isdecimal() and int(count)):
-        args.wrong("dataset", f"{name}: what follows # is a number of rows, at least 1")
-        count = ""
+    path, count = _sampled(args, "dataset", name)
     hub = re.fullmatch(r"(?:(HF|MS)::)?([\w.-]+/[\w.-]+)(?::([\w.-]+))?", path)
     env: dict[str, Json] = {"kind": ROWS, "path": path}
     if hub is not None and not Path(path).exists() and not Path(path).suffix.lower().startswith(".json"):
         if hub[1] == "MS":
             args.wrong("dataset", f"{name}: only the Hugging Face hub is read; download it and name the file")
         env |= {"path": hub[2], **({"subset": hub[3]} if hub[3] else {})}
-    env |= {"max_rows": int(count)} if count else {}
+    env |= {"max_rows": count} if count else {}
     env |= {"columns": args["columns"]} if args["columns"] else {}
     share = 0.0 if evaluation_strategy(args) == "no" else args["split_dataset_ratio"]
-    env |= {"test_path": validation[0]} if validation else {"test_share": share}
+    held_out = _sampled(args, "val_dataset", validation[0])[0] if validation else ""
+    env |= {"test_path": held_out} if validation else {"test_share": share}
     env |= {"gold_reply": TAGGED} if "format" in args["reward_funcs"] else {}
     return env | (_turns(args) if args["multi_turn_scheduler"] else {})
+
+
+def _sampled(args: Reader, option: str, name: str) -> tuple[str, int | None]:
+    """Path of a data set's name such as ``rows.jsonl#100``, and how many rows are taken; None: all."""
+    path, _, count = name.partition("#")
+    if count and not (count.isdecimal() and int(count)):
+        args.wrong(option, f"{name}: what follows # is a number of rows, at least 1")
+        count = ""
+    return path, int(count) if count else None
 
 
 def _turns(args: Reader) -> dict[str, Json]:
@@ -398,7 +405,8 @@ def evaluated(args: Reader, steps: int) -> Json:
     every = _every(args, "eval_steps" if "eval_steps" in args else "save_steps", strategy, steps)
     samples = args["num_generations_eval"] or args["num_generations"]
     greedy = {"temperature": args["temperature"], "top_p": args["top_p"]}
-    return {"every": every, "samples": samples, **greedy, "before": False}
+    tasks = _sampled(args, "val_dataset", args["val_dataset"][0])[1] if args["val_dataset"] else None
+    return {"every": every, **({"tasks": tasks} if tasks else {}), "samples": samples, **greedy, "before": False}
 
 
 def checkpoint(args: Reader, steps: int) -> Json:

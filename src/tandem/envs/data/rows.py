@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -78,6 +79,8 @@ class DataSource:
     """A local file to hold out; None: hold out a share of ``path``."""
     test_share: float = 0.1
     """Share held out by hash where there is neither test split nor test file."""
+    max_rows: int | None = None
+    """Rows of ``path`` that are read, the first of them, before some are held out; None: all."""
 
     def __post_init__(self) -> None:
         if not self.path.strip():
@@ -123,10 +126,10 @@ class DataSource:
         if split == "test" and self.test_path is not None:
             name, rows = self.test_path, read_file(self.test_path)
         elif self.is_local:
-            rows = read_file(self.path)
+            rows = islice(read_file(self.path), self.max_rows)
         else:
             wanted = self.test_split if split == "test" and self.test_split is not None else self.train_split
-            rows = _read_hub(self.path, self.subset, wanted)
+            rows = islice(_read_hub(self.path, self.subset, wanted), self.max_rows)
         row = None
         for row in rows:
             yield row
