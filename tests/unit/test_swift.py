@@ -119,6 +119,12 @@ def test_values_of_one_argument_may_follow_one_another() -> None:
     ]  # fmt: skip
 
 
+def test_true_may_be_left_out() -> None:
+    words = "--use_vllm --beta 1 --dynamic_sample false --overlong_filter seed=1 --async_generate"
+    whole = "--use_vllm true --beta 1 --dynamic_sample false --overlong_filter true seed=1 --async_generate true"
+    assert swift.repeated(words.split()) == whole.split()
+
+
 def test_show_prints_the_recipe(run: Run) -> None:
     code, out, err = run("rlhf", *SWIFT.split(), "--reward_weights", "-1", "--sleep_level", "1", *COLOCATE.split(),
                          "--dtype", "float32", "--show", "seed=3")  # fmt: skip
@@ -151,6 +157,13 @@ def test_a_system_message_that_cannot_be_read(run: Run) -> None:
     code, _, err = run("rlhf", *SWIFT.split(), "--system", "latin.txt", "--show")
     assert code == 2
     assert "--system: latin.txt cannot be read: 'utf-8' codec can't decode" in err
+
+
+@pytest.mark.parametrize("verb", ["rlhf", "rollout"])
+def test_a_file_of_arguments_is_no_command_line(run: Run, verb: str) -> None:
+    code, _, err = run(verb, "grpo.yaml", "--show")
+    assert code == 2
+    assert "grpo.yaml: files of arguments are not read here; write what it says as --name value" in err
 
 
 def test_a_misspelt_argument_is_corrected(run: Run) -> None:

@@ -15,6 +15,7 @@ from tandem.cli._translated import loaded, serve, written
 from tandem.cli.train import ended
 from tandem.compat import swift
 from tandem.distributed.placement import Placement
+from tandem.errors import ConfigError
 
 
 def rlhf(arguments: Mapping[str, Sequence[str]], overrides: Sequence[str], *, show: bool) -> str:
@@ -29,6 +30,7 @@ def rlhf(arguments: Mapping[str, Sequence[str]], overrides: Sequence[str], *, sh
         ConfigError: an argument is wrong or would change nothing.
         EnvError: the data cannot be read.
     """
+    _no_file(overrides)
     source = Path("tandem swift rlhf")
     if not show:
         start_ranks(os.environ)
@@ -42,6 +44,20 @@ def rlhf(arguments: Mapping[str, Sequence[str]], overrides: Sequence[str], *, sh
 
     folder = run_to_end(run.train(recipe.config, resume=None, set_options=frozenset(recipe.places)))
     return ended(folder)
+
+
+def _no_file(overrides: Sequence[str]) -> None:
+    """Refuse a file of arguments, which ms-swift takes in their place; without them all that it says would be missing.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for word in overrides:
+        if "=" not in word and Path(word).suffix in (".yaml", ".yml", ".json"):
+            raise ConfigError(
+                f"{word}: files of arguments are not read here; write what it says as --name value, and its ENV as "
+                "environment variables"
+            )
 
 
 def start_ranks(environ: Mapping[str, str]) -> None:
@@ -65,4 +81,5 @@ def deploy(arguments: Mapping[str, Sequence[str]], overrides: Sequence[str], *, 
         ConfigError: an argument is wrong or would change nothing.
         EngineError: the engine did not start, or it died.
     """
+    _no_file(overrides)
     serve(swift.deploy(arguments), overrides, Path("tandem swift deploy"), show=show)

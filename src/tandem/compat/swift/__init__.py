@@ -10,27 +10,35 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tandem.compat.swift.options import DEPLOY, RLHF
-from tandem.compat.table import Reader, Translation, by_name
+from tandem.compat.table import Reader, Takes, Translation, by_name
 from tandem.types import Json
 
 KEY_VARIABLE = "TANDEM_SWIFT_API_KEY"
 """Environment variable that --api_key is handed on by."""
 
-SEVERAL = frozenset(
-    f"--{name}"
-    for argument in (*RLHF, *DEPLOY)
-    if argument.takes in ("texts", "numbers")
-    for name in (argument.name, *argument.also)
-)
+
+def _that_take(*kinds: Takes) -> frozenset[str]:
+    rows = (row for row in (*RLHF, *DEPLOY) if row.takes in kinds)
+    return frozenset(f"--{name}" for row in rows for name in (row.name, *row.also))
+
+
+SEVERAL = _that_take("texts", "numbers")
 """Arguments that have several values."""
+TRUTHS = _that_take("truth")
+"""Arguments that are true or false; alone they are true."""
 
 
 def repeated(words: Sequence[str]) -> list[str]:
-    """The command line with ``--dataset a b`` as ``--dataset a --dataset b``; OPTION=VALUE ends the values."""
+    """The command line with ``--dataset a b`` as ``--dataset a --dataset b``; OPTION=VALUE ends the values.
+
+    ``--use_vllm`` without a value is ``--use_vllm true``.
+    """
     out: list[str] = []
     several = ""
     first = False
     for word in words:
+        if out and out[-1] in TRUTHS and (word.startswith("--") or "=" in word):
+            out.append("true")
         if word.startswith("--"):
             several, first = (word, True) if word in SEVERAL else ("", False)
         elif several and (first or "=" not in word):
@@ -39,7 +47,7 @@ def repeated(words: Sequence[str]) -> list[str]:
         else:
             several = ""
         out.append(word)
-    return out
+    return [*out, "true"] if out and out[-1] in TRUTHS else out
 
 
 def rlhf(words: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> Translation:
