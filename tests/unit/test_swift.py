@@ -78,6 +78,20 @@ def test_rows_are_tasks_with_their_columns() -> None:
     assert (task.prompt[0].content, task.answer, task.meta["solution"]) == ("1+1=", "2", "2")
 
 
+def test_a_column_that_a_row_lacks_is_null_for_rewards() -> None:
+    """Rewards name their columns: without them they cannot be called, and ms-swift's rows all have the same."""
+    Path("r.jsonl").write_text('{"query": "a", "tests": "t"}\n{"query": "b", "ask": "c"}\n')
+    first, second = SwiftDataset(path="r.jsonl", columns={"ask": "level"}, test_share=0.0).tasks("train")
+    assert [first.meta["tests"], first.meta["level"]] == ["t", None]
+    assert [second.meta["tests"], second.meta["level"]] == [None, "c"]
+    translation = swift.rlhf(
+        {"model": ["m"], "dataset": ["d.jsonl", "r.jsonl"], "reward_funcs": ["accuracy"], "max_steps": ["1"],
+         "gradient_accumulation_steps": ["8"]}, {},
+    )  # fmt: skip
+    envs = [each["env"] for each in translation.options["envs"].values()]
+    assert [each.get("more_columns") for each in envs] == [["ask", "tests"], ["solution"]]
+
+
 PLUGIN = """
 from swift.plugin import ORM, orms, rm_plugins
 from swift.utils import get_logger

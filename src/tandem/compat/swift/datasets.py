@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tandem.envs.base import Split
 from tandem.envs.data.rows import DataSource
 from tandem.envs.dataset import Dataset
 from tandem.types import Json, Task
@@ -40,10 +41,27 @@ class SwiftDataset(Dataset):
     """How a right answer is said, to check rewards by; empty: they are not checked."""
     max_rows: int | None = None
     """Rows of ``path`` that are used, the first of them, to train on or to hold out; none: all."""
+    more_columns: tuple[str, ...] = ()
+    """Columns of other data sets that the same rewards are for: they are null here."""
 
     @property
     def name(self) -> str:
         return "swift"
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        """As of any rows; a column that only others have is null, so that rewards which name it can be called."""
+        missing: dict[str, Json] = dict.fromkeys((*self.column_names(), *self.more_columns))
+        return [replace(task, meta={**missing, **task.meta}) for task in super().tasks(split)]
+
+    def column_names(self) -> list[str]:
+        """Columns of all rows of ``path``, by their names here.
+
+        Raises:
+            EnvError: they cannot be read.
+        """
+        rows = replace(self._source(), test_path=None, test_share=0.0).rows("train", self._key)
+        names = dict.fromkeys(name for row in rows for name in row.columns)
+        return [self.columns.get(name, name) for name in names]
 
     def _source(self) -> DataSource:
         return replace(super()._source(), max_rows=self.max_rows)

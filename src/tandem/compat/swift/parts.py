@@ -55,6 +55,10 @@ def datasets(args: Reader) -> dict[str, Json]:
     own = rewards(args)
     if args.problems:
         return {}
+    known = [_of(env).column_names() for env in envs]
+    for env, names in zip(envs, known, strict=True):
+        more = sorted({name for others in known for name in others} - set(names))
+        env |= {"more_columns": more} if more else {}
     return {
         "envs": {
             f"{_word(Path(env['path']).stem)}-{i}": {"env": env, "weight": rows(env), "rewards": own}
@@ -74,8 +78,12 @@ def rows(env: Mapping[str, Json]) -> int:
     Raises:
         EnvError: it cannot be read.
     """
+    return len(_of(env).tasks("train"))
+
+
+def _of(env: Mapping[str, Json]) -> SwiftDataset:
     kind = ScheduledDataset if env["kind"] == TURNS else SwiftDataset
-    return len(kind(**{name: value for name, value in env.items() if name != "kind"}).tasks("train"))
+    return kind(**{name: value for name, value in env.items() if name != "kind"})
 
 
 def _system(args: Reader) -> str:
