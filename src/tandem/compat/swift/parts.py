@@ -296,6 +296,11 @@ def _urls(args: Reader) -> list[str]:
     hosts, ports = args["vllm_server_host"] or [], args["vllm_server_port"]
     if not hosts:
         args.wrong("vllm_server_host", "--vllm_mode server needs it: where tandem swift deploy listens")
+    if wrong := [host for host in hosts if "/" in host or host.count(":") == 1]:
+        args.wrong(
+            "vllm_server_host", f"{wrong[0]} is more than a host; write it as --vllm_server_base_url http://HOST:PORT"
+        )
+        return []
     if wrong := [port for port in ports if not port.isdecimal()]:
         args.wrong("vllm_server_port", f"{wrong[0]!r} is no port")
     if len(ports) not in (1, len(hosts)):
