@@ -244,9 +244,11 @@ def _steps(recipe: AxolotlRecipe, groups: int) -> int:
         except TandemError as error:
             recipe.wrong("num_epochs", f"rows cannot be counted, so give max_steps instead: {error}")
             return 1
-        steps = max(1, math.ceil(epochs * (rows // groups)))
+        together = recipe.generated  # of rows that do not fill a batch of so many steps TRL makes none
+        steps = max(1, math.ceil(epochs * (rows // (groups * together) * together)))
         recipe.put("steps", steps, "num_epochs", "datasets")
-        recipe.note("num_epochs", f"{rows} rows, {groups} of them a step, {epochs:g} times: {steps} steps")
+        batches = f", in batches of {together} steps" if together > 1 else ""
+        recipe.note("num_epochs", f"{rows} rows, {groups} of them a step{batches}, {epochs:g} times: {steps} steps")
     if (updates := recipe.updates) > 1:
         recipe.note("trl.num_iterations", f"a step has {updates} updates, each of which Axolotl counts as a step")
     return steps
