@@ -168,22 +168,41 @@ def test_the_kind_that_a_files_name_says_is_taken(write: Write) -> None:
     assert env({"path": rows("k.jsonl", 1), "ds_type": "json", "name": "main"}).count("train") == 1
 
 
-def test_held_out_rows(write: Write) -> None:
-    """A share, a number of rows, a set of its own; what is held out is not trained on."""
-    one = {"path": rows("r.jsonl", 400), "type": f"{write(ASK)}.ask"}
-    for size, expected in ((0.25, 100), (40, 40)):
-        made = env(one, val_set_size=size)
-        train, test = ({t.prompt[0].content for t in made.tasks(split)} for split in ("train", "test"))  # type: ignore[arg-type]
-        assert len(train) + len(test) == 400
-        assert not train & test
-        assert abs(len(test) - expected) < 40
-        assert made.count("train") == len(train)
+@pytest.mark.parametrize(("size", "expected"), [(0.25, 10), (0.01, 1), (0.26, 11), (6, 6), (6.0, 6)])
+def test_held_out_rows(size: float, expected: int, write: Write) -> None:
+    """A share, rounded up as Axolotl does, or a number of rows; what is held out is not trained on."""
+    made = env({"path": rows("r.jsonl", 40), "type": f"{write(ASK)}.ask"}, val_set_size=size)
+    train, test = ({t.prompt[0].content for t in made.tasks(split)} for split in ("train", "test"))  # type: ignore[arg-type]
+    assert train | test == {f"{n}?" for n in range(40)}
+    assert len(test) == made.count("test") == expected
+    assert len(train) == made.count("train") == 40 - expected
+
+
+def test_equal_rows_are_held_out_together(write: Write) -> None:
+    one = {"path": rows("r.jsonl", 6), "type": f"{write(ASK)}.ask"}
+    made = env(one, one, val_set_size=1)
+    assert [len({t.prompt[0].content for t in made.tasks(split)}) for split in ("train", "test")] == [5, 1]  # type: ignore[arg-type]
+
+
+def test_a_set_of_its_own_is_held_out(write: Write) -> None:
+    one = {"path": rows("r.jsonl", 40), "type": f"{write(ASK)}.ask"}
     own = env(one, test_datasets=[{**one, "path": rows("t.jsonl", 5, 1000)}], val_set_size=0)
-    assert (len(own.tasks("train")), own.tasks("test")[0].prompt[0].content) == (400, "1000?")
-    with pytest.raises(EnvError, match="400 of 400 rows would be held out"):
-        env(one, val_set_size=400).tasks("train")
+    assert (len(own.tasks("train")), own.tasks("test")[0].prompt[0].content) == (40, "1000?")
+    with pytest.raises(EnvError, match="40 of 40 rows would be held out"):
+        env(one, val_set_size=40).tasks("train")
     with pytest.raises(EnvError, match="axolotl has no test tasks"):
         env(one).tasks("test")
+
+
+def test_a_column_that_a_row_lacks_is_none(write: Write) -> None:
+    """As in a table, for the transform within its set, and for rewards over all sets."""
+    name = write("def ask(cfg):\n    return lambda row: {'prompt': f'{row[\"level\"]}'}\n")
+    Path("r.jsonl").write_text('{"answer": "1", "level": 2}\n{"answer": "2"}\n')
+    Path("s.jsonl").write_text('{"prompt": "p", "hint": "h"}\n')
+    tasks = env({"path": "r.jsonl", "type": f"{name}.ask"}, {"path": "s.jsonl"}).tasks("train")
+    assert [task.prompt[0].content for task in tasks] == ["2", "None", "p"]
+    columns = [[task.meta[name] for name in ("answer", "level", "hint")] for task in tasks]
+    assert columns == [["1", 2, None], ["2", None, None], [None, None, "h"]]
 
 
 BROKEN = {

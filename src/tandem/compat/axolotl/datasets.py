@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from tandem.config import registry as resolve
 from tandem.envs.base import Environment, Split
 from tandem.envs.data.rows import DataRow, DataSource
-from tandem.envs.data.split import some
+from tandem.envs.data.split import digest, some
 from tandem.envs.dataset import Dataset
 from tandem.errors import ConfigError, EnvError
 from tandem.types import TEXT, Json, Message, Task
@@ -75,17 +77,16 @@ class AxolotlDatasets(Environment):
         return "axolotl"
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        held = self.cfg.get("test_datasets") if split == "test" else None
-        share = self._share()
-        tasks: list[Task] = []
-        for number, entry in enumerate(held or self.cfg["datasets"]):
+        rows: list[DataRow] = []
+        for number, (entry, own) in enumerate(self._sets(split)):
             change = _transform(self.cfg, entry, number)
-            part = _TransformedRows(path="-", answer="")
-            for source in _sources(entry, share):
-                for row in _rows(source, "train" if held else split):
-                    task = part.task(_changed(row, change, entry), split)
-                    tasks.append(replace(task, id=f"{split}/{len(tasks) + 1}", env=self.name))
-        remedy = "add rows, or change val_set_size" if not held else "look at test_datasets"
+            rows += [_changed(row, change, entry) for row in own]
+        part = _TransformedRows(path="-", answer="")
+        tasks = [
+            replace(part.task(row, split), id=f"{split}/{number}", env=self.name)
+            for number, row in enumerate(_even(rows), 1)
+        ]
+        remedy = "look at test_datasets" if self.cfg.get("test_datasets") else "add rows, or change val_set_size"
         return some(tasks, self.name, split, remedy)
 
     def count(self, split: Split) -> int:
@@ -94,28 +95,39 @@ class AxolotlDatasets(Environment):
         Raises:
             EnvError: they cannot be read.
         """
-        share = self._share()
-        return sum(
-            1 for entry in self.cfg["datasets"] for source in _sources(entry, share) for _ in _rows(source, split)
-        )
+        return sum(len(rows) for _, rows in self._sets(split))
 
     def check(self, task: Task) -> None:
         """Gold replies are not known: what an answer looks like, the rewards alone know."""
         return
 
-    def _share(self) -> float:
-        """Share of rows that is held out: none where there are test_datasets; a number of rows is made a share."""
+    def _sets(self, split: Split) -> list[tuple[Mapping[str, Any], list[DataRow]]]:
+        """Data sets of a split, each with its rows.
+
+        Of val_set_size as many rows as Axolotl holds out, a share rounded up: those of the lowest hashes. Equal rows
+        stay together.
+        """
+        own = self.cfg.get("test_datasets")
+        entries = own if own and split == "test" else self.cfg["datasets"]
+        sets = [(entry, _rows(entry)) for entry in entries]
+        if own:
+            return [(entry, _even(rows)) for entry, rows in sets]
+        hashes = [[digest(repr(sorted(row.columns.items()))) for row in rows] for _, rows in sets]
+        last = self._last_held_out(sorted(chain.from_iterable(hashes)))
+        return [
+            (entry, [row for row, its in zip(_even(rows), keys, strict=True) if (its <= last) == (split == "test")])
+            for (entry, rows), keys in zip(sets, hashes, strict=True)
+        ]
+
+    def _last_held_out(self, hashes: Sequence[str]) -> str:
+        """Highest hash of the rows that val_set_size holds out; empty if it holds out none."""
         size = self.cfg.get("val_set_size") or 0
-        if self.cfg.get("test_datasets"):
-            return 0.0
-        if size < 1:
-            return float(size)
-        rows = sum(
-            1 for entry in self.cfg["datasets"] for source in _sources(entry, 0.0) for _ in _rows(source, "train")
-        )
-        if size >= rows:
-            raise EnvError(f"val_set_size: {size:g} of {rows} rows would be held out, and none be left to train on")
-        return float(size) / rows
+        count = math.ceil(size * len(hashes)) if size < 1 else int(size)
+        if count >= len(hashes):
+            raise EnvError(
+                f"val_set_size: {count} of {len(hashes)} rows would be held out, and none be left to train on"
+            )
+        return hashes[count - 1] if count else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,14 +146,6 @@ class _TransformedRows(Dataset):
         if isinstance(row.value(self.prompt), list):
             return super()._prompt(row)
         return (Message(role=TEXT, content=row.text(self.prompt)),)
-
-
-def _sources(entry: Mapping[str, Any], share: float) -> list[DataSource]:
-    """Where the rows of one data set are."""
-    return [
-        DataSource(path=path, subset=entry.get("name"), train_split=entry.get("split") or "train", test_share=share)
-        for path in _files(entry)
-    ]
 
 
 def _files(entry: Mapping[str, Any]) -> list[str]:
@@ -177,9 +181,21 @@ def _files(entry: Mapping[str, Any]) -> list[str]:
     return paths
 
 
-def _rows(source: DataSource, split: Split) -> Iterator[DataRow]:
-    """Rows of a split; which one a row is of depends on its columns alone."""
-    return source.rows(split, lambda row: repr(sorted(row.columns.items())))
+def _rows(entry: Mapping[str, Any]) -> list[DataRow]:
+    """All rows of one data set."""
+    rows: list[DataRow] = []
+    for path in _files(entry):
+        source = DataSource(
+            path=path, subset=entry.get("name"), train_split=entry.get("split") or "train", test_share=0.0
+        )
+        rows += source.rows("train", lambda row: row.where)
+    return rows
+
+
+def _even(rows: Sequence[DataRow]) -> list[DataRow]:
+    """Rows that have the same columns, None where one lacks a column: Axolotl's are rows of a table."""
+    columns = dict.fromkeys(name for row in rows for name in row.columns)
+    return [replace(row, columns={**columns, **row.columns}) for row in rows]
 
 
 def _transform(cfg: Mapping[str, Any], entry: Mapping[str, Any], number: int) -> Change | None:
