@@ -226,6 +226,26 @@ def test_malformed_row_names_its_line(tmp_path: Path, line: str, message: str) -
         train(Dataset(path=path, test_share=0.0))
 
 
+def test_a_json_file_is_one_list_or_has_lines(tmp_path: Path) -> None:
+    rows = [{"prompt": f"é {n}", "answer": str(n)} for n in range(3)]
+    path = tmp_path / "a.json"
+    read = []
+    for text in (json.dumps(rows, indent=1), "\ufeff\n" + json.dumps(rows), "\n".join(map(json.dumps, rows))):
+        path.write_text(text, encoding="utf-8")
+        read.append(
+            [(task.id, task.prompt[0].content, task.answer) for task in train(Dataset(path=str(path), test_share=0))]
+        )
+    assert read[0] == read[1] == read[2] == [(f"train/{n + 1}", f"é {n}", str(n)) for n in range(3)]
+    for text, message in (
+        ('[\n{"prompt": "a"},\n]', r"a\.json: not valid JSON: .* at line [23], column \d+; the file must be one list"),
+        ('[{"prompt": "a", "answer": "1"}, "b"]', r"a\.json: row 2: each entry .* one JSON object, got text"),
+        ("[]", r"a\.json is empty"),
+    ):
+        path.write_text(text)
+        with pytest.raises(EnvError, match=message):
+            train(Dataset(path=str(path), test_share=0))
+
+
 def test_csv_row_with_too_few_fields_names_its_line(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("prompt,answer\na,1\nb\n")
     with pytest.raises(EnvError, match=r"a\.csv:3: 1 fields, expected 2 \(prompt, answer\)"):

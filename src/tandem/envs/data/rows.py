@@ -138,7 +138,7 @@ class DataSource:
 
 
 def read_file(path: str) -> Iterator[DataRow]:
-    """Rows of a local JSONL, CSV or Parquet file.
+    """Rows of a local JSONL, JSON, CSV or Parquet file.
 
     Raises:
         EnvError: it is not there, not of a known kind, or a row is malformed.
@@ -167,18 +167,40 @@ def _read_jsonl(file: Path) -> Iterator[DataRow]:
             line = _decoded(raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw, where)
             if not line.strip():
                 continue
-            try:
-                columns = json.loads(line.rstrip())  # else what is missing at its end is missed on the next line
-            except RecursionError as error:
-                raise EnvError(f"{where}: lists and objects are nested too deep to be read") from error
-            except ValueError as error:
-                at = str(error)
-                if isinstance(error, json.JSONDecodeError):  # of which some messages end in "at"
-                    at = f"{error.msg.removesuffix(' at')} at column {error.colno}"
-                raise EnvError(f"{where}: not valid JSON: {at}; each line must be one JSON object") from error
+            # Without its end, else what is missing there is missed on the next line.
+            columns = _loaded(line.rstrip(), where, "each line must be one JSON object")
             if not isinstance(columns, dict):
                 raise EnvError(f"{where}: each line must be one JSON object, got {_kind(columns)}")
             yield DataRow(where, number, columns)
+
+
+def _read_json(file: Path) -> Iterator[DataRow]:
+    """Rows of a file that is one list of objects, or has one on each line."""
+    with file.open("rb") as raw:
+        is_list = raw.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+    if not is_list:
+        yield from _read_jsonl(file)
+        return
+    text = _decoded(file.read_bytes().removeprefix(b"\xef\xbb\xbf"), str(file))
+    for number, columns in enumerate(_loaded(text, str(file), "the file must be one list of JSON objects"), 1):
+        where = f"{file}: row {number}"
+        if not isinstance(columns, dict):
+            raise EnvError(f"{where}: each entry of the list must be one JSON object, got {_kind(columns)}")
+        yield DataRow(where, number, columns)
+
+
+def _loaded(text: str, where: str, expected: str) -> Any:
+    """JSON of a file or line; raises EnvError that says where it is broken, and what was expected."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise EnvError(f"{where}: lists and objects are nested too deep to be read") from error
+    except ValueError as error:
+        at = str(error)
+        if isinstance(error, json.JSONDecodeError):  # of which some messages end in "at"
+            line = f"line {error.lineno}, " if "\n" in text else ""
+            at = f"{error.msg.removesuffix(' at')} at {line}column {error.colno}"
+        raise EnvError(f"{where}: not valid JSON: {at}; {expected}") from error
 
 
 def _read_csv(file: Path) -> Iterator[DataRow]:
@@ -226,7 +248,7 @@ def _read_parquet(file: Path) -> Iterator[DataRow]:
 _READERS: dict[str, Callable[[Path], Iterator[DataRow]]] = {
     ".jsonl": _read_jsonl,
     ".ndjson": _read_jsonl,
-    ".json": _read_jsonl,
+    ".json": _read_json,
     ".csv": _read_csv,
     ".tsv": _read_csv,
     ".parquet": _read_parquet,
