@@ -62,6 +62,18 @@ def test_names_of_verl_are_told_one_by_one(tmp_path: Path) -> None:
     assert "from verl? here it is optimizer.lr (docs/guide/trl.md)" in lines[0]
 
 
+def test_names_of_axolotls_groups_are_told_one_by_one(tmp_path: Path) -> None:
+    _, *lines = problems(tmp_path, "trl:\n  num_generations: 4\n", "vllm.tensor_parallel_size=2")
+    assert [line.strip() for line in lines] == [
+        "recipe.yaml:5: unknown option 'trl.num_generations'; from Axolotl? "
+        "here it is group_size (docs/guide/axolotl.md)",
+        "command line: vllm.tensor_parallel_size: unknown option 'vllm.tensor_parallel_size'; from Axolotl? "
+        "here it is engine.tensor_parallel_size (docs/guide/axolotl.md)",
+    ]
+    (whole,) = problems(tmp_path, "trl: {none: 1}\n")
+    assert "a whole file of Axolotl has base_model" in whole
+
+
 def test_a_name_within_a_part(tmp_path: Path) -> None:
     (line,) = problems(tmp_path, "loss: {epsilon: 0.2}\n")
     assert "unknown option 'epsilon' of loss (grpo); known: clip_low, " in line

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
-from tandem.compat.axolotl.options import TOP, TRL
+from tandem.compat.axolotl.options import TOP, TRL, VLLM
 from tandem.compat.swift.options import RLHF
 from tandem.compat.table import ForeignOption
 
@@ -132,7 +132,7 @@ def meant(option: str) -> str | None:
     """Hint for another system's option, such as ``from TRL? here it is group_size (docs/guide/trl.md)``.
 
     Args:
-        option: a name, or verl's dotted path.
+        option: a name, or a dotted path of verl's or Axolotl's.
 
     Returns:
         None for a name that none of them has.
@@ -141,20 +141,23 @@ def meant(option: str) -> str | None:
         if option in table:
             left_out = table[option].removeprefix("nothing: ")
             here = f"leave it out: {left_out}" if left_out != table[option] else f"here it is {left_out}"
-            return f"from {system}? {here} (docs/guide/trl.md)"
+            page = "axolotl" if system == "Axolotl" else "trl"
+            return f"from {system}? {here} (docs/guide/{page}.md)"
     return None
 
 
 @cache
 def _tables() -> tuple[tuple[str, Mapping[str, str]], ...]:
     """System and its names; of two that have a name the first is looked at."""
+    groups = {"": TOP, "trl.": TRL, "vllm.": VLLM}
+    axolotl = {prefix + name: _meaning(row) for prefix, rows in groups.items() for name, row in rows.items()}
     swift = {name: _meaning(argument) for argument in RLHF for name in (argument.name, *argument.also)}
     return (
         ("TRL", _TRL),
         ("TRL or Axolotl", {name: _meaning(option) for name, option in TRL.items()}),
         ("verl", _VERL),
         ("TRL or ms-swift", swift),
-        ("Axolotl", {name: _meaning(option) for name, option in TOP.items()}),
+        ("Axolotl", axolotl),
     )
 
 

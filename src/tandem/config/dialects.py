@@ -37,12 +37,12 @@ def elsewhere(option: str, value: Tree, where: str) -> dict[str, str]:
     Or of those in the mapping that it holds, as in ``actor_rollout_ref: {rollout: {n: 8}}``.
     """
     meant: Callable[[str], str | None] = importlib.import_module(NAMES).meant
-    if (itself := meant(option)) is not None:
-        return {where: f"unknown option {option!r}; {itself}"}
     texts: dict[str, str] = {}
     if isinstance(value, Branch):
         for key, inner in value.entries.items():
             texts |= elsewhere(f"{option}.{key}", inner, value.key_where[key])
+    if not texts and (itself := meant(option)) is not None:
+        return {where: f"unknown option {option!r}; {itself}"}
     return texts
 
 
