@@ -33,6 +33,9 @@ _TRUSTED = "Tandem runs no code from model repositories"
 _MEMORY = "memory is given back as it is freed, not every so many steps"
 _COLUMNS = "name the columns in a transform: type: module.function"
 _LOADED = "what base_model is, its config.json says"
+_TOKENIZED = "the tokenizer is what base_model's files say"
+_SAMPLED = "evaluation asks the engine as training does"
+_COLLECTIVES = "collectives are Tandem's own"
 
 TOP: Mapping[str, ForeignOption] = by_name(
     copied("base_model", "text", "model"),
@@ -54,7 +57,7 @@ TOP: Mapping[str, ForeignOption] = by_name(
     refused("peft_use_dora", "anything", _LORA, off=(False,)),
     refused("peft_use_rslora", "anything", "write the lora_alpha that it comes to: lora_alpha x sqrt(lora_r)",
         off=(False,)),
-    *(idle(name, "anything", _SPEED, off=(False,)) for name in _KERNELS),
+    *(idle(name, "anything", _SPEED, off=(False,)) for name in (*_KERNELS, "cut_cross_entropy")),
     refused("load_in_8bit", "anything", _QUANTISED, off=(False,)),
     refused("load_in_4bit", "anything", _QUANTISED, off=(False,)),
     becomes("datasets", "list", "env", []),
@@ -63,6 +66,9 @@ TOP: Mapping[str, ForeignOption] = by_name(
     idle("skip_prepare_dataset", "anything", _ROWS, off=(True, False)),
     idle("dataset_prepared_path", "anything", _ROWS, off=(False,)),
     *(idle(name, "anything", _ROWS) for name in _LOADING),
+    idle("excess_length_strategy", "anything", "prompts of GRPO are neither dropped nor cut, in Axolotl too"),
+    refused("dataset_exact_deduplication", "anything", "every row is a task; take the equal ones out of the file",
+        off=(False,)),
     refused("remove_unused_columns", "anything", "rewards get every column by name", off=(False,)),
     refused("shuffle_merged_datasets", "anything", "tasks are always shuffled, anew in every epoch", off=(True,)),
     becomes("sequence_len", "whole",
@@ -104,6 +110,12 @@ TOP: Mapping[str, ForeignOption] = by_name(
     refused("tokens", "anything", "the vocabulary is the model's own", off=([],)),
     idle("model_type", "anything", _LOADED, off=("AutoModelForCausalLM",)),
     idle("tokenizer_type", "anything", _LOADED, off=("AutoTokenizer",)),
+    idle("tokenizer_use_fast", "anything", _TOKENIZED, off=(True,)),
+    idle("tokenizer_legacy", "anything", _TOKENIZED),
+    idle("eot_tokens", "anything", "it says what of a data set's answers is trained, and GRPO's are sampled",
+        off=([],)),
+    idle("hf_use_auth_token", "anything", "the hub's own log-in of this machine is used", off=(False,)),
+    idle("low_cpu_mem_usage", "anything", "how weights are loaded changes no result", off=(True, False)),
     becomes("tokenizer_config", "text", "nothing: it must be base_model"),
     refused("trust_remote_code", "anything", _TRUSTED, off=(False,)),
     copied("output_dir", "text", "runs", "model-out"),
@@ -117,7 +129,7 @@ TOP: Mapping[str, ForeignOption] = by_name(
     refused("save_only_model", "anything", "a checkpoint is what a run is resumed from", off=(False,)),
     becomes("eval_steps", "number", "evaluate.every, divided by num_iterations; below 1 a share of all steps"),
     becomes("evals_per_epoch", "number", "evaluate.every: all steps / (evals_per_epoch x num_epochs)"),
-    idle("eval_batch_size", "anything", "evaluation asks the engine as training does"),
+    *(idle(name, "anything", _SAMPLED) for name in ("eval_batch_size", "eval_table_size", "eval_max_new_tokens")),
     idle("eval_strategy", "anything", "held-out rows are looked at every eval_steps, before and after", off=("steps",)),
     copied("seed", "whole", "seed"),
     becomes("wandb_project", "text", "the wandb logger"),
@@ -139,7 +151,8 @@ TOP: Mapping[str, ForeignOption] = by_name(
     refused("resume_from_checkpoint", "anything", "a run is resumed by its folder: tandem train RUN", off=("", False)),
     refused("auto_resume_from_checkpoints", "anything", "a run is resumed by its folder: tandem train RUN",
         off=(False,)),
-    refused("early_stopping_patience", "anything", "a run ends after its steps, or by Ctrl-C", off=("",)),
+    *(refused(name, "anything", "a run ends after its steps, or by Ctrl-C", off=("",))
+      for name in ("early_stopping_patience", "loss_watchdog_threshold", "loss_watchdog_patience")),
     becomes("fsdp", "anything", "distributed.shard: full_shard weights, shard_grad_op states", []),
     becomes("fsdp_config", "mapping", "distributed.shard, checkpointing and optimizer: adamw_cpu", {}),
     becomes("fsdp_version", "whole", "nothing: sharding is Tandem's own, by the keys of either version"),
@@ -150,12 +163,15 @@ TOP: Mapping[str, ForeignOption] = by_name(
     becomes("context_parallel_size", "whole", "distributed.context_parallel", 1),
     becomes("sequence_parallel_degree", "whole", "distributed.context_parallel", 1),
     *(refused(name, "anything", _WHOLE, off=(1,)) for name in ("tensor_parallel_size", "expert_parallel_size")),
+    *(idle(f"ddp_{name}", "anything", _COLLECTIVES, off=(False,))
+      for name in ("timeout", "bucket_cap_mb", "broadcast_buffers", "find_unused_parameters")),
     idle("local_rank", "anything", "a launcher says it by its environment", off=(0,)),
     idle("gc_steps", "anything", _MEMORY, off=(-1,)),
     idle("gc_collect_steps", "anything", _MEMORY, off=(-1,)),
     idle("torch_empty_cache_steps", "anything", _MEMORY),
     *(refused(f"nemo_gym_{name}", "anything", _GYM, off=(False,)) for name in _NEMO_GYM),
-    refused("plugins", "anything", "Axolotl's plug-ins patch Axolotl", off=([],)),
+    becomes("plugins", "list", "nothing: those that only make Axolotl faster are left out, others are refused", []),
+    idle("include_tokens_per_second", "anything", "tokens_per_second is among the metrics", off=(True, False)),
     idle("strict", "anything", "unknown options are always refused", off=(True, False)),
     idle("debug", "anything", "tandem --debug shows tracebacks", off=("", False)),
     becomes("trl", "mapping", "the next table"),

@@ -41,6 +41,12 @@ REDUCTIONS = {
 ADVANTAGES = {"True": "grpo", "group": "grpo", "batch": "batch_std", "False": "dr_grpo", "none": "dr_grpo"}
 """trl.scale_rewards."""
 
+FASTER = (
+    "axolotl.integrations.liger.LigerPlugin",
+    "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin",
+)
+"""Plug-ins that change no result: what they switch on is a matter of speed."""
+
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$")
 _NARROWING = {"trl.top_p": (1.0,), "trl.top_k": (0, -1), "trl.min_p": (0.0,)}
 """Options that narrow what may be sampled, and their values that do not."""
@@ -114,6 +120,11 @@ def _model(recipe: AxolotlRecipe) -> None:
     model = recipe["base_model"] or ""
     if recipe["tokenizer_config"] not in (None, model):
         recipe.wrong("tokenizer_config", f"the tokenizer is the model's own, {model}; leave it out")
+    for plugin in recipe["plugins"]:
+        if plugin in FASTER:
+            recipe.nothing("plugins", f"{plugin} makes Axolotl faster, and Tandem has kernels of its own")
+        else:
+            recipe.wrong("plugins", f"{plugin} patches Axolotl; leave it out")
     _template(recipe)
     own = {key: text for key, text in recipe["special_tokens"].items() if key != "pad_token" and text is not None}
     if own:
