@@ -192,6 +192,11 @@ def test_an_interpreter_without_vllm_is_refused(tmp_path: Path) -> None:
     assert Vllm(python=python).check(trainable=Full(), folder=tmp_path) == f"vLLM, by {python}"
 
 
+def test_a_check_does_not_claim_that_an_engine_elsewhere_runs(tmp_path: Path) -> None:
+    checked = Vllm(urls=("http://127.0.0.1:1",)).check(trainable=Full(), folder=tmp_path)
+    assert checked == "expected at http://127.0.0.1:1; whether it runs is seen when a run starts"
+
+
 def test_the_interpreter_is_asked_as_the_engine_would_be_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -201,7 +201,7 @@ class Vllm(EngineSpec):
         if trainable.payload == "adapter":
             _rank(getattr(trainable, "rank", 0))
         if self.urls:
-            return f"runs already, at {', '.join(self.urls)}"
+            return f"expected at {', '.join(self.urls)}; whether it runs is seen when a run starts"
         _separable(folder)
         has_vllm(self.python)
         return f"vLLM, by {self.python or sys.executable}"
