@@ -63,6 +63,8 @@ class NeedsArguments:
     def __call__(self, completions, **kwargs): return [2.0] * len(completions)
 async def later(completions, **kwargs): return [3.0] * len(completions)
 partly = functools.partial(accuracy, unused=1)
+def maker(worth): return lambda completions, **kwargs: [worth] * len(completions)
+made = maker(0.5)
 number = 5
 '''
 
@@ -103,6 +105,13 @@ def of(name: str, **options: Any) -> Function:
 def test_columns_arrive_by_name() -> None:
     got = graded({"acc": (of("accuracy"), 2.0)}, group("7", "8", solution="7"))
     assert [rollout.reward for rollout in got] == [2.0, 0.0]
+
+
+def test_a_function_that_a_function_made_is_found_by_its_path(tmp_path: Path) -> None:
+    recipe = tmp_path / "made.yaml"
+    recipe.write_text("model: m\nsteps: 1\nenv: arithmetic\nrewards: {trl_functions.made: 1}\n")
+    specs = {name: spec.reward for name, spec in load(recipe).config.rewards.items()}
+    assert [rollout.reward for rollout in graded(specs, group("7", "8"))] == [0.5, 0.5]
 
 
 def test_what_a_function_is_given(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ class RewardSpec:
     kind: str
     """A file of ``rewards/``, or ``pkg.module:name`` (a recipe may write a dot for the colon)."""
     reward: Any
-    """The part, or a plain function."""
+    """The part, or the import path of a plain function."""
     weight: float
     """What its value is multiplied by before rewards are summed."""
 
@@ -275,7 +275,7 @@ class Builder:
         return BAD if reward is BAD else RewardSpec(kind=kind, reward=reward, weight=weight)
 
     def _function(self, kind: str, options: Branch, path: str) -> Any:
-        """A plain function by import path; None if the path leads to a part."""
+        """An import path that leads to a plain function; None if it leads to a part."""
         where = options.key_where.get("kind", options.where)
         try:
             thing = resolve.import_object(kind)
@@ -292,7 +292,7 @@ class Builder:
                 options.key_where[key], f"{path}: a plain function takes no option {key!r}; use a dataclass"
             )
             return BAD
-        return thing
+        return kind  # not what it leads to: what another function made cannot be sent to a grading process
 
     def _construct(self, cls: type, values: dict[str, Any], where: str, path: str) -> Any:
         """Make the instance; refuse values out of range and options that change nothing."""
