@@ -23,6 +23,18 @@ def test_the_folder_of_a_run_of_many_environments_bears_the_first_ones_name(tmp_
     assert folder.name.startswith("sums_of_many_digits_0+19-m-20")
 
 
+def test_a_folder_that_is_there_is_gone_on_with_if_it_has_a_checkpoint(tmp_path: Path) -> None:
+    """One whose start failed has none: with its recipe, which may be why, it would fail again."""
+    options = {"model": "m", "steps": 1, "env": "arithmetic", "runs": str(tmp_path), "name": "a b"}
+    config = from_options(options, (), Path("recipe")).config
+    folder = run_folder.new_folder(config)
+    with pytest.raises(ConfigError, match=r"a b exists already; it has no checkpoint: .*remove it to start anew"):
+        run_folder.new_folder(config)
+    (folder / "checkpoints" / "000001").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"go on with it by: tandem train '.*/a b', or choose another name="):
+        run_folder.new_folder(config)
+
+
 def test_an_echo_of_the_first_signal_is_no_second_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``timeout`` sends SIGTERM to a process and then to its group."""
     before = signal.getsignal(signal.SIGTERM)

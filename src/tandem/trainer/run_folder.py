@@ -9,6 +9,7 @@ import fcntl
 import logging
 import os
 import platform
+import shlex
 import signal
 import time
 from collections.abc import Iterator
@@ -43,9 +44,10 @@ def new_folder(config: RunConfig) -> Path:
     folder = Path(config.runs) / (config.name or _default_name(config))
     try:
         if folder.exists():
-            raise ConfigError(
-                f"{folder} exists already; go on with it by: tandem train {folder}, or choose another name="
-            )
+            again = f"go on with it by: tandem train {shlex.quote(str(folder))}"
+            anew = "it has no checkpoint: if no process trains in it, remove it to start anew"
+            kept = any((folder / "checkpoints").glob("*"))
+            raise ConfigError(f"{folder} exists already; {again if kept else anew}, or choose another name=")
         folder.mkdir(parents=True)
         write_recipe(config, folder)
         resolve.remember(folder)
