@@ -253,7 +253,8 @@ def _steps(recipe: AxolotlRecipe, groups: int) -> int:
         try:
             rows = AxolotlDatasets(cfg=recipe.plain).count("train")
         except TandemError as error:
-            recipe.wrong("num_epochs", f"rows cannot be counted, so give max_steps instead: {error}")
+            why = f"its rows cannot be counted; mend that, or for data elsewhere give max_steps: {error}"
+            recipe.wrong("num_epochs", why)
             return 1
         together = recipe.generated  # of rows that do not fill a batch of so many steps TRL makes none
         steps = max(1, math.ceil(epochs * (rows // (groups * together) * together)))
