@@ -530,6 +530,21 @@ def test_metrics() -> None:
     play(scene)
 
 
+def test_metrics_say_nothing_twice_of_environments_of_one_name() -> None:
+    async def scene(client: Client) -> None:
+        for _ in range(2):
+            await client.begin(batch_size=4)
+            await client.env()
+            await client.get("/reset_data")
+        await client.begin(batch_size=4)
+        text = (await client.get("/metrics")).body.decode()
+        samples = [line.rpartition(" ")[0] for line in text.splitlines() if not line.startswith("#")]
+        assert len(samples) == len(set(samples))
+        assert sum("env_connected" in name for name in samples) == 1
+
+    play(scene)
+
+
 def test_pages_load_nothing_from_elsewhere() -> None:
     async def scene(client: Client) -> None:
         for path in ("/", "/docs"):

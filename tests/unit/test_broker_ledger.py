@@ -87,6 +87,19 @@ def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
         assert [item.entry.id for item in store.tenants.by_id[0].buffer] == ["c"]
 
 
+def test_an_environment_that_was_silent_holds_no_share_after_a_restart(tmp_path: Path) -> None:
+    with ledger(tmp_path) as one:
+        begun(one)
+        for name in ("gone", "here"):
+            assert one.store.register_env(EnvSpec(name=name, max_token_length=8, min_batch_allocation=0.25), 0.0)
+        one.store.status_env(1, 100.0)
+    with ledger(tmp_path, now=101.0) as two:
+        assert [env.connected for env in two.store.status(101.0).envs] == [False, True]
+        assert two.store.status_env(0, 102.0).unallocated_fraction == 0.5  # it spoke
+    with ledger(tmp_path, now=103.0) as three:
+        assert [env.connected for env in three.store.status(103.0).envs] == [True, True]
+
+
 def test_partial_groups_that_were_joined_are_still_joined_after_a_restart(tmp_path: Path) -> None:
     with ledger(tmp_path) as one:
         begun(one)

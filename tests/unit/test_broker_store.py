@@ -271,6 +271,17 @@ def test_after_a_reset_running_environments_live_on_and_ids_are_not_reused() -> 
     assert store.status(0.0).envs[-1].name == "e_0"
 
 
+def test_after_a_reset_no_new_environment_has_the_name_of_one_that_lives_on() -> None:
+    store = started(4)
+    old = joined(store)
+    store.reset()
+    store.register(run(4))
+    store.take(0.0)
+    store.status_env(old, 0.0)
+    joined(store)
+    assert [env.name for env in store.status(0.0).envs] == ["e_0", "e_1"]
+
+
 def test_the_same_identity_is_the_same_environment() -> None:
     store = started(8)
     first = joined(store, group_size=4, key="me")

@@ -345,7 +345,7 @@ def restore(
     keys: Iterable[tuple[str, float]],
     now: float,
 ) -> None:
-    """Fill a new store. Leases and silences count from ``now``.
+    """Fill a new store. Leases count from ``now``, and so do silences of environments that were not silent already.
 
     A batch that a trainer which never acknowledges had, and whose answer is not known to have gone out, comes back.
 
@@ -391,7 +391,7 @@ def _tenant(store: GroupQueue, env_id: int, fact: Mapping[str, Any], now: float)
             key=fact["key"],
             owner=fact.get("owner", ""),
             connected=fact["connected"],
-            live=fact["connected"],
+            live=fact.get("live", fact["connected"]),
         )
     )
 

@@ -30,7 +30,7 @@ from tandem.broker.queue.records import (
     ServedBatch,
     StoreOptions,
 )
-from tandem.broker.queue.tenants import Item, Tenant, Tenants
+from tandem.broker.queue.tenants import Item, Tenants
 from tandem.broker.queue.waiting import WaitingGroups
 
 REMEMBERED = 1_000
@@ -202,7 +202,7 @@ class GroupQueue:
         self.policy, self.took = None, False
         self.journal.cleared()
         for tenant in fresh.by_id.values():
-            self._note_tenant(tenant)
+            self.tenants.note(tenant)
         self.note_progress()
 
     @property
@@ -238,7 +238,7 @@ class GroupQueue:
         self.waiting.sort_again(tenant)
         self.note_progress()
         self.journal.noted("names", dict(self.tenants.names))
-        self._note_tenant(tenant)
+        self.tenants.note(tenant)
         assert tenant.env_id is not None
         return EnvAccepted(
             env_id=tenant.env_id,
@@ -258,7 +258,7 @@ class GroupQueue:
         if tenant.connected:
             tenant.connected = tenant.live = False
             self.tenants.recount()
-            self._note_tenant(tenant)
+            self.tenants.note(tenant)
         return True
 
     def heartbeat(self, env_id: int | None, now: float) -> None:
@@ -520,7 +520,3 @@ class GroupQueue:
             "counts": dict(self.counts),
         }
         self.journal.noted("progress", progress)
-
-    def _note_tenant(self, tenant: Tenant) -> None:
-        facts = {name: getattr(tenant, name) for name in ("name", "key", "connected", "owner")}
-        self.journal.noted(f"env:{tenant.env_id}", {**facts, "spec": asdict(tenant.spec)})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from tandem.broker.protocol.messages import EnvStatus
 from tandem.broker.queue.formation import BY_ORDER, minimums
@@ -174,8 +174,7 @@ class Tenants:
         tenant = self.by_key.get(key) if key is not None else None
         if tenant is None:
             self._make_room()
-            name = f"{spec.name}_{self.names[spec.name]}"
-            self.names[spec.name] += 1
+            name = self._next_name(spec.name)
             self._forget_names()
             tenant = Tenant(env_id=self.next_id, spec=spec, name=name, heard=now, key=key, owner=owner)
             self.add(tenant)
@@ -183,6 +182,20 @@ class Tenants:
             tenant.spec, tenant.connected, tenant.live = spec, True, False
             self.hear(tenant, now)
         return tenant
+
+    def _next_name(self, desired: str) -> str:
+        """With its count; after a reset counts begin anew, and what lived through it keeps its name and its files."""
+        borne = {tenant.name for tenant in self.by_id.values() if tenant.live}
+        while True:
+            name = f"{desired}_{self.names[desired]}"
+            self.names[desired] += 1
+            if name not in borne:
+                return name
+
+    def note(self, tenant: Tenant) -> None:
+        """Tell the journal what a restart must know of it."""
+        facts = {name: getattr(tenant, name) for name in ("name", "key", "connected", "live", "owner")}
+        self.journal.noted(f"env:{tenant.env_id}", {**facts, "spec": asdict(tenant.spec)})
 
     def add(self, tenant: Tenant) -> None:
         """One with an id of its own."""
@@ -243,6 +256,7 @@ class Tenants:
             tenant.live = True
             self._next_sweep = min(self._next_sweep, now + self.options.heartbeat_seconds)
             self.recount()
+            self.note(tenant)
 
     def sweep(self, now: float) -> None:
         """Those not heard from for too long hold no share any more."""
@@ -252,6 +266,7 @@ class Tenants:
         for tenant in self.by_id.values():
             if tenant.live and now - tenant.heard > self.options.heartbeat_seconds:
                 tenant.live, gone = False, True
+                self.note(tenant)
         heard = [tenant.heard for tenant in self.by_id.values() if tenant.live]
         self._next_sweep = min(heard, default=float("inf")) + self.options.heartbeat_seconds
         if gone:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from tandem.broker.queue.records import Report
+from tandem.broker.queue.records import EnvReport, Report
 
 LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 """Upper bounds of the classes of latency, in seconds."""
@@ -114,15 +114,26 @@ class Meter:
 
 
 def _environments(report: Report) -> Iterator[str]:
+    """Those of one name, as some are after a reset, are one to Prometheus, which refuses what is there twice."""
+    by_name: dict[str, list[EnvReport]] = {}
+    for env in report.envs:
+        by_name.setdefault(env.name, []).append(env)
     for name, kind, text, of in (
         ("env_queued_groups", "gauge", "Groups queued, by environment.", lambda env: env.queued_groups),
         ("env_queued_sequences", "gauge", "Sequences queued, by environment.", lambda env: env.queued_sequences),
         ("env_buffered_sequences", "gauge", "Sequences buffered.", lambda env: env.buffered_sequences),
         ("env_held_bytes", "gauge", "Payload bytes held, by environment.", lambda env: env.held_bytes),
-        ("env_connected", "gauge", "1 if it was heard from lately.", lambda env: int(env.connected)),
+        (
+            "env_connected",
+            "gauge",
+            "Environments of this name heard from lately.",
+            lambda env: int(env.connected),
+        ),
         ("env_accepted_total", "counter", "Groups accepted, by environment.", lambda env: env.accepted),
     ):
-        yield from _family(name, kind, text, [(_labels(env=env.name), of(env)) for env in report.envs])
+        yield from _family(
+            name, kind, text, [(_labels(env=env), sum(map(of, alike))) for env, alike in by_name.items()]
+        )
 
 
 def _family(name: str, kind: str, text: str, values: Iterable[tuple[str, float]]) -> Iterator[str]:
