@@ -386,6 +386,17 @@ def test_old_groups_are_dropped_by_their_own_version_or_the_brokers() -> None:
     assert trainer.dropped == [("stale", "noted 2"), ("stale", "says 1")]
 
 
+def test_a_group_of_a_later_step_than_the_runs_own_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    broker = Local()
+    broker.put(sent("a", version=7), sent("b", version=9))
+    with caplog.at_level(logging.WARNING):
+        batches, _ = taken(broker, 1, Trainer(broker, step=0))
+    assert batches == [["a", "b"]]
+    assert caplog.text.count("was sampled at step 7 and this run is at 0") == 1
+    assert "sampled at step 9" not in caplog.text
+    assert "GET /reset_data" in caplog.text
+
+
 def test_a_broker_that_knows_leaves_old_groups_out_itself() -> None:
     broker = Local(drops=True)
     broker.put(*(sent(name, version=version) for name, version in (("old", 1), ("a", 3), ("older", 0), ("b", 4))))
@@ -599,7 +610,7 @@ def test_a_lease_that_ran_out_is_told(caplog: pytest.LogCaptureFixture) -> None:
 
     with caplog.at_level(logging.WARNING):
         run(go())
-    assert "ran out and 2 of its groups were trained by another batch" in caplog.text
+    assert "2 of its groups were trained by another" in caplog.text
     assert "raise broker.lease_seconds (60)" in caplog.text
 
 

@@ -162,8 +162,9 @@ class BrokerSource:
         for batch in data_state.batches:
             if batch in self._held and (reason := await self.broker.acknowledge(batch)):
                 log.warning(
-                    "the broker does not count batch %s as trained by this run: %s. If leases run out before a "
-                    "checkpoint is saved, raise broker.lease_seconds (%g); if it was started anew, give it --data",
+                    "the broker does not count batch %s as trained by this run: %s. If another trainer uses this "
+                    "broker, give each its own; if leases run out before a checkpoint is saved, raise "
+                    "broker.lease_seconds (%g); if the broker was started anew, give it --data",
                     batch,
                     reason,
                     self.options.lease_seconds,
@@ -254,6 +255,13 @@ class BrokerSource:
                 rules=self.options.rules,
                 notes=notes,
             )
+            if version is not None and version > now:
+                self._say(
+                    "ahead",
+                    f"group {group.id} was sampled at step {version} and this run is at {now}: the broker kept it from "
+                    "another run, or from steps that this one lost when it was killed, and max_lag leaves out none of "
+                    "these; before a new run, GET /reset_data drops what is queued",
+                )
             arrived.append(self._known(group))
         # Only now: a group that ends the run ends it before its batch counts as received.
         self._received += len(arrived)

@@ -370,13 +370,12 @@ class GroupQueue:
         self.counts["doubled"] += already
         if late:
             self.returned = max(0, self.returned - 1)
+        went_back = "its lease ran out, or a trainer registered meanwhile"
         reason = ""
         if already:
-            reason = f"the lease of batch {batch_id} ran out and {already} of its groups were trained by another batch"
+            reason = f"batch {batch_id} went back ({went_back}) and {already} of its groups were trained by another"
         elif late:
-            reason = (
-                f"late: the lease of batch {batch_id} had run out, but no other batch with its groups was acknowledged"
-            )
+            reason = f"late: batch {batch_id} went back ({went_back}), but no other with its groups was acknowledged"
         lease.outcome = Acknowledgement(ok=not already, trained=len(trained), already=already, reason=reason)
         lease.items, lease.gone = [], []
         self._end(lease)
