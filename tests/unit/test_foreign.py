@@ -234,6 +234,23 @@ def test_it_registers_at_the_step_that_was_reached_and_waits_for_groups() -> Non
     assert broker.store.policy_step == 7
 
 
+def test_a_run_that_waits_for_environments_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    broker = Local()
+    waiting = Trainer(broker).source()
+    waiting._quiet_seconds = 0.05
+
+    async def go() -> None:
+        async with waiting.open(DataState()) as source:
+            taking = asyncio.create_task(source.take())
+            while "no batch of 4 sequences" not in caplog.text:
+                await asyncio.sleep(0.01)
+            broker.put(sent("a"), sent("b"))
+            await taking
+
+    with caplog.at_level(logging.WARNING):
+        run(asyncio.wait_for(go(), 20))
+
+
 def test_groups_of_other_sizes_make_up_the_same_number_of_sequences() -> None:
     broker = Local()
     broker.put(sent("four", 0.0, 1.0, 0.0, 1.0), sent("a"), sent("b"))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -37,6 +38,8 @@ MOST_ENVS = 256
 """Environments that are told apart: each has metrics of its own."""
 MOST_NAMED = 8
 """Groups of one batch that are named where they cannot be read."""
+QUIET_SECONDS = 30.0
+"""After so long without a batch, or twice as long as one took before, a run says what it waits for."""
 _MENDED = {"advantages": "; broker.env_advantages: true trains on them"}
 """By field of the wire: how to have it read."""
 
@@ -111,6 +114,7 @@ class BrokerSource:
     _in_a_row: int = 0
     _logged: set[str] = field(default_factory=set)
     _envs: set[str] = field(default_factory=set)
+    _quiet_seconds: float = QUIET_SECONDS
 
     @asynccontextmanager
     async def open(self, data_state: DataState) -> AsyncIterator[BrokerSource]:
@@ -204,15 +208,27 @@ class BrokerSource:
         """The next batch, unless none will come any more."""
         async with waits.waiting("trainer", "needs groups to train on", on="environments of the broker"):
             polling = asyncio.create_task(self._poll(), name="the next batch")
+            began = time.monotonic()
             try:
                 while not polling.done():
                     if (failure := self.failure()) is not None:
                         raise failure
                     await asyncio.wait((polling,), timeout=self.options.poll_seconds)
+                    self._say_waiting(time.monotonic() - began)
                 return await polling
             finally:
                 polling.cancel()
                 await asyncio.gather(polling, return_exceptions=True)
+
+    def _say_waiting(self, seconds: float) -> None:
+        if seconds > self._quiet_seconds:
+            self._quiet_seconds = 2 * seconds
+            log.warning(
+                "no batch of %d sequences came from the broker for %.0f s: it waits for environments (tandem work), "
+                "and its page in a browser says for which",
+                self.options.sequences,
+                seconds,
+            )
 
     async def _poll(self) -> TakenBatch:
         """Ask until there is a batch."""
