@@ -83,6 +83,15 @@ def test_show_refuses_what_training_would(run: Run) -> None:
     assert "optimizer.warmup_steps must" in err
 
 
+def test_every_number_below_one_is_reported_and_says_nothing_of_groups(run: Run) -> None:
+    words = ["--gradient-accumulation-steps", "6", "--group-size", "4", "--training-steps", "0", "--seq-len", "0"]
+    code, _, err = run("--model", "m", "--env", "gsm8k", *words, "--show")
+    assert code == 2
+    assert "--training-steps: it must be at least 1" in err
+    assert "--seq-len: it must be at least 1" in err
+    assert "--group-size" not in err
+
+
 def test_zeros_are_given_values(run: Run) -> None:
     start = ["--model-name", "m", "--env", "gsm8k", "--weight-bridge-mode", "lora_only", "--show"]
     code, out, _ = run(*start, "--lora-dropout", "0", "--checkpoint-interval", "0")

@@ -217,7 +217,6 @@ class TrainerRecipe:
         for name in ("batch-size", "gradient-accumulation-steps", "seq-len", "training-steps"):
             if flags[name] < 1:
                 flags.wrong(name, "it must be at least 1")
-                return MOST
         sequences = flags["batch-size"] * flags["gradient-accumulation-steps"]
         usual = next((size for size in range(MOST, 1, -1) if sequences % size == 0), sequences)
         return int(usual if flags["group-size"] is None else flags["group-size"])
@@ -226,6 +225,8 @@ class TrainerRecipe:
         """Groups of one optimizer step."""
         flags = self.flags
         batch, steps = flags["batch-size"], flags["gradient-accumulation-steps"]
+        if min(batch, steps) < 1:  # which is reported already
+            return 1
         if size < 2:
             name = "group-size" if flags["group-size"] is not None else "gradient-accumulation-steps"
             flags.wrong(name, "a step needs two answers to one task at least: an answer is judged against its siblings")
