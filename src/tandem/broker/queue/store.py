@@ -370,12 +370,11 @@ class GroupQueue:
         self.counts["doubled"] += already
         if late:
             self.returned = max(0, self.returned - 1)
-        went_back = "its lease ran out, or a trainer registered meanwhile"
-        reason = ""
+        why, reason = "a lease ran out, or a trainer registered meanwhile", ""
         if already:
-            reason = f"batch {batch_id} went back ({went_back}) and {already} of its groups were trained by another"
+            reason = f"{already} groups of batch {batch_id} were trained by another batch: {why}"
         elif late:
-            reason = f"late: batch {batch_id} went back ({went_back}), but no other with its groups was acknowledged"
+            reason = f"late: batch {batch_id} went back ({why}), but no other with its groups was acknowledged"
         lease.outcome = Acknowledgement(ok=not already, trained=len(trained), already=already, reason=reason)
         lease.items, lease.gone = [], []
         self._end(lease)
