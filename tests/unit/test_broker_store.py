@@ -223,6 +223,7 @@ def test_disconnecting_frees_a_share_at_once_and_for_good() -> None:
     store.disconnect(gone, 0.0)
     store.heartbeat(gone, 0.0)
     assert names(store.take(0.0)) == ["0", "1"]
+    assert [(env.connected, env.left) for env in store.status(0.0).envs] == [(False, True), (True, False)]
 
 
 def test_anonymous_groups_fill_batches_beside_a_minimum() -> None:

@@ -146,6 +146,8 @@ class EnvReport:
     """Its name with the count; "anonymous" for None."""
     connected: bool
     """Neither disconnected nor silent."""
+    left: bool
+    """It disconnected."""
     heard: float
     """When it was last heard from."""
     weight: float
@@ -163,7 +165,7 @@ class EnvReport:
     held_bytes: int
     """Payload bytes buffered, queued and leased."""
     accepted: int
-    """Groups accepted since it registered."""
+    """Groups accepted by this process since it registered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -120,6 +120,7 @@ class Tenant:
             env_id=self.env_id,
             name=self.name,
             connected=self.live,
+            left=self.env_id is not None and not self.connected,
             heard=self.heard,
             weight=self.spec.weight,
             group_size=self.spec.group_size,

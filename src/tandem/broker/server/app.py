@@ -202,6 +202,7 @@ class BrokerServer:
         self._resent = Resent()
         self._resent.restored((item.entry for item in store.waiting), clock())
         self._polled = 0.0
+        self._failure: dict[str, Any] | None = None
         self._started = clock()
 
     def application(self) -> web.Application:
@@ -251,6 +252,7 @@ class BrokerServer:
                 response.headers["Allow"] = allow
         except BrokerError as error:
             log.error("%s", error)
+            self._failure = {"error": str(error), "at": self._clock()}
             response = RequestRejected(503, str(error), retry_after=RETRY_SECONDS).response()
         except ConnectionError:  # a client that went away within a request leaves no trace in the log
             response = RequestRejected(400, "the connection broke").response()
@@ -457,6 +459,7 @@ class BrokerServer:
             "now": now,
             "uptime": now - self._started,
             "polled": self._polled,
+            "failure": self._failure,
             **self.meter.detail(),
             "received_bytes": self.bodies.received,
             "version": __version__,
