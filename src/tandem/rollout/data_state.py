@@ -25,6 +25,15 @@ class Draw(NamedTuple):
     """The task's place in the environment, where a curriculum chose it."""
 
 
+class TasksMark(NamedTuple):
+    """What tells the tasks of an environment from others."""
+
+    number: int
+    """How many there are."""
+    digest: str
+    """Of ids, prompts and answers, of many tasks those of some evenly over all."""
+
+
 class StoredGroup(NamedTuple):
     """A trained group in the replay buffer."""
 
@@ -64,6 +73,8 @@ class DataState:
     """Zero-variance groups that were replaced since the last batch was taken."""
     seen: Mapping[str, Mapping[int, TaskHistory]] = field(default_factory=dict)
     """What came of each task, by environment and the task's place in it, where a curriculum asks."""
+    tasks: Mapping[str, TasksMark] = field(default_factory=dict)
+    """What tells each environment's tasks from others: all of this counts places among them."""
 
     def to_json(self) -> dict[str, Json]:
         """Plain data."""
@@ -83,6 +94,7 @@ class DataState:
                 name: [[place, seen.at, seen.played, *map(list, seen.recent)] for place, seen in tasks.items()]
                 for name, tasks in self.seen.items()
             },
+            "tasks": {name: list(mark) for name, mark in self.tasks.items()},
         }
 
     @classmethod
@@ -109,6 +121,7 @@ class DataState:
                 }
                 for name, tasks in data.get("seen", {}).items()
             },
+            tasks={name: TasksMark(*mark) for name, mark in data.get("tasks", {}).items()},
         )
 
 

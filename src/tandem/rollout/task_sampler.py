@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import heapq
+import logging
 import math
 import random
 from collections import Counter
@@ -12,13 +14,17 @@ from dataclasses import dataclass, field
 from tandem.algorithms.curricula.base import Curriculum, SolveCount, TaskHistory
 from tandem.config.sections import Reroll
 from tandem.errors import EnvError, TandemError, raised
-from tandem.rollout.data_state import DataState, Draw
+from tandem.rollout.data_state import DataState, Draw, TasksMark
 from tandem.rollout.group_runner import GroupRunner
 from tandem.rollout.measure import Solved
 from tandem.types import Group, Task
 
+log = logging.getLogger(__name__)
+
 _EPOCHS = 4
 """Orders that are remembered: tasks of earlier epochs may come again beside those of this one."""
+_MARKED = 256
+"""Tasks of an environment that its mark is of, evenly over all: a lazy sequence makes no more for it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,6 +48,23 @@ class EnvRunner:
     min_share: float = 0.0
     """Least share of the groups, whatever the weights."""
     _orders: dict[int, list[int]] = field(default_factory=dict, init=False)
+    _mark: TasksMark | None = field(default=None, init=False)
+
+    @property
+    def mark(self) -> TasksMark:
+        """What tells its tasks from others, by which a resume sees that they were changed.
+
+        Raises:
+            EnvError: the environment's sequence of tasks fails to make one.
+        """
+        if self._mark is None:
+            count, digest = len(self.tasks), hashlib.blake2b(digest_size=16)
+            for nth in range(min(count, _MARKED)):
+                task = self._task(nth * count // min(count, _MARKED))
+                opening = [(message.role, message.content) for message in task.prompt]
+                digest.update(repr((task.id, opening, task.answer)).encode(errors="surrogatepass"))
+            self._mark = TasksMark(count, digest.hexdigest())
+        return self._mark
 
     def of(self, draw: Draw) -> tuple[Task, str]:
         """The task of a draw and the id of its group.
@@ -52,15 +75,17 @@ class EnvRunner:
         Raises:
             EnvError: the environment's sequence of tasks fails to make this one.
         """
-        place = self.place(draw)
+        task = self._task(self.place(draw))
+        visit = draw.number // len(self.tasks) if draw.task is None else draw.number
+        return task, f"{self.label}{task.id}@{visit}{f'.{draw.again}' if draw.again else ''}"
+
+    def _task(self, place: int) -> Task:
         try:
-            task = self.tasks[place]
+            return self.tasks[place]
         except TandemError:
             raise
         except Exception as error:  # the boundary to the user's environment
             raise EnvError(f"environment {self.name}: task {place} of its sequence {raised(error)}") from error
-        visit = draw.number // len(self.tasks) if draw.task is None else draw.number
-        return task, f"{self.label}{task.id}@{visit}{f'.{draw.again}' if draw.again else ''}"
 
     def place(self, draw: Draw) -> int:
         """Place of a draw's task among all of them."""
@@ -180,7 +205,14 @@ class TaskSampler:
         self._rerolled: list[int] = []
 
     def open(self, data_state: DataState) -> None:
-        """Go on where ``data_state`` stands."""
+        """Go on where ``data_state`` stands.
+
+        Raises:
+            EnvError: a curriculum has chosen tasks that are not there any more.
+        """
+        for name, mark in data_state.tasks.items():
+            if name in self._runners:
+                self._compare(self._runners[name], mark, data_state.seen.get(name, {}))
         self._drawn, self._again = Counter(data_state.drawn), list(data_state.again)
         self._unsolved = {self._key(draw): draw for draw in data_state.unsolved}
         self._rerolled = list(data_state.rerolled)
@@ -188,6 +220,26 @@ class TaskSampler:
             schedule.open(data_state.seen.get(name, {}))
         for draw in (*data_state.again, *(draw for draw, group in data_state.ready if not group.replayed)):
             self._hold(draw)
+
+    @staticmethod
+    def _compare(runner: EnvRunner, before: TasksMark, seen: Mapping[int, TaskHistory]) -> None:
+        """Tell of tasks that were changed since the checkpoint; refuse those in which the curriculum's places lack."""
+        if runner.mark == before:
+            return
+        same = runner.mark.number == before.number
+        counts = "as many, but others" if same else f"{before.number} then, {runner.mark.number} now"
+        if any(place >= runner.mark.number for place in seen):
+            raise EnvError(
+                f"environment {runner.name}: its tasks are not those that the checkpoint was written with ({counts}), "
+                "and some that the curriculum chose are gone; put its data back, or start a new run"
+            )
+        log.warning(
+            "environment %s: its tasks are not those that the checkpoint was written with (%s): the run goes on with "
+            "what is there, so some tasks of this epoch may come twice or not at all; for the run that was begun, put "
+            "its data back",
+            runner.name,
+            counts,
+        )
 
     def data_state(self) -> DataState:
         """Its part of one."""
@@ -197,6 +249,7 @@ class TaskSampler:
             unsolved=tuple(self._unsolved.values()),
             rerolled=tuple(self._rerolled),
             seen={name: schedule.seen for name, schedule in self._schedules.items()},
+            tasks={name: runner.mark for name, runner in self._runners.items()},
         )
 
     def task(self, draw: Draw) -> tuple[Task, str]:
