@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import typer.main
+from safetensors import SafetensorError
 
 import tandem.trainer
 from tandem.api.targets import weights_of
@@ -864,6 +865,22 @@ def test_show_summarises_a_run(run: Run) -> None:
     assert Path("runs/a/report.html").stat().st_size > 0
 
 
+def test_show_says_that_the_report_cannot_be_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(Path("runs/a"))
+
+    def full(source: Path, destination: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    code, _, err = run("show", "runs/a", "--report")
+    assert (code, err.splitlines()[0][:70]) == (
+        1,
+        "tandem: the report cannot be written: [Errno 28] No space left on devi",
+    )
+    assert "Traceback" not in err
+    assert not list(Path("runs/a").glob("report.html*"))
+
+
 def test_show_of_a_run_that_has_only_begun(run: Run) -> None:
     make_run(Path("runs/a"))
     code, out, _ = run("show", "runs/a")
@@ -896,12 +913,15 @@ def test_export_refuses_what_it_cannot_do(run: Run, monkeypatch: pytest.MonkeyPa
     assert not Path("out").exists()
 
 
-def test_export_that_fails_leaves_nothing_half_done(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [OSError, SafetensorError])
+def test_export_that_fails_leaves_nothing_half_done(
+    kind: type[Exception], run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import shutil
 
     def full(source: Path, destination: Path) -> None:
         Path(destination).mkdir()
-        raise OSError(28, "No space left on device")
+        raise kind("No space left on device")
 
     make_run(Path("runs/a"), steps=(5,))
     monkeypatch.setattr(shutil, "copytree", full)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from tandem.api.targets import recipe_of, weights_of
 from tandem.config.loading import RunConfig, load
 from tandem.errors import CheckpointError, ConfigError
@@ -36,7 +38,7 @@ def export(run: Path, destination: Path, step: int | None, merge: bool) -> str:
         else:
             shutil.copytree(weights, aside)
         aside.replace(destination)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointError(f"cannot export {weights} to {destination}: {error}") from error
     what = "adapter" if is_adapter and not merge else "model"

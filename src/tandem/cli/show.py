@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.api.targets import recipe_of
+from tandem.errors import TandemError
 from tandem.observability import report, vitals
 from tandem.observability.board import duration, sparkline
 from tandem.observability.loggers.base import PHASES, phase, phases
@@ -32,6 +33,7 @@ def show(run: Path, write_report: bool) -> None:
 
     Raises:
         ConfigError: it is not a run's folder.
+        TandemError: the report cannot be written there.
     """
     recipe_of(run)
     folder = load(run)
@@ -55,7 +57,14 @@ def show(run: Path, write_report: bool) -> None:
     for line in _events(folder):
         console.print(line, markup=False, highlight=False)
     if write_report:
-        console.print(f"report: {report.build(run)}", markup=False, highlight=False, soft_wrap=True)
+        try:
+            page = report.build(run)
+        except OSError as error:
+            raise TandemError(
+                f"the report cannot be written: {error}; free disk space, or copy the run's folder to where you may "
+                "write and name that"
+            ) from error
+        console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_headline(console: Console, folder: RunFolder) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import html
 import os
@@ -43,8 +44,13 @@ def build(folder: Path) -> Path:
     page = render(run)
     path = run.path / "report.html"
     aside = path.with_name(path.name + ".tmp")
-    aside.write_text(page, encoding="utf-8")
-    os.replace(aside, path)
+    try:
+        aside.write_text(page, encoding="utf-8")
+        os.replace(aside, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+        raise
     return path
 
 
