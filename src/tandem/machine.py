@@ -178,6 +178,17 @@ def free_disk(folder: Path) -> int:
     return shutil.disk_usage(place).free
 
 
+def apply_umask(folder: Path) -> None:
+    """Give the files in a folder the mode that the umask gave the folder.
+
+    safetensors makes its files readable by their owner alone (0600), whatever the umask (safetensors issue 782).
+    """
+    mode = folder.stat().st_mode & 0o666
+    for path in folder.rglob("*"):
+        if path.is_file() and path.stat().st_mode & 0o777 != mode:
+            path.chmod(mode)
+
+
 def readable(amount: float) -> str:
     """Bytes as a person reads them: ``1.25 GB`` (10^9 bytes), ``38 MB`` or ``4 kB``."""
     if amount >= 1e9:

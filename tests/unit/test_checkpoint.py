@@ -222,6 +222,13 @@ def test_weights_are_an_ordinary_folder(policy: Policy, tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(folder).chat_template == policy.tokenizer.chat_template
 
 
+def test_whoever_may_read_the_folder_may_read_its_files(policy: Policy, tmp_path: Path) -> None:
+    folder = Saver(policy, tmp_path).save(1)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert {path.name for path in files} >= {"model.safetensors", "optimizer.safetensors", "state.json"}
+    assert {path.stat().st_mode & 0o777 for path in files} == {folder.stat().st_mode & 0o666}
+
+
 def test_fresh_without_a_checkpoint(policy: Policy, tmp_path: Path) -> None:
     assert Saver(policy, tmp_path).restore() == state(0)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from tandem import machine
 from tandem.api.targets import recipe_of, weights_of
 from tandem.config.loading import RunConfig, load
 from tandem.errors import CheckpointError, ConfigError
@@ -37,6 +38,7 @@ def export(run: Path, destination: Path, step: int | None, merge: bool) -> str:
             _merge(config, weights, aside)
         else:
             shutil.copytree(weights, aside)
+        machine.apply_umask(aside)
         aside.replace(destination)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)

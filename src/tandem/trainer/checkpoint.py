@@ -376,6 +376,7 @@ def _make_anew(aside: Path) -> None:
 def _seal(aside: Path, final: Path, known: Mapping[str, str]) -> None:
     """Give a folder in which everything is written its name, durably."""
     digests.write(aside, known)
+    machine.apply_umask(aside)
     _flush(aside)
     aside.rename(final)
     _flush_folder(final.parent)

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tandem import machine
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -19,3 +21,4 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[s
     save_file(dict(tensors), folder / "adapter_model.safetensors", metadata={"format": "pt"})
     text = json.dumps(dict(config), indent=2, sort_keys=True)
     (folder / "adapter_config.json").write_text(text, encoding="utf-8")
+    machine.apply_umask(folder)
