@@ -209,6 +209,11 @@ def safetensors_in(folder: Path) -> list[Path]:
         CheckpointError: there are none.
     """
     files = sorted(folder.glob("*.safetensors"))
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder} is gone since it was looked for: a run that goes on removes its older checkpoints; try again, "
+            "or take one out of it first with tandem export"
+        )
     if not files:
         raise CheckpointError(f"{folder} holds no *.safetensors file; it is not a folder that save wrote")
     return files
