@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -185,8 +186,9 @@ def apply_umask(folder: Path) -> None:
     """
     mode = folder.stat().st_mode & 0o666
     for path in folder.rglob("*"):
-        if path.is_file() and path.stat().st_mode & 0o777 != mode:
-            path.chmod(mode)
+        if path.is_file() and path.stat().st_mode & 0o666 != mode:
+            with contextlib.suppress(OSError):  # file systems without modes: what is written there is worth more
+                path.chmod(mode)
 
 
 def readable(amount: float) -> str:
