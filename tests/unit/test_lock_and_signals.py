@@ -35,6 +35,17 @@ def test_a_folder_that_is_there_is_gone_on_with_if_it_has_a_checkpoint(tmp_path:
         run_folder.new_folder(config)
 
 
+def test_runs_that_begin_in_one_second_have_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_folder.time, "strftime", lambda *_: "20260101-000000")
+    options = {"model": "m", "steps": 1, "env": "arithmetic", "runs": str(tmp_path)}
+    config = from_options(options, (), Path("recipe")).config
+    names = [run_folder.new_folder(config).name for _ in range(3)]
+    first = "arithmetic-m-20260101-000000"
+    assert names == [first, f"{first}-2", f"{first}-3"]
+
+
 def test_an_echo_of_the_first_signal_is_no_second_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``timeout`` sends SIGTERM to a process and then to its group."""
     before = signal.getsignal(signal.SIGTERM)

@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain, count
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -42,6 +43,8 @@ def new_folder(config: RunConfig) -> Path:
         ConfigError: it exists, or cannot be made.
     """
     folder = Path(config.runs) / (config.name or _default_name(config))
+    if not config.name:
+        folder = _untaken(folder)
     try:
         if folder.exists():
             again = f"go on with it by: tandem train {shlex.quote(str(folder))}"
@@ -65,6 +68,12 @@ def _default_name(config: RunConfig) -> str:
     if len(names) > 1 and len(envs) > MOST_OF_A_NAME:
         envs = f"{names[0]}+{len(names) - 1}"
     return f"{envs}-{Path(config.model).name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+
+
+def _untaken(folder: Path) -> Path:
+    """The folder, or one with a number behind its name: runs may begin in the same second."""
+    tried = chain([folder], (folder.with_name(f"{folder.name}-{number}") for number in count(2)))
+    return next(each for each in tried if not each.exists())
 
 
 def write_recipe(config: RunConfig, folder: Path) -> None:
