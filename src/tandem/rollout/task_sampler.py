@@ -26,6 +26,21 @@ _EPOCHS = 4
 _MARKED = 256
 """Tasks of an environment that its mark is of, evenly over all: a lazy sequence makes no more for it."""
 
+_LISTED = 10_000_000
+"""Tasks of which a whole order is kept; one of more, which are made on access, would fill the memory."""
+
+
+def _shuffled(place: int, count: int, seed: str) -> int:
+    """Where a place goes in a shuffle of so many that no list holds: a Feistel network of four rounds."""
+    half = (count.bit_length() + 1) // 2
+    while True:
+        left, right = place >> half, place & ((1 << half) - 1)
+        for turn in range(4):
+            left, right = right, left ^ random.Random(f"{seed}/{turn}/{right}").getrandbits(half)
+        place = left << half | right
+        if place < count:  # else it goes on from there, and comes back in the end
+            return place
+
 
 @dataclass(slots=True, kw_only=True)
 class EnvRunner:
@@ -92,6 +107,8 @@ class EnvRunner:
         if draw.task is not None:
             return draw.task
         epoch, place = divmod(draw.number, len(self.tasks))
+        if len(self.tasks) > _LISTED:
+            return _shuffled(place, len(self.tasks), f"{self.seed}/{self.label}{epoch}")
         if epoch not in self._orders:
             order = list(range(len(self.tasks)))
             random.Random(f"{self.seed}/{self.label}{epoch}").shuffle(order)
