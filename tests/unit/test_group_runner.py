@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ class Talk(Environment):
     async def play(self, task: Task, chat: Chat) -> Mapping[str, float]:
         await chat.reply()
         if task.meta.get("raise") is not None:
-            raise task.meta["raise"]
+            raise copy.copy(task.meta["raise"])
         if task.meta.get("two") and chat.open:
             chat.add(Message(role="user", content="go on"))
             await chat.reply()
@@ -168,7 +169,7 @@ def test_streams_belong_to_seed_group_and_sibling(template: Template) -> None:
     [
         (
             ValueError("three is not seven"),
-            "environment: ValueError: three is not seven (test_group_runner.py:35 in play",
+            "environment: ValueError: three is not seven (test_group_runner.py:36 in play",
         ),
         (EnvError("the tool is down; start it"), "environment: the tool is down; start it"),
     ],
@@ -176,7 +177,7 @@ def test_streams_belong_to_seed_group_and_sibling(template: Template) -> None:
 def test_failure_of_the_environment_is_the_rollouts(
     template: Template, caplog: pytest.LogCaptureFixture, error: Exception, says: str
 ) -> None:
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         group, marks = play(template, **{"raise": error})
     for r in group.rollouts:
         assert r.status == "error"
@@ -186,7 +187,9 @@ def test_failure_of_the_environment_is_the_rollouts(
         assert r.messages[-1].role == "assistant"
     assert group.scored == ()
     assert len(marks.seen) == 1
-    assert "t@0/1" in caplog.text
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warned) == 1, "the first of its kind"
+    assert all(f"t@0/{number}" in caplog.text for number in range(3))
 
 
 def test_prompt_without_room_costs_its_rollouts(template: Template) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Real
 
 from tandem.engines.base import Engine
@@ -38,6 +38,8 @@ class GroupRunner:
     """Turns messages into tokens."""
     seed: int
     """Seed of the run; with a group's id it fixes every random stream."""
+    _warned: set[str] = field(default_factory=set, init=False)
+    """Kinds of failures of which the first was a warning."""
 
     async def run(self, task: Task, *, id: str, index: int, size: int, sampling: Sampling) -> Group:
         """Play ``size`` siblings at once and score them together.
@@ -65,7 +67,10 @@ class GroupRunner:
                 raise  # not this rollout's fault either
             # The boundary of one rollout: whatever the environment did wrong becomes data on it.
             text = str(error) if isinstance(error, TandemError) else f"{message_of(error)}{place_of(error)}"
-            log.warning("rollout %s: environment %s failed: %s", id, self.name, text, exc_info=True)
+            kind = f"{type(error).__name__}{place_of(error)}"
+            level = logging.INFO if kind in self._warned else logging.WARNING
+            self._warned.add(kind)
+            log.log(level, "rollout %s: environment %s failed: %s", id, self.name, text, exc_info=True)
             failure = f"environment: {text}"
             return Rollout(id=id, task=task, turns=chat.turns, messages=chat.messages, status="error", error=failure)
         return Rollout(id=id, task=task, turns=chat.turns, messages=chat.messages, status="ok", metrics=metrics)

@@ -144,13 +144,13 @@ class EnvMixture:
 def _left_out(count: int, reason: str, group: Group, env: str) -> str:
     return (
         f"{env}: {_seen(count, reason, group)}. Its share goes to the other environments, and after {REST} steps it "
-        f"is tried again. {_advice(env, reason)}"
+        f"is tried again. {_advice(reason, env)}"
     )
 
 
 def _starved(count: int, reason: str, group: Group, envs: int) -> str:
     nor = ", nor those of the other environments" if envs > 1 else ""
-    return f"{_seen(count, reason, group)}{nor}. {_advice(group.env, reason)}"
+    return f"{_seen(count, reason, group)}{nor}. {_advice(reason, group.env)}"
 
 
 def _seen(count: int, reason: str, group: Group) -> str:
@@ -163,9 +163,9 @@ def _seen(count: int, reason: str, group: Group) -> str:
     return f"{count} groups in a row could not be trained on ({reason}); {detail}"
 
 
-def _advice(env: str, reason: str) -> str:
+def _advice(reason: str, env: str) -> str:
     if reason == "failed":
-        return f"Mend {env} or its rewards: an answer that fails, or gets no reward, is left out"
+        return f"Mend what fails in {env}; logs/run.log and logs/graders.log of the run have the tracebacks"
     return (
         f"Make {env} easier or harder, sample more answers (group_size), raise the temperature, or keep such groups "
         "(zero_variance_groups: keep)"
