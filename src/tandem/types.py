@@ -7,6 +7,7 @@ Frozen, slotted, keyword-only. A token is an ``int``; a logprob is a natural-log
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -53,6 +54,10 @@ class Message:
     content: str
     """Its text."""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.content, str):
+            raise TypeError(f"the content of a message must be a text, not a {type(self.content).__name__}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
@@ -76,6 +81,19 @@ class Task:
     """The gold answer, as the environment's rewards read it; may be empty."""
     meta: dict[str, Json] = field(default_factory=dict)
     """Whatever else the environment or a reward needs (every column of a data set row)."""
+
+    def __post_init__(self) -> None:
+        # Authors of environments make these: a mistake raises where it was made.
+        messages: Iterable[object] = self.prompt
+        if wrong := [message for message in messages if not isinstance(message, Message)]:
+            raise TypeError(
+                f"the prompt of task {self.id} must be messages, such as (tandem.Message(role='user', "
+                f"content='...'),), not a {type(wrong[0]).__name__}"
+            )
+        if not isinstance(self.answer, str):
+            raise TypeError(
+                f"the answer of task {self.id} must be a text, which may be empty, not a {type(self.answer).__name__}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

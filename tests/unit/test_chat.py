@@ -213,6 +213,19 @@ def test_what_an_environment_says_before_the_policy_speaks_is_in_its_prompt(toke
     assert chat.turns[0].reply == (user("And 1 more?"),)
 
 
+def test_only_messages_are_said(tokenizer: Any) -> None:
+    chat = chat_with(tokenizer, Scripted([]))
+    with pytest.raises(TypeError, match=r"takes messages, such as tandem\.Message\(.*not a dict"):
+        chat.add({"role": "user", "content": "?"})  # type: ignore[arg-type]
+    assert len(chat.messages) == 1
+
+
+def test_half_of_a_surrogate_pair_is_a_question_mark(tokenizer: Any) -> None:
+    template = Template(tokenizer, {})
+    assert template.prompt([user("cut \ud83d")]) == template.prompt([user("cut ?")])
+    assert template.prompt([Message(role="text", content="\udc00")]) == template.text("?")
+
+
 def test_template_that_refuses_a_role_says_so(tokenizer: Any) -> None:
     strict = copy.deepcopy(tokenizer)
     strict.chat_template = (

@@ -61,7 +61,13 @@ class EngineChat:
         return not cut and len(self._tokens) < self._engine.context
 
     def add(self, *messages: Message) -> None:
-        """Append the environment's messages."""
+        """Append the environment's messages; raises TypeError for anything else."""
+        for message in messages:
+            if not isinstance(message, Message):
+                raise TypeError(
+                    f"chat.add takes messages, such as tandem.Message(role='user', content='...'), not a "
+                    f"{type(message).__name__}"
+                )
         self._messages.extend(messages)
         self._pending.extend(messages)
 

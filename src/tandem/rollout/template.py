@@ -63,7 +63,7 @@ class Template:
 
     def text(self, text: str) -> list[int]:
         """Token ids of text that begins a prompt, with the tokens that the tokenizer begins all text with."""
-        tokens: list[int] = self._tokenizer.encode(text)
+        tokens: list[int] = self._tokenizer.encode(_unicode(text))
         first = self._tokenizer.bos_token_id
         # A prompt that was rendered by hand has that token already.
         return tokens[1:] if tokens[:2] == [first, first] else tokens
@@ -110,9 +110,15 @@ class Template:
 
     def _encode(self, text: str) -> list[int]:
         # The template writes special tokens itself.
+        text = _unicode(text)
         if (quick := self._quick) is not None and quick.truncation is None and quick.padding is None:
             return quick.encode_batch_fast([text], add_special_tokens=False)[0].ids  # type: ignore[no-any-return]
         return self._tokenizer.encode(text, add_special_tokens=False)  # type: ignore[no-any-return]
+
+
+def _unicode(text: str) -> str:
+    """Text for a tokenizer: a question mark for half of a surrogate pair (data sets hold such), as in the records."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 FIRST_PROMPTS = 64
