@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import asyncio
 import doctest
+import importlib
 import re
 import signal
 import subprocess
@@ -148,6 +149,59 @@ def test_what_on_step_raises_ends_the_run(recipe: dict[str, Any]) -> None:
     assert (run.status, len(run.metrics)) == ("failed", 1)
 
 
+@pytest.mark.slow
+def test_a_process_trains_one_run_at_a_time(recipe: dict[str, Any]) -> None:
+    refused: list[str] = []
+
+    def on_step(step: int, metrics: Mapping[str, float]) -> None:
+        with pytest.raises(tandem.TandemError, match="a process trains one at a time") as caught:
+            tandem.train({**recipe, "name": "b"})
+        refused.append(str(caught.value))
+
+    assert tandem.train(recipe, {"steps": 1}, on_step=on_step).status == "finished"
+    assert len(refused) == 1
+    assert not Path("runs/b").exists()
+
+
+def test_an_async_on_step_is_refused_before_anything_is_loaded(recipe: dict[str, Any]) -> None:
+    async def on_step(step: int, metrics: Mapping[str, float]) -> None: ...
+
+    with pytest.raises(tandem.TandemError, match="write it as a plain def"):
+        tandem.train(recipe, on_step=on_step)  # type: ignore[arg-type]
+    assert not Path("runs").exists()
+
+
+def test_a_run_is_looked_at_from_any_working_directory(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path("runs/a")
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(str(tandem.Recipe.load(recipe)))
+    run = tandem.Run.open("runs/a")
+    monkeypatch.chdir(tmp_path.parent)
+    assert run.folder == tmp_path / folder
+    assert (run.status, len(run.metrics)) == ("not started", 0)
+
+
+def test_a_module_that_was_edited_and_reloaded_has_its_new_part(recipe: dict[str, Any], tmp_path: Path) -> None:
+    source = (
+        "from dataclasses import dataclass\n"
+        "from tandem.envs.arithmetic import Arithmetic\n\n"
+        "@dataclass(frozen=True, kw_only=True)\n"
+        "class Edited(Arithmetic):\n"
+        "    largest: int = 1\n"
+    )
+    (tmp_path / "edited_parts.py").write_text(source)
+    import edited_parts  # type: ignore[import-not-found]
+
+    before = tandem.Recipe.load({**recipe, "env": {"kind": edited_parts.Edited}})
+    (tmp_path / "edited_parts.py").write_text(source + "    smallest: int = 0\n")
+    importlib.reload(edited_parts)
+    after = tandem.Recipe.load({**recipe, "env": {"kind": edited_parts.Edited, "smallest": -5}})
+    assert "smallest" not in before.options["env"]
+    assert after.options["env"]["smallest"] == -5
+
+
 def test_parts_of_ones_own_are_named_by_what_they_are(recipe: dict[str, Any], tmp_path: Path) -> None:
     source = "def brief(rollout):\n    return float(len(rollout.text) < 3)\n"
     (tmp_path / "public_parts.py").write_text(source)
@@ -177,6 +231,22 @@ def test_a_sequence_of_tasks_need_not_take_slices(recipe: dict[str, Any], tmp_pa
     )
     changed = {"env": "public_tasks:Lazy", "evaluate": {"tasks": 3, "samples": 1}}
     assert tandem.evaluate(tandem.Recipe.load({**recipe, **changed}))["tasks"] == 3
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"prompt": ({"role": "user", "content": "?"},)}, "task 7 must be messages, such as .*not a dict"),
+        ({"prompt": "What is 3 + 4?"}, "task 7 must be messages, such as .*not a str"),
+        ({"answer": 7}, "the answer of task 7 must be a text, which may be empty, not a int"),
+        ({"answer": None}, "the answer of task 7 must be a text, which may be empty, not a NoneType"),
+    ],
+)
+def test_a_task_is_made_of_messages_and_text(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        tandem.Task(**{"id": "7", "env": "sums", "prompt": (), "answer": "7", **wrong})
+    with pytest.raises(TypeError, match="the content of a message must be a text, not a NoneType"):
+        tandem.Message(role="user", content=None)  # type: ignore[arg-type]
 
 
 def test_a_recipe_is_loaded_from_a_file_a_mapping_and_another_recipe(recipe: dict[str, Any], tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
+import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -20,6 +22,9 @@ from tandem.observability.report import folder as folders
 from tandem.observability.report.folder import Row, RunFolder
 from tandem.observability.report.summary import Summary, summarise
 from tandem.types import Json
+
+_training = threading.Lock()
+"""Held while this process trains a run."""
 
 
 class Run:
@@ -50,8 +55,8 @@ class Run:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        """Its folder."""
+        self.folder = Path(folder).absolute()
+        """Its folder, whatever the working directory is by now."""
 
     @classmethod
     def open(cls, folder: str | Path) -> Run:
@@ -215,10 +220,21 @@ def evaluate(
 
 
 def _trained(config: RunConfig, resume: Path | None, set_options: Collection[str], on_step: OnStep | None) -> Run:
-    from tandem.trainer import assemble as run  # only now: a mistake in the recipe is told before the rest has loaded
+    if inspect.iscoroutinefunction(on_step):
+        raise TandemError("on_step is an async function, which nothing awaits; write it as a plain def")
+    if not _training.acquire(blocking=False):
+        raise TandemError(
+            "this process is training a run already, and a process trains one at a time; wait until that one is done, "
+            "or train this one in a process of its own"
+        )
+    try:
+        from tandem.trainer import assemble as run  # only now: a mistake in the recipe is told before the rest loads
 
-    stop = asyncio.Event()
-    return Run(run_to_end(run.train(config, resume=resume, set_options=set_options, on_step=on_step, stop=stop), stop))
+        stop = asyncio.Event()
+        training = run.train(config, resume=resume, set_options=set_options, on_step=on_step, stop=stop)
+        return Run(run_to_end(training, stop))
+    finally:
+        _training.release()
 
 
 class MetricsTable(Sequence[dict[str, float]]):

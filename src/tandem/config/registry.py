@@ -67,9 +67,10 @@ def _module_of(category: str, kind: str) -> str:
     return f"{own}.{SPEC}" if _has_spec(package, kind) else own
 
 
-@cache
 def find(category: str, kind: str) -> type:
     """The dataclass behind a kind: a file's name, or ``pkg.mod:Name`` for one outside the tree.
+
+    The latter is looked up anew each time: a notebook edits its modules and reloads them.
 
     Raises:
         ConfigError: there is no such part, or it cannot be imported.
@@ -79,6 +80,12 @@ def find(category: str, kind: str) -> type:
         if not (inspect.isclass(part) and dataclasses.is_dataclass(part)):
             raise ConfigError(f"{kind} is {_describe(part)}, not a dataclass; a part's options are its fields")
         return part
+    return _own(category, kind)
+
+
+@cache
+def _own(category: str, kind: str) -> type:
+    """The dataclass in the file of this name; raises as ``find``."""
     known = names(category)
     if kind not in known:
         raise ConfigError(
