@@ -213,6 +213,26 @@ def test_what_an_environment_says_before_the_policy_speaks_is_in_its_prompt(toke
     assert chat.turns[0].reply == (user("And 1 more?"),)
 
 
+def test_two_replies_at_once_are_refused(tokenizer: Any) -> None:
+    """They would be two first turns from one random stream, which are the same."""
+
+    class Slow(Scripted):
+        async def generate(self, prompt: Sequence[int], sampling: Sampling, key: int) -> Completion:
+            await asyncio.sleep(0)
+            return await super().generate(prompt, sampling, key)
+
+    chat = chat_with(tokenizer, Slow([(ids_of(tokenizer, "7"), "stop")] * 2))
+
+    async def both() -> tuple[Message | BaseException, Message | BaseException]:
+        return await asyncio.gather(chat.reply(), chat.reply(), return_exceptions=True)
+
+    first, second = asyncio.run(both())
+    assert first == Message(role="assistant", content="7")
+    assert isinstance(second, EnvError)
+    assert "two replies at once" in str(second)
+    assert len(chat.turns) == 1
+
+
 def test_only_messages_are_said(tokenizer: Any) -> None:
     chat = chat_with(tokenizer, Scripted([]))
     with pytest.raises(TypeError, match=r"takes messages, such as tandem\.Message\(.*not a dict"):

@@ -42,6 +42,7 @@ class EngineChat:
         self._messages: list[Message] = list(task.prompt)
         self._turns: list[Turn] = []
         self._pending: list[Message] = []
+        self._replying = False
         self._tokens = tuple(template.prompt(task.prompt) if prompt is None else prompt)
 
     @property
@@ -94,9 +95,11 @@ class EngineChat:
 
         Raises:
             EngineError: the engine failed.
-            EnvError: the conversation fills the context, or the environment asked twice without saying anything in
-                between. Either is a matter of this one conversation.
+            EnvError: the conversation fills the context, or the environment asked twice at once or without saying
+                anything in between. Each is a matter of this one conversation.
         """
+        if self._replying:
+            raise EnvError("the environment asks for two replies at once; await chat.reply() before the next")
         if self._turns:
             self._close_turn()
         elif self._pending:
@@ -108,7 +111,12 @@ class EngineChat:
                 f"{self._engine.context}, so no room is left for an answer; shorten it, or raise context"
             )
         stream = f"{self._stream}/{len(self._turns)}"
-        self._turns.append(await sample_turn(self._engine, self._tokens, self._sampling, stream))
+        self._replying = True
+        try:
+            turn = await sample_turn(self._engine, self._tokens, self._sampling, stream)
+        finally:
+            self._replying = False
+        self._turns.append(turn)
         completion = self._turns[-1].completion
         message = Message(role="assistant", content=self._template.decode(completion.tokens))
         self._messages.append(message)
