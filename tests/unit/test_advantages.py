@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from tandem.algorithms.advantages.gdpo import Gdpo
 from tandem.algorithms.advantages.grpo import GroupStandardised
 from tandem.algorithms.advantages.maxrl import MaxRl
 from tandem.algorithms.advantages.rloo import Rloo
-from tandem.errors import RewardError
+from tandem.errors import ConfigError, RewardError
 from tandem.types import Completion, Group, Rollout, Task, Turn
 
 REWARDS = st.lists(st.floats(-10, 10), min_size=2, max_size=16)
@@ -47,6 +48,18 @@ def test_by_hand() -> None:
     assert Rloo()(one_of_four) == pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3])
     assert GroupStandardised(eps=1e-12)(one_of_four) == pytest.approx([1.5, -0.5, -0.5, -0.5])
     assert GroupStandardised(std="population", eps=1e-12)(one_of_four) == pytest.approx([3**0.5, *[-1 / 3**0.5] * 3])
+
+
+def test_an_advantage_of_ones_own_may_return_an_array() -> None:
+    values = advantages(lambda one: np.array([0.5, -0.5], dtype=np.float32), [group(1.0, 0.0)])  # type: ignore[arg-type, return-value]
+    assert values == [[0.5, -0.5]]
+    assert {type(value) for value in values[0]} == {float}
+
+
+@pytest.mark.parametrize("wrong", [None, 1.0, [0.5], [0.5, None], ["1", "2"], np.ones((2, 1))], ids=str)
+def test_an_advantage_of_ones_own_is_a_number_for_each_scored_rollout(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="for group g; expected a list of 2 numbers, one for each"):
+        advantages(lambda one: wrong, [group(1.0, 0.0, None)])
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 from tiny import plain_metrics
+from torch import Tensor
 
 from tandem.algorithms.corrections.opsm import Opsm
 from tandem.algorithms.corrections.token import TokenCorrection
-from tandem.algorithms.losses.base import MicroBatch
+from tandem.algorithms.losses.base import MicroBatch, TokenLoss
 from tandem.algorithms.losses.cispo import Cispo
 from tandem.algorithms.losses.grpo import Grpo
 from tandem.algorithms.losses.reinforce import Reinforce
@@ -87,6 +89,41 @@ def test_what_is_dropped_has_no_gradient_however_far_it_is(gap: float) -> None:
     cost.sum().backward()
     assert now.grad is not None
     assert now.grad.tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (lambda loss_N: TokenLoss(loss_N=loss_N.mean()), r"of shape \(\); expected \(3,\), one number for each"),
+        (lambda loss_N: TokenLoss(loss_N=loss_N[:, None]), r"of shape \(3, 1\); expected \(3,\)"),
+        (lambda loss_N: TokenLoss(loss_N=loss_N[:-1]), r"of shape \(2,\); expected \(3,\)"),
+        (lambda loss_N: TokenLoss(loss_N=loss_N.detach()), "does not depend on logprobs_N, or detaches it"),
+        (lambda loss_N: loss_N, r"returned a Tensor; expected tandem\.TokenLoss"),
+        (lambda loss_N: TokenLoss(loss_N=loss_N, metrics={"mine": loss_N.sum()}), "metric 'mine' as a Tensor"),
+    ],
+    ids=["mean", "column", "short", "detached", "tensor", "metric"],
+)
+def test_a_loss_of_ones_own_is_one_number_per_token(made: Callable[[Tensor], Any], says: str) -> None:
+    """Torch would stretch a mean or a column to the tokens, and train on something else."""
+
+    class Own:
+        reduction = "token"
+
+        def __call__(self, logprobs_N: Tensor, micro: MicroBatch) -> Any:
+            return made(-logprobs_N * micro.advantages_N)
+
+    logprobs_N = torch.full((3,), -1.0, requires_grad=True)
+    with pytest.raises(ConfigError, match=f"loss .*Own .*{says}"):
+        Objective(loss=Own())(logprobs_N, micro([-1.0] * 3), known([-1.0] * 3))  # type: ignore[arg-type]
+
+
+def test_a_correction_of_ones_own_is_one_weight_per_token() -> None:
+    def column(logprobs_N: Tensor, micro: MicroBatch) -> Tensor:
+        return torch.ones(3, 1)
+
+    objective = Objective(loss=Reinforce(), corrections=(column,))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"correction .*column returned a tensor of shape \(3, 1\)"):
+        objective(torch.full((3,), -1.0), micro([-1.0] * 3), known([-1.0] * 3))
 
 
 def test_ratios_are_against_the_sampler_or_the_step_s_start() -> None:

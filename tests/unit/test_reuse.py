@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -450,12 +451,13 @@ def test_an_agenda_goes_on_from_what_it_has_seen() -> None:
     assert sum(seen.played for seen in one.seen.values()) == 500
 
 
-def test_a_weight_that_is_none_is_refused_by_name() -> None:
+@pytest.mark.parametrize("wrong", [math.nan, -1.0, None], ids=str)
+def test_a_weight_that_is_none_is_refused_by_name(wrong: Any) -> None:
     class Wrong:
         def weight(self, task: Task, seen: TaskHistory) -> float:
-            return float("nan") if task.id == "t2" else 1.0
+            return wrong if task.id == "t2" else 1.0
 
-    with pytest.raises(EnvError, match="the curriculum gave task t2 the weight nan; it must be"):
+    with pytest.raises(EnvError, match=f"the curriculum gave task t2 the weight {wrong}; it must be"):
         trained(Trainer(), 1, count=5, curriculum=Wrong())
 
 

@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 
 from tandem.algorithms.curricula.base import Curriculum, SolveCount, TaskHistory
 from tandem.config.sections import Reroll
@@ -184,9 +185,12 @@ class CurriculumSchedule:
     def _turn(self, place: int) -> tuple[float, float]:
         """When a task comes and when it is due, by what is known of it alone."""
         task, seen = self._runner.tasks[place], self._seen.get(place, TaskHistory())
-        weight = self._curriculum.weight(task, seen)
+        returned: object = self._curriculum.weight(task, seen)
+        weight = float(returned) if isinstance(returned, Real) else math.nan
         if not 0.0 <= weight < math.inf:
-            raise EnvError(f"the curriculum gave task {task.id} the weight {weight}; it must be at least 0 and finite")
+            raise EnvError(
+                f"the curriculum gave task {task.id} the weight {returned}; it must be at least 0 and finite"
+            )
         if not weight:
             return math.inf, math.inf
         gap = 1.0 / weight

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tandem.algorithms.corrections.base import Correction
-from tandem.algorithms.losses.base import Loss, MicroBatch
+from tandem.algorithms.losses.base import Loss, MicroBatch, TokenLoss
 from tandem.algorithms.references.base import Reference
 from tandem.config import registry as resolve
+from tandem.errors import ConfigError
 from tandem.metrics import Max, Mean, Share, Value
 from tandem.pending import Pending, PendingMetrics
 from tandem.types import UNKNOWN
@@ -47,6 +49,7 @@ class Objective:
         """What each token costs, float32 and differentiable, and the metrics of it."""
         micro = self.informed(batch, known)
         output = self.loss(logprobs_N, micro)
+        _check_loss(self.loss, output, logprobs_N)
         metrics: dict[str, Value | Pending] = {**output.metrics, **mismatch(logprobs_N.detach(), micro)}
         cost_N = output.loss_N
         if self.corrections:
@@ -76,6 +79,7 @@ class Objective:
         n = logprobs_N.numel()
         for correction in self.corrections:
             weights_N = correction(logprobs_N, micro)
+            _check_shape(f"correction {resolve.kind_of('corrections', correction)}", weights_N, logprobs_N)
             dropped = (weights_N == 0).sum()
             metrics[f"correction/{resolve.kind_of('corrections', correction)}/masked"] = Pending(Mean, dropped, n)
             whole_N = whole_N * weights_N
@@ -84,6 +88,40 @@ class Objective:
         metrics["correction/masked"] = Pending(Mean, (whole_N == 0).sum(), n)
         metrics["correction/ess"] = Pending(Share, total, whole_N.square().sum(), n)
         return whole_N, metrics
+
+
+def _check_loss(loss: Loss, output: object, logprobs_N: Tensor) -> None:
+    """See that a loss, which may be a user's own, is one differentiable number per token.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    name = f"loss {resolve.kind_of('losses', loss)}"
+    if not isinstance(output, TokenLoss):
+        raise ConfigError(f"{name} returned a {type(output).__name__}; expected tandem.TokenLoss(loss_N=...)")
+    _check_shape(name, output.loss_N, logprobs_N)
+    metrics: Mapping[str, object] = output.metrics
+    for metric, value in metrics.items():
+        if isinstance(value, int | float | Tensor):
+            raise ConfigError(
+                f"{name} has the metric {metric!r} as a {type(value).__name__}; expected what adds up over "
+                "micro-batches, such as tandem.pending.Pending(tandem.metrics.Mean, total, count)"
+            )
+    if logprobs_N.requires_grad and not output.loss_N.requires_grad:
+        raise ConfigError(f"{name} does not depend on logprobs_N, or detaches it, so nothing would be learned")
+
+
+def _check_shape(name: str, values_N: Tensor, logprobs_N: Tensor) -> None:
+    """See that there is one number per token; any other shape would be stretched to one without a word.
+
+    Raises:
+        ConfigError: there is not.
+    """
+    if values_N.shape != logprobs_N.shape:
+        raise ConfigError(
+            f"{name} returned a tensor of shape {tuple(values_N.shape)}; expected {tuple(logprobs_N.shape)}, one "
+            "number for each trained token: never sum or average, the step alone divides"
+        )
 
 
 def mismatch(logprobs_N: Tensor, micro: MicroBatch) -> PendingMetrics:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Protocol, Self, runtime_checkable
 
+from tandem.errors import ConfigError
 from tandem.types import Group
 
 
@@ -49,9 +51,25 @@ class Weighs(Protocol):
 
 
 def advantages(advantage: Advantage, groups: Sequence[Group]) -> list[list[float]]:
-    """Advantages of every group of one step."""
-    values = [advantage(group) for group in groups]
+    """Advantages of every group of one step.
+
+    Raises:
+        ConfigError: the advantage, which may be a user's own, did not return a number for each scored rollout.
+    """
+    values = [_numbers(advantage, group) for group in groups]
     return advantage.rescale(groups, values) if isinstance(advantage, Rescales) else values
+
+
+def _numbers(advantage: Advantage, group: Group) -> list[float]:
+    returned: object = advantage(group)
+    values = returned.tolist() if hasattr(returned, "tolist") else returned  # of numpy or torch
+    count = len(group.scored)
+    if not isinstance(values, list | tuple) or len(values) != count or not all(isinstance(v, Real) for v in values):
+        raise ConfigError(
+            f"advantage {type(advantage).__name__} returned {str(returned)[:80]!r} for group {group.id}; expected a "
+            f"list of {count} numbers, one for each rollout of group.scored"
+        )
+    return [float(value) for value in values]
 
 
 def scores(group: Group) -> list[float]:
