@@ -230,7 +230,12 @@ def test_a_sequence_of_tasks_need_not_take_slices(recipe: dict[str, Any], tmp_pa
         "    def tasks(self, split): return OneByOne(super().tasks(split))\n"
     )
     changed = {"env": "public_tasks:Lazy", "evaluate": {"tasks": 3, "samples": 1}}
-    assert tandem.evaluate(tandem.Recipe.load({**recipe, **changed}))["tasks"] == 3
+    assert tandem.evaluate({**recipe, **changed})["tasks"] == 3
+
+
+def test_what_is_no_recipe_is_refused_by_its_type(recipe: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"not a Run; that of a run is run\.recipe"):
+        tandem.train(tandem.Run(Path("runs/a")))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,11 @@ class Recipe:
             loaded = recipes.from_options(_plain(source), texts, Path("recipe"))
         elif isinstance(source, Recipe):
             loaded = recipes.from_options(source.written, texts, Path("recipe"))
+        elif not isinstance(source, str | Path):
+            raise ConfigError(
+                f"a recipe is a mapping of options, the path of a file or a tandem.Recipe, not a "
+                f"{type(source).__name__}; that of a run is run.recipe, and run.resume() goes on with it"
+            )
         else:
             loaded = recipes.load(Path(source), texts)
         return cls(

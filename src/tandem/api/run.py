@@ -177,13 +177,13 @@ def train(
 
 
 def evaluate(
-    target: Run | Recipe | str | Path, overrides: Overrides = (), *, step: int | None = None
+    target: Run | Recipe | str | Path | Mapping[str, Any], overrides: Overrides = (), *, step: int | None = None
 ) -> dict[str, Json]:
     """Measure mean@k and pass@k on held-out tasks; blocks until done.
 
     Args:
-        target: a run (its checkpoint is measured) or its folder, a recipe or its file (its model is), or the folder
-            of a model, which needs ``{"env": ...}``.
+        target: a run (its checkpoint is measured) or its folder, a recipe, its options or its file (its model is), or
+            the folder of a model, which needs ``{"env": ...}``.
         overrides: options by dotted path, such as ``{"evaluate.tasks": 100, "evaluate.samples": 8}``.
         step: the checkpoint of a run; None: the newest.
 
@@ -207,7 +207,7 @@ def evaluate(
         (2, 2, True)
     """
     texts = override_texts(overrides)
-    if isinstance(target, Recipe):
+    if isinstance(target, Recipe | Mapping):
         if step is not None:
             raise TandemError("step names a checkpoint of a run, and this is a recipe; leave it out")
         config, weights = Recipe.load(target, texts).config, None
