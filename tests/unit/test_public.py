@@ -10,7 +10,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +114,20 @@ def test_a_cell_trains_beside_the_loop_of_its_notebook(recipe: dict[str, Any]) -
     assert tandem.evaluate(run, {"evaluate.tasks": 2, "evaluate.samples": 2})["tasks"] == 2
 
 
+def notebooks(cell: Coroutine[Any, Any, Any]) -> None:
+    """Runs a coroutine as a notebook does: unlike asyncio.run, it leaves Ctrl-C to Python."""
+    loop = asyncio.new_event_loop()
+    try:
+        loop.run_until_complete(cell)
+    finally:
+        loop.close()
+
+
 @pytest.mark.slow
-def test_the_stop_button_ends_a_run_in_order_and_it_goes_on(recipe: dict[str, Any]) -> None:
+@pytest.mark.parametrize("runs", [notebooks, asyncio.run])
+def test_the_stop_button_ends_a_run_in_order_and_it_goes_on(
+    recipe: dict[str, Any], runs: Callable[[Coroutine[Any, Any, Any]], None]
+) -> None:
     def pressed(step: int, metrics: Mapping[str, float]) -> None:
         if step == 1:  # once: a second time would end the run at once
             _thread.interrupt_main()
@@ -123,13 +135,11 @@ def test_the_stop_button_ends_a_run_in_order_and_it_goes_on(recipe: dict[str, An
     async def cell() -> tandem.Run:
         return tandem.train(recipe, {"steps": 100}, on_step=pressed)
 
-    loop = asyncio.new_event_loop()  # a notebook's: unlike asyncio.run it leaves Ctrl-C to Python
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(Interrupted, match="everything is saved"):
-            loop.run_until_complete(cell())
+            runs(cell())
     finally:
-        loop.close()
         signal.signal(signal.SIGINT, before)
     run = tandem.Run.open("runs/a")
     stopped = run.metrics[-1]["step"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
+import signal
+import threading
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
@@ -46,7 +48,7 @@ def _in_a_thread(coroutine: Coroutine[Any, Any, T], stop: asyncio.Event | None) 
         started.set_result((asyncio.get_running_loop(), asyncio.current_task()))
         return await coroutine
 
-    with ThreadPoolExecutor(1, thread_name_prefix="tandem") as threads:
+    with _interrupts(), ThreadPoolExecutor(1, thread_name_prefix="tandem") as threads:
         done = threads.submit(asyncio.run, announced())
         while not done.done():
             try:
@@ -59,3 +61,17 @@ def _in_a_thread(coroutine: Coroutine[Any, Any, T], stop: asyncio.Event | None) 
                     elif task is not None:
                         loop.call_soon_threadsafe(task.cancel)
         return done.result(timeout=0)
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt here; asyncio.run's own handler would cancel a task of the loop that stands."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
