@@ -20,6 +20,8 @@ from tandem.metrics import flatten
 from tandem.model.penalties import Penalties
 from tandem.trainer import prefix_tree
 from tandem.trainer.pack import Micro, Packer, StepBatch, samples_of
+from tandem.trainer.record import records
+from tandem.trainer.step import StepStats
 from tandem.types import Group, Rollout
 
 
@@ -302,6 +304,23 @@ def test_what_a_grammar_forced_is_not_trained() -> None:
     assert list(samples_of(forced, make_group("t@0", [forced]), 1.0, skip_forced=True)) == []
     batch = packer(skip_forced=True, reduction="sequence")([make_group("t@0", [rollout, forced])], version=0)
     assert (batch.num_loss_tokens, batch.num_samples) == (1, 1)
+
+
+def test_what_a_grammar_forced_is_recorded_as_not_trained_and_the_others_with_their_logprobs() -> None:
+    rollout = make_rollout("t@0/0", [([1, 2], [3, 4], [0.0, -0.1]), ([1, 2, 3, 4, 6], [5, 7], [-0.3, 0.0])], 1.0)
+    failed = make_rollout("t@0/1", [([1, 2], [3], [0.0])], 0.0)
+    batch = packer(skip_forced=True)([make_group("t@0", [rollout, failed])], version=0)
+    stats = StepStats(metrics={}, logprobs={"t@0/0": (-1.0, -2.0)})
+
+    class Pieces:
+        def pieces(self, tokens: Sequence[int]) -> list[str]:
+            return [str(token) for token in tokens]
+
+    rows = records(1, batch, stats, Pieces(), skip_forced=True)  # type: ignore[arg-type]
+    assert [[(token.tp, token.m) for token in row["tokens"]] for row in rows] == [
+        [(None, 0), (-1.0, 1), (-2.0, 1), (None, 0)],
+        [(None, 0)],
+    ]
 
 
 def test_what_a_grammar_forced_counts_for_penalties() -> None:

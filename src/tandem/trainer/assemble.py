@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -247,7 +248,7 @@ async def _assemble(
         checkpoints=checkpoints,
         evaluator=held_out,
         telemetry=telemetry,
-        records=lambda step, batch, stats: records(step, batch, stats, template),
+        records=partial(records, template=template, skip_forced=bool(config.sampling.regex)),
         show=Completions(config.print_completions, telemetry),
         stop=stop,
         reached=trained.advance,

@@ -275,6 +275,11 @@ class _Arrays:
         )
 
 
+def unforced(logprobs: Sequence[float]) -> tuple[bool, ...]:
+    """Of each sampled token, whether another one could have been sampled in its place."""
+    return tuple(logprob < _FORCED for logprob in logprobs)
+
+
 def samples_of(rollout: Rollout, group: Group, advantage: float, *, skip_forced: bool = False) -> Iterator[Sample]:
     """The trainable sequences of a rollout: one, unless a turn's prompt does not continue the turn before it.
 
@@ -324,7 +329,7 @@ def samples_of(rollout: Rollout, group: Group, advantage: float, *, skip_forced:
         own = (advantage,) * count if own_advantages is None else tuple(islice(own_advantages, count))
         free, sampled = (True,) * count, completion.logprobs
         if skip_forced:
-            free = tuple(logprob < _FORCED for logprob in sampled)
+            free = unforced(sampled)
             sampled = tuple(p if it else 0.0 for p, it in zip(sampled, free, strict=True))
             own = tuple(a if it else 0.0 for a, it in zip(own, free, strict=True))
         mask += (False,) * len(new) + free

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from tandem.rollout.template import Template
-from tandem.trainer.pack import StepBatch
+from tandem.trainer.pack import StepBatch, unforced
 from tandem.trainer.step import StepStats
 from tandem.types import UNKNOWN, Json, Message, Rollout
 
@@ -34,10 +34,19 @@ class TokenRecord(msgspec.Struct, gc=False):
     """1 if it was trained, else 0."""
 
 
-def records(step: int, batch: StepBatch, stats: StepStats, template: Template) -> Iterator[dict[str, Json]]:
+def records(
+    step: int, batch: StepBatch, stats: StepStats, template: Template, *, skip_forced: bool = False
+) -> Iterator[dict[str, Json]]:
     """One record for each rollout of the batch, failed ones included.
 
     Each is made when it is asked for: a thread that writes one before it makes the next holds nothing up for long.
+
+    Args:
+        step: that was trained.
+        batch: what it was trained on.
+        stats: the logprobs of its trained tokens.
+        template: makes text of them.
+        skip_forced: the packer's: tokens that nothing could have been sampled in place of were not trained.
     """
     for group in batch.groups:
         for rollout in group.rollouts:
@@ -63,7 +72,7 @@ def records(step: int, batch: StepBatch, stats: StepStats, template: Template) -
                 "prompts": _prompts(rollout),
                 "temperatures": [turn.temperature for turn in rollout.turns],
                 "stamps": _version_counts(rollout),
-                "tokens": _tokens(rollout, advantage, stats.logprobs.get(rollout.id), template),
+                "tokens": _tokens(rollout, advantage, stats.logprobs.get(rollout.id), template, skip_forced),
             }
 
 
@@ -102,7 +111,7 @@ def _version_counts(rollout: Rollout) -> list[tuple[int, int]]:
 
 
 def _tokens(
-    rollout: Rollout, advantage: float | None, trained: Sequence[float] | None, template: Template
+    rollout: Rollout, advantage: float | None, trained: Sequence[float] | None, template: Template, skip_forced: bool
 ) -> list[TokenRecord]:
     """Sampled tokens of all turns; ``tp`` is the trainer's logprob of those it trained.
 
@@ -110,12 +119,15 @@ def _tokens(
     """
     completions = [turn.completion for turn in rollout.turns]
     ids = [token for completion in completions for token in completion.tokens]
-    sampled = _rounded([logprob for completion in completions for logprob in completion.logprobs])
-    known = [None if lp == UNKNOWN else lp for lp in sampled]
-    whole = trained is not None and len(trained) == len(ids)
-    trainer: list[float] | list[None] = _rounded(trained or ()) if whole else [None] * len(ids)
+    sampled = [logprob for completion in completions for logprob in completion.logprobs]
+    known = [None if lp == UNKNOWN else lp for lp in _rounded(sampled)]
+    trainable = unforced(sampled) if skip_forced else (True,) * len(ids)
+    mask = [int(trained is not None and it) for it in trainable]
+    trainer: Sequence[float | None] = [None] * len(ids)
+    if trained is not None and len(trained) == sum(trainable):
+        values = iter(_rounded(trained))
+        trainer = [next(values) if it else None for it in trainable]
     advantages = rollout.advantages or [advantage] * len(ids)
-    mask = [int(trained is not None)] * len(ids)
     columns = zip(template.pieces(ids), ids, known, trainer, advantages, mask, strict=True)
     return list(starmap(TokenRecord, columns))
 
