@@ -116,6 +116,13 @@ def test_ignored_alarms_are_not_looked_for() -> None:
     assert watch.scalars() == {"alarms": 0.0}
 
 
+def test_how_much_of_the_policy_a_grammar_allows_is_no_disagreement_with_the_engine() -> None:
+    """As SmolLM2-135M has them that is held to a number, before it has learned the form and after."""
+    made = replace(BASE, kl=slope(0.8, 0.05, 40), ess=slope(0.6, 0.95, 40))
+    assert {notice.alarm for notice in watched(made, 60)} == {"kl_behavior", "ess"}
+    assert watched(replace(made, config={"sampling": {"max_tokens": 512, "regex": "[0-9]+"}}), 60) == []
+
+
 def test_stop_is_asked_for_by_the_first_alarm_and_by_one_that_is_open_after_a_resume() -> None:
     watch, notices = lasting(60, action="stop")
     assert watch.ended is not None

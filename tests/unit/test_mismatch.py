@@ -7,6 +7,7 @@ import math
 import random
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tiers import long_but
 from tandem.cli import app as cli
 from tandem.config import loading as config
 from tandem.engines.embedded.engine import EmbeddedEngine
-from tandem.errors import TandemError
+from tandem.errors import ConfigError, TandemError
 from tandem.observability import json_lines
 from tandem.tools.mismatch.look import Mismatch, look
 from tandem.tools.mismatch.recorded import spoken
@@ -86,6 +87,13 @@ def test_a_run_without_fault_has_nothing_to_explain(plain: Path) -> None:
     assert not faults(report)
     assert not report.breaks
     assert (report.step, report.rollouts, dict(report.versions)) == (STEPS, 8, {STEPS - 1: report.tokens})
+
+
+def test_a_run_whose_answers_a_grammar_held_to_a_form_is_refused_for_that(plain: Path) -> None:
+    recipe = config.load(plain / "config.yaml").config
+    recipe = replace(recipe, sampling=replace(recipe.sampling, regex="[0-9]+"))
+    with pytest.raises(ConfigError, match=r"sampling\.regex: .*probe_gap"):
+        look(plain, recipe)
 
 
 def test_float64_formulas_agree_where_there_is_no_fault(plain: Path, tmp_path: Path) -> None:

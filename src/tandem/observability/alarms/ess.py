@@ -21,7 +21,7 @@ class EssAlarm(Alarm):
         now = history.now()
         level = None if now is None else now.median("ess")
         least = OFF_POLICY if history.recipe.off_policy else ON_POLICY
-        if now is None or level is None or level >= least:
+        if now is None or level is None or level >= least or history.recipe.grammar:
             return None
         return Finding(
             seen=f"ess is {short(level)} of a step's tokens ({now}); at max_lag: {history.recipe.get('max_lag')} at "

@@ -223,6 +223,8 @@ class RecipeOptions:
             self.goal = "accuracy"
         self.off_policy = bool(config.get("max_lag")) or self.elsewhere or bool(self.get("replay.size"))
         """True if what is trained on may be older than the policy."""
+        self.grammar = bool(self.get("sampling.regex"))
+        """True if the sampler's logprobs are of what a grammar allows: then they differ from the policy's by right."""
 
     def get(self, path: str) -> Json:
         """An option by its dotted path; None if there is none."""

@@ -24,7 +24,7 @@ class KlBehaviorAlarm(Alarm):
     def look(self, history: MetricsHistory) -> Finding | None:
         now = history.now()
         level = None if now is None else now.median("kl_behavior")
-        if now is None or level is None:
+        if now is None or level is None or history.recipe.grammar:
             return None
         return first(
             (self._much(history, now, level), *(self._rose(history, now, level, w) for w in history.earlier()))

@@ -150,11 +150,17 @@ def look(path: Path, config: RunConfig, *, step: int | None = None, tokens: int 
         tokens: about how many sampled tokens.
 
     Raises:
-        ConfigError: the step is not recorded, or the model cannot be read.
+        ConfigError: the step is not recorded, the model cannot be read, or a grammar had a say in what was sampled.
         TandemError: nothing of the step has a gap.
         CheckpointError: a checkpoint cannot be read.
     """
     run = load(path)
+    if config.sampling.regex:
+        raise ConfigError(
+            "sampling.regex: the engine's logprobs are of the tokens that its grammar allowed, the trainer's of all, "
+            "and how much of their gap that is cannot be known without the grammar; probe_gap in metrics.jsonl "
+            "compares the two on a text that none was used for"
+        )
     with contextlib.closing(Lab(config, run.path)) as lab:
         step = choose(run, lab.saved) if step is None else step
         if step not in run.rollout_steps:
