@@ -690,6 +690,20 @@ def test_stock_sampling_ends_with_a_stop(streams: bool) -> None:
     run(body, stock=stock)
 
 
+def test_a_trainer_whose_proof_another_one_interrupts_is_told_which() -> None:
+    async def body(c: Client) -> None:
+        await c.post("/bridge/pause", {"by": "trainer (pid 7 on host)"})
+        async with c.front.proving():
+            task = asyncio.ensure_future(c.begin("/bridge/probe", {"tokens": [1, 2]}))
+            await settle()
+        await c.post("/bridge/pause", {"by": "trainer (pid 8 on host)"})
+        response = await task
+        assert response.status == 503
+        assert "trainer (pid 8 on host)" in response.detail
+
+    run(body)
+
+
 def test_stock_sampling_queues_while_paused() -> None:
     async def body(c: Client) -> None:
         await c.post("/bridge/pause")

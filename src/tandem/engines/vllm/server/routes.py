@@ -328,8 +328,10 @@ class _Live:
 
     async def pause(self, body: bytes) -> Any:
         request = parsed(body, wire.Pause)
-        before = await self.frontend.pause(finish=request.finish, step=request.step)
-        self.frontend.lease.renew(request.seconds, " at ".join(filter(None, (request.by or "somebody", client()))))
+        by = " at ".join(filter(None, (request.by or "somebody", client())))
+        reason = f"{by} pauses it to publish, before what it held was proven; one trainer at a time can publish to it"
+        before = await self.frontend.pause(finish=request.finish, reason=reason, step=request.step)
+        self.frontend.lease.renew(request.seconds, by)
         if self.client.vllm_config.parallel_config.tensor_parallel_size > 1:
             # vLLM reads what the first worker sampled: others may be at the end of their pass still.
             await self.frontend.rpc("tandem_settle")
