@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import shlex
 import sysconfig
 import traceback
 from pathlib import Path
@@ -152,6 +153,16 @@ _SHOWN_FRAMES = 2
 """Innermost places in the user's code that a message names."""
 _TANDEM = str(Path(__file__).parent) + os.sep
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def command(*words: object) -> str:
+    """A command of Tandem's as a shell takes it.
+
+    Example:
+        >>> command("train", "runs/a b", "steps=4")
+        "tandem train 'runs/a b' steps=4"
+    """
+    return shlex.join(("tandem", *map(str, words)))
 
 
 def raised(error: BaseException) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tandem import machine
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, command
 from tandem.observability import json_lines
 from tandem.observability.report.summary import last_mark
 from tandem.trainer import digests
@@ -34,7 +34,7 @@ def clean(folder: Path, *, yes: bool) -> Iterator[str]:
         if not old and not half:
             continue
         if not _finished(run):
-            yield f"{run}: kept, it is not finished (tandem show {run})"
+            yield f"{run}: kept, it is not finished ({command('show', run)})"
             continue
         size = sum(
             path.stat().st_size for checkpoint in (*old, *half) for path in checkpoint.rglob("*") if path.is_file()
@@ -46,7 +46,7 @@ def clean(folder: Path, *, yes: bool) -> Iterator[str]:
         if yes:
             _remove(run, old, half)
     total = f"{machine.readable(freed)} freed" if yes else f"{machine.readable(freed)} would be freed"
-    yield total if yes or not freed else f"{total}; to remove them: tandem clean {folder} --yes"
+    yield total if yes or not freed else f"{total}; to remove them: {command('clean', folder, '--yes')}"
 
 
 def _finished(run: Path) -> bool:

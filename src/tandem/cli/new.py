@@ -8,7 +8,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from tandem.config import registry as resolve
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, command
 
 _MODULE = '''"""{title}: what the model is asked, and what counts as right. Try it with: tandem check {name}.yaml"""
 
@@ -111,4 +111,4 @@ def new(what: str, name: str, folder: Path) -> str:
         recipe.write_text(_RECIPE.format(name=name, title=title, model=model), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from error
-    return f"wrote {module} and {recipe}; next: tandem check {recipe}"
+    return f"wrote {module} and {recipe}; next: {command('check', recipe)}"

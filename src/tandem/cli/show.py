@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.api.targets import recipe_of
-from tandem.errors import TandemError
+from tandem.errors import TandemError, command
 from tandem.observability import report, vitals
 from tandem.observability.board import duration, sparkline
 from tandem.observability.loggers.base import PHASES, phase, phases
@@ -42,7 +42,7 @@ def show(run: Path, write_report: bool) -> None:
     if (error := summarise(folder)["error"]) is not None:
         console.print(f"\nFAILED: {error}", markup=False, highlight=False, soft_wrap=True, style="red")
         console.print(
-            f"  go on with: tandem train {run}; the traceback is in {run / 'logs' / 'run.log'}",
+            f"  go on with: {command('train', run)}; the traceback is in {run / 'logs' / 'run.log'}",
             markup=False,
             highlight=False,
             soft_wrap=True,
@@ -143,7 +143,7 @@ def _now(folder: RunFolder) -> str:
     age = max(0.0, time.time() - signs["at"])
     doing = [f"{phase(name, folder.config)} for {duration(seconds + age)}" for name, seconds in signs["doing"]]
     text = ", ".join(doing) or "starting, or between two phases"
-    return f"now: {text} (who waits for whom: tandem why {folder.path})"
+    return f"now: {text} (who waits for whom: {command('why', folder.path)})"
 
 
 def _events(folder: RunFolder) -> Iterator[str]:

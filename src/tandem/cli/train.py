@@ -12,6 +12,7 @@ from tandem.api.blocking import run_to_end
 from tandem.api.targets import recipe_of, resumed
 from tandem.cli._translated import with_notes
 from tandem.config.loading import load
+from tandem.errors import command
 
 
 def train(target: Path, overrides: Sequence[str], *, show: bool, launcher: str | None = None) -> str:
@@ -47,4 +48,4 @@ def train(target: Path, overrides: Sequence[str], *, show: bool, launcher: str |
 
 def ended(folder: Path) -> str:
     """Message about a finished run: its folder and its report."""
-    return f"done: {folder} (tandem show {folder}); report: {folder / 'report.html'}"
+    return f"done: {folder} ({command('show', folder)}); report: {folder / 'report.html'}"

@@ -21,6 +21,7 @@ from rich.text import Text
 from tandem.api.targets import recipe_of
 from tandem.cli import _why_ranks
 from tandem.cli._why_ranks import FollowerState, Liveness
+from tandem.errors import command
 from tandem.observability import json_lines, vitals, waits
 from tandem.observability.board import duration
 from tandem.observability.loggers.base import phase
@@ -165,9 +166,9 @@ def _of_lead(run: Path, now: float) -> Story:
             return Story(state="ended", headline=f"{run} ended in order {ago} ago ({ending['event']})", last=last)
         if (failure := failed(events)) is not None:
             ago = duration(max(0.0, now - failure[0]))
-            head = f"{run} failed {ago} ago: {failure[1]} (go on with: tandem train {run}; the traceback is in "
+            head = f"{run} failed {ago} ago: {failure[1]} (go on with: {command('train', run)}; the traceback is in "
             return Story(state="failed", headline=f"{head}{run / 'logs' / 'run.log'})", last=last)
-        head = f"{run} is not running; the last words are below (go on with: tandem train {run})"
+        head = f"{run} is not running; the last words are below (go on with: {command('train', run)})"
         return Story(state="gone", headline=head, last=last)
     age = max(0.0, now - signs["at"])
     rows = [_Sign.of(place, sign, age) for place, sign in enumerate(signs["waits"])]
@@ -191,7 +192,7 @@ def _judged(story: Story, run: Path, signs: Mapping[str, Json], age: float) -> S
     liveness = Liveness.of(signs, age)
     if liveness.state != "alive":
         then = "; see --stacks" if liveness.state == "stuck" else ""
-        then = f"; go on with: tandem train {run}" if liveness.state == "gone" else then
+        then = f"; go on with: {command('train', run)}" if liveness.state == "gone" else then
         return dataclasses.replace(story, state=liveness.state, headline=f"{who} {liveness.text}{then}")
     if story.culprit is not None:
         longest = story.chain[-1]

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tandem.errors import Deadline
+from tandem.errors import Deadline, command
 from tandem.observability import vitals, waits
 from tandem.observability.options import Timeouts
 from tandem.processes import family, identity, kill
@@ -84,7 +84,7 @@ class Watchdog:
     def story(self, late: Deadline) -> str:
         """The one message on why a run was stopped."""
         where = "" if self.folder is None else f". Stacks are in {vitals.stacks(self.folder)}"
-        again = "" if self.folder is None else f"; go on with: tandem train {self.folder}"
+        again = "" if self.folder is None else f"; go on with: {command('train', self.folder)}"
         return f"{late}{self._words.sentence()}{where}{again}"
 
     # The thread

@@ -25,7 +25,7 @@ from tandem import machine
 from tandem.algorithms.references.base import ReferenceWeights
 from tandem.distributed import state_shards
 from tandem.distributed.state_shards import SharesStates
-from tandem.errors import CheckpointError, TandemError
+from tandem.errors import CheckpointError, TandemError, command
 from tandem.model.policy import Policy
 from tandem.observability import trace, waits
 from tandem.optimizers.base import Stepper
@@ -238,7 +238,7 @@ class Checkpoints:
             kept = f"the newest checkpoint is step {newest[-1]}" if newest else "there is no checkpoint yet"
             raise CheckpointError(
                 f"checkpoint of step {step} cannot be written to {self.folder}: {error}; {kept}. "
-                f"Free disk space or mend the folder, then go on with: tandem train {self.folder.parent}"
+                f"Free disk space or mend the folder, then go on with: {command('train', self.folder.parent)}"
             ) from error
 
     def _staged(self, state: TrainerState, model: nn.Module) -> Write:

@@ -16,6 +16,8 @@ from types import MappingProxyType
 
 import xxhash
 
+from tandem.errors import command
+
 log = logging.getLogger(__name__)
 
 NAME = "digests.json"
@@ -84,11 +86,10 @@ def remedy(damaged: Path) -> str:
             gone = " ".join(shlex.quote(str(one)) for one in newer)
             return (
                 f"the newest whole checkpoint is that of step {int(path.name)}; to go on from it: rm -r {gone} && "
-                f"tandem train {shlex.quote(str(run))}"
+                f"{command('train', run)}"
             )
         newer.append(path)
-    recipe = shlex.quote(str(run / "config.yaml"))
-    return f"no older checkpoint is whole; start anew with: tandem train {recipe} name=NEW"
+    return f"no older checkpoint is whole; start anew with: {command('train', run / 'config.yaml', 'name=NEW')}"
 
 
 def _files(folder: Path) -> list[Path]:

@@ -27,7 +27,7 @@ from functools import partial
 from typing import TypeVar
 
 from tandem import machine
-from tandem.errors import SyncError, TandemError
+from tandem.errors import SyncError, TandemError, command
 from tandem.metrics import Max, Mean, Sum, Value, merge
 from tandem.model.policy import Policy
 from tandem.observability import trace
@@ -180,9 +180,9 @@ async def _commit(
         )
         folder = run.checkpoints.folder.parent
         message = (
-            f"{error}. Step {step} is saved. To go on, with engines started anew and proven: tandem train {folder}"
+            f"{error}. Step {step} is saved. To go on, with engines started anew and proven: {command('train', folder)}"
         )
-        error.args = (f"{message}; to see where tokens differ, and why: tandem mismatch {folder}",)
+        error.args = (f"{message}; to see where tokens differ, and why: {command('mismatch', folder)}",)
         raise
 
 

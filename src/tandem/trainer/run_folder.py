@@ -9,7 +9,6 @@ import fcntl
 import logging
 import os
 import platform
-import shlex
 import signal
 import time
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from typing import Any, Self
 from tandem.config import loading as recipes
 from tandem.config import registry as resolve
 from tandem.config.loading import RunConfig
-from tandem.errors import Alarmed, ConfigError, TandemError
+from tandem.errors import Alarmed, ConfigError, TandemError, command
 from tandem.observability import json_lines, report, vitals, waits
 from tandem.observability import log as logs
 from tandem.observability.alarms.watch import Notice
@@ -47,7 +46,7 @@ def new_folder(config: RunConfig) -> Path:
         folder = _untaken(folder)
     try:
         if folder.exists():
-            again = f"go on with it by: tandem train {shlex.quote(str(folder))}"
+            again = f"go on with it by: {command('train', folder)}"
             anew = "it has no checkpoint: if no process trains in it, remove it to start anew"
             kept = any((folder / "checkpoints").glob("*"))
             raise ConfigError(f"{folder} exists already; {again if kept else anew}, or choose another name=")
@@ -100,7 +99,7 @@ def writable(folder: Path) -> Iterator[None]:
             raise
         raise TandemError(
             f"the run's folder {folder} cannot be written: {error}; free disk space or mend the folder, then go on "
-            f"with: tandem train {folder}"
+            f"with: {command('train', folder)}"
         ) from error
 
 
@@ -119,10 +118,10 @@ def stopped(step: int, alarm: Notice | None, folder: Path, saved: str = "all") -
         "none": "nothing is saved (checkpoint: none), so it cannot go on",
     }[saved]
     if alarm is None or alarm.finding is None:
-        again = f"; go on with: tandem train {folder}" if saved == "all" else ""
+        again = f"; go on with: {command('train', folder)}" if saved == "all" else ""
         return KeyboardInterrupt(f"stopped at step {step}, {kept}{again}")
     finding = alarm.finding
-    again = f" To go on all the same: tandem train {folder} alarms=warn" if saved == "all" else ""
+    again = f" To go on all the same: {command('train', folder, 'alarms=warn')}" if saved == "all" else ""
     return Alarmed(
         f"alarm {alarm.alarm} stopped the run at step {step}, {kept}: {finding.seen}. {finding.means} What to "
         f"change: {finding.change}{again}"
@@ -163,7 +162,7 @@ def failing(folder: Path) -> Iterator[None]:
     try:
         yield
     except asyncio.CancelledError as error:
-        how = f"ended at once; go on from its last checkpoint with: tandem train {folder}"
+        how = f"ended at once; go on from its last checkpoint with: {command('train', folder)}"
         raise asyncio.CancelledError(how) from error
     except Exception as error:
         message = str(error) if isinstance(error, TandemError) else f"{type(error).__name__}: {error}"
