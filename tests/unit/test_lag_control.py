@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from tandem.config.loading import RunConfig, from_options
 from tandem.errors import ConfigError, UnsupportedPair
 from tandem.metrics import Metrics, Share, Sum, flatten
 from tandem.rollout.lag_control import HOLD, WINDOW, LagControl, LagController, RateState, StepTiming
+from tandem.trainer import environments
 from tandem.trainer.assemble import check_pairs
 
 GROUPS = 8
@@ -266,6 +268,15 @@ def test_auto_counts_as_its_budget_wherever_a_lag_counts() -> None:
     check_pairs(recipe(**hotswap, sync={"kind": "hotswap", "every": 5}))
     with pytest.raises(UnsupportedPair, match=r"set lag_control\.max_lag to 5"):
         check_pairs(recipe(**hotswap, sync={"kind": "hotswap", "every": 6}))
+
+
+@pytest.mark.parametrize(("regex", "floor"), [("", 0.8), ("[0-9]+", 0.0)])
+def test_what_a_grammar_does_to_ess_lowers_no_lag(regex: str, floor: float, caplog: pytest.LogCaptureFixture) -> None:
+    config = recipe(engine="vllm", sampling={"regex": regex})
+    control = environments.lag_control(config, None, telemetry=Mock())
+    assert control.budget is not None
+    assert control.budget.ess_floor == floor
+    assert ("does not look at it" in caplog.text) == bool(regex)
 
 
 @pytest.mark.parametrize(
