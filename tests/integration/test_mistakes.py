@@ -144,7 +144,7 @@ def test_one_long_prompt_met_later_costs_its_group_and_not_the_run(train: Train)
 
 
 def test_run_that_exists_already(train: Train) -> None:
-    Path("runs/a").mkdir(parents=True)
+    Path("runs/a/checkpoints/000001").mkdir(parents=True)
     code, stderr = train()
     assert code == 2
     assert "go on with it by: tandem train runs/a" in one_message(stderr)
