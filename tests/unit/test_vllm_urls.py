@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -44,6 +45,7 @@ class Somebodys:
         self.context = 128
         self.num_requests = 0
         self.cut = 0
+        self.logprob = -0.5
         self.gate = asyncio.Event()
         self.gate.set()
         self.info_gate = asyncio.Event()
@@ -106,7 +108,7 @@ class Somebodys:
                 Sampled(
                     number,
                     tokens=(5,),
-                    logprobs=(-0.5,),
+                    logprobs=(self.logprob,),
                     versions=[(self.step, 1)],
                     finish="stop",
                     engine=self.instance_id,
@@ -201,6 +203,17 @@ def run(work: Callable[[], Awaitable[None]]) -> None:
             await work()
 
     asyncio.run(limited())
+
+
+def test_a_logprob_that_is_no_number_is_told_with_its_token() -> None:
+    async def go() -> None:
+        one = Somebodys()
+        async with opened(one) as (engine, _):
+            one.logprob = -math.inf
+            with pytest.raises(EngineError, match=r"logprob of token 1 of 1 \(id 5\) is -inf.*finish is stop"):
+                await sample(engine)
+
+    run(go)
 
 
 def test_the_others_take_over_and_it_is_used_again_with_the_weights_of_now(caplog: pytest.LogCaptureFixture) -> None:

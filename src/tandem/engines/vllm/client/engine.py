@@ -200,7 +200,12 @@ class VllmEngine(Engine):
         if len(sampled.logprobs) != len(sampled.tokens):
             raise EngineError(f"{server.name} told {len(sampled.logprobs)} logprobs of {len(sampled.tokens)} tokens")
         if not math.isfinite(math.fsum(sampled.logprobs)):
-            raise server.odd("/generate", "a logprob is no finite number")
+            place = next((n for n, p in enumerate(sampled.logprobs) if not math.isfinite(p)), 0)
+            raise server.odd(
+                "/generate",
+                f"the logprob of token {place + 1} of {len(sampled.tokens)} (id {sampled.tokens[place]}) is "
+                f"{sampled.logprobs[place]}, no finite number; the answer's finish is {sampled.finish}",
+            )
         finish: dict[str, Finish] = {"stop": "stop", "length": "length"}
         return Completion(
             tokens=sampled.tokens,
