@@ -6,8 +6,6 @@ import asyncio
 import dataclasses
 import inspect
 import logging
-import shutil
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from itertools import islice
@@ -22,6 +20,7 @@ from rich.text import Text
 from tandem import machine
 from tandem.cli import _check_cache
 from tandem.cli._check_cache import ModelFigures
+from tandem.cli._graders_log import graders_log
 from tandem.config import registry as resolve
 from tandem.config.build import RewardSpec
 from tandem.config.loading import Loaded, RunConfig, load
@@ -123,7 +122,6 @@ class _RecipeCheck:
     async def graders(self) -> AsyncIterator[None]:
         """Graders of each environment, whose processes start while the data is read."""
         grading = self._config.grading
-        log = Path(tempfile.mkdtemp(prefix="tandem-check-")) / "graders.log"
 
         async def opened(source: EnvSource) -> Graders:
             specs = {reward: (spec.reward, spec.weight) for reward, spec in source.rewards.items()}
@@ -132,21 +130,22 @@ class _RecipeCheck:
             return graders
 
         sources = self._config.sources if self._config.plays else {}
-        self._opening = {name: asyncio.create_task(opened(source)) for name, source in sources.items()}
         warner = logging.getLogger(Graders.__module__)  # what it warns of is among the findings
         level = warner.level
         warner.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            for ready in await asyncio.gather(*self._opening.values(), return_exceptions=True):
-                if not isinstance(ready, BaseException):
-                    await ready.close()
-            warner.setLevel(level)
-            if log.exists() and log.stat().st_size:
-                self.printed = log
-            else:
-                shutil.rmtree(log.parent)
+
+        def printed(log: Path) -> None:
+            self.printed = log
+
+        with graders_log(printed) as log:
+            self._opening = {name: asyncio.create_task(opened(source)) for name, source in sources.items()}
+            try:
+                yield
+            finally:
+                for ready in await asyncio.gather(*self._opening.values(), return_exceptions=True):
+                    if not isinstance(ready, BaseException):
+                        await ready.close()
+                warner.setLevel(level)
 
     def all(self) -> dict[str, Callable[[], CheckText | Awaitable[CheckText]]]:
         """Questions by name."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from tandem.api.blocking import run_to_end
+from tandem.cli._graders_log import graders_log
 from tandem.config.loading import RunConfig, load
 from tandem.errors import ConfigError
 from tandem.types import Group
@@ -37,17 +36,14 @@ def check_sample(recipe: Path, overrides: Sequence[str], count: int) -> None:
         raise ConfigError(f"{recipe} trains on a broker's groups, and --sample plays none of those; leave it out")
     from tandem.observability.progress import shown
 
-    log = Path(tempfile.mkdtemp(prefix="tandem-check-")) / "graders.log"
-    try:
+    def printed(log: Path) -> None:
+        typer.echo(f"  what rewards printed, and their tracebacks: {log}")
+
+    with graders_log(printed) as log:
         with shown():
             forecast = run_to_end(_played(config, count, log))
         for line in lines(forecast, config):
             typer.echo(line)
-    finally:
-        if log.exists() and log.stat().st_size:
-            typer.echo(f"  what rewards printed, and their tracebacks: {log}")
-        else:
-            shutil.rmtree(log.parent)
 
 
 async def _played(config: RunConfig, count: int, log: Path) -> Forecast:
