@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scripted import Scripted, scripted
 from tiers import long_but
 from tiny import live_policy
@@ -501,6 +503,33 @@ def test_other_weights_that_are_apart_by_the_noise_are_seen(which: str) -> None:
     assert all(
         nearer(LogprobComparison(tuple(honest), tuple(mine)), other, 0.04) > SUSPICION for other in others.values()
     )
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    apart=st.one_of(st.just(0.0), st.floats(1e-9, 1e-2)),
+    noise=st.sampled_from([5e-5, 1e-3, 0.09]),
+    heavy=st.booleans(),
+    tokens=st.sampled_from([4, 63, 255, 511]),
+    seed=st.integers(0, 2**16),
+)
+def test_an_engine_equal_to_one_side_bit_for_bit_is_told_by_distance_alone(
+    apart: float, noise: float, heavy: bool, tokens: int, seed: int
+) -> None:
+    """Two passes over the same weights differ by rounding, and an engine may round exactly as either does."""
+    mine = [-abs(x) for x in noisy([-2.0] * tokens, 1.0, seed)]
+    step = noisy([0.0] * tokens, apart, seed + 1)
+    if heavy:
+        step = [4 * x if i % 50 == 0 else x for i, x in enumerate(step)]
+    other = [t + x * f for t, x, f in zip(mine, step, answer_of(mine, step).scales(), strict=True)]
+    size = math.sqrt(math.fsum(x * x for x in step) / tokens)
+    as_published = LogprobComparison(tuple(mine), tuple(mine))
+    as_other = LogprobComparison(tuple(other), tuple(mine))
+    assert nearer(as_published, other, noise) == 1.0
+    if size < math.sqrt(2) * noise:
+        assert nearer(as_other, other, noise) == 1.0
+    elif size > 3 * noise and tokens >= 255:
+        assert nearer(as_other, other, noise) < ALARM
 
 
 def test_the_same_weights_are_nobody_elses() -> None:

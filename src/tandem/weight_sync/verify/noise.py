@@ -37,6 +37,11 @@ CERTAIN_ONE = 0.05
 SKEW = 1 / 16
 """Correlation that rounding may have with the difference between two versions of the weights without counting for
 either: both differ by the trainer's own rounding, which is in the residual too, and need not be equal in both."""
+DISTANCE = 1.8
+"""Noise scales that other weights must differ by before an answer can count for them. Two passes of the trainer over the
+same weights differ by at most sqrt(2) scales, see ``separation``; the rest is room for noise that grows."""
+_CLIP = 4.0
+"""Noise scales that one token adds to a separation, at most: a few that rounding hits hard are no evidence of others."""
 _MAD = 1.4826
 """Standard deviation of a normal distribution over the median of its absolute values."""
 
@@ -138,11 +143,17 @@ def nearer(answer: LogprobComparison, other: Sequence[float], noise: float) -> f
     knows no weights: it puts a token no more often beyond the middle than short of it, and given the sizes x_i the sum
     of signs exceeds s * sqrt(sum x_i^2) with a probability of at most exp(-s^2 / 2).
 
+    That statistic has no scale: it is as sure of 1e-6 nats as of 1. Where both sides are the same weights, computed
+    in two ways, their difference is rounding, and an engine that rounds as the other one does is on its side at every
+    token. So weights that are not ``DISTANCE`` apart cannot be told by this, and the answer is 1.
+
     Args:
         answer: an engine's.
         other: the trainer's logprobs of the same tokens by other weights (or as another mistake has them).
         noise: scale of residuals, nats.
     """
+    if separation(answer, other, noise) < DISTANCE:
+        return 1.0
     beyond = []
     for e, mine, theirs, factor in zip(answer.engine, answer.trainer, other, answer.scales(), strict=True):
         apart = theirs - mine
@@ -155,6 +166,18 @@ def nearer(answer: LogprobComparison, other: Sequence[float], noise: float) -> f
         return 1.0
     s = math.fsum(beyond) / math.sqrt(squares) - SKEW * math.sqrt(len(beyond))
     return math.exp(-s * s / 2) if s > 0 else 1.0
+
+
+def separation(answer: LogprobComparison, other: Sequence[float], noise: float) -> float:
+    """Root mean square difference between two hypotheses of the trainer, in units of the noise.
+
+    Rounding of the engine and of the trainer is independent or shared. Independent: noise^2 = engine^2 + trainer^2, and
+    two passes of the trainer differ by sqrt(2) * trainer <= sqrt(2) * noise. Shared with the other pass: the engine's
+    residual is the difference of the passes, which is 1 noise by definition. So above sqrt(2) it is not rounding.
+    """
+    both = zip(answer.trainer, other, answer.scales(), strict=True)
+    squares = [min(_CLIP, abs(theirs - mine) / (noise * factor)) ** 2 for mine, theirs, factor in both]
+    return math.sqrt(math.fsum(squares) / len(squares)) if squares else 0.0
 
 
 def likelihood(answer: LogprobComparison, other: Sequence[float], noise: float) -> float:
