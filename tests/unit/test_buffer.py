@@ -354,6 +354,23 @@ def test_starved_says_what_was_seen_and_what_to_do(kind: str, says: str, advice:
     assert 4 * 3 < len(trainer.dropped) <= 4 * 3 + 3 * (max_lag + 1)
 
 
+def test_starved_blames_the_updates_where_the_policy_became_certain_of_what_is_wrong() -> None:
+    class Ruined(Trainer):
+        async def run(self, task: Task, **options: Any) -> Group:
+            group = await super().run(task, **options)
+            turn = group.rollouts[0].turns[0]
+            sure = replace(turn, completion=replace(turn.completion, logprobs=(-1e-9, -1e-9)))
+            return (
+                replace(group, rollouts=tuple(replace(each, turns=(sure,)) for each in group.rollouts))
+                if self.step
+                else group
+            )
+
+    trainer = Ruined(lambda task: "hopeless" if trainer.step else "ok")
+    with pytest.raises(Starved, match=r"its tokens have 1e-09 nats each, 1 at first.* smaller optimizer\.lr"):
+        trained(trainer, 2, patience=2)
+
+
 @pytest.mark.slow
 def test_a_good_group_in_between_is_enough() -> None:
     def rarely(task: Task) -> str:

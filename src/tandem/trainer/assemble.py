@@ -124,6 +124,8 @@ async def _train(
     with run_folder.reporting(folder), vitals.shown(folder):
         if idle := counts.idle_options(config):
             log.warning("%s", idle)
+        if doubt := config.optimizer.doubt():
+            log.warning("%s", doubt)
         if resume:
             run_folder.write_recipe(config, folder)  # what this resume changed holds for the next one too
         steps = saved_steps(folder / "checkpoints")
