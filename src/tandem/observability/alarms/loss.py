@@ -7,7 +7,7 @@ import statistics
 from typing import ClassVar
 
 from tandem.observability.alarms.base import Alarm, Finding, Name, first
-from tandem.observability.alarms.entropy import LOW, collapsed, exploded
+from tandem.observability.alarms.entropy import LOW
 from tandem.observability.alarms.history import SOLVED, MetricsHistory, short
 
 WATCHED = ("loss", "grad_norm", "entropy", "kl_behavior", "reward")
@@ -16,6 +16,9 @@ SCATTER = 20.0
 """Median absolute deviations from the median that are a jump ..."""
 LEAST = 0.1
 """... if it is at least as far: losses of GRPO are near 0, where rounding is large beside them."""
+FALL, RISE = 0.01, 3.0
+"""Part of the entropy of the step before, and nats above it, that no one step of a run that is well comes to: single
+steps scatter by a factor of ten."""
 KL_JUMP = 1.0
 """Nats per token between sampler and policy that no update of a usual size brings about ..."""
 KL_BEFORE = 0.1
@@ -59,7 +62,7 @@ class LossAlarm(Alarm):
         was, entropy = before.get("entropy", 0.0), now.get("entropy", 0.0)
         kl_was, kl = before.get("kl_behavior", 0.0), now.get("kl_behavior", 0.0)
         seen = []
-        if was >= LOW and (collapsed(entropy, was) or exploded(entropy, was)):
+        if was >= LOW and (entropy <= FALL * was or entropy >= was + RISE):
             seen.append(f"entropy went from {short(was)} to {short(entropy)} nats per token")
         if kl > KL_JUMP and kl_was < KL_BEFORE and not history.recipe.grammar:
             seen.append(f"kl_behavior went from {short(kl_was)} to {short(kl)} nats per token")
