@@ -37,7 +37,7 @@ from tandem.rollout.lag_control import LagControl
 from tandem.rollout.source import RolloutSource
 from tandem.rollout.task_sampler import EnvRunner
 from tandem.rollout.template import Template
-from tandem.trainer import environments, loop, rank_checks, rank_parts, run_folder
+from tandem.trainer import environments, loop, rank_checks, rank_parts, run_folder, user_code
 from tandem.trainer import memory_plan as memory
 from tandem.trainer.checkpoint import Checkpoints, restore_weights, saved_steps
 from tandem.trainer.evaluate import evaluator
@@ -129,6 +129,9 @@ async def _train(
         if resume:
             run_folder.write_recipe(config, folder)  # what this resume changed holds for the next one too
         steps = saved_steps(folder / "checkpoints")
+        if resume:
+            for change in user_code.keep(config, folder, steps[-1] if steps else 0):
+                log.warning("%s: the run goes on with it as it is now; for the run that was begun, put it back", change)
         info = RunInfo(
             name=folder.name,
             folder=folder,
@@ -157,7 +160,7 @@ async def _train(
 async def evaluate(config: RunConfig, *, weights: Path | None) -> dict[str, Json]:
     """Evaluate the recipe's model, or the trained ``weights`` of a checkpoint; an ``eval.jsonl`` record."""
     async with playing(config, _first(config, environments.tasks(config, "test")), weights) as runners:
-        return await evaluator(config, runners)(0)
+        return await evaluator(config, runners)(int(weights.parent.name) if weights else 0)
 
 
 @asynccontextmanager

@@ -25,6 +25,7 @@ from tandem.errors import Alarmed, ConfigError, TandemError, command
 from tandem.observability import json_lines, report, vitals, waits
 from tandem.observability import log as logs
 from tandem.observability.alarms.watch import Notice
+from tandem.trainer import user_code
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ def new_folder(config: RunConfig) -> Path:
         folder.mkdir(parents=True)
         write_recipe(config, folder)
         resolve.remember(folder)
+        user_code.keep(config, folder)
     except OSError as error:
         raise ConfigError(
             f"the run's folder {folder} cannot be made: {error}; set runs= and name= to a place where it can"
