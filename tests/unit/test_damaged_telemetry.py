@@ -47,7 +47,7 @@ def test_what_lies_in_the_place_of_telemetry_is_set_aside(tmp_path: Path, caplog
     (tmp_path / "config.yaml").write_text("model: m\nsteps: 3\nenv: e\n")
     (tmp_path / "logs").write_text("a file")
     (tmp_path / "rollouts").write_text("a file")
-    for name in (*GOOD, "report.html"):
+    for name in (*GOOD, "report.html", "vitals.json"):
         (tmp_path / name).mkdir()
     assert summarise(load(tmp_path))["steps"] == 0
     with caplog.at_level(logging.WARNING), reporting(tmp_path):

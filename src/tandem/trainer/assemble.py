@@ -37,7 +37,7 @@ from tandem.rollout.lag_control import LagControl
 from tandem.rollout.source import RolloutSource
 from tandem.rollout.task_sampler import EnvRunner
 from tandem.rollout.template import Template
-from tandem.trainer import environments, loop, rank_checks, rank_parts, run_folder, user_code
+from tandem.trainer import environments, loop, out_of_memory, rank_checks, rank_parts, run_folder, user_code
 from tandem.trainer import memory_plan as memory
 from tandem.trainer.checkpoint import Checkpoints, restore_weights, saved_steps
 from tandem.trainer.evaluate import evaluator
@@ -121,7 +121,8 @@ async def _train(
         as_divided = memory.with_gradients(planner, config)
     folder = dog.folder = resume or run_folder.new_folder(config)
     lock.take(folder)
-    with run_folder.reporting(folder), vitals.shown(folder):
+    explained = out_of_memory.explained(config, lambda: planner.plan(config).largest())
+    with run_folder.reporting(folder), explained, vitals.shown(folder):
         if idle := counts.idle_options(config):
             log.warning("%s", idle)
         if doubt := config.optimizer.doubt():
@@ -171,7 +172,7 @@ async def playing(
 
     What rewards print goes to ``log``, or to stderr.
     """
-    with watchdog.watching(config.timeouts):
+    with watchdog.watching(config.timeouts), out_of_memory.explained(config):
         async with live_policy(config) as policy, environments.opened(config, config.sources, log) as opened:
             if weights is not None:
                 await policy.compute(config.trainable.load, policy.model, weights)

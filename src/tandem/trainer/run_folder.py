@@ -162,7 +162,8 @@ def reporting(folder: Path) -> Iterator[None]:
 def _mended(folder: Path) -> Iterator[str]:
     """Set aside what is damaged of a run's telemetry, which is no reason for it not to go on; what was done."""
     for name, is_right in (
-        ("logs", Path.is_dir), ("logs/run.log", Path.is_file), ("rollouts", Path.is_dir), ("report.html", Path.is_file)
+        ("logs", Path.is_dir), ("logs/run.log", Path.is_file), ("rollouts", Path.is_dir), ("report.html", Path.is_file),
+        ("vitals.json", Path.is_file),
     ):  # fmt: skip
         path = folder / name
         if path.exists() and not is_right(path):
