@@ -441,10 +441,10 @@ def test_a_whole_number_has_63_bits(here: Path) -> None:
 
 
 def test_of_many_problems_the_first_are_listed(here: Path) -> None:
-    said = wrong(MINIMAL + "".join(f"unknown{number}: 1\n" for number in range(9_000))).splitlines()
-    assert said[0] == "recipe.yaml has 9,000 problems:"
-    assert len(said) == 22
-    assert said[-1] == "  and 8,980 more"
+    lines = wrong(MINIMAL + "".join(f"unknown{number}: 1\n" for number in range(9_000))).splitlines()
+    assert lines[0] == "recipe.yaml has 9,000 problems:"
+    assert len(lines) == 22
+    assert lines[-1] == "  and 8,980 more"
 
 
 def test_the_same_options_are_fine_where_they_count(here: Path) -> None:

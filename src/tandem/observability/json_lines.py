@@ -56,7 +56,7 @@ class _Event(TypedDict):
     step: NotRequired[int]
 
 
-class _Numbers(TypedDict):
+class _EvalNumbers(TypedDict):
     mean: NotRequired[float | None]
     mean_ci: NotRequired[tuple[float | None, float | None] | None]
     pass_at: NotRequired[dict[str, float | None] | None]
@@ -65,11 +65,11 @@ class _Numbers(TypedDict):
     tokens: NotRequired[float | None]
 
 
-class _Evaluation(_Numbers):
+class _Evaluation(_EvalNumbers):
     step: int
     env: NotRequired[str]
     samples: NotRequired[int]
-    envs: NotRequired[dict[str, _Numbers]]
+    envs: NotRequired[dict[str, _EvalNumbers]]
     rollouts: NotRequired[list[dict[str, Any]]]
 
 

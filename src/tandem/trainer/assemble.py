@@ -123,9 +123,7 @@ async def _train(
     lock.take(folder)
     explained = out_of_memory.explained(config, lambda: planner.plan(config).largest())
     with run_folder.reporting(folder), explained, vitals.shown(folder):
-        if idle := counts.idle_options(config):
-            log.warning("%s", idle)
-        if doubt := config.optimizer.doubt():
+        for doubt in filter(None, (counts.idle_options(config), config.optimizer.doubt())):
             log.warning("%s", doubt)
         if resume:
             run_folder.write_recipe(config, folder)  # what this resume changed holds for the next one too

@@ -11,7 +11,7 @@ import torch
 from tandem.config.loading import RunConfig
 from tandem.errors import DoesNotFit, TandemError, message_of
 
-_SAID = re.compile(
+_PHRASES = re.compile(
     r"out of memory|can't allocate memory|No available memory for the cache blocks|less than desired GPU memory", re.I
 )
 """What torch, its CPU allocator and vLLM say of it, quoted in an error of an engine or another rank too."""
@@ -33,7 +33,7 @@ def explained(config: RunConfig, largest: Callable[[], Sequence[str]] = tuple) -
     except DoesNotFit:
         raise
     except Exception as error:
-        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not _SAID.search(str(error)):
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not _PHRASES.search(str(error)):
             raise
         planned = "; ".join(largest())
         text = f"What to change: {'; '.join(_changes(config))}." + (

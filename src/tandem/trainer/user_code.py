@@ -23,7 +23,7 @@ def keep(config: RunConfig, folder: Path, step: int = 0) -> list[str]:
         folder: the run's.
         step: the last step with what was kept before, which stays beside it under this number.
     """
-    told = changes(config, folder)
+    changed = changes(config, folder)
     for kept, source in _files(config, folder).items():
         text = source.read_bytes()
         if kept.is_file():
@@ -32,7 +32,7 @@ def keep(config: RunConfig, folder: Path, step: int = 0) -> list[str]:
             kept.replace(kept.with_name(f"{kept.stem}.until-{step:06d}.py"))
         kept.parent.mkdir(exist_ok=True)
         kept.write_bytes(text)
-    return told
+    return changed
 
 
 def changes(config: RunConfig, folder: Path) -> list[str]:
