@@ -80,6 +80,25 @@ def test_what_goes_wrong_is_named_within_twenty_steps(name: str, seed: int) -> N
     assert finding.change.endswith(".")
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        ({"entropy": 5.2}, {"entropy": 1e-11}, "entropy went from 5.2 to 1e-11"),
+        ({"entropy": 0.6}, {"entropy": 9.0}, "entropy went from 0.6 to 9"),
+        ({"entropy": 0.6, "kl_behavior": 1e-3}, {"entropy": 0.6, "kl_behavior": 7.0}, "kl_behavior went from 0.001"),
+    ],
+)
+def test_a_policy_that_one_update_ruined_is_told_of_at_once(
+    before: dict[str, float], after: dict[str, float], says: str
+) -> None:
+    watch = AlarmWatch(RECORDED)
+    assert watch.step(1, before) == []
+    (notice,) = watch.step(2, after)
+    assert notice.finding is not None
+    assert says in notice.finding.seen
+    assert "The tasks are not to blame" in notice.finding.means
+
+
 def test_every_alarm_is_looked_for_and_has_a_name_that_recipes_know() -> None:
     assert {alarm.name for alarm in ALARMS} == set(get_args(Name))
     assert {alarm for alarm, _ in SICK.values()} == set(get_args(Name))

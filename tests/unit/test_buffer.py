@@ -354,6 +354,46 @@ def test_starved_says_what_was_seen_and_what_to_do(kind: str, says: str, advice:
     assert 4 * 3 < len(trainer.dropped) <= 4 * 3 + 3 * (max_lag + 1)
 
 
+@pytest.mark.parametrize("max_lag", [0, 2])
+def test_groups_in_flight_at_a_stop_are_counted_once(max_lag: int) -> None:
+    trainer, states = Trainer(), list[DataState]()
+
+    async def go(state: DataState, steps: int) -> None:
+        async with trainer.buffer(max_lag=max_lag).open(state) as buffer:
+            await trainer.train(buffer, steps)
+            states.append(TrainerState.from_json(saved(buffer.data_state())).data_state)
+
+    def saved(state: DataState) -> dict[str, Any]:
+        version = PolicyVersion(step=trainer.step, digest="")
+        return TrainerState(step=0, version=version, tokens_seen=0, data_state=state, config_digest="").to_json()
+
+    run(go(DataState(), 2))
+    assert states[0].again
+    run(go(states[0], 0))
+    assert states[1] == states[0]
+    run(go(states[1], 2))
+    stopped, trainer = states[-1], Trainer()
+    run(go(DataState(), 4))
+    assert stopped.admitted == states[-1].admitted
+
+
+def test_starved_blames_the_updates_where_the_policy_became_certain_of_what_is_wrong() -> None:
+    class Ruined(Trainer):
+        async def run(self, task: Task, **options: Any) -> Group:
+            group = await super().run(task, **options)
+            turn = group.rollouts[0].turns[0]
+            sure = replace(turn, completion=replace(turn.completion, logprobs=(-1e-9, -1e-9)))
+            return (
+                replace(group, rollouts=tuple(replace(each, turns=(sure,)) for each in group.rollouts))
+                if self.step
+                else group
+            )
+
+    trainer = Ruined(lambda task: "hopeless" if trainer.step else "ok")
+    with pytest.raises(Starved, match=r"its tokens have 1e-09 nats each, 1 at first.* smaller optimizer\.lr"):
+        trained(trainer, 2, patience=2)
+
+
 @pytest.mark.slow
 def test_a_good_group_in_between_is_enough() -> None:
     def rarely(task: Task) -> str:

@@ -932,11 +932,11 @@ def test_export_that_fails_leaves_nothing_half_done(
 
 
 def test_a_damaged_checkpoint_is_named(run: Run) -> None:
-    config = make_run(Path("runs/a"), steps=(5,))
+    make_run(Path("runs/a"), steps=(5,))
     Path("runs/a/checkpoints/000007").mkdir()
-    with pytest.raises(CheckpointError, match="000007/model is missing; the checkpoint is damaged"):
-        weights_of(Path("runs/a"), config, None)
-    assert weights_of(Path("runs/a"), config, 5) == Path("runs/a/checkpoints/000005/model")
+    with pytest.raises(CheckpointError, match="000007 has neither model nor adapter; the checkpoint is damaged"):
+        weights_of(Path("runs/a"), None)
+    assert weights_of(Path("runs/a"), 5) == Path("runs/a/checkpoints/000005/model")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")

@@ -135,7 +135,7 @@ def test_aliases_of_aliases_are_refused_at_once(here: Path, key: str) -> None:
     lines = ["model: m", "steps: 1", "env: arithmetic", f"{key}:", "  a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"  a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
     (here / "recipe.yaml").write_text("\n".join(lines))
-    with pytest.raises(ConfigError, match=r"recipe.yaml: it holds more than 100,000 values, those that its aliases"):
+    with pytest.raises(ConfigError, match=r"recipe.yaml: it holds more than 20,000 values, those that its aliases"):
         load(Path("recipe.yaml"))
 
 
@@ -253,7 +253,7 @@ def test_aliases_are_understood(here: Path) -> None:
         ("curriculum: {kind: solve_rate, sharpness: 9}", "curriculum.sharpness must be between 0 and 8"),
         ("sampling: {max_tokens: 0}", "sampling.max_tokens must be at least 1"),
         ("sampling: {stop: ['']}", "sampling.stop must be texts that are not empty"),
-        ("optimizer: {lr: -1}", "recipe.yaml:4: optimizer.lr must be at least 0"),
+        ("optimizer: {lr: -1}", "recipe.yaml:4: optimizer.lr must be above 0"),
         ("optimizer: {schedule: linear, min_lr_ratio: 2}", "optimizer.min_lr_ratio must be between 0 and 1"),
         ("evaluate: {samples: 0}", "recipe.yaml:4: evaluate.samples must be at least 1"),
         ("evaluate: {temperature: -0.1}", "evaluate.temperature must be at least 0"),
@@ -367,7 +367,7 @@ def test_what_is_out_of_range_is_told_at_once_in_every_part_and_beside_it(here: 
         "reference: {kind: average, every: 10, mixups: 3}\n"
     )
     expected = [
-        "recipe.yaml:4: optimizer.lr must be at least 0",
+        "recipe.yaml:4: optimizer.lr must be above 0",
         "recipe.yaml:4: optimizer.warmup_steps must be at least 0",
         "recipe.yaml:4: optimizer.min_lr_ratio must be",
         "recipe.yaml:5: group_size must be at least 2",
@@ -423,8 +423,28 @@ def test_an_override_leaves_out_what_it_makes_useless_in_the_file(here: Path) ->
     )
 
 
-def test_a_learning_rate_of_zero_is_allowed(here: Path) -> None:
-    assert read(MINIMAL + "optimizer: {lr: 0}\n").optimizer.lr == 0.0
+def test_a_learning_rate_that_trains_nothing_is_refused_and_one_that_ruins_is_doubted(here: Path) -> None:
+    assert "recipe.yaml:4: optimizer.lr must be above 0 and finite" in wrong(MINIMAL + "optimizer: {lr: 0}\n")
+    assert "optimizer.lr is 5" in read(MINIMAL + "optimizer: {lr: 5}\n").optimizer.doubt()
+    assert not read(MINIMAL + "optimizer: {lr: 1.0e-3}\n").optimizer.doubt()
+
+
+@pytest.mark.parametrize(("text", "value"), [("017", "15"), ("1:30", "90"), ("1_0", "10"), ("1_0.5", "10.5")])
+def test_a_number_that_yaml_reads_as_few_expect_is_refused(here: Path, text: str, value: str) -> None:
+    assert f"recipe.yaml:4: {text} is {value} in YAML 1.1" in wrong(f"{MINIMAL}seed: {text}\n")
+    assert f"command line: seed: expected a whole number, got the text '{text}'" in wrong(MINIMAL, f"seed={text}")
+    assert read(MINIMAL, f"name={text}").name == text
+
+
+def test_a_whole_number_has_63_bits(here: Path) -> None:
+    assert "recipe.yaml:4: threads: expected a whole number below 2^63" in wrong(f"{MINIMAL}threads: {10**25}\n")
+
+
+def test_of_many_problems_the_first_are_listed(here: Path) -> None:
+    lines = wrong(MINIMAL + "".join(f"unknown{number}: 1\n" for number in range(9_000))).splitlines()
+    assert lines[0] == "recipe.yaml has 9,000 problems:"
+    assert len(lines) == 22
+    assert lines[-1] == "  and 8,980 more"
 
 
 def test_the_same_options_are_fine_where_they_count(here: Path) -> None:

@@ -117,7 +117,7 @@ class Run:
         Raises:
             CheckpointError: there is no such checkpoint.
         """
-        return targets.weights_of(self.folder, self.recipe.config, step)
+        return targets.weights_of(self.folder, step)
 
     def resume(self, overrides: Overrides = (), *, on_step: OnStep | None = None) -> Run:
         """Go on from the newest checkpoint to the last step; blocks until then.
@@ -190,7 +190,7 @@ def evaluate(
     Returns:
         ``mean``: share of answers that are right, 0 to 1, and ``mean_ci``, its 95 % interval; ``pass_at``: share of
         tasks with a right answer among k, by k; ``tokens``: mean length; ``rollouts``: some tasks with an answer each;
-        ``envs``: the same numbers for each environment.
+        ``envs``: the same numbers for each environment; ``step``: that of the checkpoint, 0 of a model.
 
     Raises:
         ConfigError: the target is none of these, or there is nothing to evaluate on.

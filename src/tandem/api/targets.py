@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from tandem.config.loading import (
     load,
 )
 from tandem.errors import CheckpointError, ConfigError
-from tandem.trainer import digests
+from tandem.trainer import digests, user_code
+
+log = logging.getLogger(__name__)
 
 
 def recipe_of(folder: Path) -> Path:
@@ -74,8 +77,8 @@ def resumed(folder: Path, overrides: Sequence[str]) -> RunConfig:
     return config
 
 
-def weights_of(run: Path, config: RunConfig, step: int | None) -> Path:
-    """The model or adapter folder of a checkpoint, by default of the newest.
+def weights_of(run: Path, step: int | None) -> Path:
+    """The model or adapter folder of a checkpoint, by default of the newest. The recipe is not read.
 
     Raises:
         CheckpointError: there is none.
@@ -83,14 +86,17 @@ def weights_of(run: Path, config: RunConfig, step: int | None) -> Path:
     checkpoints = run / "checkpoints"
     steps = digests.steps_in(checkpoints)
     if not steps:
-        raise CheckpointError(f"{run} has no checkpoint yet; one is written every {config.checkpoint.every} steps")
+        raise CheckpointError(f"{run} has no checkpoint yet; one is written every checkpoint.every steps")
     if step is not None and step not in steps:
         kept = ", ".join(str(number) for number in sorted(steps))
         raise CheckpointError(f"{run} has no checkpoint of step {step}; it has: {kept}")
-    folder = steps[max(steps) if step is None else step] / config.trainable.folder_name
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is missing; the checkpoint is damaged, choose another with --step")
-    return folder
+    checkpoint = steps[max(steps) if step is None else step]
+    for name in ("model", "adapter"):
+        if (checkpoint / name).is_dir():
+            return checkpoint / name
+    raise CheckpointError(
+        f"{checkpoint} has neither model nor adapter; the checkpoint is damaged, choose another with --step"
+    )
 
 
 def to_evaluate(target: Path, overrides: Sequence[str], step: int | None) -> tuple[RunConfig, Path | None]:
@@ -125,7 +131,9 @@ def check_evaluated(config: RunConfig, target: str) -> None:
 def _to_evaluate(target: Path, overrides: Sequence[str], step: int | None) -> tuple[RunConfig, Path | None]:
     if (target / "config.yaml").is_file():
         config = load(recipe_of(target), overrides).config
-        return config, weights_of(target, config, step)
+        for line in user_code.changes(config, target):
+            log.warning("%s: this measures with the code as it is now", line)
+        return config, weights_of(target, step)
     if step is not None:
         raise ConfigError(f"step names a checkpoint of a run, and {target} is not a run's folder; leave it out")
     if (target / "config.json").is_file():

@@ -174,6 +174,7 @@ class _RecipeCheck:
         from tandem.trainer import pairs
 
         pairs.check_pairs(self._config)
+        self.doubts += filter(None, [self._config.optimizer.doubt()])
         categories = {"advantage": "advantages", "loss": "losses", "optimizer": "optimizers"}
         categories |= {"trainable": "trainable", "engine": "engines", "sync": "sync"}
         categories |= {

@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 
 from tandem import machine
 from tandem.api.targets import recipe_of, weights_of
-from tandem.config.loading import RunConfig, load
+from tandem.config.tree import Problems, parse, plain
 from tandem.errors import CheckpointError, ConfigError
 
 
@@ -20,8 +20,8 @@ def export(run: Path, destination: Path, step: int | None, merge: bool) -> str:
         ConfigError: not a run, the destination is taken, or there is nothing to merge.
         CheckpointError: there is no such checkpoint, or it cannot be copied.
     """
-    config = load(recipe_of(run)).config
-    weights = weights_of(run, config, step)
+    recipe = recipe_of(run)
+    weights = weights_of(run, step)
     is_adapter = (weights / "adapter_config.json").is_file()
     if not destination.name:
         raise ConfigError(f"{destination} is no folder that can be made; name one that is not there")
@@ -35,7 +35,7 @@ def export(run: Path, destination: Path, step: int | None, merge: bool) -> str:
         if aside.exists():
             shutil.rmtree(aside)
         if merge:
-            _merge(config, weights, aside)
+            _merge(recipe, weights, aside)
         else:
             shutil.copytree(weights, aside)
         machine.apply_umask(aside)
@@ -47,13 +47,23 @@ def export(run: Path, destination: Path, step: int | None, merge: bool) -> str:
     return f"exported the {what} of step {int(weights.parent.name)} to {destination}"
 
 
-def _merge(config: RunConfig, adapter: Path, destination: Path) -> None:
-    """Add the adapter to the weights it was trained on, and write the sum."""
+def _merge(recipe: Path, adapter: Path, destination: Path) -> None:
+    """Add the adapter to the weights it was trained on, and write the sum.
+
+    Of the recipe the model is read alone: no code that it names is imported.
+
+    Raises:
+        ConfigError: it does not say which model that was.
+    """
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    base = AutoModelForCausalLM.from_pretrained(config.model, dtype=getattr(torch, config.dtype))
+    options = plain(tree) if (tree := parse(recipe.read_text(encoding="utf-8"), str(recipe), Problems())) else None
+    if not isinstance(options, dict) or not isinstance(model := options.get("model"), str):
+        raise ConfigError(f"{recipe} names no model, which the adapter would be merged into")
+    dtype = torch.float32 if options.get("dtype") == "float32" else torch.bfloat16
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     merged = PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()
     merged.save_pretrained(destination)
     AutoTokenizer.from_pretrained(adapter).save_pretrained(destination)

@@ -26,7 +26,7 @@ from typing import Any, Literal, Union
 
 from tandem.config import registry as resolve
 from tandem.config.dialects import elsewhere
-from tandem.config.tree import SHELL, Branch, Items, Leaf, Problems, Tree, plain
+from tandem.config.tree import MOST_PROBLEMS, SHELL, Branch, Items, Leaf, Problems, Tree, plain
 from tandem.errors import ConfigError, RewardError, TandemError
 from tandem.types import Json
 
@@ -192,6 +192,8 @@ class Builder:
                 if not math.isnan(number := float(value)):  # type: ignore[arg-type]
                     return number
             return self._wrong(leaf, path, describe(hint))
+        if hint is int and type(value) is int and not -(2**63) <= value < 2**63:
+            return self._wrong(leaf, path, "a whole number below 2^63")
         if hint in (bool, int, str, type(None)) and type(value) is hint:
             return value
         if hint in (str, Path):
@@ -334,9 +336,12 @@ class Builder:
         self.problems.add(self.places.get(name, where), text, kind)
 
     def _unknown(self, cls: type, key: str, value: Tree, where: str, label: str, category: str) -> None:
+        of = f" of {label}" if label else ""
+        if len(self.problems) >= MOST_PROBLEMS:  # it will not be listed, and what is alike takes a while to find
+            self.problems.add(where, f"unknown option {key!r}{of}")
+            return
         known = [field.name for field in resolve.options(cls)]
         nested = [path for path in _nested(cls) if path.endswith(f".{key}")]
-        of = f" of {label}" if label else ""
         if renamed := [field.name for field in resolve.options(cls) if field.metadata.get("formerly") == key]:
             self.problems.add(where, f"{key!r}{of} is called {renamed[0]!r} now")
             return

@@ -433,7 +433,7 @@ def as_json(config: RunConfig) -> dict[str, Json]:
 
 RESUMABLE = frozenset({
     "steps", "evaluate", "checkpoint", "checkpointing", "loggers", "threads", "grading", "broker", "timeouts", "alarms",
-    "print_completions", "ranks", "distributed",
+    "print_completions", "ranks", "distributed", "micro_batch_tokens",
 })  # fmt: skip
 """Options that a resumed run may change: they do not decide what a training step computes."""
 RESUMABLE_SYNC = {"verify_every": 1, "tolerance": 0.0}

@@ -149,7 +149,8 @@ _searched: dict[str, None] = {}
 def search(folder: Path) -> None:
     """Import modules from this folder too, after all others: nothing in it hides a library.
 
-    A run's folder stands for those that its recipe's modules were looked for in.
+    A run's folder stands for those that its recipe's modules were looked for in, and nothing within it is imported: it
+    may come from somebody else.
 
     Raises:
         ConfigError: its record of them is damaged.
@@ -162,7 +163,10 @@ def search(folder: Path) -> None:
             f"{recorded} cannot be read ({error}); remove it, and start where the run was started, or with the folders "
             "of its modules in PYTHONPATH"
         ) from error
-    for path in (str(folder.resolve()), *remembered):
+    own = folder.resolve()
+    outside = [path for path in remembered if Path(path).is_absolute() and not Path(path).resolve().is_relative_to(own)]
+    is_run = recorded.is_file() or ((folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir())
+    for path in outside if is_run else [str(own)]:
         _searched[path] = None
         if path not in sys.path:
             sys.path.append(path)

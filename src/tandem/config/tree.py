@@ -16,6 +16,10 @@ _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
 """1e-6: a number by every rule but YAML 1.1's."""
 
 
+_ODD_NUMBER = re.compile(r"[-+]?(0[0-7_]+|.*[:_].*)$")
+"""017, 1:30, 1_0: octal, sexagesimal and spaced out by YAML 1.1, and something else to most who write them."""
+
+
 class _Loader(yaml.SafeLoader):
     pass
 
@@ -34,8 +38,11 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
 
 
-MOST_VALUES = 100_000
+MOST_VALUES = 20_000
 """Values of one recipe. A few lines of aliases of aliases would be billions, and be written out one by one."""
+
+MOST_PROBLEMS = 20
+"""Problems of one recipe that are listed; the others are counted."""
 
 SHELL = "command line: "
 """What the location of an override starts with; the option's path follows."""
@@ -91,32 +98,32 @@ class Problems:
     """All problems of a recipe, collected for one error."""
 
     def __init__(self) -> None:
-        self._noted: list[tuple[str, type[Exception]]] = []
+        self._noted: dict[str, type[Exception]] = {}
 
     def add(self, where: str, message: str, kind: type[Exception] = ConfigError) -> None:
         """Note a problem; ``kind`` is the error it would be if it were the only one."""
         option = where.removeprefix(SHELL)
         named = where.startswith(SHELL) and re.match(rf"{re.escape(option)}[:. ]", message)
-        line = f"{SHELL}{message}" if named else f"{where}: {message}"
-        if all(line != known for known, _ in self._noted):
-            self._noted.append((line, kind))
+        self._noted.setdefault(f"{SHELL}{message}" if named else f"{where}: {message}", kind)
 
-    def __bool__(self) -> bool:
-        return bool(self._noted)
+    def __len__(self) -> int:
+        return len(self._noted)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(line for line, _ in self._noted)
+        return iter(self._noted)
 
     def raise_if_any(self, source: str) -> None:
         """One error for all of them, of the kind they share or else ConfigError."""
         if not self._noted:
             return
-        kinds = {kind for _, kind in self._noted}
+        kinds = set(self._noted.values())
         kind = kinds.pop() if len(kinds) == 1 else ConfigError
-        if len(self._noted) == 1:
-            raise kind(self._noted[0][0])
-        lines = "".join(f"\n  {line}" for line, _ in self._noted)
-        raise kind(f"{source} has {len(self._noted)} problems:{lines}")
+        lines = list(self._noted)[:MOST_PROBLEMS]
+        if len(self) == 1:
+            raise kind(lines[0])
+        if (more := len(self) - len(lines)) > 0:
+            lines.append(f"and {more:,} more")
+        raise kind(f"{source} has {len(self):,} problems:" + "".join(f"\n  {line}" for line in lines))
 
 
 def parse(text: str, source: str, problems: Problems) -> Tree | None:
@@ -132,7 +139,7 @@ def parse_override(text: str, where: str, problems: Problems) -> Tree | None:
     loader = _Loader("")
     try:
         tag = loader.resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]
-        value = _scalar(text, tag, loader)
+        value = text if _odd(text, tag) else _scalar(text, tag, loader)
     finally:
         loader.dispose()
     return Leaf(value=value, text=text, where=where, from_shell=True)
@@ -263,9 +270,17 @@ def _scalar(text: str, tag: str, loader: _Loader) -> bool | int | float | str | 
         return bool(loader.construct_yaml_bool(node))
     if kind in ("int", "float"):
         try:
-            return int(loader.construct_yaml_int(node)) if kind == "int" else float(loader.construct_yaml_float(node))
+            value = int(loader.construct_yaml_int(node)) if kind == "int" else float(loader.construct_yaml_float(node))
         except ValueError:
             return text  # 0x_ is a number by YAML's pattern alone, and Python reads none of thousands of digits
+        if _odd(text, tag):
+            raise ValueError(f"{text} is {value} in YAML 1.1; write a plain number, or put it in quotes if it is text")
+        return value
     if kind in ("str", "timestamp", "value", "merge"):
         return text
     raise ValueError(f"the tag {tag!r} is not understood; write plain values")
+
+
+def _odd(text: str, tag: str) -> bool:
+    """True for a number whose spelling YAML 1.1 reads as few expect."""
+    return tag.endswith((":int", ":float")) and _ODD_NUMBER.match(text) is not None

@@ -158,7 +158,10 @@ def change(dropped: Collection[tuple[str, Group]], max_tokens: int) -> str:
         error = next((rollout.error for group in groups for rollout in group.rollouts if rollout.error), "")
         return f"the environment or a reward fails: {shortened(error, 200) or 'answers have no reward'}"
     if alike * 2 > len(groups):
-        return "answers to a task are all alike, to the letter: raise sampling.temperature"
+        return (
+            "answers to a task are all alike, to the letter: raise sampling.temperature, or if they were not at first, "
+            "begin again with a smaller optimizer.lr: its updates ruined the policy"
+        )
     if cut * 2 > len(answers):
         share = f"{cut} of {len(answers)} answers were cut at a length limit"
         return f"{share}: raise sampling.max_tokens ({max_tokens}), or ask for shorter answers"

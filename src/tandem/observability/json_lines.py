@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import numbers
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, NotRequired, TypedDict
 
 import msgspec
 
@@ -42,27 +44,111 @@ def _without_surrogates(value: Json) -> Json:
 _encoder = msgspec.json.Encoder(enc_hook=_plain)
 
 
+class _Metrics(TypedDict):
+    step: int
+    time: NotRequired[float]
+    metrics: dict[str, float | None]
+
+
+class _Event(TypedDict):
+    event: str
+    time: float
+    step: NotRequired[int]
+
+
+class _EvalNumbers(TypedDict):
+    mean: NotRequired[float | None]
+    mean_ci: NotRequired[tuple[float | None, float | None] | None]
+    pass_at: NotRequired[dict[str, float | None] | None]
+    pass_ci: NotRequired[tuple[float | None, float | None] | None]
+    truncated: NotRequired[float | None]
+    tokens: NotRequired[float | None]
+
+
+class _Evaluation(_EvalNumbers):
+    step: int
+    env: NotRequired[str]
+    samples: NotRequired[int]
+    envs: NotRequired[dict[str, _EvalNumbers]]
+    rollouts: NotRequired[list[dict[str, Any]]]
+
+
+class _Rollout(TypedDict):
+    prompt: NotRequired[list[dict[str, Any]]]
+    messages: NotRequired[list[dict[str, Any]]]
+    rewards: NotRequired[dict[str, float | None] | None]
+    reward: NotRequired[float | None]
+    advantage: NotRequired[float | None]
+    text: NotRequired[str]
+    tokens: NotRequired[list[dict[str, Any]] | None]
+
+
+_SHAPES: Mapping[str, Any] = {
+    "metrics.jsonl": _Metrics,
+    "events.jsonl": _Event,
+    "eval.jsonl": _Evaluation,
+    "rollouts": _Rollout,
+}
+"""What readers rely on in the rows of a run's files, by name or folder; rows of others are any object."""
+
+
 def read(path: Path) -> Iterator[dict[str, Json]]:
     """Rows of a JSON-lines file, oldest first; nothing if there is no file.
 
-    A torn last line (a killed writer) is skipped, a broken one elsewhere is skipped with a warning.
+    A torn last line (a killed writer) is skipped. So is whatever else is not a row of such a file, with one warning.
     """
+    faults: list[str] = []
+    yield from _read(path, faults)
+    if faults:
+        more = f", and {len(faults) - 1:,} more" if len(faults) > 1 else ""
+        logger.warning("%s is damaged: %s%s; that is skipped", path, faults[0], more)
+
+
+def _read(path: Path, faults: list[str]) -> Iterator[dict[str, Json]]:
+    """Rows that are whole; what is wrong with the rest is added to ``faults``."""
     if not path.exists():
         return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = msgspec.json.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                if line.endswith(b"\n"):
-                    logger.warning("%s:%d is not JSON and is skipped: %s", path, number, error)
-                continue
-            if isinstance(row, dict):
+    shape = _SHAPES.get(path.name) or _SHAPES.get(path.parent.name, dict[str, Any])
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                try:
+                    row = msgspec.json.decode(line)
+                    msgspec.convert(row, shape)
+                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                    if line.endswith(b"\n"):
+                        faults.append(f"line {number} is no row of it ({error})")
+                    continue
                 yield row
-            else:
-                logger.warning("%s:%d is not a JSON object and is skipped", path, number)
+    except OSError as error:
+        faults.append(f"it cannot be read ({error.strerror})")
+
+
+def mend(path: Path) -> str:
+    """Rename a damaged file, or what lies in its place, and keep its whole rows; what was done, empty if nothing was.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    faults: list[str] = []
+    rows = list(_read(path, faults))
+    if not faults:
+        return ""
+    aside = set_aside(path)
+    replace(path, rows)
+    return f"{path} was damaged ({faults[0]}): it is {aside.name} now, and its {len(rows)} whole rows are kept"
+
+
+def set_aside(path: Path) -> Path:
+    """Rename what lies at a path; where it lies now.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    names = (path.with_name(f"{path.name}.damaged{number or ''}") for number in itertools.count())
+    return path.rename(next(name for name in names if not name.exists()))
 
 
 def replace(path: Path, rows: Iterable[Mapping[str, Json]], *, durable: bool = False) -> None:

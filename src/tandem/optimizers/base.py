@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
 
+LARGEST_RATE = 0.01
+"""Learning rate above which a recipe is warned of: ten times the largest that adapters take."""
 _WIDENED = 1 << 22
 """Numbers of a narrow gradient that are widened at once, for its norm."""
 
@@ -105,11 +107,22 @@ class Optimizer(ABC):
     """Gradients whose global L2 norm is larger are scaled down to it; 0 never clips."""
 
     def __post_init__(self) -> None:
-        for name in ("lr", "warmup_steps", "max_grad_norm"):
+        if not 0 < self.lr < math.inf:
+            raise ValueError("lr must be above 0 and finite: at 0 nothing is trained (to measure a model: tandem eval)")
+        for name in ("warmup_steps", "max_grad_norm"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be at least 0 and finite")
         if not 0 <= self.min_lr_ratio <= 1:
             raise ValueError("min_lr_ratio must be between 0 and 1")
+
+    def doubt(self) -> str:
+        """What is odd about the learning rate; empty if nothing is."""
+        if self.lr <= LARGEST_RATE:
+            return ""
+        return (
+            f"optimizer.lr is {self.lr:g}, and no method uses more than about {LARGEST_RATE / 10:g}: one update is "
+            "likely to ruin the policy; a full fine-tune takes about 1e-6, an adapter about 1e-5"
+        )
 
     def inert(self) -> Mapping[str, str]:
         """Options that change nothing given the others, and why."""

@@ -245,6 +245,7 @@ class RolloutBuffer:
     _taken: int = 0
     _released: int = 0
     _admitted: int = 0
+    _indices: dict[Draw, int] = field(default_factory=dict)  # of draws that a checkpoint had in flight
     _refilled: int = 0
     _running: set[asyncio.Task[None]] = field(default_factory=set)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -271,6 +272,8 @@ class RolloutBuffer:
         self._sampler.open(data_state)
         self._replay.fill(data_state.stored)
         self._admitted, self._refilled = data_state.admitted, data_state.refilled
+        known = zip(data_state.again, data_state.again_indices, strict=False)  # older checkpoints have no indices
+        self._indices = {draw: index for draw, index in known if index >= 0}
         self._taken = self._released = data_state.taken
         self._entries = [Entry.restored(draw, group) for draw, group in data_state.ready]
         self._mixture.resting.update(data_state.resting)
@@ -321,6 +324,7 @@ class RolloutBuffer:
             taken=self._taken,
             admitted=self._admitted,
             again=(*(entry.draw for entry in again), *drawn.again),
+            again_indices=(*(e.index for e in again), *(self._indices.get(draw, -1) for draw in drawn.again)),
             ready=tuple((entry.draw, entry.group) for entry in ready),
             resting=dict(self._mixture.resting),
             stored=self._replay.stored,
@@ -363,8 +367,10 @@ class RolloutBuffer:
         if self._failure is not None or self._wave_is_out():
             return
         for env, batch in self._free():
-            entry = Entry(self._admitted, self._sampler.next(env, batch))
-            self._admitted += 1
+            draw = self._sampler.next(env, batch)
+            index = self._indices.pop(draw, self._admitted)
+            self._admitted = max(self._admitted, index + 1)
+            entry = Entry(index, draw)
             self._entries.append(entry)
             task = asyncio.create_task(self._play(entry), name=f"group {entry.index}")
             self._running.add(task)
@@ -428,7 +434,7 @@ class RolloutBuffer:
 
     def _keep(self, entry: Entry) -> None:
         entry.become(EntryState.READY)
-        self._mixture.good(entry.draw.env)
+        self._mixture.good(entry.draw.env, entry.group)
 
     def _zero_variance(self, entry: Entry) -> None:
         """Drop a group without signal, unless enough were replaced for this batch."""

@@ -57,6 +57,8 @@ class DataState:
     """Groups admitted so far, repeats of stale ones included."""
     again: tuple[Draw, ...] = ()
     """Draws that were admitted but neither trained nor scored: they are played first, in this order."""
+    again_indices: tuple[int, ...] = ()
+    """Place of each of these in the order of admission, where they are not counted anew; -1: it is admitted anew."""
     ready: tuple[tuple[Draw, Group], ...] = ()
     """Groups scored and not yet trained, each with its draw."""
     resting: Mapping[str, int] = field(default_factory=dict)
@@ -83,6 +85,7 @@ class DataState:
             "drawn": dict(self.drawn),
             "admitted": self.admitted,
             "again": [_draw(draw) for draw in self.again],
+            "again_indices": list(self.again_indices),
             "ready": [[_draw(draw), group_to_json(group)] for draw, group in self.ready],
             "resting": dict(self.resting),
             "batches": list(self.batches),
@@ -105,6 +108,7 @@ class DataState:
             drawn=data["drawn"],
             admitted=data["admitted"],
             again=tuple(Draw(*draw) for draw in data["again"]),
+            again_indices=tuple(data.get("again_indices", ())),
             ready=tuple((Draw(*draw), group_from_json(group)) for draw, group in data["ready"]),
             resting=data.get("resting", {}),
             batches=tuple(data.get("batches", ())),

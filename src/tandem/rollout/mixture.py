@@ -10,6 +10,9 @@ from fractions import Fraction
 
 from tandem.config.sources import exactly
 from tandem.errors import Starved
+from tandem.observability.alarms.entropy import collapsed, exploded
+from tandem.observability.alarms.history import short
+from tandem.rollout.measure import surprisal
 from tandem.rollout.task_sampler import EnvRunner
 from tandem.types import Group
 
@@ -95,6 +98,7 @@ class EnvMixture:
         self._schedules: dict[tuple[str, ...], MixtureSchedule] = {}
         self._spent: set[str] = set()
         self._barren: Counter[str] = Counter()  # groups of each environment that were dropped in a row
+        self._first: dict[str, float] = {}  # nats per token of each environment's first group
         self.resting: dict[str, int] = {}
         """The batch from which an environment is tried again, of those that have given nothing since they were left
         out."""
@@ -107,8 +111,9 @@ class EnvMixture:
         """Environments of a batch's places."""
         return self._schedule(self._awake(batch)).batch(batch)
 
-    def good(self, env: str) -> None:
+    def good(self, env: str, group: Group) -> None:
         """A group of an environment can be trained on."""
+        self._first.setdefault(env, surprisal(group))
         self._spent.clear()
         self._barren[env] = 0
         if self.resting.pop(env, None) is not None:
@@ -116,6 +121,7 @@ class EnvMixture:
 
     def dropped(self, env: str, reason: str, group: Group, batch: int) -> Starved | None:
         """A group of an environment was dropped while a batch was filled; an error if none is left to fill it."""
+        self._first.setdefault(env, surprisal(group))
         if self.resting.get(env, 0) > batch:
             return None  # of those that were being played when it was left out
         self._barren[env] += 1
@@ -125,12 +131,31 @@ class EnvMixture:
             return None
         self._spent.add(env)
         if len(self._spent) == len(self._runners):
-            return Starved(_starved(count, reason, group, len(self._runners)))
+            nor = ", nor those of the other environments" if len(self._runners) > 1 else ""
+            return Starved(f"{_seen(count, reason, group)}{nor}. {self._advice(reason, env, group)}")
         self.resting[env], self._barren[env] = batch + REST, 0
         if not self._awake(batch):  # the others are tried at once: they may have something by now
             self.resting.update(dict.fromkeys(self._runners.keys() - self._spent, batch))
-        log.log(logging.INFO if again else logging.WARNING, "%s", _left_out(count, reason, group, env))
+        log.log(
+            logging.INFO if again else logging.WARNING,
+            "%s: %s. Its share goes to the other environments, and after %d steps it is tried again. %s",
+            env, _seen(count, reason, group), REST, self._advice(reason, env, group),
+        )  # fmt: skip
         return None
+
+    def _advice(self, reason: str, env: str, group: Group) -> str:
+        if reason == "failed":
+            return f"Mend what fails in {env}; logs/run.log and logs/graders.log of the run have the tracebacks"
+        now, first = surprisal(group), self._first[env]
+        if (collapsed(now, first) or exploded(now, first)) and not any(map(self._runners[env].solved, group.scored)):
+            return (
+                f"The updates ruined the policy, and the tasks are not to blame: its tokens have {short(now)} nats "
+                f"each, {short(first)} at first. Begin again with a smaller optimizer.lr"
+            )
+        return (
+            f"Make {env} easier or harder, sample more answers (group_size), raise the temperature, or keep such "
+            "groups (zero_variance_groups: keep)"
+        )
 
     def _awake(self, batch: int) -> tuple[str, ...]:
         return tuple(name for name in self._runners if self.resting.get(name, 0) <= batch)
@@ -141,18 +166,6 @@ class EnvMixture:
         return self._schedules[names]
 
 
-def _left_out(count: int, reason: str, group: Group, env: str) -> str:
-    return (
-        f"{env}: {_seen(count, reason, group)}. Its share goes to the other environments, and after {REST} steps it "
-        f"is tried again. {_advice(reason, env)}"
-    )
-
-
-def _starved(count: int, reason: str, group: Group, envs: int) -> str:
-    nor = ", nor those of the other environments" if envs > 1 else ""
-    return f"{_seen(count, reason, group)}{nor}. {_advice(reason, group.env)}"
-
-
 def _seen(count: int, reason: str, group: Group) -> str:
     example = group.rollouts[0]
     detail = f"the last group, {group.id}, got rewards {[r.reward for r in group.rollouts]}"
@@ -161,12 +174,3 @@ def _seen(count: int, reason: str, group: Group) -> str:
     else:
         detail += f"; its first answer was {example.text[:200]!r}"
     return f"{count} groups in a row could not be trained on ({reason}); {detail}"
-
-
-def _advice(reason: str, env: str) -> str:
-    if reason == "failed":
-        return f"Mend what fails in {env}; logs/run.log and logs/graders.log of the run have the tracebacks"
-    return (
-        f"Make {env} easier or harder, sample more answers (group_size), raise the temperature, or keep such groups "
-        "(zero_variance_groups: keep)"
-    )

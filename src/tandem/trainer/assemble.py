@@ -37,7 +37,7 @@ from tandem.rollout.lag_control import LagControl
 from tandem.rollout.source import RolloutSource
 from tandem.rollout.task_sampler import EnvRunner
 from tandem.rollout.template import Template
-from tandem.trainer import environments, loop, rank_checks, rank_parts, run_folder
+from tandem.trainer import environments, loop, out_of_memory, rank_checks, rank_parts, run_folder, user_code
 from tandem.trainer import memory_plan as memory
 from tandem.trainer.checkpoint import Checkpoints, restore_weights, saved_steps
 from tandem.trainer.evaluate import evaluator
@@ -121,12 +121,16 @@ async def _train(
         as_divided = memory.with_gradients(planner, config)
     folder = dog.folder = resume or run_folder.new_folder(config)
     lock.take(folder)
-    with run_folder.reporting(folder), vitals.shown(folder):
-        if idle := counts.idle_options(config):
-            log.warning("%s", idle)
+    explained = out_of_memory.explained(config, lambda: planner.plan(config).largest())
+    with run_folder.reporting(folder), explained, vitals.shown(folder):
+        for doubt in filter(None, (counts.idle_options(config), config.optimizer.doubt())):
+            log.warning("%s", doubt)
         if resume:
             run_folder.write_recipe(config, folder)  # what this resume changed holds for the next one too
         steps = saved_steps(folder / "checkpoints")
+        if resume:
+            for change in user_code.keep(config, folder, steps[-1] if steps else 0):
+                log.warning("%s: the run goes on with it as it is now; for the run that was begun, put it back", change)
         info = RunInfo(
             name=folder.name,
             folder=folder,
@@ -155,7 +159,7 @@ async def _train(
 async def evaluate(config: RunConfig, *, weights: Path | None) -> dict[str, Json]:
     """Evaluate the recipe's model, or the trained ``weights`` of a checkpoint; an ``eval.jsonl`` record."""
     async with playing(config, _first(config, environments.tasks(config, "test")), weights) as runners:
-        return await evaluator(config, runners)(0)
+        return await evaluator(config, runners)(int(weights.parent.name) if weights else 0)
 
 
 @asynccontextmanager
@@ -166,7 +170,7 @@ async def playing(
 
     What rewards print goes to ``log``, or to stderr.
     """
-    with watchdog.watching(config.timeouts):
+    with watchdog.watching(config.timeouts), out_of_memory.explained(config):
         async with live_policy(config) as policy, environments.opened(config, config.sources, log) as opened:
             if weights is not None:
                 await policy.compute(config.trainable.load, policy.model, weights)

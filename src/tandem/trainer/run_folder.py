@@ -25,6 +25,7 @@ from tandem.errors import Alarmed, ConfigError, TandemError, command
 from tandem.observability import json_lines, report, vitals, waits
 from tandem.observability import log as logs
 from tandem.observability.alarms.watch import Notice
+from tandem.trainer import user_code
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ def new_folder(config: RunConfig) -> Path:
         folder.mkdir(parents=True)
         write_recipe(config, folder)
         resolve.remember(folder)
+        user_code.keep(config, folder)
     except OSError as error:
         raise ConfigError(
             f"the run's folder {folder} cannot be made: {error}; set runs= and name= to a place where it can"
@@ -137,9 +139,9 @@ def reported(folder: Path) -> Iterator[None]:
         try:
             with waits.blocking("trainer", "the report to be written", on=f"the disk of {folder}"):
                 report.build(folder)
-        except (TandemError, OSError) as error:
+        except Exception as error:
             # The run's own error, if any, is the one to tell.
-            log.error("the report could not be written: %s", error)
+            log.error("the report could not be written: %s: %s", type(error).__name__, error, exc_info=True)
 
 
 @contextmanager
@@ -149,8 +151,29 @@ def reporting(folder: Path) -> Iterator[None]:
     Raises:
         TandemError: the run's folder cannot be written.
     """
-    with writable(folder), logs.to_folder(folder), reported(folder), failing(folder):
-        yield
+    with writable(folder):
+        mended = list(_mended(folder))
+        with logs.to_folder(folder), reported(folder), failing(folder):
+            for line in mended:
+                log.warning("%s", line)
+            yield
+
+
+def _mended(folder: Path) -> Iterator[str]:
+    """Set aside what is damaged of a run's telemetry, which is no reason for it not to go on; what was done."""
+    for name, is_right in (
+        ("logs", Path.is_dir), ("logs/run.log", Path.is_file), ("rollouts", Path.is_dir), ("report.html", Path.is_file),
+        ("vitals.json", Path.is_file),
+    ):  # fmt: skip
+        path = folder / name
+        if path.exists() and not is_right(path):
+            yield f"{path} is not what a run writes: it is {json_lines.set_aside(path).name} now"
+    for path in (folder / "rollouts").glob("*.jsonl"):
+        if not path.is_file():
+            yield f"{path} is no file: it is {json_lines.set_aside(path).name} now"
+    for name in ("metrics.jsonl", "eval.jsonl", "events.jsonl", "dropped.jsonl"):
+        if line := json_lines.mend(folder / name):
+            yield line
 
 
 @contextmanager

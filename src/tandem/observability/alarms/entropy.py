@@ -17,6 +17,16 @@ MORE = 0.7
 """... if it is at least as many nats more: about twice as many tokens to choose from."""
 
 
+def collapsed(now: float, before: float) -> bool:
+    """True where the policy became certain of its tokens. Both in nats per token."""
+    return before > 0 and (now <= COLLAPSE * before or (now < LOW and now <= 0.25 * before))
+
+
+def exploded(now: float, before: float) -> bool:
+    """True where the policy's tokens became random. Both in nats per token."""
+    return now >= EXPLOSION * before and now - before >= MORE
+
+
 class EntropyAlarm(Alarm):
     """The policy becomes certain, or random. Not reported while the main reward rises."""
 
@@ -35,7 +45,7 @@ class EntropyAlarm(Alarm):
         if entropy is None or not before:
             return None
         seen = f"entropy is {short(entropy)} nats per token ({now}), {short(before)} at {then}, {history.goal(then)}"
-        if entropy <= COLLAPSE * before or (entropy < LOW and entropy <= 0.25 * before):
+        if collapsed(entropy, before):
             return Finding(
                 seen=seen,
                 means="The policy is certain of its answers without being right: siblings become alike, groups lose "
@@ -45,7 +55,7 @@ class EntropyAlarm(Alarm):
                 "reference (reference: start). What is lost does not come back: begin again, or go on from a "
                 "checkpoint before it fell.",
             )
-        if entropy >= EXPLOSION * before and entropy - before >= MORE:
+        if exploded(entropy, before):
             return Finding(
                 seen=seen,
                 means="The policy falls apart: its tokens become random. Usually the steps are too large, negative "

@@ -116,13 +116,18 @@ class MetricsHistory:
         """Windows to compare the newest level with: nearest first, the start of the run last."""
         return self._earlier
 
+    @property
+    def start(self) -> Window:
+        """The first steps of the run; only once there was one."""
+        return Window(rows=tuple(self._start[:START]))
+
     def _windows(self) -> Iterator[Window]:
         rows = tuple(self._rows)
         for ago in AGO:
             if len(rows) >= ago + EARLIER - 2:
                 yield Window(rows=rows[max(0, len(rows) - ago - EARLIER) : len(rows) - ago])
         if len(rows) >= START + NOW:
-            yield Window(rows=tuple(self._start[:START]))
+            yield self.start
 
     def rises(self, then: Window) -> bool:
         """True if the main reward is above that of an earlier window by more than scatter, or is all but full.

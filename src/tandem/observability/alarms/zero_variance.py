@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from tandem.observability.alarms.base import Alarm, Finding, Name, first
+from tandem.observability.alarms.entropy import collapsed
 from tandem.observability.alarms.history import (
     EARLIER,
     GROUPS,
@@ -60,6 +61,15 @@ class ZeroVarianceAlarm(Alarm):
         return self._finding(history, now, seen)
 
     def _finding(self, history: MetricsHistory, now: Window, seen: str) -> Finding:
+        entropy, first = now.median("entropy"), history.start.median("entropy")
+        if entropy is not None and first and collapsed(entropy, first):
+            return Finding(
+                seen=f"{seen}; entropy is {short(entropy)} nats per token, {short(first)} at {history.start}",
+                means="Answers have become all alike: the policy is certain of them without being right. Usually the "
+                "updates were too large; the tasks are not to blame.",
+                change=f"{history.recipe.less('optimizer.lr')}; {history.recipe.warmer()}what is lost does not come "
+                "back: begin again, or from the weights of a checkpoint before it.",
+            )
         accuracy = now.mean("accuracy") or 0.0
         hard = accuracy < 0.5
         return Finding(

@@ -95,6 +95,11 @@ class MemoryPlan:
         there = 0 if self.beside is None else max(0, self.total_beside - self.beside.free)
         return max(0, self.total - self.machine.free) + there
 
+    def largest(self, count: int = 3) -> list[str]:
+        """The lines that take most, as text."""
+        lines = sorted(self.lines, key=lambda line: -line.bytes)[:count]
+        return [f"{line.name} {readable(line.bytes)} ({line.why})" for line in lines]
+
     def table(self) -> str:
         """The plan as text."""
         both = "both at once" if self.overlap else "sampling and training take turns"

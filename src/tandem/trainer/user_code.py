@@ -1,0 +1,71 @@
+"""The user's own code in a run: its source is kept in the run's folder, so that a change of it is seen."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from tandem.config.build import RewardSpec
+from tandem.config.loading import RunConfig
+
+FOLDER = "sources"
+"""Folder in a run's for them; nothing imports what lies there."""
+
+
+def keep(config: RunConfig, folder: Path, step: int = 0) -> list[str]:
+    """Keep the source of every module that the recipe names; what was kept before and has changed, in words.
+
+    Args:
+        config: the recipe.
+        folder: the run's.
+        step: the last step with what was kept before, which stays beside it under this number.
+    """
+    changed = changes(config, folder)
+    for kept, source in _files(config, folder).items():
+        text = source.read_bytes()
+        if kept.is_file():
+            if kept.read_bytes() == text:
+                continue
+            kept.replace(kept.with_name(f"{kept.stem}.until-{step:06d}.py"))
+        kept.parent.mkdir(exist_ok=True)
+        kept.write_bytes(text)
+    return changed
+
+
+def changes(config: RunConfig, folder: Path) -> list[str]:
+    """Modules of the recipe whose source is not the one that the run was made with, in words."""
+    return [
+        f"{source} is not what this run was trained with (see {kept})"
+        for kept, source in _files(config, folder).items()
+        if kept.is_file() and kept.read_bytes() != source.read_bytes()
+    ]
+
+
+def _files(config: RunConfig, folder: Path) -> dict[Path, Path]:
+    """Source of each module, by where it is kept; a module without one, as in a notebook, has none."""
+    files = {}
+    for name in sorted(set(_modules(config))):
+        source = inspect.getsourcefile(sys.modules[name]) if name in sys.modules else None
+        if source is not None and Path(source).is_file():
+            files[folder / FOLDER / f"{name}.py"] = Path(source)
+    return files
+
+
+def _modules(value: object) -> Iterator[str]:
+    """Modules outside this package that a value's parts come from, in depth."""
+    if isinstance(value, RewardSpec) and isinstance(value.reward, str):
+        yield value.reward.partition(":")[0]
+    elif dataclasses.is_dataclass(value):
+        if not type(value).__module__.startswith("tandem."):
+            yield type(value).__module__
+        for field in dataclasses.fields(value):
+            yield from _modules(getattr(value, field.name, None))
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _modules(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _modules(inner)
