@@ -37,6 +37,8 @@ then end with a line "Score: N"."""
 
 _PATTERN = r"(?im)^[^\w\n-]*(?:score[^\w\n-]*)?(-?\d+(?:\.\d+)?)(?:\s*/\s*\d+)?[^\w\n]*$"
 
+_MOST_BYTES = 4 << 20
+"""Largest answer of a judge."""
 _SLACK = 10.0
 """Seconds beyond the deadline after which the judge's process is thought to hang."""
 
@@ -118,7 +120,7 @@ class Judge(GroupReward):
         gate = asyncio.Semaphore(self.concurrency)
         key = os.environ.get(self.key_variable, "") if self.key_variable else ""
         base = self.url.rstrip("/").removesuffix("/chat/completions")
-        client = HttpClient(f"{base}/chat/completions", key, kind="judge")
+        client = HttpClient(f"{base}/chat/completions", key, kind="judge", most_bytes=_MOST_BYTES)
         pauses = RetryPolicy(first_seconds=self.backoff_seconds, max_seconds=math.inf)
         server = JudgeServer(client, seconds=self.timeout_seconds, retries=self.retries, pauses=pauses)
 
