@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from tandem.errors import BrokerError, ConfigError
+from tandem.errors import BrokerError, ConfigError, redacted
 from tandem.observability import waits
 
 log = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class HttpClient:
         What a file of a secret adds around a key, such as a new line, is no part of it.
         """
         self.url = url.rstrip("/")
-        self.name = f"{kind} {self.url}"
+        self.name = redacted(f"{kind} {self.url}")
         self._key = key.strip()
         self._most_bytes = most_bytes
         self._session: aiohttp.ClientSession | None = None
@@ -219,7 +219,7 @@ async def _once(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType)
 
 
 def _reason(error: BaseException) -> str:
-    return str(error) or type(error).__name__
+    return redacted(str(error)) or type(error).__name__
 
 
 def _seconds(text: str | None) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tandem.config.loading import (
     from_options,
     load,
 )
-from tandem.errors import CheckpointError, ConfigError
+from tandem.errors import REDACTED, CheckpointError, ConfigError, redacted
 from tandem.trainer import digests
 
 
@@ -48,13 +49,21 @@ def resumed(folder: Path, overrides: Sequence[str]) -> RunConfig:
     for override in overrides:
         name = override.partition("=")[0]
         option = name.partition(".")[0]
-        if option not in RESUMABLE and name not in within:
+        # A password is not kept in the folder, so it may be given again; the digest holds the rest of the option.
+        gives_password = redacted(override) != override
+        if option not in RESUMABLE and name not in within and not gives_password:
             raise ConfigError(
                 f"command line: {override}: a resumed run keeps its {option!r}, for it would be another run; "
                 f"these may change: {', '.join(sorted(RESUMABLE | within))} (to change more, start a new run from "
                 f"{recipe})"
             )
-    config = load(recipe, overrides).config
+    loaded = load(recipe, overrides)
+    config = loaded.config
+    if without := re.search(rf"\w+://[^\s/]*:{re.escape(REDACTED)}@[^\s']*", str(loaded.options)):
+        raise ConfigError(
+            f"{recipe} does not hold the password of {without.group()}; give that option anew, as name=URL with the "
+            "password in it"
+        )
     if config.checkpoint.save != "all":
         raise ConfigError(
             f"{folder} saves {config.checkpoint.save} (checkpoint: {config.checkpoint.save}): it cannot be gone on "

@@ -13,7 +13,7 @@ import msgspec
 
 from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.client.process import EngineProcess
-from tandem.errors import EngineError, StaleWeights
+from tandem.errors import EngineError, StaleWeights, redacted
 from tandem.lazy import aiohttp
 from tandem.observability import waits
 
@@ -65,7 +65,7 @@ class EngineServer:
     @property
     def name(self) -> str:
         """For messages."""
-        return f"engine {self.url}" + (f" (pid {self.process.pid})" if self.process else "")
+        return redacted(f"engine {self.url}") + (f" (pid {self.process.pid})" if self.process else "")
 
     def opened(self) -> aiohttp.ClientSession:
         """The session; made where the event loop runs."""
