@@ -12,6 +12,7 @@ from tandem.config.loading import (
     RESUMABLE_URLS,
     RESUMABLE_WORKERS,
     RunConfig,
+    digest,
     from_options,
     load,
 )
@@ -49,9 +50,9 @@ def resumed(folder: Path, overrides: Sequence[str]) -> RunConfig:
     for override in overrides:
         name = override.partition("=")[0]
         option = name.partition(".")[0]
-        # A password is not kept in the folder, so it may be given again; the digest holds the rest of the option.
-        gives_password = redacted(override) != override
-        if option not in RESUMABLE and name not in within and not gives_password:
+        # A password is not kept in the folder, so it may be given again where nothing else changes.
+        again = redacted(override) != override and digest(load(recipe, [override]).config) == digest(begun)
+        if option not in RESUMABLE and name not in within and not again:
             raise ConfigError(
                 f"command line: {override}: a resumed run keeps its {option!r}, for it would be another run; "
                 f"these may change: {', '.join(sorted(RESUMABLE | within))} (to change more, start a new run from "
