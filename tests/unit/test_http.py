@@ -37,11 +37,11 @@ async def engine(url: str) -> None:
 def test_a_response_is_read_up_to_a_bound(
     ask: Callable[[str], Awaitable[None]], kind: type[TandemError], most: int
 ) -> None:
-    asked = 0
+    requests = 0
 
     async def bomb(request: web.Request) -> web.Response:
-        nonlocal asked
-        asked += 1
+        nonlocal requests
+        requests += 1
         return web.Response(body=BOMB, headers={"Content-Encoding": "gzip"})
 
     async def go() -> None:
@@ -58,4 +58,4 @@ def test_a_response_is_read_up_to_a_bound(
 
     with pytest.raises(kind, match=f"/bomb with more than the {most} MiB that a response may have"):
         asyncio.run(go())
-    assert asked == 1, "asking again would bring the same"
+    assert requests == 1, "asking again would bring the same"

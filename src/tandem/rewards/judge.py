@@ -258,7 +258,9 @@ class JudgeServer:
             except _RetryLater as error:
                 if attempt == self._retries:
                     times = f", asked {attempt + 1} times" if attempt else ""
-                    return JudgeReply(error=f"had no answer from {self._client.name}: {error}{times}", away=True)
+                    return JudgeReply(
+                        error=f"had no answer from {redacted(self._client.url)}: {error}{times}", away=True
+                    )
                 await self._pauses.pause(attempt, error.seconds)
         raise AssertionError("the last time returns")
 
@@ -272,7 +274,7 @@ class JudgeServer:
             if error.status >= 500 or error.status in _LATER:
                 raise _RetryLater(f"it said {error.status}", error.retry_after or 0.0) from error
             costs: Literal["rollout", "run"] = "run" if error.status in _NEVER else "rollout"
-            refusal = f"was refused by {self._client.name}: {error.status} {error.reason[:200]}"
+            refusal = f"was refused by {redacted(self._client.url)}: {error.status} {error.reason[:200]}"
             return JudgeReply(error=refusal, costs=costs)
         except HttpError as error:
             raise _RetryLater(error.reason) from error
