@@ -44,7 +44,7 @@ def rollout(task: Task, id: str, reward: float | None, versions: tuple[int, ...]
         turns=(Turn(prompt=(0,), completion=completion, temperature=1.0),),
         messages=(*task.prompt, Message(role="assistant", content="said")),
         status="error" if reward is None else "ok",
-        error="" if reward is not None else "it broke",
+        error="" if reward is not None else f"it broke in {id}",
         rewards={} if reward is None else {"mark": reward},
         reward=reward,
     )
@@ -55,6 +55,7 @@ REWARDS: dict[str, tuple[float | None, ...]] = {
     "zero_variance": (1.0, 1.0),
     "hopeless": (0.0, 0.0),
     "failed": (1.0, None),
+    "broken": (None, None),
 }
 
 

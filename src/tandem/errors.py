@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import shlex
 import sysconfig
 import traceback
@@ -45,6 +46,9 @@ class TandemError(Exception):
     """
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        return redacted(super().__str__())
 
 
 class ConfigError(TandemError, ValueError):
@@ -146,6 +150,21 @@ class Interrupted(TandemError):
     exit_code = 130
 
 
+REDACTED = "***"
+"""Stands for a password."""
+_PASSWORD = re.compile(r"""(://[^\s/:@"'<>]*):[^\s/"'<>]+@""")
+
+
+def redacted(text: str) -> str:
+    """Text without the passwords of its URLs.
+
+    Example:
+        >>> redacted("no answer from http://me:secret@host:8000")
+        'no answer from http://me:***@host:8000'
+    """
+    return _PASSWORD.sub(rf"\1:{REDACTED}@", text) if "@" in text else text
+
+
 SHOWN_TEXT = 10_000
 """Most characters of an exception's text that are kept."""
 
@@ -172,7 +191,7 @@ def raised(error: BaseException) -> str:
 
 def message_of(error: BaseException) -> str:
     """An exception's type and message."""
-    text = str(error)
+    text = redacted(str(error))
     shown = text if len(text) <= SHOWN_TEXT else f"{text[:SHOWN_TEXT]}... ({len(text)} characters)"
     return f"{type(error).__name__}: {shown}" if text else type(error).__name__
 

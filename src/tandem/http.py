@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from tandem.errors import BrokerError, ConfigError
+from tandem.errors import BrokerError, ConfigError, redacted
 from tandem.observability import waits
 
 log = logging.getLogger(__name__)
@@ -20,6 +20,8 @@ CONNECT_SECONDS = 10.0
 """How long opening a connection may take."""
 IDLE_SECONDS = 2.0
 """How long an idle connection is kept: less than servers keep it, so that none is used just as it is closed."""
+MOST_BYTES = 256 << 20
+"""Largest response, once inflated: a megabyte of gzip can hold a gigabyte."""
 REPEAT_SECONDS = 30.0
 """Between two log lines about one and the same trouble."""
 
@@ -119,14 +121,15 @@ class OutageLog:
 class HttpClient:
     """Requests to one server; connections are shared by concurrent calls."""
 
-    def __init__(self, url: str, key: str = "", *, kind: str):
+    def __init__(self, url: str, key: str = "", *, kind: str, most_bytes: int = MOST_BYTES):
         """``kind`` (such as broker) and the URL name the server in messages; an empty ``key`` sends none.
 
         What a file of a secret adds around a key, such as a new line, is no part of it.
         """
         self.url = url.rstrip("/")
-        self.name = f"{kind} {self.url}"
+        self.name = redacted(f"{kind} {self.url}")
         self._key = key.strip()
+        self._most_bytes = most_bytes
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -144,6 +147,7 @@ class HttpClient:
             ServerAway: the request did not arrive.
             ResponseLost: it may have arrived.
             HttpStatusError: the answer has a status of 400 or more.
+            HttpError: the answer is larger than ``most_bytes``.
             ConfigError: the URL is none.
         """
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
@@ -155,9 +159,11 @@ class HttpClient:
                     method, self.url + path, data=body, headers=dict(headers), timeout=timeout
                 ) as response,
             ):
-                content = await response.read()
+                content = await read_bounded(response, self._most_bytes)
         except aiohttp.InvalidURL as error:
             raise ConfigError(f"{self.name} has no valid address; give one such as http://127.0.0.1:8000") from error
+        except TooLong as error:
+            raise HttpError(f"{self.name} answers {path} with {error}", str(error)) from error
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise ServerAway(f"{self.name} does not answer: {_reason(error)}", _reason(error)) from error
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
@@ -182,6 +188,26 @@ class HttpClient:
         return self._session
 
 
+class TooLong(Exception):
+    """A response larger than it may be."""
+
+
+async def read_bounded(response: aiohttp.ClientResponse, most_bytes: int = MOST_BYTES) -> bytes:
+    """Body of a response.
+
+    Raises:
+        TooLong: it has more bytes, once inflated; the connection is closed.
+    """
+    pieces, size = [], 0
+    async for piece in response.content.iter_any():
+        pieces.append(piece)
+        size += len(piece)
+        if size > most_bytes:
+            response.close()
+            raise TooLong(f"more than the {most_bytes >> 20} MiB that a response may have")
+    return b"".join(pieces)
+
+
 async def _once(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
     """Send once: of itself aiohttp sends a GET again whose connection broke, and a batch may have gone with it."""
     try:
@@ -193,7 +219,7 @@ async def _once(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType)
 
 
 def _reason(error: BaseException) -> str:
-    return str(error) or type(error).__name__
+    return redacted(str(error)) or type(error).__name__
 
 
 def _seconds(text: str | None) -> float | None:

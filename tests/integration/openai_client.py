@@ -35,12 +35,16 @@ def main(url: str) -> None:
     assert len(done.choices[0].logprobs.token_logprobs) == 6, done
     text = "".join(chunk.choices[0].text for chunk in client.completions.create(model="m", prompt="x", stream=True))
     assert text == "<call>", text
-    refused = None
+    odd: Any = {"tool_choice": "required", "temperature": 0, "seed": 7, "response_format": {"type": "json_object"}}
+    choice = client.chat.completions.create(model="m", messages=messages[:1], tools=TOOLS, **odd).choices[0]
+    assert choice.finish_reason == "tool_calls", choice
+    refused = ""
+    other = openai.OpenAI(base_url=url.replace("/v1", "x/v1"), api_key="none", max_retries=0)
     try:
-        client.chat.completions.create(model="m", messages=messages[:1], tools=TOOLS, tool_choice="required")
-    except openai.BadRequestError as error:
-        refused = error.param
-    assert refused == "tool_choice", refused
+        other.chat.completions.create(model="m", messages=messages[:1])
+    except openai.AuthenticationError as error:
+        refused = str(error)
+    assert "no episode has this key" in refused, refused
 
 
 main(sys.argv[1])

@@ -33,7 +33,7 @@ def test_openais_client(tiny_model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.chat_template = TEMPLATE
     template = Template(tokenizer, {})
-    replies = [[*template.more(text), END] for text in (CALL, "three", CALL, "three", "<call>")]
+    replies = [[*template.more(text), END] for text in (CALL, "three", CALL, "three", "<call>", CALL)]
 
     async def go() -> tuple[int, str]:
         engine = Roomy(*replies)
@@ -54,7 +54,7 @@ def test_openais_client(tiny_model: Path) -> None:
                     process.kill()
             one, two = session.turns[:2]
             assert two.prompt[: len(one.prompt) + len(replies[0])] == (*one.prompt, *replies[0])
-            assert len(session.turns) == 5
+            assert len(session.turns) == 6
             return process.returncode or 0, out.decode()
 
     status, out = asyncio.run(go())

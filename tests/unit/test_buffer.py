@@ -8,7 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import chain, product, repeat
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ from tandem.rollout.buffer import TRANSITIONS, Entry, EntryState, RolloutBuffer
 from tandem.rollout.data_state import DataState, Draw, group_from_json, group_to_json
 from tandem.rollout.group_runner import penalise_truncated
 from tandem.rollout.lag_control import LagControl
-from tandem.rollout.mixture import REST, MixtureSchedule
+from tandem.rollout.mixture import REST, SAME, MixtureSchedule
 from tandem.rollout.source import Batch
 from tandem.trainer.state import TrainerState
 from tandem.types import Group, PolicyVersion, Task
@@ -392,6 +392,25 @@ def test_starved_blames_the_updates_where_the_policy_became_certain_of_what_is_w
     trainer = Ruined(lambda task: "hopeless" if trainer.step else "ok")
     with pytest.raises(Starved, match=r"its tokens have 1e-09 nats each, 1 at first.* smaller optimizer\.lr"):
         trained(trainer, 2, patience=2)
+
+
+@pytest.mark.parametrize("max_lag", [0, 2])
+@pytest.mark.parametrize("groups", [1, 6])
+def test_a_failure_of_every_group_ends_the_run_after_one_batch(groups: int, max_lag: int) -> None:
+    trainer = Trainer(lambda task: "broken")
+    with pytest.raises(Starved, match=r"first failure: it broke in .*Mend what fails"):
+        trained(trainer, 1, n=groups, patience=50, max_lag=max_lag)
+    enough = max(groups, SAME)
+    assert enough <= len(trainer.dropped) <= enough + groups * (max_lag + 1)
+
+
+@pytest.mark.parametrize("first", ["zero_variance", "ok", "failed"])
+def test_a_failure_that_not_every_group_has_is_played_on(first: str) -> None:
+    kinds = chain([first], repeat("broken"))
+    trainer = Trainer(lambda task: next(kinds))
+    with pytest.raises(Starved):
+        trained(trainer, 1, n=2, patience=20)
+    assert len(trainer.dropped) > 40
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import json
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from fake_engine import END
 from proxied import USER, Scripted, message_of, served
 
+from tandem.agents import server
 from tandem.agents.schema import BadRequest, ChatRequest
 from tandem.agents.server import Proxy, Session
 from tandem.engines.base import Engine
@@ -88,15 +90,9 @@ def test_what_extends_nothing_is_a_conversation_of_its_own(template: Template) -
         first = message_of(await post(USER))
         await post({"role": "user", "content": "another"})
         await post(USER, first, {"role": "user", "content": "go on"})
-        async with post.http.get(f"{post.url}/{post.name}/nodes") as response:
-            nodes = (await response.json())["nodes"]
-        assert len(nodes) == 2
-        other, whole = nodes
-        assert [t for t in other["masked_tokens"] if t != -100] == [B, END]
-        assert [t for t in whole["masked_tokens"] if t != -100] == [A, END, C, END]
-        assert [p for p in whole["logprobs"] if p != 1.0] == [-0.5] * 4
-        assert whole["metadata"]["finish_reason"] == "stop"
-        assert len(whole["tokens"]) == len(whole["masked_tokens"]) == len(whole["logprobs"])
+        one, other, whole = session.turns
+        assert other.prompt[: len(one.prompt)] != one.prompt
+        assert whole.prompt[: len(one.prompt) + 2] == (*one.prompt, A, END)
 
     served(template, engine, talk)
 
@@ -127,8 +123,6 @@ def test_requests_say_how_to_sample(template: Template) -> None:
         assert engine.requests[0][1] == Sampling(max_tokens=8, temperature=0.7)
         assert engine.requests[1][1] == Sampling(max_tokens=3, temperature=0.5, stop=("x",))
         assert [turn.temperature for turn in session.turns] == [0.7, 0.5]
-        async with post.http.get(f"{post.url}/{post.name}/nodes") as response:
-            assert [node["metadata"]["temperature"] for node in (await response.json())["nodes"]] == [0.7, 0.5]
 
     served(template, engine, talk, temperature=0.7)
 
@@ -164,17 +158,8 @@ def test_a_stream_has_the_whole_answer(template: Template) -> None:
     ("body", "param"),
     [
         ({"functions": [{"name": "f"}]}, "functions"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"),
         ({"n": 0}, "n"),
-        ({"top_p": 0}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"presence_penalty": 1.0}, "presence_penalty"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"seed": 0}, "seed"),
-        ({"guided_regex": "a+"}, "guided_regex"),
-        ({"stop_token_ids": [7]}, "stop_token_ids"),
-        ({"ignore_eos": True}, "ignore_eos"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": "x" * 500}]}, "messages"),
@@ -240,61 +225,123 @@ def test_an_engine_that_fails_at_one_of_several_answers_has_failed(template: Tem
     served(template, Late([A, END]), talk)
 
 
-def test_sessions_are_made_listed_and_ended_over_http(template: Template) -> None:
+@pytest.mark.parametrize("key", ["", "x" * 32, "sessions", "OTHER"])
+def test_a_server_answers_nobody_without_the_key_of_an_episode(template: Template, key: str) -> None:
+    """Nothing lists the keys, and that of an episode on another port opens nothing here."""
+    engine: Any = Scripted([A, END])
+
     async def talk(post: Any, session: Session, _: Proxy) -> None:
-        http, url = post.http, post.url
-        async with http.post(f"{url}/sessions/create") as response:
-            made = await response.json()
-        async with http.post(f"{made['base_url']}/chat/completions", json={"messages": [USER]}) as response:
-            assert message_of(await response.json()) == {"role": "assistant", "content": "a"}
-        async with http.get(f"{url}/sessions") as response:
-            turns = {entry["uuid"]: entry["turns"] for entry in (await response.json())["sessions"]}
-        assert turns == {post.name: 0, made["uuid"]: 1}
-        async with http.get(f"{made['base_url']}/models") as response:
+        other = Proxy(engine, template, Sampling(max_tokens=8), model="m").create()[0]
+        wrong = f"{post.url}/{other if key == 'OTHER' else key}/v1"
+        headers = {"Authorization": f"Bearer {post.name}"}
+        for path in ("chat/completions", "completions"):
+            async with post.http.post(f"{wrong}/{path}", json={"messages": [USER]}, headers=headers) as response:
+                assert response.status in (401, 404)
+                assert (await response.json())["error"]["type"] == "invalid_request_error"
+        for path in ("sessions", "v1/models", f"{key}/v1/models", "health", post.name, f"{post.name}/nodes"):
+            async with post.http.get(f"{post.url}/{path}") as response:
+                assert response.status in (401, 404)
+                assert post.name not in await response.text()
+        async with post.http.post(f"{post.url}/sessions/create") as response:
+            assert response.status in (401, 404)
+        async with post.http.get(f"{post.url}/{post.name}/v1/models") as response:
             assert (await response.json())["data"][0]["id"] == "m"
-        async with http.delete(f"{url}/{made['uuid']}") as response:
-            assert response.status == 200
-        async with http.post(f"{made['base_url']}/chat/completions", json={"messages": [USER]}) as response:
-            assert response.status == 404
-            assert "no such session" in (await response.json())["error"]["message"]
-        async with http.get(f"{url}/nowhere/at/all") as response:
-            assert response.status == 404
-            assert (await response.json())["error"]["type"] == "invalid_request_error"
+        assert not session.turns
+        assert not engine.requests
+
+    served(template, engine, talk)
+
+
+@pytest.mark.parametrize("headers", [{"Host": "evil.example.com"}, {"Origin": "http://evil.example.com"}])
+def test_a_web_page_cannot_speak_in_an_episode(template: Template, headers: dict[str, str]) -> None:
+    async def talk(post: Any, session: Session, _: Proxy) -> None:
+        url = f"{post.url}/{post.name}/v1/chat/completions"
+        async with post.http.post(url, json={"messages": [USER]}, headers=headers) as response:
+            assert response.status == 403, await response.text()
+        assert not session.turns
 
     served(template, Scripted([A, END]), talk)
 
 
-def test_abandoned_sessions_end(template: Template) -> None:
-    now = 0.0
+def test_idle_connections_make_room_and_the_agents_own_goes_last(
+    template: Template, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MOST_CONNECTIONS", 20)
 
-    async def go() -> None:
-        nonlocal now
-        engine: Any = Scripted([A, END])
-        proxy = Proxy(engine, template, Sampling(max_tokens=8), model="m", clock=lambda: now)
-        async with asyncio.timeout(20), proxy.serving() as url, aiohttp.ClientSession() as http:
+    async def talk(post: Any, session: Session, _: Proxy) -> None:
+        await post(USER)
+        own = [connection for connection, state in server._connections.items() if state == 1]
+        port = int(post.url.rpartition(":")[2])
+        strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
+        await asyncio.sleep(0.1)
+        assert len(server._connections) == 20
+        assert len(own) == 1
+        assert own[0] in server._connections
+        await post(USER)
+        assert len(session.turns) == 2
+        for _, writer in strangers:
+            writer.close()
 
-            async def begun() -> str:
-                async with http.post(f"{url}/sessions/create") as response:
-                    name: str = (await response.json())["uuid"]
-                    return name
+    served(template, Scripted([A, END]), talk)
 
-            async def names() -> set[str]:
-                async with http.get(f"{url}/sessions") as response:
-                    return {entry["uuid"] for entry in (await response.json())["sessions"]}
 
-            owned, _ = proxy.create()
-            talks = [await begun(), await begun()][1]
-            now = 3000.0
-            async with http.get(f"{url}/{talks}/nodes") as response:
-                assert response.status == 200
-            now = 3601.0
-            newest = await begun()
-            assert await names() == {owned, talks, newest}
-            now = 1e6
-            last = await begun()
-            assert await names() == {owned, last}
+def test_a_long_request_does_not_hold_the_event_loop(template: Template, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is long is read and tokenised in a thread, and what is short where it comes in."""
+    threads: list[bool] = []
+    whole = Template.prompt
 
-    asyncio.run(go())
+    def prompt(*args: Any) -> list[int]:
+        threads.append(threading.current_thread() is not threading.main_thread())
+        return whole(*args)[-20:]
+
+    monkeypatch.setattr(Template, "prompt", prompt)
+
+    async def talk(post: Any, session: Session, _: Proxy) -> None:
+        await post(USER)
+        await post({"role": "user", "content": "x " * server.INLINE_BYTES})
+        await post(*[USER] * 1000)
+        assert threads == [False, True, True]
+
+    served(template, Scripted([A, END]), talk)
+
+
+def test_the_work_of_a_request_grows_with_its_messages(template: Template, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each message is looked at once, in each request, to find the conversation that it extends."""
+    looks = 0
+    alike = server.alike
+
+    def counted(message: Message) -> Message:
+        nonlocal looks
+        looks += 1
+        return alike(message)
+
+    monkeypatch.setattr(server, "alike", counted)
+    monkeypatch.setattr(Template, "prompt", lambda *_: [A])
+    monkeypatch.setattr(Message, "__hash__", lambda self: pytest.fail("a message was looked at again"))
+
+    async def talk(post: Any, session: Session, _: Proxy) -> None:
+        await post(*[USER] * 300)
+        assert looks == 301
+
+    served(template, Scripted([A, END]), talk)
+
+
+def test_a_prompt_of_several_answers_is_made_once(template: Template, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = 0
+    whole = Template.prompt
+
+    def prompt(*args: Any) -> list[int]:
+        nonlocal made
+        made += 1
+        return whole(*args)
+
+    monkeypatch.setattr(Template, "prompt", prompt)
+
+    async def talk(post: Any, session: Session, _: Proxy) -> None:
+        await post(USER, n=4)
+        assert (made, len(session.turns)) == (1, 4)
+
+    served(template, Scripted([A, END]), talk)
 
 
 def test_a_real_engine_of_fakes(template: Template) -> None:
@@ -306,12 +353,11 @@ def test_a_real_engine_of_fakes(template: Template) -> None:
             session = Session(engine, template, Sampling(max_tokens=20), "s")
             messages = [Message(role="user", content="hello")]
             for number in range(4):
-                text = (await session.reply(messages)).text
+                text = (await session.reply(messages))[0].text
                 messages += [Message(role="assistant", content=text), Message(role="user", content=str(number))]
             for before, after in zip(session.turns, session.turns[1:], strict=False):
                 whole = (*before.prompt, *before.completion.tokens)
                 assert after.prompt[: len(whole)] == whole
-            assert len(list(session.nodes())) == 1
 
     asyncio.run(go())
 
@@ -383,6 +429,20 @@ def test_a_function_is_an_environment(template: Template, monkeypatch: pytest.Mo
     assert two.prompt[: len(whole)] == whole
     assert [m.role for m in chat.messages] == ["system", "user", "assistant", "user", "assistant", "assistant"]
     assert chat.messages[-1].content == "the answer to 7"
+
+
+@pytest.mark.parametrize(("returned", "last"), [(" a\n", "a"), ("b", "b"), (None, "a")])
+def test_what_the_policy_said_and_the_agent_returns_is_one_message(
+    template: Template, monkeypatch: pytest.MonkeyPatch, returned: str | None, last: str
+) -> None:
+    async def echoes(task: Task, url: str) -> str | None:
+        async with aiohttp.ClientSession() as http:
+            await http.post(f"{url}/chat/completions", json={"messages": [USER]})
+        return returned
+
+    monkeypatch.setattr("tandem.envs.agent._function", lambda path: echoes)
+    chat, _ = played(template, "my_agent:echoes")
+    assert [message.content for message in chat.messages] == ["hello", "a", *(["b"] if last == "b" else [])]
 
 
 def test_a_command_is_an_environment(template: Template) -> None:

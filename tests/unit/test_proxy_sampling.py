@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -12,6 +13,7 @@ import pytest
 from fake_engine import END
 from proxied import USER, Scripted, message_of, served
 
+from tandem.agents.schema import _tell
 from tandem.agents.server import Proxy, Session
 from tandem.engines.fake import Fake
 from tandem.errors import EngineError, EnvError
@@ -26,18 +28,6 @@ A, B = 64, 65
 TASK = Task(id="t", env="agent", prompt=(Message(role="user", content="hello"),), answer="7")
 
 
-def test_a_sequence_has_one_temperature(template: Template) -> None:
-    async def talk(post: Any, session: Session, _: Proxy) -> None:
-        first = message_of(await post(USER))
-        await post(USER, first, {"role": "user", "content": "go on"}, temperature=0.5)
-        one, two = session.nodes()
-        assert [t for t in one["masked_tokens"] if t != -100] == [A, END]
-        assert [t for t in two["masked_tokens"] if t != -100] == [B, END]
-        assert two["tokens"][: len(one["tokens"])] == one["tokens"]
-
-    served(template, Scripted([A, END], [B, END]), talk)
-
-
 RUNS = {
     "top_p": 0.9, "top_k": 40, "min_p": 0.05, "repetition_penalty": 1.2, "presence_penalty": 0.3,
     "frequency_penalty": 0.25, "min_tokens": 4,
@@ -50,20 +40,66 @@ RUNS = {
     ("name", "neutral"),
     [(name, 1.0 if name in ("top_p", "repetition_penalty") else 0) for name in RUNS] + [("top_k", -1), ("top_k", 41)],
 )
-def test_what_a_turn_does_not_record_must_be_the_runs(template: Template, name: str, neutral: float, path: str) -> None:
+def test_what_a_turn_does_not_record_stays_the_runs(
+    template: Template, name: str, neutral: float, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    _tell.cache_clear()
     engine = Scripted([A, END])
 
     async def talk(post: Any, session: Session, _: Proxy) -> None:
         asking = partial(post, path=path, prompt="hello") if path == "v1/completions" else partial(post, USER)
-        error = (await asking(status=400, **{name: neutral}))["error"]
-        assert (error["param"], error["type"]) == (name, "invalid_request_error")
-        assert f"{max(neutral, 0):g} is not the run's, which is {RUNS[name]:g}" in error["message"]
-        assert f"set sampling.{name} to {max(neutral, 0):g}" in error["message"]
-        assert not engine.requests
-        await asking(**{name: RUNS[name]})
-        assert engine.requests[0][1] == Sampling(max_tokens=8, **RUNS)  # type: ignore[arg-type]
+        for value in (neutral, neutral, RUNS[name]):
+            await asking(**{name: value})
+        assert [request[1] for request in engine.requests] == [Sampling(max_tokens=8, **RUNS)] * 3  # type: ignore[arg-type]
+        assert len(caplog.messages) == 1
+        assert f"{name} is left out" in caplog.text
+        assert f"the run's is {RUNS[name]:g} (sampling.{name} in the recipe)" in caplog.text
 
     served(template, engine, talk, **RUNS)
+
+
+ODD: dict[str, Any] = {
+    "seed": 7,
+    "response_format": {"type": "json_object"},
+    "tool_choice": "required",
+    "logit_bias": {"5": 1},
+    "top_logprobs": 3,
+    "ignore_eos": True,
+    "reasoning_effort": "low",
+    "chat_template_kwargs": {"tokenize": True},
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_cannot_be_obeyed_is_left_out_and_told_once(
+    template: Template, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    _tell.cache_clear()
+    engine = Scripted([A, END])
+
+    async def talk(post: Any, session: Session, _: Proxy) -> None:
+        for _ in range(3):
+            assert message_of(await post(USER, **{name: ODD[name]}))["content"] == "a"
+        assert len(caplog.messages) == 1
+        assert name in caplog.text
+
+    served(template, engine, talk)
+
+
+def test_options_of_the_chat_template_are_obeyed(tiny_model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if not thinks %}b{% endif %}"
+
+    async def talk(post: Any, session: Session, _: Proxy) -> None:
+        first = message_of(await post({"role": "user", "content": "a"}))
+        await post({"role": "user", "content": "a"}, chat_template_kwargs={"thinks": True})
+        assert [turn.prompt for turn in session.turns] == [(A, B), (A,)]
+        await post({"role": "user", "content": "a"}, first, {"role": "user", "content": "b"}, thinks=1)
+        assert session.turns[2].prompt == (A, B, A, END, B, B)
+
+    served(Template(tokenizer, {}), Scripted([A, END]), talk)
 
 
 def test_what_is_off_may_be_said_to_be_off(template: Template) -> None:
@@ -81,18 +117,17 @@ def test_greedy_answers_are_those_of_a_run_that_is_greedy(template: Template) ->
     engine = Scripted([A, END])
 
     async def talk(post: Any, session: Session, _: Proxy) -> None:
-        for cold in (0, 0.001):
-            error = (await post(USER, status=400, temperature=cold))["error"]
-            assert error["param"] == "temperature"
-            assert "the run's is 0.7" in error["message"]
-        await post(USER, temperature=0.01)
+        for warmth in (0, 0.001, 0.01):
+            await post(USER, temperature=warmth)
+        assert [request[1].temperature for request in engine.requests] == [0.7, 0.7, 0.01]
 
     async def evaluated(post: Any, session: Session, _: Proxy) -> None:
         await post(USER, temperature=0)
         await post(USER, temperature=0.5)
-        assert [request[1].temperature for request in engine.requests[1:]] == [0, 0.5]
+        assert [request[1].temperature for request in engine.requests] == [0, 0.5]
 
     served(template, engine, talk, temperature=0.7)
+    engine.requests.clear()
     served(template, engine, evaluated, temperature=0.0)
 
 
@@ -114,7 +149,8 @@ def test_a_session_that_is_asked_in_python_records_no_more(template: Template) -
                 await session.reply([Message(role="user", content="hello")], Sampling(max_tokens=4, top_p=0.9))
             with pytest.raises(EnvError, match="greedy"):
                 await session.complete("hello", Sampling(max_tokens=4, temperature=0.0))
-            assert (await session.complete("hello", Sampling(max_tokens=2, temperature=0.5))).turn.temperature == 0.5
+            (warm,) = await session.complete("hello", Sampling(max_tokens=2, temperature=0.5))
+            assert warm.turn.temperature == 0.5
 
     asyncio.run(go())
 

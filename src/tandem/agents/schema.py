@@ -1,4 +1,8 @@
-"""Request bodies of OpenAI's chat completions and completions; what cannot be obeyed is refused."""
+"""Request bodies of OpenAI's chat completions and completions.
+
+An option that cannot be obeyed, or that would make the sampled tokens untrainable, is left out and the log says so
+once: agents and their libraries send such options unasked. What an agent could not go on without is refused.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,13 @@ import json
 import logging
 import math
 from dataclasses import replace
-from functools import cache
+from functools import lru_cache
 from typing import Any, ClassVar, Self
 
 import msgspec
 
 from tandem.agents.tool_calls import Speech, ToolCall, ToolMessage, ToolOffer
-from tandem.rollout.turns import OF_THE_RUN, untrainable_option, why_untrainable
+from tandem.rollout.turns import OF_THE_RUN, untrainable_option
 from tandem.types import Message, Sampling
 
 log = logging.getLogger(__name__)
@@ -24,6 +28,12 @@ UNREAD = frozenset((
     "prompt_cache_retention",
 ))  # fmt: skip
 """Fields that no answer depends on."""
+_RENDERING = frozenset((
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "padding",
+    "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools",
+    "truncation",
+))  # fmt: skip
+"""What ``chat_template_kwargs`` cannot set: it says how a template is rendered, or replaces it."""
 
 
 class BadRequest(Exception):
@@ -36,10 +46,10 @@ class BadRequest(Exception):
 
 
 class CompletionRequest(msgspec.Struct, kw_only=True):
-    """Fields common to both routes. Fields that would change the answer and cannot be obeyed are refused."""
+    """Fields common to both routes."""
 
-    KIND: ClassVar[str] = "request"
-    REFUSED: ClassVar[tuple[str, ...]] = ("logit_bias",)
+    KIND: ClassVar[str]
+    REFUSED: ClassVar[tuple[str, ...]]
 
     n: int | None = None
     """Answers."""
@@ -55,15 +65,12 @@ class CompletionRequest(msgspec.Struct, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     min_tokens: int | None = None
-    seed: int | None = None
-    """Refused: the siblings of a group would all get the same answer."""
     stop: str | list[str] | None = None
     """Texts that end an answer, and are no part of it."""
     stream: bool | None = None
     """Answer in events; they come when all is sampled."""
     stream_options: dict[str, Any] | None = None
     """``include_usage``: the last event counts tokens."""
-    logit_bias: dict[str, float] | None = None
     return_token_ids: bool | None = None
     """Tell the sampled token ids, as vLLM does."""
 
@@ -82,16 +89,10 @@ class CompletionRequest(msgspec.Struct, kw_only=True):
         for name, value in fields.items():
             # Null, false and nothing in a list ask for nothing.
             if name not in UNREAD and name not in cls.__struct_fields__ and value not in (None, False, "", [], {}):
-                raise BadRequest(f"{name} is nothing that this server knows; leave it out", param=name)
+                _tell(f"{name[:80]} is left out of agents' requests: it cannot be obeyed here")
         for name in cls.REFUSED:
             if getattr(made, name):
                 raise BadRequest(f"{name} cannot be obeyed: the policy answers in plain text", param=name)
-        if made.seed is not None:
-            raise BadRequest(
-                "seed cannot be obeyed: every answer has a random stream of its own, or a task's answers would all be "
-                "the same; leave it out",
-                param="seed",
-            )
         if not 1 <= made.answers <= MOST:
             raise BadRequest(f"n must be from 1 to {MOST}", param="n")
         made.check()
@@ -116,10 +117,10 @@ class CompletionRequest(msgspec.Struct, kw_only=True):
         return bool((self.stream_options or {}).get("include_usage"))
 
     def sampling(self, own: Sampling) -> Sampling:
-        """``own``, but for what the request says.
+        """``own``, but for what the request says; what training could not account for stays as it is.
 
         Raises:
-            BadRequest: a number is out of range, or training would compute other logprobs than the engine.
+            BadRequest: a number is out of range.
         """
         changes: dict[str, Any] = {"max_tokens": self.limit, "temperature": self.temperature}
         changes |= {name: getattr(self, name) for name in OF_THE_RUN}
@@ -135,8 +136,12 @@ class CompletionRequest(msgspec.Struct, kw_only=True):
         for name, is_fine in fine.items():
             if not is_fine:
                 raise BadRequest(f"{name} is out of range", param=name)
-        if (other := untrainable_option(own, made)) is not None:
-            raise BadRequest(why_untrainable(other, own, made), param=other)
+        while (odd := untrainable_option(own, made)) is not None:
+            _tell(
+                f"{odd} is left out of agents' requests where the answers could not be trained on; the run's is "
+                f"{getattr(own, odd):g} (sampling.{odd} in the recipe)"
+            )
+            made = replace(made, **{odd: getattr(own, odd)})
         return made
 
 
@@ -163,7 +168,7 @@ class ChatRequest(CompletionRequest, kw_only=True):
     """Body of /v1/chat/completions."""
 
     KIND: ClassVar[str] = "chat completion"
-    REFUSED: ClassVar[tuple[str, ...]] = (*CompletionRequest.REFUSED, "functions", "function_call")
+    REFUSED: ClassVar[tuple[str, ...]] = ("functions", "function_call")
 
     messages: list[_RequestMessage]
     """The conversation."""
@@ -177,10 +182,10 @@ class ChatRequest(CompletionRequest, kw_only=True):
     """False: one call per answer at most."""
     functions: list[Any] | None = None
     function_call: Any = None
-    response_format: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Options of the chat template, such as ``enable_thinking``."""
     logprobs: bool | None = None
     """Tell the logprob of each sampled token."""
-    top_logprobs: int | None = None
 
     def check(self) -> None:
         """Refuse what cannot be done.
@@ -188,21 +193,12 @@ class ChatRequest(CompletionRequest, kw_only=True):
         Raises:
             BadRequest: says what.
         """
-        if self.top_logprobs:
-            raise BadRequest(
-                "top_logprobs cannot be told: those of the sampled tokens alone are kept", param="top_logprobs"
-            )
-        if (self.response_format or {}).get("type", "text") != "text":
-            raise BadRequest(
-                "response_format cannot be obeyed: the policy answers in plain text", param="response_format"
-            )
         if not self.messages:
             raise BadRequest("messages are empty", param="messages")
         if self.tool_choice not in (None, "auto", "none"):
-            raise BadRequest(
-                "tool_choice must be auto or none: what the policy calls is its own choice, since sampling is not "
-                "constrained; ask for the call in a message",
-                param="tool_choice",
+            _tell(
+                "tool_choice is taken for auto in agents' requests: sampling is not constrained, so what the policy "
+                "calls is its own choice; ask for the call in a message"
             )
         for tool in self.tools or ():
             _refuse_odd(tool)
@@ -218,15 +214,19 @@ class ChatRequest(CompletionRequest, kw_only=True):
         Raises:
             BadRequest: the template would leave them out of the prompt.
         """
+        options = self.chat_template_kwargs or {}
+        for name in sorted(_RENDERING.intersection(options)):
+            _tell(f"{name} in chat_template_kwargs is left out of agents' requests: the run's template stays as it is")
+        options = {name: value for name, value in options.items() if name not in _RENDERING}
         if not self.tools or self.tool_choice == "none":
-            return ToolOffer()
+            return ToolOffer(template_options=options)
         if not speech.shown:
             raise BadRequest(
                 "tools cannot be offered: the model's chat template writes none into the prompt; use a model that "
                 "knows tools, or a chat_template that shows them",
                 param="tools",
             )
-        return ToolOffer(tools=self.tools, single=self.parallel_tool_calls is False)
+        return ToolOffer(tools=self.tools, single=self.parallel_tool_calls is False, template_options=options)
 
     def conversation(self) -> tuple[Message, ...]:
         """The conversation in our words.
@@ -241,16 +241,16 @@ def _refuse_odd(tool: Any) -> None:
     function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRequest('each of tools must be {"type": "function", "function": {"name": ..., ...}}', param="tools")
-    if function.get("strict"):  # as some agents' libraries say of every tool, so refusing would lock them out
-        _warn_of_strict()
+    if function.get("strict"):
+        _tell(
+            "a tool is strict, which is not enforced: nothing constrains what is sampled, so the arguments of a call "
+            "may not fit its schema"
+        )
 
 
-@cache  # once is enough
-def _warn_of_strict() -> None:
-    log.warning(
-        "a tool is strict, which is not enforced: nothing constrains what is sampled, so the arguments of a call may "
-        "not fit its schema"
-    )
+@lru_cache(256)  # once is enough
+def _tell(text: str) -> None:
+    log.warning("%s", text)
 
 
 def _spoken(message: _RequestMessage) -> Message:
@@ -284,26 +284,14 @@ class TextRequest(CompletionRequest, kw_only=True):
     """Body of /v1/completions."""
 
     KIND: ClassVar[str] = "completion"
-    REFUSED: ClassVar[tuple[str, ...]] = (*CompletionRequest.REFUSED, "suffix", "echo")
+    REFUSED: ClassVar[tuple[str, ...]] = ("suffix", "echo")
 
     prompt: str | list[Any]
     """Text or token ids, or a list of such."""
     logprobs: int | None = None
-    """0: tell the logprob of each sampled token."""
+    """Tell the logprob of each sampled token, and of no other, however many are asked for."""
     echo: bool | None = None
     suffix: str | None = None
-    best_of: int | None = None
-
-    def check(self) -> None:
-        """Refuse what cannot be done.
-
-        Raises:
-            BadRequest: says what.
-        """
-        if self.logprobs:
-            raise BadRequest("logprobs must be 0: those of the sampled tokens alone are kept", param="logprobs")
-        if self.best_of is not None and self.best_of != self.answers:
-            raise BadRequest("best_of must be n: every answer that is sampled is given", param="best_of")
 
     def prompts(self, vocabulary: int) -> list[str | list[int]]:
         """Each prompt; token ids must be below ``vocabulary``.

@@ -7,17 +7,25 @@ end token is not written twice. One that extends nothing is rendered from the st
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import logging
+import resource
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
-from itertools import count
+from functools import partial
+from itertools import accumulate, count
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 
+from tandem import doors
 from tandem.agents.replies import Reply, chat_body, streamed, text_body
 from tandem.agents.schema import BadRequest, ChatRequest, CompletionRequest, TextRequest
 from tandem.agents.tool_calls import ToolMessage, ToolOffer, alike, as_text, read
@@ -26,18 +34,25 @@ from tandem.errors import Deadline, EngineError, EnvError
 from tandem.rollout.template import Template
 from tandem.rollout.turns import sample_turn, untrainable_option, why_untrainable
 from tandem.together import together
-from tandem.types import MASKED, NO_LOGPROB, Json, Message, Sampling, Turn
+from tandem.types import Json, Message, Sampling, Turn
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-MOST_BYTES = 64 << 20
+MOST_BYTES = 16 << 20
 """Largest request."""
-IDLE_SECONDS = 3600.0
-"""A session that was begun over HTTP and is not heard of for this long has been abandoned."""
-
+INLINE_BYTES = 1 << 15
+"""Requests up to this size are read and tokenised on the event loop; longer ones in a thread."""
+_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+MOST_CONNECTIONS = (8192 if _descriptors == resource.RLIM_INFINITY else min(_descriptors, 8192)) // 2
+"""Open connections of all servers in this process; the rest of the file descriptors is the trainer's."""
 
 NONE = ToolOffer()
 """No tools."""
+
+_threads = ThreadPoolExecutor(2, "tandem-agents")
+_connections: dict[web.RequestHandler, int] = {}
+"""Connections of all servers, idle for longest first. 0: it has shown no key yet; 1: idle; 2: a request is answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +62,16 @@ class _Conversation:
     tokens: tuple[int, ...]
     turn: int
     messages: tuple[Message, ...]  # as people read it
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A conversation or text as tokens: those of ``earlier``, which it extends, and of what is ``new``."""
+
+    tokens: Sequence[int]
+    new: tuple[Message, ...]  # as people read it
+    key: bytes = b""  # of all its messages
+    earlier: _Conversation | None = None
 
 
 @dataclass(slots=True)
@@ -67,15 +92,14 @@ class Session:
     """The conversation that was answered last, the answer included; what the policy said is as it was sampled."""
     failure: EngineError | Deadline | None = None
     """What the engine said instead of its last answer."""
-    # By the tools that were offered, and the conversation as agents tell them apart.
-    _conversations: dict[tuple[str, tuple[Message, ...]], _Conversation] = field(default_factory=dict)
+    _conversations: dict[bytes, _Conversation] = field(default_factory=dict)  # by ``_extended`` key
     _written: dict[str, _Conversation] = field(default_factory=dict)  # by text
     _numbers: Iterator[int] = field(default_factory=count)
 
     async def reply(
-        self, messages: Sequence[Message], sampling: Sampling | None = None, offer: ToolOffer = NONE
-    ) -> Reply:
-        """Let the policy answer a conversation.
+        self, messages: Sequence[Message], sampling: Sampling | None = None, offer: ToolOffer = NONE, answers: int = 1
+    ) -> list[Reply]:
+        """Let the policy answer a conversation, several times if asked.
 
         Raises:
             EnvError: the conversation leaves no room in the context, the chat template refuses it, or ``sampling``
@@ -83,31 +107,47 @@ class Session:
             EngineError: the engine failed.
         """
         conversation, sampling = tuple(messages), sampling or self.sampling
+        numbers = [next(self._numbers) for _ in range(answers)]
+        size = sum(64 + len(message.content) for message in conversation)
+        prompt = await _aside(size, partial(self._prompt, conversation, offer))
+        before = self._answered(prompt)
         form = self.template.speech.form if offer.tools else None
         # A form whose calls end with a text of their own is kept to one call by ending there.
         ends = (form.stop,) if form is not None and form.stop and offer.single else ()
-        prompt, before = self._prompt(conversation, offer)
-        turn = await self._sample(prompt, replace(sampling, stop=(*sampling.stop, *ends)))
-        whole = self.template.decode(turn.completion.tokens)
-        text, calls = read(form, offer, _cut(whole, sampling.stop))
-        key = (*conversation, ToolMessage(role="assistant", content=text, calls=calls))
-        self._conversations[offer.key, _alike(key)] = self._noted(turn, before, whole)
-        return Reply(text=text, calls=calls, turn=turn)
+        ending = replace(sampling, stop=(*sampling.stop, *ends))
 
-    async def complete(self, prompt: str | Sequence[int], sampling: Sampling | None = None) -> Reply:
-        """Let the policy go on with text, or with token ids.
+        async def one(number: int) -> Reply:
+            turn = await self._sample(prompt.tokens, ending, number)
+            whole = self.template.decode(turn.completion.tokens)
+            text, calls = read(form, offer, _cut(whole, sampling.stop))
+            key = _extended(prompt.key, ToolMessage(role="assistant", content=text, calls=calls))
+            self._conversations[key] = self._noted(turn, before, whole)
+            return Reply(text=text, calls=calls, turn=turn)
+
+        # An answer that is still sampled when another fails would be recorded and go to nobody.
+        return await together(map(one, numbers))
+
+    async def complete(
+        self, prompt: str | Sequence[int], sampling: Sampling | None = None, answers: int = 1
+    ) -> list[Reply]:
+        """Let the policy go on with text, or with token ids, several times if asked.
 
         Raises:
             EnvError: the prompt leaves no room in the context, or ``sampling`` is another than may be, as in ``reply``.
             EngineError: the engine failed.
         """
         sampling = sampling or self.sampling
-        written = prompt if isinstance(prompt, str) else self.template.decode(prompt)
-        tokens, before = self._begun(prompt) if isinstance(prompt, str) else (list(prompt), _user(written))
-        turn = await self._sample(tokens, sampling)
-        text = self.template.decode(turn.completion.tokens)
-        self._written[written + text] = self._noted(turn, before, text)
-        return Reply(text=_cut(text, sampling.stop), turn=turn)
+        numbers = [next(self._numbers) for _ in range(answers)]
+        begun = await _aside(len(prompt), partial(self._begun, prompt))
+        written, before = prompt if isinstance(prompt, str) else begun.new[0].content, self._answered(begun)
+
+        async def one(number: int) -> Reply:
+            turn = await self._sample(begun.tokens, sampling, number)
+            text = self.template.decode(turn.completion.tokens)
+            self._written[written + text] = self._noted(turn, before, text)
+            return Reply(text=_cut(text, sampling.stop), turn=turn)
+
+        return await together(map(one, numbers))
 
     @contextmanager
     def played(self) -> Iterator[None]:
@@ -125,7 +165,7 @@ class Session:
         if self.failure is not None:
             raise self.failure
 
-    async def _sample(self, prompt: Sequence[int], sampling: Sampling) -> Turn:
+    async def _sample(self, prompt: Sequence[int], sampling: Sampling, number: int) -> Turn:
         """Sample after a prompt, and record it."""
         if (name := untrainable_option(self.sampling, sampling)) is not None:
             raise EnvError(why_untrainable(name, self.sampling, sampling))
@@ -137,7 +177,7 @@ class Session:
         # Cut before anything may end it, the answer is sampled in the same way.
         cut = replace(sampling, min_tokens=min(sampling.min_tokens, sampling.max_tokens))
         try:
-            turn = await sample_turn(self.engine, prompt, cut, f"{self.stream}/{next(self._numbers)}")
+            turn = await sample_turn(self.engine, prompt, cut, f"{self.stream}/{number}")
         except (EngineError, Deadline) as error:
             self.failure = error
             raise
@@ -150,58 +190,49 @@ class Session:
         self.messages = (*before, Message(role="assistant", content=text))
         return _Conversation((*turn.prompt, *turn.completion.tokens), len(self.turns) - 1, self.messages)
 
-    def _prompt(self, messages: tuple[Message, ...], offer: ToolOffer) -> tuple[list[int], tuple[Message, ...]]:
-        """A conversation as token ids, those of the longest one that it extends and what is new; and for people."""
-        same = _alike(messages)
+    def _prompt(self, messages: tuple[Message, ...], offer: ToolOffer) -> _Prompt:
+        """A conversation as token ids: those of the longest one that it extends, and of what is new."""
+        keys = list(accumulate(messages, _extended, initial=offer.key))
         for cut in range(len(messages) - 1, 0, -1):
-            if (earlier := self._conversations.get((offer.key, same[:cut]))) is None:
-                continue
-            new = messages[cut:]
-            bridge = self.template.bridge(messages[: cut - 1], new, last=earlier.tokens[-1], tools=offer.tools)
-            return [*earlier.tokens, *bridge], self._answered(earlier, tuple(map(as_text, new)))
-        return self.template.prompt(messages, offer.tools), tuple(map(as_text, messages))
+            if (earlier := self._conversations.get(keys[cut])) is not None:
+                new = messages[cut:]
+                bridge = self.template.bridge(
+                    messages[: cut - 1], new, earlier.tokens[-1], offer.tools, offer.template_options
+                )
+                return _Prompt([*earlier.tokens, *bridge], tuple(map(as_text, new)), keys[-1], earlier)
+        tokens = self.template.prompt(messages, offer.tools, offer.template_options)
+        return _Prompt(tokens, tuple(map(as_text, messages)), keys[-1])
 
-    def _begun(self, text: str) -> tuple[list[int], tuple[Message, ...]]:
+    def _begun(self, prompt: str | Sequence[int]) -> _Prompt:
         """The same of a text."""
-        known = max((known for known in self._written if text.startswith(known)), key=len, default=None)
+        if not isinstance(prompt, str):
+            return _Prompt(prompt, (Message(role="user", content=self.template.decode(prompt)),))
+        known = max((known for known in list(self._written) if prompt.startswith(known)), key=len, default=None)
         if known is None:
-            return self.template.text(text), _user(text)
-        earlier, new = self._written[known], text[len(known) :]
+            return _Prompt(self.template.text(prompt), _user(prompt))
+        earlier, new = self._written[known], prompt[len(known) :]
         # An end token is no text: where the agent does not write it, it is not there.
         tokens = earlier.tokens[:-1] if self.template.ends(earlier.tokens[-1]) else earlier.tokens
-        return [*tokens, *self.template.more(new)], self._answered(earlier, _user(new))
+        return _Prompt([*tokens, *self.template.more(new)], _user(new), earlier=earlier)
 
-    def _answered(self, earlier: _Conversation, new: tuple[Message, ...]) -> tuple[Message, ...]:
+    def _answered(self, prompt: _Prompt) -> tuple[Message, ...]:
         """Note what the agent said next; all that was said."""
-        self.turns[earlier.turn] = replace(self.turns[earlier.turn], reply=new)
-        return (*earlier.messages, *new)
-
-    def nodes(self) -> Iterator[dict[str, Json]]:
-        """Every conversation that nothing continues, as one sequence each, in the form that Atropos' clients know.
-
-        One that goes on at another temperature is a sequence of its own, for a sequence has one.
-        """
-        whole = [((*turn.prompt, *turn.completion.tokens), turn) for turn in self.turns]
-        for tokens, turn in whole:
-            alike = [(other, own) for other, own in whole if own.temperature == turn.temperature]
-            if any(len(other) > len(tokens) and other[: len(tokens)] == tokens for other, _ in alike):
-                continue
-            masked, logprobs = [MASKED] * len(tokens), [NO_LOGPROB] * len(tokens)
-            for part, own in alike:
-                if tokens[: len(part)] == part:
-                    masked[len(own.prompt) : len(part)] = own.completion.tokens
-                    logprobs[len(own.prompt) : len(part)] = own.completion.logprobs
-            yield {
-                "tokens": list(tokens),
-                "masked_tokens": masked,
-                "logprobs": logprobs,
-                "metadata": {"finish_reason": turn.completion.finish, "temperature": turn.temperature},
-            }
+        if (earlier := prompt.earlier) is None:
+            return prompt.new
+        self.turns[earlier.turn] = replace(self.turns[earlier.turn], reply=prompt.new)
+        return (*earlier.messages, *prompt.new)
 
 
-def _alike(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Conversations that are the same to an agent."""
-    return tuple(map(alike, messages))
+def _extended(key: bytes, message: Message) -> bytes:
+    """Key of a conversation with one more message, the same for all that are the same to an agent."""
+    return hashlib.blake2b(key + repr(alike(message)).encode(), digest_size=16).digest()
+
+
+async def _aside(size: int, work: Callable[[], T]) -> T:
+    """Do what takes long in a thread, so that the trainer's event loop goes on."""
+    if size <= INLINE_BYTES:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_threads, copy_context().run, work)
 
 
 def _user(text: str) -> tuple[Message, ...]:
@@ -213,43 +244,55 @@ def _cut(text: str, stop: Sequence[str]) -> str:
     return text[: min((place for s in stop if (place := text.find(s)) >= 0), default=len(text))]
 
 
-class Proxy:
-    """HTTP server of sessions on one engine."""
+class _Connection(web.RequestHandler):
+    """A connection; where there are too many, those that are idle make room, the ones without a key first."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        template: Template,
-        sampling: Sampling,
-        *,
-        model: str,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        """``model`` is what requests call the policy; they may say anything. ``clock`` gives seconds."""
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        idle = sorted((other for other, state in _connections.items() if state < 2), key=_connections.__getitem__)
+        excess = len(_connections) + 1 - MOST_CONNECTIONS
+        for other in idle[: max(0, excess)]:
+            del _connections[other]
+            other.force_close()
+        _connections[self] = 0
+        if excess > len(idle):
+            self.force_close()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        _connections.pop(self, None)
+        super().connection_lost(exc)
+
+
+class Proxy:
+    """HTTP server of sessions on one engine. The path of each holds its key, which only its agent is told."""
+
+    def __init__(self, engine: Engine, template: Template, sampling: Sampling, *, model: str):
+        """``model`` is what requests call the policy; they may say anything."""
         self._engine = engine
         self._template = template
         self._sampling = sampling
         self._model = model
-        self._clock = clock
         self._sessions: dict[str, Session] = {}
-        self._heard: dict[str, float] = {}  # when, of those begun over HTTP: the others have an owner who ends them
 
     def create(self, stream: str = "") -> tuple[str, Session]:
-        """Begin a session; its unguessable name in URLs, and itself."""
-        name = secrets.token_hex(16)
-        session = Session(self._engine, self._template, self._sampling, stream or name)
-        self._sessions[name] = session
-        return name, session
+        """Begin a session; its key, and itself. Its API is at ``URL/KEY/v1``."""
+        key = secrets.token_urlsafe(24)
+        session = Session(self._engine, self._template, self._sampling, stream or key)
+        self._sessions[key] = session
+        return key, session
 
     @asynccontextmanager
     async def serving(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
         """Serve at an address; port 0 is a free one. Gives the URL."""
         runner = web.AppRunner(self.application(), access_log=None, shutdown_timeout=1.0)
         await runner.setup()
+        loop = asyncio.get_running_loop()
+        connection = partial(_Connection, runner.server, loop=loop, access_log=None)  # type: ignore[arg-type]
+        server = await loop.create_server(connection, host, port)
         try:
-            await web.TCPSite(runner, host, port).start()
-            yield f"http://{host}:{runner.addresses[0][1]}"
+            yield f"http://{host}:{server.sockets[0].getsockname()[1]}"
         finally:
+            server.close()
             await runner.cleanup()
 
     def application(self) -> web.Application:
@@ -257,66 +300,34 @@ class Proxy:
         app = web.Application(client_max_size=MOST_BYTES, middlewares=[_in_openai_form])
         app.add_routes(
             [
-                web.get("/health", self._health),
-                web.get("/v1/models", self._models),
-                web.get("/sessions", self._list),
-                web.post("/sessions/create", self._create),
-                web.get("/{session}/v1/models", self._models),
-                web.post("/{session}/v1/chat/completions", self._chat),
-                web.post("/{session}/v1/completions", self._complete),
-                web.get("/{session}/nodes", self._nodes),
-                web.delete("/{session}", self._delete),
+                web.get("/{key}/v1/models", self._models),
+                web.post("/{key}/v1/chat/completions", self._chat),
+                web.post("/{key}/v1/completions", self._complete),
             ]
         )
         return app
 
-    async def _health(self, request: web.Request) -> web.Response:
-        return web.json_response({"status": "ok"})
-
     async def _models(self, request: web.Request) -> web.Response:
+        self._session(request)
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "tandem"}
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _list(self, request: web.Request) -> web.Response:
-        sessions = [{"uuid": name, "turns": len(session.turns)} for name, session in self._sessions.items()]
-        return web.json_response({"sessions": sessions})
-
-    async def _create(self, request: web.Request) -> web.Response:
-        late = self._clock() - IDLE_SECONDS
-        for abandoned in [name for name, heard in self._heard.items() if heard < late]:
-            self._end(abandoned)
-        name, _ = self.create()
-        self._heard[name] = self._clock()
-        return web.json_response({"uuid": name, "base_url": f"{request.scheme}://{request.host}/{name}/v1"})
-
-    async def _nodes(self, request: web.Request) -> web.Response:
-        return web.json_response({"nodes": list(self._session(request).nodes())})
-
-    async def _delete(self, request: web.Request) -> web.Response:
-        self._session(request)
-        self._end(request.match_info["session"])
-        return web.json_response({"status": "deleted"})
-
-    def _end(self, name: str) -> None:
-        del self._sessions[name]
-        self._heard.pop(name, None)
-
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        session, options = self._session(request), ChatRequest.read(await request.read())
-        sampling, messages = options.sampling(self._sampling), options.conversation()
-        offer = options.offer(self._template.speech) if options.tools else NONE
-        # An answer that is still sampled when another fails would be recorded and go to nobody.
-        replies = await together(session.reply(messages, sampling, offer) for _ in range(options.answers))
+        session, content = self._session(request), await request.read()
+        options = await _aside(len(content), partial(ChatRequest.read, content))
+        offer = options.offer(self._template.speech)
+        replies = await session.reply(
+            options.conversation(), options.sampling(self._sampling), offer, answers=options.answers
+        )
         pieces = self._template.pieces if options.logprobs else None
         body = chat_body(self._model, replies, int(time.time()), pieces, ids=bool(options.return_token_ids))
         return await self._respond(request, options, body)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        session, options = self._session(request), TextRequest.read(await request.read())
+        session, content = self._session(request), await request.read()
+        options = await _aside(len(content), partial(TextRequest.read, content))
         sampling, prompts = options.sampling(self._sampling), options.prompts(self._template.vocabulary)
-        wanted = [prompt for prompt in prompts for _ in range(options.answers)]
-        replies = await together(session.complete(prompt, sampling) for prompt in wanted)
-        each = [replies[at : at + options.answers] for at in range(0, len(replies), options.answers)]
+        each = await together(session.complete(prompt, sampling, options.answers) for prompt in prompts)
         pieces = None if options.logprobs is None else self._template.pieces
         body = text_body(self._model, each, int(time.time()), pieces, ids=bool(options.return_token_ids))
         return await self._respond(request, options, body)
@@ -329,11 +340,10 @@ class Proxy:
         return web.json_response(body)
 
     def _session(self, request: web.Request) -> Session:
-        session = self._sessions.get(request.match_info["session"])
+        session = self._sessions.get(request.match_info["key"])
         if session is None:
-            raise BadRequest("there is no such session; POST /sessions/create begins one", status=404)
-        if request.match_info["session"] in self._heard:
-            self._heard[request.match_info["session"]] = self._clock()
+            raise BadRequest("no episode has this key; use the base URL that the agent was given", status=401)
+        _connections[request.protocol] = 2
         return session
 
 
@@ -341,6 +351,8 @@ class Proxy:
 async def _in_openai_form(request: web.Request, handler: web.Handler) -> web.StreamResponse:  # type: ignore[name-defined]
     """Errors as OpenAI's clients expect them."""
     try:
+        if why := doors.from_a_page(request.method, request.headers, acts=request.method != "GET"):
+            raise BadRequest(why, status=403)
         return await handler(request)  # type: ignore[no-any-return]
     except BadRequest as error:
         return _error(str(error), error.status, "invalid_request_error", error.param)
@@ -351,6 +363,10 @@ async def _in_openai_form(request: web.Request, handler: web.Handler) -> web.Str
         return _error(str(error), 502, "api_error")
     except web.HTTPException as error:
         return _error(error.reason, error.status, "invalid_request_error")
+    finally:
+        if _connections.get(request.protocol) == 2:
+            del _connections[request.protocol]
+            _connections[request.protocol] = 1
 
 
 def _error(message: str, status: int, kind: str, param: str | None = None) -> web.Response:

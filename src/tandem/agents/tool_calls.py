@@ -6,8 +6,8 @@ import json
 import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tandem.errors import EnvError
@@ -50,17 +50,19 @@ class ToolMessage(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolOffer:
-    """The tools of one request."""
+    """What a request adds to the prompt: tools, and options of the chat template."""
 
     tools: Sequence[Json] = ()
     """Each as JSON in OpenAI's form."""
     single: bool = False
     """One call per answer at most."""
+    template_options: Mapping[str, Json] = field(default_factory=dict)
+    """What the request gives the chat template beside the run's options."""
 
     @property
-    def key(self) -> str:
-        """The same for the same tools: they stand at the head of a prompt, so other ones begin another conversation."""
-        return json.dumps(self.tools, sort_keys=True) if self.tools else ""
+    def key(self) -> bytes:
+        """The same for the same prompt: tools stand at its head, so other ones begin another conversation."""
+        return json.dumps([self.tools, self.template_options], sort_keys=True).encode()
 
     @property
     def names(self) -> frozenset[str]:

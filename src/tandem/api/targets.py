@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,10 +13,11 @@ from tandem.config.loading import (
     RESUMABLE_URLS,
     RESUMABLE_WORKERS,
     RunConfig,
+    digest,
     from_options,
     load,
 )
-from tandem.errors import CheckpointError, ConfigError
+from tandem.errors import REDACTED, CheckpointError, ConfigError, redacted
 from tandem.trainer import digests, user_code
 
 log = logging.getLogger(__name__)
@@ -51,13 +53,21 @@ def resumed(folder: Path, overrides: Sequence[str]) -> RunConfig:
     for override in overrides:
         name = override.partition("=")[0]
         option = name.partition(".")[0]
-        if option not in RESUMABLE and name not in within:
+        # A password is not kept in the folder, so it may be given again where nothing else changes.
+        again = redacted(override) != override and digest(load(recipe, [override]).config) == digest(begun)
+        if option not in RESUMABLE and name not in within and not again:
             raise ConfigError(
                 f"command line: {override}: a resumed run keeps its {option!r}, for it would be another run; "
                 f"these may change: {', '.join(sorted(RESUMABLE | within))} (to change more, start a new run from "
                 f"{recipe})"
             )
-    config = load(recipe, overrides).config
+    loaded = load(recipe, overrides)
+    config = loaded.config
+    if without := re.search(rf"\w+://[^\s/]*:{re.escape(REDACTED)}@[^\s']*", str(loaded.options)):
+        raise ConfigError(
+            f"{recipe} does not hold the password of {without.group()}; give that option anew, as name=URL with the "
+            "password in it"
+        )
     if config.checkpoint.save != "all":
         raise ConfigError(
             f"{folder} saves {config.checkpoint.save} (checkpoint: {config.checkpoint.save}): it cannot be gone on "

@@ -32,6 +32,8 @@ Fate = Literal["unsent", "broken", "failed"]
 """Of a request without an answer: it did not arrive, it may have arrived, or the broker failed at it (5xx)."""
 ALWAYS: frozenset[Fate] = frozenset({"unsent", "broken", "failed"})
 
+BATCH_BYTES = 4 << 30
+"""Largest response: a batch of long rollouts."""
 SECONDS = 60.0
 """How long one answer may take."""
 MIME: dict[wire.Encoding, str] = {"json": "application/json", "msgpack": "application/msgpack"}
@@ -56,7 +58,7 @@ class Connection:
 
     def __init__(self, url: str, key: str = "", *, retry: RetryPolicy | None = None):
         """Nothing is opened yet: ``url`` is such as http://127.0.0.1:8000; an empty ``key`` sends none."""
-        self._http = HttpClient(url, key, kind="broker")
+        self._http = HttpClient(url, key, kind="broker", most_bytes=BATCH_BYTES)
         self._retry = retry or RetryPolicy()
         self._outage = OutageLog(self.name)
         self.speaks: Speaks = "atropos"

@@ -15,7 +15,7 @@ from typer.main import get_command_name
 
 from tandem import __version__
 from tandem.cli.arguments import Overrides, Show
-from tandem.errors import TandemError, is_theirs, message_of, place_of
+from tandem.errors import TandemError, is_theirs, message_of, place_of, redacted
 
 app = typer.Typer(
     name="tandem",
@@ -357,7 +357,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         app([argument for argument in words if argument != "--debug"], prog_name="tandem")
     except TandemError as error:
         if debug:
-            traceback.print_exc()
+            typer.echo(redacted(traceback.format_exc()), err=True, nl=False)
         typer.echo(f"tandem: {error}", err=True)
         sys.exit(error.exit_code)
     except Exception as error:
@@ -366,9 +366,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
                 f"tandem: {message_of(error)}{place_of(error)}; it is your code, and --debug shows how", err=True
             )
             sys.exit(1)
-        traceback.print_exc()
+        typer.echo(redacted(traceback.format_exc()), err=True, nl=False)
         typer.echo(
-            f"tandem: {type(error).__name__}: {error}\n"
+            f"tandem: {redacted(f'{type(error).__name__}: {error}')}\n"
             "tandem: this is a bug, in Tandem or in a part of your own; the traceback above says where",
             err=True,
         )

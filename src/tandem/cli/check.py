@@ -27,7 +27,7 @@ from tandem.config.loading import Loaded, RunConfig, load
 from tandem.config.sources import EnvSource
 from tandem.engines.base import ExportsWeights, ReportsChecksums
 from tandem.envs.base import Split
-from tandem.errors import ConfigError, RewardError, TandemError
+from tandem.errors import ConfigError, RewardError, TandemError, redacted
 from tandem.rewards.base import Reward
 from tandem.rewards.grading.calls import FunctionReward
 from tandem.rewards.grading.workers import Graders
@@ -184,7 +184,8 @@ class _RecipeCheck:
         named = [
             f"{name} {resolve.kind_of(category, getattr(self._config, name))}" for name, category in categories.items()
         ]
-        return ", ".join([*envs, *named, *([f"broker {self._config.broker.url}"] if self._config.broker else [])])
+        brokers = [redacted(f"broker {self._config.broker.url}")] if self._config.broker else []
+        return ", ".join([*envs, *named, *brokers])
 
     def _engine(self) -> str:
         """Whether this machine can have it."""

@@ -27,7 +27,7 @@ from typing import Any, Literal, Union
 from tandem.config import registry as resolve
 from tandem.config.dialects import elsewhere
 from tandem.config.tree import MOST_PROBLEMS, SHELL, Branch, Items, Leaf, Problems, Tree, plain
-from tandem.errors import ConfigError, RewardError, TandemError
+from tandem.errors import ConfigError, RewardError, TandemError, redacted
 from tandem.types import Json
 
 
@@ -478,7 +478,7 @@ def plain_value(value: Any, complete: bool = True, skipped: frozenset[str] = fro
         return {key: plain_value(inner, complete) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [plain_value(item, complete) for item in value]
-    return str(value) if isinstance(value, Path) else value
+    return redacted(str(value)) if isinstance(value, Path | str) else value
 
 
 def describe(hint: Any) -> str:

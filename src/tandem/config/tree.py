@@ -9,7 +9,7 @@ from itertools import count
 
 import yaml
 
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, redacted
 from tandem.types import Json
 
 _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
@@ -189,7 +189,9 @@ def from_plain(value: Json, where: str) -> Tree:
 
 def render(data: Json) -> str:
     """YAML text with innermost collections on one line, keys in the order given."""
-    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=110, allow_unicode=True)
+    return redacted(
+        yaml.dump(data, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=110, allow_unicode=True)
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,8 @@ class Agent(Dataset):
         turns = sum(message.role == "assistant" for message in chat.messages)
         if not turns:
             raise EnvError(f"agent {self.agent!r} never asked the policy; it must use the base URL that it is given")
-        if last_message.strip():
+        # An agent that returns the policy's own last words adds nothing.
+        if last_message.strip() not in ("", chat.messages[-1].content.strip()):
             chat.add(Message(role="assistant", content=last_message.strip()))
         return {"turns": float(turns)}
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from tandem.errors import redacted
 from tandem.printable import printable
 
 FILE_ONLY = {"file_only": True}
@@ -109,7 +110,7 @@ class _OneLine(logging.Formatter):
 
 
 def _harmless(text: str) -> str:
-    return "\n".join(map(printable, text.replace("\t", " ").split("\n")))
+    return "\n".join(map(printable, redacted(text).replace("\t", " ").split("\n")))
 
 
 def _log_warning(

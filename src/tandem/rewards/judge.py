@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from tandem.errors import ConfigError, RewardError
+from tandem.errors import ConfigError, RewardError, redacted
 from tandem.rewards.base import Failure, GroupReward, Verdict
 from tandem.types import Rollout
 
@@ -37,6 +37,8 @@ then end with a line "Score: N"."""
 
 _PATTERN = r"(?im)^[^\w\n-]*(?:score[^\w\n-]*)?(-?\d+(?:\.\d+)?)(?:\s*/\s*\d+)?[^\w\n]*$"
 
+_MOST_BYTES = 4 << 20
+"""Largest answer of a judge."""
 _SLACK = 10.0
 """Seconds beyond the deadline after which the judge's process is thought to hang."""
 
@@ -118,7 +120,7 @@ class Judge(GroupReward):
         gate = asyncio.Semaphore(self.concurrency)
         key = os.environ.get(self.key_variable, "") if self.key_variable else ""
         base = self.url.rstrip("/").removesuffix("/chat/completions")
-        client = HttpClient(f"{base}/chat/completions", key, kind="judge")
+        client = HttpClient(f"{base}/chat/completions", key, kind="judge", most_bytes=_MOST_BYTES)
         pauses = RetryPolicy(first_seconds=self.backoff_seconds, max_seconds=math.inf)
         server = JudgeServer(client, seconds=self.timeout_seconds, retries=self.retries, pauses=pauses)
 
@@ -174,7 +176,7 @@ class Judge(GroupReward):
 
     def _verdict(self, task: asyncio.Task[JudgeReply]) -> Verdict:
         if task.cancelled():
-            return self._unanswered(f"had no answer from {self.url} within {self.deadline_seconds:g} s")
+            return self._unanswered(f"had no answer from {redacted(self.url)} within {self.deadline_seconds:g} s")
         answer = task.result()
         if answer.text is None:
             return self._unanswered(answer.error) if answer.away else Failure("raised", answer.error, answer.costs)
@@ -256,7 +258,9 @@ class JudgeServer:
             except _RetryLater as error:
                 if attempt == self._retries:
                     times = f", asked {attempt + 1} times" if attempt else ""
-                    return JudgeReply(error=f"had no answer from {self._client.url}: {error}{times}", away=True)
+                    return JudgeReply(
+                        error=f"had no answer from {redacted(self._client.url)}: {error}{times}", away=True
+                    )
                 await self._pauses.pause(attempt, error.seconds)
         raise AssertionError("the last time returns")
 
@@ -270,7 +274,7 @@ class JudgeServer:
             if error.status >= 500 or error.status in _LATER:
                 raise _RetryLater(f"it said {error.status}", error.retry_after or 0.0) from error
             costs: Literal["rollout", "run"] = "run" if error.status in _NEVER else "rollout"
-            refusal = f"was refused by {self._client.url}: {error.status} {error.reason[:200]}"
+            refusal = f"was refused by {redacted(self._client.url)}: {error.status} {error.reason[:200]}"
             return JudgeReply(error=refusal, costs=costs)
         except HttpError as error:
             raise _RetryLater(error.reason) from error

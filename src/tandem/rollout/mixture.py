@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -20,6 +21,8 @@ log = logging.getLogger(__name__)
 
 REST = 20
 """Batches for which an environment that gave nothing to train on is left out, before it is tried again."""
+SAME = 4
+"""Least groups that must fail in the same way before the failure is taken for that of every group."""
 
 
 class MixtureSchedule:
@@ -99,6 +102,7 @@ class EnvMixture:
         self._spent: set[str] = set()
         self._barren: Counter[str] = Counter()  # groups of each environment that were dropped in a row
         self._first: dict[str, float] = {}  # nats per token of each environment's first group
+        self._only_failure: dict[str, str] = {}  # that all groups of an environment ended with; "" if any did not
         self.resting: dict[str, int] = {}
         """The batch from which an environment is tried again, of those that have given nothing since they were left
         out."""
@@ -116,18 +120,27 @@ class EnvMixture:
         self._first.setdefault(env, surprisal(group))
         self._spent.clear()
         self._barren[env] = 0
+        self._only_failure[env] = ""
         if self.resting.pop(env, None) is not None:
             log.warning("%s gives groups that can be trained on again; it has its share as before", env)
 
     def dropped(self, env: str, reason: str, group: Group, batch: int) -> Starved | None:
-        """A group of an environment was dropped while a batch was filled; an error if none is left to fill it."""
+        """A group of an environment was dropped while a batch was filled; an error if none is left to fill it.
+
+        Where every group of the run so far failed in the same way, those of one batch are enough.
+        """
+        failure = _failure(group) if reason == "failed" else ""
         self._first.setdefault(env, surprisal(group))
+        if self._only_failure.setdefault(env, failure) != failure:
+            self._only_failure[env] = ""
         if self.resting.get(env, 0) > batch:
             return None  # of those that were being played when it was left out
         self._barren[env] += 1
         count, whole = self._barren[env], max(1, self._schedule(tuple(self._runners)).counts(batch)[env])
-        again = env in self.resting
-        if count <= (whole - 1 if again else self._max_dropped_batches * whole):
+        again, most = env in self.resting, self._max_dropped_batches * whole
+        if self._only_failure[env]:
+            most = min(most, max(whole, SAME) - 1)
+        if count <= (whole - 1 if again else most):
             return None
         self._spent.add(env)
         if len(self._spent) == len(self._runners):
@@ -164,6 +177,12 @@ class EnvMixture:
         if names not in self._schedules:
             self._schedules[names] = MixtureSchedule([self._runners[name] for name in names], self._places)
         return self._schedules[names]
+
+
+def _failure(group: Group) -> str:
+    """What every rollout of a group failed with, whatever the numbers in it; empty if it was not the same."""
+    failures = {re.sub(r"\d+", "0", rollout.error) for rollout in group.rollouts}
+    return failures.pop() if len(failures) == 1 else ""
 
 
 def _seen(count: int, reason: str, group: Group) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +13,7 @@ from tandem.types import TEXT, Json, Message, Task
 
 _MARK = "\u2042tandem\u2042"
 """Stands for the policy's words while a template is rendered around them."""
+_NONE: Mapping[str, Json] = {}
 
 
 class Template:
@@ -34,14 +35,27 @@ class Template:
         """What the template knows of tools."""
         return speech(self._render)
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Json] = ()) -> list[int]:
-        """Token ids of a conversation, up to where the policy speaks; ``tools`` are those that it may call."""
+    def prompt(
+        self, messages: Sequence[Message], tools: Sequence[Json] = (), options: Mapping[str, Json] = _NONE
+    ) -> list[int]:
+        """Token ids of a conversation, up to where the policy speaks.
+
+        Args:
+            messages: the conversation.
+            tools: those that the policy may call.
+            options: of the template, beside the run's.
+        """
         if len(messages) == 1 and messages[0].role == TEXT:
             return self.text(messages[0].content)
-        return self._encode(self._render(messages, tools))
+        return self._encode(self._render(messages, tools, options))
 
     def bridge(
-        self, opening: Sequence[Message], reply: Sequence[Message], last: int, tools: Sequence[Json] = ()
+        self,
+        opening: Sequence[Message],
+        reply: Sequence[Message],
+        last: int,
+        tools: Sequence[Json] = (),
+        options: Mapping[str, Json] = _NONE,
     ) -> list[int]:
         """Token ids between a sampled completion and the policy's next words.
 
@@ -50,8 +64,9 @@ class Template:
             reply: what the environment says.
             last: the last sampled token; if it is the end-of-turn token the template writes, it is not repeated.
             tools: those that the policy may call.
+            options: of the template, beside the run's.
         """
-        text = self._render([*opening, Message(role="assistant", content=_MARK), *reply], tools)
+        text = self._render([*opening, Message(role="assistant", content=_MARK), *reply], tools, options)
         after = text.rpartition(_MARK)[2]
         # A model may end a turn with another token than the tokenizer's eos, so the token itself is compared.
         tokens = self._encode(after)
@@ -94,11 +109,13 @@ class Template:
         self._piece.update(zip(new, texts, strict=True))
         return [self._piece[token] for token in tokens]
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Json] = ()) -> str:
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[Json] = (), options: Mapping[str, Json] = _NONE
+    ) -> str:
         if any(message.role == TEXT for message in messages):
             raise EnvError("a text that the policy goes on with has no chat template, so no message can follow it")
         plain = [as_template(message) for message in messages]
-        options = {**self._options, "tools": list(tools)} if tools else self._options
+        options = {**self._options, **options, **({"tools": list(tools)} if tools else {})}
         try:
             with waits.blocking(waits.actor("rollouts"), "messages as text", on="the chat template"):
                 return self._tokenizer.apply_chat_template(  # type: ignore[no-any-return]
@@ -106,7 +123,7 @@ class Template:
                 )
         except Exception as error:
             roles = ", ".join(m.role for m in messages)
-            raise EnvError(f"the chat template refuses messages of roles {roles}: {error}") from error
+            raise EnvError(f"the chat template refuses messages of roles {roles[:500]}: {error}") from error
 
     def _encode(self, text: str) -> list[int]:
         # The template writes special tokens itself.

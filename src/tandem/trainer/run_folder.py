@@ -21,7 +21,7 @@ from typing import Any, Self
 from tandem.config import loading as recipes
 from tandem.config import registry as resolve
 from tandem.config.loading import RunConfig
-from tandem.errors import Alarmed, ConfigError, TandemError, command
+from tandem.errors import Alarmed, ConfigError, TandemError, command, redacted
 from tandem.observability import json_lines, report, vitals, waits
 from tandem.observability import log as logs
 from tandem.observability.alarms.watch import Notice
@@ -188,7 +188,7 @@ def failing(folder: Path) -> Iterator[None]:
         how = f"ended at once; go on from its last checkpoint with: {command('train', folder)}"
         raise asyncio.CancelledError(how) from error
     except Exception as error:
-        message = str(error) if isinstance(error, TandemError) else f"{type(error).__name__}: {error}"
+        message = str(error) if isinstance(error, TandemError) else redacted(f"{type(error).__name__}: {error}")
         log.error("the run failed: %s", message, exc_info=True, extra=logs.FILE_ONLY)
         row = {"time": time.time(), "event": "run_failed", "error": type(error).__name__, "message": message}
         with contextlib.suppress(OSError):  # of a full disk the error itself tells

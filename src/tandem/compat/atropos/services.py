@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MOST_BYTES = 1 << 20
+"""Of a response that is read."""
 LOOK_SECONDS = 3.0
 """How long one look at an engine or a broker may take."""
 ENGINE_SECONDS = 1800.0
@@ -112,7 +114,7 @@ def get_json(url: str, key: str = "") -> tuple[int, Any]:
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
         with urllib.request.urlopen(request, timeout=LOOK_SECONDS) as answer:
-            return answer.status, json.load(answer)
+            return answer.status, json.loads(answer.read(MOST_BYTES))
     except urllib.error.HTTPError as error:
         return error.code, None
     except ValueError:

@@ -62,7 +62,8 @@ class RolloutFunction(AxolotlDatasets):
             raise EnvError(
                 f"rollout_func {self.rollout_func} never called model.generate, so there is nothing to train"
             )
-        chat.add(Message(role="assistant", content=text))
+        if text != chat.messages[-1].content:
+            chat.add(Message(role="assistant", content=text))
         return {"turns": float(turns)}
 
     def _call(self, task: Task, url: str) -> str:

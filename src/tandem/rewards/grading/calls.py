@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tandem.errors import SHOWN_TEXT, RewardError
+from tandem.errors import SHOWN_TEXT, RewardError, redacted
 from tandem.lazy import asyncio
 from tandem.rewards.base import Failure, GroupReward, Reward, Verdict
 from tandem.types import TEXT, Message, Rollout
@@ -202,7 +202,8 @@ def traceback_of(error: BaseException) -> str:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in _GRADING and trace.tb_next is not None:
         trace = trace.tb_next
-    return "".join(line[: 2 * SHOWN_TEXT] for line in traceback.format_exception(type(error), error, trace))
+    lines = traceback.format_exception(type(error), error, trace)
+    return "".join(redacted(line)[: 2 * SHOWN_TEXT] for line in lines)
 
 
 _GRADING = frozenset({__file__, str(Path(__file__).with_name("grader.py"))})

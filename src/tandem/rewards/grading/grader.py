@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
-from tandem.errors import RewardError, message_of, raised
+from tandem.errors import RewardError, message_of, raised, redacted
 from tandem.lazy import asyncio
 from tandem.rewards.base import Failure, Reward
 from tandem.rewards.grading.calls import Called, Outcome, called, traceback_of
@@ -268,7 +268,7 @@ def _load(specs: Sequence[tuple[str, str, str | bytes]]) -> dict[str, Called] | 
         try:
             thing = pkgutil.resolve_name(spec) if isinstance(spec, str) else pickle.loads(spec)
         except BaseException as error:  # user code may raise anything while it is imported
-            traceback.print_exc()
+            sys.stderr.write(redacted(traceback.format_exc()))
             return f"{who} cannot be imported: {error if isinstance(error, ImportError) else message_of(error)}"
         if not callable(thing) or isinstance(thing, type):
             return f"{who} is a {type(thing).__name__}; expected a function of a rollout, or f(completions, **columns)"
@@ -277,7 +277,7 @@ def _load(specs: Sequence[tuple[str, str, str | bytes]]) -> dict[str, Called] | 
                 thing.prepare()
             rewards[name] = called(thing)
         except BaseException as error:
-            traceback.print_exc()
+            sys.stderr.write(redacted(traceback.format_exc()))
             return str(error) if isinstance(error, RewardError) else f"{who} cannot be used: {message_of(error)}"
     return rewards
 

@@ -38,10 +38,10 @@ SKEW = 1 / 16
 """Correlation that rounding may have with the difference between two versions of the weights without counting for
 either: both differ by the trainer's own rounding, which is in the residual too, and need not be equal in both."""
 DISTANCE = 1.8
-"""Noise scales that other weights must differ by before an answer can count for them. Two passes of the trainer over the
-same weights differ by at most sqrt(2) scales, see ``separation``; the rest is room for noise that grows."""
+"""Noise scales that other weights must differ by before an answer can count for them. Two passes of the trainer over
+the same weights differ by at most sqrt(2) scales, see ``separation``; the rest is room for noise that grows."""
 _CLIP = 4.0
-"""Noise scales that one token adds to a separation, at most: a few that rounding hits hard are no evidence of others."""
+"""Noise scales that one token adds to a separation, at most: a few that rounding hits hard are no evidence."""
 _MAD = 1.4826
 """Standard deviation of a normal distribution over the median of its absolute values."""
 

@@ -13,7 +13,7 @@ import msgspec
 
 from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.client.process import EngineProcess
-from tandem.errors import EngineError, StaleWeights
+from tandem.errors import EngineError, StaleWeights, redacted
 from tandem.lazy import aiohttp
 from tandem.observability import waits
 
@@ -65,7 +65,7 @@ class EngineServer:
     @property
     def name(self) -> str:
         """For messages."""
-        return f"engine {self.url}" + (f" (pid {self.process.pid})" if self.process else "")
+        return redacted(f"engine {self.url}") + (f" (pid {self.process.pid})" if self.process else "")
 
     def opened(self) -> aiohttp.ClientSession:
         """The session; made where the event loop runs."""
@@ -196,6 +196,8 @@ class EngineServer:
         self, method: str, path: str, body: Callable[[], bytes | None], took: Callable[[bytes], None] | None = None
     ) -> tuple[int, bytes]:
         """Status and body, but for what is taken; asked again where a connection breaks and another can be had."""
+        from tandem.http import TooLong, read_bounded  # loads aiohttp
+
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
         tries = 0
         while True:
@@ -204,10 +206,12 @@ class EngineServer:
             try:
                 async with self.opened().request(method, self.url + path, data=body(), timeout=timeout) as response:
                     if took is None or response.status >= 400:
-                        return response.status, await response.read()
+                        return response.status, await read_bounded(response)
                     async for piece in response.content.iter_any():
                         took(piece)
                     return response.status, b""
+            except TooLong as error:
+                raise EngineError(f"{self.name} answers {path} with {error}") from error
             except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
                 broke = not isinstance(error, (aiohttp.ClientConnectorError, TimeoutError))
                 if broke and tries < AGAIN and not path.startswith(ONCE) and not self._closed:
