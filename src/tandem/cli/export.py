@@ -53,7 +53,9 @@ def _merge(config: RunConfig, adapter: Path, destination: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    base = AutoModelForCausalLM.from_pretrained(config.model, dtype=getattr(torch, config.dtype))
+    base = AutoModelForCausalLM.from_pretrained(
+        config.model, dtype=getattr(torch, config.dtype), trust_remote_code=False
+    )
     merged = PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()
     merged.save_pretrained(destination)
-    AutoTokenizer.from_pretrained(adapter).save_pretrained(destination)
+    AutoTokenizer.from_pretrained(adapter, trust_remote_code=False).save_pretrained(destination)
