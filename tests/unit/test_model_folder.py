@@ -39,10 +39,10 @@ def folder(tiny_model: Path, tmp_path: Path) -> Path:
 def test_code_in_a_model_folder_is_refused_without_a_question(
     folder: Path, monkeypatch: pytest.MonkeyPatch, load: Callable[[str], Any], file: str, changes: dict[str, Any]
 ) -> None:
-    def asked(text: str = "") -> str:
-        raise AssertionError(text)
+    def refuse(prompt: str = "") -> str:
+        raise AssertionError(prompt)
 
-    monkeypatch.setattr(builtins, "input", asked)
+    monkeypatch.setattr(builtins, "input", refuse)
     (folder / "own.py").write_text("raise AssertionError('run')")
     written = json.loads((folder / file).read_text())
     (folder / file).write_text(json.dumps(written | changes))
