@@ -45,7 +45,6 @@ ALLOWED = {
     "engines/vllm/server/asgi.py:unless": "it is done",
     "engines/vllm/client/fleet.py:_first_of": "it is done",
     "rewards/judge.py:_verdict": "it is done",
-    "rewards/grading/process.py:_heard": "it is done",
     "broker/producer.py:_unless": "it is done",
     "transport/collective.py:connect": "it is done",
     "transport/collective.py:behind": "on CUDA it queues; gloo's has the group's deadline",

@@ -643,7 +643,7 @@ def fails_on_wrong(completions, answer, **columns):
         ("scalar", 4, ["returned 1.0; expected a list: a number or None for each completion (and 7 like it)"]),
         ("alone", 4, ["returned 1 rewards for 2 completions (and 7 like it)"]),
         ("raises", 4, ["raised KeyError", "(own.py:10 in raises) (and 7 like it); mend the reward"]),
-        ("fails_on_wrong", 4, ["a wrong answer: reward 'own:fails_on_wrong' raised ZeroDivisionError"]),
+        ("fails_on_wrong", 4, ["reward 'own:fails_on_wrong' raised ZeroDivisionError"]),
     ],
 )
 @pytest.mark.usefixtures("known_pass")

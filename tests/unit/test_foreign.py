@@ -33,7 +33,7 @@ from tandem.errors import BrokerError, Deadline, EngineError, Starved
 from tandem.metrics import flatten
 from tandem.rollout.data_state import DataState
 from tandem.rollout.turns import unrecorded_options
-from tandem.trainer.broker_source import broker_source
+from tandem.trainer.broker_source import TolerantSource, broker_source
 from tandem.trainer.environments import StepCounter
 from tandem.trainer.pack import StepBatch
 from tandem.trainer.record import records
@@ -159,6 +159,7 @@ class Trainer:
     step: int = 0
     dropped: list[tuple[str, str]] = field(default_factory=list)
     failure: Exception | None = None
+    kind: type[BrokerSource] = BrokerSource
 
     def source(self, **options: Any) -> BrokerSource:
         rules = {name: options.pop(name) for name in ("env_advantages", "policy_logprobs") if name in options}
@@ -169,7 +170,7 @@ class Trainer:
             "drop_zero_variance": True,
             "lease_seconds": 60.0,
         }
-        return BrokerSource(
+        return self.kind(
             broker=self.broker,
             run=RUN,
             options=BrokerSourceOptions(**{**defaults, **options}, rules=Rules(**rules), poll_seconds=0.0),
@@ -343,6 +344,41 @@ def test_groups_that_say_that_they_were_sampled_otherwise_end_the_run(options: d
     own = getattr(Sampling(), name)
     with pytest.raises(BrokerError, match=rf"samples with {name} {value}, .* with {own:g}; .* sampling\.{name}"):
         taken(other, 1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"generation_params": {"top_p": -1e300}}, "samples with top_p -1e+300"),
+        ({"generation_params": {"min_p": 10**400}}, "OverflowError"),
+        ({"inference_logprobs": None}, "has no inference_logprobs"),
+    ],
+    ids=["impossible", "beyond a float", "no logprobs"],
+)
+def test_a_group_that_is_refused_is_set_aside_and_training_goes_on(
+    changed: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    broker = Local()
+    broker.put(sent("a"), sent("b", **changed), sent("c"), sent("d"))
+    trainer = Trainer(broker, kind=TolerantSource)
+
+    async def go() -> tuple[list[str], Mapping[str, float], tuple[str, ...]]:
+        async with trainer.source().open(DataState()) as source:
+            return names(await source.take()), counted(source), source.data_state().batches
+
+    batch, metrics, held = run(go())
+    assert batch == ["a", "c"]
+    assert metrics["groups/malformed"] == 1
+    assert len(held) == 2, "what came is acknowledged with the checkpoint, and does not come again"
+    assert "a group of the broker cannot be trained on and is set aside: " in caplog.text
+    assert why in caplog.text
+
+
+def test_a_broker_whose_groups_are_all_refused_ends_the_run_with_the_reason() -> None:
+    broker = Local()
+    broker.put(*(sent(f"g{n}", generation_params={"top_p": 0.5}) for n in range(8)))
+    with pytest.raises(Starved, match=r"samples with top_p 0\.5"):
+        taken(broker, 1, Trainer(broker, kind=TolerantSource), max_dropped_batches=2)
 
 
 def test_what_is_no_number_says_nothing_of_sampling() -> None:

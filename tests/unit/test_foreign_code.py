@@ -46,6 +46,10 @@ class Mine(Arithmetic):
     async def play(self, task, chat):
         mixed = {"calls": 1.0, "tool": "calculator"}
         return {"mixed": mixed, "keys": {1: 2.0}, "nothing": None, "list": [1.0], "fine": {"calls": True}}[self.wrong]
+
+
+def leave():
+    raise SystemExit(0)
 """
 
 
@@ -152,6 +156,21 @@ def test_the_command_line_tells_whose_an_error_is(
     with pytest.raises(SystemExit):
         main(["list", "--debug"])
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_user_code_that_calls_sys_exit_does_not_end_a_verb_in_silence(
+    mine: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine("")
+    import my_env
+
+    from tandem.cli import list_parts
+
+    monkeypatch.setattr(list_parts, "list_parts", lambda category: my_env.leave())
+    with pytest.raises(SystemExit) as ended:
+        main(["list"])
+    assert ended.value.code == 1
+    assert "tandem: your code ended the process: SystemExit: 0 (my_env.py:" in capsys.readouterr().err
 
 
 def test_code_of_tandem_is_not_theirs() -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
+from tandem import importing
 from tandem.config import registry as resolve
 from tandem.errors import ConfigError
 
@@ -108,6 +112,31 @@ def test_an_import_that_fails_says_why(here: Path, path: str, message: str) -> N
     with pytest.raises(ConfigError) as caught:
         resolve.import_object(path)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("import sys\nsys.exit()", r"at .*ending.py:2 with ImportError: it raised SystemExit$"),
+        ("import os\nos._exit(0)", r"at .*ending.py:2 with ImportError: it raised SystemExit: os._exit\(0\)$"),
+        ("raise BaseException('no')", r"at .*ending.py:1 with ImportError: it raised BaseException: no$"),
+        (
+            "while True:\n    try:\n        pass\n    except Exception:\n        pass",
+            r"at .*ending.py:\d with ImportError: it took longer than 0.2 s$",
+        ),
+    ],
+    ids=["sys.exit", "os._exit", "BaseException", "loop"],
+)
+def test_an_import_that_ends_the_process_or_never_ends_is_an_error(
+    here: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str
+) -> None:
+    monkeypatch.setattr(importing, "SECONDS", 0.2)
+    monkeypatch.delitem(sys.modules, "ending", raising=False)
+    write(here, "ending.py", code)
+    leave, ring = os._exit, signal.getsignal(signal.SIGALRM)
+    with pytest.raises(ConfigError, match=f"importing ending failed {message}"):
+        resolve.import_object("ending:fn")
+    assert (os._exit, signal.getsignal(signal.SIGALRM)) == (leave, ring)
 
 
 def test_an_import_that_raises_names_file_and_line(here: Path) -> None:

@@ -355,6 +355,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         with_compat_verbs()
     try:
         app([argument for argument in words if argument != "--debug"], prog_name="tandem")
+    except SystemExit as error:
+        if is_theirs(error):  # else it is how a verb ends
+            typer.echo(f"tandem: your code ended the process: {message_of(error)}{place_of(error)}", err=True)
+            sys.exit(1)
+        raise
     except TandemError as error:
         if debug:
             typer.echo(redacted(traceback.format_exc()), err=True, nl=False)

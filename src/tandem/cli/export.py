@@ -63,7 +63,7 @@ def _merge(recipe: Path, adapter: Path, destination: Path) -> None:
     if not isinstance(options, dict) or not isinstance(model := options.get("model"), str):
         raise ConfigError(f"{recipe} names no model, which the adapter would be merged into")
     dtype = torch.float32 if options.get("dtype") == "float32" else torch.bfloat16
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, trust_remote_code=False)
     merged = PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()
     merged.save_pretrained(destination)
-    AutoTokenizer.from_pretrained(adapter).save_pretrained(destination)
+    AutoTokenizer.from_pretrained(adapter, trust_remote_code=False).save_pretrained(destination)

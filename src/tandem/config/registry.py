@@ -20,6 +20,7 @@ from typing import Any
 
 from tandem import clone
 from tandem.errors import ConfigError
+from tandem.importing import importing
 
 CATEGORIES = {
     "envs": "tandem.envs",
@@ -127,7 +128,8 @@ def import_object(path: str) -> Any:
         sys.path.insert(0, os.getcwd())
     importlib.invalidate_caches()
     try:
-        module = importlib.import_module(module_name)
+        with importing():
+            module = importlib.import_module(module_name)
     except Exception as error:  # user code may raise anything while it is imported; the message carries it
         raise ConfigError(_import_failure(path, module_name, error)) from error
     thing: Any = module
@@ -187,7 +189,8 @@ def _import_failure(path: str, module_name: str, error: Exception) -> str:
             f"name its folder in PYTHONPATH{clone.where(module_name.replace('.', '/') + '.py')}"
         )
     frames = inspect.getinnerframes(error.__traceback__) if error.__traceback__ else []
-    own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]
+    between = (__file__, inspect.unwrap(importing).__code__.co_filename)
+    own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename not in between]
     at = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
     return f"cannot import {path}: importing {module_name} failed{at} with {type(error).__name__}: {error}"
 

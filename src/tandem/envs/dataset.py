@@ -14,6 +14,7 @@ from tandem.envs.base import Environment, Split
 from tandem.envs.data.rows import DataRow, DataSource
 from tandem.envs.data.split import opening, some
 from tandem.errors import ConfigError, EnvError
+from tandem.importing import importing
 from tandem.types import Json, Message, Task
 
 _PLACE = re.compile(r"\{([^{}\n]+)\}")
@@ -145,7 +146,8 @@ def imported(option: str, path: str) -> Callable[..., Any]:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        function = pkgutil.resolve_name(path)
+        with importing():
+            function = pkgutil.resolve_name(path)
     except Exception as error:  # user code may raise anything while it is imported; the message carries it
         raise EnvError(f"{option} {path!r} cannot be imported: {error}; write pkg.module:function") from error
     if not callable(function):

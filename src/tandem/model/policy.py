@@ -7,9 +7,11 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
@@ -144,7 +146,7 @@ def load_tokenizer(name: str, *, chat_template: str | None = None) -> Any:
         ConfigError: there is none, or it has no chat template and none was given.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=_kept_only(name))
+        tokenizer = AutoTokenizer.from_pretrained(name, **_options(name))
     except (OSError, ValueError) as error:
         raise ConfigError(_missing(name, "tokenizer", error)) from error
     if chat_template:
@@ -167,7 +169,7 @@ def load_config(name: str) -> Any:
         ConfigError: there is none, or such a model would be computed wrongly.
     """
     try:
-        config = AutoConfig.from_pretrained(name, local_files_only=_kept_only(name))
+        config = AutoConfig.from_pretrained(name, **_options(name))
     except (OSError, ValueError) as error:
         raise ConfigError(_missing(name, "configuration", error)) from error
     if why := refusal(config.get_text_config()):
@@ -190,9 +192,12 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> Any:
             dtype=dtype,
             attn_implementation=NAME,
             output_loading_info=True,
-            local_files_only=_kept_only(name),
+            **_options(name),
         )
         model, info = loaded
+    except (SafetensorError, UnpicklingError, EOFError) as error:
+        why = str(error).partition(". ")[0] or "it is empty"  # what follows advises to run what the file says
+        raise ConfigError(f"a weights file of model {name!r} is damaged ({why}); fetch the model again") from error
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(_missing(name, "weights", error)) from error
     if missing := sorted(info["missing_keys"]):
@@ -223,12 +228,22 @@ def _checked(model: Any, name: str) -> Any:
     return model
 
 
+def _options(name: str) -> dict[str, bool]:
+    """How everything of a model is read: without its repository's code, about which transformers would ask."""
+    return {"local_files_only": _kept_only(name), "trust_remote_code": False}
+
+
 def _kept_only(name: str) -> bool:
     """True for a hub id while the hub is away: then only what is kept on this machine is looked at."""
     return not Path(name).is_dir() and bool(hub.away())
 
 
 def _missing(name: str, what: str, error: Exception) -> str:
+    if "trust_remote_code" in str(error):
+        return (
+            f"the {what} of model {name!r} needs code from its repository (trust_remote_code), and Tandem runs none; "
+            "use a model whose architecture is in transformers"
+        )
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1
     if looks_local and not Path(name).expanduser().is_dir():

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tandem.errors import ConfigError, RewardError, message_of
+from tandem.importing import importing
 from tandem.rewards.grading.calls import Called, FunctionReward, plain
 
 
@@ -40,7 +41,8 @@ class Function(FunctionReward):
             raise RewardError(f"reward function {self.path!r} cannot be imported: {why}") from error
 
     def called(self) -> Called:
-        thing = pkgutil.resolve_name(self.path)
+        with importing():
+            thing = pkgutil.resolve_name(self.path)
         if isinstance(thing, type):
             thing = thing()
         if not callable(thing):

@@ -87,7 +87,7 @@ def loaded(name: str, label: int | None, device: str, dtype: str, chat_template:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         where = torch.device(device)
         model = _model(name, dtype).to(where).eval().requires_grad_(False)
     except (OSError, ValueError, RuntimeError) as error:  # no such model or device; the message says which
@@ -170,7 +170,9 @@ def _model(name: str, dtype: str) -> Any:
     from transformers import AutoModelForSequenceClassification
 
     wanted = "auto" if dtype == "auto" else getattr(torch, dtype)
-    model, info = AutoModelForSequenceClassification.from_pretrained(name, dtype=wanted, output_loading_info=True)
+    model, info = AutoModelForSequenceClassification.from_pretrained(
+        name, dtype=wanted, output_loading_info=True, trust_remote_code=False
+    )
     if missing := sorted(info["missing_keys"]):
         raise RewardError(
             f"reward model {name} lacks {', '.join(missing[:3])}: it has no head for sequence classification; name a "

@@ -4,21 +4,46 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 
-from tandem.broker.client import Connection, TrainerClient
+from tandem.broker.client import Connection, TakenBatch, TrainerClient
 from tandem.broker.protocol.convert import Rules
 from tandem.broker.protocol.messages import RunParameters
 from tandem.broker.source import BrokerSource, BrokerSourceOptions, full_marks
 from tandem.config.loading import RunConfig
 from tandem.engines.base import Engine, ReportsChecksums
-from tandem.errors import ConfigError
+from tandem.errors import BrokerError, ConfigError, message_of
 from tandem.observability.emit import Telemetry
 from tandem.observability.loggers.wandb import Wandb
 from tandem.rollout.template import Template
 from tandem.trainer.environments import StepCounter, dropped
 
 log = logging.getLogger(__name__)
+
+
+class TolerantSource(BrokerSource):
+    """A source that sets aside a group that cannot be trained on as the recipe is, instead of ending the run."""
+
+    def _receive(self, taken: TakenBatch) -> None:
+        """Read each group by itself; those that are refused count as malformed. Too many in a row raise Starved."""
+        refused = []
+        for at, scored in enumerate(taken.groups):
+            alone = replace(
+                taken,
+                id=None,
+                groups=[scored],
+                ids=taken.ids[at : at + 1],
+                versions=taken.versions[at : at + 1],
+                malformed=(),
+            )
+            try:
+                super()._receive(alone)
+            except BrokerError as error:
+                refused.append(str(error))
+            except (ArithmeticError, ValueError) as error:  # a value of a stranger's that no check expects
+                refused.append(message_of(error))
+        super()._receive(replace(taken, groups=(), versions=(), malformed=(*taken.malformed, *refused)))
 
 
 def broker_source(
@@ -62,7 +87,7 @@ def broker_source(
         policy_logprobs=options.missing_logprobs == "policy",
         decode=template.decode,
     )
-    return BrokerSource(
+    return TolerantSource(
         broker=TrainerClient(Connection(options.url, _key(options.key_variable))),
         run=_parameters(config, folder, context),
         options=BrokerSourceOptions(

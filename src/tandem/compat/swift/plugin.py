@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from tandem.compat.swift.library import SwiftArguments, multi_turns, orms
 from tandem.errors import ConfigError, RewardError, message_of
+from tandem.importing import importing
 from tandem.rewards.grading.calls import Called, FunctionReward
 from tandem.types import Json, Rollout
 
@@ -135,7 +136,8 @@ def _run(
             raise RewardError(f"{file} is no Python file")
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module  # classes are looked up by the module they say
-        spec.loader.exec_module(module)
+        with importing():
+            spec.loader.exec_module(module)
         own = {key: thing for key, thing in registry.items() if before.get(key) is not thing}
         rewards |= {key: RegisteredReward(file, thing) for key, thing in own.items()}
     return rewards, dict(multi_turns())

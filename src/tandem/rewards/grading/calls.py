@@ -29,8 +29,8 @@ _MOST = 1e18
 class Outcome(NamedTuple):
     """Result of one reward call: verdicts, and the metrics that the function logged."""
 
-    verdicts: list[Verdict] | Failure
-    """One per rollout, or why the whole call failed."""
+    verdicts: list[Verdict]
+    """One per rollout."""
     metrics: Sequence[dict[str, float]] = ()
     """What the function logged of each rollout; empty: nothing."""
 
@@ -118,9 +118,10 @@ class Called:
             return Outcome([_verdict(value)])
         values = value.tolist() if hasattr(value, "tolist") else value
         if not isinstance(values, (list, tuple)):
-            return Outcome(_bad(f"returned {_shown(values)}; expected a list: a number or None for each completion"))
+            bad = _bad(f"returned {_shown(values)}; expected a list: a number or None for each completion")
+            return Outcome([bad] * log.count)
         if len(values) != log.count:
-            return Outcome(_bad(f"returned {len(values)} rewards for {log.count} completions"))
+            return Outcome([_bad(f"returned {len(values)} rewards for {log.count} completions")] * log.count)
         return Outcome([_verdict(value) for value in values], log.rows if any(log.rows) else ())
 
     def _columns(self, rollouts: Sequence[Rollout], steps: int | None, log: _Log) -> dict[str, Any]:
@@ -158,8 +159,7 @@ class FunctionReward(Reward):
             value, log = called.begin([rollout], None)
             return called.outcome(await value if inspect.isawaitable(value) else value, log)
 
-        verdicts = asyncio.run(alone()).verdicts
-        verdict = verdicts if isinstance(verdicts, Failure) else verdicts[0]
+        (verdict,) = asyncio.run(alone()).verdicts
         if isinstance(verdict, Failure):
             raise RewardError(verdict.text)
         return verdict

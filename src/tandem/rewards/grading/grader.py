@@ -1,15 +1,15 @@
-"""Grading process: reads jobs from its stdin, answers call by call, dies with its parent.
+"""Grading process: reads jobs from stdin, writes one line of JSON for each call, and ends with its parent.
 
-Everything happens in the main thread, where signals arrive (math-verify sets an alarm); a second thread only
-reads, so that the end of the parent is noticed while a grader hangs. Messages are pickles behind their length.
-
-Each answer is written at once to a pipe that the parent does not watch, so that it is there whatever the next call does
-to this process; the parent is told on stdout when the job is done, or before the pipe is full.
+Jobs are pickles: they come from the trainer. Answers are JSON, because rewards can write to any descriptor of this
+process: what the trainer reads must not be code. Calls run in the main thread, where signals arrive (math-verify sets
+an alarm); a second thread reads, so that the end of the parent is noticed while a reward hangs.
 """
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
+import functools
 import gc
 import inspect
 import io
@@ -22,30 +22,31 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Coroutine, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple
+
+import msgspec
 
 from tandem.errors import RewardError, message_of, raised, redacted
+from tandem.importing import importing
 from tandem.lazy import asyncio
 from tandem.rewards.base import Failure, Reward
 from tandem.rewards.grading.calls import Called, Outcome, called, traceback_of
 from tandem.types import Rollout
 
-T = TypeVar("T")
-
 HEADER = struct.Struct("!I")
-"""Length of the message that follows."""
+"""Length of the job that follows."""
 
 _GRACE = 1.0
-"""Seconds a grader may still run after the parent is gone."""
+"""Seconds a reward may still run after the parent is gone."""
 
 
 class RewardCall(NamedTuple):
     """One call of one reward function."""
 
+    number: int
+    """Unique among the calls of a pool."""
     name: str
     """Name of the reward."""
     rows: tuple[int, ...]
@@ -72,116 +73,91 @@ class Order(NamedTuple):
     """Steps of the run, for functions that ask; None where that is not known."""
 
 
-ROOM = 8 << 10
-"""Bytes of answers that the pipe holds for sure, before the parent is told to read."""
+class Ready(msgspec.Struct):
+    """First answer: the rewards are loaded, or one of them cannot be used."""
+
+    abilities: dict[str, Ability] = {}
+    """By name of the reward."""
+    error: str = ""
+    """Which reward cannot be used, and why."""
 
 
-class AnswerPipe:
-    """The pipe on which a grading process sends its answers."""
+class Answer(msgspec.Struct):
+    """Result of one call."""
 
-    def __init__(self, pipe: int, wire: BinaryIO) -> None:
-        self._pipe = pipe
-        self._wire = wire
-        self._process = os.getpid()
-        self._unread = 0
-        self._number = 0
-
-    def give(self, place: int, outcome: Outcome, *, tell: bool) -> None:
-        """One call's, with its number and the moment at which it was done, from which the next call's time counts.
-
-        ``tell`` has the parent read it at once. A child that a reward forked, and that came back from it, ends here:
-        its answer is the grader's own.
-        """
-        if os.getpid() != self._process:
-            os._exit(0)
-        body = pickle.dumps((self._number, place, outcome, time.monotonic()))
-        self._number += 1
-        if len(body) > ROOM:
-            self._tell(body)
-            return
-        if self._unread + len(body) > ROOM:
-            self._tell()
-        os.write(self._pipe, HEADER.pack(len(body)) + body)
-        self._unread += HEADER.size + len(body)
-        if tell:
-            self._tell()
-
-    def _tell(self, body: bytes = b"") -> None:
-        self._wire.write(HEADER.pack(len(body)) + body)
-        self._wire.flush()
-        self._unread = 0
+    call: int
+    """Its number."""
+    verdicts: list[float | Failure | None]
+    """One per rollout."""
+    metrics: Sequence[dict[str, float]] = ()
+    """What the function logged of each rollout; empty: nothing."""
 
 
-class _EventLoop:
-    """The event loop that runs what is async. Where nothing is, none is made, and asyncio is not imported."""
-
-    def __init__(self) -> None:
-        self._runner: asyncio.Runner | None = None
-
-    def make(self) -> asyncio.Runner:
-        """Have it ready."""
-        self._runner = self._runner or asyncio.Runner()
-        return self._runner
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """What a coroutine returns."""
-        return self.make().run(coroutine)
-
-    def close(self) -> None:
-        """End the tasks that are left."""
-        if self._runner is not None:
-            self._runner.close()
+@functools.cache
+def _runner() -> asyncio.Runner:
+    """The event loop that runs what is async; asyncio is imported only where something is."""
+    runner = asyncio.Runner()
+    atexit.register(runner.close)
+    return runner
 
 
 @dataclass(frozen=True, slots=True)
 class _Grader:
-    """Rewards that are ready, and the way back to the run."""
+    """Rewards that are ready, and the way back to the trainer."""
 
     rewards: dict[str, Called]
     """By name."""
     steps: int | None
     """Of the whole run."""
-    answers: AnswerPipe
+    wire: BinaryIO
     """Where answers go."""
-    loop: _EventLoop
-    """Runs what is async."""
+    process: int
+    """Process id, which is another in a child that a reward forked."""
 
     def serve(self, job: bytes) -> None:
-        """Grade one job: batches in order, an answer after each call, so that the parent knows which one hangs.
-
-        A batch is one call, or several async ones that go on side by side.
-        """
+        """Make the calls of a job: batches in order; a batch is one call, or several async ones side by side."""
         batches, packed = pickle.loads(job)
         try:
             rollouts: Sequence[Rollout] = pickle.loads(packed)
         except Exception as error:  # a task may carry objects of a module that cannot be imported here
-            lost = Outcome(Failure("raised", f"could not be given the rollouts: {message_of(error)}"))
-            for batch in batches:
-                for place in range(len(batch)):
-                    self.answers.give(place, lost, tell=True)
+            lost = Failure("raised", f"could not be given the rollouts: {message_of(error)}")
+            for call in (call for batch in batches for call in batch):
+                self._give(call, Outcome([lost] * len(call.rows)))
             return
-        for number, batch in enumerate(batches, 1):
+        for batch in batches:
             if self.rewards[batch[0].name].is_async:
-                self.loop.run(self._together(batch, rollouts))
+                _runner().run(self._side_by_side(batch, rollouts))
             else:
-                self.answers.give(0, self._alone(batch[0], rollouts), tell=number == len(batches))
+                self._give(batch[0], self._outcome(batch[0], rollouts))
 
-    def _alone(self, call: RewardCall, rollouts: Sequence[Rollout]) -> Outcome:
+    def _give(self, call: RewardCall, outcome: Outcome) -> None:
+        """Write an answer. A forked child that returns from the reward ends here: the answer is its parent's."""
+        if os.getpid() != self.process:
+            os._exit(0)
+        try:
+            line = msgspec.json.encode(Answer(call.number, outcome.verdicts, outcome.metrics))
+        except Exception as error:  # a verdict or a metric of the user's that no message can carry
+            lost = Failure("bad_value", f"returned what cannot be sent to the trainer: {type(error).__name__}")
+            line = msgspec.json.encode(Answer(call.number, [lost] * len(call.rows)))
+        self.wire.write(line + b"\n")
+        self.wire.flush()
+
+    def _outcome(self, call: RewardCall, rollouts: Sequence[Rollout]) -> Outcome:
         reward = self.rewards[call.name]
         try:
             value, log = reward.begin([rollouts[row] for row in call.rows], self.steps)
-            return reward.outcome(self._awaited(value), log)
-        except BaseException as error:  # boundary of one call: whatever a grader does costs its rollouts only
+            return reward.outcome(_runner().run(_awaited(value)) if inspect.isawaitable(value) else value, log)
+        except BaseException as error:  # boundary of one call: whatever a reward does costs its rollouts only
             return _lost(call, rollouts, error)
 
-    async def _together(self, batch: Sequence[RewardCall], rollouts: Sequence[Rollout]) -> None:
-        async def one(place: int, call: RewardCall) -> None:
-            self.answers.give(place, await self._in_time(call, rollouts), tell=True)
+    async def _side_by_side(self, batch: Sequence[RewardCall], rollouts: Sequence[Rollout]) -> None:
+        async def one(call: RewardCall) -> None:
+            self._give(call, await self._in_time(call, rollouts))
 
-        await asyncio.gather(*(one(place, call) for place, call in enumerate(batch)))
+        await asyncio.gather(*map(one, batch))
 
     async def _in_time(self, call: RewardCall, rollouts: Sequence[Rollout]) -> Outcome:
-        """One of several calls: what it waits for too long is given up, and the others go on."""
+        """One of several calls: it is given up when it waits for too long, and the others go on."""
         reward = self.rewards[call.name]
         limit = asyncio.timeout(call.seconds)
         try:
@@ -190,32 +166,27 @@ class _Grader:
                 return reward.outcome(await value, log)
         except BaseException as error:  # as above
             if limit.expired():
-                return Outcome(Failure("timeout", f"took longer than {call.seconds:g} s and was stopped"))
+                late = Failure("timeout", f"took longer than {call.seconds:g} s and was stopped")
+                return Outcome([late] * len(call.rows))
             return _lost(call, rollouts, error)
 
-    def _awaited(self, value: Any) -> Any:
-        if not inspect.isawaitable(value):
-            return value
 
-        async def wait() -> Any:
-            return await value
-
-        return self.loop.run(wait())
+async def _awaited(value: Any) -> Any:
+    return await value
 
 
-def main(pipe: int) -> None:
-    """Serve until stdin ends; answers go to the pipe with this number."""
-    os.set_inheritable(pipe, False)  # what graders start has nothing to do with it
-    # Graders may print and read: the pipes move out of their way first.
+def main() -> None:
+    """Serve until stdin ends."""
+    # Rewards may print and read: the pipes move out of their way first.
     wire_in, wire_out = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     # Children that a reward forks must not keep them open: their end tells the parent of the grader's.
-    os.register_at_fork(after_in_child=partial(_close, wire_in.fileno(), wire_out.fileno(), pipe))
+    os.register_at_fork(after_in_child=functools.partial(_close, wire_in.fileno(), wire_out.fileno()))
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(2, 1)
     os.close(null)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # What a grader printed must survive its crash, and no character may cost a reward.
+        # What a reward printed must survive its crash, and no character may cost a reward.
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     faulthandler.enable()
     jobs: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -227,18 +198,21 @@ def main(pipe: int) -> None:
     gc.disable()  # it would look through what is imported again and again
     rewards = _load(order.specs)
     if isinstance(rewards, str):
-        _send(wire_out, rewards)
+        ready = Ready(error=rewards)
+    else:
+        ready = Ready({name: Ability(reward.takes_groups, reward.is_async) for name, reward in rewards.items()})
+    wire_out.write(msgspec.json.encode(ready) + b"\n")
+    wire_out.flush()
+    if isinstance(rewards, str):
         return
-    _send(wire_out, {name: Ability(reward.takes_groups, reward.is_async) for name, reward in rewards.items()})
-    with closing(_EventLoop()) as loop:
-        if any(reward.is_async for reward in rewards.values()):
-            loop.make()  # not in the time that the first call has
-        gc.collect()
-        gc.freeze()  # a library of symbols is half a million objects; looking through them takes longer than a group
-        gc.enable()
-        grader = _Grader(rewards, order.steps, AnswerPipe(pipe, wire_out), loop)
-        while (job := jobs.get()) is not None:
-            grader.serve(job)
+    if any(reward.is_async for reward in rewards.values()):
+        _runner()  # not in the time that the first call has
+    gc.collect()
+    gc.freeze()  # a library of symbols is half a million objects; looking through them takes longer than a group
+    gc.enable()
+    grader = _Grader(rewards, order.steps, wire_out, os.getpid())
+    while (job := jobs.get()) is not None:
+        grader.serve(job)
 
 
 def _close(*handles: int) -> None:
@@ -247,7 +221,7 @@ def _close(*handles: int) -> None:
 
 
 def _receive(wire: BinaryIO, jobs: queue.SimpleQueue[bytes | None]) -> None:
-    """Queue messages; when the parent is gone, leave the main thread a moment and then take it along."""
+    """Queue jobs; when the parent is gone, leave the main thread a moment and then take it along."""
     while len(header := wire.read(HEADER.size)) == HEADER.size:
         jobs.put(wire.read(HEADER.unpack(header)[0]))
     jobs.put(None)
@@ -255,19 +229,14 @@ def _receive(wire: BinaryIO, jobs: queue.SimpleQueue[bytes | None]) -> None:
     os._exit(0)
 
 
-def _send(wire: BinaryIO, message: object) -> None:
-    body = pickle.dumps(message)
-    wire.write(HEADER.pack(len(body)) + body)
-    wire.flush()
-
-
 def _load(specs: Sequence[tuple[str, str, str | bytes]]) -> dict[str, Called] | str:
     """Import every reward and get it ready; a text says which one failed and why."""
     rewards = {}
     for name, who, spec in specs:
         try:
-            thing = pkgutil.resolve_name(spec) if isinstance(spec, str) else pickle.loads(spec)
-        except BaseException as error:  # user code may raise anything while it is imported
+            with importing():
+                thing = pkgutil.resolve_name(spec) if isinstance(spec, str) else pickle.loads(spec)
+        except Exception as error:
             sys.stderr.write(redacted(traceback.format_exc()))
             return f"{who} cannot be imported: {error if isinstance(error, ImportError) else message_of(error)}"
         if not callable(thing) or isinstance(thing, type):
@@ -276,7 +245,7 @@ def _load(specs: Sequence[tuple[str, str, str | bytes]]) -> dict[str, Called] | 
             if isinstance(thing, Reward):
                 thing.prepare()
             rewards[name] = called(thing)
-        except BaseException as error:
+        except BaseException as error:  # user code may raise anything
             sys.stderr.write(redacted(traceback.format_exc()))
             return str(error) if isinstance(error, RewardError) else f"{who} cannot be used: {message_of(error)}"
     return rewards
@@ -286,4 +255,5 @@ def _lost(call: RewardCall, rollouts: Sequence[Rollout], error: BaseException) -
     """The outcome of a call that raised; its traceback goes to the log, under the names of the reward and rollouts."""
     who = ", ".join(rollouts[row].id for row in call.rows)
     sys.stdout.write(f"reward {call.name!r} raised for {who}:\n{traceback_of(error)}\n")
-    return Outcome(Failure("raised", raised(error)))
+    text = raised(error).encode(errors="backslashreplace").decode()  # it may hold half of a surrogate pair
+    return Outcome([Failure("raised", text)] * len(call.rows))

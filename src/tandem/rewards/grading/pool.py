@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tandem.observability import waits
-from tandem.rewards.base import Failure, Reward
+from tandem.rewards.base import Reward
 from tandem.rewards.grading.calls import Outcome
-from tandem.rewards.grading.grader import Ability, Order, RewardCall
-from tandem.rewards.grading.process import CallAnswer, Died, GradingProcess
+from tandem.rewards.grading.grader import Ability, Answer, Order, RewardCall
+from tandem.rewards.grading.process import Died, GradingProcess
+
+RETRIES = 2
+"""How often a call is made again when something else killed its process."""
 
 _LATE = 1.0
 """Seconds that a process has to say that async calls of it passed their deadline, before it is killed."""
 
-Batches = Sequence[Sequence[RewardCall]]
+Batches = deque[list[RewardCall]]
 """Calls in order; those of one batch are async and go on side by side."""
 
 AnyReward = Reward | Callable[..., Any] | str
@@ -29,7 +33,7 @@ AnyReward = Reward | Callable[..., Any] | str
 
 @dataclass(slots=True)
 class _WorkerPlace:
-    """A place for a worker; empty after its worker died, until the next group needs one."""
+    """A place for a worker; empty after its worker died, until the next call needs one."""
 
     worker: GradingProcess | None = None
 
@@ -54,7 +58,7 @@ class Pool:
             order: What each process is told first.
             size: Processes.
             timeout: Seconds one reward may take for one rollout, where it does not say itself how long a call may.
-            log: File for what graders print; None: our own stderr.
+            log: File for what rewards print; None: our own stderr.
             counts: Where processes that had to be replaced are counted, as restarts.
         """
         parts = {name: reward for name, reward in rewards.items() if isinstance(reward, Reward)}
@@ -68,6 +72,7 @@ class Pool:
         self._places = [_WorkerPlace() for _ in range(size)]
         self._free: asyncio.Queue[_WorkerPlace] = asyncio.Queue()
         self._abilities: dict[str, Ability] = {}
+        self._numbers = itertools.count()
 
     async def open(self) -> None:
         """Start all workers at once and wait until they are ready; raises as ``grade``."""
@@ -89,29 +94,61 @@ class Pool:
     async def grade(self, rollouts: bytes, rows: tuple[int, ...], group: str) -> dict[RewardCall, Outcome]:
         """Every reward's outcomes for these rows of a group.
 
+        A call during which its worker dies fails, and the others go on in a new worker. Of several that were under way
+        then, each is made again by itself. So is one whose worker was killed from elsewhere.
+
         Raises:
             RewardError: a worker had to be replaced and the new one does not start, or does not in time.
         """
+        outcomes: dict[RewardCall, Outcome] = {}
+        batches, killed = self._batches(rows), Counter[RewardCall]()
         async with self._free_place() as place:
-            outcomes = await self._judged(place, rollouts, self._plan(rows), group)
-            for call in [call for call, outcome in outcomes.items() if self._hides_a_culprit(call, outcome)]:
-                outcomes |= await self._isolated(place, rollouts, call, outcomes.pop(call), group)
+            while batches:
+                try:
+                    await self._collect(place, rollouts, batches, outcomes, group)
+                except Died as death:
+                    place.worker = None
+                    self._counts["restarts"] += 1
+                    batch = batches.popleft()
+                    killed.update(batch if death.killed else ())
+                    if len(batch) > 1 or (death.killed and killed[batch[0]] <= RETRIES):
+                        batches.extendleft([call] for call in reversed(batch))
+                    else:
+                        outcomes[batch[0]] = Outcome([death.failure] * len(batch[0].rows))
         return outcomes
 
-    def _plan(self, rows: tuple[int, ...]) -> Batches:
-        """All calls for a group: one per rollout and reward, and one per reward that takes the group whole."""
-        singly = [name for name in self._names if not self._abilities[name].takes_groups]
-        whole = [name for name in self._names if self._abilities[name].takes_groups]
-        calls = [self._call(name, (row,)) for row in rows for name in singly]
-        return self._batches([*calls, *(self._call(name, rows) for name in whole)])
+    async def _collect(
+        self, place: _WorkerPlace, rollouts: bytes, batches: Batches, outcomes: dict[RewardCall, Outcome], group: str
+    ) -> None:
+        """Make the calls, and move each from its batch to the outcomes when it is answered; raises ``Died``."""
+        worker = await self._fill(place)
+        worker.submit(rollouts, batches)
+        while batches:
+            batch = batches[0]
+            seconds = max(call.seconds for call in batch)
+            until = time.monotonic() + seconds + (_LATE if self._abilities[batch[0].name].is_async else 0.0)
+            while batch:
+                names = ", ".join(dict.fromkeys(call.name for call in batch))
+                answer = await worker.read(Answer, until, seconds, f"reward {names} of group {group}")
+                call = next((call for call in batch if call.number == answer.call), None)
+                if call is None or {len(answer.verdicts), len(answer.metrics or call.rows)} != {len(call.rows)}:
+                    raise await worker.broken()
+                outcomes[call] = Outcome(answer.verdicts, answer.metrics)
+                batch.remove(call)
+            batches.popleft()
+
+    def _batches(self, rows: tuple[int, ...]) -> Batches:
+        """All calls for a group, async ones together; one for each rollout, or for all where a reward takes groups."""
+        groups = [name for name in self._names if self._abilities[name].takes_groups]
+        calls = [self._call(name, (row,)) for row in rows for name in self._names if name not in groups]
+        calls += [self._call(name, rows) for name in groups]
+        together = [call for call in calls if self._abilities[call.name].is_async]
+        singly = [[call] for call in calls if not self._abilities[call.name].is_async]
+        return deque([together, *singly] if together else singly)
 
     def _call(self, name: str, rows: tuple[int, ...]) -> RewardCall:
-        return RewardCall(name, rows, self._own_seconds.get(name, self._timeout * len(rows)))
-
-    def _batches(self, calls: Sequence[RewardCall]) -> Batches:
-        """Async calls together, and then each other one by itself."""
-        together = [call for call in calls if self._abilities[call.name].is_async]
-        return [*([together] if together else []), *([call] for call in calls if call not in together)]
+        seconds = self._own_seconds.get(name, self._timeout * len(rows))
+        return RewardCall(next(self._numbers), name, rows, seconds)
 
     @contextlib.asynccontextmanager
     async def _free_place(self) -> AsyncIterator[_WorkerPlace]:
@@ -135,89 +172,3 @@ class Pool:
         if place.worker is None or not place.worker.alive:
             place.worker, self._abilities = await GradingProcess.start(self._order, self._start_seconds, self._log)
         return place.worker
-
-    async def _judged(
-        self, place: _WorkerPlace, rollouts: bytes, batches: Batches, group: str
-    ) -> dict[RewardCall, Outcome]:
-        """Make the calls. One that kills its worker fails, and the others go on in a new worker.
-
-        Of several that were under way then, each goes again by itself. The other rewards of a rollout that killed
-        a worker are skipped: it is lost already.
-        """
-        outcomes: dict[RewardCall, Outcome] = {}
-        waiting = deque(batches)
-        while waiting:
-            worker = await self._fill(place)
-            suspects = dict(enumerate(waiting[0]))
-            try:
-                await worker.submit(rollouts, list(waiting), self._timeout)
-                begun = time.monotonic()
-                while waiting:
-                    suspects = dict(enumerate(waiting[0]))
-                    look = min(call.seconds for batch in waiting for call in batch)
-                    for _ in waiting[0]:
-                        index, outcome, ended = await self._answer(worker, waiting[0], begun, look, group)
-                        outcomes[suspects.pop(index)] = outcome
-                    begun = ended
-                    waiting.popleft()
-            except Died as death:
-                place.worker = None
-                self._counts["restarts"] += 1
-                waiting.popleft()
-                if len(suspects) > 1:
-                    waiting.extendleft([call] for call in reversed(suspects.values()))
-                    continue
-                (culprit,) = suspects.values()
-                outcomes[culprit] = Outcome(_blame(death.failure, culprit))
-                if len(culprit.rows) == 1:
-                    waiting = deque(_without(waiting, culprit.rows))
-        return outcomes
-
-    async def _answer(
-        self, worker: GradingProcess, batch: Sequence[RewardCall], begun: float, look: float, group: str
-    ) -> CallAnswer:
-        """The next answer of a batch that began at a time."""
-        if (there := worker.there()) is not None:
-            return there
-        late = _LATE if self._abilities[batch[0].name].is_async else 0.0
-        until = begun + max(call.seconds for call in batch) + late
-        names = ", ".join({call.name: None for call in batch})
-        return await worker.answer(until, look, f"reward {names} of group {group}")
-
-    def _hides_a_culprit(self, call: RewardCall, outcome: Outcome) -> bool:
-        """True if a group's call failed, and each rollout alone may show which one it was."""
-        failed = outcome.verdicts
-        if len(call.rows) == 1 or not isinstance(failed, Failure) or failed.costs == "run":
-            return False
-        return failed.reason != "timeout" or call.name not in self._own_seconds  # such a call would be as long again
-
-    async def _isolated(
-        self, place: _WorkerPlace, rollouts: bytes, call: RewardCall, failed: Outcome, group: str
-    ) -> dict[RewardCall, Outcome]:
-        """Outcomes of a group call that failed: each rollout alone shows the culprits, the others go again together."""
-        singly = self._batches([self._call(call.name, (row,)) for row in call.rows])
-        alone = await self._judged(place, rollouts, singly, group)
-        culprits = {one: got for one, got in alone.items() if _failed(got)}
-        if not culprits:
-            return {call: failed}
-        guilty = {one.rows for one in culprits}
-        rest = tuple(row for row in call.rows if (row,) not in guilty)
-        return culprits | (await self._judged(place, rollouts, [[self._call(call.name, rest)]], group) if rest else {})
-
-
-def _failed(outcome: Outcome) -> bool:
-    """True if the call of a single rollout gave no verdict of it."""
-    return isinstance(outcome.verdicts, Failure) or isinstance(outcome.verdicts[0], Failure)
-
-
-def _blame(failure: Failure, culprit: RewardCall) -> Failure:
-    """A failure of the process as that of the call it was busy with."""
-    if failure.reason != "timeout":
-        return failure
-    return Failure("timeout", f"took longer than {culprit.seconds:g} s and was stopped")
-
-
-def _without(batches: Batches | deque[Sequence[RewardCall]], rows: tuple[int, ...]) -> Batches:
-    """Batches less the calls for these rows."""
-    kept = [[call for call in batch if call.rows != rows] for batch in batches]
-    return [batch for batch in kept if batch]

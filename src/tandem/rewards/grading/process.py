@@ -10,25 +10,21 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
+
+import msgspec
 
 from tandem.errors import RewardError
 from tandem.observability import waits
 from tandem.rewards.base import Failure
-from tandem.rewards.grading.calls import Outcome
-from tandem.rewards.grading.grader import HEADER, Ability, Order, RewardCall
+from tandem.rewards.grading.grader import HEADER, Ability, Order, Ready, RewardCall
 
-Result = TypeVar("Result")
+M = TypeVar("M", bound=msgspec.Struct)
 
-_GRADER = (
-    "import sys; sys.path[:] = sys.argv[2:]; from tandem.rewards.grading.grader import main; main(int(sys.argv[1]))"
-)
+_GRADER = "import sys; sys.path[:] = sys.argv[1:]; from tandem.rewards.grading.grader import main; main()"
 """What a worker runs; it searches where we search, so that what imports here imports there."""
-
-CallAnswer = tuple[int, Outcome, float]
-"""Which call of the batch in progress, what it gave, and when, on the clock of all processes."""
 
 _GRACE_SECONDS = 0.2
 """Waited past a deadline before it counts: our own event loop may have been late to read the answer."""
@@ -36,30 +32,32 @@ _GRACE_SECONDS = 0.2
 _CLOSE_SECONDS = 3.0
 """How long a worker may take to end by itself."""
 
+_LONGEST = 16 << 20
+"""Bytes of the longest message that is read."""
+
 
 class Died(Exception):
     """The process is gone or was killed; ``failure`` is what the call in progress gets."""
 
-    def __init__(self, failure: Failure) -> None:
+    def __init__(self, failure: Failure, *, killed: bool = False) -> None:
         super().__init__(failure.text)
         self.failure = failure
+        self.killed = killed
+        """True if SIGKILL came from elsewhere, as from the kernel when memory runs out: the call may be innocent."""
 
 
 class GradingProcess:
-    """A grading process, as the run sees it."""
+    """A grading process, as the trainer sees it."""
 
-    def __init__(self, process: asyncio.subprocess.Process, pipe: int) -> None:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         self._process = process
         self._stdin = process.stdin
         self._stdout = process.stdout
-        self._pipe: int | None = pipe
-        self._buffer = bytearray()
-        self._answers: deque[CallAnswer] = deque()
-        self._early: dict[int, CallAnswer] = {}
-        self._number = 0
-        self._notice: asyncio.Task[bytes] | None = None
+        self._lines: deque[bytes] = deque()
+        self._rest = b""
+        self._stopped = False
 
     @classmethod
     async def start(cls, order: Order, seconds: float, log: Path | None) -> tuple[GradingProcess, dict[str, Ability]]:
@@ -68,117 +66,72 @@ class GradingProcess:
         Raises:
             RewardError: it does not start in ``seconds``, or a reward cannot be imported.
         """
-        worker = cls(*await _spawn(log))
-        reason = f"rewards {', '.join(name for name, *_ in order.specs)} to be ready"
+        worker = cls(await _spawn(log))
+        rewards = ", ".join(name for name, *_ in order.specs)
         try:
-            await worker._send(pickle.dumps(order), seconds, reason)
-            ready = await worker._receive(seconds, reason)
+            worker._send(pickle.dumps(order))
+            ready = await worker.read(Ready, time.monotonic() + seconds, seconds, f"rewards {rewards} to be ready")
         except Died as error:
             seen = f"; see {log}" if log else ""
-            raise RewardError(f"a grading process {error.failure.text} while it started{seen}") from error
+            raise RewardError(f"the grading process of {rewards} {error} while it started{seen}") from error
         except BaseException:
             await worker.kill()
             raise
-        if isinstance(ready, str):
+        if ready.error:
             await worker.close()
-            raise RewardError(ready)
-        return worker, ready
+            raise RewardError(ready.error)
+        return worker, ready.abilities
 
     @property
     def alive(self) -> bool:
         """False once the process ended."""
         return self._process.returncode is None
 
-    async def submit(self, rollouts: bytes, batches: Sequence[Sequence[RewardCall]], seconds: float) -> None:
-        """Hand over calls; their answers come from ``answer``, batch by batch.
+    def submit(self, rollouts: bytes, batches: Sequence[Sequence[RewardCall]]) -> None:
+        """Hand over calls; ``read`` gives their answers."""
+        self._send(pickle.dumps((batches, rollouts)))
 
-        Raises:
-            Died: the process crashed, or did not take them in time and was killed.
-        """
-        await self._send(pickle.dumps((batches, rollouts)), seconds, "a group to be taken")
-
-    async def answer(self, until: float, look: float, reason: str) -> CallAnswer:
-        """The next answer. Several that were given meanwhile are there at once.
+    async def read(self, kind: type[M], until: float, seconds: float, reason: str) -> M:
+        """The next message.
 
         Args:
-            until: when it must have been given, on the event loop's clock.
-            look: seconds after which it is looked what was given without a word.
+            kind: what it must be.
+            until: when it must be here, on the monotonic clock.
+            seconds: what the message about a missed deadline says.
             reason: what is waited for.
 
         Raises:
-            Died: the process crashed, or passed the deadline and was killed.
+            Died: the process crashed, passed the deadline, or sent something else and was killed.
         """
-        while not self._answers and not self._drained():
-            left = until - time.monotonic()
-            self._notice = self._notice or asyncio.ensure_future(self._frame())
-            with waits.blocking("grading", reason, self._name, max(0.0, left)) as wait:
-                done, _ = await asyncio.wait({self._notice}, timeout=max(0.0, min(left, look)))
-                if not done and left <= look:
-                    done, _ = await asyncio.wait({self._notice}, timeout=_GRACE_SECONDS)
-                if not done and left <= look and not self._drained():
-                    await self.kill()
-                    raise Died(Failure("timeout", "took too long and was stopped")) from wait.late()
-            if done:
-                await self._heard()
-        return self._answers.popleft()
-
-    def there(self) -> CallAnswer | None:
-        """The next answer, if it was read already."""
-        return self._answers.popleft() if self._answers else None
-
-    async def _heard(self) -> None:
-        """Take what the process told of, or what was left of it."""
-        notice, self._notice = self._notice, None
-        assert notice is not None
-        self._drained()
+        while not self._lines:
+            *lines, self._rest = (self._rest + await self._chunk(until, seconds, reason)).split(b"\n")
+            self._lines.extend(lines)
+            if len(self._rest) > _LONGEST:
+                raise await self.broken()
         try:
-            body = notice.result()
-        except (asyncio.IncompleteReadError, ConnectionError):
-            if not self._answers:  # else they come first, and the next that asks hears of it again
-                raise Died(Failure("crashed", await self._obituary())) from None
-            return
-        if body:
-            self._arrived(body)
+            return msgspec.json.decode(self._lines.popleft(), type=kind)
+        except ValueError:  # a reward, or what it started, wrote there too
+            raise await self.broken() from None
 
-    def _drained(self) -> bool:
-        """Whether there are answers, once all that was written is read."""
-        while self._pipe is not None:
-            try:
-                piece = os.read(self._pipe, 1 << 16)
-            except BlockingIOError:
-                break
-            if not piece:
-                break
-            self._buffer += piece
-        while len(self._buffer) >= HEADER.size:
-            end = HEADER.size + HEADER.unpack_from(self._buffer)[0]
-            if len(self._buffer) < end:
-                break
-            self._arrived(self._buffer[HEADER.size : end])
-            del self._buffer[:end]
-        return bool(self._answers)
-
-    def _arrived(self, body: bytes | bytearray) -> None:
-        """File an answer; one that is too large for the pipe may come later than those after it."""
-        number, *answer = pickle.loads(body)
-        self._early[number] = (answer[0], answer[1], answer[2])
-        while self._number in self._early:
-            self._answers.append(self._early.pop(self._number))
-            self._number += 1
+    async def broken(self) -> Died:
+        """End a process whose messages make no sense; the error to raise."""
+        await self.kill()
+        return Died(Failure("crashed", "wrote to the pipe on which its grading process answers"))
 
     async def kill(self) -> None:
-        """End the process at once, and with it whatever its graders started."""
+        """End the process at once, and with it whatever its rewards started."""
         if self.alive:
+            self._stopped = True
             with contextlib.suppress(ProcessLookupError):  # it ended in this very moment
                 os.killpg(self._process.pid, signal.SIGKILL)  # its own group: start_new_session made it the leader
-        self._let_go()
+        self._stdin.close()
         async with waits.waiting(waits.actor("grading"), "its end by SIGKILL", on=self._name):
             await self._process.wait()
         self._end_children()
 
     async def close(self) -> None:
-        """Let the process end by itself, or else kill it; what its graders started ends with it."""
-        self._let_go()
+        """Let the process end by itself, or else kill it; what its rewards started ends with it."""
+        self._stdin.close()
         try:
             await asyncio.wait_for(self._process.wait(), _CLOSE_SECONDS)
         except TimeoutError:
@@ -195,74 +148,50 @@ class GradingProcess:
     def _name(self) -> str:
         return f"grading process (pid {self._process.pid})"
 
-    def _let_go(self) -> None:
-        """Close what leads to the process."""
-        self._stdin.close()
-        if self._notice is not None:
-            self._notice.cancel()
-            self._notice = None
-        if self._pipe is not None:
-            os.close(self._pipe)
-            self._pipe = None
+    def _send(self, body: bytes) -> None:
+        self._stdin.write(HEADER.pack(len(body)) + body)  # not awaited: the answers have a deadline
 
-    async def _send(self, body: bytes, seconds: float, reason: str) -> None:
-        self._stdin.write(HEADER.pack(len(body)) + body)
-        if self._stdin.is_closing() or self._stdin.transport.get_write_buffer_size():
-            await self._within(self._stdin.drain(), seconds, reason)
-
-    async def _receive(self, seconds: float, reason: str) -> Any:
-        """What a process says that has no job yet."""
-        return pickle.loads(await self._within(self._frame(), seconds, reason))
-
-    async def _frame(self) -> bytes:
-        header = await self._stdout.readexactly(HEADER.size)
-        return await self._stdout.readexactly(HEADER.unpack(header)[0])
-
-    async def _within(self, doing: Coroutine[Any, Any, Result], seconds: float, reason: str) -> Result:
-        task = asyncio.ensure_future(doing)
+    async def _chunk(self, until: float, seconds: float, reason: str) -> bytes:
+        """What came next on the pipe; raises as ``read``."""
+        left = max(0.0, until - time.monotonic())
+        reading = asyncio.ensure_future(self._stdout.read(1 << 16))
         # This registers the wait; what enforces its deadline is below, since the process has to be killed then.
-        with waits.blocking("grading", reason, self._name, seconds) as wait:
+        with waits.blocking("grading", reason, self._name, left) as wait:
             try:
-                done, _ = await asyncio.wait({task}, timeout=seconds)
-                if not done:
-                    done, _ = await asyncio.wait({task}, timeout=_GRACE_SECONDS)
-                if done:
-                    return task.result()
-            except (asyncio.IncompleteReadError, ConnectionError):
-                raise Died(Failure("crashed", await self._obituary())) from None
+                for timeout in (left, _GRACE_SECONDS):
+                    done, _ = await asyncio.wait({reading}, timeout=timeout)
+                    if done:
+                        break
+                else:
+                    await self.kill()
+                    raise Died(Failure("timeout", f"took longer than {seconds:g} s and was stopped")) from wait.late()
             finally:
-                task.cancel()
-            await self.kill()
-            raise Died(Failure("timeout", f"took longer than {seconds:g} s and was stopped")) from wait.late()
+                reading.cancel()
+            return reading.result() or await self._ended()
 
-    async def _obituary(self) -> str:
+    async def _ended(self) -> bytes:
+        """Raise what the end of the process means for the call in progress."""
         await self.close()
         code = self._process.returncode or 0
         if code >= 0:
-            return f"ended its process with exit code {code}"
+            raise Died(Failure("crashed", f"ended its process with exit code {code}"))
         name = signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"
-        return f"crashed its process ({name})"
+        killed = -code == signal.SIGKILL and not self._stopped
+        why = ", sent from elsewhere: is the machine out of memory?" if killed else ""
+        raise Died(Failure("crashed", f"crashed its process ({name}{why})"), killed=killed)
 
 
-async def _spawn(log: Path | None) -> tuple[asyncio.subprocess.Process, int]:
-    """Start the process, and the pipe of its answers; what its graders print goes to the log, or to our own stderr."""
+async def _spawn(log: Path | None) -> asyncio.subprocess.Process:
+    """Start the process; what its rewards print goes to the log, or to our own stderr."""
     path = sys.path if os.getcwd() in sys.path or "" in sys.path else [*sys.path, os.getcwd()]
-    with contextlib.ExitStack() as stack, contextlib.ExitStack() as failed:
+    with contextlib.ExitStack() as stack:
         try:
-            stderr = None if log is None else stack.enter_context(log.open("ab"))
-            ours, theirs = os.pipe()
-            failed.callback(os.close, ours)
-            stack.callback(os.close, theirs)
-            os.set_blocking(ours, False)
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", _GRADER, str(theirs), *path),
+            return await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", _GRADER, *path),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                stderr=stderr,
-                pass_fds=(theirs,),
+                stderr=None if log is None else stack.enter_context(log.open("ab")),
                 start_new_session=True,  # Ctrl-C is for the run, which saves first and then ends its workers itself
             )
         except OSError as error:
             raise RewardError(f"a grading process cannot be started: {error}") from error
-        failed.pop_all()
-    return process, ours

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import copyreg
-import dataclasses
-import io
 import logging
+import os
 import pickle
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self
 
 from tandem.errors import RewardError
 from tandem.metrics import Max, Sum, Value
@@ -24,11 +21,12 @@ from tandem.rewards.grading.calls import Outcome
 from tandem.rewards.grading.grader import Order, RewardCall
 from tandem.rewards.grading.pool import AnyReward, Pool
 from tandem.together import together
-from tandem.types import Completion, Message, Rollout, Task, Turn
+from tandem.types import Rollout
 
 logger = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
+MOST_LOG = 16 << 20
+"""Bytes of the log, of which the last half is kept when it grows beyond them."""
 
 _CONSEQUENCE = {"rollout": "its rollout is left out", "reward": "this reward is left out of its rollout's sum"}
 
@@ -75,6 +73,7 @@ class Graders:
         self._under_way = 0
         self._busy, self._busy_since = 0.0, 0.0
         self._warned: set[tuple[str, str]] = set()
+        self._trimming: asyncio.Task[None] | None = None
         alone = [name for name, (reward, _) in specs.items() if isinstance(reward, Reward) and reward.alone]
         shared = [name for name in specs if name not in alone]
         packed = {name: (name, *_packed(name, reward)) for name, (reward, _) in specs.items()}
@@ -106,12 +105,15 @@ class Graders:
         """
         try:
             await together([pool.open() for pool in self._pools])
+            self._trimming = asyncio.create_task(self._trim())
         except BaseException:
             await self.close()
             raise
 
     async def close(self) -> None:
         """End all workers."""
+        if self._trimming is not None:
+            self._trimming.cancel()
         await asyncio.gather(*(pool.close() for pool in self._pools))
 
     async def __aenter__(self) -> Self:
@@ -140,7 +142,7 @@ class Graders:
             return list(rollouts)
         since = self._begun()
         marks = {row: _Marks() for row in rows}
-        packed, group = pickled(rollouts), rollouts[0].id.rpartition("/")[0]
+        packed, group = pickle.dumps(tuple(rollouts), pickle.HIGHEST_PROTOCOL), rollouts[0].id.rpartition("/")[0]
         alike = _alike([(row, rollouts[row]) for row in rows]) if any(self._pure) else {}
         each = [alike if pure else {row: [row] for row in rows} for pure in self._pure]
         judging = [pool.grade(packed, tuple(of), group) for pool, of in zip(self._pools, each, strict=True)]
@@ -171,6 +173,18 @@ class Graders:
         self._seconds = self._busy = 0.0
         return values
 
+    async def _trim(self) -> None:
+        """Keep the log below its bound: a reward that prints must not fill the disk."""
+        while self._log is not None:
+            await asyncio.sleep(1.0)
+            if self._log.exists() and self._log.stat().st_size > MOST_LOG:
+                with self._log.open("rb") as file:
+                    file.seek(-MOST_LOG // 2, os.SEEK_END)
+                    last = file.read(MOST_LOG // 2)
+                os.truncate(self._log, 0)  # in place: workers have it open, and write at its end
+                with self._log.open("ab") as file:
+                    file.write(b"... what was here is gone: the log had grown too long\n" + last)
+
     def _begun(self) -> float:
         """A group's grading begins; when."""
         now = time.perf_counter()
@@ -188,9 +202,7 @@ class Graders:
     def _mark(
         self, marks: Mapping[int, _Marks], alike: Mapping[int, Sequence[int]], call: RewardCall, outcome: Outcome
     ) -> None:
-        each = outcome.verdicts
-        verdicts = [each] * len(call.rows) if isinstance(each, Failure) else each
-        rows = [(at, row, verdict) for at, verdict in enumerate(verdicts) for row in alike[call.rows[at]]]
+        rows = [(at, row, verdict) for at, verdict in enumerate(outcome.verdicts) for row in alike[call.rows[at]]]
         for at, row, verdict in rows:
             mark = marks[row]
             mark.metrics |= outcome.metrics[at] if outcome.metrics else {}
@@ -223,28 +235,6 @@ class Graders:
             return replace(rollout, status="error", error=error, rewards=rewards, reward=None, metrics=metrics)
         total = sum(self._weights[name] * value for name, value in rewards.items()) if rewards else None
         return replace(rollout, rewards=rewards, reward=total, metrics=metrics)
-
-
-_Reduce = Callable[[Any], tuple[Callable[..., Any], tuple[Any, ...], Any]]
-"""Makes what ``__reduce__`` returns: a function, its arguments, and the state of what it makes."""
-
-
-def _reduce(kind: type) -> _Reduce:
-    """As a frozen dataclass with slots pickles itself, which asks for its fields each time: half of a group's cost."""
-    fields = attrgetter(*(one.name for one in dataclasses.fields(kind)))
-    return lambda one: (copyreg.__newobj__, (kind,), list(fields(one)))  # type: ignore[attr-defined]
-
-
-_REDUCED: dict[type, _Reduce] = {kind: _reduce(kind) for kind in (Rollout, Turn, Completion, Message, Task)}
-
-
-def pickled(rollouts: Sequence[Rollout]) -> bytes:
-    """A group as its graders get it; what its rollouts share is in it once."""
-    body = io.BytesIO()
-    pickler = pickle.Pickler(body, pickle.HIGHEST_PROTOCOL)
-    pickler.dispatch_table = {**copyreg.dispatch_table, **_REDUCED}
-    pickler.dump(tuple(rollouts))
-    return body.getvalue()
 
 
 def _alike(rollouts: Iterable[tuple[int, Rollout]]) -> dict[int, list[int]]:
