@@ -44,8 +44,8 @@ class GoldFailure:
     """What failed while grading."""
 
     def __str__(self) -> str:
-        said = "" if self.error else f" ({self.reply[:_SHOWN]!r})"
-        return f"task {self.task}: {self._what}{said}"
+        shown = "" if self.error else f" ({self.reply[:_SHOWN]!r})"
+        return f"task {self.task}: {self._what}{shown}"
 
     @property
     def _what(self) -> str:
