@@ -7,7 +7,7 @@ Frozen, slotted, keyword-only. A token is an ``int``; a logprob is a natural-log
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -94,6 +94,18 @@ class Task:
             raise TypeError(
                 f"the answer of task {self.id} must be a text, which may be empty, not a {type(self.answer).__name__}"
             )
+
+
+def column(columns: Mapping[str, Json], name: str) -> Json:
+    """A column by its name, or one within another by their names with dots between them; raises KeyError."""
+    if name in columns:
+        return columns[name]
+    value: Json = columns
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            raise KeyError(name)
+        value = value[part]
+    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

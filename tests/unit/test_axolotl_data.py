@@ -71,6 +71,12 @@ def test_a_transform_makes_prompts_and_keeps_columns(write: Write) -> None:
     assert env({"path": "r.jsonl", "type": f"{write(ASK)}.ask"}).check(task) is None
 
 
+def test_numbers_of_a_csv_file_are_numbers(write: Write) -> None:
+    Path("r.csv").write_text("question,answer,extra\n1?,7,0.5\n")
+    (task,) = env({"path": "r.csv", "type": f"{write(ASK)}.ask"}).tasks("train")
+    assert (task.answer, task.meta["answer"], task.meta["answers"], task.meta["extra"]) == ("7", 7, 7, 0.5)
+
+
 def test_a_text_is_gone_on_with_and_messages_are_answered(write: Write) -> None:
     """TRL puts no chat template around a prompt that is a text."""
     name = write(

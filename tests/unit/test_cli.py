@@ -575,7 +575,7 @@ def test_check_looks_at_each_of_several_environments(
         (["env.path=empty.jsonl"], 3, "empty.jsonl"),
         (["env.path=rows.jsonl", "rewards={own_bad:wrong: 1}"], 0, "own_bad:wrong gives every gold reply 0"),
         (["env.path=rows.jsonl", "rewards={exact: {tag: ''}}", "env.answer=other"], 0, "exact gives full marks"),
-        (["env.path=rows.jsonl", "rewards={format: {pattern: zzz}}"], 4, "replies of dataset did not get full marks"),
+        (["rewards={exact: 1, form: {kind: format, tags: [think, answer]}}"], 4, "replies of dataset did not get full"),
         (["env.path=long.jsonl"], 2, "no room is left for an answer"),
         (["env.path=rows.jsonl", "context=58"], 2, "the context is 58"),
     ],
@@ -622,6 +622,7 @@ def scalar(completions, **columns): return 1.0
 def alone(completions, **columns): return [1.0]
 def right(completions, answer, **columns): return [float(c[0]["content"] == a) for c, a in zip(completions, answer)]
 def penalty(completions, answer, **columns): return [r - 1 for r in right(completions, answer)]
+def joined(completions, **columns): return [1 / len(c[0]["content"]) for c in completions]
 def none(completions, **columns): return [None for _ in completions]
 def raises(completions, prompts, **columns):
     print("looking")
@@ -641,8 +642,9 @@ def fails_on_wrong(completions, answer, **columns):
         ("same", 0, ["warning gold answers a gold reply and a wrong one get the same reward", "ok, with 1 warning"]),
         ("none", 0, ["own:none gives no gold reply anything (None)", "ok, with 2 warnings"]),
         ("scalar", 4, ["returned 1.0; expected a list: a number or None for each completion (and 7 like it)"]),
-        ("alone", 4, ["returned 1 rewards for 2 completions (and 7 like it)"]),
-        ("raises", 4, ["raised KeyError", "(own.py:10 in raises) (and 7 like it); mend the reward"]),
+        ("alone", 4, ["returned 1 rewards for 3 completions (and 7 like it)"]),
+        ("raises", 4, ["raised KeyError", "(own.py:11 in raises) (and 7 like it); mend the reward"]),
+        ("joined", 4, ["reward 'own:joined' raised ZeroDivisionError"]),
         ("fails_on_wrong", 4, ["reward 'own:fails_on_wrong' raised ZeroDivisionError"]),
     ],
 )
@@ -661,10 +663,35 @@ def test_check_grades_a_gold_reply_beside_a_wrong_one(
     assert exit_code == code
     assert "Traceback" not in out + err
     log = re.search(r"what rewards printed, and their tracebacks: (\S+)", out)
-    assert bool(log) == (reward in ("raises", "fails_on_wrong"))
+    assert bool(log) == (reward in ("joined", "raises", "fails_on_wrong"))
     if log:
         assert "Error" in Path(log[1]).read_text()
         shutil.rmtree(Path(log[1]).parent)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("reward", "expected"), [("raises", "raised KeyError"), ("scalar", "returned 1.0; expected a list")]
+)
+@pytest.mark.usefixtures("known_pass")
+def test_check_calls_rewards_where_no_gold_answer_is_known(
+    run: Run, tiny_model: Path, reward: str, expected: str
+) -> None:
+    Path("own.py").write_text(OWN)
+    Path("rows.jsonl").write_text("".join(f'{{"prompt": "Question {n}"}}\n' for n in range(30)))
+    Path("recipe.yaml").write_text(
+        f"model: {tiny_model}\nsteps: 1\nenv: {{kind: dataset, path: rows.jsonl, answer: ''}}\n"
+        f"rewards: {{'own:{reward}': 1}}\n"
+    )
+    code, out, _ = run("check", "recipe.yaml")
+    words = " ".join(out.split())
+    assert f"a wrong answer: reward 'own:{reward}' {expected}" in words
+    assert code == 4
+    if log := re.search(r"their tracebacks: (\S+)", out):
+        shutil.rmtree(Path(log[1]).parent)
+    code, out, _ = run("check", "recipe.yaml", "rewards={'own:same': 1}")
+    assert "wrong and as many empty answers graded: own:same gives the wrong ones 0.5" in " ".join(out.split())
+    assert code == 0
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tandem.envs.data.rows import read_file
 from tandem.envs.dataset import Dataset
 from tandem.envs.gsm8k import Gsm8k
 from tandem.errors import ConfigError, EnvError
@@ -120,6 +121,57 @@ def test_csv_with_bom_quotes_and_line_breaks(tmp_path: Path) -> None:
         ("train/3", user_prompt("a, or\nb?"), "1,000"),
         ("train/5", user_prompt("ß?"), "2"),
     ]
+
+
+def test_csv_has_numbers_as_the_datasets_library_reads_them(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    file = tmp_path / "a.csv"
+    columns = {
+        "whole": ["7", "+5", "007"],
+        "gaps": ["1", "", "NA"],
+        "decimal": ["1", "2.5", "-1e5"],
+        "short": [" .5", "2. ", "3"],
+        "mixed": ["1", "two", "3"],
+        "thousands": ["1,000", "$5", "6"],
+        "underscore": ["1_000", "2", "3"],
+        "large": ["123456789012345678901234567890", "2", "3"],
+    }
+    lines = [tuple(columns), *zip(*columns.values(), strict=True)]
+    file.write_text("".join(",".join(f'"{field}"' for field in line) + "\n" for line in lines))
+    rows = [row.columns for row in read_file(str(file))]
+    expected = pandas.read_csv(file)
+    for name in columns:
+        values = [None if pandas.isna(value) else value for value in expected[name].tolist()]
+        assert [(type(row[name]), row[name]) for row in rows] == [(type(value), value) for value in values], name
+
+
+NESTED = {
+    "prompt": [{"role": "user", "content": "1 + 1?"}],
+    "reward_model": {"ground_truth": 2},
+    "extra": {"in": {"n": 4}},
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "prompt", "answer"),
+    [
+        ({"answer": "reward_model.ground_truth"}, "1 + 1?", "2"),
+        ({"answer": "extra.in.n", "prompt": "extra.in.n"}, "4", "4"),
+        ({"answer": "", "prompt": "{extra.in.n} of {reward_model.ground_truth}"}, "4 of 2", ""),
+    ],
+)
+def test_columns_within_columns(tmp_path: Path, options: dict[str, Any], prompt: str, answer: str) -> None:
+    path = jsonl(tmp_path / "a.jsonl", NESTED)
+    (task,) = train(Dataset(path=path, test_share=0.0, **options))
+    assert (task.prompt, task.answer) == (user_prompt(prompt), answer)
+
+
+def test_a_column_within_a_column_that_is_not_there_is_told(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", NESTED)
+    with pytest.raises(
+        EnvError, match=r"no column 'reward_model.ground_thruth'; did you mean 'reward_model.ground_truth'"
+    ):
+        train(Dataset(path=path, answer="reward_model.ground_thruth"))
 
 
 def test_csv_with_a_long_field_and_columns_without_a_name(tmp_path: Path) -> None:

@@ -66,6 +66,27 @@ partly = functools.partial(accuracy, unused=1)
 def maker(worth): return lambda completions, **kwargs: [worth] * len(completions)
 made = maker(0.5)
 number = 5
+def by_ids(completion_ids, trainer_state): return [float(len(ids)) for ids in completion_ids]
+def by_prompts(prompts, **kwargs): return [float(len(prompt)) for prompt in prompts]
+def by_column(solution, **kwargs): return [float(gold) for gold in solution]
+def undecorated(*args, **kwargs): return accuracy(*args, **kwargs)
+def any_keyword(**kwargs): return [float(len(c)) for c in kwargs["completions"]]
+def native(rollout, **options): return float(rollout.text)
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, strict=False):
+    assert not strict
+    return {"score": float(solution_str == ground_truth), "acc": 0.5, "pred": solution_str}
+def told(data_source, solution_str, ground_truth, extra_info, **kwargs):
+    return float([data_source, solution_str, ground_truth, extra_info] == ["gsm8k", "7", {"target": 7}, {"index": 3}])
+def spoils(prompts, completions, numbers, info, **kwargs):
+    assert all(prompt == prompts[-1] for prompt in prompts)
+    prompts[0][0]["content"] = completions[0][0]["content"] = "spoilt"
+    for changed in (numbers[0], info[0]["deep"]):
+        changed.clear()
+    return [float(len(n) + len(i["deep"])) for n, i in zip(numbers, info)]
+def spoils_own(rollout):
+    rollout.task.meta["numbers"].append(9)
+    rollout.task.meta["info"]["deep"].append(9)
+    return float(len(rollout.task.meta["numbers"]) + len(rollout.task.meta["info"]["deep"]))
 '''
 
 
@@ -105,6 +126,40 @@ def of(name: str, **options: Any) -> Function:
 def test_columns_arrive_by_name() -> None:
     got = graded({"acc": (of("accuracy"), 2.0)}, group("7", "8", solution="7"))
     assert [rollout.reward for rollout in got] == [2.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("by_ids", [2.0, 2.0]),
+        ("by_prompts", [2.0, 2.0]),
+        ("by_column", [7.0, 7.0]),
+        ("undecorated", [1.0, 0.0]),
+        ("any_keyword", [1.0, 1.0]),
+        ("native", [7.0, 8.0]),
+        ("compute_score", [1.0, 0.0]),
+    ],
+)
+def test_calling_conventions_are_told_by_parameters(name: str, expected: list[float]) -> None:
+    got = graded({"f": of(name)}, group("7", "8", solution="7"))
+    assert [rollout.reward for rollout in got] == expected, got[0].error
+
+
+def test_a_function_of_verl_is_given_a_row_of_verl_and_its_numbers_are_metrics() -> None:
+    row = {"data_source": "gsm8k", "reward_model": {"ground_truth": {"target": 7}}, "extra_info": {"index": 3}}
+    assert [rollout.reward for rollout in graded({"f": of("told")}, group("7", "8", **row))] == [1.0, 0.0]
+    (got,) = graded({"f": of("compute_score")}, group("7"))
+    assert (got.reward, got.metrics) == (1.0, {"acc": 0.5})
+
+
+@pytest.mark.parametrize("order", [("spoils", "spoils_own"), ("spoils_own", "spoils")])
+def test_what_a_reward_changes_no_other_and_no_sibling_sees(order: tuple[str, str]) -> None:
+    got = graded({name: of(name) for name in order}, group("a", "b", "c", numbers=[1, 2], info={"deep": [3]}))
+    assert [rollout.rewards for rollout in got] == [
+        {"spoils": 0.0, "spoils_own": 5.0},
+        {"spoils": 3.0, "spoils_own": 5.0},
+        {"spoils": 3.0, "spoils_own": 5.0},
+    ]
 
 
 def test_a_function_that_a_function_made_is_found_by_its_path(tmp_path: Path) -> None:

@@ -144,10 +144,10 @@ def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_template_is_filled_in_once_and_braces_that_name_nothing_stay() -> None:
     server = FakeServer()
     server.script = says("5")
-    template = '{rubric}|{prompt}|{reply}|{answer}|{"json": 1}|{ x }'
-    judged(group("I say {answer}", rubric="{reply} style"), server, template=template)
+    template = '{rubric}|{prompt}|{reply}|{answer}|{"json": 1}|{ x }|{extra.index}'
+    judged(group("I say {answer}", rubric="{reply} style", extra={"index": 3}), server, template=template)
     assert server.requests[0]["messages"][0]["content"] == (
-        '{reply} style|What is 3 + 4?|I say {answer}|7|{"json": 1}|{ x }'
+        '{reply} style|What is 3 + 4?|I say {answer}|7|{"json": 1}|{ x }|3'
     )
 
 

@@ -9,9 +9,13 @@ from dataclasses import dataclass
 import pytest
 
 from tandem.envs.base import Environment, Split
+from tandem.rewards.base import Reward
+from tandem.rewards.cosine_length import CosineLength
 from tandem.rewards.exact import ExactReward
+from tandem.rewards.format import Format
 from tandem.rewards.grading.workers import AnyReward, Graders
 from tandem.rewards.length import LengthReward
+from tandem.rewards.math_verify import MathVerify
 from tandem.rewards.number import Number
 from tandem.rollout.gold import GoldFailure, check_environment, gold_rollout
 from tandem.types import Message, Task
@@ -51,7 +55,39 @@ def test_reward_that_refuses_a_gold_reply_is_named() -> None:
     env = Few(replies=("7", "It is 8", "9"))
     (failure,) = failures(env, {"number": (Number(), 1.0), "exact": (ExactReward(), 0.5)})
     assert (failure.task, failure.reward, failure.got, failure.expected) == ("t1", "exact", 0.0, 1.0)
-    assert str(failure) == "task t1: reward 'exact' gives the gold reply 0, expected 1"
+    assert str(failure) == "task t1: reward 'exact' gives the gold reply 0, expected 1 ('It is 8')"
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        [Number(after="####")],
+        [Number(after="####"), Format(tags=("think", "answer"))],
+        [Format(tags=("think", "answer")), MathVerify()],
+        [MathVerify(least_working=20), Format(tags=("answer", "confidence"))],
+        [MathVerify(marker="", least_working=20)],
+        [MathVerify(), Format(pattern="^<think>")],
+        [
+            CosineLength(accuracy=Number(after="####"), max_tokens=9),
+            ExactReward(tag="city"),
+            Format(tags=("think", "city")),
+        ],
+    ],
+)
+def test_a_gold_answer_is_judged_in_the_form_that_rewards_ask_for(rewards: list[Reward]) -> None:
+    env = Few(replies=("7", "8", "9"))
+    assert failures(env, {str(n): (reward, 1.0) for n, reward in enumerate(rewards)}) == []
+
+
+def test_rewards_that_no_reply_satisfies_together_are_named() -> None:
+    env = Few(replies=("7", "8", "9"))
+    (failure, *_) = failures(env, {"exact": (ExactReward(), 1.0), "form": (Format(tags=("answer",)), 1.0)})
+    assert str(failure) == "task t0: reward 'exact' gives the gold reply 0, expected 1 ('<answer>\\n7\\n</answer>')"
+
+
+def test_a_whole_gold_reply_is_judged_by_its_form() -> None:
+    (failure,) = failures(Few(replies=("7.", "8.", "9.")), {"form": (Format(tags=("answer",)), 1.0)}, tasks=1)
+    assert failure.reward == "form"
 
 
 def test_grading_error_is_a_failure() -> None:

@@ -66,6 +66,12 @@ def test_rows_in_every_form() -> None:
         row({"text": "q"})
 
 
+def test_numbers_of_a_csv_file_are_numbers() -> None:
+    Path("d.csv").write_text("query,solution,level\n1,7,0.5\n")
+    (task,) = SwiftDataset(path="d.csv", test_share=0.0).tasks("train")
+    assert (task.prompt[0].content, task.answer, task.meta["solution"], task.meta["level"]) == ("1", "7", 7, 0.5)
+
+
 def test_rows_are_tasks_with_their_columns() -> None:
     (first, *_) = SwiftDataset(path="d.jsonl", test_share=0.0, max_rows=3).tasks("train")
     assert (first.prompt[0].content, first.answer, first.meta["query"]) == ("0+2=", "2", "0+2=")

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from itertools import islice
 from pathlib import Path
@@ -31,7 +31,7 @@ from tandem.errors import ConfigError, RewardError, TandemError, redacted
 from tandem.rewards.base import Reward
 from tandem.rewards.grading.calls import FunctionReward
 from tandem.rewards.grading.workers import Graders
-from tandem.rollout.gold import GradedPair, distinct, failures_of, siblings
+from tandem.rollout.gold import GradedReplies, distinct, failures_of, siblings
 from tandem.trainer import memory_plan as memory
 from tandem.trainer.memory_plan import MemoryPlan
 from tandem.types import Rollout, Task
@@ -224,7 +224,7 @@ class _RecipeCheck:
         return environments.tasks(self._config, split)
 
     async def _gold(self) -> str | None:
-        """Gold replies and wrong ones, graded in the same processes that training grades in.
+        """Gold replies, wrong and empty ones, graded in the same processes that training grades in.
 
         Raises:
             RewardError: a gold reply did not get full marks, or an answer could not be graded.
@@ -237,7 +237,7 @@ class _RecipeCheck:
     async def _gold_of(self, name: str, source: EnvSource) -> str:
         graders = await self._opening[name]
         graded = await siblings(source.env, graders, self._tasks[name])
-        require_right(name, graders, graded)
+        require_right(name, graded)
         label = f"{name}: " if len(self._config.sources) > 1 else ""
         self.doubts += [label + doubt for doubt in doubts(source.rewards, graded)]
         return graded_text(graders, graded)
@@ -410,13 +410,13 @@ _SHOWN = 4
 """Kinds of failures that are told."""
 
 
-def require_right(name: str, graders: Graders, graded: Sequence[GradedPair]) -> None:
+def require_right(name: str, graded: Sequence[GradedReplies]) -> None:
     """Refuse rewards of an environment that do not give its gold replies full marks, or cannot grade an answer.
 
     Raises:
         RewardError: one line for each kind of failure.
     """
-    failures = failures_of(graded, graders)
+    failures = failures_of(graded)
     if not failures:
         return
     lines = distinct(failures)
@@ -429,41 +429,45 @@ def require_right(name: str, graders: Graders, graded: Sequence[GradedPair]) -> 
     raise RewardError(f"{what}: {'; '.join(lines[:_SHOWN])}{more}; {remedy}")
 
 
-def graded_text(graders: Graders, graded: Sequence[GradedPair]) -> str:
+def graded_text(graders: Graders, graded: Sequence[GradedReplies]) -> str:
     """Each reward's value for the gold reply; without ``full_marks`` only a person can judge it."""
-    if not graded:
-        return "the environment knows none: its rewards are not proven"
-    each = [_reward_text(name, full, graded) for name, full in graders.full_marks.items()]
-    return f"{len(graded)} graded, each beside a wrong answer: {'; '.join(each)}"
+    known = [replies for replies in graded if replies.right]
+    each = "; ".join(_reward_text(name, full, known or graded) for name, full in graders.full_marks.items())
+    if not known:
+        return f"the environment knows none; {len(graded)} wrong and as many empty answers graded: {each}"
+    return f"{len(known)} graded, each beside a wrong answer: {each}"
 
 
-def doubts(rewards: Mapping[str, RewardSpec], graded: Sequence[GradedPair]) -> Iterator[str]:
+def doubts(rewards: Mapping[str, RewardSpec], graded: Sequence[GradedReplies]) -> Iterator[str]:
     """Warnings: likely mistakes that need not be any."""
-    if not graded:
+    known = [(replies.right, replies.wrong) for replies in graded if replies.right]
+    if not known:
         return
     for name, spec in rewards.items():
-        right = _values(name, [pair.right for pair in graded])
-        wrong = _values(name, [pair.wrong for pair in graded])
+        right, wrong = (_values(name, some) for some in zip(*known, strict=True))
         own = not isinstance(spec.reward, Reward) or isinstance(spec.reward, FunctionReward)
         if own and not right:
             yield f"{name} gives no gold reply anything (None)"
         elif own and not any(right) and max(wrong, default=0.0) >= 0:
             yield f"{name} gives every gold reply 0: does it find the answer in its columns?"
-    if all(pair.right.reward == pair.wrong.reward for pair in graded):
+    if all(right.reward == wrong.reward for right, wrong in known):
         yield (
             "a gold reply and a wrong one get the same reward in every task: if the policy's answers do, too, groups "
             "have no signal, and nothing is learned"
         )
 
 
-def _reward_text(name: str, full: float | None, graded: Sequence[GradedPair]) -> str:
-    right, wrong = (_mean(_values(name, some)) for some in ([p.right for p in graded], [p.wrong for p in graded]))
-    if full is not None:
-        return f"{name} gives full marks, and the wrong ones {wrong}"
-    return f"{name} gives {right} on average, and the wrong ones {wrong}"
+def _reward_text(name: str, full: float | None, graded: Sequence[GradedReplies]) -> str:
+    right = _values(name, [replies.right for replies in graded if replies.right])
+    wrong = f"the wrong ones {_mean(_values(name, [replies.wrong for replies in graded]))}"
+    if not graded or graded[0].right is None:
+        return f"{name} gives {wrong}"
+    if full is not None and set(right) == {full}:
+        return f"{name} gives full marks, and {wrong}"
+    return f"{name} gives {_mean(right)} on average, and {wrong}"
 
 
-def _values(name: str, rollouts: Sequence[Rollout]) -> list[float]:
+def _values(name: str, rollouts: Iterable[Rollout]) -> list[float]:
     return [rollout.rewards[name] for rollout in rollouts if name in rollout.rewards]
 
 

@@ -110,5 +110,6 @@ class Environment(ABC):
     def check(self, task: Task) -> str | None:
         """A reply that must earn full marks, so that a broken grader is found before training.
 
-        None if no such reply is known: a puzzle that is easy to verify but comes without a solution.
+        The task's bare answer is no reply: rewards put it in the form they ask for (``Reward.phrase``), and form alone
+        is not judged. None if no such reply is known: a puzzle that is easy to verify but comes without a solution.
         """

@@ -30,7 +30,8 @@ class Dataset(Environment):
     prompt: str = "prompt"
     """Column with the question or a list of messages; or a text with {column} in it."""
     answer: str = "answer"
-    """Column with the gold answer, for rewards that compare; empty: the data has none."""
+    """Column with the gold answer, for rewards that compare, such as reward_model.ground_truth; empty: the data has
+    none."""
     system: str = ""
     """System message; empty: none."""
     instruction: str = ""

@@ -18,6 +18,11 @@ def last_tag(text: str, tag: str) -> str | None:
     return None if start < 0 else text[start + len(tag) + 2 : text.index(f"</{tag}>", start)].strip()
 
 
+def in_tag(text: str, tag: str) -> str:
+    """The text in ``<tag>...</tag>``, unless it has such a tag or none is named."""
+    return f"<{tag}>{text}</{tag}>" if tag and last_tag(text, tag) is None else text
+
+
 def last_number(text: str) -> str | None:
     """The last number in a text, without thousands separators; None if there is none."""
     last = deque(_NUMBER.finditer(text), maxlen=1)

@@ -30,7 +30,7 @@ class Reward(ABC):
     """A number for one finished rollout. A frozen dataclass whose fields are its options.
 
     It must pickle, and never imports torch. A plain function by import path works too: ``f(rollout)``, or with TRL's
-    signature ``f(completions, **columns)``; either may be async.
+    signature ``f(completions, **columns)``, or verl's ``compute_score``; each may be async.
 
     Example:
         >>> import tandem
@@ -49,9 +49,16 @@ class Reward(ABC):
     """True if equal answers to a task always have the same reward, whatever else is in the group: they are scored once.
     False for rewards that are random, read logprobs, or call an external service."""
 
+    judges_form: ClassVar[bool] = False
+    """True if it looks at a reply's form alone: a gold answer without a reply around it proves nothing of it."""
+
     @abstractmethod
     def __call__(self, rollout: Rollout) -> float | None:
         """Reward of one rollout, unweighted; None leaves this reward out of the rollout's sum."""
+
+    def phrase(self, answer: str) -> str:
+        """A gold answer as a reply in the form that this reward asks for; one that has it stays as it is."""
+        return answer
 
     def prepare(self) -> None:
         """Import what is needed. Called once in each worker process, before the first deadline runs.

@@ -54,6 +54,9 @@ class CosineLength(Reward):
         share = min(rollout.num_tokens, self.max_tokens) / self.max_tokens
         return long + (short - long) * (1 + math.cos(math.pi * share)) / 2
 
+    def phrase(self, answer: str) -> str:
+        return self.accuracy.phrase(answer)
+
     @property
     def full_marks(self) -> None:
         return None

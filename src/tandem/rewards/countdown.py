@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from tandem.errors import ConfigError
 from tandem.expression import BadExpression, evaluate
-from tandem.rewards._answers import last_tag
+from tandem.rewards._answers import in_tag, last_tag
 from tandem.rewards.base import Reward
 from tandem.types import Rollout
 
@@ -45,6 +45,9 @@ class CountdownReward(Reward):
         if not (numbers == allowed if self.use == "all" else numbers <= allowed):
             return 0.0
         return 1.0 if expression.value == Fraction(meta["target"]) else self.partial
+
+    def phrase(self, answer: str) -> str:
+        return in_tag(answer, self.tag)
 
     def _written(self, reply: str) -> str:
         """The expression as written; of an equation, the side before the equals sign."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tandem.rewards._answers import last_tag
+from tandem.rewards._answers import in_tag, last_tag
 from tandem.rewards.base import Reward
 from tandem.types import Rollout
 
@@ -30,6 +30,9 @@ class ExactReward(Reward):
         if self.ignore_case:
             answer, gold = answer.casefold(), gold.casefold()
         return float(answer == gold)
+
+    def phrase(self, answer: str) -> str:
+        return in_tag(answer, self.tag)
 
     @property
     def full_marks(self) -> float | None:

@@ -16,6 +16,7 @@ class Format(Reward):
     """1 if the reply has the required format, else 0. Set pattern or tags."""
 
     pure: ClassVar[bool] = True
+    judges_form: ClassVar[bool] = True
 
     pattern: str = ""
     """Regular expression to be found somewhere in the trimmed reply; (?s) and (?m) work."""
@@ -33,6 +34,12 @@ class Format(Reward):
     def __call__(self, rollout: Rollout) -> float:
         reply = rollout.final_message.strip()
         return float(re.search(self.pattern, reply) is not None if self.pattern else self._tagged(reply))
+
+    def phrase(self, answer: str) -> str:
+        if not self.tags or self._tagged(answer):
+            return answer
+        home = "answer" if "answer" in self.tags else self.tags[-1]
+        return "\n".join(f"<{tag}>\n{answer if tag == home else ''}\n</{tag}>" for tag in self.tags)
 
     def _tagged(self, reply: str) -> bool:
         marks = [mark for tag in self.tags for mark in (f"<{tag}>", f"</{tag}>")]

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from tandem.errors import ConfigError, RewardError, redacted
 from tandem.rewards.base import Failure, GroupReward, Verdict
-from tandem.types import Rollout
+from tandem.types import Rollout, column
 
 if TYPE_CHECKING:
     from tandem.http import HttpClient, RetryPolicy
 
-_PLACE = re.compile(r"\{(\w+)\}")
+_PLACE = re.compile(r"\{(\w+(?:\.[^\W\d]\w*)*)\}")
 
 _TEMPLATE = """Grade an assistant's reply.
 
@@ -159,9 +159,11 @@ class Judge(GroupReward):
             "lowest": f"{self.lowest:g}",
             "highest": f"{self.highest:g}",
         }
-        if missing := [name for name in _PLACE.findall(self.template) if name not in fields]:
-            raise ValueError(f"template names {{{missing[0]}}}; task {rollout.task.id} has: {', '.join(fields)}")
-        return _PLACE.sub(lambda place: str(fields[place[1]]), self.template)
+        try:
+            return _PLACE.sub(lambda place: str(column(fields, place[1])), self.template)
+        except KeyError as error:
+            missing, has = error.args[0], ", ".join(fields)
+            raise ValueError(f"template names {{{missing}}}; task {rollout.task.id} has: {has}") from None
 
     def _body(self, question: str) -> dict[str, Any]:
         system = [{"role": "system", "content": self.system}] if self.system else []

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from tandem.errors import ConfigError, RewardError
-from tandem.rewards._answers import last_tag
+from tandem.rewards._answers import in_tag, last_tag
 from tandem.rewards.base import Reward
 from tandem.types import Rollout
 
@@ -66,6 +66,15 @@ class MathVerify(Reward):
         if len(reply) > _SHORT:
             return _equal(expected, reply, self._seconds())
         return _remembered(gold, reply, self._seconds())
+
+    def phrase(self, answer: str) -> str:
+        if self._worked(answer):
+            return answer
+        if self.marker:
+            marked = answer if self.marker in answer else f"{self.marker} {answer}"
+        else:
+            marked = in_tag(answer, "answer")
+        return f"{'.' * self.least_working}\n{marked}"
 
     def _worked(self, reply: str) -> bool:
         """Whether there is as much working as is asked for."""

@@ -37,3 +37,6 @@ class Number(Reward):
                 return 0.0
         number = last_number(reply)
         return float(number is not None and same_number(number, gold, self.tolerance))
+
+    def phrase(self, answer: str) -> str:
+        return answer if self.after in answer else f"{self.after} {answer}"

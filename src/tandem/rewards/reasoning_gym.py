@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from tandem import gym_library
 from tandem.errors import RewardError
-from tandem.rewards._answers import is_number, last_number, last_tag
+from tandem.rewards._answers import in_tag, is_number, last_number, last_tag
 from tandem.rewards.base import Reward
 from tandem.types import Json, Rollout
 
@@ -47,6 +47,9 @@ class ReasoningGymReward(Reward):
         entry = {"question": task.meta["question"], "answer": gold, "metadata": task.meta["metadata"]}
         score = _verifier(task.meta["task"], json.dumps(task.meta.get("config", {})))(answer, entry)
         return float(score) if self.partial or score >= 1 else 0.0
+
+    def phrase(self, answer: str) -> str:
+        return in_tag(answer, self.tag) if self.extract == "tag" else answer
 
     def _extracted(self, reply: str, gold: str) -> str | None:
         tagged = last_tag(reply, self.tag) if self.extract in ("auto", "tag") else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -20,6 +20,8 @@ _ENOUGH = 8
 """Pairs that could not be graded, after which no more are: a reward that hangs takes its whole deadline for each."""
 _NONSENSE = "I do not know."
 """A wrong reply where there is no other task's."""
+_SHOWN = 200
+"""Characters of a reply that are shown."""
 _MESSAGE = re.compile(r"(raised \w+): .*?( \([^()]*:\d+ in [^()]*\))")
 """What an exception says of one answer, between its type and its place in the code."""
 
@@ -42,7 +44,8 @@ class GoldFailure:
     """What failed while grading."""
 
     def __str__(self) -> str:
-        return f"task {self.task}: {self._what}"
+        shown = "" if self.error else f" ({self.reply[:_SHOWN]!r})"
+        return f"task {self.task}: {self._what}{shown}"
 
     @property
     def _what(self) -> str:
@@ -58,13 +61,27 @@ class GoldFailure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GradedPair:
-    """Two graded answers to one task."""
+class GoldReply:
+    """A task's gold reply: the environment's own, or its gold answer in the form that the rewards ask for."""
 
-    right: Rollout
-    """Its gold reply."""
+    text: str
+    """The reply."""
+    full_marks: Mapping[str, float | None]
+    """What it must earn, by reward; None where it proves nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradedReplies:
+    """Graded replies to one task, the siblings of one group."""
+
+    gold: GoldReply | None
+    """Its gold reply; None where none is known."""
+    right: Rollout | None
+    """The gold reply, graded."""
     wrong: Rollout
-    """Another task's."""
+    """Another task's, or nonsense."""
+    empty: Rollout
+    """A reply without a word."""
 
 
 async def check_environment(env: Environment, graders: Graders, tasks: int) -> list[GoldFailure]:
@@ -72,48 +89,50 @@ async def check_environment(env: Environment, graders: Graders, tasks: int) -> l
     failures: list[GoldFailure] = []
     unknown = 0
     for task in islice(env.tasks("train"), tasks):
-        reply = _reply(env, task)
-        if reply is None:
+        gold = _gold(env, graders, task)
+        if gold is None:
             unknown += 1
             continue
-        (graded,) = await graders.grade([gold_rollout(task, reply)])
-        failures += _failures(graded, graders)
+        (graded,) = await graders.grade([gold_rollout(task, gold.text)])
+        failures += _failures(graded, gold.full_marks)
     if unknown:
         logger.warning("%s knows no gold reply to %d of %d tasks: they were not checked", env.name, unknown, tasks)
     return failures
 
 
-async def siblings(env: Environment, graders: Graders, tasks: Iterable[Task]) -> list[GradedPair]:
-    """Groups of two answers, the gold reply and a wrong one, graded, of each task whose gold reply is known.
+async def siblings(env: Environment, graders: Graders, tasks: Iterable[Task]) -> list[GradedReplies]:
+    """Groups of a task's gold reply, where it is known, a wrong one and an empty one, graded.
 
     A reward of all siblings at once that gives one number, or fails where there are several, is seen so; and one that
-    gives any answer the same.
+    gives any answer the same, or fails on what a policy may say.
     """
-    known = [(task, reply) for task in tasks if (reply := _reply(env, task)) is not None]
-    replies = list(dict.fromkeys(reply for _, reply in known))
-    after = dict(zip(replies, [*replies[1:], *replies[:1]], strict=True))
-    graded: list[GradedPair] = []
+    golds = [(task, _gold(env, graders, task)) for task in tasks]
+    texts = list(dict.fromkeys(gold.text for _, gold in golds if gold))
+    after = dict(zip(texts, [*texts[1:], *texts[:1]], strict=True)) if len(texts) > 1 else {}
+    graded: list[GradedReplies] = []
     failed = 0
-    for task, reply in known:
+    for task, gold in golds:
         if failed == _ENOUGH:
             break
-        wrong = after[reply] if len(replies) > 1 else _NONSENSE
-        pair = [gold_rollout(task, reply), gold_rollout(task, wrong, number=1)]
-        first, second = await graders.grade(pair)
-        graded.append(GradedPair(right=first, wrong=second))
-        failed += "error" in (first.status, second.status)
+        replies = [gold.text, after.get(gold.text, _NONSENSE), ""] if gold else [_NONSENSE, ""]
+        group = await graders.grade([gold_rollout(task, reply, number=n) for n, reply in enumerate(replies)])
+        graded.append(GradedReplies(gold=gold, right=group[0] if gold else None, wrong=group[-2], empty=group[-1]))
+        failed += any(rollout.status == "error" for rollout in group)
     return graded
 
 
-def failures_of(graded: Sequence[GradedPair], graders: Graders) -> list[GoldFailure]:
-    """Problems of these grades: gold replies without full marks, and answers that could not be graded."""
+def failures_of(graded: Sequence[GradedReplies]) -> list[GoldFailure]:
+    """Problems of these grades: gold replies without full marks, and the first answer that could not be graded."""
     failures: list[GoldFailure] = []
-    for pair in graded:
-        failures += _failures(pair.right, graders)
-        if pair.wrong.status == "error" and pair.right.status != "error":
-            failures += (
-                replace(failure, error=f"a wrong answer: {failure.error}") for failure in _failures(pair.wrong, graders)
-            )
+    for replies in graded:
+        if replies.right and replies.gold:
+            failures += _failures(replies.right, replies.gold.full_marks)
+            if replies.right.status == "error":
+                continue
+        for what, rollout in (("a wrong", replies.wrong), ("an empty", replies.empty)):
+            if rollout.status == "error":
+                failures += (replace(f, error=f"{what} answer: {f.error}") for f in _failures(rollout, {}))
+                break
     return failures
 
 
@@ -137,6 +156,24 @@ async def require_full_marks(name: str, env: Environment, graders: Graders) -> N
             "check() replies (tandem check looks at more of them)"
         )
     graders.metrics()  # rollouts of no step
+
+
+def _gold(env: Environment, graders: Graders, task: Task) -> GoldReply | None:
+    """A task's gold reply; raises as ``_reply``.
+
+    Where the environment knows the bare answer only, as of a data file, it is put into the form that the rewards ask
+    for, and those about form alone are not judged by it.
+    """
+    reply = _reply(env, task)
+    if reply is None:
+        return None
+    if reply != task.answer:
+        return GoldReply(text=reply, full_marks=graders.full_marks)
+    full_marks = dict(graders.full_marks)
+    for name, reward in sorted(graders.parts.items(), key=lambda item: item[1].judges_form):  # form goes around answers
+        reply = reward.phrase(reply)
+        full_marks[name] = None if reward.judges_form else full_marks[name]
+    return GoldReply(text=reply, full_marks=full_marks)
 
 
 def _reply(env: Environment, task: Task) -> str | None:
@@ -165,12 +202,12 @@ def gold_rollout(task: Task, reply: str, *, number: int = 0) -> Rollout:
     )
 
 
-def _failures(graded: Rollout, graders: Graders) -> list[GoldFailure]:
+def _failures(graded: Rollout, full_marks: Mapping[str, float | None]) -> list[GoldFailure]:
     reply = graded.messages[-1].content
     if graded.status == "error":
         return [GoldFailure(task=graded.task.id, reward="", got=None, expected=None, reply=reply, error=graded.error)]
     return [
         GoldFailure(task=graded.task.id, reward=name, got=graded.rewards.get(name), expected=full, reply=reply)
-        for name, full in graders.full_marks.items()
+        for name, full in full_marks.items()
         if full is not None and not math.isclose(graded.rewards.get(name, math.nan), full, abs_tol=1e-9)
     ]

@@ -137,10 +137,10 @@ class _TransformedRows(Dataset):
     def task(self, row: DataRow, split: Split) -> Task:
         task = self._task(row, split)
         answer = row.columns.get("answer")
-        if not isinstance(answer, str):
+        if not isinstance(answer, str | int | float):
             return task
         # Rewards of Axolotl's documents ask for it by either name.
-        return replace(task, answer=answer, meta={"answers": answer, **task.meta})
+        return replace(task, answer=str(answer), meta={"answers": answer, **task.meta})
 
     def _prompt(self, row: DataRow) -> tuple[Message, ...]:
         if isinstance(row.value(self.prompt), list):

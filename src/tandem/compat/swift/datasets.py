@@ -104,7 +104,8 @@ def _messages(columns: dict[str, Json]) -> list[dict[str, Any]]:
     if isinstance(prompt, list):
         begun = isinstance(prompt[0], dict) and prompt[0].get("role") == "system" if prompt else False
         return [*([] if begun else opening), *prompt]
-    question = prompt if isinstance(prompt, str) else _question(columns)
+    question = prompt if isinstance(prompt, str | int | float) else _question(columns)
+    question = str(question) if isinstance(question, int | float) else question  # of a CSV file
     messages: list[dict[str, Any]] = [*opening]
     for query, answered in _listed("history", columns):
         messages += [{"role": "user", "content": query}, {"role": "assistant", "content": answered}]

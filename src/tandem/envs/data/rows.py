@@ -7,13 +7,15 @@ import difflib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from types import NoneType
 from typing import Any, BinaryIO
 
-from tandem import clone, hub
+from tandem import clone, hub, types
 from tandem.envs.base import Split
 from tandem.envs.data.split import check_share, split_of
 from tandem.errors import ConfigError, EnvError
@@ -23,6 +25,11 @@ logger = logging.getLogger(__name__)
 
 _LONGEST = 64 << 20
 """Bytes of one line of a file: it is held in memory several times over."""
+
+_WHOLE = re.compile(r"[+-]?[0-9]{1,1000}")
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_MISSING = frozenset(("", "NA", "N/A", "NaN", "nan", "NULL", "null", "None"))
+"""What stands for no number in a CSV file's column of numbers."""
 
 _INSTALL = "pip install 'tandem-rl[data]'"
 
@@ -52,15 +59,17 @@ class DataRow:
         return value
 
     def value(self, column: str) -> Json:
-        """A column that must be there.
+        """A column that must be there; ``outer.inner`` is one within another.
 
         Raises:
             EnvError: there is no such column; lists those there are.
         """
-        if column not in self.columns:
-            has = ", ".join(self.columns) or "no columns"
-            raise EnvError(f"{self.where}: no column {column!r}{_suggest(column, self.columns)}; the row has: {has}")
-        return self.columns[column]
+        try:
+            return types.column(self.columns, column)
+        except KeyError:
+            names = list(_names(self.columns))
+            has = ", ".join(names) or "no columns"
+            raise EnvError(f"{self.where}: no column {column!r}{_suggest(column, names)}; the row has: {has}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +213,33 @@ def _loaded(text: str, where: str, expected: str) -> Any:
 
 
 def _read_csv(file: Path) -> Iterator[DataRow]:
+    """Rows with columns of numbers as numbers, as ``datasets`` reads them: a column that has any other text is text."""
+    values: dict[str, set[type]] = {}
+    for row in _read_csv_text(file):
+        for name, text in row.columns.items():
+            values.setdefault(name, set()).add(_type_of(text))
+    types_of = {
+        name: str if str in some or some == {NoneType} else int if some == {int} else float
+        for name, some in values.items()
+    }
+    for row in _read_csv_text(file):
+        columns = {name: _typed(text, types_of[name]) for name, text in row.columns.items()}
+        yield replace(row, columns=columns)
+
+
+def _type_of(text: str) -> type:
+    """What a field of a CSV file holds; NoneType for nothing."""
+    text = text.strip(" ")
+    return (
+        NoneType if text in _MISSING else int if _WHOLE.fullmatch(text) else float if _NUMBER.fullmatch(text) else str
+    )
+
+
+def _typed(text: str, kind: type) -> Json:
+    return text if kind is str else None if text.strip(" ") in _MISSING else kind(text)
+
+
+def _read_csv_text(file: Path) -> Iterator[DataRow]:
     csv.field_size_limit(_LONGEST)  # of the whole process; by default no field is longer than 128 KiB
     with file.open("rb") as raw:
         lines = (
@@ -316,6 +352,14 @@ def _nearby(file: Path) -> str:
     if not folder.is_dir():
         return f"; there is no folder {folder} either"
     return _suggest(file.name, [child.name for child in folder.iterdir()])
+
+
+def _names(columns: Mapping[str, Json]) -> Iterator[str]:
+    """Names of columns, each followed by those within it."""
+    for name, value in columns.items():
+        yield name
+        if isinstance(value, Mapping):
+            yield from (f"{name}.{inner}" for inner in value)
 
 
 def _suggest(name: str, known: Iterable[str]) -> str:

@@ -1,7 +1,8 @@
-"""Calling conventions of rewards: a part, ``f(rollout)``, or TRL's ``f(completions, **columns)``."""
+"""Calling conventions of rewards: a part, ``f(rollout)``, TRL's ``f(completions, **columns)``, or verl's."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import math
@@ -10,14 +11,19 @@ import sys
 import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from tandem.errors import SHOWN_TEXT, RewardError, redacted
 from tandem.lazy import asyncio
 from tandem.rewards.base import Failure, GroupReward, Reward, Verdict
 from tandem.types import TEXT, Message, Rollout
+
+_TRL = {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"}
+"""Parameters that TRL's reward functions have beside columns."""
+_VERL = {"data_source", "solution_str", "ground_truth", "extra_info"}
+"""Parameters of verl's ``compute_score``, of which each has ``solution_str``."""
 
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 """Columns of a data set that reward functions get in another shape."""
@@ -86,9 +92,9 @@ class Called:
     """A reward with its calling convention."""
 
     call: Callable[..., Any]
-    """Of a rollout, of rollouts, or of columns."""
-    shape: str
-    """rollout, rollouts or columns: what it is called with."""
+    """Of a rollout, of rollouts, of columns, or of one answer as verl has it."""
+    shape: Literal["rollout", "rollouts", "columns", "verl"]
+    """What it is called with."""
     is_async: bool
     """True if its calls wait rather than compute, so that several go on at once."""
     accepts: frozenset[str] | None = None
@@ -101,11 +107,15 @@ class Called:
     @property
     def takes_groups(self) -> bool:
         """True if one call is for all siblings."""
-        return self.shape != "rollout"
+        return self.shape in ("rollouts", "columns")
 
     def begin(self, rollouts: Sequence[Rollout], steps: int | None) -> tuple[Any, _Log]:
-        """What it returns, perhaps to be awaited first."""
+        """What it returns, perhaps to be awaited first; whatever it changes of its arguments, no other call sees."""
         log = _Log(len(rollouts))
+        if self.shape != "columns":
+            rollouts = [_own(rollout) for rollout in rollouts]
+        if self.shape == "verl":
+            return self.call(**self._accepted(_verl(rollouts[0]))), log
         if self.shape == "rollout":
             return self.call(rollouts[0]), log
         if self.shape == "rollouts":
@@ -114,6 +124,10 @@ class Called:
 
     def outcome(self, value: Any, log: _Log) -> Outcome:
         """What that comes to, once it was awaited."""
+        if self.shape == "verl" and isinstance(value, Mapping):
+            for name in value.keys() - {"score"}:
+                log.extra(name, [value[name]])
+            return Outcome([_verdict(value["score"])], log.rows if any(log.rows) else ())
         if not self.takes_groups:
             return Outcome([_verdict(value)])
         values = value.tolist() if hasattr(value, "tolist") else value
@@ -128,12 +142,14 @@ class Called:
         """Keyword arguments in TRL's shape: one list per column, one entry per completion."""
         task, count = rollouts[0].task, len(rollouts)
         columns: dict[str, Any] = {
-            name: [value] * count for name, value in task.meta.items() if name not in _NOT_COLUMNS
+            name: [copy.deepcopy(value) for _ in rollouts]
+            for name, value in task.meta.items()
+            if name not in _NOT_COLUMNS and (self.accepts is None or name in self.accepts)
         }
         columns.setdefault("answer", [task.answer] * count)
         replies = [r.messages[len(task.prompt) :] for r in rollouts]
         text = self.text or any(message.role == TEXT for message in task.prompt)
-        columns["prompts"] = [task.prompt[-1].content if text else _plain(task.prompt)] * count
+        columns["prompts"] = [task.prompt[-1].content if text else _plain(task.prompt) for _ in rollouts]
         columns["completions"] = [r.text for r in rollouts] if text else [_plain(messages) for messages in replies]
         columns["completion_ids"] = [[t for turn in r.turns for t in turn.completion.tokens] for r in rollouts]
         turns = [turn.completion for r in rollouts for turn in r.turns if turn.completion.tokens]
@@ -141,7 +157,10 @@ class Called:
         columns["trainer_state"] = RewardTrainerState(newest, steps)
         columns["log_metric"], columns["log_extra"] = log.metric, log.extra
         columns |= self.more(rollouts) if self.more else {}
-        return columns if self.accepts is None else {k: v for k, v in columns.items() if k in self.accepts}
+        return self._accepted(columns)
+
+    def _accepted(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        return arguments if self.accepts is None else {k: v for k, v in arguments.items() if k in self.accepts}
 
 
 class FunctionReward(Reward):
@@ -169,7 +188,7 @@ def called(thing: Callable[..., Any]) -> Called:
     """Calling convention of a reward or a plain function.
 
     Raises:
-        TypeError: it takes neither a rollout nor completions.
+        TypeError: none of them fits what it takes.
     """
     if isinstance(thing, FunctionReward):
         return thing.called()
@@ -181,19 +200,27 @@ def called(thing: Callable[..., Any]) -> Called:
 
 
 def plain(function: Callable[..., Any], *, text: bool = False) -> Called:
-    """Calling convention of a plain function, from the names of its parameters; raises as ``called``."""
+    """Calling convention of a plain function, from the names of its parameters; raises as ``called``.
+
+    One that takes any keyword is TRL's, which passes more than most functions name, unless it asks for a rollout.
+    """
     is_async = _is_async(function)
     parameters = inspect.signature(function).parameters
     by_name = {name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    if "completions" in by_name:
-        open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        accepts = None if open_ended else frozenset(by_name)
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    accepts = None if open_ended else frozenset(by_name)
+    if "solution_str" in by_name:
+        return Called(call=function, shape="verl", is_async=is_async, accepts=frozenset(by_name & _VERL))
+    if by_name & _TRL or (open_ended and "rollout" not in by_name):
         return Called(call=function, shape="columns", is_async=is_async, accepts=accepts, text=text)
     required = [
         p for p in parameters.values() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
     if len(required) > 1 or not parameters or any(p.kind is p.KEYWORD_ONLY for p in required):
-        raise TypeError(f"it takes ({', '.join(parameters)}); expected f(rollout) or f(completions, **columns)")
+        raise TypeError(
+            f"it takes ({', '.join(parameters)}); expected f(rollout), f(completions, **columns), or "
+            "f(data_source, solution_str, ground_truth, extra_info)"
+        )
     return Called(call=function, shape="rollout", is_async=is_async)
 
 
@@ -214,6 +241,25 @@ def _is_async(function: Any) -> bool:
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def _own(rollout: Rollout) -> Rollout:
+    """The rollout with everything that can be changed copied; siblings share their task."""
+    task = replace(rollout.task, meta=copy.deepcopy(rollout.task.meta))
+    return replace(rollout, task=task, rewards=dict(rollout.rewards), metrics=dict(rollout.metrics))
+
+
+def _verl(rollout: Rollout) -> dict[str, Any]:
+    """Arguments of verl's ``compute_score``, from rows as verl has them or from any others."""
+    meta = rollout.task.meta
+    model = meta.get("reward_model")
+    gold = model["ground_truth"] if isinstance(model, dict) and "ground_truth" in model else rollout.task.answer
+    return {
+        "data_source": meta.get("data_source", rollout.task.env),
+        "solution_str": rollout.text,
+        "ground_truth": gold,
+        "extra_info": meta.get("extra_info") or {},
+    }
 
 
 def _plain(messages: Sequence[Message]) -> list[dict[str, str]]:

@@ -67,6 +67,7 @@ class Graders:
         """
         self._weights = {name: weight for name, (_, weight) in specs.items()}
         self._full_marks = {n: r.full_marks if isinstance(r, Reward) else None for n, (r, _) in specs.items()}
+        self._parts = {name: reward for name, (reward, _) in specs.items() if isinstance(reward, Reward)}
         self._log = log
         self._counts: Counter[str] = Counter()
         self._seconds = 0.0
@@ -91,6 +92,11 @@ class Graders:
             )
             for names in pool_names
         ]
+
+    @property
+    def parts(self) -> Mapping[str, Reward]:
+        """The rewards that are parts and no plain functions, by name."""
+        return self._parts
 
     @property
     def full_marks(self) -> Mapping[str, float | None]:
