@@ -215,8 +215,8 @@ def _is_async(function: Any) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-def _plain(messages: Sequence[Message]) -> list[dict[str, str]]:
-    return [{"role": message.role, "content": message.content} for message in messages]
+def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    return [message.as_dict() for message in messages]
 
 
 def _verdict(value: Any) -> Verdict:
