@@ -238,13 +238,15 @@ def test_doubled_braces_are_braces(tmp_path: Path) -> None:
     assert task.prompt == user_prompt('In {answer}, {1 {+} 1?}, or as {"result": 2}: 1 {+} 1? {')
 
 
-@pytest.mark.parametrize(("answer", "told"), [("answer", True), ("", False), ("empty", False), ("q", False)])
-def test_a_template_that_names_the_gold_answer_is_refused(tmp_path: Path, answer: str, told: bool) -> None:
+@pytest.mark.parametrize(("answer", "refused"), [("answer", True), ("", False), ("empty", False), ("q", False)])
+def test_a_template_that_names_the_gold_answer_is_refused(tmp_path: Path, answer: str, refused: bool) -> None:
     """Not where the answer stands in the question itself."""
     path = jsonl(tmp_path / "a.jsonl", {"problem": "Is 2 even, 1 or 2?", "answer": "2", "empty": "", "q": "even"})
     env = Dataset(path=path, prompt="{problem} Put it within \\boxed{answer}.", answer=answer, test_share=0)
     with (
-        pytest.raises(EnvError, match=r"a.jsonl:1: .*gold answer into the prompt: .*boxed2") if told else nullcontext()
+        pytest.raises(EnvError, match=r"a.jsonl:1: .*gold answer into the prompt: .*boxed2")
+        if refused
+        else nullcontext()
     ):
         assert train(env)[0].prompt[0].content == "Is 2 even, 1 or 2? Put it within \\boxed2."
 
