@@ -150,7 +150,7 @@ def group_to_wire(group: Group) -> ScoredGroup:
         scores=[rollout.reward or 0.0 for rollout, _ in pairs],
         advantages=_advantage_rows(pairs),
         inference_logprobs=[wired.spread(wired.logprobs, NO_LOGPROB) for _, wired in pairs],
-        messages=[[{"role": m.role, "content": m.content} for m in rollout.messages] for rollout, _ in pairs],
+        messages=[[m.as_dict() for m in rollout.messages] for rollout, _ in pairs],
         generation_params={"temperature": pairs[0][1].temperature} if alike else None,
         overrides=overrides if any(overrides) else None,
         group_overrides=_tandem_overrides(group, pairs),

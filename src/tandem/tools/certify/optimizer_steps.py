@@ -55,14 +55,23 @@ class Update:
 
 
 def rate(options: Options, step: int, total: int) -> float:
-    """Learning rate of a step of so many: a linear rise, then constant or down along a line or half a cosine."""
-    peak, rise = options["lr"], options["warmup_steps"]
+    """Learning rate of a step of so many: a linear rise, then constant or down along a line or half a cosine.
+
+    Of warmup_stable_decay the rise begins at the lowest rate, and it is constant between the rise and the decay.
+    """
+    peak, rise, low, schedule = (options[name] for name in ("lr", "warmup_steps", "min_lr_ratio", "schedule"))
+    stays = schedule == "warmup_stable_decay"
     if step <= rise:
-        return float(peak * step / rise)
-    done = min(1.0, (step - rise) / max(1, total - rise))
-    left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[options["schedule"]]
-    low = options["min_lr_ratio"]
-    return float(peak * (low + (1 - low) * left))
+        return float(peak * (low + (1 - low) * step / rise) if stays else peak * step / rise)
+    from_step = total - options["decay_steps"] if stays else rise
+    done = max(0.0, min(1.0, (step - from_step) / max(1, total - from_step)))
+    shapes = {
+        "constant": 1.0,
+        "linear": 1 - done,
+        "cosine": (1 + math.cos(math.pi * done)) / 2,
+        "1-sqrt": 1 - done**0.5,
+    }
+    return float(peak * (low + (1 - low) * shapes[options["decay"] if stays else schedule]))
 
 
 def moves(optimizer: tuple[str, Options], updates: Iterable[Update], total: int) -> Iterator[dict[str, Tensor]]:

@@ -7,6 +7,7 @@ of that sum. Nothing is shared with the layers that train it.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -52,7 +53,10 @@ class PlainModel:
         head, targets = self.model.get_output_embeddings(), options["target_modules"]  # type: ignore[operator]
         factors = {}
         for name, module in self.model.named_modules():
-            named = targets == "all-linear" or name.rpartition(".")[2] in targets
+            if isinstance(targets, str):
+                named = targets == "all-linear" or re.fullmatch(targets, name) is not None
+            else:
+                named = any(f".{name}".endswith(f".{end}") for end in targets)
             within = options["layers"] is None or _layer(name) in options["layers"]
             if isinstance(module, nn.Linear) and module is not head and named and within:
                 a, b = f"{name}.lora_A", f"{name}.lora_B"

@@ -127,7 +127,8 @@ def _conversations(row: Row) -> list[tuple[tuple[Message, ...] | None, int]] | N
 
 
 def _message(plain: Json) -> Message:
-    return Message(role=str(plain.get("role", "")), content=str(plain.get("content", "")))
+    fields = {name: value for name, value in plain.items() if name not in ("role", "content")}
+    return Message(role=str(plain.get("role", "")), content=str(plain.get("content", "")), fields=fields)
 
 
 def choose(run: RunFolder, saved: Sequence[int]) -> int:
