@@ -405,7 +405,7 @@ DEFECTS = (
         "src/tandem/broker/queue/store.py",
         "if key is not None and key in self.seen:",
         "if False:",
-        "tests/unit/test_broker_store.py tests/unit/test_broker_resent.py",
+        "tests/unit/test_broker_store.py",
     ),
     # rewards
     Defect(

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import platform
 import socket
-import subprocess
-import sys
 
 import pytest
 
@@ -54,16 +51,3 @@ def test_what_a_file_adds_around_a_key_is_no_part_of_it(monkeypatch: pytest.Monk
     monkeypatch.setenv("TANDEM_BROKER_KEY", "\n")
     with pytest.raises(ConfigError, match="TANDEM_BROKER_KEY holds nothing but blanks"):
         serve_broker._keys()
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such setting")
-def test_memory_that_was_let_go_is_used_again() -> None:
-    """Faults are pages that the system had to find and clear: twenty bodies are five thousand of them each time."""
-    code = (
-        "import resource\nfrom tandem.cli.serve_broker import _keep_memory\n_keep_memory()\n"
-        "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
-        "def bodies(): [bytearray(1 << 20) for _ in range(20)]\n"
-        "bodies()\nbefore = faults()\nfor _ in range(20): bodies()\nprint(faults() - before)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
-    assert int(done.stdout) < 5_000

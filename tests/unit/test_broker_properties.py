@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import shutil
 import tempfile
@@ -17,8 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tiers import examples
 
-from tandem.broker.journal.ledger import Ledger
-from tandem.broker.journal.payloads import PayloadReader
+from tandem.broker.journal.ledger import Ledger, read
 from tandem.broker.protocol.messages import EnvStatus, RunParameters
 from tandem.broker.queue import formation
 from tandem.broker.queue.records import (
@@ -202,7 +202,7 @@ class Promises(RuleBasedStateMachine):
         assert set(names) <= set(before)
         assert set(names) <= set(self.held)
         assert sum(entry.size for entry in batch.entries) == total
-        assert PayloadReader(batch.entries).bytes() == [name.encode().ljust(9) for name in names]
+        assert asyncio.run(read(batch.entries)) == [name.encode().ljust(9) for name in names]
         self.step += not returned
         assert batch.step == self.store.step == self.step
         self.served[batch.id] = names
@@ -272,7 +272,7 @@ class Promises(RuleBasedStateMachine):
     def trainer_gives_back(self, which: int) -> None:
         batch = list(self.served)[which % len(self.served)]
         out = batch in self.store.leases.out and self.store.leases.out[batch].expires is None
-        assert self.store.release(batch, self.now) or not out
+        assert self.store.return_lease(batch, self.now) or not out
         assert batch not in self.store.leases.out
 
     @precondition(lambda self: self.served)
@@ -355,7 +355,7 @@ class Promises(RuleBasedStateMachine):
         out = [item for lease in self.store.leases.out.values() for item in lease.items if item.batch == lease.id]
         held = [item.entry.payload for item in self.waiting + [item for item in out if item.state == "leased"]]
         in_memory = sum(payload.data is not None for payload in held)
-        assert self.ledger.memory.bytes == 9 * in_memory <= self.options.memory_bytes
+        assert self.ledger._memory_bytes == 9 * in_memory <= self.options.memory_bytes
         tenants = len(self.store.tenants.by_id) + 1
         assert self.store.waiting.groups <= OPTIONS.max_groups + tenants * 8
         assert len(self.store.seen) <= OPTIONS.max_keys + 1

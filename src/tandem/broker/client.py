@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import count, zip_longest
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Literal, Self, TypeVar
 
 import msgspec
 
@@ -34,7 +34,7 @@ ALWAYS: frozenset[Fate] = frozenset({"unsent", "broken", "failed"})
 
 SECONDS = 60.0
 """How long one answer may take."""
-MIME: dict[wire.Encoding, str] = {"json": "application/json", "msgpack": "application/msgpack"}
+JSON = "application/json"
 Receipt = Literal["received", "buffered", "lost"]
 """buffered: it waits at the broker for others that make up a group size; lost: whether it arrived is not known."""
 
@@ -100,7 +100,6 @@ class Connection:
         body: object = None,
         *,
         headers: Mapping[str, str] | None = None,
-        encoding: wire.Encoding = "json",
         repeat: Set[Fate] = ALWAYS,
     ) -> HttpResponse:
         """Ask until it is answered.
@@ -110,7 +109,6 @@ class Connection:
             path: the route.
             body: what is said.
             headers: beside the usual ones.
-            encoding: of the body.
             repeat: what may have become of a request that is made again.
 
         Raises:
@@ -119,20 +117,13 @@ class Connection:
             RequestLost: it may have been done, or it failed, and such requests are not repeated.
         """
         async with waits.waiting(waits.actor("client"), f"{method} {path.partition('?')[0]}", on=self.name):
-            return await self._ask(method, path, body, headers, encoding, repeat)
+            return await self._ask(method, path, body, headers or {}, repeat)
 
     async def _ask(
-        self,
-        method: str,
-        path: str,
-        body: object,
-        headers: Mapping[str, str] | None,
-        encoding: wire.Encoding,
-        repeat: Set[Fate],
+        self, method: str, path: str, body: object, headers: Mapping[str, str], repeat: Set[Fate]
     ) -> HttpResponse:
-        data = None if body is None else wire.write(body, encoding)
-        typed = {} if data is None else {"Content-Type": MIME[encoding]}
-        sent_headers = {"Accept": MIME["json"], **typed, **(headers or {})}
+        data = None if body is None else wire.write(body)
+        sent_headers = {"Accept": JSON, **({} if data is None else {"Content-Type": JSON}), **headers}
         for attempt in count():
             try:
                 answer = await self._http.call(method, path, data, sent_headers, SECONDS)
@@ -178,7 +169,7 @@ class Connection:
 
 
 class _RegistrationReply(msgspec.Struct, kw_only=True, frozen=True):
-    """HttpResponse to /register-env; a status other than success has nothing else."""
+    """Answer to /register-env; a status other than success has nothing else."""
 
     status: str
     env_id: int = -1
@@ -322,8 +313,7 @@ class EnvClient(_Client):
 
     async def _hand_in(self, scored: messages.ScoredGroup, key: str) -> HttpResponse:
         if self.connection.speaks == "tandem":
-            headers = {"Idempotency-Key": key}
-            return await self.connection.ask("POST", "/scored_data", scored, headers=headers, encoding="msgpack")
+            return await self.connection.ask("POST", "/scored_data", scored, headers={"Idempotency-Key": key})
         # Not even what was not sent is sent again at once: by then it may be a broker without a trainer.
         return await self.connection.ask("POST", "/scored_data", scored, repeat=frozenset())
 
@@ -426,25 +416,24 @@ class TrainerClient(_Client):
         Raises:
             NotRegistered: register again.
         """
-        headers, query = {}, ""
+        query = ""
         if self.leases:
             parameters = {"lease": lease, "policy": policy, "max_lag": max_lag}
             query = "&".join(f"{name}={value}" for name, value in parameters.items() if value is not None)
-            headers = {"Accept": MIME["msgpack"]}
         path = f"/batch?{query}" if query else "/batch"
         try:
             # A lost answer of a broker without leases is a lost batch, whether it is asked again or not.
             again: frozenset[Fate] = ALWAYS if self.leases and lease is not None else frozenset({"unsent"})
-            answer = await self.connection.ask("GET", path, headers=headers, repeat=again)
+            answer = await self.connection.ask("GET", path, repeat=again)
         except RequestLost as error:
             log.warning("%s; a batch may be lost with it", error)
             return None
-        reply = _read_batch(answer.body, encoding_of(answer))
+        reply = parse(answer, _BatchReply)
         if reply.status == "error":
             raise NotRegistered(f"{self.connection.name} says: {reply.message or 'no trainer has registered'}")
         if reply.batch is None:
             return None
-        return _taken(reply, reply.batch, encoding_of(answer))
+        return _taken(reply, reply.batch)
 
     async def acknowledge(self, batch: str) -> str:
         """A leased batch was trained on; returns why the broker does not count it so, or nothing if it does."""
@@ -476,7 +465,7 @@ class _LeaseReply(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class _BatchReply(msgspec.Struct, kw_only=True, frozen=True):
-    """HttpResponse to /batch, its groups unread."""
+    """Answer to /batch, its groups unread."""
 
     batch: list[msgspec.Raw] | None = None
     status: str = ""
@@ -484,22 +473,13 @@ class _BatchReply(msgspec.Struct, kw_only=True, frozen=True):
     tandem: _LeaseReply = _LeaseReply()
 
 
-def _read_batch(body: bytes, encoding: wire.Encoding) -> _BatchReply:
-    module: Any = msgspec.json if encoding == "json" else msgspec.msgpack
-    try:
-        reply: _BatchReply = module.decode(body, type=_BatchReply)
-    except msgspec.DecodeError as error:
-        raise BrokerError(f"the broker answers /batch with something else than a batch: {error}") from error
-    return reply
-
-
-def _taken(reply: _BatchReply, raws: Sequence[msgspec.Raw], encoding: wire.Encoding) -> TakenBatch:
+def _taken(reply: _BatchReply, raws: Sequence[msgspec.Raw]) -> TakenBatch:
     """The groups that can be read, and what is wrong with the others: one bad group does not cost the batch."""
     groups, ids, versions, malformed = [], [], [], []
     for raw, id, version in zip_longest(raws, reply.tandem.ids[: len(raws)], reply.tandem.versions[: len(raws)]):
         try:
-            groups.append(wire.read(bytes(raw), messages.ScoredGroup, encoding))
-        except (BrokerError, msgspec.ValidationError) as error:
+            groups.append(wire.read(bytes(raw), messages.ScoredGroup))
+        except wire.Malformed as error:
             malformed.append(printable(f"{id}: {error}" if id else str(error)))
         else:
             ids.append(id)
@@ -508,20 +488,15 @@ def _taken(reply: _BatchReply, raws: Sequence[msgspec.Raw], encoding: wire.Encod
 
 
 def parse(answer: HttpResponse, kind: type[T]) -> T:
-    """A JSON or MessagePack response, parsed leniently.
+    """Decode a response.
 
     Raises:
         BrokerError: it is something else.
     """
     try:
-        return wire.read(answer.body, kind, encoding_of(answer))
-    except (BrokerError, msgspec.ValidationError) as error:
+        return wire.read(answer.body, kind)
+    except wire.Malformed as error:
         raise BrokerError(f"the broker answers with something else than was asked for: {error}") from error
-
-
-def encoding_of(answer: HttpResponse) -> wire.Encoding:
-    """Encoding of a response's body."""
-    return "msgpack" if "msgpack" in answer.headers.get("Content-Type", "") else "json"
 
 
 def _advice(error: HttpStatusError) -> str:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import errno
-import gc
 import logging
 import os
 import signal
@@ -28,8 +26,6 @@ KEY = "TANDEM_BROKER_KEY"
 """Environment variable with the trainer's key."""
 ENV_KEY = "TANDEM_BROKER_ENV_KEY"
 """Environment variable with the environments' key."""
-KEEP_BYTES = 32 << 20
-"""Blocks of memory up to this size come from what the process has already; glibc takes no more than this."""
 LOOPBACK = ("127.", "localhost", "::1")
 """How addresses begin that this machine alone can reach."""
 
@@ -51,25 +47,13 @@ def serve_broker(host: str, port: int, data: Path | None, body_bytes: int, held_
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("aiohttp.server").addFilter(_is_ours)
-    _keep_memory()
     keys = _keys()
     if data is not None:
-        _writable(data)
+        _require_writable(data)
     sockets = listening(host, port)
-    runner = asyncio.Runner(loop_factory=_loop_factory(tell))
-    with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError), runner:
-        runner.run(_serve(host, sockets, data, body_bytes, held_bytes, keys, tell))
+    with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
+        asyncio.run(_serve(host, sockets, data, body_bytes, held_bytes, keys, tell))
     tell("ended")
-
-
-def _loop_factory(tell: Tell) -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """What makes the event loop: uvloop's, or asyncio's own (None) where that is not installed."""
-    try:
-        from uvloop import new_event_loop
-    except ImportError:
-        tell("uvloop is not installed: the broker takes a few percent more of a processor without it")
-        return None
-    return new_event_loop
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
@@ -77,20 +61,6 @@ def _is_ours(record: logging.LogRecord) -> bool:
     from aiohttp.http_exceptions import HttpProcessingError
 
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
-
-
-def _keep_memory() -> None:
-    """Use memory again that was let go, instead of giving it back and asking the system for the next body's.
-
-    glibc gives blocks of a body's size back at once, and the system clears every page that it hands out: on the
-    measured machine that took 0.7 ms for each group of 275 KB, as long as everything else that is done to it. Other
-    C libraries have no such call, or ignore it.
-    """
-    trim_threshold, mmap_threshold = -1, -3
-    with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL(None)
-        libc.mallopt(mmap_threshold, KEEP_BYTES)
-        libc.mallopt(trim_threshold, 2 * KEEP_BYTES)
 
 
 async def _serve(
@@ -111,28 +81,23 @@ async def _serve(
     from tandem.broker.server.keys import Keys
     from tandem.broker.server.serving import serving
 
-    me = asyncio.current_task()
-    assert me is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, me.cancel)
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     options = StoreOptions(max_bytes=held_bytes, max_env_bytes=held_bytes // 2)
-    limits, who = BodyLimits(body_bytes=body_bytes), Keys(trainer=keys[0], environments=keys[1])
+    limits, roles = BodyLimits(body_bytes=body_bytes), Keys(trainer=keys[0], environments=keys[1])
     with opened(data, options, time.time()) as ledger:
         if ledger is None:
-            broker = BrokerServer(GroupQueue(options), limits=limits, keys=who, host=host)
+            broker = BrokerServer(GroupQueue(options), limits=limits, keys=roles, host=host)
         else:
-            broker = BrokerServer(ledger.store, committed=ledger.committed, limits=limits, keys=who, host=host)
+            broker = BrokerServer(ledger.store, committed=ledger.committed, limits=limits, keys=roles, host=host)
         async with serving(broker, host, 0, sockets) as url:
             _introduce(url, host, data, broker, tell)
-            gc.freeze()  # what is there now stays; to look at it again and again would cost each request a little
             await asyncio.Event().wait()
 
 
-def _writable(data: Path) -> None:
-    """See that the ledger can be kept there.
-
-    Raises:
-        BrokerError: it cannot.
-    """
+def _require_writable(data: Path) -> None:
+    """Raise BrokerError if the ledger cannot be kept there."""
     try:
         data.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not os.access(data, os.W_OK | os.X_OK):
@@ -144,7 +109,7 @@ def _writable(data: Path) -> None:
 
 
 def _keys() -> tuple[str, str]:
-    """The trainer's and the environments', without what a file of a secret adds around them, such as a new line."""
+    """Read the trainer's and the environments', without what a file of a secret adds around them."""
     values = {name: os.environ.get(name, "") for name in (KEY, ENV_KEY)}
     if blank := [name for name, value in values.items() if value and not value.strip()]:
         raise ConfigError(f"{blank[0]} holds nothing but blanks; put a key into it, or unset it")
@@ -160,9 +125,9 @@ def _introduce(url: str, host: str, data: Path | None, broker: BrokerServer, tel
     if data is None:
         tell("what is queued ends with this process; --data FOLDER keeps it through a restart")
     else:
-        held = broker.store.status(time.time())
-        groups = held.queued_groups + held.buffered_groups + held.leased_groups
-        tell(f"everything accepted is kept in {data}, which has {groups} groups of step {held.step}")
+        report = broker.store.status(time.time())
+        groups = report.queued_groups + report.buffered_groups + report.leased_groups
+        tell(f"everything accepted is kept in {data}, which has {groups} groups of step {report.step}")
     tell(f"a trainer uses it by: tandem train RECIPE broker={url}")
     tell(f"an environment by: tandem work env=NAME broker={url} engine=URL")
     if not broker.keys.trainer and not host.startswith(LOOPBACK):

@@ -1,11 +1,12 @@
-"""The ledger's database: whose it is, whether it is whole, and the transactions written to it."""
+"""The ledger's SQLite file: who owns it, whether it is whole, and the transactions written to it."""
 
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import sqlite3
+import threading
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,25 +14,28 @@ from pathlib import Path
 from tandem.errors import BrokerError
 
 APPLICATION = 0x54414E44
-"""What marks the file as ours: "TAND"."""
-FORMAT = 1
+"""Marks the file as the broker's: "TAND"."""
+FORMAT = 2
 SCHEMA = (
     """CREATE TABLE IF NOT EXISTS entries (place INTEGER PRIMARY KEY, id TEXT NOT NULL, env INTEGER,
     size INTEGER NOT NULL, version INTEGER, received REAL NOT NULL, state TEXT NOT NULL, batch TEXT,
-    file INTEGER NOT NULL, offset INTEGER NOT NULL, length INTEGER NOT NULL, checksum INTEGER NOT NULL)""",
-    "CREATE INDEX IF NOT EXISTS entries_by_file ON entries (file)",
+    num_bytes INTEGER NOT NULL)""",
+    # A table of their own: SQLite writes the whole row again when one of its columns changes.
+    "CREATE TABLE IF NOT EXISTS payloads (place INTEGER PRIMARY KEY, checksum INTEGER NOT NULL, data BLOB NOT NULL)",
     "CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
     "CREATE TABLE IF NOT EXISTS keys (key TEXT PRIMARY KEY, at REAL NOT NULL)",
 )
-WRITTEN = "written"
-"""Name of the fact that says how many transactions were written and how many entries there are."""
+CHECKED = ("entries", "facts", "keys")
+"""Tables that are checked at the start; a payload is checked when it is read."""
+PAGE_BYTES = 32 << 10
+"""Groups have some hundred KB: with SQLite's own 4 KiB a group takes twice the time."""
 
 
 def locked(folder: Path) -> int:
-    """A lock that ends with the process, as a descriptor to close.
+    """Lock a folder until the process ends or the returned descriptor is closed.
 
     Raises:
-        BrokerError: another broker has it, or it cannot be had.
+        BrokerError: another broker has the lock, or there can be none.
     """
     try:
         handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -46,85 +50,57 @@ def locked(folder: Path) -> int:
 
 
 def damaged(path: Path, why: str) -> BrokerError:
-    """Message for a ledger that cannot be used."""
+    """The error for a ledger that cannot be used."""
     return BrokerError(f"{path} is damaged or no broker's ledger ({' '.join(why.split())}); give another folder")
 
 
 class Database:
-    """``ledger.sqlite``. One thread writes, in transactions that are counted."""
+    """``ledger.sqlite`` in WAL mode, every commit flushed. One thread writes; any thread may read payloads."""
 
     def __init__(self, path: Path) -> None:
         """Raises BrokerError if there can be no such file."""
         if path.exists() and not path.is_file():
             raise damaged(path, "it is no file")
         self.path = path
-        """Where it is."""
         self.sql = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        """The connection."""
         os.chmod(path, 0o600)
-        self.mark = 0
-        """Transactions written since the ledger began."""
-        self.entries = 0
-        """Rows of the table of entries."""
-        self._files: dict[Path, tuple[int, int]] = {}
+        self._reader: sqlite3.Connection | None = None
+        self._reading = threading.Lock()
+        self._identities: dict[Path, tuple[int, int]] = {}
 
-    def prepare(self, *, payloads: bool) -> None:
+    def prepare(self) -> None:
         """Check whose file it is and that it is whole, then make it ready.
 
-        Args:
-            payloads: an earlier process wrote some beside it.
-
         Raises:
-            BrokerError: it is another program's, another format's, damaged or emptied.
+            BrokerError: it is another program's, another format's or damaged.
         """
         (application,) = self.sql.execute("PRAGMA application_id").fetchone()
         (tables,) = self.sql.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
+        (version,) = self.sql.execute("PRAGMA user_version").fetchone()
         if tables and application != APPLICATION:
             raise damaged(self.path, "it belongs to another program")
-        if payloads and not tables:
-            raise damaged(self.path, "it is empty, and payloads lie beside it, which are left as they are")
-        (version,) = self.sql.execute("PRAGMA user_version").fetchone()
         if tables and version != FORMAT:
             raise BrokerError(
                 f"{self.path} has format {version}; this Tandem reads {FORMAT}: use the Tandem that wrote it"
             )
+        self.sql.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         self.sql.execute("PRAGMA journal_mode = WAL")
         self.sql.execute("PRAGMA synchronous = FULL")
-        if (verdict := self.sql.execute("PRAGMA quick_check(1)").fetchone()) != ("ok",):
-            raise damaged(self.path, str(verdict[0]))
+        for table in CHECKED if tables else ():
+            if (verdict := self.sql.execute(f"PRAGMA quick_check({table})").fetchone()) != ("ok",):
+                raise damaged(self.path, str(verdict[0]))
         self.sql.execute("BEGIN IMMEDIATE")
         self.sql.execute(f"PRAGMA application_id = {APPLICATION}")
         self.sql.execute(f"PRAGMA user_version = {FORMAT}")
         for statement in SCHEMA:
             self.sql.execute(statement)
         self.sql.execute("COMMIT")
-        self._files = {path: _identity(path) for path in (self.path, self.path.with_name(self.path.name + "-wal"))}
-
-    def count(self, newest_mark: int) -> None:
-        """Check that nothing that was written is missing.
-
-        Args:
-            newest_mark: how many transactions there were when the newest payload was written.
-
-        Raises:
-            BrokerError: something is.
-        """
-        row = self.sql.execute("SELECT value FROM facts WHERE name = ?", (WRITTEN,)).fetchone()
-        written = {} if row is None else json.loads(row[0])
-        (self.entries,) = self.sql.execute("SELECT COUNT(*) FROM entries").fetchone()
-        self.mark = written.get("transactions", 0)
-        if written and written["entries"] != self.entries:
-            raise damaged(self.path, f"it has {self.entries} groups and should have {written['entries']}")
-        if self.mark < newest_mark:
-            why = (
-                f"it ends with transaction {self.mark}, and payloads were written after transaction {newest_mark}: "
-                f"{self.path.name}-wal is damaged or missing. Put it back as it was; the payloads are left as they are"
-            )
-            raise damaged(self.path, why)
+        self._reader = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+        self._identities = {path: _identity(path) for path in (self.path, Path(f"{self.path}-wal"))}
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """All that is written in it, or nothing.
+        """Write all of a block, or nothing.
 
         Raises:
             FileNotFoundError: the files were deleted or replaced, so that further writes would be lost.
@@ -132,33 +108,45 @@ class Database:
         self.sql.execute("BEGIN IMMEDIATE")
         try:
             yield self.sql
-            self.mark += 1
-            noted = json.dumps({"transactions": self.mark, "entries": self.entries})
-            self.note(WRITTEN, noted)
         except BaseException:
             self.sql.execute("ROLLBACK")
             raise
         self.sql.execute("COMMIT")
-        for path, identity in self._files.items():
+        for path, identity in self._identities.items():
             if _identity(path) != identity:
                 raise FileNotFoundError(f"{path} was deleted or replaced while the broker ran")
 
-    def note(self, name: str, value: str | None) -> None:
-        """Replace a fact; None removes it."""
-        if value is None:
-            self.sql.execute("DELETE FROM facts WHERE name = ?", (name,))
-        else:
-            self.sql.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
+    def payload(self, place: int) -> bytes:
+        """Read a payload.
 
-    def clear(self) -> None:
-        """Remove everything but how much was ever written."""
-        for table in ("entries", "facts", "keys"):
-            self.sql.execute(f"DELETE FROM {table}")
-        self.entries = 0
+        Raises:
+            BrokerError: it was dropped meanwhile, or is not what was written.
+        """
+        assert self._reader is not None
+        try:
+            with self._reading:
+                row = self._reader.execute("SELECT checksum, data FROM payloads WHERE place = ?", (place,)).fetchone()
+        except sqlite3.DatabaseError as error:
+            raise BrokerError(f"{self.path} cannot be read: {error}") from error
+        if row is None:
+            raise BrokerError(f"group {place} was dropped from {self.path} while its batch was read; ask again")
+        checksum, data = row
+        if not isinstance(data, bytes) or zlib.crc32(data) != checksum:
+            raise BrokerError(
+                f"{self.path} is damaged in the payload of group {place}: put the file back as it was, or give up "
+                "what is queued (another folder, or GET /reset_data)"
+            )
+        return data
+
+    def close(self) -> None:
+        """Close the file."""
+        for connection in (self.sql, self._reader):
+            if connection is not None:
+                connection.close()
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """Which file a path leads to."""
+    """Device and inode of a path; zeros if there is nothing."""
     try:
         status = path.stat()
     except FileNotFoundError:

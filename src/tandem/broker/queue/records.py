@@ -110,7 +110,7 @@ class ServedBatch:
     """Groups of exactly ``batch_size`` sequences, and the name to acknowledge them by."""
 
     id: str
-    """For ``acknowledge``, ``renew`` and ``release``."""
+    """For ``acknowledge``, ``renew`` and ``return_lease``."""
     entries: tuple[GroupEntry, ...]
     """In order of arrival, groups of equal size beside each other as far as needed to fill up the largest."""
     step: int

@@ -90,7 +90,7 @@ def lease_of(name: str, facts: Mapping[str, Any], held: Mapping[int, Item], now:
 
 @dataclass(slots=True)
 class Leases:
-    """Those that are out, and the last ones that are over (acknowledged, expired, released)."""
+    """Those that are out, and the last ones that are over (acknowledged, expired, returned)."""
 
     out: dict[str, BatchLease] = field(default_factory=dict)
     """By name, in the order served."""
@@ -397,7 +397,7 @@ class GroupQueue:
             lease.delivered = True
             self.journal.noted(f"lease:{lease.id}", lease.facts())
 
-    def release(self, batch_id: str, now: float) -> bool:
+    def return_lease(self, batch_id: str, now: float) -> bool:
         """The batch was not trained: its groups go back to the front, in order. False: it is not out."""
         self._advance(now)
         lease = self.leases.out.get(batch_id)

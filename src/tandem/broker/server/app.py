@@ -6,9 +6,7 @@ after the ledger has what it promises.
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import gzip
 import hashlib
 import ipaddress
 import logging
@@ -22,64 +20,44 @@ from importlib import resources
 from typing import Any, TypeVar
 
 import msgspec
-from aiohttp import hdrs, web
+from aiohttp import web
 
 from tandem import __version__, doors
-from tandem.broker.journal.payloads import read
+from tandem.broker.journal.ledger import read
 from tandem.broker.protocol import messages, wire
-from tandem.broker.protocol.lenient import Malformed
+from tandem.broker.protocol.submission import Submission, read_group, read_groups
+from tandem.broker.protocol.wire import Malformed
 from tandem.broker.queue.records import Busy, EnvSpec, GroupEntry, GroupRefused, Receipt, ServedBatch
 from tandem.broker.queue.store import GroupQueue
-from tandem.broker.server.bodies import MESSAGE_BYTES, Bodies, BodyLimits, RequestRejected, wants
+from tandem.broker.server.bodies import MESSAGE_BYTES, Bodies, BodyLimits, RequestRejected
 from tandem.broker.server.keys import Keys, Role, may, scoped
 from tandem.broker.server.meter import Meter
-from tandem.broker.server.resent import Resent
 from tandem.broker.server.routes import ROUTES, Route, document
 from tandem.errors import BrokerError
 from tandem.printable import named
 
 log = logging.getLogger(__name__)
 
-GZIP_BYTES = 1000
-"""Answers of this size and more are compressed for clients elsewhere that accept it."""
+T = TypeVar("T")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-EMPTY_EXAMPLE = dict.fromkeys(
-    (
-        "tokens",
-        "masks",
-        "scores",
-        "advantages",
-        "ref_logprobs",
-        "generation_params",
-        "inference_logprobs",
-        "messages",
-        "images",
-    ),
-    (),
-)
+RETRY_SECONDS = 5.0
+"""When to come back after a failure of the broker's own, such as a full disk."""
+UNSHOWN = {"overrides", "group_overrides", "env_id", "distill_token_ids", "distill_logprobs"}
+EMPTY_EXAMPLE = dict.fromkeys(set(messages.FIELDS) - UNSHOWN, ())
 """``GET /latest_example`` before there is one."""
 
 
-def reply(request: web.Request, value: Any) -> web.Response:
-    """A message in the encoding that the client asks for."""
-    encoding = wants(request)
-    return encoded(wire.write(value, encoding), encoding)
-
-
-def encoded(body: bytes, encoding: wire.Encoding, status: int = 200) -> web.Response:
-    """A message that is bytes already."""
-    return web.Response(body=body, status=status, content_type=f"application/{encoding}")
-
-
-def page(name: str) -> web.Response:
-    """A page of this package; it can load nothing from elsewhere and run no script but its own."""
-    text, policy = _asset(name)
-    return web.Response(text=text, content_type="text/html", headers={"Content-Security-Policy": policy})
+def reply(value: Any, status: int = 200) -> web.Response:
+    """Answer with JSON; bytes are JSON already."""
+    body = value if isinstance(value, bytes) else wire.write(value)
+    return web.Response(body=body, status=status, content_type="application/json")
 
 
 @cache
-def _asset(name: str) -> tuple[str, str]:
-    text = resources.files("tandem.broker.server").joinpath(name).read_text(encoding="utf-8")
+def page() -> tuple[str, str]:
+    """Return the live page and its policy: it loads nothing from elsewhere and runs no script but its own."""
+    text = resources.files("tandem.broker.server").joinpath("broker.html").read_text(encoding="utf-8")
     script = text.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return text, (
@@ -88,13 +66,13 @@ def _asset(name: str) -> tuple[str, str]:
     )
 
 
-def done(is_done: bool, reason: str) -> dict[str, str]:
-    """Atropos' way to say whether something was done: with a status that is no HTTP status."""
+def outcome(is_done: bool, reason: str) -> dict[str, str]:
+    """Say in Atropos' way whether something was done: with a status that is no HTTP status."""
     return {"status": "success"} if is_done else {"status": "failure", "error": reason}
 
 
 def lease(batch: ServedBatch) -> dict[str, Any]:
-    """Metadata of a leased batch: the lease's id, and a version for each group, in their order."""
+    """Describe a leased batch: its name, and an id and a version for each group."""
     return {
         "batch": batch.id,
         "step": batch.step,
@@ -105,11 +83,7 @@ def lease(batch: ServedBatch) -> dict[str, Any]:
 
 
 def idempotency_key(request: web.Request) -> str | None:
-    """The key by which a request is known when it comes again.
-
-    Raises:
-        RequestRejected: 400, it is empty or too long.
-    """
+    """Return the key by which a repeated request is known; raises RequestRejected (400) for a bad one."""
     key = request.headers.get("Idempotency-Key")
     if key is not None and not re.fullmatch(r"[!-~]{1,200}", key):
         raise RequestRejected(400, "an Idempotency-Key has 1 to 200 visible ASCII characters")
@@ -117,11 +91,7 @@ def idempotency_key(request: web.Request) -> str | None:
 
 
 def number(request: web.Request, name: str, kind: type[int] | type[float]) -> Any:
-    """A number of the query; None if it is not there.
-
-    Raises:
-        RequestRejected: 422, it is none, or negative.
-    """
+    """Return a number of the query, None if it is missing; raises RequestRejected (422) for anything else."""
     text = request.query.get(name)
     if text is None:
         return None
@@ -134,33 +104,15 @@ def number(request: web.Request, name: str, kind: type[int] | type[float]) -> An
     return value
 
 
-async def compressed(request: web.Request, response: web.Response) -> web.Response:
-    """A large answer as gzip for a client elsewhere: on one machine compressing costs far more than it saves."""
-    accepts = "gzip" in request.headers.get(hdrs.ACCEPT_ENCODING, "").lower()
-    body = response.body
-    if not accepts or not isinstance(body, bytes) or len(body) < GZIP_BYTES or is_near(request.remote):
-        return response
-    response.body = await asyncio.to_thread(gzip.compress, body, 1)
-    response.headers[hdrs.CONTENT_ENCODING] = "gzip"
-    return response
-
-
 def is_near(address: str | None) -> bool:
-    """True if an address is this machine's loopback."""
+    """Tell this machine's loopback, over which compressing an answer costs more than it saves."""
     try:
         return address is not None and ipaddress.ip_address(address).is_loopback
     except ValueError:
         return False
 
 
-T = TypeVar("T")
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-RETRY_SECONDS = 5.0
-"""When to come back after a failure of our own, such as a full disk."""
-
-
-async def _nothing(more: Callable[[], bool] | None = None) -> None:
+async def _nothing() -> None:
     """Without a ledger nothing is waited for."""
 
 
@@ -171,7 +123,7 @@ class BrokerServer:
         self,
         store: GroupQueue,
         *,
-        committed: Callable[..., Awaitable[None]] = _nothing,
+        committed: Callable[[], Awaitable[None]] = _nothing,
         limits: BodyLimits | None = None,
         keys: Keys | None = None,
         host: str = "",
@@ -181,39 +133,32 @@ class BrokerServer:
 
         Args:
             store: changed by this broker alone.
-            committed: waits until everything that the store told its journal so far is on disk; if it is given what
-                tells whether more is on its way, it may write that with it.
+            committed: waits until everything that the store told its journal so far is on disk.
             limits: bounds on bodies.
             keys: API keys. Without any, requests that pages in a browser make are refused (``tandem.doors``).
             host: a name by which it is reached, beside its addresses and this machine's name.
             clock: seconds since 1970.
         """
         self.store = store
-        """What is served."""
         self.bodies = Bodies(limits or BodyLimits())
-        """Reads requests."""
         self.meter = Meter()
-        """What was counted."""
         self.keys = keys or Keys()
-        """API keys of the callers."""
         self._names = (host,) if host else ()
         self._committed = committed
         self._clock = clock
-        self._resent = Resent()
-        self._resent.restored((item.entry for item in store.waiting), clock())
         self._polled = 0.0
         self._failure: dict[str, Any] | None = None
         self._started = clock()
 
     def application(self) -> web.Application:
-        """The routes, ready to be run. Give its runner ``auto_decompress=False``: bodies are inflated here."""
+        """Return the routes, ready to run. Give the runner ``auto_decompress=False``: bodies are inflated here."""
         app = web.Application(middlewares=[self._answered])
         for route in ROUTES:
             app.router.add_route(route.method, route.path, self._guarded(getattr(self, f"_{route.handler}"), route))
         return app
 
     def _guarded(self, handler: Handler, route: Route) -> Handler:
-        """A handler behind its key, or where there is none, behind the question whether a page in a browser asks."""
+        """Put a handler behind its key or, where there are none, behind the question whether a web page asks."""
 
         async def guarded(request: web.Request) -> web.StreamResponse:
             if route.role is not None:
@@ -228,13 +173,13 @@ class BrokerServer:
 
     @web.middleware
     async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Every way in which a request can end, counted."""
+        """Turn every end of a request into an answer, and count it."""
         start = time.perf_counter()
         try:
             response = await handler(request)
         except Malformed as error:
-            self.meter.refused[error.problems[0].type] += 1
-            response = encoded(wire.write({"detail": error.problems}), "json", 422)
+            self.meter.refused[error.problem.type] += 1
+            response = reply({"detail": [error.problem]}, 422)
         except GroupRefused as error:
             self.meter.refused["impossible"] += 1
             response = RequestRejected(422, str(error)).response()
@@ -247,7 +192,7 @@ class BrokerServer:
             self.meter.refused[f"http_{error.status}"] += 1
             response = error.response()
         except web.HTTPException as error:
-            response = encoded(wire.write({"detail": error.reason}), "json", error.status)
+            response = reply({"detail": error.reason}, error.status)
             if allow := error.headers.get("Allow"):
                 response.headers["Allow"] = allow
         except BrokerError as error:
@@ -262,40 +207,53 @@ class BrokerServer:
             response.headers["Tandem"] = __version__
         return response
 
+    # --- who asks, and with what ---
+
     async def _message(self, request: web.Request, kind: type[T]) -> T:
-        """A request's body that is no group."""
-        return await self.bodies.read(
-            request, lambda body, encoding: wire.read(body, kind, encoding), most=MESSAGE_BYTES
-        )
+        """Read a body that is no group."""
+        return await self.bodies.read(request, lambda body: wire.read(body, kind), most=MESSAGE_BYTES)
+
+    def _owner(self, request: web.Request, role: Role = "environment") -> str:
+        """Name whose key a request bears; raises RequestRejected if it bears none for this role."""
+        return self.keys.check(request.headers.get("Authorization", ""), role)
+
+    def _require_owner(self, request: web.Request, env_id: int | None) -> None:
+        """Raise RequestRejected (403) if an environment was registered with another key."""
+        if not may(self._owner(request), self.store.tenants.of(env_id).owner):
+            raise RequestRejected(403, f"environment {env_id} was registered with another key")
+
+    # --- the run ---
 
     async def _root(self, request: web.Request) -> web.StreamResponse:
-        is_person = "text/html" in request.headers.get("Accept", "")
-        return page("broker.html") if is_person else reply(request, {"message": "AtroposLib API"})
-
-    async def _docs(self, request: web.Request) -> web.StreamResponse:
-        return page("docs.html")
+        if "text/html" not in request.headers.get("Accept", ""):
+            return reply({"message": "AtroposLib API"})
+        text, policy = page()
+        return web.Response(text=text, content_type="text/html", headers={"Content-Security-Policy": policy})
 
     async def _openapi(self, request: web.Request) -> web.StreamResponse:
-        return encoded(wire.write(document()), "json")
+        return reply(document())
 
     async def _register(self, request: web.Request) -> web.StreamResponse:
-        body = await self._message(request, messages.RunParameters)
-        uuid = self.store.register(body)
+        uuid = self.store.register(await self._message(request, messages.RunParameters))
         await self._committed()
-        if wants(request) == "msgpack":
-            return reply(request, {"uuid": str(uuid)})  # MessagePack has no ints of 128 bits
-        return encoded(wire.write(messages.Registered(uuid=uuid)), "json")
+        return reply(messages.Registered(uuid=uuid))
 
     async def _info(self, request: web.Request) -> web.StreamResponse:
         run = self.store.run
-        if run is None:
-            return reply(request, messages.Info(batch_size=-1, max_token_len=-1))
-        return reply(request, messages.Info(batch_size=run.batch_size, max_token_len=run.max_token_len))
+        sizes = (-1, -1) if run is None else (run.batch_size, run.max_token_len)
+        return reply(messages.Info(batch_size=sizes[0], max_token_len=sizes[1]))
 
     async def _wandb_info(self, request: web.Request) -> web.StreamResponse:
         run = self.store.run
         group, project = (None, None) if run is None else (run.wandb_group, run.wandb_project)
-        return reply(request, messages.WandbInfo(group=group, project=project))
+        return reply(messages.WandbInfo(group=group, project=project))
+
+    async def _reset(self, request: web.Request) -> web.StreamResponse:
+        self.store.reset()
+        await self._committed()
+        return web.Response(text="Reset successful")
+
+    # --- environments ---
 
     async def _register_env(self, request: web.Request) -> web.StreamResponse:
         body = await self._message(request, messages.EnvRegistration)
@@ -306,59 +264,45 @@ class BrokerServer:
             group_size=body.group_size,
             min_batch_allocation=body.min_batch_allocation,
         )
-        key = scoped(self._owner(request), idempotency_key(request))
-        accepted = self.store.register_env(spec, self._clock(), key=key, owner=self._owner(request))
+        owner = self._owner(request)
+        key = scoped(owner, idempotency_key(request))
+        accepted = self.store.register_env(spec, self._clock(), key=key, owner=owner)
         if accepted is None:
-            return reply(request, {"status": "wait for trainer to start"})
+            return reply({"status": "wait for trainer to start"})
         await self._committed()
-        return reply(request, accepted)
+        return reply(accepted)
 
     async def _disconnect_env(self, request: web.Request) -> web.StreamResponse:
         body = await self._message(request, messages.EnvName)
-        self._owned(request, body.env_id)
-        if not self.store.disconnect(body.env_id, self._clock()):
-            return reply(request, {"status": "failure", "error": f"no environment has the id {body.env_id}"})
+        self._require_owner(request, body.env_id)
+        is_known = self.store.disconnect(body.env_id, self._clock())
         await self._committed()
-        return reply(request, {"status": "success"})
+        return reply(outcome(is_known, f"no environment has the id {body.env_id}"))
 
     async def _status_env(self, request: web.Request) -> web.StreamResponse:
         body = await self._message(request, messages.EnvName)
-        self._owned(request, body.env_id)
-        return reply(request, self.store.status_env(body.env_id, self._clock()))
-
-    def _owner(self, request: web.Request, role: Role = "environment") -> str:
-        """Whose key a request bears; raises RequestRejected if it bears none for this role."""
-        return self.keys.check(request.headers.get("Authorization", ""), role)
-
-    def _owned(self, request: web.Request, env_id: int | None) -> None:
-        """See that a request may speak for an environment.
-
-        Raises:
-            RequestRejected: 403, it was registered with another key.
-        """
-        if not may(self._owner(request), self.store.tenants.of(env_id).owner):
-            raise RequestRejected(403, f"environment {env_id} was registered with another key")
+        self._require_owner(request, body.env_id)
+        return reply(self.store.status_env(body.env_id, self._clock()))
 
     async def _scored_data(self, request: web.Request) -> web.StreamResponse:
-        submission = await self.bodies.read(request, wire.read_group)
+        submission = await self.bodies.read(request, read_group)
         (receipt,) = await self._put([submission], request)
         more = {"buffer_size": receipt.buffered} if receipt.kind == "buffered" else {}
-        return reply(request, {"status": "buffered" if more else "received", **more})
+        return reply({"status": "buffered" if more else "received", **more})
 
     async def _scored_data_list(self, request: web.Request) -> web.StreamResponse:
         most = self.bodies.limits.list_groups
-        submissions = await self.bodies.read(request, partial(wire.read_groups, most=most))
-        receipts = await self._put(submissions, request)
+        receipts = await self._put(await self.bodies.read(request, partial(read_groups, most=most)), request)
         answer: dict[str, Any] = {"status": "received", "groups_processed": len(receipts)}
         buffered = [receipt for receipt in receipts if receipt.kind == "buffered"]
         if buffered:
             answer |= {"buffered": len(buffered), "last_buffer_size": buffered[-1].buffered}
-        return reply(request, answer)
+        return reply(answer)
 
-    async def _put(self, submissions: Sequence[wire.Submission], request: web.Request) -> list[Receipt]:
+    async def _put(self, submissions: Sequence[Submission], request: web.Request) -> list[Receipt]:
         """Hand groups to the store, all or none, and wait until they are safe."""
         for env_id in {submission.env_id for submission in submissions}:
-            self._owned(request, env_id)
+            self._require_owner(request, env_id)
         key, now = scoped(self._owner(request), idempotency_key(request)), self._clock()
         entries = [
             GroupEntry(
@@ -372,98 +316,97 @@ class BrokerServer:
             for submission in submissions
         ]
         keys = [key] if len(entries) == 1 else [None if key is None else f"{key}/{i}" for i in range(len(entries))]
-        payloads = [submission.payload for submission in submissions]
-        again = {} if key is not None else self._resent.among(payloads, now)
-        fresh = [(entry, keys[i]) for i, entry in enumerate(entries) if i not in again]
-        taken = iter(self.store.put_all(fresh, now))
-        self._resent.forget(again.values())
-        self.store.counts["duplicate"] += len(again)
-        self.meter.accepted_bytes += sum(entry.num_bytes for entry, _ in fresh)
-        await self._committed(self.bodies.coming)
-        if key is None and (request.transport is None or request.transport.is_closing()):
-            self._resent.note(payloads, self._clock())
-        return [Receipt(kind="duplicate") if i in again else next(taken) for i in range(len(entries))]
+        receipts = self.store.put_all(list(zip(entries, keys, strict=True)), now)
+        fresh = zip(entries, receipts, strict=True)
+        self.meter.totals["accepted_bytes"] += sum(e.num_bytes for e, r in fresh if r.kind != "duplicate")
+        await self._committed()
+        return receipts
+
+    # --- trainers ---
 
     async def _batch(self, request: web.Request) -> web.StreamResponse:
         self._polled = now = self._clock()
         if self.store.run is None:
             message = "Trainer not registered. Call /register first."
-            return reply(request, {"status": "error", "message": message, "batch": []})
-        leased = number(request, "lease", float)
+            return reply({"status": "error", "message": message, "batch": []})
+        seconds = number(request, "lease", float)
         batch = self.store.take(
             now,
             trainer=request.remote,
-            lease=leased is not None,
-            seconds=leased,
+            lease=seconds is not None,
+            seconds=seconds,
             policy=number(request, "policy", int),
             max_lag=number(request, "max_lag", int),
         )
-        encoding = wants(request)
         if batch is None:
             await self._committed()
-            return encoded(wire.write_batch(None, encoding), encoding)
+            return reply(wire.write_batch(None))
         try:
-            payloads = [wire.recode(payload, encoding) for payload in await read(batch.entries)]
+            payloads = await read(batch.entries)
             await self._committed()
-            body = wire.write_batch(payloads, encoding, None if leased is None else lease(batch))
-            response = await compressed(request, encoded(body, encoding))
-            response.headers["Tandem"] = __version__
-            if leased is not None:
-                response.headers["Tandem-Batch"] = batch.id
-            if request.transport is not None:
-                # Sent is what has left this process: a kill cannot cut it off.
-                request.transport.set_write_buffer_limits(0)
-            await response.prepare(request)
-            await response.write_eof()
+            response = await self._send(request, batch, payloads, is_leased=seconds is not None)
         except BaseException:  # its client is gone, or it cannot be read: it returns to the queue
-            self.store.release(batch.id, self._clock())
+            self.store.return_lease(batch.id, self._clock())
             raise
         self.store.delivered(batch.id)
-        if leased is None:
+        if seconds is None:
             self.store.acknowledge(batch.id, self._clock())  # nothing else will: it is out
-        self.meter.served_batches += 1
-        self.meter.served_groups += len(payloads)
-        self.meter.served_bytes += len(body)
+        self.meter.totals.update(batches=1, groups=len(payloads), bytes=sum(map(len, payloads)))
         for entry in batch.entries:
-            self.meter.lag.add(max(0, self.store.policy_step - (entry.version or 0)))
+            self.meter.lag(max(0, self.store.policy_step - (entry.version or 0)))
+        return response
+
+    async def _send(
+        self, request: web.Request, batch: ServedBatch, payloads: Sequence[bytes], is_leased: bool
+    ) -> web.Response:
+        """Send a batch and return once all of it has left this process, where a kill cannot cut it off."""
+        response = reply(wire.write_batch(payloads, lease(batch) if is_leased else None))
+        response.headers["Tandem"] = __version__
+        if is_leased:
+            response.headers["Tandem-Batch"] = batch.id
+        if not is_near(request.remote):
+            response.enable_compression()
+        if request.transport is not None:
+            request.transport.set_write_buffer_limits(0)
+        await response.prepare(request)
+        await response.write_eof()
         return response
 
     async def _acknowledge(self, request: web.Request) -> web.StreamResponse:
         body = await self._message(request, messages.BatchName)
-        outcome = self.store.acknowledge(body.batch, self._clock())
+        acknowledgement = self.store.acknowledge(body.batch, self._clock())
         await self._committed()
-        return reply(request, done(bool(outcome), outcome.reason))
+        return reply(outcome(bool(acknowledgement), acknowledgement.reason))
 
     async def _renew(self, request: web.Request) -> web.StreamResponse:
         body = await self._message(request, messages.BatchName)
         is_renewed = self.store.renew(body.batch, self._clock())
-        return reply(request, done(is_renewed, f"no batch {body.batch} is leased"))
+        return reply(outcome(is_renewed, f"no batch {body.batch} is leased"))
 
-    async def _release(self, request: web.Request) -> web.StreamResponse:
+    async def _return_lease(self, request: web.Request) -> web.StreamResponse:
         body = await self._message(request, messages.BatchName)
-        is_released = self.store.release(body.batch, self._clock())
+        is_returned = self.store.return_lease(body.batch, self._clock())
         await self._committed()
-        return reply(request, done(is_released, f"no batch {body.batch} is leased"))
+        return reply(outcome(is_returned, f"no batch {body.batch} is leased"))
+
+    # --- people ---
 
     async def _status(self, request: web.Request) -> web.StreamResponse:
-        report = self.store.status(self._clock())
+        now = self._clock()
+        report = self.store.status(now)
         answer: dict[str, Any] = {"current_step": report.step, "queue_size": report.queued_groups}
         if "detail" in request.query:
-            answer["detail"] = self._detail(report)
-        return reply(request, answer)
-
-    def _detail(self, report: Any) -> dict[str, Any]:
-        now = self._clock()
-        return {
-            **msgspec.to_builtins(report),
-            "now": now,
-            "uptime": now - self._started,
-            "polled": self._polled,
-            "failure": self._failure,
-            **self.meter.detail(),
-            "received_bytes": self.bodies.received,
-            "version": __version__,
-        }
+            answer["detail"] = {
+                **msgspec.to_builtins(report),
+                "now": now,
+                "uptime": now - self._started,
+                "polled": self._polled,
+                "failure": self._failure,
+                **self.meter.detail(),
+                "received_bytes": self.bodies.received,
+                "version": __version__,
+            }
+        return reply(answer)
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
         text = self.meter.prometheus(self.store.status(self._clock()), self.bodies.received)
@@ -471,12 +414,10 @@ class BrokerServer:
 
     async def _latest_example(self, request: web.Request) -> web.StreamResponse:
         if self.store.latest is None:
-            return reply(request, EMPTY_EXAMPLE)
-        encoding = wants(request)
-        (payload,) = await read([self.store.latest])
-        return await compressed(request, encoded(wire.recode(payload, encoding), encoding))
-
-    async def _reset(self, request: web.Request) -> web.StreamResponse:
-        self.store.reset()
-        await self._committed()
-        return web.Response(text="Reset successful")
+            return reply(EMPTY_EXAMPLE)
+        try:
+            (payload,) = await read([self.store.latest])
+        except BrokerError as error:  # trained and gone from the disk, most often
+            log.info("no latest example: %s", error)
+            return reply(EMPTY_EXAMPLE)
+        return reply(payload)

@@ -1,4 +1,4 @@
-"""Reading what a client sends, within bounds: of one body, of what gzip makes of it, and of all bodies together."""
+"""Reads request bodies within bounds: of one body, of what gzip makes of it, and of all bodies together."""
 
 from __future__ import annotations
 
@@ -6,30 +6,24 @@ import asyncio
 import json
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TypeVar
 
 from aiohttp import web
 
-from tandem.broker.compression import BROKEN, gunzip
-from tandem.broker.protocol.lenient import refuse
-from tandem.broker.protocol.wire import Encoding
+from tandem.broker.protocol.wire import refuse
 
 T = TypeVar("T")
 Grow = Callable[[int], None]
 
 INLINE_BYTES = 1 << 20
-"""Bodies up to this are decoded on the event loop, which takes milliseconds; larger ones in a thread."""
-INLINE_GZIP_BYTES = 1 << 14
-"""Bodies up to this as compressed are inflated on the event loop, to INLINE_BYTES at most; larger ones in a thread."""
+"""Bodies up to this are decoded on the event loop, larger ones and gzip in a thread, one at a time."""
 MESSAGE_BYTES = 1 << 16
 """Most bytes of a body that is no group."""
-JSON_TYPES = ("application/json", "text/json")
-MSGPACK_TYPES = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +33,13 @@ class BodyLimits:
     body_bytes: int = 64 << 20
     """Most bytes of one body, as sent and as inflated."""
     inflation: int = 200
-    """Most bytes that gzip may make of one byte, once they are more than a MiB. Real groups stay below 50."""
+    """Most bytes that gzip may make of one byte, beyond 1 MiB. Real groups stay below 50."""
     pending_bytes: int = 512 << 20
-    """Most bytes of all bodies that are being read; beyond it clients are asked to come back."""
-    large_bytes: int = 8 << 20
-    """Bodies above this are decoded one at a time: values take several times the room of their bytes."""
+    """Most bytes of all bodies being read; beyond it clients are asked to come back."""
     list_groups: int = 10_000
     """Most groups of one submitted list."""
     idle_seconds: float = 30.0
-    """How long a client may pause within a body."""
+    """Longest pause within a body."""
     slow_seconds: float = 120.0
     """After this a body must have come at ``slow_bytes`` a second."""
     slow_bytes: int = 16 << 10
@@ -55,7 +47,7 @@ class BodyLimits:
 
 
 class RequestRejected(Exception):
-    """An answer that ends a request early."""
+    """Ends a request with an error status."""
 
     def __init__(self, status: int, text: str, *, plain: bool = False, retry_after: float | None = None) -> None:
         """``text`` is the reason, as JSON ``{"detail": text}`` unless it is ``plain``."""
@@ -66,7 +58,7 @@ class RequestRejected(Exception):
         self.retry_after = retry_after
 
     def response(self) -> web.Response:
-        """What is sent."""
+        """Make the answer."""
         headers = {} if self.retry_after is None else {"Retry-After": str(max(1, round(self.retry_after)))}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
@@ -78,29 +70,28 @@ class RequestRejected(Exception):
 
 @dataclass(slots=True)
 class Bodies:
-    """Reads bodies of requests."""
+    """Reads the bodies of requests."""
 
     limits: BodyLimits
-    """What they may be."""
+    """Bounds on them."""
     pending: int = 0
-    """Bytes of bodies that are being read, inflated or decoded."""
+    """Bytes of bodies being read, inflated or decoded."""
     received: int = 0
-    """Bytes of bodies read since the start, as sent."""
-    _large: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Bytes read since the start, as sent."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "tandem-bodies"))
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "tandem-bodies"))
 
-    async def read(self, request: web.Request, parse: Callable[[bytes, Encoding], T], *, most: int | None = None) -> T:
-        """A request's message.
+    async def read(self, request: web.Request, parse: Callable[[bytes], T], *, most: int | None = None) -> T:
+        """Read a request's message.
 
         Args:
             request: with a body.
-            parse: makes the message from plain bytes and their encoding.
+            parse: makes the message from JSON.
             most: bytes of the body; None: as the limits say.
 
         Raises:
             Malformed: it is no such message.
-            RequestRejected: it is too large, or not in a known encoding.
+            RequestRejected: it is too large, too slow or badly encoded.
         """
         coding = request.headers.get("Content-Encoding", "").strip().lower()
         if coding not in ("", "identity", "gzip", "x-gzip"):
@@ -110,76 +101,47 @@ class Bodies:
             raise _too_large(size, most)
         with self._reserved() as grow:
             grow(size or 0)
-            if size is None or size > INLINE_BYTES:
-                data = await self._collected(request, most, grow)
-            else:
-                data = await self._whole(request)
-            self.received += len(data)
-            if not data:
-                raise refuse("missing", (), "Field required", None)
-            encoding = _encoding(request, data)
-            plain: bytes | None = data
+            body = await self._collected(request, most, grow)
+            self.received += len(body)
+            if not body:
+                raise refuse("missing", (), "Field required")
+            _require_json(request)
             if coding.endswith("gzip"):
-                plain = _inflated_inline(data) if len(data) <= INLINE_GZIP_BYTES else None
-            if plain is None:  # a thread that inflates does not hold the interpreter
-                plain = await self._threaded(partial(self._inflated, data, most, grow))
-            if len(plain) <= INLINE_BYTES:
-                return parse(plain, encoding)
-            if len(plain) <= self.limits.large_bytes:
-                return await self._threaded(partial(parse, plain, encoding))
-            async with self._large:
-                return await self._threaded(partial(parse, plain, encoding))
-
-    def coming(self) -> bool:
-        """True while a body is being read."""
-        return self.pending > 0
+                return await self._threaded(lambda: parse(self._inflated(body, most, grow)))
+            return parse(body) if len(body) <= INLINE_BYTES else await self._threaded(lambda: parse(body))
 
     def close(self) -> None:
-        """End the threads."""
-        self._threads.shutdown(cancel_futures=True)
+        """End the thread."""
+        self._thread.shutdown(cancel_futures=True)
 
     async def _threaded(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-
-    async def _whole(self, request: web.Request) -> bytes:
-        """A body that fits into what a connection may have unread: taken all at once, which wakes and copies once."""
-        content, began = request.content, time.monotonic()
-        while not content.is_eof():
-            if error := content.exception():
-                raise error
-            before = content.total_bytes
-            try:
-                async with asyncio.timeout(self.limits.idle_seconds):
-                    await content.wait_eof()
-            except TimeoutError:
-                if content.total_bytes == before:
-                    raise self._idle() from None
-                self._unless_slow(began, content.total_bytes)
-        return content.read_nowait()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def _collected(self, request: web.Request, most: int, grow: Grow) -> bytes:
-        """A body in pieces. Of one that does not say how long it is, each piece is reserved as it comes."""
-        chunks, size, began = [], 0, time.monotonic()
+        """Collect a body's pieces. Of one that does not say how long it is, each is reserved as it comes."""
+        chunks: list[bytes] = []
+        size, began = 0, time.monotonic()
         while True:
             try:
                 async with asyncio.timeout(self.limits.idle_seconds):
                     chunk = await request.content.readany()
             except TimeoutError:
-                raise self._idle() from None
+                raise RequestRejected(408, f"nothing of the body came for {self.limits.idle_seconds:g} s") from None
             if not chunk:
-                break
+                return b"".join(chunks)
             chunks.append(chunk)
             size += len(chunk)
             if size > most:
                 raise _too_large(size, most)
             if request.content_length is None:
                 grow(len(chunk))
-            self._unless_slow(began, size)
-        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+            seconds = time.monotonic() - began
+            if seconds > self.limits.slow_seconds and size < seconds * self.limits.slow_bytes:
+                raise RequestRejected(408, f"the body took {seconds:.0f} s for its first {size} bytes")
 
     @contextmanager
     def _reserved(self) -> Iterator[Grow]:
-        """Room for a body: what is given reserves so many bytes more, in any thread, until the end."""
+        """Reserve room for a body: the function given reserves so many bytes more, in any thread, until the end."""
         held = 0
 
         def grow(size: int) -> None:
@@ -196,38 +158,31 @@ class Bodies:
             with self._lock:
                 self.pending -= held
 
-    def _inflated(self, data: bytes, most: int, grow: Grow) -> bytes:
-        """A gzip body's bytes, member after member, never more than allowed, and reserved before they are there."""
-        most = min(most, max(INLINE_BYTES, len(data) * self.limits.inflation))
+    def _inflated(self, body: bytes, most: int, grow: Grow) -> bytes:
+        """Inflate gzip, member after member, never beyond the bounds, reserving bytes before they are there."""
+        most = min(most, max(INLINE_BYTES, len(body) * self.limits.inflation))
         parts, size = [], 0
-        while data:
-            stream, rest = gunzip(), data
-            while not stream.eof:
+        while body:
+            stream = zlib.decompressobj(31)
+            while True:
                 room = min(INLINE_BYTES, most - size + 1)
                 grow(room)
                 try:
-                    part = stream.decompress(rest, room)
-                except BROKEN:
+                    part = stream.decompress(body, room)
+                except zlib.error:
                     raise _bad_gzip() from None
                 grow(len(part) - room)
                 size += len(part)
                 if size > most:
                     raise RequestRejected(413, f"the body inflates to more than {most} bytes")
                 parts.append(part)
-                rest = stream.unconsumed_tail
-                if not stream.eof and not part and not rest:
+                if stream.eof:
+                    break
+                body = stream.unconsumed_tail
+                if not part and not body:
                     raise _bad_gzip()
-            data = stream.unused_data.lstrip(b"\0")
+            body = stream.unused_data.lstrip(b"\0")
         return b"".join(parts)
-
-    def _unless_slow(self, began: float, size: int) -> None:
-        """Raise RequestRejected 408 for a body that has been coming for long, and slowly."""
-        seconds = time.monotonic() - began
-        if seconds > self.limits.slow_seconds and size < seconds * self.limits.slow_bytes:
-            raise RequestRejected(408, f"the body took {seconds:.0f} s for its first {size} bytes")
-
-    def _idle(self) -> RequestRejected:
-        return RequestRejected(408, f"nothing of the body came for {self.limits.idle_seconds:g} s")
 
 
 def _too_large(size: int, most: int) -> RequestRejected:
@@ -235,33 +190,12 @@ def _too_large(size: int, most: int) -> RequestRejected:
 
 
 def _bad_gzip() -> RequestRejected:
-    """The answer to what is no gzip, in the words that clients know."""
+    """In the words that Atropos' clients know."""
     return RequestRejected(400, "Invalid gzip payload", plain=True)
 
 
-def _inflated_inline(data: bytes) -> bytes | None:
-    """A small gzip body's bytes; None if it has more to give, or anything about it is unusual."""
-    stream = gunzip()
-    try:
-        plain = stream.decompress(data, INLINE_BYTES)
-    except BROKEN:
-        raise _bad_gzip() from None
-    return plain if stream.eof and not stream.unused_data else None
-
-
-def _encoding(request: web.Request, data: bytes) -> Encoding:
-    """Which encoding the content type names."""
+def _require_json(request: web.Request) -> None:
+    """Raise Malformed for a content type that any web page could send."""
     kind = request.content_type if "Content-Type" in request.headers else "(none)"
-    if kind in MSGPACK_TYPES:
-        return "msgpack"
-    if kind in JSON_TYPES or (kind.startswith("application/") and kind.endswith("+json")):
-        return "json"
-    msg = "Input should be a valid dictionary or object to extract fields from"
-    why = f"Content-Type {kind[:80]}; send application/json or application/msgpack"
-    raise refuse("model_attributes_type", (), msg, data[:200].decode(errors="replace"), why)
-
-
-def wants(request: web.Request) -> Encoding:
-    """Encoding that the client accepts for the response."""
-    accept = request.headers.get("Accept", "")
-    return "msgpack" if any(kind in accept for kind in MSGPACK_TYPES) else "json"
+    if kind not in ("application/json", "text/json") and not kind.endswith("+json"):
+        raise refuse("model_attributes_type", (), f"Content-Type {kind[:80]} is not read; send application/json")
