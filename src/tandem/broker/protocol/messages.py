@@ -31,21 +31,15 @@ class RunParameters(msgspec.Struct, kw_only=True, frozen=True):
     """Body of ``POST /register``: what the trainer says of its run."""
 
     wandb_group: Text
-    """Group of the run's charts; may be empty."""
     wandb_project: Text
-    """Project of the run's charts; may be empty."""
     batch_size: Count
-    """Sequences of one batch."""
     max_token_len: Signed
     """Most tokens of one sequence; zero or less: no limit."""
     checkpoint_dir: Text
     """Where the trainer keeps checkpoints; environments keep theirs beneath."""
     save_checkpoint_interval: Signed
-    """Steps between checkpoints."""
     starting_step: Annotated[int, Meta(ge=0, lt=MOST_STEP)]
-    """Steps trained already."""
     num_steps: Signed
-    """Steps the run shall take."""
 
 
 class Registered(msgspec.Struct, kw_only=True, frozen=True):
@@ -59,13 +53,9 @@ class EnvRegistration(msgspec.Struct, kw_only=True, frozen=True):
     """Body of ``POST /register-env``."""
 
     max_token_length: Annotated[int, Meta(ge=0, lt=2**53)]
-    """Most tokens of its sequences; scales its weight."""
     desired_name: Text
-    """Its name; a number is appended."""
     weight: Annotated[float, Meta(ge=0, le=MOST)]
-    """Its share of the work against the others'."""
     group_size: Count
-    """Sequences of its groups."""
     min_batch_allocation: Annotated[float, Meta(ge=0, le=1)] | None = None
     """Least share of each batch, 0 to 1; null: none."""
 
@@ -74,19 +64,12 @@ class EnvAccepted(msgspec.Struct, kw_only=True, frozen=True):
     """Answer to ``POST /register-env`` once the trainer has started."""
 
     status: str = "success"
-    """success."""
     env_id: int
-    """Its number from now on."""
     wandb_name: str
-    """Its name with a number."""
     checkpoint_dir: str
-    """The trainer's."""
     starting_step: int
-    """The present step."""
     checkpoint_interval: int
-    """The trainer's."""
     num_steps: int
-    """The trainer's."""
 
 
 class EnvStatus(msgspec.Struct, kw_only=True, frozen=True):
@@ -97,45 +80,37 @@ class EnvStatus(msgspec.Struct, kw_only=True, frozen=True):
     queue_size: int
     """Own groups queued, and those of others as far as they count against it."""
     self_queue_size: int = 0
-    """Own groups queued."""
     max_group_size: int = 1
     """Largest group queued, in sequences."""
     unallocated_fraction: float = 1.0
     """Share of each batch that no connected environment has reserved."""
     env_weight: float = 1.0
-    """Its share of generation, at least 0.01."""
 
 
 class EnvName(msgspec.Struct, kw_only=True, frozen=True):
     """Body of ``GET /status-env`` and ``POST /disconnect-env``."""
 
     env_id: Annotated[int, Meta(ge=-(2**53), lt=2**53)]
-    """The environment's number."""
 
 
 class BatchName(msgspec.Struct, kw_only=True, frozen=True):
     """Body of ``POST /ack`` and ``POST /release``."""
 
     batch: Text
-    """The leased batch."""
 
 
 class Info(msgspec.Struct, kw_only=True, frozen=True):
     """Answer to ``GET /info``; both -1 before a trainer registered."""
 
     batch_size: int
-    """Sequences of one batch."""
     max_token_len: int
-    """Most tokens of one sequence."""
 
 
 class WandbInfo(msgspec.Struct, kw_only=True, frozen=True):
     """Answer to ``GET /wandb_info``; nulls before a trainer registered."""
 
     group: str | None
-    """The run's group."""
     project: str | None
-    """The run's project."""
 
 
 class ScoredGroup(msgspec.Struct, kw_only=True):
@@ -149,7 +124,6 @@ class ScoredGroup(msgspec.Struct, kw_only=True):
     masks: list[list[MaskToken]]
     """``-100`` where a token is not trained, else the token."""
     scores: list[Real]
-    """A reward per sequence."""
     advantages: list[list[Real]] | None = None
     """Per token."""
     ref_logprobs: list[list[Real]] | None = None
@@ -165,13 +139,11 @@ class ScoredGroup(msgspec.Struct, kw_only=True):
     group_overrides: dict[str, Any] | None = None
     """Per group: group_size, temperature, sft, and what Tandem adds: tandem_version, tandem_task, ..."""
     images: Any = None
-    """Opaque."""
     env_id: Annotated[int, Meta(ge=0, lt=2**53)] | None = None
     """Id of the environment that made it; null: anonymous."""
     distill_token_ids: list[list[list[Token]]] | None = None
     """Per sequence, position and rank: a teacher's tokens."""
     distill_logprobs: list[list[list[Real]]] | None = None
-    """Their logprobs."""
 
 
 FIELDS = tuple(field.name for field in msgspec.structs.fields(ScoredGroup))

@@ -7,7 +7,7 @@ rollout, a *group* holds several sequences of one prompt, a *batch* is groups of
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -57,18 +57,14 @@ class StoreOptions:
     """Most idempotency keys remembered; the oldest are forgotten first."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnvSpec:
+class EnvSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Registration of an environment."""
 
     name: str
     """Its desired name; the store appends ``_<count>``."""
     max_token_length: int
-    """Its context; weighs in ``env_weight``."""
     weight: float = 1.0
-    """Its share of generation relative to others, 0 or more."""
     group_size: int = 1
-    """Sequences of its usual group, at least 1."""
     min_batch_allocation: float | None = None
     """Least share (0 to 1) of every batch; None asks for none."""
 
@@ -95,9 +91,8 @@ class GroupEntry(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.payload) if isinstance(self.payload, Sized) else 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Receipt:
-    """The answer to a submission: it is accepted."""
+class Receipt(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to an accepted submission."""
 
     kind: Literal["received", "buffered", "duplicate"]
     """duplicate: its key was accepted before, nothing was added."""
@@ -105,12 +100,11 @@ class Receipt:
     """Sequences left in the environment's buffer after this submission (0: it completed a set, or none waits)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedBatch:
-    """Groups of exactly ``batch_size`` sequences, and the name to acknowledge them by."""
+class ServedBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """Groups of exactly ``batch_size`` sequences."""
 
     id: str
-    """For ``acknowledge``, ``renew`` and ``return_lease``."""
+    """Name for ``acknowledge``, ``renew`` and ``return_lease``."""
     entries: tuple[GroupEntry, ...]
     """In order of arrival, groups of equal size beside each other as far as needed to fill up the largest."""
     step: int
@@ -119,12 +113,10 @@ class ServedBatch:
     """When the lease ends; None without a lease."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Acknowledgement:
-    """Result of an acknowledgement. True in a condition if the whole batch is trained and by this batch alone."""
+class Acknowledgement(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of an acknowledgement. True in a condition if the whole batch is trained, and by this batch alone."""
 
     ok: bool
-    """Every group of the batch is now trained, none of them through another batch."""
     trained: int = 0
     """Groups that this acknowledgement marked as trained."""
     already: int = 0
@@ -136,40 +128,27 @@ class Acknowledgement:
         return self.ok
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnvReport:
-    """One environment, for people and metrics."""
+class EnvReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One environment, for people and metrics; ``env_id`` None is everything submitted anonymously."""
 
     env_id: int | None
-    """None: everything submitted anonymously."""
     name: str
-    """Its name with the count; "anonymous" for None."""
     connected: bool
     """Neither disconnected nor silent."""
     left: bool
-    """It disconnected."""
     heard: float
-    """When it was last heard from."""
     weight: float
-    """As registered."""
     group_size: int
-    """As registered."""
     min_batch_allocation: float | None
-    """As registered."""
     queued_groups: int
-    """Groups in the queue."""
     queued_sequences: int
-    """Sequences in the queue."""
     buffered_sequences: int
-    """Sequences that wait to be joined to a group size."""
     held_bytes: int
-    """Payload bytes buffered, queued and leased."""
     accepted: int
-    """Groups accepted by this process since it registered."""
+    """Groups accepted by this process."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a store, for people and metrics."""
 
     step: int
@@ -177,27 +156,21 @@ class Report:
     policy: int
     """Policy step that entries are stamped with."""
     run: RunParameters | None
-    """The trainer's registration, if any."""
     started: bool
     """A batch was asked for since the registration."""
     queued_groups: int
-    """Groups in the queue."""
     queued_sequences: int
-    """Sequences in the queue."""
     buffered_groups: int
-    """Groups that wait to be joined to a group size."""
     leased_groups: int
-    """Groups that trainers have and did not acknowledge."""
     held_bytes: int
     """Payload bytes buffered, queued and leased."""
     leases: int
-    """Batches out and not acknowledged."""
     counts: Mapping[str, int]
     """Groups since the ledger began: accepted, duplicate, trained, doubled, dropped, refused, busy. Leases: expired."""
     waits_for: str
     """Why no batch can be formed now; empty if one can."""
-    envs: Sequence[EnvReport] = field(default=())
-    """Every environment, anonymous last if it ever submitted."""
+    envs: Sequence[EnvReport]
+    """Anonymous last, if it ever submitted."""
 
 
 class Journal(Protocol):
@@ -221,17 +194,17 @@ class Journal(Protocol):
 
 
 class NoJournal:
-    """Forgets everything: a store that lives as long as its process."""
+    """Keeps nothing: a store that lives as long as its process."""
 
     def added(self, order: int, entry: GroupEntry, state: State, key: str | None, now: float) -> Any:
-        """Nothing is kept but the payload as it is."""
+        """Leave the payload as it is."""
         return entry.payload
 
     def moved(self, orders: Sequence[int], state: State, batch: str | None) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
     def noted(self, name: str, value: Any) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
     def cleared(self) -> None:
-        """Nothing is kept."""
+        """Do nothing."""

@@ -10,7 +10,7 @@ import secrets
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -68,7 +68,7 @@ class BatchLease:
             "trainer": self.trainer,
             "seconds": self.seconds,
             "delivered": self.delivered,
-            "outcome": None if self.outcome is None else asdict(self.outcome),
+            "outcome": msgspec.to_builtins(self.outcome),
         }
 
 

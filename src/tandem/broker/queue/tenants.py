@@ -5,7 +5,9 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+
+import msgspec
 
 from tandem.broker.protocol.messages import EnvStatus
 from tandem.broker.queue.formation import BY_ORDER, minimums
@@ -196,7 +198,7 @@ class Tenants:
     def note(self, tenant: Tenant) -> None:
         """Tell the journal what a restart must know of it."""
         facts = {name: getattr(tenant, name) for name in ("name", "key", "connected", "live", "owner")}
-        self.journal.noted(f"env:{tenant.env_id}", {**facts, "spec": asdict(tenant.spec)})
+        self.journal.noted(f"env:{tenant.env_id}", {**facts, "spec": msgspec.to_builtins(tenant.spec)})
 
     def add(self, tenant: Tenant) -> None:
         """One with an id of its own."""
