@@ -341,9 +341,9 @@ class Promises(RuleBasedStateMachine):
         assert self.store.waiting.groups == len(self.held)
         assert self.store.waiting.bytes == 9 * len(self.held)
         for tenant in self.store.tenants:
-            for shelf in (tenant.queue, tenant.buffer):
-                assert (shelf.groups, shelf.sequences) == (len(list(shelf)), sum(item.size for item in shelf))
-                assert all(list(line) == sorted(line, key=formation.BY_ORDER) for line in shelf.lines.values())
+            for queue in (tenant.queue, tenant.buffer):
+                assert (queue.groups, queue.sequences) == (len(list(queue)), sum(item.size for item in queue))
+                assert all(list(line) == sorted(line, key=formation.BY_ORDER) for line in queue.lines.values())
         assert sum(tenant.held_groups for tenant in self.store.tenants) == len(self.held)
         counts = self.store.counts
         assert counts["accepted"] == counts["trained"] + counts["dropped"] + len(self.held)

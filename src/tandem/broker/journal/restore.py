@@ -55,18 +55,8 @@ def restore(
 
 
 def _tenant(store: GroupQueue, env_id: int, fact: Mapping[str, Any], now: float) -> None:
-    store.tenants.add(
-        Tenant(
-            env_id=env_id,
-            spec=EnvSpec(**fact["spec"]),
-            name=fact["name"],
-            heard=now,
-            key=fact["key"],
-            owner=fact["owner"],
-            connected=fact["connected"],
-            live=fact["live"],
-        )
-    )
+    noted = {name: fact[name] for name in ("name", "key", "owner", "connected", "live")}
+    store.tenants.add(Tenant(env_id=env_id, spec=EnvSpec(**fact["spec"]), heard=now, **noted))
 
 
 def _items(store: GroupQueue, rows: Iterable[tuple[int, GroupEntry, State, str | None]]) -> dict[int, Item]:

@@ -37,39 +37,30 @@ REMEMBERED = 1_000
 """Batches that are over and still known by name."""
 
 
-@dataclass(slots=True, eq=False)
-class BatchLease:
+class BatchLease(msgspec.Struct, eq=False):
     """A batch that was served."""
 
     id: str
-    """Name of the batch."""
     items: list[Item]
     """Its groups; empty once it is over and settled."""
     step: int
     """The broker's step with it."""
     trainer: str | None
-    """The trainer that took it."""
     seconds: float | None
     """How long it may stay unacknowledged; None: a trainer that never acknowledges has it."""
     expires: float | None
-    """When it runs out."""
     delivered: bool = False
     """Its answer went out whole: after a restart a trainer that never acknowledges still has it."""
-    gone: list[int] = field(default_factory=list)
+    gone: list[int] = msgspec.field(default_factory=list)
     """Places of groups that another batch trained, or that were dropped, before a restart."""
     outcome: Acknowledgement | None = None
     """The answer to its acknowledgement, for one that is repeated."""
 
     def facts(self) -> dict[str, Any]:
         """What a journal keeps."""
-        return {
-            "orders": [item.order for item in self.items] + self.gone,
-            "step": self.step,
-            "trainer": self.trainer,
-            "seconds": self.seconds,
-            "delivered": self.delivered,
-            "outcome": msgspec.to_builtins(self.outcome),
-        }
+        orders = [item.order for item in self.items] + self.gone
+        facts = {name: getattr(self, name) for name in ("step", "trainer", "seconds", "delivered")}
+        return {"orders": orders, "outcome": msgspec.to_builtins(self.outcome), **facts}
 
 
 def lease_of(name: str, facts: Mapping[str, Any], held: Mapping[int, Item], now: float) -> BatchLease:

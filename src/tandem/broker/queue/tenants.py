@@ -5,9 +5,9 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
 
 import msgspec
+from msgspec.structs import replace
 
 from tandem.broker.protocol.messages import EnvStatus
 from tandem.broker.queue.formation import BY_ORDER, minimums
@@ -17,27 +17,22 @@ WEIGHT_FLOOR = 0.01
 ANONYMOUS = EnvSpec(name="anonymous", max_token_length=0, weight=0.0, group_size=1)
 
 
-@dataclass(slots=True, eq=False)
-class Item:
+class Item(msgspec.Struct, eq=False):
     """One accepted group and where it is."""
 
     order: int
     """Place in the order of arrival; kept when a lease runs out."""
     size: int
-    """Sequences."""
     num_bytes: int
-    """Payload bytes."""
     entry: GroupEntry
-    """The group; its payload is let go once it is trained or dropped."""
+    """Its payload is let go once it is trained or dropped."""
     tenant: Tenant
-    """Whose it is."""
     state: State
-    """Where it is."""
     batch: str | None = None
     """The lease or, once trained, the batch that trained it."""
 
 
-class Shelf:
+class SizeQueues:
     """Groups of one environment in arrival order, by size."""
 
     def __init__(self) -> None:
@@ -73,34 +68,27 @@ class Shelf:
         return iter(sorted((item for line in self.lines.values() for item in line), key=BY_ORDER))
 
 
-@dataclass(slots=True, eq=False)
-class Tenant:
-    """One environment. ``live`` is what counts for weights and shares: connected, and heard from lately."""
+class Tenant(msgspec.Struct, eq=False, kw_only=True):
+    """One environment; ``env_id`` None stands for everybody anonymous."""
 
     env_id: int | None
-    """None: everybody anonymous."""
     spec: EnvSpec
-    """As registered."""
     name: str
     """With its count."""
     heard: float
-    """When it last spoke."""
     key: str | None = None
     """The identity it gave to be known again."""
     owner: str = ""
-    """Whose key it was registered with; empty: it is of no key."""
+    """Whose key it was registered with; empty: nobody's."""
     connected: bool = True
     """It registered and did not disconnect."""
     live: bool = True
-    """Connected and not silent."""
-    queue: Shelf = field(default_factory=Shelf)
-    """What batches are formed of."""
-    buffer: Shelf = field(default_factory=Shelf)
-    """Partial groups."""
+    """Connected and heard from lately: it counts for weights and shares."""
+    queue: SizeQueues = msgspec.field(default_factory=SizeQueues)
+    buffer: SizeQueues = msgspec.field(default_factory=SizeQueues)
     held_groups: int = 0
     """Groups buffered, queued and leased."""
     held_bytes: int = 0
-    """Their payload bytes."""
     accepted: int = 0
     """Groups accepted by this process."""
     visible: int = 0
@@ -118,20 +106,17 @@ class Tenant:
 
     def report(self) -> EnvReport:
         """For people and metrics."""
+        same = ("name", "heard", "held_bytes", "accepted")
+        spec = ("weight", "group_size", "min_batch_allocation")
         return EnvReport(
             env_id=self.env_id,
-            name=self.name,
             connected=self.live,
             left=self.env_id is not None and not self.connected,
-            heard=self.heard,
-            weight=self.spec.weight,
-            group_size=self.spec.group_size,
-            min_batch_allocation=self.spec.min_batch_allocation,
             queued_groups=self.queue.groups,
             queued_sequences=self.queue.sequences,
             buffered_sequences=self.buffer.sequences,
-            held_bytes=self.held_bytes,
-            accepted=self.accepted,
+            **{name: getattr(self, name) for name in same},
+            **{name: getattr(self.spec, name) for name in spec},
         )
 
 
@@ -237,18 +222,9 @@ class Tenants:
         fresh = Tenants(self.options, self.journal)
         for old in self.by_id.values():
             if old.connected:
-                fresh.add(
-                    replace(
-                        old,
-                        live=False,
-                        queue=Shelf(),
-                        buffer=Shelf(),
-                        visible=0,
-                        held_groups=0,
-                        held_bytes=0,
-                        accepted=0,
-                    )
-                )
+                empty = {"queue": SizeQueues(), "buffer": SizeQueues()}
+                zeros = dict.fromkeys(("visible", "held_groups", "held_bytes", "accepted"), 0)
+                fresh.add(replace(old, live=False, **empty, **zeros))
         fresh.next_id, fresh.change = self.next_id, self.change + 1
         return fresh
 
@@ -284,7 +260,7 @@ class Tenants:
         self._see_all()
 
     def queued(self, item: Item, count: int) -> None:
-        """``count`` (1 or -1) groups of this size entered or left its environment's queue (the shelf is changed)."""
+        """``count`` (1 or -1) groups of this size entered or left its environment's queue (which is changed already)."""
         self.sizes[item.size] += count
         self.queued_groups += count
         if not self.sizes[item.size]:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from tandem.broker.protocol.messages import MOST_STEP
 from tandem.broker.queue import formation
 from tandem.broker.queue.records import Busy, GroupEntry, GroupRefused, Journal, StoreOptions
-from tandem.broker.queue.tenants import Item, Shelf, Tenant, Tenants
+from tandem.broker.queue.tenants import Item, SizeQueues, Tenant, Tenants
 
 
 class WaitingGroups:
@@ -181,14 +181,14 @@ class WaitingGroups:
         return tenant.queue.sequences + (tenant.buffer.sequences if with_buffers else 0)
 
     def _select(self, total: int, minimums: dict[int, int], with_buffers: bool) -> list[Item] | None:
-        def lines(tenant: Tenant) -> list[Shelf]:
+        def lines(tenant: Tenant) -> list[SizeQueues]:
             return [tenant.queue, tenant.buffer] if with_buffers else [tenant.queue]
 
         reserved = [
-            (need, formation.candidates([shelf.lines for shelf in lines(self.tenants.by_id[env])], total))
+            (need, formation.candidates([queue.lines for queue in lines(self.tenants.by_id[env])], total))
             for env, need in minimums.items()
         ]
-        others = [shelf.lines for tenant in self.tenants if tenant.env_id not in minimums for shelf in lines(tenant)]
+        others = [queue.lines for tenant in self.tenants if tenant.env_id not in minimums for queue in lines(tenant)]
         return formation.batch(total, reserved, formation.candidates(others, total))
 
     def waits_for(self) -> str:
