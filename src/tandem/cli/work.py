@@ -235,12 +235,12 @@ async def _leave(client: EnvClient) -> None:
 @contextlib.contextmanager
 def _signals(stop: asyncio.Event) -> Any:
     """The first SIGINT or SIGTERM asks for a gentle end, the second ends."""
-    loop, me = asyncio.get_running_loop(), asyncio.current_task()
-    assert me is not None
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
 
     def stopped() -> None:
         if stop.is_set():
-            me.cancel()
+            task.cancel()
         stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):

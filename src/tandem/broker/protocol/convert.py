@@ -418,8 +418,8 @@ class _GroupReader:
             return ()
         spans = [(on != MASKED, token) for on, token in zip(mask, tokens, strict=True)]
         return tuple(
-            Message(role="assistant" if own else "user", content=decode([token for _, token in run]))
-            for own, run in groupby(spans, key=lambda pair: pair[0])
+            Message(role="assistant" if is_sampled else "user", content=decode([token for _, token in run]))
+            for is_sampled, run in groupby(spans, key=lambda pair: pair[0])
         )
 
     def _wrong_ids(self, tokens: Sequence[int]) -> bool:

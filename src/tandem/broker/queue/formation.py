@@ -159,15 +159,15 @@ def _needs_first(total: int, reserved: Sequence[tuple[int, Sequence[T]]], others
 
 def _sums_that_meet(total: int, reserved: Sequence[tuple[int, Sequence[T]]], others: Sequence[T]) -> list[T] | None:
     """The same by trying every sum each line can contribute; finds a batch if there is any."""
-    own = [reachable(_sizes(line), total) >> need << need for need, line in reserved]
+    shares = [reachable(_sizes(line), total) >> need << need for need, line in reserved]
     after = [reachable(_sizes(others), total)]
-    for sums in reversed(own):
+    for sums in reversed(shares):
         after.append(_sums_of_two(sums, after[-1], total))
     if not after.pop() >> total & 1:
         return None
     taken: list[T] = []
     left = total
-    for sums, (_, line) in zip(own, reserved, strict=True):
+    for sums, (_, line) in zip(shares, reserved, strict=True):
         later = after.pop()
         share = next(k for k in _bits(sums) if k <= left and later >> (left - k) & 1)
         taken += earliest(line, share) or []
@@ -187,9 +187,9 @@ def _bits(sums: int) -> Iterator[int]:
         sums ^= lowest
 
 
-def _sums_of_two(one: int, other: int, limit: int) -> int:
-    """Bit ``a + b`` for every bit ``a`` of one and ``b`` of the other, up to ``limit``."""
-    few, many = sorted((one, other), key=int.bit_count)
+def _sums_of_two(left: int, right: int, limit: int) -> int:
+    """Bit ``a + b`` for every bit ``a`` of left and ``b`` of right, up to ``limit``."""
+    few, many = sorted((left, right), key=int.bit_count)
     sums = 0
     for k in _bits(few):
         sums |= many << k

@@ -441,7 +441,7 @@ class GroupQueue:
         item = Item(self.order, entry.size, entry.num_bytes, entry, tenant, "queued")
         self.order += 1
         self.waiting.hold(item)
-        moved = [one.order for one in self.waiting.put(item) if one is not item]
+        moved = [queued.order for queued in self.waiting.put(item) if queued is not item]
         item.entry = replace(entry, payload=self.journal.added(item.order, entry, item.state, key, now))
         if moved:
             self.journal.moved(moved, "queued", None)

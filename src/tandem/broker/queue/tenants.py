@@ -297,12 +297,12 @@ class Tenants:
     def status(self, tenant: Tenant, step: int) -> EnvStatus:
         """What an environment polls. Constant time."""
         size = max(tenant.spec.group_size, max(tenant.queue.lines, default=1))
-        own = tenant.queue.sequences
+        sequences = tenant.queue.sequences
         total = self._pull or tenant.pull
         return EnvStatus(
             current_step=step,
-            queue_size=(own + self._visible - tenant.visible) // size,
-            self_queue_size=own // size,
+            queue_size=(sequences + self._visible - tenant.visible) // size,
+            self_queue_size=sequences // size,
             max_group_size=self._largest,
             unallocated_fraction=1.0 - min(1.0, self._share),
             env_weight=max(WEIGHT_FLOOR, tenant.pull / total if total else 0.0),

@@ -93,8 +93,8 @@ class WaitingGroups:
             return []
         self.buffer(item)
         completed = formation.earliest(formation.candidates([item.tenant.buffer.lines], size), size) or []
-        for one in completed:
-            item.tenant.buffer.remove(one)
+        for partial in completed:
+            item.tenant.buffer.remove(partial)
         self.enqueue(completed)
         return completed
 
@@ -122,7 +122,7 @@ class WaitingGroups:
         for item in items:
             moved = self.put(item) or ([item] if item.state == "queued" else [])
             if moved:
-                self._journal.moved([one.order for one in moved], "queued", None)
+                self._journal.moved([queued.order for queued in moved], "queued", None)
 
     # --- going out ---
 

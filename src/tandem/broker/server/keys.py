@@ -43,11 +43,12 @@ class Keys:
         """
         if not self.trainer:
             return NOBODY
-        scheme, _, key = header.partition(" ")
-        presented = key.strip() if scheme.lower() == "bearer" else ""
+        scheme, _, word = header.partition(" ")
+        presented = word.strip() if scheme.lower() == "bearer" else ""
         # All are compared always, each in constant time: how long it takes says nothing of any.
         trainer = _same(presented, self.trainer)
-        known = [one for one in self.environments.split(",") if one.strip() and _same(presented, one.strip())]
+        keys = filter(None, map(str.strip, self.environments.split(",")))
+        known = [key for key in keys if _same(presented, key)]
         if trainer:
             return TRAINER
         if known and role == "environment":
@@ -67,5 +68,5 @@ def scoped(owner: str, key: str | None) -> str | None:
     return key if key is None or owner in (NOBODY, TRAINER) else f"{owner}/{key}"
 
 
-def _same(one: str, other: str) -> bool:
-    return hmac.compare_digest(one.encode(errors="replace"), other.encode(errors="replace"))
+def _same(presented: str, key: str) -> bool:
+    return hmac.compare_digest(presented.encode(errors="replace"), key.encode(errors="replace"))
