@@ -22,8 +22,8 @@ from transformers import (
     DebertaV2ForSequenceClassification,
 )
 
-from tandem.broker.client import Connection, EnvClient
-from tandem.broker.protocol.messages import EnvRegistration, ScoredGroup
+from tandem_broker.client import Connection, EnvClient
+from tandem_broker.protocol.messages import EnvRegistration, ScoredGroup
 
 STAND_IN = ("engine=embedded", "sync=shared")
 """Overrides where an example has vLLM beside or within the trainer: the trainer's own model samples instead."""

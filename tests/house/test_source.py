@@ -14,7 +14,7 @@ from sources import parsed
 
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src"
-FILES = sorted((SRC / "tandem").rglob("*.py"))
+FILES = sorted(SRC.rglob("*.py"))
 
 MAX_FUNCTION = 60
 LONG_FUNCTIONS: dict[str, int] = {}

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from odd_messages import BODIES, damaged, mutated
 from tiers import examples, long_but
 
-from tandem.broker.server import routes
-from tandem.broker.server.bodies import BodyLimits
+from tandem_broker.server import routes
+from tandem_broker.server.bodies import BodyLimits
 
 PATHS = sorted({(method.upper(), path) for path, ways in routes.document()["paths"].items() for method in ways})
 LIMITS = BodyLimits(body_bytes=300_000, idle_seconds=1.0)

@@ -29,7 +29,7 @@ import pytest
 from brokers import RUN, group
 from odd_messages import BODIES, damaged, mutated
 
-from tandem.broker.server.serving import listening
+from tandem_broker.server.serving import listening
 
 log = logging.getLogger(__name__)
 pytestmark = pytest.mark.long

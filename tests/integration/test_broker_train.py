@@ -28,9 +28,9 @@ from integration.vllm_runs import (
 )
 from nursery import Forked, Nursery
 
-from tandem.broker.client import Connection, EnvClient
-from tandem.broker.protocol.messages import EnvRegistration, ScoredGroup
 from tandem.ports import free_port
+from tandem_broker.client import Connection, EnvClient
+from tandem_broker.protocol.messages import EnvRegistration, ScoredGroup
 
 KEYS = {"TANDEM_ENGINE_KEY": "engine-key", "TANDEM_BROKER_KEY": "trainer-key", "TANDEM_BROKER_ENV_KEY": "env-key"}
 SIZE = 4

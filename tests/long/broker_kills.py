@@ -85,9 +85,9 @@ class Witness:
 
 def child(folder: Path) -> None:
     """Read lines of JSON, answer each once the ledger has it."""
-    from tandem.broker.journal.ledger import Ledger, read
-    from tandem.broker.protocol.messages import RunParameters
-    from tandem.broker.queue.records import GroupEntry, StoreOptions
+    from tandem_broker.journal.ledger import Ledger, read
+    from tandem_broker.protocol.messages import RunParameters
+    from tandem_broker.queue.records import GroupEntry, StoreOptions
 
     run = RunParameters(
         wandb_group="",

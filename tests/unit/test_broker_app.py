@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from brokers import ENV, RUN, Client, group, play
 
-from tandem.broker.queue.records import StoreOptions
-from tandem.broker.server import app
-from tandem.broker.server.bodies import BodyLimits
-from tandem.broker.server.keys import Keys
 from tandem.errors import BrokerError
+from tandem_broker.queue.records import StoreOptions
+from tandem_broker.server import app
+from tandem_broker.server.bodies import BodyLimits
+from tandem_broker.server.keys import Keys
 
 
 def small(**limits: Any) -> BodyLimits:

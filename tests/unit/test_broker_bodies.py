@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 from brokers import Client, group, play
 
-from tandem.broker.protocol.wire import write
-from tandem.broker.server.bodies import INLINE_BYTES, BodyLimits
+from tandem_broker.protocol.wire import write
+from tandem_broker.server.bodies import INLINE_BYTES, BodyLimits
 
 HEAD = "POST /scored_data HTTP/1.1\r\nHost: b\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
 

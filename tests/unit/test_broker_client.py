@@ -11,11 +11,11 @@ import pytest
 from fake_broker import FakeBroker, quick, until
 from plays import make_group, make_rollout
 
-from tandem.broker.client import Connection, EnvClient, NotRegistered, RequestRefused, TrainerClient
-from tandem.broker.protocol.messages import EnvRegistration, RunParameters
 from tandem.errors import BrokerError, ConfigError
 from tandem.http import OutageLog, RetryPolicy, ServerAway
 from tandem.types import Group
+from tandem_broker.client import Connection, EnvClient, NotRegistered, RequestRefused, TrainerClient
+from tandem_broker.protocol.messages import EnvRegistration, RunParameters
 
 T = TypeVar("T")
 SPEC = EnvRegistration(max_token_length=512, desired_name="made", weight=1.0, group_size=2)

@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 from brokers import RUN, group, served
 
-from tandem.broker.journal.ledger import Ledger
-from tandem.broker.queue.records import StoreOptions
 from tandem.errors import BrokerError
+from tandem_broker.journal.ledger import Ledger
+from tandem_broker.queue.records import StoreOptions
 
 CODE = """
 import json, os, sys
 from pathlib import Path
-from tandem.broker.journal.ledger import Ledger
-from tandem.broker.protocol.messages import RunParameters
-from tandem.broker.queue.records import GroupEntry, StoreOptions
+from tandem_broker.journal.ledger import Ledger
+from tandem_broker.protocol.messages import RunParameters
+from tandem_broker.queue.records import GroupEntry, StoreOptions
 ledger = Ledger.open(Path(sys.argv[1]), StoreOptions(), 0.0)
 ledger.store.register(RunParameters(**json.loads(sys.argv[2])))
 ledger.store.take(0.0)

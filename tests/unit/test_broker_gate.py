@@ -9,9 +9,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tandem.broker.queue.store import GroupQueue
-from tandem.broker.server.app import BrokerServer
-from tandem.broker.server.serving import ConnectionLimits, serving
+from tandem_broker.queue.store import GroupQueue
+from tandem_broker.server.app import BrokerServer
+from tandem_broker.server.serving import ConnectionLimits, serving
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 

@@ -17,10 +17,10 @@ import pytest
 from brokers import run_parameters
 from msgspec.structs import replace
 
-from tandem.broker.journal.database import Database
-from tandem.broker.journal.ledger import Event, Ledger, read
-from tandem.broker.queue.records import EnvSpec, GroupEntry, GroupRefused, StoreOptions
 from tandem.errors import BrokerError
+from tandem_broker.journal.database import Database
+from tandem_broker.journal.ledger import Event, Ledger, read
+from tandem_broker.queue.records import EnvSpec, GroupEntry, GroupRefused, StoreOptions
 
 ROOT = Path(__file__).parents[2]
 RUN = run_parameters(batch_size=4, max_token_len=64, wandb_project="p", num_steps=9)
@@ -290,7 +290,7 @@ def test_a_ledger_that_cannot_write_promises_nothing_more(tmp_path: Path, monkey
 
 
 def test_keys_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.broker.journal.ledger.TRIM_EVERY", 1)
+    monkeypatch.setattr("tandem_broker.journal.ledger.TRIM_EVERY", 1)
     with ledger(tmp_path, options=StoreOptions(max_keys=5)) as one:
         begun(one)
         for k in range(20):
@@ -325,7 +325,7 @@ def test_nothing_promised_is_lost_by_kill_minus_nine(tmp_path: Path, long: bool)
 def test_a_broker_that_is_killed_lets_the_folder_go(tmp_path: Path) -> None:
     code = (
         "import os, sys, pathlib\n"
-        "from tandem.broker.journal.ledger import Ledger\nfrom tandem.broker.queue.records import StoreOptions\n"
+        "from tandem_broker.journal.ledger import Ledger\nfrom tandem_broker.queue.records import StoreOptions\n"
         "Ledger.open(pathlib.Path(sys.argv[1]), StoreOptions(), 0.0)\nos.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, timeout=60)

@@ -7,11 +7,11 @@ import socket
 
 import pytest
 
-from tandem.broker.queue.store import GroupQueue
-from tandem.broker.server.app import BrokerServer
-from tandem.broker.server.serving import listening, serving
-from tandem.cli import serve_broker
 from tandem.errors import BrokerError, ConfigError
+from tandem_broker.commands import serve
+from tandem_broker.queue.store import GroupQueue
+from tandem_broker.server.app import BrokerServer
+from tandem_broker.server.serving import listening, serving
 
 
 def test_who_connects_before_it_is_ready_is_answered() -> None:
@@ -47,7 +47,7 @@ def test_an_address_that_cannot_be_had_is_told_in_one_line() -> None:
 def test_what_a_file_adds_around_a_key_is_no_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_BROKER_KEY", "trains\n")
     monkeypatch.setenv("TANDEM_BROKER_ENV_KEY", "plays, strange\n")
-    assert serve_broker._keys() == ("trains", "plays, strange")
+    assert serve._keys() == ("trains", "plays, strange")
     monkeypatch.setenv("TANDEM_BROKER_KEY", "\n")
     with pytest.raises(ConfigError, match="TANDEM_BROKER_KEY holds nothing but blanks"):
-        serve_broker._keys()
+        serve._keys()

@@ -19,10 +19,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from msgspec.structs import replace as changed
 from tiers import examples
 
-from tandem.broker.journal.ledger import Ledger, read
-from tandem.broker.protocol.messages import EnvStatus, RunParameters
-from tandem.broker.queue import formation
-from tandem.broker.queue.records import (
+from tandem_broker.journal.ledger import Ledger, read
+from tandem_broker.protocol.messages import EnvStatus, RunParameters
+from tandem_broker.queue import formation
+from tandem_broker.queue.records import (
     Acknowledgement,
     Busy,
     EnvSpec,
@@ -30,8 +30,8 @@ from tandem.broker.queue.records import (
     GroupRefused,
     StoreOptions,
 )
-from tandem.broker.queue.store import GroupQueue
-from tandem.broker.queue.tenants import Item
+from tandem_broker.queue.store import GroupQueue
+from tandem_broker.queue.tenants import Item
 
 pytestmark = pytest.mark.slow
 

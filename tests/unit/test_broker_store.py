@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from brokers import run_parameters
 
-from tandem.broker.protocol.messages import EnvAccepted, EnvStatus, RunParameters
-from tandem.broker.queue.records import (
+from tandem_broker.protocol.messages import EnvAccepted, EnvStatus, RunParameters
+from tandem_broker.queue.records import (
     Acknowledgement,
     Busy,
     EnvSpec,
@@ -15,7 +15,7 @@ from tandem.broker.queue.records import (
     ServedBatch,
     StoreOptions,
 )
-from tandem.broker.queue.store import GroupQueue
+from tandem_broker.queue.store import GroupQueue
 
 
 def run(batch_size: int, starting_step: int = 0) -> RunParameters:

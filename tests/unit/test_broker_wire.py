@@ -11,10 +11,10 @@ import pytest
 from brokers import ENV, RUN, group
 from hypothesis import given
 
-from tandem.broker.protocol import submission, wire
-from tandem.broker.protocol.messages import FIELDS, EnvRegistration, RunParameters, ScoredGroup
-from tandem.broker.protocol.submission import read_group, read_groups
-from tandem.broker.protocol.wire import Malformed
+from tandem_broker.protocol import submission, wire
+from tandem_broker.protocol.messages import FIELDS, EnvRegistration, RunParameters, ScoredGroup
+from tandem_broker.protocol.submission import read_group, read_groups
+from tandem_broker.protocol.wire import Malformed
 
 FULL = group(
     2,

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plays import make_group, make_rollout
 
-from tandem.broker.protocol.convert import Notes, Rules, group_from_wire, group_to_wire
-from tandem.broker.protocol.messages import ScoredGroup
-from tandem.broker.protocol.submission import read_group
-from tandem.broker.protocol.wire import read, write
 from tandem.errors import BrokerError
 from tandem.types import UNKNOWN, Group, Message, Rollout
+from tandem_broker.protocol.convert import Notes, Rules, group_from_wire, group_to_wire
+from tandem_broker.protocol.messages import ScoredGroup
+from tandem_broker.protocol.submission import read_group
+from tandem_broker.protocol.wire import read, write
 
 A = [10, 11, 12, 13, 14]
 MASK = [-100, -100, 12, 13, 14]

@@ -19,13 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import examples
 
-from tandem.broker import source as sources
-from tandem.broker.client import Connection, NotRegistered, TakenBatch, TrainerClient
-from tandem.broker.protocol.convert import Rules, group_from_wire
-from tandem.broker.protocol.messages import Info, RunParameters, ScoredGroup
-from tandem.broker.queue.records import GroupEntry, ServedBatch
-from tandem.broker.queue.store import GroupQueue
-from tandem.broker.source import BrokerSource, BrokerSourceOptions, full_marks
 from tandem.config.loading import from_options
 from tandem.engines.base import Engine
 from tandem.engines.vllm.client.engine import VllmEngine
@@ -33,13 +26,20 @@ from tandem.errors import BrokerError, Deadline, EngineError, Starved
 from tandem.metrics import flatten
 from tandem.rollout.data_state import DataState
 from tandem.rollout.turns import unrecorded_options
-from tandem.trainer.broker_source import broker_source
 from tandem.trainer.environments import StepCounter
 from tandem.trainer.pack import StepBatch
 from tandem.trainer.record import records
 from tandem.trainer.state import TrainerState
 from tandem.trainer.step import StepStats
 from tandem.types import Group, PolicyVersion, Sampling
+from tandem_broker import source as sources
+from tandem_broker.client import Connection, NotRegistered, TakenBatch, TrainerClient
+from tandem_broker.protocol.convert import Rules, group_from_wire
+from tandem_broker.protocol.messages import Info, RunParameters, ScoredGroup
+from tandem_broker.queue.records import GroupEntry, ServedBatch
+from tandem_broker.queue.store import GroupQueue
+from tandem_broker.run_source import broker_source
+from tandem_broker.source import BrokerSource, BrokerSourceOptions, full_marks
 
 T = TypeVar("T")
 RUN = RunParameters(

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from tandem import __version__
-from tandem.broker.protocol import messages
-from tandem.broker.server.keys import Role
+from tandem_broker.protocol import messages
+from tandem_broker.server.keys import Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

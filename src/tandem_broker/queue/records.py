@@ -12,8 +12,8 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from tandem.broker.protocol.messages import RunParameters
 from tandem.errors import BrokerError
+from tandem_broker.protocol.messages import RunParameters
 
 State = Literal["buffered", "queued", "leased", "trained", "dropped"]
 """buffered: waits for others of its environment to make up a group size; leased: a trainer has it."""

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tandem.broker.queue.records import Report
+from tandem_broker.queue.records import Report
 
 LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
 """Inclusive upper bounds of the lag histogram, in policy steps."""

@@ -18,11 +18,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tandem.broker.journal.database import Database, damaged, locked
-from tandem.broker.journal.restore import restore
-from tandem.broker.queue.records import GroupEntry, State, StoreOptions
-from tandem.broker.queue.store import GroupQueue
 from tandem.errors import BrokerError
+from tandem_broker.journal.database import Database, damaged, locked
+from tandem_broker.journal.restore import restore
+from tandem_broker.queue.records import GroupEntry, State, StoreOptions
+from tandem_broker.queue.store import GroupQueue
 
 TRIM_EVERY = 500
 """Transactions between two removals of keys that are too old or too many."""

@@ -25,7 +25,7 @@ from tandem.http import HttpClient, HttpStatusError, OutageLog, ResponseLost, Re
 from tandem.observability import waits
 from tandem.types import Completion, Finish, Json, PolicyVersion, Sampling
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"tandem.{__name__}")
 
 PROBE_SECONDS = 60.0
 """Timeout of the request that finds out an engine's kind."""

@@ -18,15 +18,15 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tandem.broker.client import EnvClient, Receipt, RequestRefused
-from tandem.broker.protocol.messages import EnvStatus, Info
 from tandem.errors import BrokerError, ConfigError, Deadline, EngineError, TandemError
 from tandem.observability import waits
 from tandem.rollout.group_runner import GroupRunner, PostprocessRewards
 from tandem.rollout.turns import unrecorded_options
 from tandem.types import Group, Sampling, Task
+from tandem_broker.client import EnvClient, Receipt, RequestRefused
+from tandem_broker.protocol.messages import EnvStatus, Info
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"tandem.{__name__}")
 
 IN_A_ROW = 3
 """Groups that fail one after the other before giving up: what ails them is not theirs."""

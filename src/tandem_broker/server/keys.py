@@ -7,7 +7,7 @@ import hmac
 from dataclasses import dataclass
 from typing import Literal
 
-from tandem.broker.server.bodies import RequestRejected
+from tandem_broker.server.bodies import RequestRejected
 
 Role = Literal["trainer", "environment"]
 NOBODY, TRAINER = "", "trainer"

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from tandem.broker.protocol.wire import refuse
+from tandem_broker.protocol.wire import refuse
 
 T = TypeVar("T")
 Grow = Callable[[int], None]

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.broker.server.serving import listening
 from tandem.errors import BrokerError, ConfigError
+from tandem_broker.server.serving import listening
 
 if TYPE_CHECKING:
-    from tandem.broker.server.app import BrokerServer
+    from tandem_broker.server.app import BrokerServer
 
 Tell = Callable[[str], None]
 
@@ -73,13 +73,13 @@ async def _serve(
     tell: Tell,
 ) -> None:
     # Only now that clients can connect: loading these takes as long as everything else of the start.
-    from tandem.broker.journal.ledger import opened
-    from tandem.broker.queue.records import StoreOptions
-    from tandem.broker.queue.store import GroupQueue
-    from tandem.broker.server.app import BrokerServer
-    from tandem.broker.server.bodies import BodyLimits
-    from tandem.broker.server.keys import Keys
-    from tandem.broker.server.serving import serving
+    from tandem_broker.journal.ledger import opened
+    from tandem_broker.queue.records import StoreOptions
+    from tandem_broker.queue.store import GroupQueue
+    from tandem_broker.server.app import BrokerServer
+    from tandem_broker.server.bodies import BodyLimits
+    from tandem_broker.server.keys import Keys
+    from tandem_broker.server.serving import serving
 
     task = asyncio.current_task()
     assert task is not None

@@ -20,7 +20,7 @@ from tandem.errors import BrokerError
 from tandem.ports import http_url
 
 if TYPE_CHECKING:
-    from tandem.broker.server.app import BrokerServer
+    from tandem_broker.server.app import BrokerServer
 
 BACKLOG = 1024
 """Connections that may wait to be accepted: environments open a new one for every request."""

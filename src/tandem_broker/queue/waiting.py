@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec.structs import replace
 
-from tandem.broker.protocol.messages import MOST_STEP
-from tandem.broker.queue import formation
-from tandem.broker.queue.records import Busy, GroupEntry, GroupRefused, Journal, StoreOptions
-from tandem.broker.queue.tenants import Item, SizeQueues, Tenant, Tenants
+from tandem_broker.protocol.messages import MOST_STEP
+from tandem_broker.queue import formation
+from tandem_broker.queue.records import Busy, GroupEntry, GroupRefused, Journal, StoreOptions
+from tandem_broker.queue.tenants import Item, SizeQueues, Tenant, Tenants
 
 
 class WaitingGroups:

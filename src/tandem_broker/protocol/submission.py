@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from tandem.broker.protocol.messages import FIELDS, MOST_STEP, Real, ScoredGroup
-from tandem.broker.protocol.wire import Malformed, Place, explain, refuse, write
+from tandem_broker.protocol.messages import FIELDS, MOST_STEP, Real, ScoredGroup
+from tandem_broker.protocol.wire import Malformed, Place, explain, refuse, write
 
 WEIGH_BYTES = 1 << 20
 """Values of larger fields are counted before any is made."""

@@ -6,10 +6,6 @@ import logging
 import os
 from pathlib import Path
 
-from tandem.broker.client import Connection, TrainerClient
-from tandem.broker.protocol.convert import Rules
-from tandem.broker.protocol.messages import RunParameters
-from tandem.broker.source import BrokerSource, BrokerSourceOptions, full_marks
 from tandem.config.loading import RunConfig
 from tandem.engines.base import Engine, ReportsChecksums
 from tandem.errors import ConfigError
@@ -17,8 +13,12 @@ from tandem.observability.emit import Telemetry
 from tandem.observability.loggers.wandb import Wandb
 from tandem.rollout.template import Template
 from tandem.trainer.environments import StepCounter, dropped
+from tandem_broker.client import Connection, TrainerClient
+from tandem_broker.protocol.convert import Rules
+from tandem_broker.protocol.messages import RunParameters
+from tandem_broker.source import BrokerSource, BrokerSourceOptions, full_marks
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"tandem.{__name__}")
 
 
 def broker_source(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tandem.broker.protocol.messages import RunParameters
-from tandem.broker.queue.records import EnvSpec, GroupEntry, State
-from tandem.broker.queue.store import GroupQueue, lease_of
-from tandem.broker.queue.tenants import Item, Tenant
+from tandem_broker.protocol.messages import RunParameters
+from tandem_broker.queue.records import EnvSpec, GroupEntry, State
+from tandem_broker.queue.store import GroupQueue, lease_of
+from tandem_broker.queue.tenants import Item, Tenant
 
 
 def restore(

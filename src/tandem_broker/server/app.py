@@ -23,20 +23,20 @@ import msgspec
 from aiohttp import web
 
 from tandem import __version__, doors
-from tandem.broker.journal.ledger import read
-from tandem.broker.protocol import messages, wire
-from tandem.broker.protocol.submission import Submission, read_group, read_groups
-from tandem.broker.protocol.wire import Malformed
-from tandem.broker.queue.records import Busy, EnvSpec, GroupEntry, GroupRefused, Receipt, ServedBatch
-from tandem.broker.queue.store import GroupQueue
-from tandem.broker.server.bodies import MESSAGE_BYTES, Bodies, BodyLimits, RequestRejected
-from tandem.broker.server.keys import Keys, Role, may, scoped
-from tandem.broker.server.meter import Meter
-from tandem.broker.server.routes import ROUTES, Route, document
 from tandem.errors import BrokerError
 from tandem.printable import named
+from tandem_broker.journal.ledger import read
+from tandem_broker.protocol import messages, wire
+from tandem_broker.protocol.submission import Submission, read_group, read_groups
+from tandem_broker.protocol.wire import Malformed
+from tandem_broker.queue.records import Busy, EnvSpec, GroupEntry, GroupRefused, Receipt, ServedBatch
+from tandem_broker.queue.store import GroupQueue
+from tandem_broker.server.bodies import MESSAGE_BYTES, Bodies, BodyLimits, RequestRejected
+from tandem_broker.server.keys import Keys, Role, may, scoped
+from tandem_broker.server.meter import Meter
+from tandem_broker.server.routes import ROUTES, Route, document
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"tandem.{__name__}")
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -57,7 +57,7 @@ def reply(value: Any, status: int = 200) -> web.Response:
 @cache
 def page() -> tuple[str, str]:
     """Return the live page and its policy: it loads nothing from elsewhere and runs no script but its own."""
-    text = resources.files("tandem.broker.server").joinpath("broker.html").read_text(encoding="utf-8")
+    text = resources.files("tandem_broker.server").joinpath("broker.html").read_text(encoding="utf-8")
     script = text.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return text, (

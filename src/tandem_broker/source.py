@@ -19,9 +19,6 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from tandem.broker.client import NotRegistered, TakenBatch, TrainerClient
-from tandem.broker.protocol.convert import Notes, Rules, group_from_wire, sequences
-from tandem.broker.protocol.messages import RunParameters, ScoredGroup
 from tandem.errors import BrokerError, Deadline, Starved
 from tandem.metrics import Sum, Value, merge
 from tandem.observability import waits
@@ -31,8 +28,11 @@ from tandem.rollout.measure import measure
 from tandem.rollout.source import Batch
 from tandem.rollout.turns import differing
 from tandem.types import Group, Rollout, Sampling
+from tandem_broker.client import NotRegistered, TakenBatch, TrainerClient
+from tandem_broker.protocol.convert import Notes, Rules, group_from_wire, sequences
+from tandem_broker.protocol.messages import RunParameters, ScoredGroup
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"tandem.{__name__}")
 
 MOST_ENVS = 256
 """Environments that are told apart: each has metrics of its own."""

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from tandem.broker.protocol.messages import EnvAccepted, EnvStatus, RunParameters
-from tandem.broker.queue.records import (
+from tandem_broker.protocol.messages import EnvAccepted, EnvStatus, RunParameters
+from tandem_broker.queue.records import (
     Acknowledgement,
     Busy,
     EnvSpec,
@@ -30,8 +30,8 @@ from tandem.broker.queue.records import (
     ServedBatch,
     StoreOptions,
 )
-from tandem.broker.queue.tenants import Item, Tenants
-from tandem.broker.queue.waiting import WaitingGroups
+from tandem_broker.queue.tenants import Item, Tenants
+from tandem_broker.queue.waiting import WaitingGroups
 
 REMEMBERED = 1_000
 """Batches that are over and still known by name."""

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import typer
 
-from tandem.cli._work_recipe import from_options
-from tandem.cli.work import play
 from tandem.compat.atropos.environment import from_file, tokenizer_of, translate
 from tandem.compat.atropos.options import ENVIRONMENT
 from tandem.compat.atropos.services import served_model
 from tandem.errors import ConfigError
+from tandem_broker.commands.recipe import from_options
+from tandem_broker.commands.work import play
 
 ELSEWHERE = {
     "evaluate": "held-out tasks are evaluated by: tandem eval RECIPE",

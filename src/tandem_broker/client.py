@@ -16,15 +16,15 @@ from typing import Literal, Self, TypeVar
 
 import msgspec
 
-from tandem.broker.protocol import messages, wire
-from tandem.broker.protocol.convert import group_to_wire
 from tandem.errors import BrokerError
 from tandem.http import HttpClient, HttpResponse, HttpStatusError, OutageLog, ResponseLost, RetryPolicy, ServerAway
 from tandem.observability import waits
 from tandem.printable import printable
 from tandem.types import Group, Json
+from tandem_broker.protocol import messages, wire
+from tandem_broker.protocol.convert import group_to_wire
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"tandem.{__name__}")
 
 T = TypeVar("T")
 Speaks = Literal["tandem", "atropos"]

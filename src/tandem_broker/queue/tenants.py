@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import msgspec
 from msgspec.structs import replace
 
-from tandem.broker.protocol.messages import EnvStatus
-from tandem.broker.queue.formation import BY_ORDER, minimums
-from tandem.broker.queue.records import Busy, EnvReport, EnvSpec, GroupEntry, Journal, State, StoreOptions
+from tandem_broker.protocol.messages import EnvStatus
+from tandem_broker.queue.formation import BY_ORDER, minimums
+from tandem_broker.queue.records import Busy, EnvReport, EnvSpec, GroupEntry, Journal, State, StoreOptions
 
 WEIGHT_FLOOR = 0.01
 ANONYMOUS = EnvSpec(name="anonymous", max_token_length=0, weight=0.0, group_size=1)
@@ -260,7 +260,7 @@ class Tenants:
         self._see_all()
 
     def queued(self, item: Item, count: int) -> None:
-        """``count`` (1 or -1) groups of this size entered or left its environment's queue (which is changed already)."""
+        """``count`` (1 or -1) groups of this size entered or left its environment's queue, as it is now."""
         self.sizes[item.size] += count
         self.queued_groups += count
         if not self.sizes[item.size]:

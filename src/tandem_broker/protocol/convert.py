@@ -18,10 +18,10 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, takewhile
 from typing import Any, TypeVar, get_args
 
-from tandem.broker.protocol.messages import LEAST_LOGPROB, MOST, ScoredGroup
 from tandem.errors import BrokerError
 from tandem.printable import named
 from tandem.types import MASKED, NO_LOGPROB, UNKNOWN, Completion, Finish, Group, Json, Message, Rollout, Task, Turn
+from tandem_broker.protocol.messages import LEAST_LOGPROB, MOST, ScoredGroup
 
 Number = TypeVar("Number", int, float)
 

@@ -15,11 +15,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tandem.broker.client import Connection, EnvClient
-from tandem.broker.producer import GroupTally, PlayPace, Producer, TaskShuffle
-from tandem.broker.protocol.messages import EnvRegistration
-from tandem.broker.remote_engine import RemoteEngine, RemoteEngines
-from tandem.cli._work_recipe import Work, load
 from tandem.config.sources import EnvSource
 from tandem.errors import BrokerError, ConfigError
 from tandem.http import RetryPolicy
@@ -32,8 +27,13 @@ from tandem.rollout.template import FIRST_PROMPTS, Template, longest_prompt
 from tandem.together import together
 from tandem.trainer import environments
 from tandem.types import Group, Sampling
+from tandem_broker.client import Connection, EnvClient
+from tandem_broker.commands.recipe import Work, load
+from tandem_broker.producer import GroupTally, PlayPace, Producer, TaskShuffle
+from tandem_broker.protocol.messages import EnvRegistration
+from tandem_broker.remote_engine import RemoteEngine, RemoteEngines
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"tandem.{__name__}")
 
 
 def work(words: Sequence[str]) -> str:
