@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
 from itertools import count, zip_longest
 from types import TracebackType
 from typing import Literal, Self, TypeVar
@@ -353,26 +352,24 @@ class EnvClient(_Client):
                 return
             status = await self._ask_status()
             if status is None or status.current_step < self._step:
-                log.warning(
-                    "%s does not know this environment any more, or went back to an earlier step; registering again",
-                    self.connection.name,
-                )
-                await self.register()
+                await self._register_forgotten()
             self._known = outages
 
     async def _register_again(self, registrations: int) -> None:
         async with self._registering:
             if self.registrations == registrations:
-                log.warning(
-                    "%s does not know this environment any more, or went back to an earlier step; registering again",
-                    self.connection.name,
-                )
                 await asyncio.sleep(self._poll)
-                await self.register()
+                await self._register_forgotten()
+
+    async def _register_forgotten(self) -> None:
+        log.warning(
+            "%s does not know this environment any more, or went back to an earlier step; registering again",
+            self.connection.name,
+        )
+        await self.register()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TakenBatch:
+class TakenBatch(msgspec.Struct, frozen=True, kw_only=True):
     """A batch that a trainer was given."""
 
     id: str | None

@@ -150,7 +150,7 @@ class BrokerSource:
             taken = await self._next()
             if not taken.groups and taken.id is not None:
                 await self.broker.acknowledge(taken.id)  # else it would come again with every resume
-                taken = replace(taken, id=None)
+                taken = msgspec.structs.replace(taken, id=None)
             self._receive(taken)
 
     def data_state(self) -> DataState:

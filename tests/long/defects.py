@@ -381,7 +381,7 @@ DEFECTS = (
     # broker
     Defect(
         "a lease never expires",
-        "src/tandem_broker/queue/store.py",
+        "src/tandem_broker/queue/leases.py",
         "lease.expires <= now",
         "lease.expires < 0",
         "tests/unit/test_broker_store.py",

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tandem_broker.protocol.messages import RunParameters
+from tandem_broker.queue.leases import lease_of
 from tandem_broker.queue.records import EnvSpec, GroupEntry, State
-from tandem_broker.queue.store import GroupQueue, lease_of
+from tandem_broker.queue.store import PROGRESS, GroupQueue
 from tandem_broker.queue.tenants import Item, Tenant
 
 
@@ -33,9 +34,8 @@ def restore(
     if facts.get("run"):
         store.run = RunParameters(**facts["run"])
         store.tenants.batch_size = store.run.batch_size
-    store.started, store.step = progress.get("started", False), progress.get("step", 0)
-    store.policy, store.returned = progress.get("policy"), progress.get("returned", 0)
-    store.took = progress.get("took", False)
+    for name in PROGRESS:
+        setattr(store, name, progress.get(name, getattr(store, name)))
     store.tenants.names.update(facts.get("names", {}))
     for key, at in keys:
         store.seen.add(key, at)
@@ -44,7 +44,7 @@ def restore(
         _tenant(store, env_id, envs[env_id], now)
     store.tenants.next_id = max(store.tenants.next_id, progress.get("next_id", 0))
     items = _items(store, rows)
-    store.order = max([progress.get("order", 0), *(order + 1 for order in items)])
+    store.order = max([store.order, *(order + 1 for order in items)])
     counts = store.counts
     counts.update(progress.get("counts", {}))
     counts["accepted"] = counts["trained"] + counts["dropped"] + len(items)
