@@ -33,10 +33,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 HERE = ROOT / "benchmarks"
 PYTEST = "-q --long --maxfail=6 --tb=short --durations=15 -o filterwarnings=default -p no:cacheprovider"
-ONE_COPY = (
-    "--shape qwen2.5-14b --kv-cache-gb 4 --micro-batch-tokens 512 --utilization 0.3 --requests 32 --tokens 128 "
-    "--tolerance 0.6"
-)
 TAIL = 60
 """Lines of a failed part's log that are shown."""
 Command = Callable[[argparse.Namespace, Path], list[str]]
@@ -107,10 +103,6 @@ def sync(*arguments: str) -> Command:
 
 def faults(args: argparse.Namespace, out: Path) -> list[str]:
     return python(str(ROOT / "tests" / "long" / "faults.py"), "--json", str(out / "faults.json"))
-
-
-def one_copy(args: argparse.Namespace, out: Path) -> list[str]:
-    return python(str(HERE / "one_copy.py"), *ONE_COPY.split(), "--json", str(out / "gpu.jsonl"), *args.extra)
 
 
 def memory(args: argparse.Namespace, out: Path) -> list[str]:
@@ -226,8 +218,6 @@ PARTS: dict[str, Part] = {
         1000,
     ),
     "faults": Part("the fault bench", faults, 240, 400),
-    "copy": Part("14B, full fine-tuning, one copy, one card", one_copy, 330, 535),
-    "wire": Part("NCCL between two cards: bare, and publishes by phase", itself("wire"), 60, 200, cards=2),
     "broadcast": Part(
         "weights and adapter to an engine on a second card, NCCL",
         sync("--ways", "broadcast,broadcast-lora", "--devices", "1", "--publishes", "30"),
@@ -352,15 +342,6 @@ def _best(function: Callable[[], Any], times: int = 10) -> float:
     return sorted(seconds)[len(seconds) // 2]
 
 
-def wire(out: Path) -> int:
-    """NCCL's own broadcast from card 0 to card 1, and publishes of weights and of an adapter by the same way."""
-    import torch
-
-    peers = [[a != b and torch.cuda.can_device_access_peer(a, b) for b in range(2)] for a in range(2)]
-    _result(out, "wire", case="peer access", peers=peers)
-    return subprocess.run(python(str(HERE / "_wire.py"), "--out", str(out)), check=False).returncode
-
-
 def _result(out: Path, part: str, **data: Any) -> None:
     line = json.dumps({"part": part, **data})
     print("  ", line, flush=True)
@@ -474,12 +455,12 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 4) // 3), help="tests beside each other")
     parser.add_argument("--shape", default="qwen2.5-3b", help="of the sync benchmarks")
     parser.add_argument("--only", default="", help="pytest's -k")
-    parser.add_argument("--job", choices=("kernel", "wire"), help=argparse.SUPPRESS)
+    parser.add_argument("--job", choices=("kernel",), help=argparse.SUPPRESS)
     args, extra = parser.parse_known_args()
     args.extra = extra  # for the benchmark that a part runs
     args.out.mkdir(parents=True, exist_ok=True)
     if args.job:
-        return {"kernel": kernel, "wire": wire}[args.job](args.out)
+        return kernel(args.out)
     if args.list:
         for name, part in PARTS.items():
             print(f"{name:<13} {part.cards} card{'s' * (part.cards > 1):<2} about {part.seconds:>4} s   {part.about}")
