@@ -228,10 +228,7 @@ def child(name: str) -> None:
     planned = {line.name: line.bytes for line in plan.lines if line.when != "sampling" and not line.beside}
     slack = not os.environ.get("MALLOC_MMAP_THRESHOLD_") or torch.cuda.is_available()
     left_out = {"programs", "driver"} | (set() if slack else {"slack"})
-    moments = {line.when: 0 for line in plan.lines} | {"training": 0, "updating": 0}
-    for line in plan.lines:
-        moments[line.when] += line.bytes * (line.name in planned and line.name not in left_out)
-    total = sum(moments.get(when, 0) for when in ("always", "running")) + max(moments["training"], moments["updating"])
+    total = sum(amount for name, amount in planned.items() if name not in left_out)
     peak = max(row["peak"] for what, row in watch.rows.items() if what.startswith(("pass", "update")))
     print(json.dumps({"case": name, "planned": planned, "plan": total, "peak": peak, "moments": watch.rows}))
 

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 from tandem.trainer.memory_plan.fitting import Fitted, chooses_gradients, fit, settled, with_gradients
 from tandem.trainer.memory_plan.plan import (
-    DRIVER,
-    ENGINE,
-    GRADER,
-    LIBRARIES,
-    PINNED,
+    MARGIN,
     TYPICAL_PROMPT,
     MemoryLine,
     MemoryPlan,
     Planner,
     context,
+    largest_lines,
     planner,
 )
 from tandem.trainer.memory_plan.ranks import RankCounts
 
 __all__ = [
-    "DRIVER",
-    "ENGINE",
-    "GRADER",
-    "LIBRARIES",
-    "PINNED",
+    "MARGIN",
     "TYPICAL_PROMPT",
     "Fitted",
     "MemoryLine",
@@ -33,6 +26,7 @@ __all__ = [
     "chooses_gradients",
     "context",
     "fit",
+    "largest_lines",
     "planner",
     "settled",
     "with_gradients",
