@@ -130,25 +130,25 @@ PARTS = {
 
 
 def run(name: str, args: argparse.Namespace, limit: float) -> tuple[str, str]:
-    """One part; its verdict and what is to be said of it."""
+    """One part; its verdict and what is to be told of it."""
     part, begin = PARTS[name], time.monotonic()
     with ThreadPoolExecutor(args.jobs) as pool:
         logs = [args.out / f"{name}{f'-{i}' if i else ''}.log" for i in range(len(part.commands))]
         waiting = [pool.submit(process, *each, args, begin + limit) for each in zip(part.commands, logs, strict=True)]
         codes = [one.result() for one in waiting]
-    said = f"{time.monotonic() - begin:.0f} s"
+    summary = f"{time.monotonic() - begin:.0f} s"
     text = [log.read_text(encoding="utf-8", errors="replace") for log in logs]
     counts = [
         re.findall(r"^=*\s*(\d+ (?:passed|failed|skipped|error|deselected).*?) in ", one, re.MULTILINE) for one in text
     ]
-    said = " | ".join([said, *(found[-1] for found in counts if found)])
+    summary = " | ".join([summary, *(lines[-1] for lines in counts if lines)])
     for log, one, code in zip(logs, text, codes, strict=True):
         tail = [line[:220] for line in one.splitlines()][-180 if code == 0 else -60 :]
         print("\n     ".join([f"     == {log.name}", *tail]), flush=True)
     # 5 is pytest's: nothing was chosen, which --only does to all commands but one.
     bad = [code for code in codes if code and not (code == 5 and args.only)]
-    skipped = not part.may_skip and any("skipped" in found[-1] for found in counts if found)
-    return ("FAIL" if bad or skipped or 0 not in codes else "PASS"), said
+    skipped = not part.may_skip and any("skipped" in lines[-1] for lines in counts if lines)
+    return ("FAIL" if bad or skipped or 0 not in codes else "PASS"), summary
 
 
 def process(command: str, log: Path, args: argparse.Namespace, deadline: float) -> int:
@@ -207,14 +207,14 @@ def main() -> int:
     for name in wanted:
         part, left = PARTS[name], deadline - time.monotonic()
         if part.cards > have:
-            verdict, said = "NOT RUN", f"needs {part.cards} cards, here are {have}"
+            verdict, summary = "NOT RUN", f"needs {part.cards} cards, here are {have}"
         elif left < 60:
-            verdict, said = "NOT RUN", f"{max(left, 0):.0f} s are left of --minutes {args.minutes:g}"
+            verdict, summary = "NOT RUN", f"{max(left, 0):.0f} s are left of --minutes {args.minutes:g}"
         else:
             print(f"---- {name}: {part.about} (at most {min(part.limit, left):.0f} s)", flush=True)
-            verdict, said = run(name, args, min(part.limit, left))
-        print(f"{verdict:<8} {name}: {said}", flush=True)
-        verdicts.append({"part": name, "verdict": verdict, "said": said})
+            verdict, summary = run(name, args, min(part.limit, left))
+        print(f"{verdict:<8} {name}: {summary}", flush=True)
+        verdicts.append({"part": name, "verdict": verdict, "said": summary})
         with (args.out / "gpu.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(verdicts[-1]) + "\n")
     print("\n" + "\n".join(f"{v['verdict']:<8} {v['part']:<13} {v['said']}" for v in verdicts))
