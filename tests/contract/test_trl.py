@@ -1,6 +1,6 @@
 """Values and gradients equal TRL's on the same inputs.
 
-``trl_objective.json`` holds what TRL 1.13 computed in float64; ``benchmarks/peers/objective.py`` wrote it.
+``trl_objective.json`` holds what TRL 1.13 computed in float64; ``tests/contract/trl_objective.py`` wrote it.
 """
 
 from __future__ import annotations

@@ -458,7 +458,7 @@ DEFECTS = (
         "src/tandem/observability/report/summary.py",
         'after["ci"][0] > before["ci"][1]',
         'after["ci"][1] > before["ci"][0]',
-        "tests/unit/test_report.py tests/unit/test_show.py tests/unit/test_results.py",
+        "tests/unit/test_report.py tests/unit/test_show.py",
     ),
     Defect(
         "alarms are told at once and always",

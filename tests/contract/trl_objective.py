@@ -4,7 +4,7 @@ Its own methods run, on a stand-in for the trainer; what it computes in the midd
 source and run as it is. Everything in float64, so that the file holds more digits than float32 tells apart.
 
     bash benchmarks/peers/setup
-    .venv-peers/bin/python benchmarks/peers/objective.py tests/contract/trl_objective.json
+    .venv-peers/bin/python tests/contract/trl_objective.py tests/contract/trl_objective.json
 
 The suite compares Tandem with the file that this wrote; TRL is not needed there.
 """
