@@ -30,6 +30,7 @@ from tandem.metrics import Sum
 from tandem.model import compilation, layers
 from tandem.optimizers import _adam, _narrow, _precise, adafactor
 from tandem.optimizers.base import Optimizer
+from tandem.tools.certify import made_up
 from tandem.tools.certify.case import Case, certify
 from tandem.trainable import _adapted, _merged
 from tandem.trainable.lora import Lora
@@ -54,7 +55,7 @@ WEIGHTS, TOKENS, ADVANTAGES, COUNTS = (
 )
 LOGPROBS, BEFORE, LOSS, CORRECTIONS, PENALTY = "of the policy", "of the reference", "loss of", "corrections", "penalty"
 GRADIENT, FOLLOWS, RATES, APPLIED, NORMS = "whole gradient", "reference as", "rates", "two optimizer", "gradient norms"
-NARROW = "bfloat16 weights"
+SMALL_STEP, NARROW, BIASED = "gradients as small as eps", "bfloat16 weights", "bfloat16 rounding"
 
 AVERAGE = "reference={kind: average, every: 3, beta: 0.01}"
 START = "reference={kind: start, beta: 0.01}"
@@ -304,6 +305,26 @@ def masters_rounded(whole: Any) -> Any:
         whole(self, weights)
         for weight in weights:
             weight.master.detach().copy_(weight.parameter.detach())
+
+    return wrong
+
+
+def cut_off(self: Any, weights: Any) -> None:
+    """Bfloat16 weights are the upper half of their masters."""
+    for weight in weights:
+        weight.parameter.copy_((weight.master.detach().view(torch.int32) >> 16 << 16).view(torch.float32))
+
+
+def eps_within_the_root(whole: Any) -> Any:
+    """The root of v + eps^2 is nearly that of v plus eps, but where gradients are as small."""
+
+    def wrong(self: Any, values: Any, grads: Any, means: Any, squares: Any, steps: Any, **kwargs: Any) -> None:
+        before = [value.clone() for value in values]
+        whole(self, values, grads, means, squares, steps, **kwargs)
+        for value, old, square, step in zip(values, before, squares, steps, strict=True):
+            root = (square / (1 - self._options.beta2**step)).sqrt()
+            eps = self._options.eps
+            value.copy_(old + (value - old) * (root + eps) / (root.square() + eps**2).sqrt())
 
     return wrong
 
@@ -564,6 +585,24 @@ OWN = [
         attribute(_narrow, "random_bits", lambda w: lambda key, like, first=0: torch.zeros_like(like)),
         (NARROW,),
         ("dtype=bfloat16", "optimizer.precision=stochastic"),
+    ),
+    Defect(
+        "bfloat16 weights are cut off",
+        attribute(_adam.FloatMoments, "write", lambda w: cut_off),
+        (BIASED,),
+        ("dtype=bfloat16",),
+    ),
+    Defect(
+        "rounding at random is a little more often to zero",
+        attribute(_narrow, "random_bits", lambda w: lambda key, like, first=0: w(key, like, first) * 63 // 64),
+        (BIASED,),
+        ("dtype=bfloat16", "optimizer.precision=stochastic"),
+    ),
+    Defect("eps is within the root", attribute(_adam.FloatMoments, "_adamw", eps_within_the_root), (SMALL_STEP,)),
+    Defect(
+        "dropout is left on",
+        attribute(made_up, "prepared", lambda w: lambda config, model: w(config, model).train()),
+        (LOGPROBS, GRADIENT),
     ),
     Defect("only the last turn is trained", samples(last_turn_alone), (TOKENS, COUNTS, GRADIENT)),
     Defect("what stands between turns is trained", samples(with_replies), (TOKENS, GRADIENT)),

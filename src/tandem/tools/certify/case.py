@@ -257,15 +257,18 @@ class Case:
             name = f"weights of {ranked.world} processes after two steps"
             yield judged(name, [ranked.differing()], 0.0, "the lead's, bit for bit")
         if self.config.dtype == "bfloat16":
-            yield self._narrow(ranked, (kind, known), gradient)
+            yield from self._narrow(ranked, (kind, known), gradient)
 
-    def _narrow(self, ranked: RankedPolicy | None, known: tuple[str, Options], gradient: Gradient) -> CertificateLine:
+    def _narrow(
+        self, ranked: RankedPolicy | None, known: tuple[str, Options], gradient: Gradient
+    ) -> Iterator[CertificateLine]:
         own, begin = self.config.optimizer, self._live.placed(0)
         if ranked is None:
             moved = optimizer_steps.narrow_weights(own, known[0], begin, gradient)
-            return optimizer_steps.narrow_line(own, known, begin, gradient, moved)
+            yield from optimizer_steps.narrow_lines(own, known, begin, gradient, moved)
+            return
         moved = ranked.narrow_of_all(gradient)
-        return optimizer_steps.narrow_line(own, known, begin, gradient, moved, micros=ranked.world)
+        yield from optimizer_steps.narrow_lines(own, known, begin, gradient, moved, micros=ranked.world)
 
     def _judged(
         self,

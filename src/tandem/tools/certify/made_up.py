@@ -20,6 +20,7 @@ from tandem.model.attention import NAME
 from tandem.model.policy import load_config, load_model
 from tandem.tools.certify.formulas import part
 from tandem.tools.certify.plain import PlainModel
+from tandem.trainer.live import prepared
 from tandem.types import UNKNOWN, Completion, Finish, Group, Message, Rollout, Sampling, Task, Turn
 
 Own = Callable[[Sequence[int], Sequence[int], float], Sequence[float]]
@@ -249,6 +250,7 @@ _TINY = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
     "max_position_embeddings": 1024,
+    "attention_dropout": 0.2,  # none of which a run may apply
     "initializer_range": 0.03,  # wide enough that the next-token distribution is not uniform
     "bos_token_id": 0,
     "eos_token_id": 1,
@@ -272,8 +274,7 @@ def certified(config: RunConfig, *, real: bool) -> tuple[nn.Module, PlainModel]:
         tiny = shrunk(load_config(config.model).get_text_config(), config.trainable.layers or ())
         model = AutoModelForCausalLM.from_config(tiny, dtype=torch.float32, attn_implementation=NAME)
     exact = PlainModel(model, part(recipes.as_json(config)["trainable"]))
-    prepared: nn.Module = config.trainable.prepare(model).eval()
-    return prepared, exact
+    return prepared(config, model), exact
 
 
 def shrunk(like: Any, layers: Sequence[int]) -> Any:

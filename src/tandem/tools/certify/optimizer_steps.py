@@ -162,6 +162,7 @@ RELATIVE = ("adafactor",)
 
 
 TWO_STEPS = "two optimizer steps"
+SMALL_STEP = "an optimizer step on gradients as small as eps"
 NORMS = "gradient norms as told"
 
 ROUNDING = 2.0**-23
@@ -307,26 +308,33 @@ def lines(
         total: steps of the run.
         bound: largest distance, rounding of the weights aside.
     """
-    kind, total = known[0], max(total, 2)
+    total = max(total, 2)
     optimizer, steps = visible(optimizer), two(batch, optimizer, size)
     made, reported = make(optimizer, steps, total)
     num = len(made) // len(steps)
-    expected = list(moves((kind, {**known[1], "lr": optimizer.lr}), made, total))
-    moved = [one.moved for one in made]
-    rounding = ROUNDING * norm([one.before for one in made]) / (norm(expected) or 1.0)
-    yield judged(
-        TWO_STEPS,
-        [distance(moved, expected)],
-        max(bound, CODES if kind == "adamw8bit" else 0.0) + rounding,
-        "float64 formula",
-        f"{len(made)} updates by {len(batch.micro)} micro-batches",
-    )
+    line = _moved_line(TWO_STEPS, made, known, optimizer.lr, total, bound)
+    yield dataclasses.replace(line, note=f"{len(made)} updates by {len(batch.micro)} micro-batches")
+    if known[1].get("eps"):
+        numbers = sum(weight.numel() for weight in made[0].before.values())
+        small, _ = make(optimizer, [times(batch, known[1]["eps"] * math.sqrt(numbers) / (size or 1.0))], total)
+        yield _moved_line(SMALL_STEP, small, known, optimizer.lr, total, bound)
     norms = [norm([one.gradients]) for one in made]
     pairs = [*zip((one.norm for one in made), norms, strict=True), *zip(reported, norms[::num], strict=True)]
     yield judged(NORMS, [max(abs(one - other) / (other or 1.0) for one, other in pairs)], bound, "float64 formula")
 
 
+def _moved_line(
+    name: str, made: Sequence[Update], known: tuple[str, Options], lr: float, total: int, bound: float
+) -> CertificateLine:
+    """How the weights moved against the formula, given the gradients and the weights before."""
+    expected = list(moves((known[0], {**known[1], "lr": lr}), made, total))
+    rounding = ROUNDING * norm([one.before for one in made]) / (norm(expected) or 1.0)
+    allowed = max(bound, CODES if known[0] == "adamw8bit" else 0.0) + rounding
+    return judged(name, [distance([one.moved for one in made], expected)], allowed, "float64 formula")
+
+
 NARROW = "bfloat16 weights"
+BIAS = "bfloat16 rounding"
 
 UPDATES = 16
 """How many are made."""
@@ -338,6 +346,11 @@ NUMBERS = 1 << 18
 """Numbers that are looked at, at most, whole weights of them."""
 LOST = 0.1
 """Largest share of the way that may be missing: it ends within half of a last bit, which weights began on."""
+
+BIASED = 0.05
+"""Largest mean of what rounding may leave, in last bits: weights that are cut off are half of one too small."""
+WALK, SIGMAS = 2.0, 4.0
+"""Deviation of what as many roundings at random leave, in last bits, and so many deviations of its mean are chance."""
 
 
 Bind = Callable[[Optimizer, Sequence[tuple[str, Parameter]]], tuple[Stepper, Callable[[], None]]]
@@ -397,7 +410,7 @@ def _steady(optimizer: Optimizer, kind: str, weights: Mapping[str, Tensor]) -> O
     return dataclasses.replace(optimizer, lr=lr, warmup_steps=0, schedule="constant")
 
 
-def narrow_line(
+def narrow_lines(
     optimizer: Optimizer,
     known: tuple[str, Options],
     weights: Mapping[str, Tensor],
@@ -405,8 +418,8 @@ def narrow_line(
     moved: Mapping[str, Parameter],
     *,
     micros: int = MICRO,
-) -> CertificateLine:
-    """Line about the weights' change as a share of the formula's.
+) -> Iterator[CertificateLine]:
+    """The weights' change as a share of the formula's, and the mean of what rounding left, in last bits.
 
     Args:
         optimizer: the recipe's.
@@ -433,7 +446,15 @@ def narrow_line(
     way = {name: exact[name] - begin[name] for name in begin}
     went = math.fsum(float(((p.detach().double() - begin[n]) * way[n]).sum()) for n, p in moved.items())
     share = went / (norm([way]) ** 2 or 1.0)
-    return judged(NARROW, [abs(share - 1)], LOST, "float64 formula", f"{UPDATES} updates of part of their last bit")
+    yield judged(NARROW, [abs(share - 1)], LOST, "float64 formula", f"{UPDATES} updates of part of their last bit")
+    exact_N = torch.cat([exact[name].flatten() for name in moved])
+    ended_N = torch.cat([parameter.detach().double().flatten() for parameter in moved.values()])
+    largest_N = torch.maximum(exact_N.abs(), ended_N.abs())
+    off_N = torch.ldexp(ended_N - exact_N, 8 - torch.frexp(largest_N).exponent)  # a bfloat16 has 8 bits
+    means = [abs(float(off_N.mean())), abs(float((off_N * exact_N.sign()).mean()))]
+    yield judged(
+        BIAS, means, BIASED + SIGMAS * WALK / math.sqrt(len(off_N)), "0", "mean error in last bits, down or to 0"
+    )
 
 
 def _some(weights: Mapping[str, Tensor]) -> list[str]:

@@ -30,7 +30,7 @@ class PlainModel:
     """
 
     def __init__(self, model: nn.Module, trainable: tuple[str, Options]):
-        self.model = copy.deepcopy(model).double().requires_grad_(False)
+        self.model = copy.deepcopy(model).double().eval().requires_grad_(False)
         causal: Any = self.model
         causal.set_attn_implementation("sdpa")
         self._parameters = dict(self.model.named_parameters())
