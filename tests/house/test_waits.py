@@ -29,7 +29,6 @@ ALLOWED = {
     "envs/agent.py:_run": "the end by SIGKILL, within a rollout's wait",
     "engines/fake.py:generate": "within whoever asks it",
     "engines/fake.py:_sample": "within whoever asks it",
-    "tools/certify/ranks.py:run": "what the loop does: ranks' commands are registered, and a lost rank ends them",
     # In processes that others ask with a deadline: an engine's, the broker's.
     "engines/vllm/server/frontend.py:broken_off": "whoever asks the engine has a deadline",
     "engines/vllm/server/frontend.py:deliverable": "whoever asks the engine has a deadline",
@@ -41,7 +40,6 @@ ALLOWED = {
     "distributed/ray_cluster.py:run": "a rank runs as long as it does, in a process that Ray watches",
     # Over already: these do not wait.
     "broker/journal/ledger.py:committed": "it is done",
-    "tools/certify/ranks.py:close": "the loop's thread, which has been told to stop",
     "engines/vllm/server/asgi.py:unless": "it is done",
     "engines/vllm/client/fleet.py:_first_of": "it is done",
     "rewards/judge.py:_verdict": "it is done",

@@ -18,8 +18,7 @@ from tandem.config import loading as recipes
 from tandem.config.loading import RunConfig
 from tandem.model.attention import NAME
 from tandem.model.policy import load_config, load_model
-from tandem.tools.certify.formulas import part
-from tandem.tools.certify.plain import PlainModel
+from tandem.testing.oracle import PlainModel, part
 from tandem.trainer.live import prepared
 from tandem.types import UNKNOWN, Completion, Finish, Group, Message, Rollout, Sampling, Task, Turn
 
@@ -148,17 +147,16 @@ class Author:
     draw: random.Random = field(default_factory=lambda: random.Random(0))
     """Of token ids."""
 
-    def groups(self, own: Own, *, on_policy: bool = False) -> list[Group]:
-        """The groups; ``on_policy``: the sampler was the policy itself."""
+    def groups(self, own: Own) -> list[Group]:
+        """The groups."""
         self.draw.seed(0)
         envs = list(self.weights) or ["made-up"]
         made = [self._group(i, envs[i % len(envs)], *plan) for i, plan in enumerate(GROUPS)]
-        drifts = ((1.0,),) if on_policy else DRIFTS
         at = 0
         for g, group in enumerate(made):
             rollouts = []
             for rollout in group.rollouts:
-                rollouts.append(_with_logprobs(rollout, own, drifts[at % len(drifts)]))
+                rollouts.append(_with_logprobs(rollout, own, DRIFTS[at % len(DRIFTS)]))
                 at += 1
             made[g] = replace(group, rollouts=tuple(rollouts))
         if self.from_broker:

@@ -1,23 +1,26 @@
-"""The objective in float64, as plainly as it can be written: one sequence at a time, full logits, no packing.
+"""The objective and the optimizers in float64, as plainly as they can be written: one sequence at a time, no packing.
 
-Nothing here is shared with what trains: neither layers, losses, advantages, corrections, references nor packing are
-imported, and the recipe is read as plain data.
+Nothing here is shared with what trains: neither layers, losses, advantages, corrections, references, packing nor
+optimizers are imported, and the recipe is read as plain data. ``tandem certify`` and the tests hold those against it.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev, stdev
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tandem.tools.certify.plain import Options, PlainModel
 from tandem.types import UNKNOWN, Group, Json, Rollout
 
+Options = Mapping[str, Json]
+"""A part's options by name."""
 Weights = Mapping[str, Mapping[str, float]]
 """Of each reward, by environment and by name."""
 
@@ -466,3 +469,228 @@ def share(known: Formula, sequences: Sequence[SampledSequence], one: SampledSequ
         return 1 / sum(len(s.at) for s in sequences)
     length = len(one.at) if reduction == "sequence" else known.sampling["max_tokens"]
     return float(1 / len(sequences) / length)
+
+
+# The model
+
+
+TRAINABLES = ("full", "lora")
+"""Kinds of trainables that are known here."""
+
+
+class PlainModel:
+    """A float64 copy of a model before it was prepared for training, and its weights.
+
+    Args:
+        model: as it was loaded.
+        trainable: kind and options of what is trained.
+    """
+
+    def __init__(self, model: nn.Module, trainable: tuple[str, Options]):
+        self.model = copy.deepcopy(model).double().eval().requires_grad_(False)
+        causal: Any = self.model
+        causal.set_attn_implementation("sdpa")
+        self._parameters = dict(self.model.named_parameters())
+        self.kind, options = trainable
+        self._merged = bool(options.get("merged"))
+        self._scale = options["alpha"] / options["rank"] if self.kind == "lora" else 0.0
+        self._factors = self._adapted(options) if self.kind == "lora" else {}
+        wanted = options.get("layers")
+        self._first = {name: self._parameters[name].detach().clone() for name in self._factors}
+        whole = [name for name in self._parameters if wanted is None or _layer(name) in wanted]
+        self.names = (
+            frozenset(n for pair in self._factors.values() for n in pair) if self._factors else frozenset(whole)
+        )
+        """Of what is trained, by the recipe."""
+        self._leaves: dict[str, Tensor] = {}
+
+    def _adapted(self, options: Options) -> dict[str, tuple[str, str]]:
+        """Names of the two factors of what is added, by that of the weight it is added to."""
+        head, targets = self.model.get_output_embeddings(), options["target_modules"]  # type: ignore[operator]
+        factors = {}
+        for name, module in self.model.named_modules():
+            named = targets == "all-linear" or name.rpartition(".")[2] in targets
+            within = options["layers"] is None or _layer(name) in options["layers"]
+            if isinstance(module, nn.Linear) and module is not head and named and within:
+                a, b = f"{name}.lora_A", f"{name}.lora_B"
+                peft = [f"base_model.model.{factor}.default.weight" for factor in (a, b)]
+                factors[f"{name}.weight"] = (a, b) if self._merged else (peft[0], peft[1])
+        return factors
+
+    def weights(self, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the model computes with, by its own names, differentiable; ``trained`` by the names of the policy."""
+        if not self._factors:
+            return {name: trained[name].double() for name in self.names & trained.keys()}
+        return {
+            name: self._first[name] + self._scale * trained[b].double() @ trained[a].double()
+            for name, (a, b) in self._factors.items()
+            if {a, b} <= trained.keys()
+        }
+
+    def held(self, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What a reference keeps of it: a merged adapter's sums, else what is trained."""
+        if self._merged:
+            return self.weights(trained)
+        return {name: value.double() for name, value in trained.items()}
+
+    @torch.no_grad()
+    def put(self, held: Mapping[str, Tensor]) -> None:
+        """Compute with what a reference keeps."""
+        self._write(held if self._merged else self.weights(held))
+
+    def take(self, trained: Mapping[str, Tensor]) -> None:
+        """Compute with these, and note their gradient."""
+        self._leaves = {name: trained[name].double().requires_grad_() for name in self.names & trained.keys()}
+        with torch.no_grad():
+            self._write(self.weights(self._leaves))
+        for name in self.weights(self._leaves):
+            self._parameters[name].requires_grad_().grad = None
+
+    def _write(self, weights: Mapping[str, Tensor]) -> None:
+        for name, weight in weights.items():
+            self._parameters[name].copy_(weight)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Of what was backpropagated since ``take``, by the names of what is trained."""
+        weights = self.weights(self._leaves)
+        torch.autograd.backward(list(weights.values()), [_slope(self._parameters[name]) for name in weights])
+        return {name: _slope(self._leaves.get(name, torch.zeros(()))) for name in sorted(self.names)}
+
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """All logits of one sequence, (tokens, vocabulary), float64 and differentiable."""
+        logits: Tensor = self.model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
+        return logits.double()
+
+
+def _slope(of: Tensor) -> Tensor:
+    """A gradient; 0 where there is none."""
+    return torch.zeros_like(of) if of.grad is None else of.grad
+
+
+def _layer(name: str) -> int | None:
+    """The number of the layer that a weight is in."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), None)
+
+
+# Optimizers
+
+
+BLOCK = 256
+"""Numbers of an 8-bit moment that share a scale."""
+FLOATS = 4096
+"""Smaller weights have moments in float32, whatever others have."""
+ZERO = 1e-300
+"""Stands where a zero is divided by."""
+
+
+def rate(options: Options, step: int, total: int) -> float:
+    """Learning rate of a step of so many: a linear rise, then constant or down along a line or half a cosine."""
+    peak, rise = options["lr"], options["warmup_steps"]
+    if step <= rise:
+        return float(peak * step / rise)
+    done = min(1.0, (step - rise) / max(1, total - rise))
+    left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[options["schedule"]]
+    low = options["min_lr_ratio"]
+    return float(peak * (low + (1 - low) * left))
+
+
+class ExactOptimizer:
+    """A run's optimizer.
+
+    Args:
+        kind: its name.
+        options: its options.
+        steps: of the run.
+    """
+
+    def __init__(self, kind: str, options: Options, steps: int):
+        self._rule, self._options, self._steps = OPTIMIZERS[kind], options, steps
+        self._states: dict[str, State] = {}
+        self._count = 0
+
+    def update(self, step: int, gradients: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """How far the next update moves every weight, at a step's rate, given where it is."""
+        self._count += 1
+        grads = {name: gradient.double() for name, gradient in gradients.items()}
+        whole, most = math.sqrt(sum(float(g.square().sum()) for g in grads.values())), self._options["max_grad_norm"]
+        clip = most / whole if 0 < most < whole else 1.0
+        lr = rate(self._options, step, self._steps)
+        return {
+            name: self._rule(
+                self._states.setdefault(name, {}), grad * clip, before[name].double(), lr, self._count, self._options
+            )
+            for name, grad in grads.items()
+        }
+
+
+State = dict[str, Tensor]
+
+
+def _adamw(state: State, gradient: Tensor, weight: Tensor, lr: float, count: int, options: Options) -> Tensor:
+    means = []
+    for name, power, beta in (("mean", 1, options["beta1"]), ("square", 2, options["beta2"])):
+        state[name] = beta * state.get(name, torch.zeros_like(gradient)) + (1 - beta) * gradient**power
+        means.append(state[name] / (1 - beta**count))
+    direction = means[0] / (means[1].sqrt() + options["eps"])
+    move: Tensor = -lr * (direction + options["weight_decay"] * weight)
+    return move
+
+
+def _adamw8bit(state: State, gradient: Tensor, weight: Tensor, lr: float, count: int, options: Options) -> Tensor:
+    move = _adamw(state, gradient, weight, lr, count, options)
+    if weight.numel() >= FLOATS:
+        state["mean"], state["square"] = _rounded(state["mean"], True), _rounded(state["square"], False)
+    return move
+
+
+def _rounded(moment: Tensor, signed: bool) -> Tensor:
+    """To the nearest of a byte's 256 shares of the largest number of its block; a square never to 0."""
+    book = _book(signed)
+    flat = torch.cat([moment.flatten(), torch.zeros(-moment.numel() % BLOCK, dtype=moment.dtype)]).view(-1, BLOCK)
+    scales = flat.abs().amax(1, keepdim=True)
+    shares = flat / scales.clamp(min=ZERO)
+    above = torch.searchsorted(book, shares.contiguous()).clamp(1, 255)
+    nearer = (book[above] - shares).abs() < (shares - book[above - 1]).abs()
+    at = torch.where(nearer, above, above - 1).clamp(min=0 if signed else 1)
+    return (book[at] * scales).flatten()[: moment.numel()].view_as(moment)
+
+
+def _book(signed: bool) -> Tensor:
+    """Dynamic tree quantisation: 0, 1 and the middles of evenly cut decades, each cut in twice as many as the next."""
+    values = [0.0, 1.0]
+    for decade in range(7):
+        cuts = 2**decade * (1 if signed else 2)
+        middles = [(0.1 + 0.9 * (2 * i + 1) / (2 * cuts)) * 10.0 ** (decade - 6) for i in range(cuts)]
+        values += middles + ([-middle for middle in middles] if signed else [])
+    return torch.tensor(sorted(values), dtype=torch.float64)
+
+
+def _adafactor(state: State, gradient: Tensor, weight: Tensor, lr: float, count: int, options: Options) -> Tensor:
+    squares, share = gradient.square(), count ** options["beta2_decay"]
+    kept = {"all": squares} if gradient.dim() < 2 else {"rows": squares.mean(-1), "columns": squares.mean(-2)}
+    for name, value in kept.items():
+        state[name] = (1 - share) * state.get(name, torch.zeros_like(value)) + share * value
+    if gradient.dim() < 2:
+        estimate = state["all"]
+    else:
+        rows, columns = state["rows"], state["columns"]
+        estimate = rows[..., None] * columns[..., None, :] / rows.mean(-1)[..., None, None].clamp(min=ZERO)
+    direction = torch.where(estimate > 0, gradient / estimate.clamp(min=ZERO).sqrt(), 0.0)
+    direction = direction / max(1.0, _rms(direction) / options["clip_rms"])
+    scale = max(options["scale_floor"], _rms(weight)) * min(lr, count**-0.5) if options["relative_rate"] else lr
+    move: Tensor = -scale * direction - lr * options["weight_decay"] * weight
+    return move
+
+
+def _rms(values: Tensor) -> float:
+    return math.sqrt(float(values.square().mean()))
+
+
+OPTIMIZERS: Mapping[str, Callable[[State, Tensor, Tensor, float, int, Options], Tensor]] = {
+    "adamw": _adamw,
+    "adamw_cpu": _adamw,
+    "adamw8bit": _adamw8bit,
+    "adafactor": _adafactor,
+}
+"""How far a weight moves, given what is kept of it, its clipped gradient, itself, the rate, the count of its updates
+from 1 and options."""
