@@ -203,7 +203,7 @@ def penalty(known: Formula, sequence: SampledSequence, scored: Scored) -> Tensor
     assert scored.reference is not None
     options = known.reference[1]
     ratio = (scored.now - _old(known, sequence, scored)).exp()
-    whole: Tensor = options["beta"] * _penalty(scored.now - scored.reference, ratio, options)
+    whole: Tensor = options["beta"] * divergence(scored.now - scored.reference, ratio, options)
     return whole
 
 
@@ -218,7 +218,8 @@ def _old(known: Formula, sequence: SampledSequence, scored: Scored) -> Tensor:
     return scored.first if known.recomputed else _sampler_logprobs(sequence, scored)
 
 
-def _penalty(gap: Tensor, ratio: Tensor, options: Options) -> Tensor:
+def divergence(gap: Tensor, ratio: Tensor, options: Options) -> Tensor:
+    """Estimate of each token's divergence from the reference, by the gap of logprobs and the ratio to the sampler."""
     estimates = {"k1": gap, "k2": gap**2 / 2, "k3": (-gap).exp() - 1 + gap}
     estimate = estimates[options["estimator"]]
     return ratio * estimate if options["ratio_corrected"] else estimate
@@ -540,7 +541,9 @@ class PlainModel:
 
     def take(self, trained: Mapping[str, Tensor]) -> None:
         """Compute with these, and note their gradient."""
-        self._leaves = {name: trained[name].double().requires_grad_() for name in self.names & trained.keys()}
+        self._leaves = {
+            name: trained[name].detach().double().clone().requires_grad_() for name in self.names & trained.keys()
+        }
         with torch.no_grad():
             self._write(self.weights(self._leaves))
         for name in self.weights(self._leaves):
