@@ -145,14 +145,9 @@ def test_the_oracle_agrees_too(entry: dict[str, Any]) -> None:
         strict=True,
     ):
         one = oracle.SampledSequence(
-            rollout="",
-            ids=(),
-            at=(),
-            begins=(),
-            sampler_logprobs=tuple(sampler),
-            advantages=(advantage,) * len(sampler),
-            temperature=1.0,
-        )
+            ids=(), at=(), begins=(), temperature=1.0,
+            sampler_logprobs=tuple(sampler), advantages=(advantage,) * len(sampler),
+        )  # fmt: skip
         leaf = now.double().requires_grad_()
         cost = oracle.cost(known, one, oracle.Scored(now=leaf, first=old.double(), reference=reference.double()))
         (cost * weight).sum().backward()

@@ -77,20 +77,20 @@ def part(plain: Json) -> tuple[str, Options]:
 class SampledSequence:
     """One sequence with sampled tokens in it."""
 
-    rollout: str
-    """Id of the rollout that it is of, or is part of."""
     ids: tuple[int, ...]
     """All tokens."""
     at: tuple[int, ...]
     """Which of them were sampled."""
     begins: tuple[int, ...]
     """Where the answer begins that each of these is in."""
-    sampler_logprobs: tuple[float, ...]
-    """The sampler's logprob of each of these."""
-    advantages: tuple[float, ...]
-    """Of each of these."""
     temperature: float
     """At which they were sampled."""
+    sampler_logprobs: tuple[float, ...] = ()
+    """The sampler's logprob of each of these."""
+    advantages: tuple[float, ...] = ()
+    """Of each of these."""
+    rollout: str = ""
+    """Id of the rollout that it is of, or is part of."""
 
 
 Siblings = Sequence[Rollout]

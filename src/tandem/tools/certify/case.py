@@ -75,7 +75,10 @@ def _lines(live: CertifiedPolicy, slack: float) -> Iterator[CertificateLine]:
             yield skipped(name, str(error))
             continue
         yield judged(name, figures, SAME * slack, "the recipe's own way", f"{len(figures)} ways")
-    if unknown := oracle.unknown(known) + _unknown_trainable(live):
+    unknown = oracle.unknown(known)
+    if live.exact.kind not in oracle.TRAINABLES:
+        unknown.append(f"trainable {live.exact.kind}")
+    if unknown:
         yield skipped(FORMULAS, f"no formula is known here for {', '.join(unknown)}")
     else:
         others = sorted(frozenset(base[0]) ^ live.exact.names)
@@ -109,21 +112,11 @@ def _own(
     live: CertifiedPolicy, known: Formula, prompt: Sequence[int], tokens: Sequence[int], temperature: float
 ) -> list[float]:
     """The policy's logprobs, by the formulas."""
-    one = SampledSequence(
-        rollout="",
-        ids=(*prompt, *tokens),
-        at=tuple(range(len(prompt), len(prompt) + len(tokens))),
-        begins=(len(prompt),) * len(tokens),
-        sampler_logprobs=(0.0,) * len(tokens),
-        advantages=(0.0,) * len(tokens),
-        temperature=temperature,
-    )
-    return oracle.logprobs(live.exact, one, known).tolist() if tokens else []
-
-
-def _unknown_trainable(live: CertifiedPolicy) -> list[str]:
-    kind = live.exact.kind
-    return [] if kind in oracle.TRAINABLES else [f"trainable {kind}"]
+    if not tokens:
+        return []
+    at, begins = range(len(prompt), len(prompt) + len(tokens)), (len(prompt),) * len(tokens)
+    one = SampledSequence(ids=(*prompt, *tokens), at=tuple(at), begins=begins, temperature=temperature)
+    return oracle.logprobs(live.exact, one, known).tolist()
 
 
 def _followed(
