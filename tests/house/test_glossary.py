@@ -56,7 +56,7 @@ ALLOWED = {
     "tandem.optimizers._byte_moments: flat",  # a tensor of one dimension
     "tandem.optimizers._precise: flat",  # a tensor of one dimension
     "tandem.processes: _boot_id",  # Linux' name for it
-    "tandem.tools.certify.optimizer_steps: flat",  # a tensor of one dimension
+    "tandem.testing.oracle: flat",  # a tensor of one dimension
     "tandem.rewards.judge: Judge",  # a language model that grades, which the field calls so
 }
 """``module: name`` that stays, and why."""

@@ -29,7 +29,6 @@ ALLOWED = {
     "tandem/envs/agent.py:_run": "the end by SIGKILL, within a rollout's wait",
     "tandem/engines/fake.py:generate": "within whoever asks it",
     "tandem/engines/fake.py:_sample": "within whoever asks it",
-    "tandem/tools/certify/ranks.py:run": "ranks' commands are registered, and a lost rank ends them",
     # In processes that others ask with a deadline: an engine's, the broker's.
     "tandem/engines/vllm/server/frontend.py:broken_off": "whoever asks the engine has a deadline",
     "tandem/engines/vllm/server/frontend.py:deliverable": "whoever asks the engine has a deadline",
@@ -41,7 +40,6 @@ ALLOWED = {
     "tandem/distributed/ray_cluster.py:run": "a rank runs as long as it does, in a process that Ray watches",
     # Over already: these do not wait.
     "tandem_broker/journal/ledger.py:committed": "it is done",
-    "tandem/tools/certify/ranks.py:close": "the loop's thread, which has been told to stop",
     "tandem/engines/vllm/server/asgi.py:unless": "it is done",
     "tandem/engines/vllm/client/fleet.py:_first_of": "it is done",
     "tandem/rewards/judge.py:_verdict": "it is done",

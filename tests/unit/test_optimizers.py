@@ -15,7 +15,7 @@ from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmu
 from tandem.errors import CheckpointError
 from tandem.optimizers.adamw import AdamW
 from tandem.optimizers.base import Stepper, global_norm
-from tandem.tools.certify.optimizer_steps import rate as formula
+from tandem.testing.oracle import rate as formula
 
 
 def parameters(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[tuple[str, Parameter]]:

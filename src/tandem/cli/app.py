@@ -100,9 +100,6 @@ def certify(
     real: Annotated[
         bool, typer.Option("--real", help="On the recipe's own model instead of a tiny one of its architecture.")
     ] = False,
-    inert: Annotated[
-        list[str] | None, typer.Option("--inert", metavar="OPTION", help="Accept that this option changes nothing.")
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Prove that a recipe's gradient is the one it says, and that its optimizer does with it what it should.
@@ -111,7 +108,7 @@ def certify(
     """
     from tandem.cli.certify import print_certificate
 
-    raise typer.Exit(print_certificate(recipe, overrides or [], real=real, inert=inert or [], as_json=as_json))
+    raise typer.Exit(print_certificate(recipe, overrides or [], real=real, as_json=as_json))
 
 
 @app.command("list")
@@ -200,18 +197,18 @@ def mismatch(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
     step: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="The step to look at; default: the newest right after a checkpoint."),
+        typer.Option(metavar="N", min=1, help="The step to look at; default: the last recorded."),
     ] = None,
-    tokens: Annotated[int, typer.Option(metavar="N", min=1, help="About how many of its tokens.")] = 4096,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say why the trainer's logprobs differ from the engine's.
+    """Show how far the trainer's logprobs are from the engine's.
 
-    Splits the gap into staleness, numerics, sampling and tokenisation, by recomputing a step's recorded tokens.
+    By policy version and place in the turn, from a step's recorded tokens, with the widest gaps and turns whose prompt
+    is not what was expected.
     """
     from tandem.cli.mismatch import mismatch
 
-    mismatch(run, step=step, tokens=tokens, as_json=as_json)
+    mismatch(run, step=step, as_json=as_json)
 
 
 @app.command()

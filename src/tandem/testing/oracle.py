@@ -1,23 +1,27 @@
-"""The objective in float64, as plainly as it can be written: one sequence at a time, full logits, no packing.
+"""The objective and the optimizers in float64, as plainly as they can be written: one sequence at a time, no packing.
 
-Nothing here is shared with what trains: neither layers, losses, advantages, corrections, references nor packing are
-imported, and the recipe is read as plain data.
+Nothing here is shared with what trains: neither layers, losses, advantages, corrections, references, packing nor
+optimizers are imported, and the recipe is read as plain data. ``tandem certify`` and the tests hold those against it.
 """
 
 from __future__ import annotations
 
+import copy
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev, stdev
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tandem.tools.certify.plain import Options, PlainModel
 from tandem.types import UNKNOWN, Group, Json, Rollout
 
+Options = Mapping[str, Json]
+"""A part's options by name."""
 Weights = Mapping[str, Mapping[str, float]]
 """Of each reward, by environment and by name."""
 
@@ -74,20 +78,20 @@ def part(plain: Json) -> tuple[str, Options]:
 class SampledSequence:
     """One sequence with sampled tokens in it."""
 
-    rollout: str
-    """Id of the rollout that it is of, or is part of."""
     ids: tuple[int, ...]
     """All tokens."""
     at: tuple[int, ...]
     """Which of them were sampled."""
     begins: tuple[int, ...]
     """Where the answer begins that each of these is in."""
-    sampler_logprobs: tuple[float, ...]
-    """The sampler's logprob of each of these."""
-    advantages: tuple[float, ...]
-    """Of each of these."""
     temperature: float
     """At which they were sampled."""
+    sampler_logprobs: tuple[float, ...] = ()
+    """The sampler's logprob of each of these."""
+    advantages: tuple[float, ...] = ()
+    """Of each of these."""
+    rollout: str = ""
+    """Id of the rollout that it is of, or is part of."""
 
 
 Siblings = Sequence[Rollout]
@@ -200,7 +204,7 @@ def penalty(known: Formula, sequence: SampledSequence, scored: Scored) -> Tensor
     assert scored.reference is not None
     options = known.reference[1]
     ratio = (scored.now - _old(known, sequence, scored)).exp()
-    whole: Tensor = options["beta"] * _penalty(scored.now - scored.reference, ratio, options)
+    whole: Tensor = options["beta"] * divergence(scored.now - scored.reference, ratio, options)
     return whole
 
 
@@ -215,7 +219,8 @@ def _old(known: Formula, sequence: SampledSequence, scored: Scored) -> Tensor:
     return scored.first if known.recomputed else _sampler_logprobs(sequence, scored)
 
 
-def _penalty(gap: Tensor, ratio: Tensor, options: Options) -> Tensor:
+def divergence(gap: Tensor, ratio: Tensor, options: Options) -> Tensor:
+    """Estimate of each token's divergence from the reference, by the gap of logprobs and the ratio to the sampler."""
     estimates = {"k1": gap, "k2": gap**2 / 2, "k3": (-gap).exp() - 1 + gap}
     estimate = estimates[options["estimator"]]
     return ratio * estimate if options["ratio_corrected"] else estimate
@@ -466,3 +471,242 @@ def share(known: Formula, sequences: Sequence[SampledSequence], one: SampledSequ
         return 1 / sum(len(s.at) for s in sequences)
     length = len(one.at) if reduction == "sequence" else known.sampling["max_tokens"]
     return float(1 / len(sequences) / length)
+
+
+# The model
+
+
+TRAINABLES = ("full", "lora")
+"""Kinds of trainables that are known here."""
+
+
+class PlainModel:
+    """A float64 copy of a model before it was prepared for training, and its weights.
+
+    Args:
+        model: as it was loaded.
+        trainable: kind and options of what is trained.
+    """
+
+    def __init__(self, model: nn.Module, trainable: tuple[str, Options]):
+        self.model = copy.deepcopy(model).double().eval().requires_grad_(False)
+        causal: Any = self.model
+        causal.set_attn_implementation("sdpa")
+        self._parameters = dict(self.model.named_parameters())
+        self.kind, options = trainable
+        self._merged = bool(options.get("merged"))
+        self._scale = options["alpha"] / options["rank"] if self.kind == "lora" else 0.0
+        self._factors = self._adapted(options) if self.kind == "lora" else {}
+        wanted = options.get("layers")
+        self._first = {name: self._parameters[name].detach().clone() for name in self._factors}
+        whole = [name for name in self._parameters if wanted is None or _layer(name) in wanted]
+        self.names = (
+            frozenset(n for pair in self._factors.values() for n in pair) if self._factors else frozenset(whole)
+        )
+        """Of what is trained, by the recipe."""
+        self._leaves: dict[str, Tensor] = {}
+
+    def _adapted(self, options: Options) -> dict[str, tuple[str, str]]:
+        """Names of the two factors of what is added, by that of the weight it is added to."""
+        head, targets = self.model.get_output_embeddings(), options["target_modules"]  # type: ignore[operator]
+        factors = {}
+        for name, module in self.model.named_modules():
+            if isinstance(targets, str):
+                named = targets == "all-linear" or re.fullmatch(targets, name) is not None
+            else:
+                named = any(f".{name}".endswith(f".{end}") for end in targets)
+            within = options["layers"] is None or _layer(name) in options["layers"]
+            if isinstance(module, nn.Linear) and module is not head and named and within:
+                a, b = f"{name}.lora_A", f"{name}.lora_B"
+                peft = [f"base_model.model.{factor}.default.weight" for factor in (a, b)]
+                factors[f"{name}.weight"] = (a, b) if self._merged else (peft[0], peft[1])
+        return factors
+
+    def weights(self, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the model computes with, by its own names, differentiable; ``trained`` by the names of the policy."""
+        if not self._factors:
+            return {name: trained[name].double() for name in self.names & trained.keys()}
+        return {
+            name: self._first[name] + self._scale * trained[b].double() @ trained[a].double()
+            for name, (a, b) in self._factors.items()
+            if {a, b} <= trained.keys()
+        }
+
+    def held(self, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What a reference keeps of it: a merged adapter's sums, else what is trained."""
+        if self._merged:
+            return self.weights(trained)
+        return {name: value.double() for name, value in trained.items()}
+
+    @torch.no_grad()
+    def put(self, held: Mapping[str, Tensor]) -> None:
+        """Compute with what a reference keeps."""
+        self._write(held if self._merged else self.weights(held))
+
+    def take(self, trained: Mapping[str, Tensor]) -> None:
+        """Compute with these, and note their gradient."""
+        self._leaves = {
+            name: trained[name].detach().double().clone().requires_grad_() for name in self.names & trained.keys()
+        }
+        with torch.no_grad():
+            self._write(self.weights(self._leaves))
+        for name in self.weights(self._leaves):
+            self._parameters[name].requires_grad_().grad = None
+
+    def _write(self, weights: Mapping[str, Tensor]) -> None:
+        for name, weight in weights.items():
+            self._parameters[name].copy_(weight)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Of what was backpropagated since ``take``, by the names of what is trained."""
+        weights = self.weights(self._leaves)
+        torch.autograd.backward(list(weights.values()), [_slope(self._parameters[name]) for name in weights])
+        return {name: _slope(self._leaves.get(name, torch.zeros(()))) for name in sorted(self.names)}
+
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """All logits of one sequence, (tokens, vocabulary), float64 and differentiable."""
+        logits: Tensor = self.model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
+        return logits.double()
+
+
+def _slope(of: Tensor) -> Tensor:
+    """A gradient; 0 where there is none."""
+    return torch.zeros_like(of) if of.grad is None else of.grad
+
+
+def _layer(name: str) -> int | None:
+    """The number of the layer that a weight is in."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), None)
+
+
+# Optimizers
+
+
+BLOCK = 256
+"""Numbers of an 8-bit moment that share a scale."""
+FLOATS = 4096
+"""Smaller weights have moments in float32, whatever others have."""
+ZERO = 1e-300
+"""Stands where a zero is divided by."""
+
+
+def rate(options: Options, step: int, total: int) -> float:
+    """Learning rate of a step of so many: a linear rise, then constant or down along a line or half a cosine.
+
+    Of warmup_stable_decay the rise begins at the lowest rate, and it is constant between the rise and the decay.
+    """
+    peak, rise, low, schedule = (options[name] for name in ("lr", "warmup_steps", "min_lr_ratio", "schedule"))
+    stays = schedule == "warmup_stable_decay"
+    if step <= rise:
+        return float(peak * (low + (1 - low) * step / rise) if stays else peak * step / rise)
+    from_step = total - options["decay_steps"] if stays else rise
+    done = max(0.0, min(1.0, (step - from_step) / max(1, total - from_step)))
+    shapes = {
+        "constant": 1.0,
+        "linear": 1 - done,
+        "cosine": (1 + math.cos(math.pi * done)) / 2,
+        "1-sqrt": 1 - done**0.5,
+    }
+    return float(peak * (low + (1 - low) * shapes[options["decay"] if stays else schedule]))
+
+
+class ExactOptimizer:
+    """A run's optimizer.
+
+    Args:
+        kind: its name.
+        options: its options.
+        steps: of the run.
+    """
+
+    def __init__(self, kind: str, options: Options, steps: int):
+        self._rule, self._options, self._steps = OPTIMIZERS[kind], options, steps
+        self._states: dict[str, State] = {}
+        self._count = 0
+
+    def update(self, step: int, gradients: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """How far the next update moves every weight, at a step's rate, given where it is."""
+        self._count += 1
+        grads = {name: gradient.double() for name, gradient in gradients.items()}
+        whole, most = math.sqrt(sum(float(g.square().sum()) for g in grads.values())), self._options["max_grad_norm"]
+        clip = most / whole if 0 < most < whole else 1.0
+        lr = rate(self._options, step, self._steps)
+        return {
+            name: self._rule(
+                self._states.setdefault(name, {}), grad * clip, before[name].double(), lr, self._count, self._options
+            )
+            for name, grad in grads.items()
+        }
+
+
+State = dict[str, Tensor]
+
+
+def _adamw(state: State, gradient: Tensor, weight: Tensor, lr: float, count: int, options: Options) -> Tensor:
+    means = []
+    for name, power, beta in (("mean", 1, options["beta1"]), ("square", 2, options["beta2"])):
+        state[name] = beta * state.get(name, torch.zeros_like(gradient)) + (1 - beta) * gradient**power
+        means.append(state[name] / (1 - beta**count))
+    direction = means[0] / (means[1].sqrt() + options["eps"])
+    move: Tensor = -lr * (direction + options["weight_decay"] * weight)
+    return move
+
+
+def _adamw8bit(state: State, gradient: Tensor, weight: Tensor, lr: float, count: int, options: Options) -> Tensor:
+    move = _adamw(state, gradient, weight, lr, count, options)
+    if weight.numel() >= FLOATS:
+        state["mean"], state["square"] = _rounded(state["mean"], True), _rounded(state["square"], False)
+    return move
+
+
+def _rounded(moment: Tensor, signed: bool) -> Tensor:
+    """To the nearest of a byte's 256 shares of the largest number of its block; a square never to 0."""
+    book = _book(signed)
+    flat = torch.cat([moment.flatten(), torch.zeros(-moment.numel() % BLOCK, dtype=moment.dtype)]).view(-1, BLOCK)
+    scales = flat.abs().amax(1, keepdim=True)
+    shares = flat / scales.clamp(min=ZERO)
+    above = torch.searchsorted(book, shares.contiguous()).clamp(1, 255)
+    nearer = (book[above] - shares).abs() < (shares - book[above - 1]).abs()
+    at = torch.where(nearer, above, above - 1).clamp(min=0 if signed else 1)
+    return (book[at] * scales).flatten()[: moment.numel()].view_as(moment)
+
+
+def _book(signed: bool) -> Tensor:
+    """Dynamic tree quantisation: 0, 1 and the middles of evenly cut decades, each cut in twice as many as the next."""
+    values = [0.0, 1.0]
+    for decade in range(7):
+        cuts = 2**decade * (1 if signed else 2)
+        middles = [(0.1 + 0.9 * (2 * i + 1) / (2 * cuts)) * 10.0 ** (decade - 6) for i in range(cuts)]
+        values += middles + ([-middle for middle in middles] if signed else [])
+    return torch.tensor(sorted(values), dtype=torch.float64)
+
+
+def _adafactor(state: State, gradient: Tensor, weight: Tensor, lr: float, count: int, options: Options) -> Tensor:
+    squares, share = gradient.square(), count ** options["beta2_decay"]
+    kept = {"all": squares} if gradient.dim() < 2 else {"rows": squares.mean(-1), "columns": squares.mean(-2)}
+    for name, value in kept.items():
+        state[name] = (1 - share) * state.get(name, torch.zeros_like(value)) + share * value
+    if gradient.dim() < 2:
+        estimate = state["all"]
+    else:
+        rows, columns = state["rows"], state["columns"]
+        estimate = rows[..., None] * columns[..., None, :] / rows.mean(-1)[..., None, None].clamp(min=ZERO)
+    direction = torch.where(estimate > 0, gradient / estimate.clamp(min=ZERO).sqrt(), 0.0)
+    direction = direction / max(1.0, _rms(direction) / options["clip_rms"])
+    scale = max(options["scale_floor"], _rms(weight)) * min(lr, count**-0.5) if options["relative_rate"] else lr
+    move: Tensor = -scale * direction - lr * options["weight_decay"] * weight
+    return move
+
+
+def _rms(values: Tensor) -> float:
+    return math.sqrt(float(values.square().mean()))
+
+
+OPTIMIZERS: Mapping[str, Callable[[State, Tensor, Tensor, float, int, Options], Tensor]] = {
+    "adamw": _adamw,
+    "adamw_cpu": _adamw,
+    "adamw8bit": _adamw8bit,
+    "adafactor": _adafactor,
+}
+"""How far a weight moves, given what is kept of it, its clipped gradient, itself, the rate, the count of its updates
+from 1 and options."""
