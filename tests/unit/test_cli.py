@@ -421,9 +421,7 @@ def test_check_plans_for_every_rank_and_says_what_a_publish_takes(
         code, out, err = run(*words, "ranks=2", "distributed.gradients=scattered")
         assert code == 0, out + err
         text = " ".join(out.split())
-        assert (
-            "2; each rank receives 0.00 GB a publish: about 0.0 ms over NVLink (360 GB/s) or 0.0 ms over PCIe" in text
-        )
+        assert "2; each rank receives 0.00 GB a publish" in text
         assert "2 ranks × 1/2 of" in text
     assert "each rank receives" not in run(*words)[1]
     slices = ("ranks=2", "distributed.shard=weights", "engine={kind: vllm, tensor_parallel_size: 2, python: sys}")

@@ -320,7 +320,7 @@ class _RecipeCheck:
         return f"about {machine.readable(plan.total)} at the peak of {machine.readable(plan.machine.free)} free"
 
     def _ranks(self) -> str | None:
-        """How many ranks would do, and what a publish takes with those that there are.
+        """How many ranks would do, and what each of those that there are receives in a publish.
 
         Raises:
             UnsupportedPair: an option cannot be had with several.
@@ -334,18 +334,16 @@ class _RecipeCheck:
         rank_checks.check_ranks(self._config, world)
         if self._planner is None and self._kept is None:
             return None
-        from tandem.distributed import interconnect
-
         counted = self._kept or (self._planner and self._planner.modelled.counts)
         trained = counted.trainable if counted else 0
         weights = trained * (2 if self._config.dtype == "bfloat16" else 4)
         workers = pairs.ranks_of_engine(self._config)
         holders = pairs.shards_of(self._config, world) // workers
         if holders == 1 and pairs.has_slices(self._config):
-            publish = interconnect.OWN_SLICES
+            publish = "each rank writes the slices of its engine's worker"
         else:
-            way = interconnect.interconnect() if machine.accelerated() else None
-            publish = interconnect.publish_text(weights // workers, holders, way)
+            received = weights // workers * (holders - 1) // holders
+            publish = f"each rank receives {received / 1e9:.2f} GB a publish"
         parts = [f"{world}", publish]
         if self._planner is not None and not self._planner.machine.is_host:
             parts.append(self._enough(self._planner, workers * self._config.distributed.replicas))
