@@ -18,8 +18,6 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem import machine
-from tandem.cli import _check_cache
-from tandem.cli._check_cache import ModelFigures
 from tandem.cli._graders_log import graders_log
 from tandem.config import registry as resolve
 from tandem.config.build import RewardSpec
@@ -33,7 +31,6 @@ from tandem.rewards.grading.calls import FunctionReward
 from tandem.rewards.grading.workers import Graders
 from tandem.rollout.gold import GradedReplies, distinct, failures_of, siblings
 from tandem.trainer import memory_plan as memory
-from tandem.trainer.memory_plan import MemoryPlan
 from tandem.types import Rollout, Task
 
 CheckText = str | None
@@ -108,9 +105,6 @@ class _RecipeCheck:
         self._model: Any = None
         self._planner: memory.Planner | None = None
         self._opening: dict[str, asyncio.Task[Graders]] = {}
-        self._place: Path | None = None
-        self._kept: ModelFigures | None = None
-        self._texts: dict[str, str] = {}
         self.plan = ""
         """The memory plan as text, once it is made."""
         self.doubts: list[str] = []
@@ -248,10 +242,6 @@ class _RecipeCheck:
         Raises:
             ConfigError: ranks, or an engine's processes, cannot share its attention heads.
         """
-        self._place = _check_cache.place(self._config, self._tasks)
-        self._kept = _check_cache.read(self._place)
-        if self._kept is not None:
-            return self._kept.model
         from tandem.model.policy import load_config
         from tandem.trainer.heads import check_model_heads
 
@@ -260,8 +250,7 @@ class _RecipeCheck:
         self._planner = memory.planner(self._config, self._model)
         counts = self._planner.modelled.counts
         sizes = f"{counts.parameters:,} parameters, {counts.trainable:,} trained"
-        self._texts["model"] = f"{self._config.model}: {self._model.model_type}, {sizes}"
-        return self._texts["model"]
+        return f"{self._config.model}: {self._model.model_type}, {sizes}"
 
     def _prompts(self) -> str | None:
         """Lengths of rendered prompts against the context.
@@ -269,8 +258,6 @@ class _RecipeCheck:
         Raises:
             ConfigError: a prompt leaves no room for an answer.
         """
-        if self._kept is not None:
-            return self._kept.prompts or None
         if self._planner is None or not self._tasks:
             return None
         from tandem.model.policy import load_tokenizer
@@ -282,8 +269,7 @@ class _RecipeCheck:
         longest = rendering.longest_prompt([task for some in self._tasks.values() for task in some], template, limit)
         self._planner = dataclasses.replace(self._planner, prompt_tokens=longest)
         note = rendering.shortfall(longest, limit, self._config.sampling.max_tokens)
-        self._texts["prompts"] = f"at most {longest} tokens of a context of {limit}{note and f', which {note}'}"
-        return self._texts["prompts"]
+        return f"at most {longest} tokens of a context of {limit}{note and f', which {note}'}"
 
     def _memory(self) -> str | None:
         """The memory plan.
@@ -291,28 +277,16 @@ class _RecipeCheck:
         Raises:
             DoesNotFit: it exceeds the machine.
         """
-        planner, kept, chosen = self._planner, self._kept, tuple[str, ...]()
-        if kept is not None:
-            here = machine.host()
-            plan = MemoryPlan(
-                lines=kept.lines,
-                overlap=self._config.most_lag > 0,
-                machine=here,
-                beside=None,
-                parameters=kept.parameters,
-                trainable=kept.trainable,
-            )
-            plan.require()
-        elif planner is None:
+        planner, chosen = self._planner, tuple[str, ...]()
+        if planner is None:
             return None
-        elif self._config.memory == "fit":
+        if self._config.memory == "fit":
             fitted = memory.fit(planner, self._config, self._set_options)
             self._config, plan, chosen = fitted.config, fitted.plan, fitted.messages
         else:
             plan = planner.plan(self._config)
             plan.require()
-            self._remember(planner, plan)
-        if planner is not None and memory.chooses_gradients(self._config, planner.ranks):
+        if memory.chooses_gradients(self._config, planner.ranks):
             as_run = memory.with_gradients(planner, self._config)
             plan = planner.plan(as_run)
             chosen = (*chosen, f"distributed.gradients: {as_run.distributed.gradients}, which is auto's choice here")
@@ -332,11 +306,9 @@ class _RecipeCheck:
             return idle
         world = counts.world
         rank_checks.check_ranks(self._config, world)
-        if self._planner is None and self._kept is None:
+        if self._planner is None:
             return None
-        counted = self._kept or (self._planner and self._planner.modelled.counts)
-        trained = counted.trainable if counted else 0
-        weights = trained * (2 if self._config.dtype == "bfloat16" else 4)
+        weights = self._planner.modelled.counts.trainable * (2 if self._config.dtype == "bfloat16" else 4)
         workers = pairs.ranks_of_engine(self._config)
         holders = pairs.shards_of(self._config, world) // workers
         if holders == 1 and pairs.has_slices(self._config):
@@ -345,7 +317,7 @@ class _RecipeCheck:
             received = weights // workers * (holders - 1) // holders
             publish = f"each rank receives {received / 1e9:.2f} GB a publish"
         parts = [f"{world}", publish]
-        if self._planner is not None and not self._planner.machine.is_host:
+        if not self._planner.machine.is_host:
             parts.append(self._enough(self._planner, workers * self._config.distributed.replicas))
         return "; ".join(parts)
 
@@ -357,20 +329,6 @@ class _RecipeCheck:
         enough = [str(number) for number, plan in plans.items() if plan.fits]
         return f"of {', '.join(map(str, numbers))} ranks {', '.join(enough) or 'none'} fit this machine's GPUs"
 
-    def _remember(self, planner: memory.Planner, plan: MemoryPlan) -> None:
-        """For the next time: what the model told, and it took long to hear."""
-        if "prompts" not in self._texts and self._config.plays:
-            return
-        figures = ModelFigures(
-            model=self._texts["model"],
-            prompts=self._texts.get("prompts", ""),
-            lines=plan.lines,
-            parameters=plan.parameters,
-            trainable=plan.trainable,
-            checkpoint_bytes=planner.checkpoint_bytes(self._config),
-        )
-        _check_cache.write(self._place, figures)
-
     def _disk(self) -> str | None:
         """Room for checkpoints: a new one is whole before an old one goes.
 
@@ -379,14 +337,10 @@ class _RecipeCheck:
         """
         if self._config.checkpoint.save == "none":
             return "nothing is saved (checkpoint: none)"
-        if self._kept is not None:
-            each = self._kept.checkpoint_bytes
-        elif self._planner is not None:
-            each = self._planner.checkpoint_bytes(self._config)
-        else:
+        if self._planner is None:
             return None
         folder, kept = self._config.runs, self._config.checkpoint.keep + 1
-        need, free = kept * each, machine.free_disk(Path(folder))
+        need, free = kept * self._planner.checkpoint_bytes(self._config), machine.free_disk(Path(folder))
         room = f"{machine.readable(need)} for {kept} checkpoints, {machine.readable(free)} free"
         if need > free:
             raise ConfigError(f"{room} in {folder}; free some, lower checkpoint.keep, or set runs to another disk")
