@@ -35,12 +35,16 @@ from tandem.types import Rollout, Task
 
 CheckText = str | None
 """What a look found; None if what it needs is missing."""
+Question = Callable[[], CheckText | Awaitable[CheckText]]
 
 _STATE = len("problem")
 """Columns of the longest state."""
 
-_OPTIONAL = {"curriculum": "curricula", "reference": "references"}
-"""Parts that a recipe may do without, and their categories."""
+_CATEGORIES = {
+    "advantage": "advantages", "loss": "losses", "optimizer": "optimizers", "trainable": "trainable",
+    "engine": "engines", "sync": "sync", "curriculum": "curricula", "reference": "references",
+}  # fmt: skip
+"""Category of each part that a recipe has, or may have."""
 _TURNS = "it and the trainer take turns on the card, and steps are shorter if NVIDIA's MPS runs (docs/guide/engines.md)"
 
 
@@ -74,8 +78,6 @@ async def _check(loaded: Loaded, tasks: int) -> int:
             doubtful += len(look.doubts)
             while look.doubts:
                 console.print(_row(Text("warning", "yellow"), what, look.doubts.pop(0), width))
-    if look.printed:
-        typer.echo(f"\nwhat rewards printed, and their tracebacks: {look.printed}")
     if look.plan:
         typer.echo(f"\nmemory:\n{look.plan}\n")
     if problems:
@@ -109,8 +111,6 @@ class _RecipeCheck:
         """The memory plan as text, once it is made."""
         self.doubts: list[str] = []
         """Warnings: likely mistakes that need not be any."""
-        self.printed: Path | None = None
-        """Where lies what rewards printed, if they did."""
 
     @asynccontextmanager
     async def graders(self) -> AsyncIterator[None]:
@@ -128,10 +128,7 @@ class _RecipeCheck:
         level = warner.level
         warner.setLevel(logging.ERROR)
 
-        def printed(log: Path) -> None:
-            self.printed = log
-
-        with graders_log(printed) as log:
+        with graders_log() as log:
             self._opening = {name: asyncio.create_task(opened(source)) for name, source in sources.items()}
             try:
                 yield
@@ -141,27 +138,23 @@ class _RecipeCheck:
                         await ready.close()
                 warner.setLevel(level)
 
-    def all(self) -> dict[str, Callable[[], CheckText | Awaitable[CheckText]]]:
+    def all(self) -> dict[str, Question]:
         """Questions by name."""
-        config = self._config
-        plays, counts = config.plays, memory.RankCounts.of(config)
-        held_out = {"test tasks": self._test_tasks} if plays and config.evaluate.tasks else {}
-        tasks: dict[str, Callable[[], CheckText | Awaitable[CheckText]]] = {
-            "train tasks": self._train_tasks,
-            **held_out,
-            "gold answers": self._gold,
-        }
-        return {
-            "parts": self._parts,
-            "engine": self._engine,
-            "loggers": self._loggers,
-            **(tasks if plays else {}),
-            "model": self._model_config,
-            **({"prompts": self._prompts} if plays else {}),
-            "memory": self._memory,
-            **({"ranks": self._ranks} if counts.world > 1 or counts.idle_options(config) else {}),
-            "disk": self._disk,
-        }
+        config, counts = self._config, memory.RankCounts.of(self._config)
+        questions: tuple[tuple[str, Question, bool], ...] = (
+            ("parts", self._parts, True),
+            ("engine", self._engine, True),
+            ("loggers", self._loggers, True),
+            ("train tasks", self._train_tasks, config.plays),
+            ("test tasks", self._test_tasks, config.plays and bool(config.evaluate.tasks)),
+            ("gold answers", self._gold, config.plays),
+            ("model", self._model_config, True),
+            ("prompts", self._prompts, config.plays),
+            ("memory", self._memory, True),
+            ("ranks", self._ranks, counts.world > 1 or bool(counts.idle_options(config))),
+            ("disk", self._disk, True),
+        )
+        return {name: question for name, question, is_asked in questions if is_asked}
 
     def _parts(self) -> str:
         """Pairs of parts that must work together."""
@@ -169,14 +162,10 @@ class _RecipeCheck:
 
         pairs.check_pairs(self._config)
         self.doubts += filter(None, [self._config.optimizer.doubt()])
-        categories = {"advantage": "advantages", "loss": "losses", "optimizer": "optimizers"}
-        categories |= {"trainable": "trainable", "engine": "engines", "sync": "sync"}
-        categories |= {
-            name: category for name, category in _OPTIONAL.items() if getattr(self._config, name) is not None
-        }
         envs = [_environment(name, source) for name, source in self._config.sources.items()]
+        parts = {name: getattr(self._config, name) for name in _CATEGORIES}
         named = [
-            f"{name} {resolve.kind_of(category, getattr(self._config, name))}" for name, category in categories.items()
+            f"{name} {resolve.kind_of(_CATEGORIES[name], part)}" for name, part in parts.items() if part is not None
         ]
         brokers = [redacted(f"broker {self._config.broker.url}")] if self._config.broker else []
         return ", ".join([*envs, *named, *brokers])
@@ -206,11 +195,9 @@ class _RecipeCheck:
         if not self._tasks:
             return None
 
-        def sizes_text(count: int) -> str:
-            few = f", fewer than evaluate.tasks ({wanted}): all of them are used" if count < wanted else ""
-            return f"{count:,}{few}"
-
-        return _of_each({name: sizes_text(len(tasks)) for name, tasks in self._read("test").items()})
+        few = f", fewer than evaluate.tasks ({wanted}): all of them are used"
+        sizes = {name: len(tasks) for name, tasks in self._read("test").items()}
+        return _of_each({name: f"{size:,}" + few * (size < wanted) for name, size in sizes.items()})
 
     def _read(self, split: Split) -> Mapping[str, Sequence[Task]]:
         from tandem.trainer import environments
