@@ -32,7 +32,6 @@ from tandem.optimizers.base import Stepper
 HERE = Path(__file__).parent
 WAYS = {
     "masters": ["optimizer.kind=adamw", "optimizer.precision=masters"],
-    "kahan": ["optimizer.kind=adamw", "optimizer.precision=kahan"],
     "stochastic": ["optimizer.kind=adamw", "optimizer.precision=stochastic"],
     "plain": ["optimizer.kind=precision:Plain"],
 }

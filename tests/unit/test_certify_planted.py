@@ -554,12 +554,6 @@ OWN = [
         ("dtype=bfloat16",),
     ),
     Defect(
-        "what rounding took off a weight is forgotten",
-        attribute(_narrow, "join", lambda w: lambda weight, rest: w(weight, torch.zeros_like(rest))),
-        (NARROW,),
-        ("dtype=bfloat16", "optimizer.precision=kahan"),
-    ),
-    Defect(
         "rounding at random always rounds to zero",
         attribute(_narrow, "random_bits", lambda w: lambda key, like, first=0: torch.zeros_like(like)),
         (NARROW,),

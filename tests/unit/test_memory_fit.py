@@ -27,11 +27,10 @@ pytestmark = pytest.mark.slow
 
 HOST = Machine(name="this machine", free=10**12, total=10**13, is_host=True)
 CARD = Machine(name="a card", free=10**12, total=10**13, is_host=False)
-NARROW = {"precision": "kahan", "gradients": "bfloat16"}
+NARROW = {"gradients": "bfloat16"}
 OPTIMIZERS: tuple[tuple[str, dict[str, str]], ...] = (
     ("adamw", {"precision": "masters"}),
-    ("adamw", {"precision": "kahan"}),
-    ("adamw8bit", {"precision": "kahan"}),
+    ("adamw8bit", {}),
     ("adamw8bit", NARROW),
     ("adamw_cpu", {}),
 )

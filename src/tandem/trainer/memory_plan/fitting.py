@@ -168,20 +168,12 @@ def _optimizers(config: RunConfig, set_options: Collection[str], on_host: bool) 
     yield own
     if resolve.kind_of("optimizers", own) != "adamw" or config.distributed.shard == "weights":
         return
-    precise: dict[str, str] = {}
-    if (
-        config.dtype == "bfloat16"
-        and "optimizer.precision" not in set_options
-        and getattr(own, "precision", "") == "masters"
-    ):
-        precise = {"precision": "kahan"}  # to the bit what masters give
-        yield dataclasses.replace(own, **precise)  # type: ignore[arg-type]
-    yield _as("adamw8bit", own, precise)
+    yield _as("adamw8bit", own, {})
     whole = (
         resolve.kind_of("trainable", config.trainable) == "full"
     )  # an adapter's weights are float32, and so are its gradients
     if whole and config.dtype == "bfloat16" and "optimizer.gradients" not in set_options:
-        yield _as("adamw8bit", own, {**precise, "gradients": "bfloat16"})
+        yield _as("adamw8bit", own, {"gradients": "bfloat16"})
     if not on_host and "optimizer.precision" not in set_options:
         yield _as("adamw_cpu", own, {})
 

@@ -286,9 +286,9 @@ _PIECE = 1 << 22
 _BYTES = {"adamw": 0, "adamw8bit": 17, "adafactor": 0, "adamw_cpu": 0}
 """Of each number that is updated at once, where weights are float32 or have a float32 master."""
 _WIDENED = {
-    "adamw": {"kahan": 18, "stochastic": 12},
-    "adamw8bit": {"kahan": 21, "stochastic": 21},
-    "adafactor": {"kahan": 18, "stochastic": 12},
+    "adamw": {"stochastic": 12},
+    "adamw8bit": {"stochastic": 21},
+    "adafactor": {"stochastic": 12},
 }
 """The same by what keeps narrow weights precise."""
 
