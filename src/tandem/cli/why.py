@@ -41,7 +41,7 @@ _ID = re.compile(r"\S*@\d+(/\d+)?(?=\)|$)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
+class OpenWait:
     """One part's wait for another."""
 
     number: int
@@ -84,9 +84,9 @@ class RunState:
     """A process's state as a follower has it, or failed | ended."""
     headline: str
     """One sentence on it."""
-    waits: tuple[Wait, ...] = ()
+    waits: tuple[OpenWait, ...] = ()
     """Longest first."""
-    chain: tuple[Wait, ...] = ()
+    chain: tuple[OpenWait, ...] = ()
     """From the longest wait to one whose awaited part waits for nothing: that part holds all up."""
     doing: tuple[tuple[str, float], ...] = ()
     """What the process is doing, and seconds since it began."""
@@ -166,7 +166,7 @@ def _ended(run: Path, events: Sequence[Mapping[str, Json]], now: float) -> RunSt
 def _running(run: Path, signs: Mapping[str, Json], age: float) -> RunState:
     """State of a run by its lead's sign of life, which is so many seconds old."""
     going = _waits(signs, age)
-    chain: dict[tuple[str, str, str], Wait] = {}
+    chain: dict[tuple[str, str, str], OpenWait] = {}
     for one in waits.chain(going[0], going) if going else ():
         chain.setdefault((one.owner, one.on, one.reason), one)
     doing = tuple((name, seconds + age) for name, seconds in signs["doing"])
@@ -216,10 +216,10 @@ def _liveness(signs: Mapping[str, Json], age: float) -> tuple[str, str]:
     return "alive", ""
 
 
-def _waits(signs: Mapping[str, Json], age: float) -> list[Wait]:
+def _waits(signs: Mapping[str, Json], age: float) -> list[OpenWait]:
     """Waits of a sign of life that is so many seconds old, longest first."""
     going = [
-        Wait(
+        OpenWait(
             number=row.get("number", -1 - place),
             within=row.get("within"),
             owner=row["owner"],
@@ -328,9 +328,9 @@ def _print(console: Console, state: RunState) -> None:
     _print_table(console, ("part", "", "its last word"), words)
 
 
-def _rows(each: Sequence[Wait]) -> list[tuple[str, ...]]:
+def _rows(each: Sequence[OpenWait]) -> list[tuple[str, ...]]:
     """A row for all waits that differ by nothing but the group or rollout, so that those of a step fit a screen."""
-    alike: dict[tuple[str, ...], list[Wait]] = {}
+    alike: dict[tuple[str, ...], list[OpenWait]] = {}
     for one in each:
         alike.setdefault(tuple(_ID.sub("…", text) for text in (one.owner, one.on, one.reason)), []).append(one)
     rows: list[tuple[str, ...]] = []
