@@ -32,7 +32,7 @@ def never(completions, **columns):
 """
 BRITTLE = """
 def knows(rollout):
-    if " = " not in rollout.text:
+    if rollout.text and " = " not in rollout.text:
         raise ValueError("not a sum")
     return float(rollout.text.endswith(f" = {rollout.task.answer}."))
 """

@@ -94,8 +94,6 @@ def test_ranks_train_as_one_process_and_a_run_goes_on_with_another_number(
             assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
     assert any(row["grad_norm"] > 0 for row in rows(alone))
     assert "ranks/imbalance" in rows(run)[0]
-    assert all(rows(run)[2][f"ranks/compute_seconds/{rank}"] > 0 for rank in range(3))
-    assert rows(run)[0]["ranks/slowdown"] == max(rows(run)[0][f"ranks/slowdown/{rank}"] for rank in range(2))
     kept, want = (load_file(next((r / "checkpoints/000004/model").glob("*.safetensors"))) for r in (run, alone))
     for name, tensor in want.items():
         far = (kept[name] - tensor).abs() > 1e-4

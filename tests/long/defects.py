@@ -138,13 +138,6 @@ DEFECTS = (
         "self.buffer.copy_(grad)",
         OPTIMIZERS,
     ),
-    Defect(
-        "Kahan's rest is not in the state",
-        "src/tandem/optimizers/_precise.py",
-        'return {"compensation": self.compensation}',
-        "return {}",
-        f"{OPTIMIZERS} tests/unit/test_optimizers_narrow.py",
-    ),
     # trainer
     Defect(
         "sequence reduction forgets the length",

@@ -635,12 +635,6 @@ PLANTED = (
         ("dtype=bfloat16",),
     ),
     Planted(
-        "what rounding took off a weight is forgotten",
-        attribute(_narrow, "join", lambda w: lambda weight, rest: w(weight, torch.zeros_like(rest))),
-        (NARROW,),
-        ("dtype=bfloat16", "optimizer.precision=kahan"),
-    ),
-    Planted(
         "rounding at random always rounds to zero",
         attribute(_narrow, "random_bits", lambda w: lambda key, like, first=0: torch.zeros_like(like)),
         (NARROW,),

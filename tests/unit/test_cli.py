@@ -41,7 +41,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(typer.main, "get_command", COMMAND)
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("TANDEM_DEBUG", raising=False)
 
     def call(*arguments: str) -> tuple[int, str, str]:
@@ -416,13 +415,11 @@ def test_check_plans_for_every_rank_and_says_what_a_publish_takes(
 
     run("new", "env", "my_sums")
     words = ("check", "my_sums.yaml", f"model={tiny_model}", "--tasks", "2")
-    for _ in range(2):  # the second from its cache
-        code, out, err = run(*words, "ranks=2", "distributed.gradients=scattered")
-        assert code == 0, out + err
-        text = " ".join(out.split())
-        assert (
-            "2; each rank receives 0.00 GB a publish: about 0.0 ms over NVLink (360 GB/s) or 0.0 ms over PCIe" in text
-        )
+    code, out, err = run(*words, "ranks=2", "distributed.gradients=scattered")
+    assert code == 0, out + err
+    text = " ".join(out.split())
+    assert "2; each rank receives 0.00 GB a publish" in text
+    assert "2 ranks × 1/2 of" in text
     assert "each rank receives" not in run(*words)[1]
     slices = ("ranks=2", "distributed.shard=weights", "engine={kind: vllm, tensor_parallel_size: 2, python: sys}")
     code, out, _ = run(*words, *slices)
@@ -732,55 +729,6 @@ def test_check_refuses_parts_that_cannot_work_together(
     code, out, _ = run("check", "recipe.yaml", f"model={tiny_model}", "--tasks", "2")
     assert code == 2
     assert re.search("^problem +parts +sync shared cannot carry", out, re.MULTILINE)
-
-
-@pytest.mark.slow
-def test_check_remembers_what_the_model_told_until_something_changes(
-    run: Run, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tandem import machine
-    from tandem.trainer.memory_plan.modelled import MetaModel
-
-    looked: list[int] = []
-
-    def look(self: MetaModel) -> int:
-        looked.append(self.layers)
-        return 1 << 10
-
-    monkeypatch.setattr(MetaModel, "token_bytes", property(look))
-    monkeypatch.setattr("tandem.machine.accelerated", lambda: False)
-    shutil.copytree(tiny_model, "model")
-    Path("recipe.yaml").write_text(MINIMAL)
-    ask = ("check", "recipe.yaml", "model=model", "--tasks", "2")
-    first = run(*ask)
-    assert first[0] == 0
-    assert len(looked) == 1
-    looked.clear()
-    again = run(*ask)
-    assert [line for line in again[1].splitlines() if "free" not in line] == [
-        line for line in first[1].splitlines() if "free" not in line
-    ]
-    assert run(*ask, "seed=7")[0] == 0
-    assert looked == []
-    assert run(*ask, "sampling.max_tokens=9")[0] == 0
-    config = Path("model/config.json")
-    config.write_text(config.read_text() + "\n")
-    assert run(*ask)[0] == 0
-    assert len(looked) == 2
-    template = (
-        "{% for message in messages %}{{ message['content'] }}{% endfor %}" + "{# longer than a file's name #}" * 9
-    )
-    assert run(*ask, f"chat_template={template!r}")[0] == 0
-    looked.pop()
-    monkeypatch.setattr(
-        "tandem.machine.host", lambda: machine.Machine(name="this machine", free=10**8, total=10**9, is_host=True)
-    )
-    code, out, _ = run(*ask)  # what is free is asked each time
-    assert (code, "100 MB free on this machine" in out, len(looked)) == (11, True, 2)
-    for kept in Path("cache/tandem/check").iterdir():
-        kept.write_text("torn")
-    assert run(*ask)[0] == 0
-    assert len(looked) == 3
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def test_check_of_a_hub_recipe_says_so_in_a_line_each(endpoint: socket.socket, t
     endpoint.close()
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: some/model\nsteps: 1\nenv: gsm8k\n")
-    environment = {**os.environ, "COLUMNS": "1000", "HF_HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    environment = {**os.environ, "COLUMNS": "1000", "HF_HOME": str(tmp_path)}
     ended = subprocess.run(
         [sys.executable, "-m", "tandem", "check", str(recipe)],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False,

@@ -247,6 +247,11 @@ def test_a_fixed_lag_stays_and_says_nothing_of_a_rate() -> None:
     assert (lag_control.ahead, lag_control.lag, lag_control.state) == (16, 2, None)
 
 
+def test_a_state_of_an_earlier_version_is_read() -> None:
+    earlier = {"ahead": 12, "why": "no faster", "was": 16, "least": 4, "most": 12, "held": 3}
+    assert RateState.from_json(earlier) == RateState(ahead=12, why="no faster", was=16, held=3)
+
+
 def test_a_state_of_a_larger_budget_is_cut() -> None:
     assert LagControl.auto(budget(most=5), RateState(ahead=20), lambda event: None).ahead == 5
 

@@ -23,7 +23,7 @@ from tandem.optimizers.adamw8bit import AdamW8bit
 from tandem.optimizers.base import ParameterPart, global_norm
 
 KINDS: tuple[type[Precise], ...] = (AdamW, AdamW8bit, Adafactor)
-PRECISIONS: tuple[Literal["masters", "kahan", "stochastic"], ...] = ("masters", "kahan", "stochastic")
+PRECISIONS: tuple[Literal["masters", "stochastic"], ...] = ("masters", "stochastic")
 ROUNDING = 2.0**-8 + 2.0**-23
 """Most that one sum loses, as a share of itself: rounded to 24 bits and then to 8."""
 
@@ -142,7 +142,7 @@ def test_one_micro_batch_updates_as_float32_gradients_do(kind: Any, precision: A
             if tensor.dtype == torch.float32:
                 assert torch.allclose(tensor, other, rtol=2e-6, atol=1e-9), name
             else:
-                assert int((tensor.int() - other.int()).abs().max()) <= 1 or name == "w/compensation", name
+                assert int((tensor.int() - other.int()).abs().max()) <= 1, name
         assert torch.allclose(wide, narrow, rtol=2**-7, atol=1e-6)
         assert float((wide == narrow).float().mean()) > 0.99
         assert with_wide.state_dict().keys() == with_narrow.state_dict().keys(), "a gradient is no state"

@@ -43,7 +43,7 @@ def refused(folder: Path, world: int, *options: str) -> str:
     ((WEIGHTS, "reference=start"), "shard: weights and a reference"),
     ((WEIGHTS, "trainable=lora"), "shard: weights and this trainable.*trainable: full"),
     ((WEIGHTS, "optimizer=adamw8bit"), "shard: weights and this optimizer.*choose adamw"),
-    ((WEIGHTS, "optimizer.precision=kahan"), "optimizer.precision"),
+    ((WEIGHTS, "optimizer.precision=stochastic"), "optimizer.precision"),
     ((WEIGHTS, "distributed.share_gpus=true"), "shard: weights and distributed.share_gpus"),
     (("optimizer=adafactor",), "it updates whole tensors"),
     (("distributed.context_parallel=2", "sampling.presence_penalty=0.5"), "context_parallel and penalties"),

@@ -25,7 +25,7 @@ from tandem.optimizers.adamw8bit import AdamW8bit
 SHAPES = {"embed": (70, 64), "norm": (64,), "wide": (3, 1100), "even": (16, 512), "experts": (3, 40, 24)}
 """Runs that begin and end within a row, within one row, at rows, and over a leading dimension; one is not divided."""
 OPTIMIZERS: dict[str, Any] = {
-    "masters": AdamW(), "kahan": AdamW(precision="kahan"), "bytes": AdamW8bit(),
+    "masters": AdamW(), "stochastic": AdamW(precision="stochastic"), "bytes": AdamW8bit(),
 }  # fmt: skip
 
 

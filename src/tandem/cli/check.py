@@ -18,8 +18,6 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem import machine
-from tandem.cli import _check_cache
-from tandem.cli._check_cache import ModelFigures
 from tandem.cli._graders_log import graders_log
 from tandem.config import registry as resolve
 from tandem.config.build import RewardSpec
@@ -33,17 +31,20 @@ from tandem.rewards.grading.calls import FunctionReward
 from tandem.rewards.grading.workers import Graders
 from tandem.rollout.gold import GradedReplies, distinct, failures_of, siblings
 from tandem.trainer import memory_plan as memory
-from tandem.trainer.memory_plan import MemoryPlan
 from tandem.types import Rollout, Task
 
 CheckText = str | None
 """What a look found; None if what it needs is missing."""
+Question = Callable[[], CheckText | Awaitable[CheckText]]
 
 _STATE = len("problem")
 """Columns of the longest state."""
 
-_OPTIONAL = {"curriculum": "curricula", "reference": "references"}
-"""Parts that a recipe may do without, and their categories."""
+_CATEGORIES = {
+    "advantage": "advantages", "loss": "losses", "optimizer": "optimizers", "trainable": "trainable",
+    "engine": "engines", "sync": "sync", "curriculum": "curricula", "reference": "references",
+}  # fmt: skip
+"""Category of each part that a recipe has, or may have."""
 _TURNS = "it and the trainer take turns on the card, and steps are shorter if NVIDIA's MPS runs (docs/guide/engines.md)"
 
 
@@ -77,8 +78,6 @@ async def _check(loaded: Loaded, tasks: int) -> int:
             doubtful += len(look.doubts)
             while look.doubts:
                 console.print(_row(Text("warning", "yellow"), what, look.doubts.pop(0), width))
-    if look.printed:
-        typer.echo(f"\nwhat rewards printed, and their tracebacks: {look.printed}")
     if look.plan:
         typer.echo(f"\nmemory:\n{look.plan}\n")
     if problems:
@@ -108,15 +107,10 @@ class _RecipeCheck:
         self._model: Any = None
         self._planner: memory.Planner | None = None
         self._opening: dict[str, asyncio.Task[Graders]] = {}
-        self._place: Path | None = None
-        self._kept: ModelFigures | None = None
-        self._texts: dict[str, str] = {}
         self.plan = ""
         """The memory plan as text, once it is made."""
         self.doubts: list[str] = []
         """Warnings: likely mistakes that need not be any."""
-        self.printed: Path | None = None
-        """Where lies what rewards printed, if they did."""
 
     @asynccontextmanager
     async def graders(self) -> AsyncIterator[None]:
@@ -134,10 +128,7 @@ class _RecipeCheck:
         level = warner.level
         warner.setLevel(logging.ERROR)
 
-        def printed(log: Path) -> None:
-            self.printed = log
-
-        with graders_log(printed) as log:
+        with graders_log() as log:
             self._opening = {name: asyncio.create_task(opened(source)) for name, source in sources.items()}
             try:
                 yield
@@ -147,27 +138,23 @@ class _RecipeCheck:
                         await ready.close()
                 warner.setLevel(level)
 
-    def all(self) -> dict[str, Callable[[], CheckText | Awaitable[CheckText]]]:
+    def all(self) -> dict[str, Question]:
         """Questions by name."""
-        config = self._config
-        plays, counts = config.plays, memory.RankCounts.of(config)
-        held_out = {"test tasks": self._test_tasks} if plays and config.evaluate.tasks else {}
-        tasks: dict[str, Callable[[], CheckText | Awaitable[CheckText]]] = {
-            "train tasks": self._train_tasks,
-            **held_out,
-            "gold answers": self._gold,
-        }
-        return {
-            "parts": self._parts,
-            "engine": self._engine,
-            "loggers": self._loggers,
-            **(tasks if plays else {}),
-            "model": self._model_config,
-            **({"prompts": self._prompts} if plays else {}),
-            "memory": self._memory,
-            **({"ranks": self._ranks} if counts.world > 1 or counts.idle_options(config) else {}),
-            "disk": self._disk,
-        }
+        config, counts = self._config, memory.RankCounts.of(self._config)
+        questions: tuple[tuple[str, Question, bool], ...] = (
+            ("parts", self._parts, True),
+            ("engine", self._engine, True),
+            ("loggers", self._loggers, True),
+            ("train tasks", self._train_tasks, config.plays),
+            ("test tasks", self._test_tasks, config.plays and bool(config.evaluate.tasks)),
+            ("gold answers", self._gold, config.plays),
+            ("model", self._model_config, True),
+            ("prompts", self._prompts, config.plays),
+            ("memory", self._memory, True),
+            ("ranks", self._ranks, counts.world > 1 or bool(counts.idle_options(config))),
+            ("disk", self._disk, True),
+        )
+        return {name: question for name, question, is_asked in questions if is_asked}
 
     def _parts(self) -> str:
         """Pairs of parts that must work together."""
@@ -175,14 +162,10 @@ class _RecipeCheck:
 
         pairs.check_pairs(self._config)
         self.doubts += filter(None, [self._config.optimizer.doubt()])
-        categories = {"advantage": "advantages", "loss": "losses", "optimizer": "optimizers"}
-        categories |= {"trainable": "trainable", "engine": "engines", "sync": "sync"}
-        categories |= {
-            name: category for name, category in _OPTIONAL.items() if getattr(self._config, name) is not None
-        }
         envs = [_environment(name, source) for name, source in self._config.sources.items()]
+        parts = {name: getattr(self._config, name) for name in _CATEGORIES}
         named = [
-            f"{name} {resolve.kind_of(category, getattr(self._config, name))}" for name, category in categories.items()
+            f"{name} {resolve.kind_of(_CATEGORIES[name], part)}" for name, part in parts.items() if part is not None
         ]
         brokers = [redacted(f"broker {self._config.broker.url}")] if self._config.broker else []
         return ", ".join([*envs, *named, *brokers])
@@ -212,11 +195,9 @@ class _RecipeCheck:
         if not self._tasks:
             return None
 
-        def sizes_text(count: int) -> str:
-            few = f", fewer than evaluate.tasks ({wanted}): all of them are used" if count < wanted else ""
-            return f"{count:,}{few}"
-
-        return _of_each({name: sizes_text(len(tasks)) for name, tasks in self._read("test").items()})
+        few = f", fewer than evaluate.tasks ({wanted}): all of them are used"
+        sizes = {name: len(tasks) for name, tasks in self._read("test").items()}
+        return _of_each({name: f"{size:,}" + few * (size < wanted) for name, size in sizes.items()})
 
     def _read(self, split: Split) -> Mapping[str, Sequence[Task]]:
         from tandem.trainer import environments
@@ -248,10 +229,6 @@ class _RecipeCheck:
         Raises:
             ConfigError: ranks, or an engine's processes, cannot share its attention heads.
         """
-        self._place = _check_cache.place(self._config, self._tasks)
-        self._kept = _check_cache.read(self._place)
-        if self._kept is not None:
-            return self._kept.model
         from tandem.model.policy import load_config
         from tandem.trainer.heads import check_model_heads
 
@@ -260,8 +237,7 @@ class _RecipeCheck:
         self._planner = memory.planner(self._config, self._model)
         counts = self._planner.modelled.counts
         sizes = f"{counts.parameters:,} parameters, {counts.trainable:,} trained"
-        self._texts["model"] = f"{self._config.model}: {self._model.model_type}, {sizes}"
-        return self._texts["model"]
+        return f"{self._config.model}: {self._model.model_type}, {sizes}"
 
     def _prompts(self) -> str | None:
         """Lengths of rendered prompts against the context.
@@ -269,8 +245,6 @@ class _RecipeCheck:
         Raises:
             ConfigError: a prompt leaves no room for an answer.
         """
-        if self._kept is not None:
-            return self._kept.prompts or None
         if self._planner is None or not self._tasks:
             return None
         from tandem.model.policy import load_tokenizer
@@ -282,8 +256,7 @@ class _RecipeCheck:
         longest = rendering.longest_prompt([task for some in self._tasks.values() for task in some], template, limit)
         self._planner = dataclasses.replace(self._planner, prompt_tokens=longest)
         note = rendering.shortfall(longest, limit, self._config.sampling.max_tokens)
-        self._texts["prompts"] = f"at most {longest} tokens of a context of {limit}{note and f', which {note}'}"
-        return self._texts["prompts"]
+        return f"at most {longest} tokens of a context of {limit}{note and f', which {note}'}"
 
     def _memory(self) -> str | None:
         """The memory plan.
@@ -291,28 +264,16 @@ class _RecipeCheck:
         Raises:
             DoesNotFit: it exceeds the machine.
         """
-        planner, kept, chosen = self._planner, self._kept, list[str]()
-        if kept is not None:
-            here = machine.host()
-            plan = MemoryPlan(
-                lines=kept.lines,
-                overlap=self._config.most_lag > 0,
-                machine=here,
-                beside=None,
-                parameters=kept.parameters,
-                trainable=kept.trainable,
-            )
-            plan.require()
-        elif planner is None:
+        planner, chosen = self._planner, list[str]()
+        if planner is None:
             return None
-        elif self._config.memory == "fit":
+        if self._config.memory == "fit":
             fitted = memory.fit(planner, self._config, self._set_options)
             self._config, plan, chosen = fitted.config, fitted.plan, [fitted.message]
         else:
             plan = planner.plan(self._config)
             plan.require()
-            self._remember(planner, plan)
-        if planner is not None and memory.chooses_gradients(self._config, planner.ranks):
+        if memory.chooses_gradients(self._config, planner.ranks):
             as_run = memory.with_gradients(planner, self._config)
             plan = planner.plan(as_run)
             chosen.append(f"distributed.gradients: {as_run.distributed.gradients}, which is auto's choice here")
@@ -322,7 +283,7 @@ class _RecipeCheck:
         return f"about {machine.readable(plan.total)} at the peak of {machine.readable(plan.machine.free)} free"
 
     def _ranks(self) -> str | None:
-        """How many ranks would do, and what a publish takes with those that there are.
+        """How many ranks would do, and what each of those that there are receives in a publish.
 
         Raises:
             UnsupportedPair: an option cannot be had with several.
@@ -334,22 +295,18 @@ class _RecipeCheck:
             return idle
         world = counts.world
         rank_checks.check_ranks(self._config, world)
-        if self._planner is None and self._kept is None:
+        if self._planner is None:
             return None
-        from tandem.distributed import interconnect
-
-        counted = self._kept or (self._planner and self._planner.modelled.counts)
-        trained = counted.trainable if counted else 0
-        weights = trained * (2 if self._config.dtype == "bfloat16" else 4)
+        weights = self._planner.modelled.counts.trainable * (2 if self._config.dtype == "bfloat16" else 4)
         workers = pairs.ranks_of_engine(self._config)
         holders = pairs.shards_of(self._config, world) // workers
         if holders == 1 and pairs.has_slices(self._config):
-            publish = interconnect.OWN_SLICES
+            publish = "each rank writes the slices of its engine's worker"
         else:
-            way = interconnect.interconnect() if machine.accelerated() else None
-            publish = interconnect.publish_text(weights // workers, holders, way)
+            received = weights // workers * (holders - 1) // holders
+            publish = f"each rank receives {received / 1e9:.2f} GB a publish"
         parts = [f"{world}", publish]
-        if self._planner is not None and not self._planner.machine.is_host:
+        if not self._planner.machine.is_host:
             parts.append(self._enough(self._planner, workers * self._config.distributed.replicas))
         return "; ".join(parts)
 
@@ -361,20 +318,6 @@ class _RecipeCheck:
         enough = [str(number) for number, plan in plans.items() if plan.fits]
         return f"of {', '.join(map(str, numbers))} ranks {', '.join(enough) or 'none'} fit this machine's GPUs"
 
-    def _remember(self, planner: memory.Planner, plan: MemoryPlan) -> None:
-        """For the next time: what the model told, and it took long to hear."""
-        if "prompts" not in self._texts and self._config.plays:
-            return
-        figures = ModelFigures(
-            model=self._texts["model"],
-            prompts=self._texts.get("prompts", ""),
-            lines=plan.lines,
-            parameters=plan.parameters,
-            trainable=plan.trainable,
-            checkpoint_bytes=planner.checkpoint_bytes(self._config),
-        )
-        _check_cache.write(self._place, figures)
-
     def _disk(self) -> str | None:
         """Room for checkpoints: a new one is whole before an old one goes.
 
@@ -383,14 +326,10 @@ class _RecipeCheck:
         """
         if self._config.checkpoint.save == "none":
             return "nothing is saved (checkpoint: none)"
-        if self._kept is not None:
-            each = self._kept.checkpoint_bytes
-        elif self._planner is not None:
-            each = self._planner.checkpoint_bytes(self._config)
-        else:
+        if self._planner is None:
             return None
         folder, kept = self._config.runs, self._config.checkpoint.keep + 1
-        need, free = kept * each, machine.free_disk(Path(folder))
+        need, free = kept * self._planner.checkpoint_bytes(self._config), machine.free_disk(Path(folder))
         room = f"{machine.readable(need)} for {kept} checkpoints, {machine.readable(free)} free"
         if need > free:
             raise ConfigError(f"{room} in {folder}; free some, lower checkpoint.keep, or set runs to another disk")

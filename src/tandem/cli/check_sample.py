@@ -36,10 +36,7 @@ def check_sample(recipe: Path, overrides: Sequence[str], count: int) -> None:
         raise ConfigError(f"{recipe} trains on a broker's groups, and --sample plays none of those; leave it out")
     from tandem.observability.progress import shown
 
-    def printed(log: Path) -> None:
-        typer.echo(f"  what rewards printed, and their tracebacks: {log}")
-
-    with graders_log(printed) as log:
+    with graders_log() as log:
         with shown():
             forecast = run_to_end(_played(config, count, log))
         for line in lines(forecast, config):

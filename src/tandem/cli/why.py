@@ -19,15 +19,14 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.api.targets import recipe_of
-from tandem.cli import _why_ranks
-from tandem.cli._why_ranks import FollowerState, Liveness
+from tandem.distributed.channel import COMMANDS, NEXT_COMMAND
 from tandem.errors import command
 from tandem.observability import json_lines, vitals, waits
 from tandem.observability.board import duration
 from tandem.observability.loggers.base import phase
 from tandem.observability.report.summary import failed
 from tandem.printable import printable
-from tandem.processes import alive_after
+from tandem.processes import alive_after, is_stopped
 from tandem.types import Json
 
 ANSWER_SECONDS = 4.0
@@ -42,65 +41,53 @@ _ID = re.compile(r"\S*@\d+(/\d+)?(?=\)|$)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Waits:
-    """Waits that are alike: the same owner waits for the same party for the same reason."""
+class OpenWait:
+    """One part's wait for another."""
 
+    number: int
+    """By which waits name one another in ``within``."""
+    within: int | None
+    """The wait that this one is part of."""
     owner: str
     """The part that waits."""
     on: str
     """The part that has to deliver."""
     reason: str
     """What for."""
-    count: int
-    """How many there are."""
     seconds: float
-    """How long the longest has lasted."""
+    """How long it has lasted."""
     left: float | None
-    """Seconds until the first of their deadlines; None: they have none."""
+    """Seconds until its deadline; None: it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Sign:
-    """One wait as a sign of life tells it."""
+class FollowerState:
+    """What one follower does."""
 
-    number: int
-    within: int | None
-    owner: str
-    on: str
-    reason: str
-    seconds: float
-    left: float | None
-
-    @classmethod
-    def of(cls, place: int, row: Mapping[str, Json], age: float) -> _Sign:
-        deadline = row["deadline"]
-        return cls(
-            number=row.get("number", -1 - place),
-            within=row.get("within"),
-            owner=row["owner"],
-            on=row["on"],
-            reason=row["reason"],
-            seconds=row["seconds"] + age,
-            left=None if deadline is None else deadline - row.get("moved", row["seconds"]) - age,
-        )
-
-    @property
-    def kind(self) -> tuple[str, str, str]:
-        return self.owner, self.on, self.reason
+    rank: int
+    """Its number."""
+    host: str
+    """Where it runs."""
+    pid: int
+    """Its process there."""
+    state: str
+    """alive | stuck | stopped | silent | gone; silent: on another host, where no process can be looked at."""
+    headline: str
+    """What it does, or what is wrong with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Story:
+class RunState:
     """State of a run at a moment, from its folder alone."""
 
     state: str
-    """alive | stuck | stopped | silent | failed | gone | ended."""
+    """A process's state as a follower has it, or failed | ended."""
     headline: str
     """One sentence on it."""
-    waits: tuple[Waits, ...] = ()
+    waits: tuple[OpenWait, ...] = ()
     """Longest first."""
-    chain: tuple[Waits, ...] = ()
-    """From what waits longest to what waits for nothing: the last one's ``on`` holds all up."""
+    chain: tuple[OpenWait, ...] = ()
+    """From the longest wait to one whose awaited part waits for nothing: that part holds all up."""
     doing: tuple[tuple[str, float], ...] = ()
     """What the process is doing, and seconds since it began."""
     last: tuple[tuple[str, float | None, str], ...] = ()
@@ -126,119 +113,124 @@ def why(run: Path, *, stacks: bool, as_json: bool) -> int:
         ConfigError: it is not a run's folder.
     """
     recipe_of(run)
-    story = read(run, now=time.time())
-    traces = _all_stacks(run, story) if stacks else {}
+    state = read(run, now=time.time())
+    traces = _all_stacks(run, state) if stacks else {}
     if as_json:
-        plain: dict[str, Json] = {"state": story.state, "headline": story.headline, "culprit": story.culprit}
-        plain |= {name: [_plain(one) for one in getattr(story, name)] for name in ("waits", "chain")}
-        plain |= {"doing": story.doing, "last": story.last, "stacks": traces.get(0)}
-        plain["followers"] = [dataclasses.asdict(one) | {"stacks": traces.get(one.rank)} for one in story.followers]
+        plain = {**dataclasses.asdict(state), "culprit": state.culprit, "stacks": traces.get(0)}
+        for follower in plain["followers"]:
+            follower["stacks"] = traces.get(follower["rank"])
         typer.echo(json.dumps(plain, indent=2))
     else:
         console = Console()
-        _print(console, story)
-        for rank in (0, *(one.rank for one in story.followers)) if stacks else ():
-            name = f"rank {rank}: " if story.followers else ""
+        _print(console, state)
+        for rank in (0, *(one.rank for one in state.followers)) if stacks else ():
+            name = f"rank {rank}: " if state.followers else ""
             text = traces.get(rank) or "no stacks: it does not run"
             console.print(f"{name}{text}", markup=False, highlight=False, soft_wrap=True)
-    healthy = story.state in ("alive", "ended") and all(one.state == "alive" for one in story.followers)
+    healthy = state.state in ("alive", "ended") and all(one.state == "alive" for one in state.followers)
     return 0 if healthy else 1
 
 
-def read(run: Path, *, now: float) -> Story:
+def read(run: Path, *, now: float) -> RunState:
     """Read a run's state from its folder.
 
     Args:
         run: the folder.
         now: seconds since 1970.
     """
-    return dataclasses.replace(_of_lead(run, now), followers=_why_ranks.read(run, now))
-
-
-def _of_lead(run: Path, now: float) -> Story:
-    signs = vitals.read(run)
     events = list(json_lines.read(run / "events.jsonl"))
-    last = tuple(_last_words(run, events, now))
-    if signs is None:
-        ending = next((event for event in reversed(events) if event.get("event") in _ENDS), None)
-        if ending is not None and ending is events[-1]:
-            ago = duration(max(0.0, now - ending.get("time", now)))
-            return Story(state="ended", headline=f"{run} ended in order {ago} ago ({ending['event']})", last=last)
-        if (failure := failed(events)) is not None:
-            ago = duration(max(0.0, now - failure[0]))
-            head = f"{run} failed {ago} ago: {failure[1]} (go on with: {command('train', run)}; the traceback is in "
-            return Story(state="failed", headline=f"{head}{run / 'logs' / 'run.log'})", last=last)
-        head = f"{run} is not running; the last words are below (go on with: {command('train', run)})"
-        return Story(state="gone", headline=head, last=last)
-    age = max(0.0, now - signs["at"])
-    rows = [_Sign.of(place, sign, age) for place, sign in enumerate(signs["waits"])]
-    going = sorted(rows, key=lambda sign: -sign.seconds)
-    alike = _alike(going)
-    chain = waits.chain(going[0], going) if going else ()
-    story = Story(
-        state="alive",
-        headline="",
-        waits=tuple(alike.values()),
-        chain=tuple(dict.fromkeys(alike[sign.kind] for sign in chain)),
-        doing=tuple((name, seconds + age) for name, seconds in signs["doing"]),
-        last=last,
-    )
-    return _judged(story, run, signs, age)
-
-
-def _judged(story: Story, run: Path, signs: Mapping[str, Json], age: float) -> Story:
-    """The story with its state and headline."""
-    who = f"{run}: process {signs['pid']}"
-    liveness = Liveness.of(signs, age)
-    if liveness.state != "alive":
-        then = "; see --stacks" if liveness.state == "stuck" else ""
-        then = f"; go on with: {command('train', run)}" if liveness.state == "gone" else then
-        return dataclasses.replace(story, state=liveness.state, headline=f"{who} {liveness.text}{then}")
-    if story.culprit is not None:
-        longest = story.chain[-1]
-        head = f"{who} is alive; all waits for {longest.on}, since {duration(longest.seconds)} ({longest.reason})"
-        return dataclasses.replace(story, headline=head)
-    doing = ", ".join(phase(name, {}) for name, _ in story.doing)
+    signs = vitals.read(run)
+    lead = _ended(run, events, now) if signs is None else _running(run, signs, max(0.0, now - signs["at"]))
+    followers = ((rank, vitals.read(run, rank)) for rank in vitals.followers(run))
     return dataclasses.replace(
-        story, headline=f"{who} is alive and waits for nothing" + f"; it is at: {doing}" * bool(doing)
+        lead,
+        last=tuple(_last_words(run, events, now)),
+        followers=tuple(_follower(rank, its, max(0.0, now - its["at"])) for rank, its in followers if its is not None),
     )
 
 
-def _alike(going: Sequence[_Sign]) -> dict[tuple[str, str, str], Waits]:
-    """Waits put together by owner, party and reason, longest first."""
-    piles: dict[tuple[str, str, str], list[_Sign]] = {}
-    for sign in sorted(going, key=lambda sign: -sign.seconds):
-        piles.setdefault(sign.kind, []).append(sign)
-    return {
-        kind: Waits(
-            owner=kind[0],
-            on=kind[1],
-            reason=kind[2],
-            count=len(pile),
-            seconds=pile[0].seconds,
-            left=min((sign.left for sign in pile if sign.left is not None), default=None),
-        )
-        for kind, pile in piles.items()
-    }
+def _ended(run: Path, events: Sequence[Mapping[str, Json]], now: float) -> RunState:
+    """State of a run without a sign of life, by its events."""
+    resume = command("train", run)
+    if events and events[-1].get("event") in _ENDS:
+        ago = duration(max(0.0, now - events[-1].get("time", now)))
+        return RunState(state="ended", headline=f"{run} ended in order {ago} ago ({events[-1]['event']})")
+    if (failure := failed(events)) is not None:
+        ago, log = duration(max(0.0, now - failure[0])), run / "logs" / "run.log"
+        head = f"{run} failed {ago} ago: {failure[1]} (go on with: {resume}; the traceback is in {log})"
+        return RunState(state="failed", headline=head)
+    head = f"{run} is not running; the last words are below (go on with: {resume})"
+    return RunState(state="gone", headline=head)
 
 
-def _folded(each: Sequence[Waits]) -> Iterator[Waits]:
-    """Waits that differ by nothing but the group or rollout put together, so that those of a step fit a screen."""
-    piles: dict[tuple[str, str, str], list[Waits]] = {}
-    for one in each:
-        piles.setdefault((_ID.sub("…", one.owner), _ID.sub("…", one.on), _ID.sub("…", one.reason)), []).append(one)
-    for (owner, on, reason), pile in piles.items():
-        if len(pile) == 1:
-            yield pile[0]
-            continue
-        yield Waits(
-            owner=owner,
-            on=on,
-            reason=reason,
-            count=sum(one.count for one in pile),
-            seconds=max(one.seconds for one in pile),
-            left=min((one.left for one in pile if one.left is not None), default=None),
+def _running(run: Path, signs: Mapping[str, Json], age: float) -> RunState:
+    """State of a run by its lead's sign of life, which is so many seconds old."""
+    going = _waits(signs, age)
+    chain: dict[tuple[str, str, str], OpenWait] = {}
+    for one in waits.chain(going[0], going) if going else ():
+        chain.setdefault((one.owner, one.on, one.reason), one)
+    doing = tuple((name, seconds + age) for name, seconds in signs["doing"])
+    state, wrong = _liveness(signs, age)
+    if wrong:
+        remedy = {"stuck": "; see --stacks", "gone": f"; go on with: {command('train', run)}"}.get(state, "")
+        head = f"{wrong}{remedy}"
+    elif chain:
+        last = list(chain.values())[-1]
+        head = f"is alive; all waits for {last.on}, since {duration(last.seconds)} ({last.reason})"
+    else:
+        phases = ", ".join(phase(name, {}) for name, _ in doing)
+        head = "is alive and waits for nothing" + f"; it is at: {phases}" * bool(phases)
+    head = f"{run}: process {signs['pid']} {head}"
+    return RunState(state=state, headline=head, waits=tuple(going), chain=tuple(chain.values()), doing=doing)
+
+
+def _follower(rank: int, signs: Mapping[str, Json], age: float) -> FollowerState:
+    state, wrong = _liveness(signs, age)
+    age = 0.0 if state == "gone" else age  # what it did has ended with it
+    going = _waits(signs, age)
+    spans = [(name.removeprefix(COMMANDS), since + age) for name, since in signs["doing"] if name.startswith(COMMANDS)]
+    if spans:
+        inner = "; ".join(f"waiting for {one.on} ({one.reason}), for {duration(one.seconds)}" for one in going[:2])
+        doing = f"in command {spans[0][0]!r} for {duration(spans[0][1])}; {inner or 'waiting for nothing'}"
+    else:
+        since = "".join(f" for {duration(one.seconds)}" for one in going if one.reason == NEXT_COMMAND)
+        doing = f"idle{since}: waiting for rank 0's next command"
+    head = f"{wrong}; it was {doing}" if wrong else doing
+    return FollowerState(rank=rank, host=signs.get("host", ""), pid=signs["pid"], state=state, headline=head)
+
+
+def _liveness(signs: Mapping[str, Json], age: float) -> tuple[str, str]:
+    """A process's state, and what is wrong with it; empty if it is alive."""
+    ago, loop = f"the last sign of life was {duration(age)} ago", signs.get("loop")
+    if vitals.is_here(signs):
+        if not alive_after(signs["pid"], signs["started"]):
+            return "gone", f"is gone without a word (killed, or out of memory?); {ago}"
+        if is_stopped(signs["pid"], signs["started"]):
+            return "stopped", f"is stopped (SIGSTOP, Ctrl-Z or a debugger); {ago}"
+        if age > vitals.STALE:
+            return "stuck", f"runs, but {ago}: something in it holds the interpreter"
+    elif age > vitals.STALE:
+        return "silent", f"{ago}: it is gone or stopped, or its host {signs['host']} is not reached"
+    if loop is not None and loop > vitals.STALE:
+        return "stuck", f"runs, but its event loop has stood still for {duration(loop)}: a call that does not return"
+    return "alive", ""
+
+
+def _waits(signs: Mapping[str, Json], age: float) -> list[OpenWait]:
+    """Waits of a sign of life that is so many seconds old, longest first."""
+    going = [
+        OpenWait(
+            number=row.get("number", -1 - place),
+            within=row.get("within"),
+            owner=row["owner"],
+            on=row["on"],
+            reason=row["reason"],
+            seconds=round(row["seconds"] + age, 3),
+            left=row["deadline"] and round(row["deadline"] - row.get("moved", row["seconds"]) - age, 3),
         )
+        for place, row in enumerate(signs["waits"])
+    ]
+    return sorted(going, key=lambda one: -one.seconds)
 
 
 def _last_words(run: Path, events: Sequence[Mapping[str, Json]], now: float) -> Iterator[tuple[str, float | None, str]]:
@@ -275,10 +267,10 @@ def _ago(timestamp: str, now: float) -> float | None:
         return None
 
 
-def _all_stacks(run: Path, story: Story) -> dict[int, str | None]:
+def _all_stacks(run: Path, state: RunState) -> dict[int, str | None]:
     """Stacks of every rank that may answer, all asked at once."""
-    states = {0: story.state} | {one.rank: one.state for one in story.followers}
-    ranks = [rank for rank, state in states.items() if state in ("alive", "stuck")]
+    states = {0: state.state} | {one.rank: one.state for one in state.followers}
+    ranks = [rank for rank, its in states.items() if its in ("alive", "stuck")]
     with ThreadPoolExecutor(len(states)) as pool:
         return dict(zip(ranks, pool.map(lambda rank: _stacks(run, rank), ranks), strict=True))
 
@@ -323,35 +315,39 @@ def _until(done: Callable[[], bool]) -> bool:
     return True
 
 
-def _print(console: Console, story: Story) -> None:
-    style = {"alive": "green", "ended": "dim"}.get(story.state, "red")
-    console.print(Text.assemble((story.state, style), "  ", (story.headline, "bold")))
-    if len(story.chain) > 1:
-        links = " \u2190 ".join([story.chain[0].owner, *(wait.on for wait in story.chain)])
+def _print(console: Console, state: RunState) -> None:
+    style = {"alive": "green", "ended": "dim"}.get(state.state, "red")
+    console.print(Text.assemble((state.state, style), "  ", (state.headline, "bold")))
+    if len(state.chain) > 1:
+        links = " \u2190 ".join([state.chain[0].owner, *(wait.on for wait in state.chain)])
         console.print(f"  {links}", markup=False, highlight=False)
-    if story.waits:
-        table = Table(box=None, pad_edge=False)
-        for heading in ("who waits", "for whom", "what for", "since", "deadline in"):
-            table.add_column(heading, justify="right" if heading in ("since", "deadline in") else "left")
-        for wait in _folded(story.waits):
-            who = wait.owner if wait.count == 1 else f"{wait.owner} ({wait.count})"
-            left = "never" if wait.left is None else duration(max(0.0, wait.left))
-            table.add_row(Text(who), Text(wait.on), Text(wait.reason), duration(wait.seconds), left)
-        console.print()
-        console.print(table)
-    if story.followers:
-        _why_ranks.show(console, story.followers)
-    if story.last:
-        table = Table(box=None, pad_edge=False)
-        for heading in ("part", "", "its last word"):
-            table.add_column(heading, justify="right" if not heading else "left")
-        for part, ago, text in story.last:
-            table.add_row(Text(part), "" if ago is None else f"{duration(ago)} ago", Text(printable(text[:300])))
-        console.print()
-        console.print(table)
+    _print_table(console, ("who waits", "for whom", "what for", "since", "deadline in"), _rows(state.waits))
+    each = [(f"{one.rank}", f"{one.pid} on {one.host}", one.state, one.headline) for one in state.followers]
+    _print_table(console, ("rank", "process", "", "what it does"), each)
+    words = [(p, "" if ago is None else f"{duration(ago)} ago", printable(text[:300])) for p, ago, text in state.last]
+    _print_table(console, ("part", "", "its last word"), words)
 
 
-def _plain(wait: Waits) -> dict[str, Json]:
-    """As JSON; numbers that differ from call to call are cut to milliseconds."""
-    plain = dataclasses.asdict(wait)
-    return {key: round(value, 3) if isinstance(value, float) else value for key, value in plain.items()}
+def _rows(each: Sequence[OpenWait]) -> list[tuple[str, ...]]:
+    """A row for all waits that differ by nothing but the group or rollout, so that those of a step fit a screen."""
+    alike: dict[tuple[str, ...], list[OpenWait]] = {}
+    for one in each:
+        alike.setdefault(tuple(_ID.sub("…", text) for text in (one.owner, one.on, one.reason)), []).append(one)
+    rows: list[tuple[str, ...]] = []
+    for kind, some in alike.items():
+        who, on, reason = kind if len(some) > 1 else (some[0].owner, some[0].on, some[0].reason)
+        left = min((one.left for one in some if one.left is not None), default=None)
+        deadline = "never" if left is None else duration(max(0.0, left))
+        rows.append((f"{who} ({len(some)})" if len(some) > 1 else who, on, reason, duration(some[0].seconds), deadline))
+    return rows
+
+
+def _print_table(console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    if rows:
+        table = Table(box=None, pad_edge=False)
+        for heading in headings:
+            table.add_column(heading)
+        for row in rows:
+            table.add_row(*map(Text, row))
+        console.print()
+        console.print(table)

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tandem.distributed.compute_clock import ComputeClock
 from tandem.observability import waits
 from tandem.transport.rendezvous import Rendezvous, open_group, own_address
 
@@ -64,8 +63,6 @@ class DataGroup:
 
     def __init__(self, rendezvous: Rendezvous, rank: int, device: torch.device):
         self.rank, self.world, self.device = rank, rendezvous.world, device
-        self.clock = ComputeClock(device)
-        """Of its micro-batches, but for what these wait for in ``finish``."""
         self._seconds = rendezvous.seconds
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -116,10 +113,7 @@ class DataGroup:
             works: in the order in which they were begun.
             reason: what they bring, as ``tandem why`` tells it.
         """
-        with (
-            waits.blocking(f"rank {self.rank}", reason, on="the other ranks", deadline=self._seconds),
-            self.clock.waiting(),
-        ):
+        with waits.blocking(f"rank {self.rank}", reason, on="the other ranks", deadline=self._seconds):
             for work in works:
                 work.wait()
 

@@ -1,11 +1,8 @@
-"""Kahan and stochastic rounding: bfloat16 weights take updates smaller than their last bit.
+"""Stochastic rounding: bfloat16 weights take updates smaller than their last bit.
 
-A bfloat16 is the upper half of a float32, so both ways here are arithmetic on whole numbers:
-
-- **compensation**: the lower half is kept beside the weight, in 16 bits. The two together are the float32 to the bit;
-- **stochastic rounding**: the lower half is the probability, in 65536ths, of rounding away from zero. The weight is
-  right in the mean. The random bits are a function of step, parameter and element alone, so they are the same on any
-  device, with any number of threads, and after a resume.
+A bfloat16 is the upper half of a float32. The lower half is the probability, in 65536ths, of rounding away from zero,
+so the weight is right in the mean. The random bits are a function of step, parameter and element alone, so they are the
+same on any device, with any number of threads, and after a resume.
 """
 
 from __future__ import annotations
@@ -18,22 +15,6 @@ from torch import Tensor
 
 from tandem.optimizers._fused import fused, number
 from tandem.optimizers.base import PIECE
-
-
-def split(value: Tensor) -> tuple[Tensor, Tensor]:
-    """Nearest bfloat16 of a float32, ties away from zero, and what it lacks: an int16 for ``join``.
-
-    To even, as hardware rounds, a tie would leave +32768 as often as -32768, and an int16 holds only one of them.
-    """
-    bits = value.contiguous().view(torch.int32)
-    upper = (bits + 0x8000) >> 16
-    return upper.to(torch.int16).view(torch.bfloat16), (bits - (upper << 16)).to(torch.int16)
-
-
-def join(weight: Tensor, compensation: Tensor) -> Tensor:
-    """The float32 that ``split`` took apart."""
-    upper = weight.contiguous().view(torch.int16).to(torch.int32)
-    return (upper << 16).add_(compensation).view(torch.float32)
 
 
 def round_stochastically(value: Tensor, key: int, first: int = 0) -> Tensor:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 FLOAT = 4  # bytes
 
-_EXTRA = {"masters": 4, "kahan": 2, "stochastic": 0}  # bytes beside a narrow weight
+_EXTRA = {"masters": 4, "stochastic": 0}  # bytes beside a narrow weight
 _GRADIENT = {"float32": FLOAT, "bfloat16": 2}  # bytes of a narrow weight's gradient
 
 
@@ -26,10 +26,9 @@ _GRADIENT = {"float32": FLOAT, "bfloat16": 2}  # bytes of a narrow weight's grad
 class Precise(Optimizer):
     """Options of optimizers that update weights where they are."""
 
-    precision: Literal["masters", "kahan", "stochastic", "plain"] = "masters"
-    """How bfloat16 weights take small updates: masters keeps a float32 copy of each (4 bytes); kahan the 16 bits that
-    rounding took off (2 bytes, the same result); stochastic nothing, it rounds at random and is right in the mean.
-    plain rounding is refused. float32 weights need none of them."""
+    precision: Literal["masters", "stochastic", "plain"] = "masters"
+    """How bfloat16 weights take small updates: masters keeps a float32 copy of each (4 bytes); stochastic
+    nothing, it rounds at random and is right in the mean. plain rounding is refused. float32 weights need neither."""
     gradients: Literal["float32", "bfloat16"] = "float32"
     """What gradients of bfloat16 weights are added up in over a step's micro-batches: float32 (4 bytes), or bfloat16
     (2 bytes), where the first is kept as it is and each further one rounds the sum by at most 2^-8 of itself. One
@@ -40,7 +39,7 @@ class Precise(Optimizer):
         if self.precision == "plain":
             raise ValueError(
                 "precision: plain rounding loses the update: a step of 1e-6 is under a hundredth of the last bit of a "
-                "typical bfloat16 weight and rounds to nothing; take masters, kahan or stochastic"
+                "typical bfloat16 weight and rounds to nothing; take masters or stochastic"
             )
 
     def narrow_bytes(self, parameter_bytes: int) -> int:
@@ -94,7 +93,6 @@ class TrainedWeight:
         self.keeps = self.own or narrow_gradient
         """A step's first gradient is kept as it comes; further ones are added to it, in its type."""
         self.master: Parameter | None = None
-        self.compensation: Tensor | None = None
         self.buffer: Tensor | None = None
         self.started = False
         self.steps = 0
@@ -110,13 +108,11 @@ class TrainedWeight:
             raise ConfigError(
                 f"optimizer.precision: {precision} is for bfloat16 weights, and {name} is {weights.dtype}; take masters"
             )
-        elif precision == "kahan":
-            self.compensation = torch.zeros(weights.shape, dtype=torch.int16, device=home)
 
     @property
     def rounds_stochastically(self) -> bool:
         """Nothing is kept of what rounding takes off."""
-        return self.master is None and self.compensation is None
+        return self.master is None
 
     def add(self, grad: Tensor) -> None:
         """Add a micro-batch's gradient. The first of a step is moved or copied in, so nothing has to be zeroed.
@@ -161,7 +157,7 @@ class TrainedWeight:
         flat = source.reshape(-1)  # a copy where the weight is strided
         size = size or PIECE
         for at in self._cuts(flat.numel(), size):
-            value = self._widened(flat, at)
+            value = flat[at].float()  # itself if it is float32
             yield value, self._clipped(at, clip), at
             if self.master is None:
                 self._narrow(value, flat, at.start)
@@ -178,13 +174,6 @@ class TrainedWeight:
             yield slice(start, stop)
             start = stop
 
-    def _widened(self, flat: Tensor, at: slice) -> Tensor:
-        if self.compensation is not None:
-            from tandem.optimizers import _narrow
-
-            return _narrow.join(flat[at], self.compensation.view(-1)[at])
-        return flat[at].float()  # itself if it is float32
-
     def _clipped(self, at: slice, clip: float) -> Tensor:
         grad = self.gradient.view(-1)[at].float()  # itself if it is float32
         return grad if clip == 1.0 else grad.mul_(clip)
@@ -192,23 +181,13 @@ class TrainedWeight:
     def _narrow(self, value: Tensor, flat: Tensor, start: int) -> None:
         from tandem.optimizers import _narrow
 
-        if self.compensation is None:
-            begins = self.part.start + start
-            pieces = range(begins - begins % PIECE, begins + len(value), PIECE)
-            keys = [_narrow.stream(self.steps, self.name, first) for first in pieces]
-            _narrow.write_stochastically(flat[start : start + len(value)], value, keys, begins % PIECE)
-            return
-        starts = range(start, start + len(value), PIECE)
-        for first, part in zip(starts, value.split(PIECE), strict=True):
-            at = slice(first, first + len(part))
-            weight, rest = _narrow.split(part)
-            flat[at].copy_(weight)
-            self.compensation.view(-1)[at].copy_(rest)
+        begins = self.part.start + start
+        pieces = range(begins - begins % PIECE, begins + len(value), PIECE)
+        keys = [_narrow.stream(self.steps, self.name, first) for first in pieces]
+        _narrow.write_stochastically(flat[start : start + len(value)], value, keys, begins % PIECE)
 
     def held(self) -> dict[str, Tensor]:
         """What keeps the weight precise, as state."""
-        if self.compensation is not None:
-            return {"compensation": self.compensation}
         return {} if self.own or self.master is None else {"master": self.master.detach()}
 
 

@@ -16,7 +16,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from tandem.metrics import Mean, Metrics, Sum, Value, flatten
@@ -25,7 +25,7 @@ from tandem.types import Json
 WINDOW = 4
 """Steps that a decision looks at, after those that had groups of the setting before."""
 HOLD = 8
-"""Windows for which a setting that was found too far, or too near, is not tried again."""
+"""Windows for which nothing is tried after a change that did not help, or was too stale."""
 WAITS, FED, IDLE = 0.05, 0.01, 0.05
 """Shares of a step: a trainer that waits so long is short of rollouts, one that waits less than FED has enough, and an
 engine without work for longer than IDLE does too much."""
@@ -59,12 +59,8 @@ class RateState:
     """``ahead`` before it."""
     before: float = 0.0
     """Seconds of a step before it."""
-    least: int = 0
-    """It does not shrink below this for now, since the trainer waited there."""
-    most: int | None = None
-    """It does not grow beyond this for now, since that was no faster or too stale."""
     held: int = 0
-    """Windows until ``least`` and ``most`` are forgotten."""
+    """Windows to come in which nothing is tried."""
 
     def to_json(self) -> dict[str, Json]:
         """Plain data."""
@@ -72,8 +68,8 @@ class RateState:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RateState:
-        """Inverse of ``to_json``; raises TypeError where something is missing."""
-        return cls(**data)
+        """Inverse of ``to_json``, without fields of earlier versions; raises TypeError where ``ahead`` is missing."""
+        return cls(**{field.name: data[field.name] for field in dataclasses.fields(cls) if field.name in data})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,15 +103,10 @@ class LagController:
 
     def after(self, state: RateState, seen: StepTiming) -> RateState:
         """What a step that was seen makes of it."""
-        new = self._after(state, seen)
-        return new if new.ahead <= self.most else dataclasses.replace(new, ahead=self.most)
-
-    def _after(self, state: RateState, seen: StepTiming) -> RateState:
         # What is in flight when it shrinks is as old as before for some steps; to halve it again would be too much.
         calmed = state.settling and state.why == "ess"
         if seen.ess is not None and seen.ess < self.ess_floor and state.ahead > 0 and not calmed:
-            half = state.ahead // 2
-            return self._changed(state, half, "ess", most=half, held=HOLD)
+            return self._changed(state, state.ahead // 2, "ess", held=HOLD)
         if state.settling:
             return dataclasses.replace(state, settling=state.settling - 1)
         state = dataclasses.replace(
@@ -129,55 +120,41 @@ class LagController:
 
     def _decided(self, state: RateState) -> RateState:
         """At the end of a window."""
-        each = state.seconds / state.steps
         waits, idle = state.waited > WAITS * state.seconds, state.idle > IDLE * state.seconds
-        most = self.most if state.most is None else min(state.most, self.most)
-        if state.why == "waits" and each > (1 - GAIN) * state.before:
-            return self._changed(state, state.was, "no faster", most=state.was, held=HOLD)
+        if state.why == "waits" and state.seconds > (1 - GAIN) * state.before * state.steps:
+            return self._changed(state, state.was, "no faster", held=HOLD)
         if state.why == "idle" and waits:
-            return self._changed(state, state.was, "too few", least=state.was, held=HOLD)
-        if waits and state.ahead < most:
-            return self._changed(state, min(most, state.ahead + -(-self.groups_per_step // 2)), "waits")
-        if state.waited < FED * state.seconds and idle and state.ahead > max(1, state.least):
-            less = state.ahead - -(-self.groups_per_step // 4)
-            return self._changed(state, max(1, state.least, less), "idle")
-        return self._kept(state)
+            return self._changed(state, state.was, "too few", held=HOLD)
+        if waits and not state.held and state.ahead < self.most:
+            return self._changed(state, state.ahead + -(-self.groups_per_step // 2), "waits")
+        if state.waited < FED * state.seconds and idle and not state.held and state.ahead > 1:
+            return self._changed(state, max(1, state.ahead - -(-self.groups_per_step // 4)), "idle")
+        return RateState(ahead=state.ahead, held=max(0, state.held - 1))
 
-    def _changed(self, state: RateState, ahead: int, why: Reason, **held: Any) -> RateState:
-        oldest = -(-max(state.ahead, ahead) // self.groups_per_step)
+    def _changed(self, state: RateState, ahead: int, why: Reason, *, held: int = 0) -> RateState:
         return RateState(
-            ahead=ahead,
-            settling=oldest + 1,
+            ahead=min(ahead, self.most),
+            settling=-(-max(state.ahead, ahead) // self.groups_per_step) + 1,
             why=why,
             was=state.ahead,
             before=state.seconds / state.steps if state.steps else 0.0,
-            **{"least": state.least, "most": state.most, "held": state.held, **held},
+            held=held,
         )
-
-    def _kept(self, state: RateState) -> RateState:
-        """On with the same; what was found out is forgotten after some time, for lengths and rewards change."""
-        held = max(0, state.held - 1)
-        known = {"least": state.least, "most": state.most} if held else {}
-        return RateState(ahead=state.ahead, held=held, **known)  # type: ignore[arg-type]
-
-
-Changed = Callable[[Mapping[str, Json]], None]
-"""Told of every change: what an event says of it."""
 
 
 @dataclass(slots=True, kw_only=True)
 class LagControl:
-    """Controller of max_lag: auto: how far sampling may be ahead, by the waits of trainer and engine."""
+    """How far sampling may be ahead in a run: fixed, or what a controller makes of the waits that this measures."""
 
     groups_per_step: int
     """Groups in a batch."""
     ahead: int
     """Groups that may be admitted beyond the batch that is trained on."""
     budget: LagController | None = None
-    """What a controller may do; None: ``ahead`` stays as it is."""
+    """What decides; None: ``ahead`` stays as it is."""
     state: RateState | None = None
     """The controller's."""
-    changed: Changed = lambda fields: None
+    changed: Callable[[Mapping[str, Json]], None] = lambda fields: None
     """Told of every change."""
     clock: Callable[[], float] = time.perf_counter
     """Seconds."""
@@ -186,7 +163,6 @@ class LagControl:
     _idle: float = 0.0
     _idle_since: float | None = None
     _playing: int = 0
-    _ever: bool = field(default=False, init=False)
 
     @classmethod
     def fixed(cls, groups_per_step: int, steps: int) -> LagControl:
@@ -194,13 +170,13 @@ class LagControl:
         return cls(groups_per_step=groups_per_step, ahead=steps * groups_per_step)
 
     @classmethod
-    def auto(cls, budget: LagController, state: RateState | None, changed: Changed) -> LagControl:
+    def auto(
+        cls, budget: LagController, state: RateState | None, changed: Callable[[Mapping[str, Json]], None]
+    ) -> LagControl:
         """By measured waits, from where ``state`` stands."""
-        state = budget.first() if state is None else state
-        state = dataclasses.replace(state, ahead=min(state.ahead, budget.most))
-        return cls(
-            groups_per_step=budget.groups_per_step, ahead=state.ahead, budget=budget, state=state, changed=changed
-        )
+        state = budget.first() if state is None else dataclasses.replace(state, ahead=min(state.ahead, budget.most))
+        size = budget.groups_per_step
+        return cls(groups_per_step=size, ahead=state.ahead, budget=budget, state=state, changed=changed)
 
     @property
     def lag(self) -> int:
@@ -227,19 +203,14 @@ class LagControl:
     @contextmanager
     def playing(self) -> Iterator[None]:
         """Around the playing of each group."""
-        self._count(1)
+        if self._idle_since is not None:
+            self._idle += self.clock() - self._idle_since
+        self._playing, self._idle_since = self._playing + 1, None
         try:
             yield
         finally:
-            self._count(-1)
-
-    def _count(self, more: int) -> None:
-        now = self.clock()
-        if self._idle_since is not None:
-            self._idle += now - self._idle_since
-        self._playing += more
-        self._ever = True
-        self._idle_since = None if self._playing else now
+            self._playing -= 1
+            self._idle_since = None if self._playing else self.clock()
 
     def step(self, step: int, metrics: Metrics) -> Mapping[str, Value]:
         """End a step: decide on the lag, and add its metrics.
@@ -250,32 +221,27 @@ class LagControl:
         """
         now = self.clock()
         idle = self._idle + (0.0 if self._idle_since is None else now - self._idle_since)
-        values: dict[str, Value] = {"engine/idle_seconds": Sum(idle)} if self._ever else {}
+        has_played = self._playing or self._idle_since is not None
+        values: dict[str, Value] = {"engine/idle_seconds": Sum(idle)} if has_played else {}
         if self.budget is None or self.state is None:
             return values
         values |= {"lag_control/groups_ahead": Mean(self.ahead, 1), "lag_control/lag": Mean(self.lag, 1)}
-        seconds = now - self._begun
-        ess = {name: value for name, value in metrics.items() if name == "ess"}
-        seen = StepTiming(seconds=seconds, waited=self._waited, idle=idle, ess=flatten(ess).get("ess"))
+        ess = flatten({name: value for name, value in metrics.items() if name == "ess"}).get("ess")
+        seen = StepTiming(seconds=now - self._begun, waited=self._waited, idle=idle, ess=ess)
         old, self.state = self.state, self.budget.after(self.state, seen)
         self.ahead = self.state.ahead
         if self.ahead != old.ahead:
-            self._tell(step, old, seen)
+            seconds = old.seconds + seen.seconds  # of the window that decided, this step included
+            self.changed(
+                {
+                    "step": step,
+                    "reason": self.state.why,
+                    "was": old.ahead,
+                    "ahead": self.ahead,
+                    "lag": self.lag,
+                    "waited": round((old.waited + seen.waited) / seconds, 4) if seconds else 0.0,
+                    "idle": round((old.idle + seen.idle) / seconds, 4) if seconds else 0.0,
+                    "ess": None if ess is None else round(ess, 4),
+                }
+            )
         return values
-
-    def _tell(self, step: int, old: RateState, seen: StepTiming) -> None:
-        """Of the window that decided, the step that was seen included."""
-        assert self.state is not None
-        seconds = old.seconds + seen.seconds
-        self.changed(
-            {
-                "step": step,
-                "reason": self.state.why,
-                "was": old.ahead,
-                "ahead": self.ahead,
-                "lag": self.lag,
-                "waited": round((old.waited + seen.waited) / seconds, 4) if seconds else 0.0,
-                "idle": round((old.idle + seen.idle) / seconds, 4) if seconds else 0.0,
-                "ess": None if seen.ess is None else round(seen.ess, 4),
-            }
-        )

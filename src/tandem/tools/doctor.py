@@ -24,7 +24,6 @@ from rich.text import Text
 from tandem import __version__, machine
 from tandem.config.loading import load
 from tandem.distributed import flight_recorder
-from tandem.distributed.interconnect import interconnect
 from tandem.distributed.placement import Placement, visible_accelerators
 from tandem.engines.base import EngineSpec
 from tandem.errors import TandemError
@@ -167,10 +166,6 @@ def ranks(environ: Mapping[str, str]) -> Iterator[Diagnosis]:
         yield Diagnosis(what="ranks", state="note", detail=detail, fix=fix)
     if accelerators:
         yield _tried("NCCL", _nccl, "take a build of torch for this accelerator: https://pytorch.org/get-started")
-    if (way := interconnect()) is not None:
-        detail = f"{way.gpus} GPUs over {way.kind} ({way.slowest} between the slowest two)"
-        slow = "" if way.kind == "NVLink" else "weights and gradients travel at some 25 GB/s, a guess, instead of 360"
-        yield Diagnosis(what="interconnect", state="note" if slow else "ok", detail=detail, fix=slow)
     if placement is None or placement.launcher == "slurm":  # other launchers hold the port by now, or chose a free one
         yield _port(DEFAULT_PORT if placement is None else placement.master_port)
 

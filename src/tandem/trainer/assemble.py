@@ -340,7 +340,7 @@ async def _step(
         return Step(work=work_of(config, policy, own, held), **options)
     trained, stepper = await together.do("bind", None, policy.compute(parts.bind, config, policy))
     work = work_of(config, trained, stepper, held, stepper.begin_pass, stepper.flush, stepper.end_pass)
-    work.context, work.clock = parts.context, parts.clock
+    work.context = parts.context
     crew = RankCrew(work, together.ranks, context_parallel=config.distributed.context_parallel)
     return Step(work=work, crew=crew, **options)
 

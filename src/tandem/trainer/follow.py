@@ -204,7 +204,7 @@ class _Rank:
         # Now that the weights lie where they are trained: they may have been loaded on the host.
         self._staging = self._stack.enter_context(closing(staging_of(config.checkpoint.asynchronous, policy)))
         work = work_of(config, trained, stepper, self._held, stepper.begin_pass, stepper.flush, stepper.end_pass)
-        work.context, work.clock = self._parts.context, self._parts.clock
+        work.context = self._parts.context
         self.handlers |= handlers(work)
 
     async def _restore(self, body: Any) -> None:

@@ -27,7 +27,7 @@ from tandem.metrics import Histogram, Mean, Sum, Value
 from tandem.model.attention import Packed, sequential_positions
 from tandem.model.penalties import Past, Penalties, TokenHistory, joined
 from tandem.model.plans import moved
-from tandem.trainer.balance import ANOTHER, Balance, GroupSamples, rounds_of
+from tandem.trainer.balance import Balance, GroupSamples, rounds_of
 from tandem.trainer.prefix_tree import Ints, PackedRow, PrefixTree
 from tandem.types import Group, Rollout, Sample
 
@@ -83,8 +83,6 @@ class StepBatch:
     rounds: tuple[tuple[int | None, ...], ...] = ()
     """What ranks compute side by side, where there are several: the index of each rank's micro-batch, None for a rank
     that has none in that round."""
-    costs: tuple[float, ...] = ()
-    """What each micro-batch costs to compute, in tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +143,6 @@ class Packer:
                 **_imbalance(rounds, costs),
             },
             rounds=tuple(rounds),
-            costs=tuple(cost + ANOTHER for cost in costs),
         )
 
     def _weights(self, num_tokens: int, num_samples: int) -> Callable[[int], float]:

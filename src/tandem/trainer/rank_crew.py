@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,6 @@ from tandem.metrics import Value
 from tandem.pending import PendingMetrics
 from tandem.trainer.objective import Known
 from tandem.trainer.pack import Micro, StepBatch
-from tandem.trainer.rank_pace import paces
 from tandem.trainer.rank_wire import metrics_of, metrics_to_plain, micro_of, micro_to_plain
 from tandem.trainer.step import BatchPass
 from tandem.trainer.work import LocalWork
@@ -53,10 +51,6 @@ class RankWork:
         queued()
         return await self._compute(work.settle, passes)
 
-    def compute_seconds(self) -> float | None:
-        """How long this rank computed in ``passed``, waits for others left out; None where no clock is."""
-        return None if self.work.clock is None else self.work.clock.take()
-
     @property
     def known(self) -> list[Known]:
         """Of the micro-batches that there are."""
@@ -91,13 +85,7 @@ class RankCrew:
             there = [i for i in indices if i is not None]
             results |= dict(zip(there, zip(its_metrics, its_logprobs, strict=True), strict=True))
         every = [results[i] for i in range(len(batch.micro))]
-        seconds = [self._mine.compute_seconds(), *(reply["compute_seconds"] for reply in replies)]
-        return BatchPass(
-            metrics=[m for m, _ in every],
-            logprobs=[p for _, p in every],
-            known=self._mine.known,
-            ranks={} if known else _paces(batch, dealt, seconds),
-        )
+        return BatchPass(metrics=[m for m, _ in every], logprobs=[p for _, p in every], known=self._mine.known)
 
     def _dealt(self, batch: StepBatch, rank: int) -> list[int | None]:
         """Index of a rank's micro-batch in each round."""
@@ -123,16 +111,6 @@ class RankCrew:
         await self._ranks.execute("move", None, self._compute(self._work.move))
 
 
-def _paces(
-    batch: StepBatch, dealt: Sequence[Sequence[int | None]], seconds: Sequence[float | None]
-) -> dict[str, Value]:
-    """Metrics of the ranks' paces in a step's first pass; none where they cannot be told apart."""
-    known = [each for each in seconds if each is not None]
-    if len(known) < len(seconds):
-        return {}
-    return paces(known, [math.fsum(batch.costs[i] for i in indices if i is not None) for indices in dealt])
-
-
 def handlers(work: LocalWork) -> dict[str, Handler]:
     """What a follower does for each command of a step. Weights are written when it replies, and not only queued."""
     mine, compute = RankWork(work), work.policy.compute
@@ -141,11 +119,7 @@ def handlers(work: LocalWork) -> dict[str, Handler]:
         if body is not None:
             mine.take(body)
         metrics, logprobs = await mine.passed()
-        return {
-            "metrics": [metrics_to_plain(one) for one in metrics],
-            "logprobs": logprobs,
-            "compute_seconds": mine.compute_seconds(),
-        }
+        return {"metrics": [metrics_to_plain(one) for one in metrics], "logprobs": logprobs}
 
     async def apply(body: Any) -> None:
         await compute(work.apply, *body)

@@ -20,7 +20,6 @@ from torch._C._distributed_c10d import ErrorType
 from tandem.config.loading import RunConfig
 from tandem.config.sections import Distributed
 from tandem.distributed import flight_recorder
-from tandem.distributed.compute_clock import ComputeClock
 from tandem.distributed.crew import Ranks, lead
 from tandem.distributed.group import DataGroup
 from tandem.distributed.placement import Placement, visible_accelerators
@@ -91,8 +90,6 @@ class RankParts:
     """Where its ranks met."""
     context: Any = None
     """The group of ranks that share this one's micro-batches; None: it shares none."""
-    clock: ComputeClock | None = None
-    """Of what it computes; None where ranks need one another for each layer, and none is slower by itself."""
     mesh: ShardMesh | None = None
     """All ranks, where weights are cut."""
 
@@ -145,10 +142,8 @@ class RankParts:
         if context_parallel > 1:
             some = replace(data, world=context_parallel, name=f"{rendezvous.name}-context-{rank // context_parallel}")
             context = open_group(some, rank % context_parallel, own_address(some), watched=True)
-        sharded = distributed.shard == "weights"
-        clock = None if sharded or context is not None else group.clock
-        parts = cls(group=group, rendezvous=data, context=context, clock=clock)
-        if sharded:
+        parts = cls(group=group, rendezvous=data, context=context)
+        if distributed.shard == "weights":
             parts.mesh = ShardMesh.of(data, group, data.world // distributed.replicas, workers)
         return parts
 

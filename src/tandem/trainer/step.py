@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Protocol
 
@@ -40,8 +40,6 @@ class BatchPass:
     """Of the trained tokens of each."""
     known: Sequence[Known]
     """Of those that this process computed."""
-    ranks: Mapping[str, Value] = field(default_factory=dict)
-    """Of the ranks, where several computed it."""
 
 
 class Crew(Protocol):
@@ -154,7 +152,7 @@ class Step:
                 logprobs.setdefault(rollout, []).extend(of_micro[at : at + num])
                 at += num
         return StepStats(
-            metrics=merge([*passed.metrics, _never_clipped(batch, passed.metrics), passed.ranks]),
+            metrics=merge([*passed.metrics, _never_clipped(batch, passed.metrics)]),
             logprobs={k: tuple(v) for k, v in logprobs.items()},
             known=passed.known,
         )

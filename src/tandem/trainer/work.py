@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from tandem import machine
 from tandem.algorithms.references.base import ReferenceWeights
-from tandem.distributed.compute_clock import ComputeClock
 from tandem.distributed.context_parallel import ContextPart
 from tandem.metrics import Mean, Sum, Value
 from tandem.model.logprobs import token_logprobs
@@ -50,8 +48,6 @@ class LocalWork:
     """Called after the last micro-batch of a pass: adds up what is not added up yet."""
     context: Any = None
     """The group of ranks that compute each micro-batch together; None: this rank computes it alone."""
-    clock: ComputeClock | None = None
-    """Of what this rank computes without the others; None: nobody compares it with them."""
     tile: int | None = None
     """Most logits held at once; None: as fits the device."""
     _hooked: bool = field(default=False)
@@ -67,10 +63,6 @@ class LocalWork:
     @trace.span("seconds/forward_backward")
     def micro(self, micro: Micro, known: Known | None) -> tuple[PendingMetrics, Tensor, Known]:
         """Queue one micro-batch; asking the device for anything here would hold up all that follow."""
-        with self.clock.computing() if self.clock is not None else nullcontext():
-            return self._micro(micro, known)
-
-    def _micro(self, micro: Micro, known: Known | None) -> tuple[PendingMetrics, Tensor, Known]:
         reference_N = self._reference(micro) if known is None else None
         logprobs_N, entropy_N = self._distribution(micro, entropy=True)
         if known is None:

@@ -111,14 +111,12 @@ def _optimizers(config: RunConfig, set_options: Collection[str], on_host: bool) 
     yield own
     if resolve.kind_of("optimizers", own) != "adamw" or config.distributed.shard == "weights":
         return
-    free = "optimizer.precision" not in set_options
-    kahan = {"precision": "kahan"} if free and config.dtype == "bfloat16" else {}  # to the bit what masters give
-    ways: list[tuple[str, dict[str, str]]] = [("adamw", kahan), ("adamw8bit", kahan)]
-    if free and not on_host:
-        ways.append(("adamw_cpu", {}))
-    for kind, changes in ways:
+    kinds = ["adamw8bit"]
+    if "optimizer.precision" not in set_options and not on_host:
+        kinds.append("adamw_cpu")
+    for kind in kinds:
         cls = resolve.find("optimizers", kind)
-        yield cls(**{option.name: getattr(own, option.name) for option in resolve.options(cls)} | changes)
+        yield cls(**{option.name: getattr(own, option.name) for option in resolve.options(cls)})
 
 
 def _settings(config: RunConfig) -> str:
