@@ -9,7 +9,6 @@ import torch
 
 from tandem.distributed.compute_clock import ComputeClock
 from tandem.metrics import flatten
-from tandem.observability.alarms.watch import AlarmWatch
 from tandem.trainer.rank_pace import paces
 
 
@@ -39,16 +38,3 @@ def test_the_clock_leaves_out_waits_and_what_is_around_micro_batches(monkeypatch
             now[0] += 100.0
     assert clock.take() == 6.0
     assert clock.take() == 0.0
-
-
-def test_a_straggler_is_over_once_it_keeps_up() -> None:
-    watch, notices = AlarmWatch({}), []
-    for step in range(1, 61):
-        slow = 1.2 if 5 <= step < 30 else 1.0
-        row = {"ranks/slowdown/0": 1.0, "ranks/slowdown/1": slow, "ranks/slowdown/2": 0.9, "ranks/slowdown": slow}
-        notices += [(notice.step, notice.finding) for notice in watch.step(step, row) if notice.alarm == "stragglers"]
-    (begin, finding), (end, over) = notices
-    assert (begin, end, over) == (24, 39, None)
-    assert finding is not None
-    assert finding.seen.startswith("rank 1 takes 1.2 times the median rank's time")
-    assert "steps 5–24" in finding.seen

@@ -15,7 +15,7 @@ from typing import Self
 from tandem.errors import ConfigError, TandemError
 from tandem.metrics import Metrics, flatten, merge
 from tandem.observability import json_lines, trace, waits
-from tandem.observability.alarms.watch import AlarmWatch
+from tandem.observability.alarms import AlarmWatch
 from tandem.observability.lasting_waits import LastingWaits
 from tandem.observability.loggers.base import Activity, MetricsLogger, RunInfo, Writer
 from tandem.observability.loggers.jsonl import Jsonl
