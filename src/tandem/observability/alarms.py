@@ -66,6 +66,7 @@ class Alarm:
     """A row of the table."""
 
     name: Name
+    """Its name in recipes, events and metrics."""
     metrics: tuple[str, ...]
     """Metrics concerned, the most telling first; the report marks their charts."""
     patterns: tuple[Pattern, ...]
@@ -79,7 +80,7 @@ class Alarm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Changed:
+class _Changed:
     """The median of a metric against its median in earlier windows."""
 
     metric: str
@@ -108,7 +109,7 @@ class Changed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Jumps:
+class _Jumps:
     """Several values of a metric far from its median over the latest steps."""
 
     metric: str
@@ -537,7 +538,7 @@ ALARMS: tuple[Alarm, ...] = (
         patterns=(
             _not_finite,
             _ruined,
-            Jumps(
+            _Jumps(
                 metric="loss",
                 far=lambda usual, scatter: max(0.1, 20 * scatter, 10 * abs(usual)),
                 means="A few samples dominate a step: ratios far from 1, a reward far outside the others', or a KL "
@@ -554,7 +555,7 @@ ALARMS: tuple[Alarm, ...] = (
         name="length",
         metrics=("length", "rollouts/truncated"),
         patterns=(
-            Changed(
+            _Changed(
                 metric="length",
                 seen="answers have {level} tokens ({now}), {before} at {then}",
                 test=lambda level, before, recipe: before >= 12 and level <= 0.25 * before,
@@ -567,7 +568,7 @@ ALARMS: tuple[Alarm, ...] = (
                     "(reference: start) holds the policy near its start."
                 ),
             ),
-            Changed(
+            _Changed(
                 metric="length",
                 seen="answers have {level} tokens ({now}), {before} at {then}",
                 test=_near_limit,
@@ -575,8 +576,8 @@ ALARMS: tuple[Alarm, ...] = (
                 means="Answers lose nothing by going on: a weakness of the reward or of the loss's normalisation "
                 "rewards length, or the policy forgets how to end, and repeats itself.",
                 change=lambda recipe: (
-                    "Read some answers (tandem show --report). truncated: penalise, or "
-                    "rewards.overlong=0.5, which lowers the reward near sampling.max_tokens, or rewards.repetition=0.5; "
+                    "Read some answers (tandem show --report). truncated: penalise, or rewards.overlong=0.5, which "
+                    "lowers the reward near sampling.max_tokens, or rewards.repetition=0.5; "
                     f"{recipe.less('optimizer.lr')}."
                 ),
             ),
@@ -587,7 +588,7 @@ ALARMS: tuple[Alarm, ...] = (
         name="entropy",
         metrics=("entropy",),
         patterns=(
-            Changed(
+            _Changed(
                 metric="entropy",
                 seen="entropy is {level} nats per token ({now}), {before} at {then}",
                 test=lambda level, before, recipe: collapsed(level, before),
@@ -601,7 +602,7 @@ ALARMS: tuple[Alarm, ...] = (
                     "checkpoint before it fell."
                 ),
             ),
-            Changed(
+            _Changed(
                 metric="entropy",
                 seen="entropy is {level} nats per token ({now}), {before} at {then}",
                 test=lambda level, before, recipe: exploded(level, before),
@@ -622,13 +623,13 @@ ALARMS: tuple[Alarm, ...] = (
         name="grad_norm",
         metrics=("grad_norm",),
         patterns=(
-            Jumps(
+            _Jumps(
                 metric="grad_norm",
                 far=lambda usual, scatter: max(7 * usual, 10 * scatter),
                 means=_EXTREME,
                 change=_calmer,
             ),
-            Changed(
+            _Changed(
                 metric="grad_norm",
                 seen="grad_norm is {level} ({now}), {before} at {then}",
                 test=_beyond_clip,
@@ -663,12 +664,15 @@ class Notice:
     """An alarm that is raised, raised again, or over."""
 
     alarm: str
+    """Its name."""
     step: int
+    """The step after which it is reported."""
     since: int
     """First step that showed it."""
     finding: Finding | None
     """None: it is over."""
     metrics: tuple[str, ...] = ()
+    """Metrics concerned."""
 
     def fields(self) -> dict[str, Json]:
         """Fields of its event."""
