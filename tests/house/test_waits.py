@@ -52,7 +52,7 @@ ALLOWED = {
     "model/context.py:forward": "on CUDA it queues; gloo's has the group's deadline",
     "distributed/group.py:wait": "gloo has the group's deadline; NCCL's queues on CUDA",
     # What tells of waits.
-    "observability/watchdog.py:_see_off": "for the end of the main thread: it ends a process that hangs there",
+    "observability/watchdog.py:_end_process": "for the end of the main thread: it ends a process that hangs there",
     "observability/watchdog.py:watching": "for its own thread, which waits for nothing but its next look",
     "observability/vitals.py:shown": "for its own thread, which waits for nothing but its next sign",
     "observability/waits.py:actor": "a context variable",

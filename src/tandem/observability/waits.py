@@ -65,8 +65,9 @@ class Wait:
     """Whose it is; None in a thread."""
     give_up: Callable[[], None] | None = None
     """Ends it as late, from any thread; None where nothing can, as in a thread."""
-    story: str = ""
-    """What waited for what when it was late."""
+    _sentence: str = ""
+    _late: bool = False
+    _reported: bool = False
 
     @property
     def seconds(self) -> float:
@@ -80,38 +81,35 @@ class Wait:
 
     def late(self) -> Deadline:
         """The error of a passed deadline."""
-        with _lock:
-            _late.add(self)
+        self._late = True
         return Deadline(self.sentence(), on=self.on)
 
     def sentence(self) -> str:
-        """One sentence on what waited for what."""
-        if not self.story:
+        """One sentence on what waited for what, as of its first call."""
+        if not self._sentence:
             limit = "" if self.deadline is None else f", but the deadline is {self.deadline:g} s"
             waited = time.monotonic() - self.moved
-            self.story = f"{self.owner} waited {waited:.1f} s for {self.on} ({self.reason}){limit}"
+            self._sentence = f"{self.owner} waited {waited:.1f} s for {self.on} ({self.reason}){limit}"
             if len(links := parties(self)) > 2:
-                self.story += f"; who waits for whom: {' <- '.join(links)}"
-        return self.story
+                self._sentence += f"; who waits for whom: {' <- '.join(links)}"
+        return self._sentence
 
 
 Listener = Callable[[Wait, State], None]
 
 _open: dict[Wait, None] = {}
-_reported: set[Wait] = set()
-_late: set[Wait] = set()
 _listeners: list[Listener] = []
 _looks: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
 
 
 def current() -> list[Wait]:
-    """Waits going on now in this process, longest first."""
+    """Open waits of this process, longest first."""
     with _lock:
         return list(_open)
 
 
 def begun() -> int:
-    """Waits that were ever registered in this process."""
+    """Number of waits ever registered in this process."""
     return _last
 
 
@@ -122,7 +120,7 @@ def actor(otherwise: str) -> str:
 
 
 def progress() -> None:
-    """Something came of the waits that this runs in: their deadlines begin anew."""
+    """Restart the deadlines of all enclosing waits."""
     wait, now = _within.get(), time.monotonic()
     while wait is not None:
         wait.moved = now
@@ -283,10 +281,12 @@ def _looking(loop: asyncio.AbstractEventLoop) -> None:
 
 def _look(loop: asyncio.AbstractEventLoop) -> None:
     with _lock:
-        mine = [wait for wait in _open if wait not in _reported and wait.give_up and _loop_of(wait) is loop]
-    for wait in mine:
-        _tell_if_long(wait)
-    left = [LONG - wait.seconds for wait in mine if wait not in _reported and wait in _open]
+        waits = [wait for wait in _open if not wait._reported and wait.give_up and _loop_of(wait) is loop]
+    for wait in waits:
+        if wait in _open and wait.seconds >= 0.99 * LONG:  # a timer may ring a clock tick early
+            wait._reported = True
+            _tell(wait, "waiting")
+    left = [LONG - wait.seconds for wait in waits if not wait._reported and wait in _open]
     if left:
         loop.call_later(max(0.0, min(left)), _look, loop)
     else:
@@ -317,30 +317,16 @@ def _ending(kind: type[BaseException] | None) -> State:
 
 
 def _end(wait: Wait, token: Token[Wait | None], state: State) -> None:
+    if state != "done" and wait._late:  # a late wait inside this one fails it, but is not its own lateness
+        state = "deadline"
     with _lock:
-        # a late wait inside this one fails it, but is not its own lateness
-        if state != "done" and wait in _late:
-            state = "deadline"
-        worth_telling = wait in _reported or state == "deadline" or wait.seconds >= LONG
         _open.pop(wait, None)
-        _reported.discard(wait)
-        _late.discard(wait)
     try:
         _within.reset(token)
     except ValueError:  # an asynchronous generator may be closed in another context than it began in
         _within.set(None)
-    if worth_telling:
+    if wait._reported or state == "deadline" or wait.seconds >= LONG:
         _tell(wait, state)
-
-
-def _tell_if_long(wait: Wait) -> None:
-    """Tell listeners of a wait that lasts, once."""
-    with _lock:
-        # an alarm may ring a clock tick early
-        if wait not in _open or wait in _reported or wait.seconds < 0.99 * LONG:
-            return
-        _reported.add(wait)
-    _tell(wait, "waiting")
 
 
 def _tell(wait: Wait, state: State) -> None:
@@ -406,3 +392,39 @@ def chain(wait: L, every: Sequence[L]) -> list[L]:
 def is_part(party: str, owner: str) -> bool:
     """True if the owner of a wait is this part (``rollouts``) or one of its kind (``rollouts group 12``)."""
     return owner == party or owner.startswith(f"{party} ")
+
+
+class LastingWaits:
+    """Chooses which long waits become events: of overlapping ones of a kind, the first to last and the last to end.
+
+    A step's rollouts wait for the same engine at once; one by one they would be most of a run's events. Waits are of a
+    kind if the first words of ``owner`` and ``on`` are the same: "engine" of "engine http://...".
+
+    Example:
+        >>> lasting = LastingWaits()
+        >>> waits = [Wait(owner=f"rollout {n}", reason="an answer", on="engine 0") for n in range(3)]
+        >>> [lasting.others(wait, "waiting") for wait in waits]
+        [0, None, None]
+        >>> [lasting.others(wait, "done") for wait in waits]
+        [None, None, 2]
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[str, str], set[Wait]] = {}
+        self._counts: dict[tuple[str, str], int] = {}
+
+    def others(self, wait: Wait, state: State) -> int | None:
+        """How many others of its kind lasted meanwhile; None if it becomes no event, as a failure always does."""
+        kind = wait.owner.partition(" ")[0], wait.on.partition(" ")[0]
+        if state == "waiting":
+            self._open.setdefault(kind, set()).add(wait)
+            self._counts[kind] = self._counts.get(kind, 0) + 1
+            return 0 if self._counts[kind] == 1 else None
+        going = self._open.get(kind, set())
+        if wait not in going:  # a thread's wait is told only when it ends
+            return 0
+        going.remove(wait)
+        others = self._counts[kind] - 1
+        if not going:
+            del self._open[kind], self._counts[kind]
+        return others if not going or state in ("failed", "deadline") else None
