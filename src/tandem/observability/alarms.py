@@ -95,12 +95,12 @@ class _Changed:
 
     def __call__(self, history: MetricsHistory) -> Finding | None:
         now = history.now()
-        level = None if now is None else now.median(self.metric)
+        level = now.median(self.metric)
         if level is None:
             return None
         for then in history.falling() if self.spares_learning else history.earlier():
             before = then.median(self.metric)
-            if before is not None and self.test(level, before, history.recipe):
+            if before and self.test(level, before, history.recipe):
                 seen = self.seen.format(level=short(level), now=now, before=short(before), then=then)
                 if self.spares_learning:
                     seen = f"{seen}, {history.trend(then)}"
@@ -120,7 +120,7 @@ class _Jumps:
 
     def __call__(self, history: MetricsHistory) -> Finding | None:
         window = history.now(JUMPS_WITHIN) or history.now(JUMPS_WITHIN // 2)
-        values = window.values(self.metric) if window else []
+        values = window.values(self.metric)
         if len(values) < JUMPS_WITHIN // 2:
             return None
         usual = statistics.median(values)
@@ -140,7 +140,7 @@ def collapsed(now: float, before: float) -> bool:
 
 def exploded(now: float, before: float) -> bool:
     """True if the policy's tokens became random. Both in nats per token; 0.7 nats double the choice of tokens."""
-    return now >= 2 * before > 0 and now - before >= 0.7
+    return now >= 2 * before and now - before >= 0.7
 
 
 def _not_finite(history: MetricsHistory) -> Finding | None:
@@ -164,7 +164,7 @@ def _not_finite(history: MetricsHistory) -> Finding | None:
 def _ruined(history: MetricsHistory) -> Finding | None:
     """One update changed the policy beyond recognition. Entropy of single steps scatters by a factor of ten."""
     window = history.now(2)
-    if window is None or (history.newest("accuracy") or 0.0) >= SOLVED:
+    if not window or (history.newest("accuracy") or 0.0) >= SOLVED:
         return None
     (_, before), (_, now) = window.rows
     was, entropy = before.get("entropy", 0.0), now.get("entropy", 0.0)
@@ -188,8 +188,6 @@ def _ruined(history: MetricsHistory) -> Finding | None:
 def _bonus_hacked(history: MetricsHistory) -> Finding | None:
     """A lesser reward rises by a quarter of its scale and the main one does not follow."""
     now, recent, recipe = history.now(), history.now(EARLIER), history.recipe
-    if now is None or recent is None:
-        return None
     for then in history.earlier():
         goal, goal_before = recent.mean(recipe.goal), history.around(then).mean(recipe.goal)
         if goal is None or goal_before is None or history.rises(then):
@@ -222,8 +220,8 @@ def _bonus_hacked(history: MetricsHistory) -> Finding | None:
 def _goal_fell(history: MetricsHistory, then: Window) -> bool:
     """True if the main reward fell far beyond its scatter."""
     now, goal = history.now(EARLIER), history.recipe.goal
-    level, before = None if now is None else now.mean(goal), then.mean(goal)
-    if now is None or level is None or before is None:
+    level, before = now.mean(goal), then.mean(goal)
+    if level is None or before is None:
         return False
     return before - level > max(0.1 * history.scale(goal), 3 * (now.error(goal) + then.error(goal)))
 
@@ -231,7 +229,7 @@ def _goal_fell(history: MetricsHistory, then: Window) -> bool:
 def _goal_stands(history: MetricsHistory, then: Window, metric: str) -> bool:
     """True if a lesser reward rose long ago and the main one has not followed, beyond its scatter."""
     whole, goal, start = history.now(GRACE_STEPS + NOW), history.recipe.goal, history.around(then)
-    if whole is None or whole.first <= then.last:
+    if not whole or whole.first <= then.last:
         return False
     level, before = whole.mean(goal), start.mean(goal)
     if level is None or before is None:
@@ -250,8 +248,7 @@ def _held_out_fell(history: MetricsHistory) -> Finding | None:
     (best_step, best), (step, last) = max(seen[:-1], key=lambda item: item[1]["eval/mean"]), seen[-1]
     if last["eval/mean/high"] >= best["eval/mean/low"] or last["eval/mean"] >= SOLVED:
         return None
-    now = history.now()
-    level = None if now is None else now.mean("reward")
+    level = history.now().mean("reward")
     nearest = sorted(history.earlier(), key=lambda window: abs(window.last - best_step))
     before = next((mean for then in nearest if (mean := then.mean("reward")) is not None), None)
     if level is None or before is None or level < before:
@@ -274,8 +271,8 @@ def _held_out_fell(history: MetricsHistory) -> Finding | None:
 def _cut(history: MetricsHistory) -> Finding | None:
     """Many answers are cut and the share does not fall, unless many that are cut are right."""
     now = history.now()
-    cut = None if now is None else now.median("rollouts/truncated")
-    if now is None or cut is None or cut <= 0.3 or cut + (now.mean("accuracy") or 0.0) > 1.05:
+    cut = now.median("rollouts/truncated")
+    if cut is None or cut <= 0.3 or cut + (now.mean("accuracy") or 0.0) > 1.05:
         return None
     for then in history.falling():
         before = then.median("rollouts/truncated")
@@ -294,8 +291,8 @@ def _cut(history: MetricsHistory) -> Finding | None:
 def _zero_variance(history: MetricsHistory) -> Finding | None:
     """Too many groups have zero variance, or many more than before, and the tasks are not solved."""
     now, recipe = history.now(EARLIER), history.recipe
-    share, accuracy = (None, None) if now is None else (_zero_variance_share(now), now.mean("accuracy"))
-    if now is None or share is None or (accuracy or 0.0) >= SOLVED:
+    share, accuracy = _zero_variance_share(now), now.mean("accuracy") or 0.0
+    if share is None or accuracy >= SOLVED:
         return None
     seen = f"{percent(share)} of groups have zero variance ({now}; at most half is usual)" if share > 0.85 else ""
     for then in history.falling() if share >= 0.75 else ():
@@ -314,7 +311,6 @@ def _zero_variance(history: MetricsHistory) -> Finding | None:
             change=f"{recipe.less('optimizer.lr')}; {recipe.warmer()}what is lost does not come back: start again, or "
             "from the weights of a checkpoint before it.",
         )
-    accuracy = accuracy or 0.0
     solved, tasks = ("Hardly any", "Easier tasks or a stronger model") if accuracy < 0.5 else ("Most", "Harder tasks")
     return Finding(
         seen=f"{seen}; accuracy is {percent(accuracy)}, reward/std {short(now.mean('reward/std') or 0.0)}",
@@ -334,8 +330,6 @@ def _zero_variance_share(window: Window) -> float | None:
 def _starved(history: MetricsHistory) -> Finding | None:
     """An environment of a mixture gave no group in ten steps, where five were due."""
     window = history.now(10)
-    if window is None:
-        return None
     trained = window.total("groups/trained")
     for name, share in history.recipe.shares.items():
         if window.total(f"env/{name}/trained") or share * trained < 5:
@@ -355,8 +349,6 @@ def _starved(history: MetricsHistory) -> Finding | None:
 
 def _environment_failed(history: MetricsHistory) -> Finding | None:
     now = history.now()
-    if now is None:
-        return None
     rollouts = _rollouts(history, now)
     failed = now.total("rollouts/failed") - sum(now.total(f"grading/failed_{why}") for why in FAILURES)
     if not rollouts or failed < 0.2 * rollouts:
@@ -373,8 +365,8 @@ def _environment_failed(history: MetricsHistory) -> Finding | None:
 def _environment_slow(history: MetricsHistory) -> Finding | None:
     """The trainer waits for most of a step: three times as long as before, or with a broker for nearly all of it."""
     now, recipe = history.now(), history.recipe
-    step, wait = (None, None) if now is None else (now.median("seconds/step"), now.median("seconds/wait"))
-    if now is None or not step or wait is None or wait < max(1.0, 0.7 * step):
+    step, wait = now.median("seconds/step"), now.median("seconds/wait")
+    if not step or wait is None or wait < max(1.0, 0.7 * step):
         return None
     seen = f"the trainer waits for {percent(wait / step)} of a step ({now})"
     if not (recipe.broker and wait >= 0.9 * step):
@@ -413,8 +405,6 @@ def _rollouts(history: MetricsHistory, window: Window) -> float:
 
 def _grading_failed(history: MetricsHistory) -> Finding | None:
     now = history.now()
-    if now is None:
-        return None
     counts = {why: now.total(f"grading/failed_{why}") for why in FAILURES}
     rollouts, lost = _rollouts(history, now), sum(counts.values())
     if not rollouts or lost < max(NOW, 0.1 * rollouts):
@@ -433,8 +423,6 @@ def _grading_failed(history: MetricsHistory) -> Finding | None:
 def _grading_slow(history: MetricsHistory) -> Finding | None:
     """Graders work for half of a step or more while the trainer waits."""
     now, recipe = history.now(), history.recipe
-    if now is None:
-        return None
     step, wait, busy = (now.median(name) for name in ("seconds/step", "seconds/wait", "grading/busy_seconds"))
     if not step or wait is None or busy is None or min(busy, wait) < 0.5 * step:
         return None
@@ -452,7 +440,7 @@ def _grading_slow(history: MetricsHistory) -> Finding | None:
 def _kl_behavior(history: MetricsHistory) -> Finding | None:
     """Sampler and trainer differ by more than is usual, or by ten times what they did."""
     now, recipe = history.now(), history.recipe
-    level = None if now is None else now.median("kl_behavior")
+    level = now.median("kl_behavior")
     if level is None or recipe.grammar:
         return None
     seen, limit = "", 0.3 if recipe.off_policy else 0.05
@@ -478,7 +466,7 @@ def _kl_behavior(history: MetricsHistory) -> Finding | None:
 def _ess(history: MetricsHistory) -> Finding | None:
     """The effective sample size of the ratios to the sampler is low."""
     now, recipe = history.now(), history.recipe
-    level = None if now is None else now.median("ess")
+    level = now.median("ess")
     least = 0.5 if recipe.off_policy else 0.8
     if level is None or level >= least or recipe.grammar:
         return None
@@ -507,14 +495,14 @@ def _without_bonuses(recipe: RecipeOptions) -> str:
 def _beyond_clip(level: float, before: float, recipe: RecipeOptions) -> bool:
     """True if a gradient norm is ten times what it was and is clipped."""
     clip = recipe.get("optimizer.max_grad_norm")
-    return 0 < 10 * before < level > (float(clip) if isinstance(clip, (int, float)) else 1.0)
+    return 10 * before < level > (float(clip) if isinstance(clip, (int, float)) else 1.0)
 
 
 def _near_limit(level: float, before: float, recipe: RecipeOptions) -> bool:
     """True if answers became twice as long and fill half of sampling.max_tokens: reasoning may grow up to there."""
     most = recipe.get("sampling.max_tokens")
     roomy = isinstance(most, int) and level < 0.5 * most
-    return before > 0 and level - before >= 12 and level >= 2 * before and not roomy
+    return level - before >= 12 and level >= 2 * before and not roomy
 
 
 _EXTREME = (

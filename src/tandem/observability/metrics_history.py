@@ -30,9 +30,12 @@ Row = tuple[int, Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Consecutive steps."""
+    """Consecutive steps; none where the run has not enough."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[Row, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.rows)
 
     def __str__(self) -> str:
         return f"step {self.last}" if self.first == self.last else f"steps {self.first}–{self.last}"
@@ -99,9 +102,9 @@ class MetricsHistory:
         """The newest step's value, finite or not."""
         return self._rows[-1][1].get(metric)
 
-    def now(self, steps: int = NOW) -> Window | None:
-        """The newest steps; None while there are fewer."""
-        return Window(tuple(self._rows)[-steps:]) if len(self._rows) >= steps else None
+    def now(self, steps: int = NOW) -> Window:
+        """The newest steps; an empty window while there are fewer."""
+        return Window(tuple(self._rows)[-steps:]) if len(self._rows) >= steps else Window()
 
     def earlier(self) -> Sequence[Window]:
         """Windows to compare with: the nearest first, the start of the run last."""
@@ -130,8 +133,6 @@ class MetricsHistory:
         Then other changes may be how the policy improved: right answers are often shorter.
         """
         now, goal, then = self.now(EARLIER), self.recipe.goal, self.around(then)
-        if now is None:
-            return False
         if (now.mean("accuracy") or 0.0) >= SOLVED:
             return True
         level, before = now.mean(goal), then.mean(goal)
@@ -149,8 +150,8 @@ class MetricsHistory:
 
     def trend(self, then: Window) -> str:
         """How the main reward changed since an earlier window, in words; empty if it has no values."""
-        now, goal = self.now(EARLIER), self.recipe.goal
-        level, before = None if now is None else now.mean(goal), self.around(then).mean(goal)
+        goal = self.recipe.goal
+        level, before = self.now(EARLIER).mean(goal), self.around(then).mean(goal)
         if level is None or before is None:
             return ""
         return f"while {goal} went from {short(before)} to {short(level)}"
