@@ -33,6 +33,7 @@ class Window:
     """Consecutive steps; none where the run has not enough."""
 
     rows: tuple[Row, ...] = ()
+    """Oldest first."""
 
     def __bool__(self) -> bool:
         return bool(self.rows)
