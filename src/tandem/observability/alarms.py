@@ -98,7 +98,7 @@ class _Changed:
         level = now.median(self.metric)
         if level is None:
             return None
-        for then in history.falling() if self.spares_learning else history.earlier():
+        for then in history.stagnant() if self.spares_learning else history.earlier():
             before = then.median(self.metric)
             if before and self.test(level, before, history.recipe):
                 seen = self.seen.format(level=short(level), now=now, before=short(before), then=then)
@@ -274,7 +274,7 @@ def _cut(history: MetricsHistory) -> Finding | None:
     cut = now.median("rollouts/truncated")
     if cut is None or cut <= 0.3 or cut + (now.mean("accuracy") or 0.0) > 1.05:
         return None
-    for then in history.falling():
+    for then in history.stagnant():
         before = then.median("rollouts/truncated")
         if len(then.rows) > START and before is not None and before - cut < 0.05:
             return Finding(
@@ -295,7 +295,7 @@ def _zero_variance(history: MetricsHistory) -> Finding | None:
     if share is None or accuracy >= SOLVED:
         return None
     seen = f"{percent(share)} of groups have zero variance ({now}; at most half is usual)" if share > 0.85 else ""
-    for then in history.falling() if share >= 0.75 else ():
+    for then in history.stagnant() if share >= 0.75 else ():
         before = _zero_variance_share(then)
         if not seen and before is not None and share - before >= 0.3:
             seen = f"{percent(share)} of groups have zero variance ({now}), {percent(before)} at {then}, "

@@ -111,7 +111,7 @@ class MetricsHistory:
         """Windows to compare with: the nearest first, the start of the run last."""
         return self._earlier
 
-    def falling(self) -> list[Window]:
+    def stagnant(self) -> list[Window]:
         """Earlier windows since which the main reward has not risen."""
         return [window for window in self._earlier if not self.rises(window)]
 
