@@ -38,20 +38,20 @@ FRAMES = 12
 
 def file(folder: Path, rank: int = 0) -> Path:
     """Path of the heartbeat file of a rank."""
-    return folder / f"vitals{_of(rank)}.json"
+    return folder / f"vitals{_suffix(rank)}.json"
 
 
 def stacks(folder: Path, rank: int = 0) -> Path:
     """Path of the file of a rank's stacks."""
-    return folder / "logs" / f"stacks{_of(rank)}.txt"
+    return folder / "logs" / f"stacks{_suffix(rank)}.txt"
 
 
 def request(folder: Path, rank: int = 0) -> Path:
     """Path of a file that asks a rank for stacks; the rank removes it when they are written."""
-    return folder / f"stacks{_of(rank)}.request"
+    return folder / f"stacks{_suffix(rank)}.request"
 
 
-def _of(rank: int) -> str:
+def _suffix(rank: int) -> str:
     return f"-rank-{rank}" if rank else ""
 
 

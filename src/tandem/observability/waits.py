@@ -99,7 +99,7 @@ Listener = Callable[[Wait, State], None]
 
 _open: dict[Wait, None] = {}
 _listeners: list[Listener] = []
-_looks: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
+_scheduled: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
 
 
 def current() -> list[Wait]:
@@ -173,63 +173,63 @@ def waiting(owner: str, reason: str, on: str, deadline: float | None = None) -> 
     Raises:
         Deadline: the block did not end in time.
     """
-    return _Waiting(Wait(owner=owner, reason=reason, on=on, deadline=deadline))
+    return _TaskWait(Wait(owner=owner, reason=reason, on=on, deadline=deadline))
 
 
-class _Waiting:
-    """A coroutine's wait. A rollout has several: it has no generator, and a timer only where there is a deadline."""
+class _TaskWait:
+    """A task's wait. A rollout has several, so it uses no generator, and a timer only if there is a deadline."""
 
-    __slots__ = ("_alarm", "_cancelling", "_loop", "_one", "_rung", "_task", "_token")
+    __slots__ = ("_cancelling", "_expired", "_loop", "_task", "_timer", "_token", "_wait")
 
-    def __init__(self, one: Wait) -> None:
-        self._one = one
-        self._alarm: asyncio.TimerHandle | None = None
-        self._rung = False
+    def __init__(self, wait: Wait) -> None:
+        self._wait = wait
+        self._timer: asyncio.TimerHandle | None = None
+        self._expired = False
 
     async def __aenter__(self) -> Wait:
-        one, loop = self._one, asyncio.get_running_loop()
+        wait, loop = self._wait, asyncio.get_running_loop()
         task = asyncio.current_task(loop)
         if task is None:
-            raise RuntimeError(f"{one.owner} waits for {one.on} outside of a task; await it in one")
+            raise RuntimeError(f"{wait.owner} waits for {wait.on} outside of a task; await it in one")
         self._loop, self._task, self._cancelling = loop, task, task.cancelling()
-        one.task, one.give_up = task, self._give_up
-        self._token = _begin(one)
-        _looking(loop)
-        if one.deadline is not None:
-            self._alarm = loop.call_later(max(0.0, one.deadline), self._ring)
-        return one
+        wait.task, wait.give_up = task, self._give_up
+        self._token = _begin(wait)
+        _schedule_look(loop)
+        if wait.deadline is not None:
+            self._timer = loop.call_later(max(0.0, wait.deadline), self._expire)
+        return wait
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        one = self._one
-        if self._alarm is not None:
-            self._alarm.cancel()
-        one.give_up = None  # else the two would keep each other
-        if self._rung:
+        wait = self._wait
+        if self._timer is not None:
+            self._timer.cancel()
+        wait.give_up = None  # else the two would keep each other
+        if self._expired:
             # As asyncio.timeout: a task that was cancelled from elsewhere too stays cancelled.
-            only_rung = self._task.uncancel() <= self._cancelling
-            if (only_rung and isinstance(error, asyncio.CancelledError)) or isinstance(error, TimeoutError):
-                late = one.late()
-                _end(one, self._token, "failed")
+            only_expired = self._task.uncancel() <= self._cancelling
+            if (only_expired and isinstance(error, asyncio.CancelledError)) or isinstance(error, TimeoutError):
+                late = wait.late()
+                _end(wait, self._token, "failed")
                 raise late from error
-        _end(one, self._token, _ending(kind))
+        _end(wait, self._token, _ending(kind))
 
     def _give_up(self) -> None:
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._ring)
+            self._loop.call_soon_threadsafe(self._expire)
 
-    def _ring(self) -> None:
-        """Give it up if it has made no progress since."""
-        one = self._one
-        if self._rung or one not in _open:
+    def _expire(self) -> None:
+        """Cancel the task if the deadline has passed without progress."""
+        wait = self._wait
+        if self._expired or wait not in _open:
             return
-        left = 0.0 if one.deadline is None else one.moved + one.deadline - time.monotonic()
+        left = 0.0 if wait.deadline is None else wait.moved + wait.deadline - time.monotonic()
         if left > 0:
-            self._alarm = self._loop.call_later(left, self._ring)
+            self._timer = self._loop.call_later(left, self._expire)
             return
-        one.sentence()  # while those that it depends on are there
-        self._rung = True
+        wait.sentence()  # while those that it depends on are there
+        self._expired = True
         self._task.cancel()
 
 
@@ -272,10 +272,10 @@ def _task() -> asyncio.Task[Any] | None:
         return None
 
 
-def _looking(loop: asyncio.AbstractEventLoop) -> None:
-    """Have one timer of an event loop see which of its waits last: the next is due when the oldest has lasted."""
-    if loop not in _looks:
-        _looks.add(loop)
+def _schedule_look(loop: asyncio.AbstractEventLoop) -> None:
+    """Look for long waits of an event loop by a single timer, due when the oldest has lasted ``LONG`` seconds."""
+    if loop not in _scheduled:
+        _scheduled.add(loop)
         loop.call_later(LONG, _look, loop)
 
 
@@ -290,7 +290,7 @@ def _look(loop: asyncio.AbstractEventLoop) -> None:
     if left:
         loop.call_later(max(0.0, min(left)), _look, loop)
     else:
-        _looks.discard(loop)
+        _scheduled.discard(loop)
 
 
 def _loop_of(wait: Wait) -> asyncio.AbstractEventLoop | None:
@@ -310,7 +310,7 @@ def _begin(wait: Wait) -> Token[Wait | None]:
 
 
 def _ending(kind: type[BaseException] | None) -> State:
-    """What a block's end means for its wait, by the exception that left it."""
+    """State of a wait whose block was left by this exception."""
     if kind is None:
         return "done"
     return "cancelled" if issubclass(kind, (asyncio.CancelledError, KeyboardInterrupt)) else "failed"
@@ -331,7 +331,7 @@ def _end(wait: Wait, token: Token[Wait | None], state: State) -> None:
 
 def _tell(wait: Wait, state: State) -> None:
     if getattr(_telling, "now", False):
-        return  # a listener waits for its disk: that is nothing to tell it
+        return  # a listener's own wait, for its disk
     with _lock:
         listeners = list(_listeners)
     _telling.now = True
