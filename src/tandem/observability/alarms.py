@@ -76,7 +76,8 @@ class Alarm:
 
     def look(self, history: MetricsHistory) -> Finding | None:
         """The first pattern that the newest steps show."""
-        return next((found for pattern in self.patterns if (found := pattern(history)) is not None), None)
+        findings = (pattern(history) for pattern in self.patterns)
+        return next((finding for finding in findings if finding is not None), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,10 +336,10 @@ def _starved(history: MetricsHistory) -> Finding | None:
         if window.total(f"env/{name}/trained") or share * trained < 5:
             continue
         groups, zero_variance = window.total(f"env/{name}/groups"), window.mean(f"env/{name}/zero_variance")
-        flat = f", {percent(zero_variance)} with zero variance" if zero_variance else ""
+        without_variance = f", {percent(zero_variance)} with zero variance" if zero_variance else ""
         return Finding(
             seen=f"no group of environment {name} was trained on in {window}, of {trained:g} in all, where its share "
-            f"is {percent(share)}; {groups:g} groups of it were played{flat}",
+            f"is {percent(share)}; {groups:g} groups of it were played{without_variance}",
             means="The mixture goes on without it: its tasks are too hard or too easy for any variance, its rollouts "
             "fail, or its episodes take much longer than the others'.",
             change=f"Look at its rewards and errors (events.jsonl, logs/run.log). Easier or harder tasks in "
@@ -371,10 +372,10 @@ def _environment_slow(history: MetricsHistory) -> Finding | None:
     seen = f"the trainer waits for {percent(wait / step)} of a step ({now})"
     if not (recipe.broker and wait >= 0.9 * step):
         slower = ((_slowdown(history, now, then), then) for then in history.earlier())
-        found = next(((times, then) for times, then in slower if times >= 3), None)
-        if found is None:
+        slowest = next(((times, then) for times, then in slower if times >= 3), None)
+        if slowest is None:
             return None
-        seen += f", {short(found[0])} times as long for what is sampled as at {found[1]}"
+        seen += f", {short(slowest[0])} times as long for what is sampled as at {slowest[1]}"
     lag = recipe.get("max_lag")
     overlap = f"max_lag={lag + 1} (now {lag})" if isinstance(lag, int) else "a larger lag_control.max_lag"
     return Finding(
