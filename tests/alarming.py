@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tandem.observability.alarms.watch import AlarmWatch, Notice
+from tandem.observability.alarms import AlarmWatch, Notice
 
 Curve = Callable[[float], float]
 """A level by the step."""
@@ -60,7 +60,6 @@ class Made:
     failed_grading: Curve = flat(0.0)
     failed: Curve = flat(0.0)
     shares: Mapping[str, Curve] = field(default_factory=lambda: {"task": flat(1.0)})
-    slowdowns: Sequence[Curve] = ()
     evaluations: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
     def recipe(self) -> dict[str, Any]:
@@ -118,9 +117,6 @@ class Made:
         for name, curve in self.bonuses.items():
             row[f"reward/{name}"] = share(rng, curve(step), groups, self.size)
             row["reward"] += self.weights[name] * row[f"reward/{name}"]
-        for rank, curve in enumerate(self.slowdowns):
-            row[f"ranks/slowdown/{rank}"] = noisy(curve(step), 0.02)
-            row["ranks/slowdown"] = max(row.get("ranks/slowdown", 0.0), row[f"ranks/slowdown/{rank}"])
         for name, curve in self.shares.items():
             part = curve(step)
             row[f"env/{name}/groups"] = float(round(part * groups))
@@ -209,10 +205,6 @@ HEALTHY: Mapping[str, Made] = {
         entropy=slope(0.7, 0.4, 200),
         wait=flat(30.0),
     ),
-    "eight ranks, of which one or another is slow now and then": Made(
-        groups=16,
-        slowdowns=[flat(1.0)] * 6 + [flat(1.06), lambda step: 1.5 if step % 7 else 1.0],
-    ),
     "a mixture two steps off policy": Made(
         groups=12,
         config={"max_lag": 2},
@@ -280,10 +272,6 @@ SICK: Mapping[str, tuple[str, Made]] = {
     "environments become slow": ("environments", replace(BASE, wait=after(6.0, 40.0))),
     "environments fail": ("environments", replace(BASE, failed=after(0.0, 0.5))),
     "graders become slow": ("grading", replace(BASE, busy=after(0.2, 20.0), wait=after(6.0, 22.0))),
-    "one rank computes slowly": (
-        "stragglers",
-        replace(BASE, slowdowns=[flat(1.0), flat(0.98), lambda step: 1.3 if step >= ONSET else 1.0]),
-    ),
     "graders time out": ("grading", replace(BASE, failed_grading=after(0.0, 0.4))),
 }
 """What goes wrong: the alarm that must name it, and the run."""

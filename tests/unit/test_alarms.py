@@ -12,8 +12,7 @@ import pytest
 from alarming import BASE, HEALTHY, ONSET, SICK, Made, after, flat, slope, watched
 from tiers import long_but
 
-from tandem.observability.alarms.base import Finding, Name
-from tandem.observability.alarms.watch import ALARMS, AlarmWatch, Notice, _Episode
+from tandem.observability.alarms import ALARMS, AlarmWatch, Finding, Name, Notice, _Episode
 
 SOON = 20
 """Steps after its onset within which everything that goes wrong is named."""
@@ -118,14 +117,12 @@ def test_an_episode_is_told_once_and_is_over_when_nothing_shows_any_more() -> No
 
 
 def test_what_lasts_is_told_again_ever_more_rarely() -> None:
-    made = replace(BASE, truncated=after(0.03, 0.6))
-    watch = AlarmWatch(made.recipe())
     finding = Finding(seen="1", means="m.", change="c.")
     episode, notice_steps = _Episode(), []
     for step in range(1, 1000):
-        notice_steps += [step] if watch._notice(ALARMS[1], episode, finding, step) else []
+        notice_steps += [step] if episode.update(ALARMS[1], finding, step) else []
     assert notice_steps == [3, 103, 303, 703]
-    over = [watch._notice(ALARMS[1], episode, None, step) for step in range(1000, 1010)]
+    over = [episode.update(ALARMS[1], None, step) for step in range(1000, 1010)]
     assert [notice is not None for notice in over] == [False] * 9 + [True]
 
 
@@ -222,8 +219,8 @@ def test_the_collapse_seen_on_gsm8k_is_named_long_before_its_end() -> None:
 def test_an_alarm_that_comes_and_goes_is_one_that_stays() -> None:
     """Twenty steps with the pattern and twenty without, again and again: its episodes grow into each other."""
     finding = Finding(seen="s", means="m", change="c")
-    watch, episode, raised = AlarmWatch({}), _Episode(), 0
+    episode, raised = _Episode(), 0
     for step in range(1, 801):
-        notice = watch._notice(ALARMS[1], episode, finding if step // 20 % 2 else None, step)
+        notice = episode.update(ALARMS[1], finding if step // 20 % 2 else None, step)
         raised += notice is not None and notice.finding is not None
     assert raised == 5  # at steps 20, 60 and, as it goes on, three times more; before, in each of 20 episodes

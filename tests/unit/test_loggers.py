@@ -106,7 +106,7 @@ def test_plain_console_is_one_line_per_step_and_per_evaluation(
     writer.event("eval_started", {})
     writer.evaluation(0, evaluation(0, 0.25), {})
     writer.event("published", {"step": 1})
-    writer.write(1, METRICS)
+    writer.write(1, METRICS | {"kl_reference": 0.02})
     writer.write(2, METRICS)
     writer.event("checkpoint_saved", {"step": 2, "seconds": 1.5})
     writer.evaluation(2, evaluation(2, 0.5), {})
@@ -114,9 +114,9 @@ def test_plain_console_is_one_line_per_step_and_per_evaluation(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "gsm8k-run · SmolLM2-135M · gsm8k · full · shared · 4 × 8 a step · lag ≤ 1 · 200 steps"
     assert lines[1] == "evaluation at step 0: 25.0 % [19–31], pass@4 45.0 %, 40 tasks × 4"
-    assert (
-        lines[2]
-        == "  1/200  reward 0.412  acc 41%  len 64.2  cut 3.1%  lag 0.500  kl 1.2e-05  grad 0.340  1,812 tok/s  12.1 s"
+    assert lines[2] == (
+        "  1/200  reward 0.412  acc 41%  len 64.2  cut 3.1%  lag 0.500  "
+        "kl 0.020  mismatch 1.2e-05  grad 0.340  1,812 tok/s  12.1 s"
     )
     assert re.fullmatch(r"  2/200  reward .*  12\.1 s  \S+ .*left", lines[3])
     assert lines[4] == "checkpoint saved (step 2, seconds 1.5)"

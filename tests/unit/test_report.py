@@ -457,7 +457,7 @@ def test_the_page_draws_without_a_script_error(tmp_path: Path, kind: str) -> Non
         assert drawn.count("<article") >= 13
         assert 'class="tok"' in drawn
         assert len(re.findall(r'<button[^>]*aria-current="true"', drawn)) == 1, "one group of the list is marked"
-        assert len(re.findall(r'<svg role="img"', drawn)) >= 12
+        assert len(re.findall(r"<canvas", drawn)) >= 12
         assert "undefined" not in drawn.split('id="data"')[0], "nothing has a colour or a name that there is not"
     if kind == "hostile":
         assert "<img" not in drawn.split('id="data"')[0]
@@ -471,7 +471,7 @@ def test_curves_are_drawn_though_no_frame_ever_comes(tmp_path: Path, monkeypatch
     make_run(tmp_path / "run", steps=4)
     drawn = dump_dom(build(tmp_path / "run"), tmp_path)
     assert "data-error" not in drawn.split(">")[1]
-    assert len(re.findall(r'<svg role="img"', drawn)) >= 12
+    assert len(re.findall(r"<canvas", drawn)) >= 12
 
 
 def dump_dom(path: Path, home: Path) -> str:

@@ -20,7 +20,7 @@ from tandem.api.run import MetricsTable
 from tandem.errors import ConfigError, EngineError, TandemError
 from tandem.metrics import Histogram, Mean, Sum
 from tandem.observability import json_lines, trace, waits
-from tandem.observability.alarms.watch import AlarmWatch
+from tandem.observability.alarms import AlarmWatch
 from tandem.observability.emit import Telemetry, activity, evaluation_scalars
 from tandem.observability.loggers.base import MetricsLogger, RunInfo, Writer
 from tandem.trainer.record import TokenRecord

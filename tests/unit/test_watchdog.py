@@ -211,7 +211,7 @@ def test_a_run_that_does_not_end_after_a_stall_is_ended(capsys: pytest.CaptureFi
 
 
 def test_a_run_that_was_ended_by_a_wait_says_so_whatever_it_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Watchdog, "_see_off", lambda self: None)
+    monkeypatch.setattr(Watchdog, "_end_process", lambda self: None)
 
     async def run() -> None:
         with watchdog.watching(Timeouts()):

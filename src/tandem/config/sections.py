@@ -11,7 +11,7 @@ from typing import Literal
 from tandem.config import registry as resolve
 from tandem.errors import require
 from tandem.machine import cores
-from tandem.observability.alarms.base import Name
+from tandem.observability.alarms import Name
 from tandem.types import Sampling
 
 MOST_ANSWERS = 1 << 20

@@ -9,7 +9,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from tandem.observability import json_lines
 from tandem.observability.loggers.base import RunInfo, kind, parts, phases
@@ -21,29 +20,19 @@ PERCENT = {"accuracy", "rollouts/truncated", "clip_fraction"}
 _ALARMS = ("alarm", "alarm_over")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BoardRow:
-    """One line of the table of numbers."""
-
-    metric: str
-    """Name of the metric."""
-    label: str
-    """How it is called on screen."""
-    unit: str = ""
-    """Behind the number."""
-
-
 ROWS = (
-    BoardRow(metric="reward", label="reward"),
-    BoardRow(metric="accuracy", label="accuracy"),
-    BoardRow(metric="length", label="length", unit="tokens"),
-    BoardRow(metric="lag", label="lag", unit="steps"),
-    BoardRow(metric="tokens_per_second", label="speed", unit="tokens/s"),
-    BoardRow(metric="entropy", label="entropy", unit="nats"),
-    BoardRow(metric="kl_behavior", label="kl_behavior", unit="nats"),
-    BoardRow(metric="grad_norm", label="grad_norm"),
-    BoardRow(metric="seconds/step", label="step", unit="s"),
+    ("reward", "reward", ""),
+    ("accuracy", "accuracy", ""),
+    ("length", "length", "tokens"),
+    ("lag", "lag", "steps"),
+    ("tokens_per_second", "speed", "tokens/s"),
+    ("entropy", "entropy", "nats"),
+    ("kl_reference", "kl", "nats"),
+    ("kl_behavior", "mismatch", "nats"),
+    ("grad_norm", "grad_norm", ""),
+    ("seconds/step", "step", "s"),
 )
+"""The board's table: metric, label and unit."""
 
 
 class RunBoard:
@@ -64,7 +53,7 @@ class RunBoard:
         self.closed = False
         self.begun = time.monotonic()
         self.lock = threading.Lock()
-        self._history: dict[str, list[float]] = {row.metric: [] for row in ROWS}
+        self._history: dict[str, list[float]] = {metric: [] for metric, _, _ in ROWS}
         self._ends: deque[float] = deque(maxlen=21)
         for line in json_lines.read(info.folder / "metrics.jsonl"):
             self._remember({name: value for name, value in line["metrics"].items() if value is not None})
@@ -237,41 +226,36 @@ def time_shares(scalars: Mapping[str, float], config: Mapping[str, Json]) -> lis
 
 
 def kept_without_signal(scalars: Mapping[str, float]) -> int:
-    """Groups of a step whose rewards are all equal and that were not dropped (``zero_variance_groups: keep``)."""
-    envs = [
-        name.removesuffix("/zero_variance")
-        for name in scalars
+    """Groups of a step with zero variance that were not dropped (``zero_variance_groups: keep``)."""
+    zero_variance = sum(
+        share * scalars.get(f"{name.removesuffix('/zero_variance')}/groups", 0.0)
+        for name, share in scalars.items()
         if name.startswith("env/") and name.endswith("/zero_variance")
-    ]
-    zero_variance = sum(scalars[f"{env}/zero_variance"] * scalars.get(f"{env}/groups", 0.0) for env in envs)
-    return (
-        max(0, round(zero_variance - scalars.get("groups/dropped_zero_variance", 0.0)))
-        if math.isfinite(zero_variance)
-        else 0
     )
+    kept = zero_variance - scalars.get("groups/dropped_zero_variance", 0.0)
+    return max(0, round(kept)) if math.isfinite(kept) else 0
 
 
 def step_line(board: RunBoard) -> str:
-    """One step in one line of about 80 columns."""
+    """One step in one line."""
     metrics, steps = board.scalars, board.info.steps
+
+    def shown(*labels: tuple[str, str], zeros: bool = True) -> list[str]:
+        return [f"{label} {number(metrics[m], m)}" for label, m in labels if m in metrics and (zeros or metrics[m])]
+
     parts = [f"{board.step:>{len(str(steps))}}/{steps}"]
-    for metric, label in (("reward", "reward"), ("accuracy", "acc"), ("length", "len")):
-        if metric in metrics:
-            parts.append(f"{label} {number(metrics[metric], metric)}")
-    for metric, label in (("rollouts/truncated", "cut"), ("lag", "lag")):
-        if metrics.get(metric):
-            parts.append(f"{label} {number(metrics[metric], metric)}")
+    parts += shown(("reward", "reward"), ("acc", "accuracy"), ("len", "length"))
+    parts += shown(("cut", "rollouts/truncated"), ("lag", "lag"), zeros=False)
     if dropped := sum(metrics.get(f"groups/dropped_{why}", 0.0) for why in ("zero_variance", "stale", "failed")):
         parts.append(f"dropped {dropped:.0f} groups")
     if kept := kept_without_signal(metrics):
         parts.append(f"no signal in {kept} groups")
-    for metric, label in (("kl_behavior", "kl"), ("grad_norm", "grad")):
-        if metric in metrics:
-            parts.append(f"{label} {number(metrics[metric], metric)}")
-    if "tokens_per_second" in metrics:
-        parts.append(f"{number(metrics['tokens_per_second'])} tok/s")
-    if "seconds/step" in metrics:
-        parts.append(f"{number(metrics['seconds/step'])} s")
+    parts += shown(("kl", "kl_reference"), ("mismatch", "kl_behavior"), ("grad", "grad_norm"))
+    parts += [
+        f"{number(metrics[metric])} {unit}"
+        for metric, unit in (("tokens_per_second", "tok/s"), ("seconds/step", "s"))
+        if metric in metrics
+    ]
     if (left := board.seconds_left()) is not None:
         parts.append(f"{duration(left)} left")
     return "  ".join(parts).replace(" %", "%")

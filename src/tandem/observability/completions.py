@@ -14,6 +14,8 @@ from tandem.observability.emit import Telemetry
 from tandem.observability.options import PrintCompletions
 from tandem.types import Group, Json, Rollout
 
+log = logging.getLogger(__name__)
+
 MOST_TEXT = 4000
 """Characters of a prompt or an answer that are shown; of a longer one its beginning and its end."""
 
@@ -57,8 +59,6 @@ class Completions:
         picked = random.Random(step).sample(every, count) if count < len(every) else every
         self._telemetry.event("completions", step=step, samples=[shown(rollout) for rollout in picked])
 
-
-log = logging.getLogger(__name__)
 
 KEPT = 2
 """Dropped groups of each step that are kept in dropped.jsonl, the first ones."""

@@ -15,8 +15,7 @@ from typing import Self
 from tandem.errors import ConfigError, TandemError
 from tandem.metrics import Metrics, flatten, merge
 from tandem.observability import json_lines, trace, waits
-from tandem.observability.alarms.watch import AlarmWatch
-from tandem.observability.lasting_waits import LastingWaits
+from tandem.observability.alarms import AlarmWatch
 from tandem.observability.loggers.base import Activity, MetricsLogger, RunInfo, Writer
 from tandem.observability.loggers.jsonl import Jsonl
 from tandem.types import Json
@@ -63,7 +62,7 @@ class Telemetry:
         self._folder_writer: Writer | None = None
         self._writers: dict[str, Writer] = {}
         self._lost: dict[str, int] = {}
-        self._lasting = LastingWaits()
+        self._lasting = waits.LastingWaits()
         self._odd: set[str] = set()
         self._evaluated: set[int] = set()
         self._step = info.resumed_step

@@ -1,11 +1,10 @@
-"""Progress of what takes long: how far it has come, how long it will take still, and how a terminal shows it.
+"""Progress of long work: how far it is, how long it will take, and how a terminal shows it.
 
-Code that takes long says so with ``under_way``; displays ask for ``current``, or ``listen`` for every change.
+Long work calls ``under_way``; displays ask for ``current``, or ``listen`` for every change.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -19,16 +18,17 @@ from tandem.observability.board import duration
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
     from rich.console import RenderableType
+    from rich.table import Table
+    from rich.text import Text
 
 logger = logging.getLogger(__name__)
 
 LONG = 5.0
-"""Seconds after which a person wants to know how far something has come."""
+"""Seconds after which a person wants to know how far something is."""
 
 _lock = threading.Lock()
-_open: dict[int, Progress] = {}
-_listeners: dict[int, Callable[[Progress], None]] = {}
-_numbers = itertools.count()
+_open: list[Progress] = []
+_listeners: list[Callable[[Progress], None]] = []
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -38,7 +38,7 @@ class Progress:
     what: str
     """What is done: evaluating, loading the weights."""
     total: int = 0
-    """How much there is to do; 0: it is not known."""
+    """How much there is to do; 0 if unknown."""
     unit: str = ""
     """What is counted: groups, tasks."""
     done: int = 0
@@ -55,23 +55,23 @@ class Progress:
 
     @property
     def left(self) -> float | None:
-        """Seconds that it needs still, if the rest goes like what is done; None while nothing is."""
+        """Seconds left, at the pace so far; None while nothing is done."""
         return self.seconds * (self.total - self.done) / self.done if self.total and self.done else None
 
     def reach(self, done: int) -> None:
-        """So much is done."""
+        """Set how much is done."""
         if done != self.done:
             self.done = done
-            _tell(self)
+            _notify(self)
 
     def advance(self) -> None:
-        """One more is done."""
+        """Count one more as done."""
         self.reach(self.done + 1)
 
 
 @contextmanager
 def under_way(what: str, total: int = 0, unit: str = "") -> Iterator[Progress]:
-    """Something that may take long, for as long as the block lasts.
+    """Register long work for as long as the block lasts.
 
     Example:
         >>> with under_way("evaluating", total=len(tasks), unit="tasks") as shown:
@@ -79,56 +79,55 @@ def under_way(what: str, total: int = 0, unit: str = "") -> Iterator[Progress]:
         ...         look(task)
         ...         shown.advance()
     """
-    mine = Progress(what=what, total=total, unit=unit)
-    number = next(_numbers)
+    work = Progress(what=what, total=total, unit=unit)
     with _lock:
-        _open[number] = mine
-    _tell(mine)
+        _open.append(work)
+    _notify(work)
     try:
-        yield mine
+        yield work
     finally:
         with _lock:
-            del _open[number]
-        mine.over = True
-        _tell(mine)
+            _open.remove(work)
+        work.over = True
+        _notify(work)
 
 
 def current() -> tuple[Progress, ...]:
-    """Everything that is under way, what began first first; safe from any thread."""
+    """Everything under way, oldest first; safe from any thread."""
     with _lock:
-        return tuple(_open.values())
+        return tuple(_open)
 
 
 def listen(listener: Callable[[Progress], None]) -> Callable[[], None]:
-    """Call ``listener`` when something begins, comes nearer to its end or ends, until what is returned is called.
+    """Call ``listener`` when something begins, advances or ends, until the returned function is called.
 
-    One that raises (its terminal is gone) is warned of and not called again: what is under way goes on.
+    One that raises (its terminal is gone) is logged and not called again: the work goes on.
     """
-    number = next(_numbers)
     with _lock:
-        _listeners[number] = listener
+        _listeners.append(listener)
 
     def stop() -> None:
         with _lock:
-            _listeners.pop(number, None)
+            if listener in _listeners:
+                _listeners.remove(listener)
 
     return stop
 
 
-def _tell(what: Progress) -> None:
+def _notify(work: Progress) -> None:
     with _lock:
-        listeners = tuple(_listeners.items())
-    for number, listener in listeners:
+        listeners = tuple(_listeners)
+    for listener in listeners:
         try:
-            listener(what)
+            listener(work)
         except Exception as error:
             with _lock:
-                _listeners.pop(number, None)
+                _listeners.remove(listener)
             logger.warning("progress is no longer shown: %s: %s", type(error).__name__, error, exc_info=True)
 
 
 _FIRST, _EVERY = 15.0, 30.0
-"""Seconds until the first line about something whose end is foreseen, and between two: a line stays, a bar does not."""
+"""Seconds until the first line about work of known size, and between two: unlike a bar, a line stays."""
 
 
 def text(shown: Progress) -> str:
@@ -141,32 +140,37 @@ def text(shown: Progress) -> str:
 
 
 def bar(shown: Progress) -> RenderableType:
-    """One line: a bar with the time that is left, or the time that is gone where nothing is known of the rest."""
+    """One line: a bar with the time left, or the time gone where the rest is unknown."""
     from rich.progress_bar import ProgressBar
-    from rich.table import Table
     from rich.text import Text
 
-    line = Table.grid(padding=(0, 1), expand=True)
-    line.add_column(no_wrap=True)
-    line.add_column(ratio=1)
-    line.add_column(no_wrap=True, justify="right")
     count = f" {shown.done}/{shown.total} {shown.unit}" if shown.total else ""
     rest = "" if shown.left is None else f" · {duration(shown.left)} left"
     filled = ProgressBar(total=shown.total or None, completed=shown.done, pulse=not shown.total)
-    line.add_row(Text(shown.what + count), filled, Text(duration(shown.seconds) + rest))
-    return line
+    return bar_row(Text(shown.what + count), filled, duration(shown.seconds) + rest)
+
+
+def bar_row(label: Text, bar: RenderableType, times: str) -> Table:
+    """A label, a bar as wide as the terminal allows, and times."""
+    from rich.table import Table
+
+    row = Table.grid(padding=(0, 1), expand=True)
+    row.add_column(no_wrap=True)
+    row.add_column(ratio=1)
+    row.add_column(no_wrap=True, justify="right")
+    row.add_row(label, bar, times)
+    return row
 
 
 class ProgressLines:
-    """Says in lines what takes long: its beginning and end where nothing is known of the rest, else how far it is."""
+    """Reports long work in lines: its begin and end where its size is unknown, else how far it is."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        """``say`` writes one line."""
         self._say = say
         self._reported: dict[Progress, float] = {}
 
     def __call__(self, shown: Progress) -> None:
-        """Something began, came nearer to its end or ended."""
+        """Report a change, if it is due."""
         last = self._reported.get(shown)
         if shown.over:
             self._reported.pop(shown, None)
@@ -182,7 +186,7 @@ class ProgressLines:
 
 @contextmanager
 def shown(terminal: Terminal | None = None) -> Iterator[None]:
-    """Show everything that is under way while the block lasts, for a command that is no run; on stderr by default."""
+    """Show everything under way while the block lasts, for commands other than runs; on stderr by default."""
     from rich.console import Console
 
     terminal = Console(stderr=True) if terminal is None else terminal

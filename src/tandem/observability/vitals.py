@@ -1,9 +1,7 @@
 """Heartbeat: a file in the run's folder, rewritten every second with all open waits, and stacks on a signal.
 
-Each rank of a run has its own. Written by a thread, so that an event loop that stands still is seen from outside.
-``tandem why`` reads it.
-A process that does not even run its threads (a library holds the interpreter) is told by the age of the file; its
-stacks are then had by a signal, which needs no interpreter.
+Each rank has its own, and ``tandem why`` reads them. A thread writes it, so that a blocked event loop shows from
+outside. If native code holds the interpreter, the file grows old, and a signal still writes the stacks.
 """
 
 from __future__ import annotations
@@ -29,42 +27,42 @@ from tandem.processes import Identity, alive_after, identity
 from tandem.types import Json
 
 PERIOD = 1.0
-"""Seconds between two signs."""
+"""Seconds between heartbeats."""
 SIGNAL = signal.SIGUSR1
-"""Makes the process write its threads' stacks, whatever it is doing."""
+"""Makes the process write its threads' stacks, even in native code."""
 STALE = 10.0
-"""Seconds without a sign of life after which a process does not go on as it should."""
+"""Age of a heartbeat in seconds from which on its process is considered hung."""
 FRAMES = 12
 """Innermost frames of a task that are written."""
 
 
 def file(folder: Path, rank: int = 0) -> Path:
     """Path of the heartbeat file of a rank."""
-    return folder / f"vitals{_of(rank)}.json"
+    return folder / f"vitals{_suffix(rank)}.json"
 
 
 def stacks(folder: Path, rank: int = 0) -> Path:
     """Path of the file of a rank's stacks."""
-    return folder / "logs" / f"stacks{_of(rank)}.txt"
+    return folder / "logs" / f"stacks{_suffix(rank)}.txt"
 
 
 def request(folder: Path, rank: int = 0) -> Path:
-    """A file that asks a rank for stacks; it is taken away when they are there."""
-    return folder / f"stacks{_of(rank)}.request"
+    """Path of a file that asks a rank for stacks; the rank removes it when they are written."""
+    return folder / f"stacks{_suffix(rank)}.request"
 
 
-def _of(rank: int) -> str:
+def _suffix(rank: int) -> str:
     return f"-rank-{rank}" if rank else ""
 
 
 def followers(folder: Path) -> list[int]:
-    """Ranks, beside the lead, of which there is a sign of life."""
+    """Ranks other than 0 that have a heartbeat."""
     numbers = (path.stem.removeprefix("vitals-rank-") for path in folder.glob("vitals-rank-*.json"))
     return sorted(int(number) for number in numbers if number.isdigit())
 
 
 def read(folder: Path, rank: int = 0) -> dict[str, Json] | None:
-    """The last sign of life of a rank; None if there is none."""
+    """The last heartbeat of a rank; None if there is none."""
     try:
         signs = json.loads(file(folder, rank).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -73,7 +71,7 @@ def read(folder: Path, rank: int = 0) -> dict[str, Json] | None:
 
 
 def is_here(signs: Mapping[str, Json]) -> bool:
-    """Whether a process is of this host."""
+    """True if a heartbeat is of this host."""
     host: str | None = signs.get("host")
     return host in (None, socket.gethostname())
 
@@ -90,11 +88,11 @@ def process(folder: Path) -> Literal["", "alive", "gone"]:
 
 @contextmanager
 def shown(folder: Path, rank: int = 0) -> Iterator[None]:
-    """Write signs of life while the block lasts. Within an event loop its tasks are part of the stacks.
+    """Write heartbeats while the block lasts. Within an event loop the stacks include its tasks.
 
     Args:
         folder: the run's; it has a logs folder.
-        rank: of this process. The lead takes away what ranks of an earlier start have left.
+        rank: of this process. Rank 0 removes what other ranks of an earlier start left.
     """
     try:
         loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
@@ -119,7 +117,7 @@ def shown(folder: Path, rank: int = 0) -> Iterator[None]:
 
 @contextmanager
 def _lagging(loop: asyncio.AbstractEventLoop | None) -> Iterator[list[float]]:
-    """When the event loop last came round, kept up to date in a list of one."""
+    """Keep the time of the event loop's last turn up to date, in a list of one."""
     beat = [time.monotonic()]
     if loop is None:
         yield beat
@@ -146,7 +144,7 @@ def _write(
     out: TextIO,
     over: threading.Event,
 ) -> None:
-    """The thread: signs at each period, stacks where they are asked for."""
+    """The thread: a heartbeat each period, stacks on request."""
     me = identity(os.getpid())
     assert me is not None
     while True:
@@ -162,7 +160,7 @@ def _write(
 
 
 def _signs(me: Identity, beat: float | None) -> dict[str, Json]:
-    """What is going on in this process."""
+    """Contents of a heartbeat."""
     return {
         "pid": me.pid,
         "started": me.started,

@@ -65,8 +65,9 @@ class Wait:
     """Whose it is; None in a thread."""
     give_up: Callable[[], None] | None = None
     """Ends it as late, from any thread; None where nothing can, as in a thread."""
-    story: str = ""
-    """What waited for what when it was late."""
+    _sentence: str = ""
+    _late: bool = False
+    _reported: bool = False
 
     @property
     def seconds(self) -> float:
@@ -80,38 +81,35 @@ class Wait:
 
     def late(self) -> Deadline:
         """The error of a passed deadline."""
-        with _lock:
-            _late.add(self)
+        self._late = True
         return Deadline(self.sentence(), on=self.on)
 
     def sentence(self) -> str:
-        """One sentence on what waited for what."""
-        if not self.story:
+        """One sentence on what waited for what, as of its first call."""
+        if not self._sentence:
             limit = "" if self.deadline is None else f", but the deadline is {self.deadline:g} s"
             waited = time.monotonic() - self.moved
-            self.story = f"{self.owner} waited {waited:.1f} s for {self.on} ({self.reason}){limit}"
+            self._sentence = f"{self.owner} waited {waited:.1f} s for {self.on} ({self.reason}){limit}"
             if len(links := parties(self)) > 2:
-                self.story += f"; who waits for whom: {' <- '.join(links)}"
-        return self.story
+                self._sentence += f"; who waits for whom: {' <- '.join(links)}"
+        return self._sentence
 
 
 Listener = Callable[[Wait, State], None]
 
 _open: dict[Wait, None] = {}
-_reported: set[Wait] = set()
-_late: set[Wait] = set()
 _listeners: list[Listener] = []
-_looks: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
+_scheduled: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
 
 
 def current() -> list[Wait]:
-    """Waits going on now in this process, longest first."""
+    """Open waits of this process, longest first."""
     with _lock:
         return list(_open)
 
 
 def begun() -> int:
-    """Waits that were ever registered in this process."""
+    """Number of waits ever registered in this process."""
     return _last
 
 
@@ -122,7 +120,7 @@ def actor(otherwise: str) -> str:
 
 
 def progress() -> None:
-    """Something came of the waits that this runs in: their deadlines begin anew."""
+    """Restart the deadlines of all enclosing waits."""
     wait, now = _within.get(), time.monotonic()
     while wait is not None:
         wait.moved = now
@@ -175,63 +173,63 @@ def waiting(owner: str, reason: str, on: str, deadline: float | None = None) -> 
     Raises:
         Deadline: the block did not end in time.
     """
-    return _Waiting(Wait(owner=owner, reason=reason, on=on, deadline=deadline))
+    return _TaskWait(Wait(owner=owner, reason=reason, on=on, deadline=deadline))
 
 
-class _Waiting:
-    """A coroutine's wait. A rollout has several: it has no generator, and a timer only where there is a deadline."""
+class _TaskWait:
+    """A task's wait. A rollout has several, so it uses no generator, and a timer only if there is a deadline."""
 
-    __slots__ = ("_alarm", "_cancelling", "_loop", "_one", "_rung", "_task", "_token")
+    __slots__ = ("_cancelling", "_expired", "_loop", "_task", "_timer", "_token", "_wait")
 
-    def __init__(self, one: Wait) -> None:
-        self._one = one
-        self._alarm: asyncio.TimerHandle | None = None
-        self._rung = False
+    def __init__(self, wait: Wait) -> None:
+        self._wait = wait
+        self._timer: asyncio.TimerHandle | None = None
+        self._expired = False
 
     async def __aenter__(self) -> Wait:
-        one, loop = self._one, asyncio.get_running_loop()
+        wait, loop = self._wait, asyncio.get_running_loop()
         task = asyncio.current_task(loop)
         if task is None:
-            raise RuntimeError(f"{one.owner} waits for {one.on} outside of a task; await it in one")
+            raise RuntimeError(f"{wait.owner} waits for {wait.on} outside of a task; await it in one")
         self._loop, self._task, self._cancelling = loop, task, task.cancelling()
-        one.task, one.give_up = task, self._give_up
-        self._token = _begin(one)
-        _looking(loop)
-        if one.deadline is not None:
-            self._alarm = loop.call_later(max(0.0, one.deadline), self._ring)
-        return one
+        wait.task, wait.give_up = task, self._give_up
+        self._token = _begin(wait)
+        _schedule_look(loop)
+        if wait.deadline is not None:
+            self._timer = loop.call_later(max(0.0, wait.deadline), self._expire)
+        return wait
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        one = self._one
-        if self._alarm is not None:
-            self._alarm.cancel()
-        one.give_up = None  # else the two would keep each other
-        if self._rung:
+        wait = self._wait
+        if self._timer is not None:
+            self._timer.cancel()
+        wait.give_up = None  # else the two would keep each other
+        if self._expired:
             # As asyncio.timeout: a task that was cancelled from elsewhere too stays cancelled.
-            only_rung = self._task.uncancel() <= self._cancelling
-            if (only_rung and isinstance(error, asyncio.CancelledError)) or isinstance(error, TimeoutError):
-                late = one.late()
-                _end(one, self._token, "failed")
+            only_expired = self._task.uncancel() <= self._cancelling
+            if (only_expired and isinstance(error, asyncio.CancelledError)) or isinstance(error, TimeoutError):
+                late = wait.late()
+                _end(wait, self._token, "failed")
                 raise late from error
-        _end(one, self._token, _ending(kind))
+        _end(wait, self._token, _ending(kind))
 
     def _give_up(self) -> None:
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._ring)
+            self._loop.call_soon_threadsafe(self._expire)
 
-    def _ring(self) -> None:
-        """Give it up if it has made no progress since."""
-        one = self._one
-        if self._rung or one not in _open:
+    def _expire(self) -> None:
+        """Cancel the task if the deadline has passed without progress."""
+        wait = self._wait
+        if self._expired or wait not in _open:
             return
-        left = 0.0 if one.deadline is None else one.moved + one.deadline - time.monotonic()
+        left = 0.0 if wait.deadline is None else wait.moved + wait.deadline - time.monotonic()
         if left > 0:
-            self._alarm = self._loop.call_later(left, self._ring)
+            self._timer = self._loop.call_later(left, self._expire)
             return
-        one.sentence()  # while those that it depends on are there
-        self._rung = True
+        wait.sentence()  # while those that it depends on are there
+        self._expired = True
         self._task.cancel()
 
 
@@ -274,23 +272,25 @@ def _task() -> asyncio.Task[Any] | None:
         return None
 
 
-def _looking(loop: asyncio.AbstractEventLoop) -> None:
-    """Have one timer of an event loop see which of its waits last: the next is due when the oldest has lasted."""
-    if loop not in _looks:
-        _looks.add(loop)
+def _schedule_look(loop: asyncio.AbstractEventLoop) -> None:
+    """Look for long waits of an event loop by a single timer, due when the oldest has lasted ``LONG`` seconds."""
+    if loop not in _scheduled:
+        _scheduled.add(loop)
         loop.call_later(LONG, _look, loop)
 
 
 def _look(loop: asyncio.AbstractEventLoop) -> None:
     with _lock:
-        mine = [wait for wait in _open if wait not in _reported and wait.give_up and _loop_of(wait) is loop]
-    for wait in mine:
-        _tell_if_long(wait)
-    left = [LONG - wait.seconds for wait in mine if wait not in _reported and wait in _open]
+        waits = [wait for wait in _open if not wait._reported and wait.give_up and _loop_of(wait) is loop]
+    for wait in waits:
+        if wait in _open and wait.seconds >= 0.99 * LONG:  # a timer may ring a clock tick early
+            wait._reported = True
+            _tell(wait, "waiting")
+    left = [LONG - wait.seconds for wait in waits if not wait._reported and wait in _open]
     if left:
         loop.call_later(max(0.0, min(left)), _look, loop)
     else:
-        _looks.discard(loop)
+        _scheduled.discard(loop)
 
 
 def _loop_of(wait: Wait) -> asyncio.AbstractEventLoop | None:
@@ -310,42 +310,28 @@ def _begin(wait: Wait) -> Token[Wait | None]:
 
 
 def _ending(kind: type[BaseException] | None) -> State:
-    """What a block's end means for its wait, by the exception that left it."""
+    """State of a wait whose block was left by this exception."""
     if kind is None:
         return "done"
     return "cancelled" if issubclass(kind, (asyncio.CancelledError, KeyboardInterrupt)) else "failed"
 
 
 def _end(wait: Wait, token: Token[Wait | None], state: State) -> None:
+    if state != "done" and wait._late:  # a late wait inside this one fails it, but is not its own lateness
+        state = "deadline"
     with _lock:
-        # a late wait inside this one fails it, but is not its own lateness
-        if state != "done" and wait in _late:
-            state = "deadline"
-        worth_telling = wait in _reported or state == "deadline" or wait.seconds >= LONG
         _open.pop(wait, None)
-        _reported.discard(wait)
-        _late.discard(wait)
     try:
         _within.reset(token)
     except ValueError:  # an asynchronous generator may be closed in another context than it began in
         _within.set(None)
-    if worth_telling:
+    if wait._reported or state == "deadline" or wait.seconds >= LONG:
         _tell(wait, state)
-
-
-def _tell_if_long(wait: Wait) -> None:
-    """Tell listeners of a wait that lasts, once."""
-    with _lock:
-        # an alarm may ring a clock tick early
-        if wait not in _open or wait in _reported or wait.seconds < 0.99 * LONG:
-            return
-        _reported.add(wait)
-    _tell(wait, "waiting")
 
 
 def _tell(wait: Wait, state: State) -> None:
     if getattr(_telling, "now", False):
-        return  # a listener waits for its disk: that is nothing to tell it
+        return  # a listener's own wait, for its disk
     with _lock:
         listeners = list(_listeners)
     _telling.now = True
@@ -406,3 +392,39 @@ def chain(wait: L, every: Sequence[L]) -> list[L]:
 def is_part(party: str, owner: str) -> bool:
     """True if the owner of a wait is this part (``rollouts``) or one of its kind (``rollouts group 12``)."""
     return owner == party or owner.startswith(f"{party} ")
+
+
+class LastingWaits:
+    """Chooses which long waits become events: of overlapping ones of a kind, the first to last and the last to end.
+
+    A step's rollouts wait for the same engine at once; one by one they would be most of a run's events. Waits are of a
+    kind if the first words of ``owner`` and ``on`` are the same: "engine" of "engine http://...".
+
+    Example:
+        >>> lasting = LastingWaits()
+        >>> waits = [Wait(owner=f"rollout {n}", reason="an answer", on="engine 0") for n in range(3)]
+        >>> [lasting.others(wait, "waiting") for wait in waits]
+        [0, None, None]
+        >>> [lasting.others(wait, "done") for wait in waits]
+        [None, None, 2]
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[str, str], set[Wait]] = {}
+        self._counts: dict[tuple[str, str], int] = {}
+
+    def others(self, wait: Wait, state: State) -> int | None:
+        """How many others of its kind lasted meanwhile; None if it becomes no event, as a failure always does."""
+        kind = wait.owner.partition(" ")[0], wait.on.partition(" ")[0]
+        if state == "waiting":
+            self._open.setdefault(kind, set()).add(wait)
+            self._counts[kind] = self._counts.get(kind, 0) + 1
+            return 0 if self._counts[kind] == 1 else None
+        going = self._open.get(kind, set())
+        if wait not in going:  # a thread's wait is told only when it ends
+            return 0
+        going.remove(wait)
+        others = self._counts[kind] - 1
+        if not going:
+            del self._open[kind], self._counts[kind]
+        return others if not going or state in ("failed", "deadline") else None

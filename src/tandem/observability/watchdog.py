@@ -1,10 +1,9 @@
-"""Watchdog thread: ends every wait of a run that outlasts its deadline, with the name of the part that is late.
+"""Watchdog thread: ends a run that hangs, and names the part that is late.
 
-Waits with a deadline end by themselves. This thread owns what asyncio cannot end, or would never: a wait without a
-deadline that comes no nearer to its end, an event loop that stands still, a call in native code, a run that does not
-end although it has to. First the wait is given up, so that the run unwinds as by any error and says what it waited for;
-where that is of no use the story is told from here, stacks are written, the run's own processes are ended and with them
-the run. It never touches the disk before it has decided, for the disk may be what hangs.
+Waits with a deadline end by themselves. This thread handles what asyncio cannot: a wait without a deadline that makes
+no progress, an event loop that is blocked, a call in native code, a run that does not end although it must. First it
+gives up the wait, so that the run unwinds as after any error; if that does not help, it writes stacks, ends the run's
+child processes and then the process. It does not touch the disk before it has decided, for the disk may be what hangs.
 """
 
 from __future__ import annotations
@@ -29,23 +28,23 @@ from tandem.observability.options import Timeouts
 from tandem.processes import family, identity, kill
 
 LOOKS = 20
-"""Looks at the waits in the shortest timeouts, each at most a second after the last."""
+"""Looks at the waits within the shortest timeout, at most a second apart."""
 _DISK_SECONDS = 2.0
-"""What writing the story down may take, where the disk may be what hangs."""
-_WORDS = 6
-"""Parts whose last words are in a story, and at most 100 characters of each."""
+"""Longest time to write stacks: the disk may be what hangs."""
+_RECENT = 6
+"""Parts whose last log line an error quotes, 100 characters of each."""
 
 
 class Watchdog:
-    """Looks after one run. ``folder`` may be set once the run has one."""
+    """Watches one run. ``folder`` may be set once the run has one."""
 
     def __init__(
         self, timeouts: Timeouts, *, loop: asyncio.AbstractEventLoop, leave: Callable[[int], None] = os._exit
     ) -> None:
-        """Nothing is watched yet.
+        """Watch with these timeouts.
 
         Args:
-            timeouts: how long what may last.
+            timeouts: of the recipe.
             loop: the run's event loop.
             leave: ends this process with an exit code.
         """
@@ -60,8 +59,8 @@ class Watchdog:
         self._stacks = ""
         self._late: Deadline | None = None
         self._over = threading.Event()
-        self._words = _LastWords()
-        # Time as this thread has lived through it: what passed while the whole process was stopped does not count.
+        self._lines = _LastLines()
+        # This thread's own time: what passed while the whole process was stopped does not count.
         self._clock = 0.0
         self._moved: dict[waits.Wait, tuple[float, float]] = {}
         self._abandoned: dict[waits.Wait, float] = {}
@@ -71,7 +70,7 @@ class Watchdog:
 
     @contextmanager
     def ends(self) -> Iterator[None]:
-        """Around all that a run does: when something was too late and ends it, the rest has ``end_seconds`` to end."""
+        """Wrap all of a run: once a passed deadline ends it, the rest has ``end_seconds`` to unwind."""
         try:
             yield
         except BaseException as error:
@@ -81,32 +80,32 @@ class Watchdog:
                 self._write(str(late))
             raise
 
-    def story(self, late: Deadline) -> str:
-        """The one message on why a run was stopped."""
+    def explain(self, late: Deadline) -> str:
+        """The whole message on why a run was stopped."""
         where = "" if self.folder is None else f". Stacks are in {vitals.stacks(self.folder)}"
         again = "" if self.folder is None else f"; go on with: {command('train', self.folder)}"
-        return f"{late}{self._words.sentence()}{where}{again}"
+        return f"{late}{self._lines.sentence()}{where}{again}"
 
     # The thread
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch while the block lasts; and after it, if it ended by a wait and the process does not end by itself."""
+        """Watch while the block lasts; afterwards too, if a deadline ended it and the process does not exit."""
         thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         logger = logging.getLogger("tandem")
         self._beat()
-        logger.addHandler(self._words)
+        logger.addHandler(self._lines)
         thread.start()
         try:
             yield
         finally:
             if self._timer is not None:
                 self._timer.cancel()
-            logger.removeHandler(self._words)
+            logger.removeHandler(self._lines)
             self._over.set()
             thread.join()
             if self._late is not None:
-                threading.Thread(target=self._see_off, name="watchdog at the end", daemon=True).start()
+                threading.Thread(target=self._end_process, name="watchdog at exit", daemon=True).start()
 
     def _beat(self) -> None:
         self._beats += 1
@@ -118,14 +117,14 @@ class Watchdog:
             now = time.monotonic()
             self._clock += min(now - last, 2 * self._period)
             last = now
-            # Told to C: if this thread does not run any more, something in native code holds the interpreter.
+            # A timer in C: if this thread no longer runs, native code holds the interpreter.
             seconds = min(self._timeouts.loop_seconds + self._timeouts.end_seconds, threading.TIMEOUT_MAX)
             faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or sys.stderr)
             self._look()
         faulthandler.cancel_dump_traceback_later()
 
     def _look(self) -> None:
-        """Give up what lasts too long; end the process where that did not help."""
+        """Give up waits that last too long; end the process where that did not help."""
         now, timeouts = self._clock, self._timeouts
         if self._late is not None:
             self._ending = now if self._ending is None else self._ending
@@ -158,17 +157,17 @@ class Watchdog:
             if idle > wait.deadline + timeouts.end_seconds:  # what waits should have seen to that
                 self._stop(wait.sentence())
         elif idle > timeouts.wait_seconds and _is_last(wait, every):
-            self._stacks = self._stand()
+            self._stacks = self._collect_stacks()
             if wait.give_up is None:
                 self._stop(wait.sentence())
             else:
                 self._abandoned[wait] = idle
-                wait.deadline = timeouts.wait_seconds  # which the story tells
+                wait.deadline = timeouts.wait_seconds  # for the message
                 _say(f"{wait.sentence()}; it is given up")
                 wait.give_up()
 
     def _judge_silence(self, waiting: bool) -> None:
-        """No wait is registered, and none has begun: something hangs that registered none."""
+        """Stop if no wait is open and none has begun for long: something hangs that registered none."""
         if waiting or waits.begun() != self._begun[0]:
             self._begun = (waits.begun(), self._clock)
         elif (idle := self._clock - self._begun[1]) > self._timeouts.wait_seconds:
@@ -176,7 +175,7 @@ class Watchdog:
             self._stop(f"nothing has happened for {idle:.1f} s, and no wait is registered; the deadline is {limit}")
 
     def _judge_loop(self, idle: float) -> None:
-        """The event loop has not come round: something in a task does not return."""
+        """Stop if the event loop is blocked for too long: a call in a task does not return."""
         limit = self._timeouts.loop_seconds
         if idle <= limit:
             return
@@ -184,7 +183,7 @@ class Watchdog:
         inner = [wait for wait in waits.current() if wait.task is task]
         known = [wait for wait in inner if wait.give_up is None and wait.deadline is not None]
         if idle <= (limit := max([limit, *(wait.deadline or 0.0 for wait in known)])):
-            return  # it is known to hold everything up, and for how long it may
+            return  # a registered call that may block for so long
         frame = sys._current_frames().get(self._thread)
         where = f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})" if frame else "native code"
         named = f"; {inner[-1].sentence()}" if inner else ""
@@ -193,32 +192,31 @@ class Watchdog:
     # The end
 
     def _stop(self, why: str) -> None:
-        """Tell the story from here and end the process, and whatever it has started."""
-        self._stacks = self._stacks or self._stand()
+        """Explain why, and end the process and its children."""
+        self._stacks = self._stacks or self._collect_stacks()
         self._write(why)
-        story = self.story(Deadline(why))
-        _say(story)
+        _say(self.explain(Deadline(why)))
         me = identity(os.getpid())
         if me is not None:
             kill(family(me) - {me})
         self._leave(Deadline.exit_code)
 
-    def _see_off(self) -> None:
-        """End the process if the interpreter, on its way out, waits for a thread that does not end."""
+    def _end_process(self) -> None:
+        """End the process if the interpreter, while exiting, waits for a thread that does not end."""
         threading.main_thread().join()
         time.sleep(min(self._timeouts.end_seconds, threading.TIMEOUT_MAX))
         self._leave(Deadline.exit_code)
 
-    def _stand(self) -> str:
-        """Where every thread and task stands."""
+    def _collect_stacks(self) -> str:
+        """Stacks of every thread and task."""
         text = io.StringIO()
         with contextlib.suppress(RuntimeError):  # tasks come and go while they are looked at
             vitals.write_stacks(text, self._loop)
         return text.getvalue()
 
     def _write(self, why: str) -> None:
-        """Stacks and an event into the run's folder, as far as its disk does not hang too."""
-        folder, stacks = self.folder, self._stacks or self._stand()
+        """Write stacks and an event into the run's folder, unless its disk hangs too."""
+        folder, stacks = self.folder, self._stacks or self._collect_stacks()
         if folder is None:
             return
 
@@ -229,13 +227,13 @@ class Watchdog:
                 with (folder / "events.jsonl").open("a", encoding="utf-8") as events:
                     events.write(json.dumps({"time": time.time(), "event": "stalled", "why": why}) + "\n")
 
-        writer = threading.Thread(target=write, name="last words", daemon=True)
+        writer = threading.Thread(target=write, name="stacks", daemon=True)
         writer.start()
         writer.join(_DISK_SECONDS)
 
 
-class _LastWords(logging.Handler):
-    """The last thing that each part logged, kept in memory."""
+class _LastLines(logging.Handler):
+    """Keeps the last line that each part logged."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -248,21 +246,21 @@ class _LastWords(logging.Handler):
         self._last[part] = (time.monotonic(), text[:100])
 
     def sentence(self) -> str:
-        """Of the parts that spoke last."""
-        now, last = time.monotonic(), list(self._last.items())[-_WORDS:]
+        """Quote the latest of them."""
+        now, last = time.monotonic(), list(self._last.items())[-_RECENT:]
         words = "; ".join(f"{part} {now - at:.0f} s ago: {text!r}" for part, (at, text) in reversed(last))
         return f". Last words of {words}" if words else ""
 
 
 def _say(line: str) -> None:
-    """To the terminal, past the log, whose disk may hang."""
+    """Write to the terminal, not to the log, whose disk may hang."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"tandem: {line}\n")
         sys.stderr.flush()
 
 
 def deadline_in(error: BaseException | None) -> Deadline | None:
-    """The passed deadline that an error comes of, if any."""
+    """The passed deadline that caused an error, if any."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, Deadline):
@@ -273,7 +271,7 @@ def deadline_in(error: BaseException | None) -> Deadline | None:
 
 
 def _is_last(wait: waits.Wait, every: list[waits.Wait]) -> bool:
-    """Whether nothing else is to blame: what is waited for waits for nothing, or for this one."""
+    """True if the chain of waits ends here: what is waited for waits for nothing, or for this one."""
     links = waits.chain(wait, every)
     return len(links) == 1 or waits.is_part(links[-1].on, wait.owner)
 
@@ -283,7 +281,7 @@ def watching(timeouts: Timeouts) -> Iterator[Watchdog]:
     """Watch a run within its event loop.
 
     Raises:
-        Deadline: the run was ended by a wait; its message is the whole story.
+        Deadline: a wait ended the run; the message explains it.
     """
     dog = Watchdog(timeouts, loop=asyncio.get_running_loop())
     with dog.watching():
@@ -294,4 +292,4 @@ def watching(timeouts: Timeouts) -> Iterator[Watchdog]:
             late = deadline_in(error)
             if late is None:
                 raise
-            raise Deadline(dog.story(late), on=late.on) from error
+            raise Deadline(dog.explain(late), on=late.on) from error

@@ -11,8 +11,8 @@ from fractions import Fraction
 
 from tandem.config.sources import exactly
 from tandem.errors import Starved
-from tandem.observability.alarms.entropy import collapsed, exploded
-from tandem.observability.alarms.history import short
+from tandem.observability.alarms import collapsed, exploded
+from tandem.observability.metrics_history import short
 from tandem.rollout.measure import surprisal
 from tandem.rollout.task_sampler import EnvRunner
 from tandem.types import Group

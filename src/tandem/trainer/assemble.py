@@ -30,7 +30,7 @@ from tandem.errors import ConfigError
 from tandem.model.penalties import Penalties
 from tandem.model.policy import Policy, load_config
 from tandem.observability import progress, vitals, waits, watchdog
-from tandem.observability.alarms.watch import AlarmWatch
+from tandem.observability.alarms import AlarmWatch
 from tandem.observability.completions import Completions
 from tandem.observability.emit import OnStep, Telemetry
 from tandem.observability.loggers.base import RunInfo

@@ -24,7 +24,7 @@ from tandem.config.loading import RunConfig
 from tandem.errors import Alarmed, ConfigError, TandemError, command, redacted
 from tandem.observability import json_lines, report, vitals, waits
 from tandem.observability import log as logs
-from tandem.observability.alarms.watch import Notice
+from tandem.observability.alarms import Notice
 from tandem.trainer import user_code
 
 log = logging.getLogger(__name__)

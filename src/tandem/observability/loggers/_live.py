@@ -31,13 +31,6 @@ class LiveWriter:
     """Redraws in place until it is closed; the last picture stays."""
 
     def __init__(self, info: RunInfo, terminal: Terminal, refresh: float) -> None:
-        """Start drawing.
-
-        Args:
-            info: the run.
-            terminal: where to draw.
-            refresh: redraws per second.
-        """
         self.board = RunBoard(info)
         picture = Picture(self.board)
         # Redirecting puts log lines above the board instead of through it.
@@ -78,7 +71,6 @@ class Picture:
     """A `RunBoard` as Rich draws it."""
 
     def __init__(self, board: RunBoard) -> None:
-        """Nothing is drawn yet."""
         self._board = board
 
     def __rich_console__(self, terminal: Terminal, options: ConsoleOptions) -> RenderResult:
@@ -106,14 +98,9 @@ class Picture:
         board, steps = self._board, self._board.info.steps
         left = board.seconds_left()
         gone = duration(time.monotonic() - board.begun)
-        line = Table.grid(padding=(0, 1), expand=True)
-        line.add_column(no_wrap=True)
-        line.add_column(ratio=1)
-        line.add_column(no_wrap=True, justify="right")
         bar = ProgressBar(total=max(steps, 1), completed=board.step, complete_style=BLUE, finished_style=BLUE)
         rest = f" · {duration(left)} left" if left is not None and not board.closed else ""
-        line.add_row(Text.assemble("step ", (f"{board.step}", "bold"), f"/{steps}"), bar, Text(gone + rest))
-        return line
+        return progress.bar_row(Text.assemble("step ", (f"{board.step}", "bold"), f"/{steps}"), bar, gone + rest)
 
     def _now(self) -> RenderableType:
         board = self._board
@@ -149,11 +136,11 @@ class Picture:
         table.add_column(width=spark, style=BLUE, no_wrap=True)
         table.add_column(width=30, style="bright_black", no_wrap=True, overflow="ellipsis")
         scalars = self._board.scalars
-        for row in boards.ROWS:
-            if row.metric in scalars:
-                line = "" if plain else sparkline(self._board.history(row.metric), spark)
-                value = Text(number(scalars[row.metric], row.metric), style="bold")
-                table.add_row(row.label, value, row.unit, line, self._note(row.metric))
+        for metric, label, unit in boards.ROWS:
+            if metric in scalars:
+                line = "" if plain else sparkline(self._board.history(metric), spark)
+                value = Text(number(scalars[metric], metric), style="bold")
+                table.add_row(label, value, unit, line, self._note(metric))
         return table if scalars else Text("no step has finished yet", style="bright_black")
 
     def _note(self, metric: str) -> str:

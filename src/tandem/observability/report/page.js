@@ -180,7 +180,7 @@ function timePlot() {
   use("seconds/step");
   const total = VIEW.steps.map((_, i) => parts.reduce((sum, part) => sum + (part.y[i] || 0), 0));
   const series = parts.length ? [{ kind: "stack", name: "all parts", parts, total }] : [];
-  return plot("Time per part", "stacked; parts that overlap count in full; evaluation and checkpoints are left out here", [{ unit: "seconds per step", zero: true, robust: true, height: 230, format: format.seconds, series: [...series, ...line("seconds/step", "whole step", "ink", { faint: true, dash: "4 3" })] }]);
+  return plot("Time per part", "stacked; parts that overlap count in full; evaluation and checkpoints are left out here", [{ unit: "seconds per step", zero: true, robust: true, height: 230, format: format.seconds, series: [...series, ...line("seconds/step", "whole step", "ink", { faint: true, dash: [4, 3] })] }]);
 }
 
 function curves() {

@@ -21,7 +21,7 @@ from tandem.observability.report.folder import Row, RunFolder, load
 from tandem.observability.report.summary import Summary, episodes, evaluations, summarise
 from tandem.types import Json
 
-SCRIPTS = ("charts.js", "page.js", "rollouts.js")
+SCRIPTS = ("charts.js", "uPlot.iife.min.js", "page.js", "rollouts.js")
 """Inlined in this order."""
 MOST_EVENTS = 60
 """Events of one name that are shown at most."""
@@ -57,7 +57,7 @@ def build(folder: Path) -> Path:
 def render(run: RunFolder) -> str:
     """The page as text."""
     summary = summarise(run)
-    style = _asset("report.css")
+    style = _asset("uPlot.min.css") + _asset("report.css")
     script = "\n".join(_asset(name) for name in SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     parts = {
