@@ -37,7 +37,8 @@ from tandem.engines.vllm.client.engine import VllmEngine
 from tandem.trainer import assemble as run
 from tandem.trainer.step import Step
 from tandem.trainer.work import LocalWork
-from tandem.weight_sync.base import Trained, WeightSyncSession
+from tandem.weight_sync.transaction.session import WeightSyncSession
+from tandem.weight_sync.transaction.trained import Trained
 
 NAME = "pairs"
 """Of the run's folder."""

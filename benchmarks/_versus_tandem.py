@@ -36,7 +36,7 @@ from tandem.trainer.checkpoint import Checkpoints
 from tandem.trainer.memory_plan.plan import MemoryPlan
 from tandem.trainer.pack import Packer
 from tandem.trainer.step import Step
-from tandem.weight_sync.base import Commit, WeightSyncSession
+from tandem.weight_sync.transaction.session import Commit, WeightSyncSession
 
 
 def options(work: Work, model: Path, engine: dict[str, Any], runs: str) -> dict[str, Any]:

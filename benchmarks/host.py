@@ -56,7 +56,9 @@ from tandem.trainer.objective import Known
 from tandem.trainer.pack import Micro
 from tandem.trainer.work import LocalWork
 from tandem.types import PolicyVersion
-from tandem.weight_sync.base import PayloadSums, Trained, WeightSync, WeightSyncSession
+from tandem.weight_sync.base import SyncContext, WeightSync
+from tandem.weight_sync.transaction.session import WeightSyncSession
+from tandem.weight_sync.transaction.trained import PayloadSums, Trained
 from tandem.weight_sync.verify.probe import Behaviour
 
 HERE = Path(__file__).resolve().parent
@@ -87,7 +89,7 @@ class Nowhere(WeightSync):
     capability: ClassVar[type] = ExportsWeights
     pause: ClassVar[Literal["step", "transfer", "never"]] = "step"
 
-    async def transfer(self, link: WeightSyncSession, version: PolicyVersion) -> int:
+    async def transfer(self, link: SyncContext, version: PolicyVersion) -> int:
         return 0
 
 

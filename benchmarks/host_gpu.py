@@ -51,7 +51,7 @@ from tandem.ports import free_port
 from tandem.trainer import assemble as run
 from tandem.trainer.checkpoint import Checkpoints
 from tandem.trainer.step import Step
-from tandem.weight_sync.base import Trained
+from tandem.weight_sync.transaction.trained import Trained
 
 SKIPPED = 2
 SETTINGS = ("short", "trivial", "graded")

@@ -50,10 +50,11 @@ from tandem.trainable.base import Trainable
 from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
 from tandem.types import PolicyVersion
-from tandem.weight_sync.base import WeightSync, WeightSyncSession
+from tandem.weight_sync.base import WeightSync
 from tandem.weight_sync.broadcast import Broadcast
 from tandem.weight_sync.hotswap import Hotswap
 from tandem.weight_sync.shared import Shared
+from tandem.weight_sync.transaction.session import WeightSyncSession
 
 SIZES = (0.5, 1.1, 0.7, 1.3, 0.6, 1.2, 0.8)
 """Of an adapter, by version in turn: neighbours differ so much that an answer tells which of them it is of."""

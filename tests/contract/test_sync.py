@@ -30,11 +30,12 @@ from tandem.trainer import assemble as runs
 from tandem.transport import bridge, collective
 from tandem.transport.checksums import checksums, digest
 from tandem.types import PolicyVersion, Sampling
-from tandem.weight_sync.base import ATTEMPTS, WeightSync, WeightSyncSession
+from tandem.weight_sync.base import SyncContext, WeightSync
 from tandem.weight_sync.broadcast import Broadcast
 from tandem.weight_sync.hotswap import Hotswap
 from tandem.weight_sync.restart import Restart
 from tandem.weight_sync.shared import Shared
+from tandem.weight_sync.transaction.session import ATTEMPTS, WeightSyncSession, open_session
 
 START = PolicyVersion(step=0, digest="")
 MERGED = Lora(rank=2, merged=True)
@@ -78,7 +79,7 @@ class Pair:
     async def open(self, start: PolicyVersion = START) -> AsyncIterator[WeightSyncSession]:
         """As a run does; whatever happens, the engine never gave out tokens of other weights than it said."""
         try:
-            async with self.sync.open(self.policy, self.engine, start, self.trainable, self.folder) as session:
+            async with open_session(self.sync, self.policy, self.engine, start, self.trainable, self.folder) as session:
                 yield session
         finally:
             await self.engine.close()
@@ -622,7 +623,7 @@ def test_the_way_is_left_however_it_ends(
     left: list[Any] = []
     unbind = type(way[0]).unbind
 
-    async def noted(self: WeightSync, session: WeightSyncSession) -> None:
+    async def noted(self: WeightSync, session: SyncContext) -> None:
         await unbind(self, session)
         left.append(session.member)
 

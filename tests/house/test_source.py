@@ -25,8 +25,6 @@ MANY_ATTRIBUTES: dict[str, int] = {
     # Their docstrings say why they stay one class.
     "RolloutBuffer": 22,
     "Fleet": 25,
-    # Policy, engine, trainable and listeners of one session, and its one state.
-    "WeightSyncSession": 16,
     # State, generations and waiters of one engine, which change within one turn of the event loop.
     "Frontend": 24,
     # What was published last (version, adapters, slots, manifest), and how requests get to the fleet.

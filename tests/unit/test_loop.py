@@ -24,7 +24,7 @@ from tandem.trainer.pack import StepBatch
 from tandem.trainer.state import TrainerState
 from tandem.trainer.step import StepStats
 from tandem.types import Group, Json, PolicyVersion
-from tandem.weight_sync.base import Commit, Published
+from tandem.weight_sync.transaction.session import Commit, Published
 
 STEPS = 5
 START = TrainerState(

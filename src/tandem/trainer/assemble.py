@@ -59,7 +59,7 @@ from tandem.trainer.state import TrainerState
 from tandem.trainer.step import Step
 from tandem.trainer.work import LocalWork
 from tandem.types import Json, PolicyVersion
-from tandem.weight_sync.base import WeightSyncSession
+from tandem.weight_sync.transaction.session import WeightSyncSession
 
 log = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ from tandem.trainer.pack import Packer, StepBatch
 from tandem.trainer.state import TrainerState
 from tandem.trainer.step import Step, StepStats
 from tandem.types import Group, Json
-from tandem.weight_sync.base import Commit, Published, WeightSyncSession
+from tandem.weight_sync.transaction.session import Commit, Published, WeightSyncSession
 
 T = TypeVar("T")
 
