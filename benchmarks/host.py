@@ -52,7 +52,7 @@ from tandem.pending import Pending, PendingMetrics
 from tandem.ports import free_port
 from tandem.trainer import assemble as run
 from tandem.trainer.checkpoint import Checkpoints
-from tandem.trainer.objective import Known
+from tandem.trainer.objective import OldLogprobs
 from tandem.trainer.pack import Micro
 from tandem.trainer.work import LocalWork
 from tandem.types import PolicyVersion
@@ -175,9 +175,13 @@ class Rows:
 def stubs(rows: Rows) -> dict[tuple[type, str], Any]:
     """No model, no publishing, no checkpoints: what stands in for which method of which class."""
 
-    def micro(self: LocalWork, micro: Micro, known: Known | None) -> tuple[PendingMetrics, Tensor, Known]:
+    def micro(self: LocalWork, micro: Micro, known: OldLogprobs | None) -> tuple[PendingMetrics, Tensor, OldLogprobs]:
         logprobs_N = micro.batch.behavior_logprobs_N
-        return {"loss": Pending(Sum, torch.zeros(()))}, logprobs_N, Known(first_N=logprobs_N, reference_N=None)
+        return (
+            {"loss": Pending(Sum, torch.zeros(()))},
+            logprobs_N,
+            OldLogprobs(recomputed_logprobs_N=logprobs_N, ref_logprobs_N=None),
+        )
 
     async def own_sums(self: Trained, *args: Any) -> PayloadSums:
         own = await self.checksums()

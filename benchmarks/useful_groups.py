@@ -46,7 +46,7 @@ from tandem.rollout.data_state import DataState
 from tandem.rollout.group_runner import keep_rewards
 from tandem.rollout.measure import Solved
 from tandem.rollout.task_sampler import EnvRunner
-from tandem.trainer.objective import Known, Objective
+from tandem.trainer.objective import Objective, OldLogprobs
 from tandem.types import Completion, Group, Message, Rollout, Sampling, Task, Turn
 
 Floats = NDArray[np.float64]
@@ -179,7 +179,7 @@ def gradient(world: World, step: int, batch: Sequence[Group], objective: Objecti
         sample_N=torch.arange(len(each)),
         num_samples=len(each),
     )
-    cost, _ = objective(logprobs, micro, Known(first_N=logprobs.detach(), reference_N=None))
+    cost, _ = objective(logprobs, micro, OldLogprobs(recomputed_logprobs_N=logprobs.detach(), ref_logprobs_N=None))
     (-cost.sum() / len(each)).backward()
     assert weights.grad is not None
     return weights.grad.numpy()
@@ -219,7 +219,7 @@ async def run(world: World, steps: int, seed: int, options: Mapping[str, Any]) -
             result.ages += [step - group.version_min for group in batch]
             result.flat = player.flat / player.played
             player.step += 1
-            batch.release()
+            batch.free_slots()
     return result
 
 

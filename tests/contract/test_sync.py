@@ -738,7 +738,7 @@ def test_an_engine_of_another_model_serves_on(
             with pytest.raises(UnsupportedPair):
                 async with entered(pair) as session:
                     await session.bind(fresh=False)
-            assert pair.engine.events == ["pause", "export_weights", "release"]
+            assert pair.engine.events == ["pause", "export_weights", "resume_unchanged"]
             assert pair.engine.serves
             assert checksums((n, p.detach()) for n, p in pair.engine._base().items()) == held
 
@@ -839,7 +839,7 @@ def test_a_first_publish_that_fails_serves_nothing_that_was_written(
                         raise AssertionError("it must not open")
                 never = sync.pause == "never"
                 assert pair.engine.serves == never
-                assert ("release" if never else "stop") in pair.engine.events
+                assert ("resume_unchanged" if never else "stop") in pair.engine.events
             assert pair.engine.resumed_versions == []
             assert pair.engine.serves == never
             assert pair.engine.events.count("stop") == (0 if never else 1)
@@ -893,7 +893,7 @@ def test_an_engine_that_is_paused_when_nothing_was_written_yet_serves_on(
         async def work() -> None:
             with pytest.raises(EngineError, match="the other"):
                 await fails()
-            assert pair.engine.events[-1] == "release"
+            assert pair.engine.events[-1] == "resume_unchanged"
             assert pair.engine.serves
             assert [step for step, _ in pair.engine.resumed_versions] == [0, 1]
 

@@ -252,8 +252,8 @@ DEFECTS = (
     Defect(
         "sampling runs a batch ahead",
         "src/tandem/rollout/buffer.py",
-        "last = self._released + self._lag_control.lag",
-        "last = self._released + self._lag_control.lag + 1",
+        "last = self._freed + self._lag_control.lag",
+        "last = self._freed + self._lag_control.lag + 1",
         "tests/unit/test_buffer.py",
     ),
     Defect(

@@ -14,7 +14,7 @@ from tandem.broker.protocol.convert import Notes, Rules, group_from_wire, group_
 from tandem.broker.protocol.messages import ScoredGroup
 from tandem.broker.protocol.wire import read, read_group, write
 from tandem.errors import BrokerError
-from tandem.types import UNKNOWN, Group, Message, Rollout
+from tandem.types import UNKNOWN_LOGPROB, Group, Message, Rollout
 
 A = [10, 11, 12, 13, 14]
 MASK = [-100, -100, 12, 13, 14]
@@ -287,7 +287,7 @@ def test_missing_logprobs_are_refused_or_left_to_the_policy(rows: Any) -> None:
     bare = scored(inference_logprobs=rows)
     with pytest.raises(BrokerError, match=r"no inference_logprobs.*broker\.missing_logprobs: policy"):
         rollouts(bare)
-    assert rollouts(bare, policy_logprobs=True)[0].turns[0].completion.logprobs == (UNKNOWN,) * 3
+    assert rollouts(bare, policy_logprobs=True)[0].turns[0].completion.logprobs == (UNKNOWN_LOGPROB,) * 3
 
 
 @pytest.mark.parametrize(

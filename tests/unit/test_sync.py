@@ -316,7 +316,7 @@ def test_the_order_of_a_commit(policy: Policy, sync: type[Copied], order: list[s
     async def work(engine: Watched) -> None:
         async with open_session(sync(), policy, engine, START, Full()) as session:
             events.clear()
-            async with session.commit(1, release=lambda: events.append("release")) as commit:
+            async with session.commit(1, free_slots=lambda: events.append("release")) as commit:
                 events.append("optimizer")
                 with pytest.raises(RuntimeError, match="published nothing yet"):
                     commit.succeeded()

@@ -153,7 +153,7 @@ class Engine(ABC):
         """Give out nothing until a publish succeeds: the weights are in doubt."""
         await self.pause()
 
-    async def release(self, reason: str) -> None:
+    async def resume_unchanged(self, reason: str) -> None:
         """Take back a pause under which nothing was written: what was served before it is served on.
 
         One that served nothing then, since its weights were in doubt, gives out nothing again, and says ``reason``.

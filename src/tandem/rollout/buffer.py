@@ -217,7 +217,7 @@ class RolloutBuffer:
     """Rollout buffer: admits tasks, has their groups sampled, and forms batches in the order of admission.
 
     Task order, environments, replay, metrics and lag are classes of their own. The rest stays in one class, because an
-    entry's state, the counts of batches taken and released, and the free slots that follow from both change together,
+    entry's state, the counts of batches taken and freed, and the free slots that follow from both change together,
     within one turn of the event loop.
     """
 
@@ -243,7 +243,7 @@ class RolloutBuffer:
     _metrics: BufferMetrics = field(init=False)
     _entries: list[Entry] = field(default_factory=list)
     _taken: int = 0
-    _released: int = 0
+    _freed: int = 0
     _admitted: int = 0
     _indices: dict[Draw, int] = field(default_factory=dict)  # of draws that a checkpoint had in flight
     _refilled: int = 0
@@ -274,7 +274,7 @@ class RolloutBuffer:
         self._admitted, self._refilled = data_state.admitted, data_state.refilled
         known = zip(data_state.again, data_state.again_indices, strict=False)  # older checkpoints have no indices
         self._indices = {draw: index for draw, index in known if index >= 0}
-        self._taken = self._released = data_state.taken
+        self._taken = self._freed = data_state.taken
         self._entries = [Entry.restored(draw, group) for draw, group in data_state.ready]
         self._mixture.resting.update(data_state.resting)
         self._admit()
@@ -286,7 +286,7 @@ class RolloutBuffer:
             await asyncio.gather(*self._running, return_exceptions=True)
 
     async def take(self) -> Batch:
-        """The next batch: of each environment the groups admitted first. They keep their slots until it is released.
+        """The next batch: of each environment the groups admitted first. They keep their slots until it frees them.
 
         Raises:
             Starved: group after group was dropped, of every environment.
@@ -305,13 +305,13 @@ class RolloutBuffer:
                 async with waits.waiting("trainer", f"{pending} groups to be played", on="rollouts"):
                     await self._changed.wait()
 
-    def _release(self, entries: Sequence[Entry]) -> None:
+    def _free_slots(self, entries: Sequence[Entry]) -> None:
         """Free the slots of a batch that was trained, and admit what fits."""
         for entry in entries:
             entry.become(EntryState.TRAINED)
             self._over(entry)
             self._entries.remove(entry)
-        self._released = self._taken
+        self._freed = self._taken
         self._admit()
 
     def data_state(self) -> DataState:
@@ -350,7 +350,7 @@ class RolloutBuffer:
         self._sampler.taken(self._taken)
         self._metrics.trained.update(entry.draw.env for entry in entries)
         self._metrics.ages.extend(float(self.version() - group.version_min) for group in groups if group.replayed)
-        return Batch(groups, self.data_state, partial(self._release, entries))
+        return Batch(groups, self.data_state, partial(self._free_slots, entries))
 
     def _first(self) -> list[Entry]:
         """Entries of the next batch, as far as they are admitted."""
@@ -381,7 +381,7 @@ class RolloutBuffer:
         # Batches that were taken and are being trained hold all the slots that were theirs.
         held = Counter(entry.draw.env for entry in self._entries if entry.state is not EntryState.TAKEN)
         free = []
-        last = self._released + self._lag_control.lag
+        last = self._freed + self._lag_control.lag
         for batch in range(self._taken, last + 1):
             # Of the last batch, only as many places as sampling may be ahead.
             short = (

@@ -125,7 +125,7 @@ class Packer:
                 own = rollout.advantages
                 by_rollout[rollout.id] = value if own is None else math.fsum(own) / len(own)
                 if rollout.trained and not (self.mask_truncated and rollout.truncated):
-                    mine.extend(samples_of(rollout, group, value, skip_forced=self.skip_forced))
+                    mine.extend(samples_of(rollout, value, skip_forced=self.skip_forced))
             samples.append(mine)
         counts = [sample.mask.count(True) for mine in samples for sample in mine]
         weigh = self._weights(sum(counts), len(counts))
@@ -280,7 +280,7 @@ def unforced(logprobs: Sequence[float]) -> tuple[bool, ...]:
     return tuple(logprob < _FORCED for logprob in logprobs)
 
 
-def samples_of(rollout: Rollout, group: Group, advantage: float, *, skip_forced: bool = False) -> Iterator[Sample]:
+def samples_of(rollout: Rollout, advantage: float, *, skip_forced: bool = False) -> Iterator[Sample]:
     """The trainable sequences of a rollout: one, unless a turn's prompt does not continue the turn before it.
 
     ``advantage`` is that of every sampled token, unless the environment gave each its own. With ``skip_forced`` tokens
@@ -292,7 +292,7 @@ def samples_of(rollout: Rollout, group: Group, advantage: float, *, skip_forced:
     advantages: tuple[float, ...] = ()
     begins: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
-    oldest, temperature, prompt_len = 0, 1.0, 0
+    temperature = 1.0
     own_advantages = None if rollout.advantages is None else iter(rollout.advantages)
 
     def sample() -> Sample:
@@ -302,12 +302,8 @@ def samples_of(rollout: Rollout, group: Group, advantage: float, *, skip_forced:
             logprobs=logprobs,
             advantages=advantages,
             temperature=temperature,
-            prompt_len=prompt_len,
             begins=begins,
             ends=ends,
-            group=group.id,
-            version=oldest,
-            env=group.env,
             rollout=rollout.id,
         )
 
@@ -315,12 +311,12 @@ def samples_of(rollout: Rollout, group: Group, advantage: float, *, skip_forced:
         completion = turn.completion
         if not completion.tokens:
             continue
-        first, count = completion.version_min, len(completion.tokens)
+        count = len(completion.tokens)
         if not tokens or turn.temperature != temperature or tokens != turn.prompt[: len(tokens)]:
             if any(mask):
                 yield sample()
             tokens, mask, logprobs, advantages, begins, ends = (), (), (), (), (), ()
-            oldest, temperature, prompt_len = first, turn.temperature, len(turn.prompt)
+            temperature = turn.temperature
         new = turn.prompt[len(tokens) :]
         none = (0.0,) * len(new)
         begins += (len(turn.prompt),)
@@ -335,7 +331,6 @@ def samples_of(rollout: Rollout, group: Group, advantage: float, *, skip_forced:
         mask += (False,) * len(new) + free
         logprobs += none + sampled
         advantages += none + own
-        oldest = min(oldest, first)
     if any(mask):
         yield sample()
 
@@ -352,7 +347,7 @@ def _moving(samples: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
 
 
 def _spared(samples: Sequence[Sequence[Sample]], computed: Sequence[Sequence[Sample]]) -> dict[str, Value]:
-    """Samples that are not computed, for they have no gradient, or by themselves, for a sibling is the same."""
+    """Counts samples skipped: zero advantage, or identical to a sibling."""
     each = [len(mine) for mine in computed]
     twice = sum(each) - sum(len({sample.tokens for sample in mine}) for mine in computed)
     skipped = sum(map(len, samples)) - sum(each)

@@ -12,7 +12,7 @@ from tandem.distributed.crew import Ranks
 from tandem.distributed.follower import Handler
 from tandem.metrics import Value
 from tandem.pending import PendingMetrics
-from tandem.trainer.objective import Known
+from tandem.trainer.objective import OldLogprobs
 from tandem.trainer.pack import Micro, StepBatch
 from tandem.trainer.rank_pace import paces
 from tandem.trainer.rank_wire import metrics_of, metrics_to_plain, micro_of, micro_to_plain
@@ -28,13 +28,13 @@ class RankWork:
         self.work = work
         self._compute = work.policy.compute
         self._micros: list[Micro | None] = []
-        self._known: list[Known | None] = []
+        self._old: list[OldLogprobs | None] = []
 
     def take(self, plains: Sequence[Mapping[str, Any] | None]) -> None:
         """Micro-batches of a new step, as plain data; None for a round in which this rank has none."""
         device, is_shared = self.work.policy.device, self.work.context is not None
         self._micros = [None if plain is None else micro_of(plain, device, is_shared=is_shared) for plain in plains]
-        self._known = [None] * len(plains)
+        self._old = [None] * len(plains)
 
     async def passed(
         self, queued: Callable[[], None] = lambda: None
@@ -47,7 +47,7 @@ class RankWork:
             if micro is None:
                 await self._compute(work.reduce)
                 continue
-            pending, logprobs_N, self._known[i] = await self._compute(work.micro, micro, self._known[i])
+            pending, logprobs_N, self._old[i] = await self._compute(work.micro, micro, self._old[i])
             passes.append((pending, logprobs_N))
         await self._compute(work.end_pass)
         queued()
@@ -58,9 +58,9 @@ class RankWork:
         return None if self.work.clock is None else self.work.clock.take()
 
     @property
-    def known(self) -> list[Known]:
+    def old_logprobs(self) -> list[OldLogprobs]:
         """Of the micro-batches that there are."""
-        return [known for known in self._known if known is not None]
+        return [old for old in self._old if old is not None]
 
 
 class RankCrew:
@@ -71,15 +71,15 @@ class RankCrew:
         self._mine = RankWork(work)
         self._work, self._compute, self._ranks = work, work.policy.compute, ranks
 
-    async def passed(self, batch: StepBatch, known: Sequence[Known], queued: Callable[[], None]) -> BatchPass:
+    async def passed(self, batch: StepBatch, old: Sequence[OldLogprobs], queued: Callable[[], None]) -> BatchPass:
         """Every rank computes its micro-batches; results are in the batch's order."""
         # Ranks that share sequences are neighbours, and get the same.
         dealt = [self._dealt(batch, rank) for rank in range(self._ranks.world)]
-        if not known:
+        if not old:
             self._mine.take([None if i is None else micro_to_plain(batch.micro[i]) for i in dealt[0]])
 
         def body(rank: int) -> Any:
-            if known:
+            if old:
                 return None
             return [None if i is None else micro_to_plain(batch.micro[i]) for i in dealt[rank]]
 
@@ -95,8 +95,8 @@ class RankCrew:
         return BatchPass(
             metrics=[m for m, _ in every],
             logprobs=[p for _, p in every],
-            known=self._mine.known,
-            ranks={} if known else _paces(batch, dealt, seconds),
+            old_logprobs=self._mine.old_logprobs,
+            ranks={} if old else _paces(batch, dealt, seconds),
         )
 
     def _dealt(self, batch: StepBatch, rank: int) -> list[int | None]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tandem.tools.certify.plain import Options, PlainModel
-from tandem.types import UNKNOWN, Group, Json, Rollout
+from tandem.types import UNKNOWN_LOGPROB, Group, Json, Rollout
 
 Weights = Mapping[str, Mapping[str, float]]
 """Of each reward, by environment and by name."""
@@ -207,7 +207,7 @@ def penalty(known: Formula, sequence: SampledSequence, scored: Scored) -> Tensor
 def _sampler_logprobs(sequence: SampledSequence, scored: Scored) -> Tensor:
     """The sampler's, or the policy's where it told none."""
     logprobs = torch.tensor(sequence.sampler_logprobs, dtype=torch.float64)
-    return torch.where(logprobs == UNKNOWN, scored.first, logprobs)
+    return torch.where(logprobs == UNKNOWN_LOGPROB, scored.first, logprobs)
 
 
 def _old(known: Formula, sequence: SampledSequence, scored: Scored) -> Tensor:

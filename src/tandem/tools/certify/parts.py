@@ -17,7 +17,7 @@ from tandem.tools.certify import formulas
 from tandem.tools.certify.formulas import Formula, SampledSequence, Scored
 from tandem.tools.certify.gradients import CertifiedPolicy
 from tandem.tools.certify.plain import PlainModel
-from tandem.trainer.objective import Known, Objective
+from tandem.trainer.objective import Objective, OldLogprobs
 from tandem.trainer.pack import StepBatch
 from tandem.types import Group
 
@@ -127,7 +127,7 @@ def _costs(objective: Objective, wanted: Expected, known: Formula) -> Iterator[P
     first_N = torch.cat([one.first for one in wanted.scored.values()]).float()
     has = known.reference is not None
     reference_N = torch.cat([_required(one.reference) for one in wanted.scored.values()]).float() if has else None
-    micro = objective.informed(micro, Known(first_N=first_N, reference_N=reference_N))
+    micro = objective.informed(micro, OldLogprobs(recomputed_logprobs_N=first_N, ref_logprobs_N=reference_N))
     now_N = torch.cat(list(wanted.moved.values())).float()
 
     def formula(of: Callable[[Formula, SampledSequence, Scored], Tensor]) -> list[Tensor]:

@@ -110,14 +110,14 @@ class Commit:
     """Set when the block is left and the publish succeeded."""
     unverified: PolicyVersion | None = None
     """The policy's version, before it is verified that engines hold it."""
-    release: Callable[[], None] | None = None
+    free_slots: Callable[[], None] | None = None
     """Frees the slots of the batch that is trained; None where the caller does that later."""
 
     def accept_requests(self) -> None:
-        """Release the batch: requests from now on are served by the new weights. Again does nothing."""
-        release, self.release = self.release, None
-        if release is not None:
-            release()
+        """Free the slots of the batch: requests from now on are served by the new weights. Again does nothing."""
+        free_slots, self.free_slots = self.free_slots, None
+        if free_slots is not None:
+            free_slots()
 
     def succeeded(self) -> Published:
         """The publish's result.
@@ -181,7 +181,7 @@ class WeightSyncSession(SyncContext):
             case SyncState.PAUSED:
                 self.state.become(SyncState.SERVING)
                 with contextlib.suppress(TandemError):
-                    await self.engine.release(reason)
+                    await self.engine.resume_unchanged(reason)
 
     async def bind(self, *, fresh: bool) -> None:
         """Tie both ends together, before the optimizer is bound: the weights may move to the engine's memory."""
@@ -205,15 +205,15 @@ class WeightSyncSession(SyncContext):
             await self._published(start, Commit())
         yield self
 
-    def accept_requests_for(self, step: int, release: Callable[[], None]) -> None:
-        """Release at once if the engine lets new requests wait for the policy that ``commit`` is to publish."""
+    def accept_requests_for(self, step: int, free_slots: Callable[[], None]) -> None:
+        """Free the slots at once if the engine lets new requests wait for the policy that ``commit`` is to publish."""
         stays = self.sync.due(step, last=False) and not self.sync.finishes and not self.engine.sleeps
         if stays and self.engine.accept_requests_for(step):
-            release()
+            free_slots()
 
     @asynccontextmanager
     async def commit(
-        self, step: int, *, release: Callable[[], None] | None = None, last: bool = False, recent: Rollouts = ()
+        self, step: int, *, free_slots: Callable[[], None] | None = None, last: bool = False, recent: Rollouts = ()
     ) -> AsyncIterator[Commit]:
         """``[pause: step] -> optimizer (block) -> [pause: transfer] -> transfer -> verify -> set_version -> resume``.
 
@@ -221,14 +221,14 @@ class WeightSyncSession(SyncContext):
 
         Args:
             step: of the policy that the block makes.
-            release: lets the next requests be made; called once those made from then on are served by this policy: as
-                the engine is paused, or else after the publish. None: nothing is to be requested yet.
+            free_slots: lets the next requests be made; called once those made from then on are served by this
+                policy: as the engine is paused, or else after the publish. None: nothing is to be requested yet.
             last: it is the run's last.
             recent: a few rollouts, for further probes of an engine whose proof is in doubt.
         """
         async with self._lock:
             self._behaviour.recent = recent
-            commit = Commit(release=release)
+            commit = Commit(free_slots=free_slots)
             paused_at = None
             if self.sync.pause == "step":
                 paused_at = time.monotonic()

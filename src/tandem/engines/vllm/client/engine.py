@@ -217,8 +217,8 @@ class VllmEngine(Engine):
     def _same(self, server: EngineServer, instance_id: str) -> None:
         if instance_id != server.instance_id:
             raise Replaced(
-                f"{server.name} is another process than the one that weights were published to: it was restarted "
-                "behind our back. Resume the run: its weights are then published again"
+                f"{server.name} was restarted externally since the last publish (new instance id); resume the run to "
+                "republish"
             )
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
@@ -284,8 +284,8 @@ class VllmEngine(Engine):
             self.servers, wire.Pause(finish=finish, seconds=self._pause_seconds, step=step, by=_me())
         )
 
-    async def release(self, reason: str) -> None:
-        await self._pauses.release(self.servers, reason, sleeps=self.sleeps, seconds=self._pause_seconds)
+    async def resume_unchanged(self, reason: str) -> None:
+        await self._pauses.resume_unchanged(self.servers, reason, sleeps=self.sleeps, seconds=self._pause_seconds)
 
     async def resume(self) -> float:
         answers, version = await self.fleet.all("/bridge/resume"), self._version
@@ -495,7 +495,9 @@ class Pauses:
             if error is not None:
                 raise error
 
-    async def release(self, servers: Sequence[EngineServer], reason: str, *, sleeps: int, seconds: float) -> None:
+    async def resume_unchanged(
+        self, servers: Sequence[EngineServer], reason: str, *, sleeps: int, seconds: float
+    ) -> None:
         """Take the pauses back, where nothing was written meanwhile.
 
         One that served goes on, one that was stopped is stopped again, and so is one in which weights are being proven.
@@ -586,7 +588,9 @@ async def _without_adapters(
             try:
                 await server.post("/lora/unload", wire.UnloadAdapter(adapter_name=only))
             finally:
-                await pauses.release([server], "its weights were in doubt before", sleeps=0, seconds=pause_seconds)
+                await pauses.resume_unchanged(
+                    [server], "its weights were in doubt before", sleeps=0, seconds=pause_seconds
+                )
         names.append(loaded)
     if not swaps:
         return []
