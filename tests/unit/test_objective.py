@@ -270,7 +270,7 @@ def recipe(**options: Any) -> config.RunConfig:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"corrections": [{"kind": "token"}]}, "old_logprobs must be recomputed for corrections that truncate"),
+        ({"corrections": [{"kind": "token"}]}, "old_logprobs must be recomputed with beyond: truncate"),
         ({"old_logprobs": "recomputed", "loss": {"kind": "grpo", "clip_low": 0.1}}, "loss.clip_low changes nothing"),
         ({"old_logprobs": "recomputed", "loss": {"kind": "sapo", "temperature_positive": 2.0}}, "changes nothing"),
         ({"old_logprobs": "recomputed", "loss": "reinforce"}, "old_logprobs changes nothing"),
