@@ -222,7 +222,7 @@ DEFECTS = (
     ),
     Defect(
         "two trainers share a folder",
-        "src/tandem/trainer/run_folder.py",
+        "src/tandem/trainer/run_lock.py",
         "fcntl.LOCK_EX | fcntl.LOCK_NB",
         "fcntl.LOCK_SH | fcntl.LOCK_NB",
         "tests/unit/test_lock_and_signals.py",

@@ -188,8 +188,8 @@ class RunConfig:
             updates_per_batch=(self.updates_per_batch >= 1, "at least 1"),
             old_logprobs=(
                 self.old_logprobs == "recomputed" or not any(c.needs_recomputed for c in self.corrections),
-                "recomputed with beyond: truncate, since with sampled the loss already contains the importance ratio; or "
-                "use beyond: mask",
+                "recomputed with beyond: truncate, since with sampled the loss already contains the importance ratio; "
+                "or use beyond: mask",
             ),
             max_resample_times=(self.max_resample_times is None or self.max_resample_times >= 0, "at least 0, or null"),
             replay=((wrong := replay_fault(self)) is None, wrong or ""),

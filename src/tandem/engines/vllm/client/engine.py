@@ -37,10 +37,14 @@ from tandem.transport.bridge import VllmBridge
 from tandem.transport.checksums import joined
 from tandem.types import Completion, Finish, PolicyVersion, Sampling
 
+log = logging.getLogger(__name__)
+
 PROBE_TEMPERATURE = 0.7
 """Not 1, so that logprobs that leave the temperature out are seen."""
 TRIES = 3
 """Attempts at a request to external engines that are healthy and do not answer it."""
+INHERIT_TRIES = 10
+"""Times that servers may be lost while their state is read, before the run gives up on them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -531,12 +535,6 @@ async def _goes_on(server: EngineServer, wake: wire.Wake | None) -> bool:
     except EngineError:
         return False
     return True
-
-
-log = logging.getLogger(__name__)
-
-INHERIT_TRIES = 10
-"""How often servers may be lost while they are looked at; one that comes back each time only to go is of no use."""
 
 
 async def inherit(
