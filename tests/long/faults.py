@@ -328,7 +328,7 @@ class Bench:
 
     async def greet(self) -> None:
         """What a trainer asks of an engine that it finds."""
-        await self.engine.fleet._greet(self.server)
+        await self.engine.fleet._check_server(self.server)
 
     async def replace_engine(self) -> None:
         """Somebody ends the engine and starts one like it on the same port."""

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 
 import msgspec
 
-from tandem.agents.tool_calls import Speech, ToolCall, ToolMessage, ToolOffer
+from tandem.agents.tool_calls import ToolCall, ToolMessage, ToolOffer, ToolSyntax
 from tandem.rollout.turns import OF_THE_RUN, untrainable_option
 from tandem.types import Message, Sampling
 
@@ -208,7 +208,7 @@ class ChatRequest(CompletionRequest, kw_only=True):
         """By either name."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
-    def offer(self, speech: Speech) -> ToolOffer:
+    def offer(self, speech: ToolSyntax) -> ToolOffer:
         """The tools that are offered; the conversation's template knows ``speech``.
 
         Raises:

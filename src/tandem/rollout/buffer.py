@@ -309,7 +309,7 @@ class RolloutBuffer:
         """Free the slots of a batch that was trained, and admit what fits."""
         for entry in entries:
             entry.become(EntryState.TRAINED)
-            self._over(entry)
+            self._finish(entry)
             self._entries.remove(entry)
         self._freed = self._taken
         self._admit()
@@ -493,11 +493,11 @@ class RolloutBuffer:
         self._metrics.dropped[reason] += 1
         self._metrics.count(entry.draw, group)
         self.on_drop(reason, group)
-        self._over(entry)
+        self._finish(entry)
         starved = self._mixture.dropped(entry.draw.env, reason, group, self._taken)
         self._failure = self._failure or starved
 
-    def _over(self, entry: Entry) -> None:
+    def _finish(self, entry: Entry) -> None:
         """An entry's group was trained or dropped."""
         if not entry.group.replayed:  # of one that is replayed this was so before
             self._sampler.over(entry.draw)

@@ -72,7 +72,7 @@ async def _none_written() -> Mapping[str, str]:
     return {}
 
 
-async def _nothing() -> None:
+async def _noop() -> None:
     """Nobody hears of a checkpoint."""
 
 
@@ -117,7 +117,7 @@ class Checkpoints:
         """Whether the state after this step is to be saved."""
         return self.contents != "none" and (step % self.every == 0 or step >= self.steps)
 
-    async def begin(self, state: TrainerState, then: Callable[[], Awaitable[None]] = _nothing) -> None:
+    async def begin(self, state: TrainerState, then: Callable[[], Awaitable[None]] = _noop) -> None:
         """Stage a checkpoint of this state, unless its step has one, and begin to write it.
 
         The checkpoint before is written by then. The last step's is written when this returns, and so is every one

@@ -75,9 +75,9 @@ class Shared(WeightSync):
             await session.ranks.attach(await session.engine.exports_of_ranks(), session.fresh)
         if session.fresh:  # else it may be one that was started again, and whose publish has begun
             with contextlib.suppress(EngineError):  # the publish that follows meets it too, and mends it
-                await self._rehearse(session)
+                await self._warm_up(session)
 
-    async def _rehearse(self, session: SyncContext) -> None:
+    async def _warm_up(self, session: SyncContext) -> None:
         """Do for nothing what publishes do, so that the first is as quick: kernels compile, slots and tables are made.
 
         The engine stands still, and its weights are published and proven before it goes on.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from tandem.engines.base import Engine, LoraAdapter, ReportsChecksums
 from tandem.lazy import torch
-from tandem.transport.checksums import Shard, Standing, checksums
+from tandem.transport.checksums import ChecksumCache, Shard, checksums
 from tandem.weight_sync.verify.probe import Checksums
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ class Trained:
     def __init__(self, trainable: Any, policy: Policy):
         self._trainable = trainable
         self._policy = policy
-        self._sums = Standing()
-        self._stored = Standing()
+        self._sums = ChecksumCache()
+        self._stored = ChecksumCache()
 
     @cached_property
     def source(self) -> Iterable[tuple[str, Any]]:

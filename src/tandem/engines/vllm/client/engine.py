@@ -28,7 +28,7 @@ from tandem.engines.base import (
 from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.adapters import StoredAdapter, WrittenSlot
 from tandem.engines.vllm.client.fleet import Fleet
-from tandem.engines.vllm.client.http import EngineServer, EngineUnreachable, Replaced
+from tandem.engines.vllm.client.http import EngineReplaced, EngineServer, EngineUnreachable
 from tandem.engines.vllm.client.waves import Waves
 from tandem.engines.vllm.protocol import Sampled
 from tandem.errors import EngineError, StaleWeights, TransportError
@@ -220,7 +220,7 @@ class VllmEngine(Engine):
 
     def _same(self, server: EngineServer, instance_id: str) -> None:
         if instance_id != server.instance_id:
-            raise Replaced(
+            raise EngineReplaced(
                 f"{server.name} was restarted externally since the last publish (new instance id); resume the run to "
                 "republish"
             )
@@ -285,7 +285,7 @@ class VllmEngine(Engine):
 
     async def pause(self, *, finish: bool = False, step: int | None = None) -> None:
         await self._pauses.pause(
-            self.servers, wire.Pause(finish=finish, seconds=self._pause_seconds, step=step, by=_me())
+            self.servers, wire.Pause(finish=finish, seconds=self._pause_seconds, step=step, by=_trainer_name())
         )
 
     async def resume_unchanged(self, reason: str) -> None:
@@ -455,7 +455,7 @@ class VllmEngine(Engine):
         await self.fleet.all("/nccl/stop_receiver")
 
 
-def _me() -> str:
+def _trainer_name() -> str:
     """Name of this trainer in the /health of an engine that it paused."""
     return f"trainer (pid {os.getpid()} on {socket.gethostname()})"
 

@@ -208,13 +208,13 @@ class EngineProcess:
         while True:
             answer = await asyncio.to_thread(_health, url)
             if not self.alive():  # looked at after the question: a stranger on the same port does not count
-                raise EngineError(f"the engine {self.exit_reason()} before it was healthy{self.obituary()}")
+                raise EngineError(f"the engine {self.exit_reason()} before it was healthy{self.log_summary()}")
             if answer == "200":
                 return
             if time.monotonic() >= deadline:
                 raise Deadline(
                     f"the engine (pid {self.pid}) was not healthy after {seconds:g} s: {url}/health: {answer}; a large "
-                    f"model or a first compilation takes minutes: allow more, or look into its log{self.obituary()}"
+                    f"model or a first compilation takes minutes: allow more, or look into its log{self.log_summary()}"
                 )
             await asyncio.sleep(_POLL_SECONDS)
 
@@ -277,7 +277,7 @@ class EngineProcess:
             return []
         return _COLOUR.sub("", text).rstrip().splitlines()
 
-    def obituary(self) -> str:
+    def log_summary(self) -> str:
         """What the log says, for the end of a message.
 
         vLLM's processes each print a traceback as they fall, so the cause stands far above the last lines.

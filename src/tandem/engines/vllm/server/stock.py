@@ -26,7 +26,17 @@ from tandem.engines.vllm.protocol import (
     shallow,
 )
 from tandem.engines.vllm.server.adapters import allowed, not_kept
-from tandem.engines.vllm.server.asgi import LARGE, Gone, Message, Receive, Scope, Send, read, refuse, replayed
+from tandem.engines.vllm.server.asgi import (
+    LARGE,
+    ClientDisconnected,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    read,
+    refuse,
+    replayed,
+)
 from tandem.engines.vllm.server.frontend import Frontend, Stopped
 from tandem.engines.vllm.server.limits import EngineLimits
 
@@ -197,7 +207,7 @@ class Stock:
                 not_kept(str(tree.get("lora_name", "")))
                 allowed(str(tree.get("lora_path", "")))
             answers = sampling_request(tree, self._limits).answers if path in SALTED else 0
-        except (Refusal, Gone) as error:
+        except (Refusal, ClientDisconnected) as error:
             await refuse(send, error)
             return
         if held:
@@ -222,7 +232,7 @@ class Stock:
                 headers = [(k, v) for k, v in scope["headers"] if k.lower() != b"content-length"]
                 headers.append((b"content-length", str(len(body)).encode()))
                 await self._app({**scope, "headers": headers}, replayed(body, receive, front.broken_off), verified)
-        except (Refusal, Stopped, Gone) as error:
+        except (Refusal, Stopped, ClientDisconnected) as error:
             if begun:
                 raise  # too late for a status: the connection breaks off, which no client takes for a whole answer
             await refuse(send, error)
