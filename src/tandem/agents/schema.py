@@ -171,7 +171,6 @@ class ChatRequest(CompletionRequest, kw_only=True):
     REFUSED: ClassVar[tuple[str, ...]] = ("functions", "function_call")
 
     messages: list[_RequestMessage]
-    """The conversation."""
     max_completion_tokens: int | None = None
     """``max_tokens`` by its newer name."""
     tools: list[Any] | None = None

@@ -79,7 +79,6 @@ class Session:
     """One agent's work on one task; ``turns`` is its record."""
 
     engine: Engine
-    """Samples."""
     template: Template
     """Turns messages into tokens."""
     sampling: Sampling

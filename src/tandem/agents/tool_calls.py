@@ -22,7 +22,6 @@ class ToolCall:
     """One call of a tool."""
 
     name: str
-    """Which."""
     arguments: str
     """JSON of what it is called with, or whatever text an agent says it was."""
     id: str = ""

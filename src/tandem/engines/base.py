@@ -36,7 +36,6 @@ class ProbeResult:
     """An engine's answer to a probe: logprobs of known tokens and a few samples, by the weights it holds now."""
 
     name: str = "the engine"
-    """The engine's name."""
     scored: tuple[float, ...]
     """Logprob of each token of the probe but the first, at temperature 1."""
     sampled: Completion | None = None
@@ -80,7 +79,6 @@ class EngineRequirements:
     versions: int = 2
     """Policy versions that requests in flight may need at once."""
     seed: int = 0
-    """Of the run."""
     hosts: RankHosts | None = None
     """The trainer's other ranks where each starts its engine on its own host; None: all engines are started here."""
 
@@ -92,7 +90,6 @@ class RankEngine:
     url: str
     """As this host reaches it."""
     key: str
-    """Its API key."""
     reattached: bool
     """It was left by an earlier trainer of the run."""
 

@@ -62,7 +62,6 @@ class BufferOptions:
     """Batches' worth of an environment's groups dropped in a row before it is left out, or the run ends if no other is
     left."""
     steps: int = 0
-    """Of the run."""
     max_resample_times: int | None = None
     """Batches' worth of zero-variance groups that are replaced for one batch; then they are kept. None: as many as it
     takes."""
@@ -117,9 +116,7 @@ class Entry:
     index: int
     """Its place in the order of admission."""
     draw: Draw
-    """The task."""
     state: EntryState = EntryState.QUEUED
-    """Its state."""
     _group: Group | None = None
 
     @classmethod

@@ -39,7 +39,6 @@ class GoldFailure:
     expected: float | None
     """Full marks; None if grading itself failed."""
     reply: str
-    """The reply."""
     error: str = ""
     """What failed while grading."""
 
@@ -65,7 +64,6 @@ class GoldReply:
     """A task's gold reply: the environment's own, or its gold answer in the form that the rewards ask for."""
 
     text: str
-    """The reply."""
     full_marks: Mapping[str, float | None]
     """What it must earn, by reward; None where it proves nothing."""
 

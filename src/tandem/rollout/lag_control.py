@@ -48,7 +48,6 @@ class RateState:
     steps: int = 0
     """Steps measured in this window."""
     seconds: float = 0.0
-    """That they took."""
     waited: float = 0.0
     """Of these the trainer waited for rollouts."""
     idle: float = 0.0
@@ -176,7 +175,6 @@ class LagControl:
     budget: LagController | None = None
     """What a controller may do; None: ``ahead`` stays as it is."""
     state: RateState | None = None
-    """The controller's."""
     changed: Changed = lambda fields: None
     """Told of every change."""
     clock: Callable[[], float] = time.perf_counter

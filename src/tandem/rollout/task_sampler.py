@@ -52,7 +52,6 @@ class EnvRunner:
     label: str
     """Prefix of its groups' ids, which tells them from other environments'."""
     group_runner: GroupRunner
-    """Plays a task."""
     tasks: Sequence[Task]
     """What there is to play."""
     solved: Solved

@@ -24,7 +24,6 @@ class GroupSamples:
     """The samples of one group as a prefix tree, and the rollout of each."""
 
     tree: PrefixTree
-    """Their computed tokens."""
     rollouts: Sequence[str]
     """Of each sample; those of one rollout follow one another and are kept in that order."""
 
@@ -36,9 +35,7 @@ class Load:
     members: dict[int, list[int]] = field(default_factory=dict)
     """By group, the samples of it."""
     tokens: int = 0
-    """Computed in it."""
     cost: float = 0.0
-    """Of computing them."""
 
     def take(self, other: Load) -> None:
         """Add what shares nothing with it."""

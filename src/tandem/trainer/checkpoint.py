@@ -94,11 +94,8 @@ class Checkpoints:
     steps: int
     """Last step of the run, which is always saved."""
     policy: Policy
-    """Whose weights."""
     trainable: Trainable
-    """Which of them."""
     stepper: Stepper
-    """The optimizer's states."""
     held: ReferenceWeights | None = None
     """The reference, whose weights may move too."""
     staging: Staging

@@ -37,13 +37,11 @@ class Objective:
     """A loss with its corrections and its reference penalty; it never reduces."""
 
     loss: Loss
-    """Per token."""
     corrections: tuple[Correction, ...] = ()
     """Whose weights are multiplied with one another and with the loss, but not with the penalty."""
     recomputed: bool = False
     """Ratios are against the policy as the step began (decoupled), else against the sampler (direct)."""
     reference: Reference | None = None
-    """The penalty."""
 
     def __call__(self, logprobs_N: Tensor, batch: MicroBatch, old: OldLogprobs) -> tuple[Tensor, PendingMetrics]:
         """What each token costs, float32 and differentiable, and the metrics of it."""

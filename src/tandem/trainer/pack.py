@@ -92,7 +92,6 @@ class Packer:
     """Packs the groups of a step into micro-batches."""
 
     advantage: Advantage
-    """Per group."""
     reduction: str
     """The loss's: token, sequence or constant."""
     max_tokens: int
@@ -232,19 +231,16 @@ class _Arrays:
     """A sample as arrays: the tokens that are computed, and what belongs to each trained one."""
 
     rollout: str
-    """Its rollout's id."""
     temperature: float
-    """Of its tokens."""
     tokens: Ints
     """Prompt and completion ids."""
     at: Ints
     """Places of the trained tokens in the sequence."""
     targets: Ints
-    """Their ids."""
+    """Token ids at the trained places."""
     logprobs: NDArray[np.float64]
-    """Of their sampler."""
+    """Logprobs that the sampler recorded for them."""
     advantages: NDArray[np.float64]
-    """Theirs."""
     answers: tuple[tuple[int, int], ...]
     """Where each completion begins, and the place after its last token."""
 

@@ -23,7 +23,6 @@ class StepStats:
     """Metrics and logprobs of one forward and backward pass over a batch."""
 
     metrics: Mapping[str, Value]
-    """Of the objective."""
     logprobs: Mapping[str, tuple[float, ...]]
     """The trainer's logprob of every trained token, by rollout id."""
     old_logprobs: Sequence[OldLogprobs] = ()
@@ -118,13 +117,11 @@ class Step:
     """Computes gradients and applies them."""
 
     work: LocalWork
-    """This process's part."""
     optimizer: Optimizer
     """Its learning rate schedule and clip."""
     steps: int
     """Of the whole run; schedules end there."""
     updates_per_batch: int = 1
-    """On each batch."""
     crew: Crew | None = None
     """All ranks; None: this process is the only one."""
 

@@ -31,9 +31,7 @@ class LocalWork:
     """What a rank computes, on its compute thread."""
 
     policy: Policy
-    """What is trained."""
     objective: Objective
-    """Per token."""
     stepper: Stepper
     """The optimizer bound to the trained parameters."""
     sampling: Sampling

@@ -42,7 +42,6 @@ class Flight(NamedTuple):
     views: list[tuple[str, Tensor]]
     """What it carries, by name; keeps the memory."""
     doing: str = ""
-    """For messages."""
 
 
 class Lane:

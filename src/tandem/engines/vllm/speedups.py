@@ -207,7 +207,6 @@ class PrefillRoom:
 
     def __init__(self, tokens: int = 0, block: int | None = None):
         self.requests = 0
-        """Handed in."""
         self._tokens, self._block = tokens, block
         self._read: set[tuple[int, ...]] = set()
 

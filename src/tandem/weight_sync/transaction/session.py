@@ -148,7 +148,6 @@ class WeightSyncSession(SyncContext):
     """
 
     sync: WeightSync
-    """Its options."""
     _recovery: Recovery = field(init=False)
     _current: PolicyVersion | None = None
     _publishes: int = 0

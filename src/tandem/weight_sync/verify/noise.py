@@ -51,7 +51,6 @@ class LogprobComparison:
     """An engine's logprobs of some tokens beside the trainer's, nats."""
 
     engine: tuple[float, ...]
-    """Of each token."""
     trainer: tuple[float, ...]
     """By the weights that were published."""
     temperature: float = 1.0

@@ -102,15 +102,12 @@ class ProbeReading:
     """One engine's logprobs of one probe text, beside the trainer's."""
 
     name: str
-    """Which engine."""
     tokens: Sequence[int]
-    """The text."""
     scored: LogprobComparison
     """Of the text's tokens but the first."""
     sampled: LogprobComparison | None
     """Of tokens that the engine sampled after it; None where it samples by the code that scores."""
     drawn: Sequence[int] = ()
-    """These."""
     untempered: Sequence[float] = ()
     """The trainer's logprobs of these at temperature 1; empty where they were sampled at that."""
     others: Mapping[str, Sequence[float]]
@@ -127,13 +124,11 @@ class ProbeAnswers:
     """What all engines answered to one probe."""
 
     tokens: Sequence[int]
-    """The text."""
     thorough: bool
     """It is the first since a start of the engine: longer, and held against other weights too."""
     restart_count: int
     """The engine's as it was asked; if it was started again since, it is not known yet."""
     probes: Sequence[ProbeResult]
-    """By engine."""
 
 
 NOTHING = LogprobComparison((), ())
@@ -149,7 +144,6 @@ class Behaviour:
 
     def __init__(self, policy: Policy, trainable: Any, tolerance: float, folder: Path = Path(), *, scores: Scores):
         self.tokens: list[int] = []
-        """The probe."""
         self.recent: Rollouts = ()
         """A few that were trained on just now."""
         self._policy = policy

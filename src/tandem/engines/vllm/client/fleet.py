@@ -74,7 +74,6 @@ class Fleet:
         self.context = 0
         """Most tokens that every server takes."""
         self.restart_count = 0
-        """Counts starts."""
         self.started_elsewhere = launch is None
         """One of them was started elsewhere: by an earlier trainer, or as an external engine at ``urls``."""
         self.model = str(requirements.weights or requirements.model)

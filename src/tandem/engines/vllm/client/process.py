@@ -74,15 +74,11 @@ class EngineRecord:
     """Record by which a later trainer finds a running engine; it holds the key, so its file is the owner's alone."""
 
     pid: int
-    """The engine's process."""
     started: str
     """When that process started, as ``Identity`` has it."""
     url: str
-    """Where it answers."""
     key: str
-    """Its API key."""
     log: str
-    """Its log file."""
     family: tuple[Identity, ...] = ()
     """The processes it had started by then."""
 

@@ -70,7 +70,6 @@ class RequestRecord:
     completions: list[PartialCompletion]
     """As many as were requested."""
     prompt: list[int]
-    """Its token ids."""
     prompt_logprobs: list[dict[int, float] | None] | None
     """Of each prompt token but the first; None where not requested."""
     cached: int
