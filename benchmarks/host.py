@@ -185,7 +185,7 @@ def stubs(rows: Rows) -> dict[tuple[type, str], Any]:
 
     async def own_sums(self: Trained, *args: Any) -> PayloadSums:
         own = await self.checksums()
-        return PayloadSums(mine=own, stored=own)
+        return PayloadSums(trainer=own, stored=own)
 
     async def no_proof(self: Behaviour, *args: Any) -> float:
         return 0.0

@@ -55,7 +55,7 @@ DEFECTS = (
     Defect(
         "GDPO is not standardised over the step",
         "src/tandem/algorithms/advantages/gdpo.py",
-        "[value / (std + self.eps) for value in mine]",
+        "[value / (std + self.eps) for value in group_values]",
         "list(mine)",
         ADVANTAGES,
     ),
@@ -332,8 +332,8 @@ DEFECTS = (
     Defect(
         "a missing tensor is alike",
         "src/tandem/weight_sync/verify/probe.py",
-        "if theirs.get(name) != value]",
-        "if theirs.get(name, value) != value]",
+        "if engine_sums.get(name) != value]",
+        "if engine_sums.get(name, value) != value]",
         SYNC,
     ),
     Defect(

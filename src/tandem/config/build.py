@@ -350,13 +350,13 @@ class Builder:
             return
         hint = f"; did you mean {nested[0]!r}?" if nested else resolve.did_you_mean(key, known)
         listing = f"; known: {', '.join(known)}" if known else "; it has none"
-        own = f"unknown option {key!r}{of}{hint or listing}"
+        message = f"unknown option {key!r}{of}{hint or listing}"
         other_systems = {} if nested else elsewhere(key, value, where)
         for place, text in other_systems.items():
             # Of a part one may mean its own option as well as another system's.
-            self.problems.add(place, f"{own}; {text.partition('; ')[2]}" if label and place == where else text)
+            self.problems.add(place, f"{message}; {text.partition('; ')[2]}" if label and place == where else text)
         if not other_systems:
-            self.problems.add(where, own)
+            self.problems.add(where, message)
 
     def _wrong(self, tree: Tree, path: str, expected: str, hint: str = "") -> _Bad:
         self.problems.add(tree.where, f"{path}: expected {expected}, got {got(tree)}{hint}")
@@ -420,8 +420,8 @@ def _nested(cls: type) -> list[str]:
 
 def _drop_key(branch: Branch, key: str) -> Branch:
     """A mapping less one entry."""
-    kept = {name: value for name, value in branch.entries.items() if name != key}
-    return Branch(entries=kept, key_where=branch.key_where, where=branch.where)
+    entries = {name: value for name, value in branch.entries.items() if name != key}
+    return Branch(entries=entries, key_where=branch.key_where, where=branch.where)
 
 
 def _import_error(category: str, kind: str) -> type[Exception]:

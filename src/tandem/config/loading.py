@@ -302,7 +302,7 @@ def only_by_advantage(config: RunConfig) -> bool:
 def replay_fault(config: RunConfig) -> str | None:
     """What replay must have and lacks, where the objective would take replayed tokens for on-policy ones; else None."""
     ratios = config.old_logprobs == "sampled" and getattr(config.loss, "compares", True)
-    if not config.replay.size or ratios or any(getattr(one, "weighs", True) for one in config.corrections):
+    if not config.replay.size or ratios or any(getattr(part, "weighs", True) for part in config.corrections):
         return None
     return (
         "given with corrections that weigh tokens by their ratio, or with old_logprobs: sampled and a loss that has a "

@@ -106,7 +106,7 @@ def penalise_rows(
     seen_MV = output_MV + _counted(logits_NV, [prompts[row] for row in rows])
     repetition, presence, frequency = (
         logits_NV.new_tensor(values)[:, None]
-        for values in zip(*((one.repetition, one.presence, one.frequency) for one in some), strict=True)
+        for values in zip(*((each.repetition, each.presence, each.frequency) for each in some), strict=True)
     )
     logits_MV = logits_NV[rows]
     penalise(logits_MV, seen_MV, output_MV, repetition, presence, frequency)

@@ -376,7 +376,7 @@ class RolloutBuffer:
     def _free(self) -> list[tuple[str, int]]:
         """Environment and batch of each free slot, in the order in which they will be trained on."""
         # Batches that were taken and are being trained hold all the slots that were theirs.
-        held = Counter(entry.draw.env for entry in self._entries if entry.state is not EntryState.TAKEN)
+        in_play = Counter(entry.draw.env for entry in self._entries if entry.state is not EntryState.TAKEN)
         free = []
         last = self._freed + self._lag_control.lag
         for batch in range(self._taken, last + 1):
@@ -385,8 +385,8 @@ class RolloutBuffer:
                 self._lag_control.lag * self.options.groups_per_step - self._lag_control.ahead if batch == last else 0
             )
             for env in self._mixture.batch(batch)[: self.options.groups_per_step - short]:
-                if held[env]:
-                    held[env] -= 1
+                if in_play[env]:
+                    in_play[env] -= 1
                 else:
                     free.append((env, batch))
         return free

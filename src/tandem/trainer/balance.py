@@ -217,4 +217,4 @@ def rounds_of(costs: Sequence[float], ranks: int) -> list[tuple[int | None, ...]
 def _seconds(loads: Sequence[Load], ranks: int) -> float:
     """Time of all rounds, in tokens: each takes that of its most costly micro-batch."""
     costs = [load.cost for load in loads]
-    return sum(max(costs[i] for i in one if i is not None) + ANOTHER for one in rounds_of(costs, ranks))
+    return sum(max(costs[i] for i in round_ if i is not None) + ANOTHER for round_ in rounds_of(costs, ranks))

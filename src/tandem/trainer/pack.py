@@ -119,14 +119,14 @@ class Packer:
         by_rollout: dict[str, float] = {}
         samples: list[list[Sample]] = []
         for group, values in zip(groups, advantages(self.advantage, groups), strict=True):
-            mine: list[Sample] = []
+            siblings: list[Sample] = []
             for rollout, value in zip(group.scored, values, strict=True):
                 own = rollout.advantages
                 by_rollout[rollout.id] = value if own is None else math.fsum(own) / len(own)
                 if rollout.trained and not (self.mask_truncated and rollout.truncated):
-                    mine.extend(samples_of(rollout, value, skip_forced=self.skip_forced))
-            samples.append(mine)
-        counts = [sample.mask.count(True) for mine in samples for sample in mine]
+                    siblings.extend(samples_of(rollout, value, skip_forced=self.skip_forced))
+            samples.append(siblings)
+        counts = [sample.mask.count(True) for siblings in samples for sample in siblings]
         weigh = self._weights(sum(counts), len(counts))
         computed = _moving(samples) if self.skip_zero else samples
         micro, costs = self._micros(computed, weigh)
@@ -159,10 +159,12 @@ class Packer:
         self, samples: Sequence[Sequence[Sample]], weigh: Callable[[int], float]
     ) -> tuple[tuple[Micro, ...], list[float]]:
         """Deal the groups' samples out, and lay out what is computed together; micro-batches and their costs."""
-        groups = [[_Arrays.of(sample) for sample in mine] for mine in samples if mine]
+        groups = [[_Arrays.of(sample) for sample in siblings] for siblings in samples if siblings]
         families = [
-            GroupSamples(tree=PrefixTree([one.computed for one in mine]), rollouts=[one.rollout for one in mine])
-            for mine in groups
+            GroupSamples(
+                tree=PrefixTree([each.computed for each in siblings]), rollouts=[each.rollout for each in siblings]
+            )
+            for siblings in groups
         ]
         reach = WIDTHS_TO_EQUAL * self.width
         loads = Balance(families, budget=self.budget, reach=reach, ranks=self.ranks).loads()
@@ -222,7 +224,7 @@ class Packer:
     def _moved(self, arrays: Sequence[NDArray[Any]], kind: type[np.int64 | np.float32]) -> tuple[Tensor, ...]:
         """Tensors on the device, of one transfer."""
         whole = moved(np.concatenate(arrays, dtype=kind, casting="same_kind"), self.device)
-        parts: tuple[Tensor, ...] = whole.split([len(one) for one in arrays])
+        parts: tuple[Tensor, ...] = whole.split([len(array) for array in arrays])
         return parts
 
 
@@ -318,15 +320,15 @@ def samples_of(rollout: Rollout, advantage: float, *, skip_forced: bool = False)
         begins += (len(turn.prompt),)
         tokens += new + completion.tokens
         ends += (len(tokens),)
-        own = (advantage,) * count if own_advantages is None else tuple(islice(own_advantages, count))
+        turn_advantages = (advantage,) * count if own_advantages is None else tuple(islice(own_advantages, count))
         free, sampled = (True,) * count, completion.logprobs
         if skip_forced:
             free = unforced(sampled)
             sampled = tuple(p if it else 0.0 for p, it in zip(sampled, free, strict=True))
-            own = tuple(a if it else 0.0 for a, it in zip(own, free, strict=True))
+            turn_advantages = tuple(a if it else 0.0 for a, it in zip(turn_advantages, free, strict=True))
         mask += (False,) * len(new) + free
         logprobs += none + sampled
-        advantages += none + own
+        advantages += none + turn_advantages
     if any(mask):
         yield sample()
 
@@ -336,16 +338,16 @@ def _moving(samples: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
 
     If none has, the shortest: the optimizer's step by a gradient of zeros is not the same as no step.
     """
-    moving = [[sample for sample in mine if any(sample.advantages)] for mine in samples]
+    moving = [[sample for sample in siblings if any(sample.advantages)] for siblings in samples]
     if not any(moving) and any(samples):
-        moving = [[min((sample for mine in samples for sample in mine), key=lambda sample: len(sample.tokens))]]
+        moving = [[min((sample for siblings in samples for sample in siblings), key=lambda sample: len(sample.tokens))]]
     return moving
 
 
 def _spared(samples: Sequence[Sequence[Sample]], computed: Sequence[Sequence[Sample]]) -> dict[str, Value]:
     """Counts samples skipped: zero advantage, or identical to a sibling."""
-    each = [len(mine) for mine in computed]
-    twice = sum(each) - sum(len({sample.tokens for sample in mine}) for mine in computed)
+    each = [len(siblings) for siblings in computed]
+    twice = sum(each) - sum(len({sample.tokens for sample in siblings}) for siblings in computed)
     skipped = sum(map(len, samples)) - sum(each)
     return {"samples/without_advantage": Sum(float(skipped)), "samples/duplicate": Sum(float(twice))}
 
@@ -370,5 +372,5 @@ def _work(micro: Sequence[Micro]) -> dict[str, Value]:
 
 def _imbalance(rounds: Sequence[Sequence[int | None]], costs: Sequence[float]) -> dict[str, Value]:
     """How much longer rounds take than if their ranks had computed the same: cost of the highest over the mean."""
-    shares = [[0.0 if i is None else costs[i] for i in one] for one in rounds]
-    return {"ranks/imbalance": Mean.of(max(one) * len(one) / math.fsum(one) for one in shares)} if shares else {}
+    shares = [[0.0 if i is None else costs[i] for i in row] for row in rounds]
+    return {"ranks/imbalance": Mean.of(max(row) * len(row) / math.fsum(row) for row in shares)} if shares else {}

@@ -85,7 +85,7 @@ class RankCrew:
 
         (metrics, logprobs), replies = await self._ranks.execute("micros", body, self._mine.passed(queued))
         of_ranks = [(metrics, logprobs)]
-        of_ranks += [([metrics_of(one) for one in reply["metrics"]], reply["logprobs"]) for reply in replies]
+        of_ranks += [([metrics_of(plain) for plain in reply["metrics"]], reply["logprobs"]) for reply in replies]
         results: dict[int, tuple[Mapping[str, Value], Sequence[float]]] = {}
         for indices, (its_metrics, its_logprobs) in zip(dealt, of_ranks, strict=True):
             there = [i for i in indices if i is not None]
@@ -103,7 +103,7 @@ class RankCrew:
         """Index of a rank's micro-batch in each round."""
         if not batch.rounds:  # all ranks share all of them
             return list(range(len(batch.micro)))
-        return [one[rank // self._shared] for one in batch.rounds]
+        return [round_[rank // self._shared] for round_ in batch.rounds]
 
     async def apply(self, lr: float, max_grad_norm: float) -> Tensor:
         """Every rank updates its part, and has all weights when it returns."""
@@ -142,7 +142,7 @@ def handlers(work: LocalWork) -> dict[str, Handler]:
             mine.take(body)
         metrics, logprobs = await mine.passed()
         return {
-            "metrics": [metrics_to_plain(one) for one in metrics],
+            "metrics": [metrics_to_plain(pending) for pending in metrics],
             "logprobs": logprobs,
             "compute_seconds": mine.compute_seconds(),
         }

@@ -93,8 +93,8 @@ def _prompts(rollout: Rollout) -> list[tuple[int, list[int]]]:
     out: list[tuple[int, list[int]]] = []
     before: tuple[int, ...] = ()
     for turn in rollout.turns:
-        kept = shared(before, turn.prompt)
-        out.append((kept, list(turn.prompt[kept:])))
+        num_shared = shared(before, turn.prompt)
+        out.append((num_shared, list(turn.prompt[num_shared:])))
         before = (*turn.prompt, *turn.completion.tokens)
     return out
 

@@ -46,8 +46,8 @@ def new_folder(config: RunConfig) -> Path:
         if folder.exists():
             again = f"go on with it by: {command('train', folder)}"
             anew = "it has no checkpoint: if no process trains in it, remove it to start anew"
-            kept = any((folder / "checkpoints").glob("*"))
-            raise ConfigError(f"{folder} exists already; {again if kept else anew}, or choose another name=")
+            saved = any((folder / "checkpoints").glob("*"))
+            raise ConfigError(f"{folder} exists already; {again if saved else anew}, or choose another name=")
         folder.mkdir(parents=True)
         write_recipe(config, folder)
         resolve.remember(folder)
@@ -111,18 +111,18 @@ def stopped(step: int, alarm: Notice | None, folder: Path, saved: str = "all") -
         folder: the run's.
         saved: what its checkpoints hold.
     """
-    kept = {
+    saved_text = {
         "all": "everything is saved",
         "weights": "its weights are saved, and nothing else (checkpoint: weights), so it cannot go on",
         "none": "nothing is saved (checkpoint: none), so it cannot go on",
     }[saved]
     if alarm is None or alarm.finding is None:
         again = f"; go on with: {command('train', folder)}" if saved == "all" else ""
-        return KeyboardInterrupt(f"stopped at step {step}, {kept}{again}")
+        return KeyboardInterrupt(f"stopped at step {step}, {saved_text}{again}")
     finding = alarm.finding
     again = f" To go on all the same: {command('train', folder, 'alarms=warn')}" if saved == "all" else ""
     return Alarmed(
-        f"alarm {alarm.alarm} stopped the run at step {step}, {kept}: {finding.seen}. {finding.means} What to "
+        f"alarm {alarm.alarm} stopped the run at step {step}, {saved_text}: {finding.seen}. {finding.means} What to "
         f"change: {finding.change}{again}"
     )
 

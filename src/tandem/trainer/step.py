@@ -85,15 +85,15 @@ class SingleRank:
         work = self._work
         work.hook()
         passes: list[tuple[PendingMetrics, Tensor]] = []
-        kept: list[OldLogprobs] = []
+        old_logprobs: list[OldLogprobs] = []
         for micro, before in zip(batch.micro, old or repeat(None), strict=bool(old)):
             # One call for each micro-batch: an engine on the same thread gets its turn in between.
             pending, logprobs_N, now = await self._compute(work.micro, micro, before)
             passes.append((pending, logprobs_N))
-            kept.append(now)
+            old_logprobs.append(now)
         queued()
         metrics, values = await self._compute(work.settle, passes)
-        return BatchPass(metrics=metrics, logprobs=values, old_logprobs=kept)
+        return BatchPass(metrics=metrics, logprobs=values, old_logprobs=old_logprobs)
 
     async def apply(self, lr: float, max_grad_norm: float) -> Tensor:
         """On the compute thread."""

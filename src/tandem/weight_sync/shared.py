@@ -170,10 +170,10 @@ def attach(
         model.to(device)
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
+def _same_bits(first: Tensor, other: Tensor) -> bool:
     """Two tensors of one type and shape, by their bytes: a negative zero is not a zero, and a NaN is itself."""
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
-    return torch.equal(one.view(bits), other.view(bits))
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[first.element_size()]
+    return torch.equal(first.view(bits), other.view(bits))
 
 
 def _check(own: Mapping[str, nn.Parameter], exported: Mapping[str, Any]) -> None:

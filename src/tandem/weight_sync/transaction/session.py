@@ -249,8 +249,8 @@ class WeightSyncSession(SyncContext):
 
     async def _fold(self) -> None:
         """What is computed with and sampled from follows the parameters, on every rank; written when this returns."""
-        mine = self.policy.compute(self._folded)
-        await (mine if self.ranks is None or not self.trainable.folds else self.ranks.fold(mine))
+        folding = self.policy.compute(self._folded)
+        await (folding if self.ranks is None or not self.trainable.folds else self.ranks.fold(folding))
 
     def _folded(self) -> None:
         self.trainable.fold(self.policy.model)
@@ -274,10 +274,10 @@ class WeightSyncSession(SyncContext):
 
     def _check_sleep(self) -> None:
         """See that every weight which a deep sleep discards is brought back by each publish."""
-        if self.engine.sleeps > 1 and (kept := sorted(self.trained.frozen)):
+        if self.engine.sleeps > 1 and (frozen := sorted(self.trained.frozen)):
             raise UnsupportedPair(
-                f"engine.sleep: 2 discards every weight, and {len(kept)} of them are not trained, so no publish "
-                f"brings them back, first {kept[0]!r}; use engine.sleep: 1"
+                f"engine.sleep: 2 discards every weight, and {len(frozen)} of them are not trained, so no publish "
+                f"brings them back, first {frozen[0]!r}; use engine.sleep: 1"
             )
 
     async def publish(self, version: PolicyVersion) -> Published:
@@ -316,10 +316,10 @@ class WeightSyncSession(SyncContext):
         self, version: PolicyVersion, commit: Commit, *, paused_at: float | None, optimizer: float
     ) -> Published:
         start = time.monotonic()
-        mine: Checksums | None = None
+        trainer_sums: Checksums | None = None
         if self.sync.sums_before_pause:
             await self._fold()
-            mine = await self.trained.checksums()
+            trainer_sums = await self.trained.checksums()
         # One that was paused for the optimizer still is, unless it was started again since.
         stands = paused_at is not None and self.state.state is SyncState.WRITING and self._recovery.is_bound
         if self.sync.pause != "never" and not stands:
@@ -334,7 +334,7 @@ class WeightSyncSession(SyncContext):
             self.state.write()
         try:
             await self._wake()
-            if mine is None:
+            if trainer_sums is None:
                 await self._fold()
             copied = await self.sync.transfer(self, version)
             # What is not brought back after the second sleep level is garbage, whatever it was before.
@@ -343,7 +343,7 @@ class WeightSyncSession(SyncContext):
             should_verify = is_due or sleeps_deep or not self._recovery.is_published
             if should_verify and not self._recovery.is_published:
                 await compare_frozen(self.engine, self.trained)
-            version, gap = await self._verified(version, commit, mine, should_verify=should_verify)
+            version, gap = await self._verified(version, commit, trainer_sums, should_verify=should_verify)
             await self.engine.set_version(version)
         except BaseException as error:
             await self.abort(f"the publish of version {version.step} failed: {error}")
@@ -363,15 +363,15 @@ class WeightSyncSession(SyncContext):
         )
 
     async def _verified(
-        self, version: PolicyVersion, commit: Commit, mine: Checksums | None, *, should_verify: bool
+        self, version: PolicyVersion, commit: Commit, trainer_sums: Checksums | None, *, should_verify: bool
     ) -> tuple[PolicyVersion, float | None]:
         """The version with its digest, once the engine was compared with it, and the largest gap of a logprob."""
         # Wrong bytes that are sampled from leave keys and values that are no numbers, and those can be zeroed only
         # where no request is served meanwhile.
         asks_before = should_verify and self.sync.pause != "never"
         async with self._probed(ask=asks_before) as answering:
-            sums = await self._sums(mine, should_verify=should_verify)
-            version = self._named(version, digest(sums.mine))
+            sums = await self._sums(trainer_sums, should_verify=should_verify)
+            version = self._named(version, digest(sums.trainer))
             commit.unverified = version
             compare(sums)
         if not should_verify:
@@ -388,12 +388,12 @@ class WeightSyncSession(SyncContext):
             )
         return PolicyVersion(step=version.step, digest=actual)
 
-    async def _sums(self, mine: Checksums | None, *, should_verify: bool) -> PayloadSums:
+    async def _sums(self, trainer_sums: Checksums | None, *, should_verify: bool) -> PayloadSums:
         """Checksums of the payload, the engines' only where they are to be compared."""
         if should_verify and self.sync.compares(self.engine):
-            return await self.trained.sums(self.engine, mine)
-        own = await self.trained.checksums() if mine is None else mine
-        return PayloadSums(mine=own, stored=own)
+            return await self.trained.sums(self.engine, trainer_sums)
+        sums = await self.trained.checksums() if trainer_sums is None else trainer_sums
+        return PayloadSums(trainer=sums, stored=sums)
 
     @asynccontextmanager
     async def _probed(self, *, ask: bool) -> AsyncIterator[asyncio.Task[ProbeAnswers] | None]:
@@ -440,8 +440,8 @@ def compare(sums: PayloadSums) -> None:
         StaleWeights: none of the trained tensors agree.
         TornWeights: some do.
     """
-    for name, theirs in sums.engines.items():
-        if wrong := differing(sums.stored, theirs):
+    for name, engine_sums in sums.engines.items():
+        if wrong := differing(sums.stored, engine_sums):
             kind = StaleWeights if len(wrong) == len(sums.stored) else TornWeights
             raise kind(
                 f"{len(wrong)} of {len(sums.stored)} published tensors differ between the trainer and {name}, first "

@@ -24,7 +24,7 @@ U = TypeVar("U")
 class PayloadSums:
     """Checksums of what a publish carries, by the names of its tensors."""
 
-    mine: Checksums
+    trainer: Checksums
     """Of the trainer's own bytes."""
     stored: Checksums
     """Of the same as engines store them."""
@@ -98,30 +98,30 @@ class Trained:
         """Of the adapter as the engine stores it, made anew from the trainer's own bytes."""
         return self._stored.take(Shard(name, tensor) for name, tensor in engine.as_stored(self.adapter()))
 
-    async def sums(self, engine: Engine, mine: Checksums | None = None) -> PayloadSums:
+    async def sums(self, engine: Engine, trainer_sums: Checksums | None = None) -> PayloadSums:
         """Checksums of the payload at both ends, which read their own memory at the same time: it must be written.
 
         Args:
             engine: in another process.
-            mine: those of the trainer's own bytes, where they are taken already.
+            trainer_sums: those of the trainer's own bytes, where they are taken already.
         """
         assert isinstance(engine, ReportsChecksums)
-        here, engines = await _both(self._sums_here(engine, mine), engine.checksums(self._trainable.payload))
-        own, stored = here
-        return PayloadSums(mine=own, stored=stored, engines=engines)
+        here, engines = await _both(self._sums_here(engine, trainer_sums), engine.checksums(self._trainable.payload))
+        sums, stored = here
+        return PayloadSums(trainer=sums, stored=stored, engines=engines)
 
-    async def _sums_here(self, engine: ReportsChecksums, mine: Checksums | None) -> tuple[Checksums, Checksums]:
+    async def _sums_here(self, engine: ReportsChecksums, trainer_sums: Checksums | None) -> tuple[Checksums, Checksums]:
         """Of the trainer's own bytes, and of these as engines store them."""
-        own = await self.checksums() if mine is None else mine
+        sums = await self.checksums() if trainer_sums is None else trainer_sums
         if self._trainable.payload == "adapter":
-            return own, await self._policy.compute(self._as_stored, engine)
-        return own, own
+            return sums, await self._policy.compute(self._as_stored, engine)
+        return sums, sums
 
 
 async def _both(here: Awaitable[T], there: Awaitable[U]) -> tuple[T, U]:
     """Both results; where one fails, its error, once the other has ended too: nothing is left running."""
-    mine, theirs = await asyncio.gather(here, there, return_exceptions=True)
-    for result in (mine, theirs):
+    here_result, there_result = await asyncio.gather(here, there, return_exceptions=True)
+    for result in (here_result, there_result):
         if isinstance(result, BaseException):
             raise result
-    return cast(T, mine), cast(U, theirs)
+    return cast(T, here_result), cast(U, there_result)

@@ -491,11 +491,11 @@ class Pauses:
     async def pause(self, servers: Sequence[EngineServer], request: wire.Pause) -> None:
         """Pause all of them; the first failure is raised when all have answered."""
 
-        async def one(server: EngineServer) -> None:  # noted at once, whatever becomes of the others
+        async def pause_server(server: EngineServer) -> None:  # noted at once, whatever becomes of the others
             answer = await server.post("/bridge/pause", request)
             self._before.setdefault(server.instance_id, answer["before"])
 
-        for error in await asyncio.gather(*map(one, servers), return_exceptions=True):
+        for error in await asyncio.gather(*map(pause_server, servers), return_exceptions=True):
             if error is not None:
                 raise error
 
@@ -578,9 +578,9 @@ async def _without_adapters(
     weights, swaps = requirements.payload == "weights", requirements.capability is LoadsVersions
     names = []
     for server in servers:
-        held = await server.get("/lora/status", dict)
-        loaded = [entry["name"] for entry in held["loaded"]]
-        if (weights and (loaded or held["in_place"])) or (swaps and held["in_place"]):
+        status = await server.get("/lora/status", dict)
+        loaded = [entry["name"] for entry in status["loaded"]]
+        if (weights and (loaded or status["in_place"])) or (swaps and status["in_place"]):
             pauses, only = Pauses(), None if weights else wire.IN_PLACE
             await pauses.pause([server], wire.Pause(finish=True, seconds=pause_seconds))
             try:

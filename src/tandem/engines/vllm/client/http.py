@@ -120,9 +120,9 @@ class EngineServer:
         except OSError as error:
             reason = str(error) or type(error).__name__
             raise EngineUnreachable(f"{self.name} cannot be connected to: {reason}") from error
-        own = str(way.get_extra_info("sockname")[0])
+        address = str(way.get_extra_info("sockname")[0])
         way.close()
-        return own
+        return address
 
     async def get(self, path: str, kind: type[T]) -> T:
         """Ask; see ``post``."""

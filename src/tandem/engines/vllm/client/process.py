@@ -235,7 +235,7 @@ class EngineProcess:
         left = await gone(started, _KILLED_SECONDS)
         if left:
             raise EngineError(
-                f"the engine's process {', '.join(str(one.pid) for one in sorted(left))} is still there "
+                f"the engine's process {', '.join(str(member.pid) for member in sorted(left))} is still there "
                 f"{_KILLED_SECONDS:g} s after SIGKILL, and with it its memory; a driver may be stuck: look at it with "
                 "ps before another engine is started"
             )

@@ -102,20 +102,20 @@ async def unless(work: Awaitable[T], *ends: Awaitable[Any]) -> T:
     Raises:
         ClientDisconnected: one of ``ends`` returned without an error of its own.
     """
-    mine = asyncio.ensure_future(work)
+    task = asyncio.ensure_future(work)
     others = [asyncio.ensure_future(end) for end in ends]
     try:
-        await asyncio.wait((mine, *others), return_when=asyncio.FIRST_COMPLETED)
-        if mine.done():
-            return mine.result()
+        await asyncio.wait((task, *others), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
         for other in others:
             if other.done():
                 other.result()
         raise ClientDisconnected
     finally:
-        for future in (mine, *others):
+        for future in (task, *others):
             future.cancel()
-        await asyncio.gather(mine, *others, return_exceptions=True)  # what was sampled is aborted by now
+        await asyncio.gather(task, *others, return_exceptions=True)  # what was sampled is aborted by now
 
 
 async def disconnected(receive: Receive) -> None:

@@ -51,16 +51,16 @@ class PartialCompletion:
     @property
     def own_logprobs(self) -> list[float]:
         """Of each token: its own, without an object for each."""
-        own: list[float] = []
+        values: list[float] = []
         for piece in self.logprob_pieces:
             starts = getattr(piece, "start_indices", None)
             if starts is None:
-                tokens = self.tokens[len(own) : len(own) + len(piece)]
-                own += [position[token].logprob for token, position in zip(tokens, piece, strict=True)]
+                tokens = self.tokens[len(values) : len(values) + len(piece)]
+                values += [position[token].logprob for token, position in zip(tokens, piece, strict=True)]
             else:  # vLLM's FlatLogprobs; what was sampled is the first of its position
                 logprobs = piece.logprobs
-                own += [logprobs[start] for start in starts]
-        return own
+                values += [logprobs[start] for start in starts]
+        return values
 
 
 @dataclass(slots=True)

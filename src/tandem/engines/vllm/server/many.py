@@ -97,13 +97,13 @@ class _Answers:
     async def _answer(self, number: int, prompt: list[int], params: Any, adapter: Any, min_step: int) -> None:
         try:
             record = await self._frontend.generate(prompt, params, adapter=adapter, min_step=min_step)
-            (one,) = record.completions
+            (completion,) = record.completions
             frame = Sampled(
                 number=number,
-                tokens=tuple(one.tokens),
-                logprobs=tuple(one.own_logprobs),
-                versions=wire.runs(self._frontend.steps_of(one)),
-                finish=one.finish,
+                tokens=tuple(completion.tokens),
+                logprobs=tuple(completion.own_logprobs),
+                versions=wire.runs(self._frontend.steps_of(completion)),
+                finish=completion.finish,
                 engine=self._frontend.id,
             )
             self._give(number, framed(frame))
