@@ -79,7 +79,7 @@ class StepBatch:
     num_samples: int
     """Trained sequences, likewise."""
     metrics: Mapping[str, Value] = field(default_factory=dict)
-    """What the batch says of itself."""
+    """Lag, advantages and number of the batch's groups."""
     rounds: tuple[tuple[int | None, ...], ...] = ()
     """What ranks compute side by side, where there are several: the index of each rank's micro-batch, None for a rank
     that has none in that round."""
@@ -334,7 +334,7 @@ def samples_of(rollout: Rollout, advantage: float, *, skip_forced: bool = False)
 
 
 def _moving(samples: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
-    """Those of each group that have a gradient.
+    """Samples of each group that have a gradient.
 
     If none has, the shortest: the optimizer's step by a gradient of zeros is not the same as no step.
     """
@@ -353,7 +353,7 @@ def _spared(samples: Sequence[Sequence[Sample]], computed: Sequence[Sequence[Sam
 
 
 def _metrics(groups: Sequence[Group], advantages: Mapping[str, float], version: int) -> dict[str, Value]:
-    """What the batch says of itself."""
+    """Lag, advantages and number of the batch's groups."""
     return {
         "lag": Histogram(tuple(float(version - group.version_min) for group in groups)),
         "advantage/abs": Mean.of(map(abs, advantages.values())),

@@ -115,11 +115,11 @@ class RankCrew:
         return await self._compute(self._work.norms, queued)
 
     async def fold(self) -> None:
-        """On every rank."""
+        """Fold the trained parameters into the model of every rank."""
         await self._ranks.execute("fold", None, self._compute(self._work.fold))
 
     async def move(self) -> None:
-        """On every rank."""
+        """Have every rank's reference follow the policy."""
         await self._ranks.execute("move", None, self._compute(self._work.move))
 
 

@@ -96,19 +96,19 @@ class SingleRank:
         return BatchPass(metrics=metrics, logprobs=values, old_logprobs=old_logprobs)
 
     async def apply(self, lr: float, max_grad_norm: float) -> Tensor:
-        """On the compute thread."""
+        """Update the weights on the compute thread."""
         return await self._compute(self._work.apply, lr, max_grad_norm)
 
     async def norms(self, queued: Sequence[Tensor]) -> list[float]:
-        """On the compute thread."""
+        """Copy the queued gradient norms to the host, on the compute thread."""
         return await self._compute(self._work.norms, queued)
 
     async def fold(self) -> None:
-        """On the compute thread."""
+        """Fold the trained parameters into the model, on the compute thread."""
         await self._compute(self._work.fold)
 
     async def move(self) -> None:
-        """On the compute thread."""
+        """Have the reference follow the policy, on the compute thread."""
         await self._compute(self._work.move)
 
 

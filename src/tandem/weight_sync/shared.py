@@ -78,7 +78,7 @@ class Shared(WeightSync):
                 await self._warm_up(session)
 
     async def _warm_up(self, session: SyncContext) -> None:
-        """Do for nothing what publishes do, so that the first is as quick: kernels compile, slots and tables are made.
+        """Do once what publishes do, so that the first takes no longer: kernels compile, slots and tables are made.
 
         The engine stands still, and its weights are published and proven before it goes on.
         """

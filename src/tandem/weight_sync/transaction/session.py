@@ -33,44 +33,43 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ATTEMPTS = 3
-"""How often one publish is tried where an engine dies under it."""
+"""Attempts at one publish whose engine dies."""
 
 
 class Recovery:
     """Recovery of a session after an engine's restart: rebinds to the new start and publishes to it again."""
 
     def __init__(self, engine: Engine) -> None:
-        """Of an engine that nothing is bound to yet."""
         self._engine = engine
         self._bound = self._published = -1
 
     @property
     def is_bound(self) -> bool:
-        """False where the engine was started again since it was bound: its storage is another."""
+        """False if the engine restarted since it was bound: its memory is at other addresses."""
         return self._bound == self._engine.restart_count
 
     @property
     def is_published(self) -> bool:
-        """False where the engine was started again since the last publish: it serves what it was started on."""
+        """False if the engine restarted since the last publish: it serves the weights it started on."""
         return self._published == self._engine.restart_count
 
     def bound(self) -> None:
-        """The engine, as it was started last, is bound."""
+        """Record that the present start of the engine is bound."""
         self._bound = self._engine.restart_count
 
     def published(self) -> None:
-        """The engine, as it was started last, serves what was published."""
+        """Record that the present start of the engine serves the published weights."""
         self._bound = self._published = self._engine.restart_count
 
     async def repeat(self, work: Callable[[], Awaitable[T]], again: str) -> T:
-        """Do something with the engine, anew where it died under it and was started again.
+        """Await ``work``; repeat it if the engine died meanwhile and was restarted.
 
         Args:
-            work: may be done more than once.
-            again: what the log says then.
+            work: may run more than once.
+            again: log message of a repetition.
 
         Raises:
-            EngineError: the engine stays away, or died ``ATTEMPTS`` times.
+            EngineError: the engine does not come back, or died ``ATTEMPTS`` times.
         """
         for _ in range(ATTEMPTS - 1):
             before = self._engine.restart_count
@@ -248,7 +247,7 @@ class WeightSyncSession(SyncContext):
             commit.accept_requests()
 
     async def _fold(self) -> None:
-        """What is computed with and sampled from follows the parameters, on every rank; written when this returns."""
+        """Bring the weights that are computed with up to date with the parameters, on every rank, and wait for it."""
         folding = self.policy.compute(self._folded)
         await (folding if self.ranks is None or not self.trainable.folds else self.ranks.fold(folding))
 
@@ -267,13 +266,13 @@ class WeightSyncSession(SyncContext):
         await self.engine.sleep()
 
     async def _wake(self) -> None:
-        """For a publish, in the memory that the training pass has left."""
+        """Wake the engine for a publish, in the memory that the training pass left free."""
         if self.engine.sleeps:
             await self.policy.compute(torch.cuda.empty_cache)
             await self.engine.wake()
 
     def _check_sleep(self) -> None:
-        """See that every weight which a deep sleep discards is brought back by each publish."""
+        """Check that each publish restores every weight that a deep sleep discards."""
         if self.engine.sleeps > 1 and (frozen := sorted(self.trained.frozen)):
             raise UnsupportedPair(
                 f"engine.sleep: 2 discards every weight, and {len(frozen)} of them are not trained, so no publish "
@@ -290,7 +289,7 @@ class WeightSyncSession(SyncContext):
             return await self._published(version, Commit())
 
     async def recover(self) -> None:
-        """Bring an engine that was started again to the policy's weights, which may be newer than what it served."""
+        """Publish the policy's weights to an engine that was restarted; they may be newer than those it served."""
         async with waits.waiting(waits.actor("engine"), "weights after a start", on="publish"), self._lock:
             await self.engine.recover()
             if self._current is not None and not self._recovery.is_published:
@@ -299,7 +298,7 @@ class WeightSyncSession(SyncContext):
     async def _published(
         self, version: PolicyVersion, commit: Commit, *, paused_at: float | None = None, optimizer: float = 0.0
     ) -> Published:
-        """Publish, and begin again where an engine died under it."""
+        """Publish; repeat it if an engine dies meanwhile."""
         async with waits.waiting(waits.actor("trainer"), f"version {version.step} to be published", on="publish"):
             return await self._recovery.repeat(
                 lambda: self._transaction(version, commit, paused_at=paused_at, optimizer=optimizer),

@@ -10,13 +10,13 @@ class SyncState(Enum):
     """State of a weight-sync session: what the engine serves, and what an abort has to undo."""
 
     SERVING = "serving"
-    """The engine serves what was published last, or before the first publish what it was started on."""
+    """The engine serves the last published weights; before the first publish, those it started on."""
     PAUSED = "paused"
-    """It is paused, or a new version is laid beside the one it serves: giving up lets it go on as before."""
+    """The engine is paused, or a new version lies beside the one it serves: an abort lets it go on as before."""
     WRITING = "writing"
-    """The memory that it samples from may hold values it does not serve: giving up stops it."""
+    """The memory it samples from may hold weights that are not verified: an abort stops it."""
     STOPPED = "stopped"
-    """A publish was given up: it gives out nothing until one succeeds."""
+    """A publish was aborted: the engine gives out nothing until one succeeds."""
 
 
 TRANSITIONS: Mapping[SyncState, frozenset[SyncState]] = {
@@ -29,31 +29,30 @@ TRANSITIONS: Mapping[SyncState, frozenset[SyncState]] = {
     # pause, for a publish that is repeated
     SyncState.STOPPED: frozenset({SyncState.PAUSED}),
 }
-"""Which state may follow which."""
+"""States that may follow each state."""
 
 
 class SyncStateMachine:
     """A sync state that changes only as the table of transitions allows."""
 
     def __init__(self) -> None:
-        """Of an engine that serves."""
         self.state = SyncState.SERVING
 
     def pause(self) -> None:
-        """A publish begins, or goes on: what is written already stays so."""
+        """Begin a publish; does nothing in one that has begun."""
         if self.state in (SyncState.SERVING, SyncState.STOPPED):
             self.become(SyncState.PAUSED)
 
     def write(self) -> None:
-        """Memory that the engine samples from is about to be written. Again does nothing."""
+        """The memory that the engine samples from is about to be written; calling it again does nothing."""
         if self.state is not SyncState.WRITING:
             self.become(SyncState.WRITING)
 
     def become(self, state: SyncState) -> None:
-        """Go on to a state.
+        """Change the state.
 
         Raises:
-            RuntimeError: it may not follow the present one.
+            RuntimeError: the table of transitions does not allow it.
         """
         if state not in TRANSITIONS[self.state]:
             raise RuntimeError(f"a weight sync that is {self.state.value} cannot become {state.value}")

@@ -25,11 +25,11 @@ class PayloadSums:
     """Checksums of what a publish carries, by the names of its tensors."""
 
     trainer: Checksums
-    """Of the trainer's own bytes."""
+    """Checksums of the trainer's own bytes."""
     stored: Checksums
-    """Of the same as engines store them."""
+    """Checksums of those tensors as engines store them."""
     engines: Mapping[str, Checksums] = field(default_factory=dict)
-    """Of each engine's bytes by the engine's name; empty where none was asked."""
+    """Checksums of each engine's own bytes, by its name; empty if none was asked."""
 
 
 class Trained:
@@ -74,7 +74,7 @@ class Trained:
         return await self._policy.compute(self._own_checksums)
 
     async def frozen_checksums(self) -> Checksums:
-        """The same of the weights that no publish carries."""
+        """Checksums of the weights that no publish carries."""
         return await self._policy.compute(self._other_checksums)
 
     async def finite(self) -> bool:
@@ -95,7 +95,7 @@ class Trained:
         return all(bool(torch.isfinite(tensor).all()) for _, tensor in self.source)
 
     def _as_stored(self, engine: ReportsChecksums) -> Checksums:
-        """Of the adapter as the engine stores it, made anew from the trainer's own bytes."""
+        """Checksums of the adapter as the engine stores it, computed from the trainer's own bytes."""
         return self._stored.take(Shard(name, tensor) for name, tensor in engine.as_stored(self.adapter()))
 
     async def sums(self, engine: Engine, trainer_sums: Checksums | None = None) -> PayloadSums:
@@ -111,7 +111,7 @@ class Trained:
         return PayloadSums(trainer=sums, stored=stored, engines=engines)
 
     async def _sums_here(self, engine: ReportsChecksums, trainer_sums: Checksums | None) -> tuple[Checksums, Checksums]:
-        """Of the trainer's own bytes, and of these as engines store them."""
+        """Checksums of the trainer's own bytes, and of these as engines store them."""
         sums = await self.checksums() if trainer_sums is None else trainer_sums
         if self._trainable.payload == "adapter":
             return sums, await self._policy.compute(self._as_stored, engine)
@@ -119,7 +119,7 @@ class Trained:
 
 
 async def _both(here: Awaitable[T], there: Awaitable[U]) -> tuple[T, U]:
-    """Both results; where one fails, its error, once the other has ended too: nothing is left running."""
+    """Await both; raise the first error once both have ended, so that nothing is left running."""
     here_result, there_result = await asyncio.gather(here, there, return_exceptions=True)
     for result in (here_result, there_result):
         if isinstance(result, BaseException):

@@ -115,7 +115,7 @@ class ProbeReading:
 
     @property
     def answers(self) -> list[LogprobComparison]:
-        """Both."""
+        """Comparisons of the scored and of the sampled text."""
         return [self.scored] if self.sampled is None else [self.scored, self.sampled]
 
 

@@ -111,7 +111,7 @@ class _Answers:
             self._failed(number, error)
 
     def take_back(self, numbers: list[int]) -> None:
-        """End some."""
+        """End the answers of these numbers."""
         for number in numbers:
             if (task := self._tasks.pop(number, None)) is not None:
                 task.cancel()
