@@ -37,7 +37,7 @@ from tandem.trainer.memory_plan.plan import MemoryPlan
 from tandem.trainer.pack import Packer
 from tandem.trainer.step import Step
 from tandem.types import Message, Task
-from tandem.weight_sync.base import Commit, WeightSyncSession
+from tandem.weight_sync.transaction.session import Commit, WeightSyncSession
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,11 +48,13 @@ from tandem.pending import Pending, PendingMetrics
 from tandem.ports import free_port
 from tandem.trainer import assemble as run
 from tandem.trainer.checkpoint import Checkpoints
-from tandem.trainer.objective import Known
+from tandem.trainer.objective import OldLogprobs
 from tandem.trainer.pack import Micro
 from tandem.trainer.work import LocalWork
 from tandem.types import PolicyVersion
-from tandem.weight_sync.base import PayloadSums, Trained, WeightSync, WeightSyncSession
+from tandem.weight_sync.base import SyncContext, WeightSync
+from tandem.weight_sync.transaction.session import WeightSyncSession
+from tandem.weight_sync.transaction.trained import PayloadSums, Trained
 from tandem.weight_sync.verify.probe import Behaviour
 
 HERE = Path(__file__).resolve().parent
@@ -68,7 +70,7 @@ class Nowhere(WeightSync):
     capability: ClassVar[type] = ExportsWeights
     pause: ClassVar[Literal["step", "transfer", "never"]] = "step"
 
-    async def transfer(self, link: WeightSyncSession, version: PolicyVersion) -> int:
+    async def transfer(self, link: SyncContext, version: PolicyVersion) -> int:
         return 0
 
 
@@ -115,13 +117,17 @@ class Rows:
 def stubs(rows: Rows) -> dict[tuple[type, str], Any]:
     """No model, no publishing, no checkpoints: what stands in for which method of which class."""
 
-    def micro(self: LocalWork, micro: Micro, known: Known | None) -> tuple[PendingMetrics, Tensor, Known]:
+    def micro(self: LocalWork, micro: Micro, known: OldLogprobs | None) -> tuple[PendingMetrics, Tensor, OldLogprobs]:
         logprobs_N = micro.batch.behavior_logprobs_N
-        return {"loss": Pending(Sum, torch.zeros(()))}, logprobs_N, Known(first_N=logprobs_N, reference_N=None)
+        return (
+            {"loss": Pending(Sum, torch.zeros(()))},
+            logprobs_N,
+            OldLogprobs(recomputed_logprobs_N=logprobs_N, ref_logprobs_N=None),
+        )
 
     async def own_sums(self: Trained, *args: Any) -> PayloadSums:
         own = await self.checksums()
-        return PayloadSums(mine=own, stored=own)
+        return PayloadSums(trainer=own, stored=own)
 
     async def no_proof(self: Behaviour, *args: Any) -> float:
         return 0.0

@@ -34,8 +34,8 @@ from tandem.trainable.base import Trainable
 from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
 from tandem.types import PolicyVersion
-from tandem.weight_sync.base import WeightSyncSession
 from tandem.weight_sync.shared import Shared
+from tandem.weight_sync.transaction.session import WeightSyncSession
 from tandem.weight_sync.verify.probe import ProbeReading
 
 ROOT = Path(__file__).resolve().parent.parent

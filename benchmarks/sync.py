@@ -48,10 +48,11 @@ from tandem.trainable.base import Trainable
 from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
 from tandem.types import PolicyVersion
-from tandem.weight_sync.base import WeightSync, WeightSyncSession
+from tandem.weight_sync.base import WeightSync
 from tandem.weight_sync.broadcast import Broadcast
 from tandem.weight_sync.hotswap import Hotswap
 from tandem.weight_sync.shared import Shared
+from tandem.weight_sync.transaction.session import WeightSyncSession
 
 CUDA = torch.cuda.is_available()
 WAYS = ("plain", "shared", "merged", "shared-lora", "hotswap", "broadcast", "broadcast-lora")

@@ -154,7 +154,7 @@ class Trainer:
             self.step += 1
             for _ in range(delays.randrange(slowest)):
                 await asyncio.sleep(0)
-            batch.release()
+            batch.free_slots()
             batches.append(list(batch))
         return batches
 

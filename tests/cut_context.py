@@ -58,7 +58,7 @@ def in_one_graph(rank: int, name: str, rows: list[str]) -> tuple[list[dict[str, 
     with (
         patch.object(compilation, "missing", lambda device: None),
         patch.object(_varlen, "_KERNEL", _varlen.Kernel(standing.operation)),
-        patch.object(_varlen, "unfit", lambda dtype, device: None),
+        patch.object(_varlen, "unsupported_input", lambda dtype, device: None),
     ):
         tune(model, compile=True, checkpointing="full", backend="aot_eager")
         for row in rows:

@@ -247,8 +247,8 @@ class Scripted(Engine):
             self._interrupted = self.serves
         self._gate.clear()
 
-    async def release(self, reason: str) -> None:
-        self._at("release")
+    async def resume_unchanged(self, reason: str) -> None:
+        self._at("resume_unchanged")
         if self._interrupted:
             self._gate.set()
         self._interrupted = None

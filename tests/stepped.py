@@ -29,7 +29,7 @@ from tandem.trainer.objective import Objective
 from tandem.trainer.pack import Packer, StepBatch
 from tandem.trainer.step import Step
 from tandem.trainer.work import LocalWork
-from tandem.types import UNKNOWN, Group, Sampling
+from tandem.types import UNKNOWN_LOGPROB, Group, Sampling
 
 EVERY_CORRECTION = (TokenCorrection(high=1.3), SequenceWeight(low=0.2, high=4.0), Geometric(low=0.7, high=1.4), Opsm())
 OBJECTIVES = {
@@ -69,7 +69,7 @@ def groups() -> list[Group]:
         rollouts = [
             make_rollout(
                 f"t{g}@0/{s}",
-                [(list(range(prompt)), list(range(n)), [UNKNOWN if (g, s) == (1, 1) else -1.0 - s] * n)],
+                [(list(range(prompt)), list(range(n)), [UNKNOWN_LOGPROB if (g, s) == (1, 1) else -1.0 - s] * n)],
                 float(s),
             )
             for s, n in enumerate(lengths)

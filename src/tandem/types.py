@@ -14,8 +14,11 @@ from typing import Any, Literal
 Json = Any
 """A JSON value: None, bool, int, float, str, list or dict of such."""
 
-UNKNOWN = math.inf
+UNKNOWN_LOGPROB = math.inf
 """Stands for a logprob that the sampler did not tell; no probability has this one. The policy's own stands in."""
+
+UNKNOWN_VERSION = -1
+"""Policy step of tokens, or of weights, whose version was never told."""
 
 MASKED = -100
 """In masks of Atropos' wire, a position that is not trained."""
@@ -171,7 +174,7 @@ class Completion:
     tokens: tuple[int, ...]
     """Sampled token ids, the end-of-sequence token included if it was sampled."""
     logprobs: tuple[float, ...]
-    """Logprob of each token under the distribution it was drawn from; ``UNKNOWN`` where it was not noted."""
+    """Logprob of each token under the distribution it was drawn from; ``UNKNOWN_LOGPROB`` where it was not noted."""
     versions: tuple[int, ...]
     """Policy step that sampled each token."""
     finish: Finish
@@ -322,21 +325,11 @@ class Sample:
     """The behaviour policy's, 0 where mask is false."""
     advantages: tuple[float, ...]
     """0 where mask is false."""
-    ref_logprobs: tuple[float, ...] | None = None
-    """A reference policy's, where an objective needs them."""
     temperature: float = 1.0
     """Temperature of every sampled token."""
-    prompt_len: int
-    """Leading tokens that the siblings of the group share."""
     begins: tuple[int, ...]
     """Place of the first token of each completion in it, ascending."""
     ends: tuple[int, ...]
     """Place after the last token of each."""
-    group: str
-    """Id of its group."""
-    version: int
-    """Oldest policy step in it."""
-    env: str
-    """Name of its environment."""
     rollout: str
     """Id of its rollout."""

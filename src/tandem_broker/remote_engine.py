@@ -23,7 +23,7 @@ from tandem.engines.vllm import protocol as wire
 from tandem.errors import ConfigError, EngineError
 from tandem.http import HttpClient, HttpStatusError, OutageLog, ResponseLost, RetryPolicy, ServerAway
 from tandem.observability import waits
-from tandem.types import Completion, Finish, Json, PolicyVersion, Sampling
+from tandem.types import UNKNOWN_VERSION, Completion, Finish, Json, PolicyVersion, Sampling
 
 log = logging.getLogger(f"tandem.{__name__}")
 
@@ -34,8 +34,6 @@ TRIES = 3
 JSON = {"Content-Type": "application/json"}
 
 
-UNKNOWN_VERSION = -1
-"""Of tokens whose engine does not say which policy sampled them."""
 _FINISH: dict[str, Finish] = {"stop": "stop", "length": "length"}
 _ODD = (msgspec.DecodeError, AttributeError, LookupError, TypeError, ValueError)
 """Errors of taking apart an answer of another form than expected."""

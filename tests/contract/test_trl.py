@@ -35,7 +35,7 @@ from tandem.algorithms.references.base import Reference
 from tandem.algorithms.references.start import Start
 from tandem.config import registry
 from tandem.testing import oracle
-from tandem.trainer.objective import Known, Objective
+from tandem.trainer.objective import Objective, OldLogprobs
 from tandem.types import Completion, Group, Rollout, Task, Turn
 
 TRL: dict[str, Any] = json.loads(Path(__file__).with_name("trl_objective.json").read_text(encoding="utf-8"))
@@ -100,7 +100,7 @@ def weights(reduction: str) -> torch.Tensor:
 def test_loss_gradient_and_metrics(entry: dict[str, Any]) -> None:
     ours = objective(entry["options"])
     logprobs = flat("policy").requires_grad_()
-    known = Known(first_N=flat("old"), reference_N=flat("reference") if ours.reference else None)
+    known = OldLogprobs(recomputed_logprobs_N=flat("old"), ref_logprobs_N=flat("reference") if ours.reference else None)
     cost_N, metrics = ours(logprobs, batch(), known)
     loss = (cost_N * weights(ours.loss.reduction)).sum()
     loss.backward()
@@ -161,7 +161,7 @@ def test_importance_weights(entry: dict[str, Any]) -> None:
     part: Any = TokenCorrection if level == "token" else Sequence
     correction = part(beyond=beyond, low=entry["options"]["min"], high=entry["options"]["max"])
     ours = Objective(loss=Grpo(), corrections=(correction,), recomputed=True)
-    micro = ours.informed(batch(), Known(first_N=flat("old"), reference_N=None))
+    micro = ours.informed(batch(), OldLogprobs(recomputed_logprobs_N=flat("old"), ref_logprobs_N=None))
     computed, _ = ours.weights(flat("policy"), micro)
     np.testing.assert_allclose(computed.numpy(), np.concatenate(entry["weights"]), rtol=1e-5, atol=0)
 

@@ -50,7 +50,7 @@ ALLOWED = {
     "tandem/model/context.py:forward": "on CUDA it queues; gloo's has the group's deadline",
     "tandem/distributed/group.py:wait": "gloo has the group's deadline; NCCL's queues on CUDA",
     # What tells of waits.
-    "tandem/observability/watchdog.py:_end_process": "for the end of the main thread: it ends a process that hangs there",
+    "tandem/observability/watchdog.py:_end_process": "for the main thread's end: it ends a process that hangs",
     "tandem/observability/watchdog.py:watching": "for its own thread, which waits for nothing but its next look",
     "tandem/observability/vitals.py:shown": "for its own thread, which waits for nothing but its next sign",
     "tandem/observability/waits.py:actor": "a context variable",

@@ -55,7 +55,7 @@ DEFECTS = (
     Defect(
         "GDPO is not standardised over the step",
         "src/tandem/algorithms/advantages/gdpo.py",
-        "[value / (std + self.eps) for value in mine]",
+        "[value / (std + self.eps) for value in group_values]",
         "list(mine)",
         ADVANTAGES,
     ),
@@ -215,7 +215,7 @@ DEFECTS = (
     ),
     Defect(
         "two trainers share a folder",
-        "src/tandem/trainer/run_folder.py",
+        "src/tandem/trainer/run_lock.py",
         "fcntl.LOCK_EX | fcntl.LOCK_NB",
         "fcntl.LOCK_SH | fcntl.LOCK_NB",
         "tests/unit/test_lock_and_signals.py",
@@ -245,8 +245,8 @@ DEFECTS = (
     Defect(
         "sampling runs a batch ahead",
         "src/tandem/rollout/buffer.py",
-        "last = self._released + self._lag_control.lag",
-        "last = self._released + self._lag_control.lag + 1",
+        "last = self._freed + self._lag_control.lag",
+        "last = self._freed + self._lag_control.lag + 1",
         "tests/unit/test_buffer.py",
     ),
     Defect(
@@ -325,27 +325,27 @@ DEFECTS = (
     Defect(
         "a missing tensor is alike",
         "src/tandem/weight_sync/verify/probe.py",
-        "if theirs.get(name) != value]",
-        "if theirs.get(name, value) != value]",
+        "if engine_sums.get(name) != value]",
+        "if engine_sums.get(name, value) != value]",
         SYNC,
     ),
     Defect(
         "the digest is not compared",
-        "src/tandem/weight_sync/base.py",
+        "src/tandem/weight_sync/transaction/session.py",
         "version.digest and version.digest != actual",
         "False",
         SYNC,
     ),
     Defect(
         "a failed publish leaves the engine as it is",
-        "src/tandem/weight_sync/base.py",
+        "src/tandem/weight_sync/transaction/session.py",
         "await self.engine.stop(reason)",
         "await self.engine.resume()",
         SYNC,
     ),
     Defect(
         "a restarted engine is not bound again",
-        "src/tandem/weight_sync/base.py",
+        "src/tandem/weight_sync/transaction/session.py",
         "if not self._recovery.is_bound:  # it was",
         "if False:  # it was",
         SYNC,

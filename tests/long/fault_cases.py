@@ -17,7 +17,7 @@ from tandem.engines.base import LoraAdapter
 from tandem.engines.vllm import protocol as wire
 from tandem.errors import EngineError, UnsupportedPair
 from tandem.types import PolicyVersion
-from tandem.weight_sync.base import WeightSyncSession
+from tandem.weight_sync.transaction.session import WeightSyncSession
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 K = "model.layers.0.self_attn.k_proj.weight"

@@ -48,10 +48,11 @@ from tandem.trainer.follow import AdapterOfRank
 from tandem.transport.bridge import VllmBridge
 from tandem.types import Completion, PolicyVersion, Sampling
 from tandem.weight_sync import shared
-from tandem.weight_sync.base import WeightSync, WeightSyncSession
+from tandem.weight_sync.base import WeightSync
 from tandem.weight_sync.broadcast import Broadcast
 from tandem.weight_sync.hotswap import Hotswap
 from tandem.weight_sync.shared import Shared
+from tandem.weight_sync.transaction.session import WeightSyncSession
 from tandem.weight_sync.verify.noise import LogprobComparison, scale
 
 HERE = Path(__file__).parent
@@ -327,7 +328,7 @@ class Bench:
 
     async def greet(self) -> None:
         """What a trainer asks of an engine that it finds."""
-        await self.engine.fleet._greet(self.server)
+        await self.engine.fleet._check_server(self.server)
 
     async def replace_engine(self) -> None:
         """Somebody ends the engine and starts one like it on the same port."""

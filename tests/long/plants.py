@@ -33,7 +33,7 @@ from tandem.trainer.objective import Objective
 from tandem.trainer.pack import Micro, Packer, StepBatch
 from tandem.trainer.step import SingleRank, Step
 from tandem.trainer.work import LocalWork
-from tandem.types import UNKNOWN, Group, Rollout, Sample
+from tandem.types import UNKNOWN_LOGPROB, Group, Rollout, Sample
 
 Patch = pytest.MonkeyPatch
 Plant = Callable[[Patch], None]
@@ -97,8 +97,8 @@ def samples(change: Callable[[Sample, Rollout], Sample]) -> Plant:
     """Change every sample."""
 
     def make(whole: Any) -> Any:
-        def wrong(rollout: Rollout, group: Group, advantage: float, **options: bool) -> Iterator[Sample]:
-            return (change(sample, rollout) for sample in whole(rollout, group, advantage, **options))
+        def wrong(rollout: Rollout, advantage: float, **options: bool) -> Iterator[Sample]:
+            return (change(sample, rollout) for sample in whole(rollout, advantage, **options))
 
         return wrong
 
@@ -334,7 +334,7 @@ def no_slope_of_the_ratio(whole: Any) -> Any:
 def unknown_is_nothing(whole: Any) -> Any:
     def wrong(self: Objective, batch: MicroBatch, known: Any) -> MicroBatch:
         told_N = batch.behavior_logprobs_N
-        held = dataclasses.replace(batch, behavior_logprobs_N=torch.where(told_N == UNKNOWN, 0.0, told_N))
+        held = dataclasses.replace(batch, behavior_logprobs_N=torch.where(told_N == UNKNOWN_LOGPROB, 0.0, told_N))
         prepared: MicroBatch = whole(self, held, known)
         return prepared
 
@@ -360,9 +360,9 @@ def shifted(by: int) -> Plant:
 
 
 def prefix_twice(sample: Sample, rollout: Rollout) -> Sample:
-    n = sample.prompt_len
+    n = sample.begins[0]
     twice = {name: getattr(sample, name)[:n] + getattr(sample, name) for name in ("tokens", "mask", "logprobs")}
-    return dataclasses.replace(sample, **twice, advantages=(0.0,) * n + sample.advantages, prompt_len=2 * n)
+    return dataclasses.replace(sample, **twice, advantages=(0.0,) * n + sample.advantages)
 
 
 def parents_of(change: Callable[[tuple[int | None, ...]], Sequence[int | None]]) -> Plant:
@@ -417,7 +417,7 @@ def penalties_of_neighbours(micro: Micro) -> Micro:
 
 def old_is_now(whole: Any) -> Any:
     def wrong(self: Objective, logprobs_N: Tensor, batch: Any, known: Any) -> Any:
-        return whole(self, logprobs_N, batch, dataclasses.replace(known, first_N=logprobs_N.detach()))
+        return whole(self, logprobs_N, batch, dataclasses.replace(known, recomputed_logprobs_N=logprobs_N.detach()))
 
     return wrong
 

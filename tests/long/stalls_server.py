@@ -123,7 +123,7 @@ class Engine:
         from safetensors.torch import load_file
 
         from tandem.engines.vllm.adapters import StoredAdapter
-        from tandem.transport.checksums import Shard, Standing
+        from tandem.transport.checksums import ChecksumCache, Shard
 
         if body.get("travels") == "adapter":
             folder = self.adapters[body["adapter"]]
@@ -132,7 +132,7 @@ class Engine:
             stored = list(self.held.items())
         else:
             return None
-        sums = Standing().take(Shard(name, tensor) for name, tensor in stored)
+        sums = ChecksumCache().take(Shard(name, tensor) for name, tensor in stored)
         return {"ranks": [{f"{name}@0": f"{value:x}" for name, value in sums.items()}]}
 
     async def on_bridge_probe(self, body: Any) -> Any:

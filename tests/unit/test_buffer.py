@@ -105,7 +105,7 @@ def test_a_part_of_a_batch_ahead_is_played_beside_it_and_no_more(ahead: int) -> 
             batch = await buffer.take()
             if ahead:  # in its place the next batch was begun, as far as that may be
                 assert len(buffer._entries) == 3 + ahead
-            batch.release()
+            batch.free_slots()
             assert len(buffer._entries) == 3 + ahead
 
     run(go())
@@ -129,7 +129,7 @@ def test_the_engine_is_idle_from_the_last_answer_to_the_next_task() -> None:
                 now += 0.5
                 assert flatten(lag_control.step(step, {}))["engine/idle_seconds"] == 0.5
                 trainer.step += 1
-                batch.release()
+                batch.free_slots()
 
     run(go())
 
@@ -271,7 +271,7 @@ def test_the_numbers_of_a_step_are_of_its_batch_and_of_what_was_dropped_on_the_w
                 scored = 2 * (len(batch) + dropped["zero_variance"]) + failed
                 assert metrics["reward"] == pytest.approx((len(batch) + 2 * dropped["zero_variance"] + failed) / scored)
                 trainer.step += 1
-                batch.release()
+                batch.free_slots()
             return buffer.data_state()
 
     data_state = run(life(DataState(), 6))
@@ -654,7 +654,7 @@ def test_a_drop_is_made_up_for_while_a_batch_is_trained() -> None:
             while len(trainer.started) < 3:
                 await asyncio.sleep(0)
             assert trainer.dropped == [("zero_variance", second[1])]
-            batch.release()
+            batch.free_slots()
 
     run(go())
 
@@ -701,7 +701,7 @@ def test_on_policy_resume_between_steps_goes_on_as_if_nothing_had_been() -> None
             await trainer.train(buffer, 2)
             batch = await buffer.take()
             trainer.step += 1
-            batch.release()
+            batch.free_slots()
             for _ in range(5):
                 await asyncio.sleep(0)
             return batch.data_state  # as the loop saves it: the batch is trained, its slots are not free yet
@@ -736,7 +736,7 @@ class Story:
                     self.done.extend(group.id for group in held)
                     self.trainer.step += 1
                 elif move == "release" and held is not None:
-                    held.release()
+                    held.free_slots()
                     held = None
                 elif move == "save":
                     self.saved = (buffer.data_state(), self.trainer.step, len(self.done))
@@ -862,7 +862,7 @@ def test_runs_walk_every_transition_of_the_table(monkeypatch: pytest.MonkeyPatch
     assert walked == {(before, after) for before, all in TRANSITIONS.items() for after in all}
 
 
-def test_a_batch_is_released_once_and_keeps_the_data_state_of_that_moment() -> None:
+def test_a_batch_frees_its_slots_once_and_keeps_the_data_state_of_that_moment() -> None:
     async def go() -> None:
         trainer = Trainer()
         async with trainer.buffer().open(DataState()) as buffer:
@@ -870,12 +870,12 @@ def test_a_batch_is_released_once_and_keeps_the_data_state_of_that_moment() -> N
             assert len(trainer.started) == 3
             assert batch.data_state == buffer.data_state()
             before = buffer.data_state()
-            batch.release()
+            batch.free_slots()
             await asyncio.sleep(0)
             assert len(trainer.started) == 6, "the next wave has begun"
             assert batch.data_state == before != buffer.data_state()
             second: list[Group] = list(await buffer.take())
-            batch.release()
+            batch.free_slots()
             await asyncio.sleep(0)
             assert len(trainer.started) == 6, "the slots of the second batch are its own"
             assert [group.index for group in second] == [3, 4, 5]

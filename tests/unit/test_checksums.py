@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tandem.transport import checksums as module
-from tandem.transport.checksums import ChecksumTally, Shard, Standing, checksum, checksums, digest
+from tandem.transport.checksums import ChecksumCache, ChecksumTally, Shard, checksum, checksums, digest
 
 ROOT = Path(__file__).parents[2]
 MASK = (1 << 64) - 1
@@ -167,7 +167,7 @@ def test_a_tally_reads_what_is_there_now() -> None:
 
 
 def test_tensors_at_the_place_of_others_are_taken_as_they_are() -> None:
-    memory, standing = torch.randn(8, 6), Standing()
+    memory, standing = torch.randn(8, 6), ChecksumCache()
     for now in (memory[:4], memory, memory[:, :4], memory.view(6, 8), memory.flatten()):
         assert standing.take([Shard("a", now)]) == checksums([("a", now)])
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from plays import make_group, make_rollout
 
 from tandem.errors import BrokerError
-from tandem.types import UNKNOWN, Group, Message, Rollout
+from tandem.types import UNKNOWN_LOGPROB, Group, Message, Rollout
 from tandem_broker.protocol.convert import Notes, Rules, group_from_wire, group_to_wire
 from tandem_broker.protocol.messages import ScoredGroup
 from tandem_broker.protocol.submission import read_group
@@ -288,7 +288,7 @@ def test_missing_logprobs_are_refused_or_left_to_the_policy(rows: Any) -> None:
     bare = scored(inference_logprobs=rows)
     with pytest.raises(BrokerError, match=r"no inference_logprobs.*broker\.missing_logprobs: policy"):
         rollouts(bare)
-    assert rollouts(bare, policy_logprobs=True)[0].turns[0].completion.logprobs == (UNKNOWN,) * 3
+    assert rollouts(bare, policy_logprobs=True)[0].turns[0].completion.logprobs == (UNKNOWN_LOGPROB,) * 3
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def _kernel_of_tests(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernel takes everything on any device, and nothing has been compiled."""
     monkeypatch.setattr(compilation, "missing", lambda device: None)
     monkeypatch.setattr(_varlen, "_KERNEL", _varlen.Kernel(standing.operation))
-    monkeypatch.setattr(_varlen, "unfit", lambda dtype, device: None)
+    monkeypatch.setattr(_varlen, "unsupported_input", lambda dtype, device: None)
     torch._dynamo.reset()
     counters.clear()
     compilation.decide.cache_clear()

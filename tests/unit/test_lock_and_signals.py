@@ -13,7 +13,7 @@ from tandem.api.blocking import run_to_end
 from tandem.config.loading import from_options
 from tandem.errors import ConfigError, Interrupted
 from tandem.trainer import run_folder
-from tandem.trainer.run_folder import RunLock
+from tandem.trainer.run_lock import RunLock
 
 
 def test_the_folder_of_a_run_of_many_environments_bears_the_first_ones_name(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from tandem.trainer.pack import StepBatch
 from tandem.trainer.state import TrainerState
 from tandem.trainer.step import StepStats
 from tandem.types import Group, Json, PolicyVersion
-from tandem.weight_sync.base import Commit, Published
+from tandem.weight_sync.transaction.session import Commit, Published
 
 STEPS = 5
 START = TrainerState(
@@ -118,16 +118,16 @@ class Scene:
     async def sleep(self) -> None:
         """It never sleeps."""
 
-    def accept_requests_for(self, step: int, release: Callable[[], None]) -> None:
+    def accept_requests_for(self, step: int, free_slots: Callable[[], None]) -> None:
         if self.early:
             self.least = step
-            release()
+            free_slots()
 
     @asynccontextmanager
     async def commit(
-        self, step: int, *, release: Callable[[], None] | None, last: bool, recent: Sequence[Sequence[int]]
+        self, step: int, *, free_slots: Callable[[], None] | None, last: bool, recent: Sequence[Sequence[int]]
     ) -> AsyncIterator[Commit]:
-        commit = Commit(release=release)
+        commit = Commit(free_slots=free_slots)
         if self.stands_still:
             commit.accept_requests()
         yield commit

@@ -29,8 +29,8 @@ from tandem.metrics import Share, flatten
 from tandem.model.policy import load_config, load_model
 from tandem.testing import oracle
 from tandem.trainer import memory_plan as memory
-from tandem.trainer.objective import Known, Objective, mismatch
-from tandem.types import UNKNOWN
+from tandem.trainer.objective import Objective, OldLogprobs, mismatch
+from tandem.types import UNKNOWN_LOGPROB
 
 ESTIMATORS = [
     Start(estimator=e, ratio_corrected=c) for e in ("k1", "k2", "k3") for c in (True, False) if c or e != "k1"
@@ -47,8 +47,10 @@ def micro(behavior: list[float], advantages: list[float] | None = None) -> Micro
     )
 
 
-def known(first: list[float], reference: list[float] | None = None) -> Known:
-    return Known(first_N=torch.tensor(first), reference_N=None if reference is None else torch.tensor(reference))
+def known(first: list[float], reference: list[float] | None = None) -> OldLogprobs:
+    return OldLogprobs(
+        recomputed_logprobs_N=torch.tensor(first), ref_logprobs_N=None if reference is None else torch.tensor(reference)
+    )
 
 
 def test_corrections_weigh_the_loss_and_not_the_penalty() -> None:
@@ -141,7 +143,7 @@ def test_ratios_are_against_the_sampler_or_the_step_s_start() -> None:
 def test_where_the_sampler_told_nothing_the_policy_of_the_step_s_start_stands_in() -> None:
     """At a batch's later updates too: what was not told does not follow the policy."""
     ours = Objective(loss=Cispo())
-    _, metrics = ours(torch.tensor([-1.0, -1.0]), micro([UNKNOWN, -1.0]), known([-1.7, -1.0]))
+    _, metrics = ours(torch.tensor([-1.0, -1.0]), micro([UNKNOWN_LOGPROB, -1.0]), known([-1.7, -1.0]))
     assert plain_metrics(metrics)["ratio/max"] == pytest.approx(math.exp(0.7))
 
 
@@ -197,7 +199,7 @@ def test_metrics_of_extreme_gaps_are_finite(gap: float) -> None:
 
 def test_no_tokens() -> None:
     ours = Objective(loss=Grpo(), corrections=(Opsm(),), recomputed=True, reference=Start())
-    cost, metrics = ours(torch.zeros(0), micro([]), Known(first_N=torch.zeros(0), reference_N=torch.zeros(0)))
+    cost, metrics = ours(torch.zeros(0), micro([]), known([], []))
     assert cost.shape == (0,)
     assert all(math.isfinite(v) for v in plain_metrics(metrics).values())
 
@@ -259,7 +261,7 @@ def recipe(**options: Any) -> config.RunConfig:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"corrections": [{"kind": "token"}]}, "old_logprobs must be recomputed for corrections that truncate"),
+        ({"corrections": [{"kind": "token"}]}, "old_logprobs must be recomputed with beyond: truncate"),
         ({"old_logprobs": "recomputed", "loss": {"kind": "grpo", "clip_low": 0.1}}, "loss.clip_low changes nothing"),
         ({"old_logprobs": "recomputed", "loss": {"kind": "sapo", "temperature_positive": 2.0}}, "changes nothing"),
         ({"old_logprobs": "recomputed", "loss": "reinforce"}, "old_logprobs changes nothing"),

@@ -122,7 +122,7 @@ def groups_of(draw: st.DrawFn) -> list[Group]:
 def test_a_sample_knows_where_its_answers_begin_and_end() -> None:
     turns = [([1, 2, 3, 4, 5], [6, 7], [0.0] * 2), ([1, 2, 3, 4, 5, 6, 7, 8], [9], [0.0]), ([9, 9], [5, 5], [0.0] * 2)]
     rollout = make_rollout("t0@0/0", turns, 1.0)
-    samples = list(samples_of(rollout, make_group("t0@0", [rollout]), 1.0))
+    samples = list(samples_of(rollout, 1.0))
     assert [sample.begins for sample in samples] == [(5, 8), (2,)]
     assert [sample.ends for sample in samples] == [(7, 9), (4,)]
 
@@ -266,12 +266,11 @@ def test_a_budget_cuts_between_samples_and_repeats_the_prompt(budget: int, sizes
 def test_multi_turn_masks_are_exact() -> None:
     """What the environment said between two turns is in the sequence and not in the loss."""
     rollout = make_rollout("t@0/0", [([1, 2], [3, 4], [-0.1, -0.2]), ([1, 2, 3, 4, 5, 6], [7], [-0.3])], 1.0)
-    (sample,) = samples_of(rollout, make_group("t@0", [rollout]), 2.0)
+    (sample,) = samples_of(rollout, 2.0)
     assert sample.tokens == (1, 2, 3, 4, 5, 6, 7)
     assert sample.mask == (False, False, True, True, False, False, True)
     assert sample.logprobs == (0.0, 0.0, -0.1, -0.2, 0.0, 0.0, -0.3)
     assert sample.advantages == (0.0, 0.0, 2.0, 2.0, 0.0, 0.0, 2.0)
-    assert sample.prompt_len == 2
 
 
 @pytest.mark.parametrize(
@@ -283,25 +282,24 @@ def test_a_turn_that_does_not_continue_starts_a_sample(second: list[int], temper
     rollout = make_rollout(
         "t@0/0", [([1, 2], [3, 4], [-0.1, -0.2]), (second, [7], [-0.3])], 1.0, temperature=temperatures
     )
-    first, other = samples_of(rollout, make_group("t@0", [rollout]), 2.0)
-    assert (first.tokens, first.mask, first.prompt_len) == ((1, 2, 3, 4), (False, False, True, True), 2)
+    first, other = samples_of(rollout, 2.0)
+    assert (first.tokens, first.mask) == ((1, 2, 3, 4), (False, False, True, True))
     assert other.tokens == (*second, 7)
     assert other.mask == (*(False,) * len(second), True)
-    assert (other.prompt_len, other.temperature) == (len(second), temperatures[1])
+    assert other.temperature == temperatures[1]
     assert first.rollout == other.rollout == "t@0/0"
 
 
 def test_what_a_grammar_forced_is_not_trained() -> None:
     """Tokens of probability 1, to whoever asks; and a sequence of nothing else is none."""
     rollout = make_rollout("t@0/0", [([1, 2], [3, 4, 5], [-0.1, 0.0, -2e-7])], 1.0)
-    group = make_group("t@0", [rollout])
-    (sample,) = samples_of(rollout, group, 2.0, skip_forced=True)
+    (sample,) = samples_of(rollout, 2.0, skip_forced=True)
     assert sample.mask == (False, False, True, False, False)
     assert (sample.logprobs, sample.advantages) == ((0.0, 0.0, -0.1, 0.0, 0.0), (0.0, 0.0, 2.0, 0.0, 0.0))
-    (plain,) = samples_of(rollout, group, 2.0)
+    (plain,) = samples_of(rollout, 2.0)
     assert plain.mask == (False, False, True, True, True)
     forced = make_rollout("t@0/1", [([1, 2], [3], [0.0])], 1.0)
-    assert list(samples_of(forced, make_group("t@0", [forced]), 1.0, skip_forced=True)) == []
+    assert list(samples_of(forced, 1.0, skip_forced=True)) == []
     batch = packer(skip_forced=True, reduction="sequence")([make_group("t@0", [rollout, forced])], version=0)
     assert (batch.num_loss_tokens, batch.num_samples) == (1, 1)
 
@@ -337,19 +335,17 @@ def test_what_a_grammar_forced_counts_for_penalties() -> None:
 
 def test_a_turn_without_tokens_is_no_sample() -> None:
     rollout = make_rollout("t@0/0", [([1, 2], [], []), ([1, 2], [3], [-0.1])], 1.0)
-    (sample,) = samples_of(rollout, make_group("t@0", [rollout]), 1.0)
+    (sample,) = samples_of(rollout, 1.0)
     assert sample.tokens == (1, 2, 3)
     empty = make_rollout("t@0/0", [([1, 2], [], [])], 1.0)
-    assert list(samples_of(empty, make_group("t@0", [empty]), 1.0)) == []
+    assert list(samples_of(empty, 1.0)) == []
 
 
-def test_a_sample_knows_its_oldest_version() -> None:
+def test_the_lag_counts_from_the_oldest_version() -> None:
     group = rows(2, 3)
     turn = group.rollouts[0].turns[0]
     mixed = replace(turn, completion=replace(turn.completion, versions=(4, 5)))
     rollouts = (replace(group.rollouts[0], turns=(mixed,)), *group.rollouts[1:])
-    (sample,) = samples_of(rollouts[0], group, 1.0)
-    assert sample.version == 4
     newer = [
         replace(r, turns=(replace(r.turns[0], completion=replace(r.turns[0].completion, versions=(5,) * 3)),))
         for r in rollouts[1:]
@@ -430,4 +426,4 @@ def test_given_advantages_go_to_their_tokens_over_all_turns() -> None:
 def test_given_advantages_of_turns_that_part() -> None:
     parted = make_rollout("t@0/0", [([1], [2, 3], [-0.5, -0.6]), ([9, 9], [5], [-0.7])], 1.0)
     group = make_group("t@0", [replace(parted, advantages=(1.0, 2.0, 3.0))])
-    assert [s.advantages for s in samples_of(group.rollouts[0], group, 0.5)] == [(0.0, 1.0, 2.0), (0.0, 0.0, 3.0)]
+    assert [s.advantages for s in samples_of(group.rollouts[0], 0.5)] == [(0.0, 1.0, 2.0), (0.0, 0.0, 3.0)]

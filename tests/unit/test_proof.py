@@ -31,6 +31,7 @@ from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
 from tandem.types import PolicyVersion
 from tandem.weight_sync.shared import Shared
+from tandem.weight_sync.transaction.session import open_session
 from tandem.weight_sync.verify.noise import FALSE_ALARMS, SUSPICION, LogprobComparison, Noise, drawn, nearer, scale
 from tandem.weight_sync.verify.probe import PROBE, TESTS
 
@@ -75,7 +76,9 @@ def answered(
         with scripted(model, trainable, probed=lambda probe: probe if honest[0] else change(probe)) as engine:
             try:
                 honest[0] = after > 0
-                async with Shared(**options).open(policy, engine, START, trainable, folder or new_folder()) as session:
+                async with open_session(
+                    Shared(**options), policy, engine, START, trainable, folder or new_folder()
+                ) as session:
                     for step in range(1, max(after, 1) + 1):
                         honest[0] = step < after
                         engine.events.clear()
@@ -171,7 +174,7 @@ def test_an_engine_that_was_started_again_is_measured_again(
 
     async def work() -> None:
         with scripted(tiny_model) as engine:
-            async with Shared().open(policy, engine, START, Full(), new_folder()) as session:
+            async with open_session(Shared(), policy, engine, START, Full(), new_folder()) as session:
                 for step in (1, 2, 3):
                     if step == 2 and dies == "before it is asked":
                         engine.die()
@@ -360,7 +363,7 @@ def test_an_engine_that_stayed_behind_is_seen_within_the_tolerance(
 
         with scripted(tiny_model, trainable, probed=noted) as engine:
             await policy.compute(grow(trainable, policy))  # as a resumed run has it: not the bare model
-            async with Shared(tolerance=50.0).open(policy, engine, START, trainable, new_folder()) as session:
+            async with open_session(Shared(tolerance=50.0), policy, engine, START, trainable, new_folder()) as session:
                 session._behaviour._noise[0].floor = 0.05  # as bfloat16 has it
                 async with session.commit(1):
                     await policy.compute(grow(trainable, policy))

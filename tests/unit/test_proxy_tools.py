@@ -13,7 +13,7 @@ from proxied import USER, Scripted, message_of, served
 
 from tandem.agents import schema as _openai
 from tandem.agents.server import Proxy, Session
-from tandem.agents.tool_calls import Bare, Tagged, ToolCall, ToolMessage, as_text
+from tandem.agents.tool_calls import BareCalls, Tagged, ToolCall, ToolMessage, as_text
 from tandem.rollout.template import Template
 from tandem.types import Message
 
@@ -234,7 +234,7 @@ def test_a_template_without_tools_refuses_them(tiny_model: Path) -> None:
 
 def test_the_template_says_how_calls_are_written(tiny_model: Path) -> None:
     forms = [template_of(tiny_model, text).speech.form for text in (HERMES, LLAMA, OTHER)]
-    assert [type(form) for form in forms] == [Tagged, Bare, type(None)]
+    assert [type(form) for form in forms] == [Tagged, BareCalls, type(None)]
     assert template_of(tiny_model, OTHER).speech.shown
 
 
@@ -299,7 +299,7 @@ def test_calls_after_thinking() -> None:
     ],
 )
 def test_bare_calls(text: str, names: Sequence[str]) -> None:
-    rest, calls = Bare().read(text, {"a", "b"})
+    rest, calls = BareCalls().read(text, {"a", "b"})
     assert [call.name for call in calls] == names
     assert rest == ("" if names else text)
 

@@ -18,8 +18,8 @@ from tandem.errors import StaleWeights, TornWeights, TransportError, Unsupported
 from tandem.trainable.full import Full
 from tandem.trainer.rank_slices import SliceCrew
 from tandem.types import PolicyVersion
-from tandem.weight_sync.base import compare
 from tandem.weight_sync.shared import Shared
+from tandem.weight_sync.transaction.session import compare
 
 
 @pytest.mark.slow

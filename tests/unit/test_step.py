@@ -30,7 +30,7 @@ from tandem.trainer.objective import Objective
 from tandem.trainer.pack import Packer
 from tandem.trainer.step import Step, StepStats
 from tandem.trainer.work import LocalWork
-from tandem.types import UNKNOWN, Group, Rollout, Sampling
+from tandem.types import UNKNOWN_LOGPROB, Group, Rollout, Sampling
 
 RATIOS = (0.5, 1.0, 2.0, 0.9, 1.1, 4.0, 1.27, 0.81)
 """Of policy to behaviour, token by token: within the clips and beyond each, the dual clip included."""
@@ -282,7 +282,7 @@ def test_where_the_sampler_told_no_logprobs_the_policys_own_stand_in(policy: Pol
         return make_group("t@0", rollouts)
 
     options: dict[str, Any] = {"sampling": Sampling(), "loss": Grpo()}
-    unknown, stats = gradient(policy, [group((UNKNOWN, UNKNOWN), (-2.0,))], **options)
+    unknown, stats = gradient(policy, [group((UNKNOWN_LOGPROB, UNKNOWN_LOGPROB), (-2.0,))], **options)
     own = stats.logprobs["t@0/0"]
     expected, same = gradient(policy, [group(own, (-2.0,))], **options)
     for name, grad in expected.items():

@@ -36,7 +36,7 @@ from tandem.optimizers.adamw import AdamW
 from tandem.trainable.base import Trainable
 from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
-from tandem.trainer.objective import Known, Objective
+from tandem.trainer.objective import Objective, OldLogprobs
 from tandem.trainer.pack import Packer, StepBatch
 from tandem.trainer.step import Step, StepStats
 from tandem.trainer.work import LocalWork
@@ -206,9 +206,9 @@ def test_the_reference_is_the_model_as_it_was_loaded(
             assert torch.equal(parameter, places[name][1])
         assert gradient
         by_rollout: dict[str, list[float]] = {}
-        for micro, known in zip(packed(groups, objective, 40).micro, stats.known, strict=True):
-            assert known.reference_N is not None
-            values = iter(known.reference_N.tolist())
+        for micro, old in zip(packed(groups, objective, 40).micro, stats.old_logprobs, strict=True):
+            assert old.ref_logprobs_N is not None
+            values = iter(old.ref_logprobs_N.tolist())
             for rollout, num in micro.places:
                 by_rollout.setdefault(rollout, []).extend(next(values) for _ in range(num))
         for rollout in (r for g in groups for r in g.rollouts):
@@ -271,8 +271,8 @@ def test_later_updates_compare_with_the_start_of_the_step(tiny_model: Path, grou
     assert metrics["reused/ratio/max"] > 1.001
     assert metrics["reused/clip_fraction"] > flatten(stats.metrics)["clip_fraction"] == 0.0
     as_told = [
-        replace(micro, batch=replace(micro.batch, behavior_logprobs_N=known.first_N))
-        for micro, known in zip(batch.micro, stats.known, strict=True)
+        replace(micro, batch=replace(micro.batch, behavior_logprobs_N=old.recomputed_logprobs_N))
+        for micro, old in zip(batch.micro, stats.old_logprobs, strict=True)
     ]
     with live_policy(tiny_model) as policy:
         live = Live(policy, replace(decoupled, recomputed=False))
@@ -328,4 +328,4 @@ def test_a_reference_of_other_weights_is_not_restored() -> None:
 def test_without_a_reference_none_is_known(tiny_model: Path, groups: list[Group]) -> None:
     with live_policy(tiny_model) as policy:
         stats, _ = Live(policy, TOKENS).backward(packed(groups, TOKENS))
-    assert all(isinstance(known, Known) and known.reference_N is None for known in stats.known)
+    assert all(isinstance(old, OldLogprobs) and old.ref_logprobs_N is None for old in stats.old_logprobs)

@@ -36,12 +36,15 @@ from tandem.trainer.assemble import check_pairs
 from tandem.transport import collective
 from tandem.transport.checksums import checksums, digest
 from tandem.types import Completion, PolicyVersion, Sampling
-from tandem.weight_sync import base, broadcast
-from tandem.weight_sync.base import Published, WeightSync, WeightSyncSession
+from tandem.weight_sync import broadcast
+from tandem.weight_sync.base import SyncContext, WeightSync
 from tandem.weight_sync.broadcast import Broadcast
 from tandem.weight_sync.hotswap import SPARE, Hotswap
 from tandem.weight_sync.restart import Restart
 from tandem.weight_sync.shared import Shared
+from tandem.weight_sync.transaction import session as session_module
+from tandem.weight_sync.transaction import trained
+from tandem.weight_sync.transaction.session import Published, WeightSyncSession, open_session
 from tandem.weight_sync.verify.probe import PROBE, Checksums, differing
 
 START = PolicyVersion(step=0, digest="")
@@ -130,7 +133,7 @@ class Copied(WeightSync):
 
     fault: Callable[[dict[str, Tensor]], None] = lambda held: None
 
-    async def transfer(self, session: WeightSyncSession, version: PolicyVersion) -> int:
+    async def transfer(self, session: SyncContext, version: PolicyVersion) -> int:
         engine = session.engine
         assert isinstance(engine, Attesting)
         engine.events.append("move")
@@ -187,7 +190,7 @@ def refused(
 
     async def work(engine: Watched) -> str:
         with pytest.raises(kind) as caught:
-            async with sync.open(policy, engine, start, Full()):
+            async with open_session(sync, policy, engine, start, Full()):
                 raise AssertionError("it must not open")
         assert type(caught.value) is kind
         assert await is_paused(engine)
@@ -201,7 +204,7 @@ def refused(
 def test_an_honest_engine_is_published_to(policy: Policy) -> None:
     async def work(engine: Watched) -> None:
         source = Full().source(policy.model)
-        async with Shared().open(policy, engine, START, Full()) as session:
+        async with open_session(Shared(), policy, engine, START, Full()) as session:
             first = engine.version()
             assert (first.step, first.digest) == (0, digest(checksums(source)))
             async with session.commit(1) as commit:
@@ -226,7 +229,7 @@ def test_an_adapter_is_published(tiny_model: Path) -> None:
     with live_policy(tiny_model, trainable=trainable) as policy:
 
         async def work(engine: Watched) -> None:
-            async with Shared().open(policy, engine, START, trainable) as session:
+            async with open_session(Shared(), policy, engine, START, trainable) as session:
                 async with session.commit(1):
                     pass
                 assert engine.version().step == 1
@@ -248,7 +251,7 @@ def test_a_resumed_digest_must_be_that_of_the_weights(policy: Policy) -> None:
 
     async def work(engine: Watched) -> PolicyVersion:
         start = PolicyVersion(step=3, digest=right)
-        async with Shared().open(policy, engine, start, Full()):
+        async with open_session(Shared(), policy, engine, start, Full()):
             return engine.version()
 
     assert run(policy, work).step == 3
@@ -275,7 +278,7 @@ def test_an_engine_that_samples_from_older_weights_is_stale(policy: Policy) -> N
         return kept[0]
 
     async def work(engine: Watched) -> None:
-        async with Shared().open(policy, engine, START, Full()) as session:
+        async with open_session(Shared(), policy, engine, START, Full()) as session:
             commit = session.commit(1)
             await commit.__aenter__()
             with torch.no_grad():
@@ -291,7 +294,7 @@ def test_an_engine_that_samples_from_older_weights_is_stale(policy: Policy) -> N
 def test_the_tolerance_is_the_recipes(policy: Policy) -> None:
     async def work(engine: Watched) -> float | None:
         sync = Shared(tolerance=10.0)
-        async with sync.open(policy, engine, START, Full()) as session:
+        async with open_session(sync, policy, engine, START, Full()) as session:
             return (await session.publish(START)).probe_gap
 
     gap = run(policy, work, scored=lambda logprobs: [x + 0.5 for x in logprobs])
@@ -311,9 +314,9 @@ def test_the_order_of_a_commit(policy: Policy, sync: type[Copied], order: list[s
     events: list[str] = []
 
     async def work(engine: Watched) -> None:
-        async with sync().open(policy, engine, START, Full()) as session:
+        async with open_session(sync(), policy, engine, START, Full()) as session:
             events.clear()
-            async with session.commit(1, release=lambda: events.append("release")) as commit:
+            async with session.commit(1, free_slots=lambda: events.append("release")) as commit:
                 events.append("optimizer")
                 with pytest.raises(RuntimeError, match="published nothing yet"):
                     commit.succeeded()
@@ -334,9 +337,9 @@ def test_checksums_of_memory_that_the_trainer_alone_writes_are_taken_while_the_e
     policy: Policy, monkeypatch: pytest.MonkeyPatch, sync: type[Copied], order: list[str]
 ) -> None:
     events: list[str] = []
-    own = base.Trained.checksums
+    own = trained.Trained.checksums
 
-    async def noted(self: base.Trained) -> Checksums:
+    async def noted(self: trained.Trained) -> Checksums:
         events.append("checksums")
         return await own(self)
 
@@ -344,13 +347,13 @@ def test_checksums_of_memory_that_the_trainer_alone_writes_are_taken_while_the_e
         next(iter(held.values())).view(-1)[0] += 1
 
     async def work(engine: Watched) -> None:
-        monkeypatch.setattr(base.Trained, "checksums", noted)
-        async with sync().open(policy, engine, START, Full()) as session:
+        monkeypatch.setattr(trained.Trained, "checksums", noted)
+        async with open_session(sync(), policy, engine, START, Full()) as session:
             events.clear()
             async with session.commit(1):
                 events.append("optimizer")
         with pytest.raises(TornWeights):
-            async with sync(fault=torn).open(policy, engine, START, Full()):
+            async with open_session(sync(fault=torn), policy, engine, START, Full()):
                 pass
 
     run(policy, work, kind=Attesting, events=events)
@@ -361,13 +364,13 @@ def test_both_ends_sum_at_the_same_time_and_only_what_is_written(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, there, events = asyncio.Event(), asyncio.Event(), list[str]()
-    own = base.Trained.checksums
+    own = trained.Trained.checksums
 
     async def met(mine: asyncio.Event, other: asyncio.Event) -> None:
         mine.set()
         await asyncio.wait_for(other.wait(), 5)
 
-    async def sums_here(self: base.Trained) -> Checksums:
+    async def sums_here(self: trained.Trained) -> Checksums:
         await met(here, there)
         return await own(self)
 
@@ -377,13 +380,13 @@ def test_both_ends_sum_at_the_same_time_and_only_what_is_written(
             return await super().checksums(payload)
 
     async def work(engine: Watched) -> None:
-        async with CopiedAtRest().open(policy, engine, START, Full()) as session:
+        async with open_session(CopiedAtRest(), policy, engine, START, Full()) as session:
             events.clear()
             async with session.commit(1):
                 events.append("optimizer")
 
-    monkeypatch.setattr(base.Trained, "checksums", sums_here)
-    monkeypatch.setattr(base, "finish", lambda device: events.append("finish"))
+    monkeypatch.setattr(trained.Trained, "checksums", sums_here)
+    monkeypatch.setattr(session_module, "finish", lambda device: events.append("finish"))
     run(policy, work, kind=Meeting, events=events)
     assert events[:4] == ["pause", "optimizer", "finish", "move"]
 
@@ -404,7 +407,7 @@ def test_wrong_bytes_end_a_publish_whose_probe_is_still_waited_for(policy: Polic
 
     async def work(engine: Watched) -> None:
         with pytest.raises(TornWeights):
-            await asyncio.wait_for(Copied(fault=torn).open(policy, engine, START, Full()).__aenter__(), 20)
+            await asyncio.wait_for(open_session(Copied(fault=torn), policy, engine, START, Full()).__aenter__(), 20)
 
     run(policy, work, kind=Slow)
     assert cancelled
@@ -423,7 +426,7 @@ def test_the_engine_samples_before_its_sums_are_known(policy: Policy) -> None:
             return await super().checksums(payload)
 
     async def work(engine: Watched) -> None:
-        async with Copied().open(policy, engine, START, Full()) as session:
+        async with open_session(Copied(), policy, engine, START, Full()) as session:
             probed.clear()
             async with session.commit(1) as commit:
                 pass
@@ -441,7 +444,7 @@ def test_an_engine_that_serves_meanwhile_samples_only_bytes_that_were_compared(p
             next(iter(held.values())).view(-1)[0] += 1
 
     async def work(engine: Watched) -> None:
-        async with CopiedLive(fault=torn).open(policy, engine, START, Full()) as session:
+        async with open_session(CopiedLive(fault=torn), policy, engine, START, Full()) as session:
             order = [event for event in engine.events if event in ("compare", "score")]
             assert order.index("compare") < order.index("score")
             engine.events.clear()
@@ -458,9 +461,9 @@ def test_an_engine_that_cannot_sum_is_told_of_once_this_end_is_done(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[bool] = []
-    own = base.Trained.checksums
+    own = trained.Trained.checksums
 
-    async def slow(self: base.Trained) -> Checksums:
+    async def slow(self: trained.Trained) -> Checksums:
         await asyncio.sleep(0.05)
         sums = await own(self)
         ended.append(True)
@@ -472,17 +475,17 @@ def test_an_engine_that_cannot_sum_is_told_of_once_this_end_is_done(
 
     async def work(engine: Watched) -> None:
         with pytest.raises(EngineError, match="died in checksums"):
-            async with Copied().open(policy, engine, START, Full()):
+            async with open_session(Copied(), policy, engine, START, Full()):
                 pass
         assert ended
 
-    monkeypatch.setattr(base.Trained, "checksums", slow)
+    monkeypatch.setattr(trained.Trained, "checksums", slow)
     run(policy, work, kind=Gone)
 
 
 def test_an_engine_that_never_rests_is_not_paused_for_nothing(policy: Policy) -> None:
     async def work(engine: Watched) -> Any:
-        async with CopiedLive().open(policy, engine, START, Full()) as session:
+        async with open_session(CopiedLive(), policy, engine, START, Full()) as session:
             return await session.publish(START), engine.events
 
     published, events = run(policy, work, kind=Attesting)
@@ -493,7 +496,7 @@ def test_an_engine_that_never_rests_is_not_paused_for_nothing(policy: Policy) ->
 @pytest.mark.parametrize("sync", [CopiedAtRest, Shared])
 def test_an_optimizer_that_fails_leaves_the_engine_paused(policy: Policy, sync: type[WeightSync]) -> None:
     async def work(engine: Watched) -> None:
-        async with sync().open(policy, engine, START, Full()) as session:
+        async with open_session(sync(), policy, engine, START, Full()) as session:
             with pytest.raises(ZeroDivisionError):
                 async with session.commit(1):
                     raise ZeroDivisionError("half of the weights are written")
@@ -505,7 +508,7 @@ def test_an_optimizer_that_fails_leaves_the_engine_paused(policy: Policy, sync: 
 
 def test_proof_every_n_publishes_and_always_at_first(policy: Policy) -> None:
     async def work(engine: Watched) -> list[bool]:
-        async with Shared(verify_every=3).open(policy, engine, START, Full()) as session:
+        async with open_session(Shared(verify_every=3), policy, engine, START, Full()) as session:
             proven = ["score" in engine.events]
             for step in range(1, 7):
                 async with session.commit(step) as commit:
@@ -630,7 +633,7 @@ def test_the_engine_is_told_which_step_it_stands_still_for(
     policy: Policy, sync: type[Copied], steps: list[int]
 ) -> None:
     async def work(engine: Watched) -> None:
-        async with sync().open(policy, engine, START, Full()) as session:
+        async with open_session(sync(), policy, engine, START, Full()) as session:
             assert set(engine.comes) == {0}
             engine.comes.clear()
             async with session.commit(1):
@@ -651,7 +654,7 @@ def test_requests_in_flight_end_first_where_they_would_die_or_are_to() -> None:
 @pytest.mark.slow
 def test_in_flight_finish_begins_no_request_under_one_version_and_ends_it_under_another(policy: Policy) -> None:
     async def work(engine: Watched) -> tuple[list[Completion], list[str]]:
-        async with Shared(in_flight="finish").open(policy, engine, START, Full()) as session:
+        async with open_session(Shared(in_flight="finish"), policy, engine, START, Full()) as session:
             engine.events.clear()
             sampling = Sampling(max_tokens=40, top_k=20)
             requests = [asyncio.create_task(engine.generate([72, 105, key], sampling, key)) for key in range(5)]
@@ -674,7 +677,7 @@ def test_in_flight_finish_begins_no_request_under_one_version_and_ends_it_under_
 
 def test_in_flight_continue_lets_a_request_span_versions(policy: Policy) -> None:
     async def work(engine: Watched) -> Completion:
-        async with Shared().open(policy, engine, START, Full()) as session:
+        async with open_session(Shared(), policy, engine, START, Full()) as session:
             request = asyncio.create_task(engine.generate([72, 105], Sampling(max_tokens=60, top_k=20), 0))
             while (await engine.health()).running == 0:
                 await asyncio.sleep(0)
@@ -691,7 +694,7 @@ def test_an_engine_that_was_started_again_is_proven_whatever_verify_every_says(
     async def work() -> list[bool]:
         with scripted(tiny_model) as engine:
             proven = []
-            async with Shared(verify_every=100).open(policy, engine, START, Full()) as session:
+            async with open_session(Shared(verify_every=100), policy, engine, START, Full()) as session:
                 for step in range(1, 5):
                     engine.events.clear()
                     if step == 3:
@@ -714,7 +717,7 @@ def published_beside(folder: Path, policy: Policy, trainable: Trainable, **scrip
 
     async def work() -> list[str]:
         with scripted(folder, trainable, **script) as engine:
-            async with Shared(tolerance=100.0).open(policy, engine, START, trainable) as session:
+            async with open_session(Shared(tolerance=100.0), policy, engine, START, trainable) as session:
                 for step in (1, 2):
                     await session.publish(PolicyVersion(step=step, digest=""))
             return engine.events
@@ -797,7 +800,7 @@ def test_tensors_that_differ_are_torn_or_stale_and_named(
     async def work() -> None:
         with scripted(tiny_model, summed=summed) as engine:
             with pytest.raises(kind) as caught:
-                async with Shared().open(policy, engine, START, Full()):
+                async with open_session(Shared(), policy, engine, START, Full()):
                     raise AssertionError("it must not open")
             assert type(caught.value) is kind
             differ = f"{count} of {len(every)} published tensors differ between the trainer and engine {names}"
@@ -812,7 +815,7 @@ def test_what_an_engine_holds_beside_is_its_own(policy: Policy, tiny_model: Path
 
     async def work() -> None:
         with scripted(tiny_model, summed=lambda sums: {"engine one": {**sums, "other": 1}}) as engine:
-            async with Shared().open(policy, engine, START, Full()):
+            async with open_session(Shared(), policy, engine, START, Full()):
                 assert engine.serves
 
     asyncio.run(work())
@@ -838,21 +841,21 @@ def test_the_time_of_a_publish_is_from_pause_to_resume_without_the_optimizers(
             await super().pause(finish=finish, step=step)
 
     async def work(engine: Watched) -> Published:
-        async with sync(fault=lambda held: later(20.0)).open(policy, engine, START, Full()) as session:
+        async with open_session(sync(fault=lambda held: later(20.0)), policy, engine, START, Full()) as session:
             async with session.commit(1) as commit:
                 later(100.0)
             assert commit.published is not None
             assert commit.metrics()["seconds/sync"] == Sum(commit.published.seconds)
             return commit.published
 
-    monkeypatch.setattr(base, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(session_module, "time", SimpleNamespace(monotonic=lambda: now))
     assert run(policy, work, kind=Slow).seconds == seconds
 
 
 def test_what_the_engine_says_of_its_pause_is_told(policy: Policy, tiny_model: Path) -> None:
     async def work() -> None:
         with scripted(tiny_model) as engine:
-            async with Shared().open(policy, engine, START, Full()) as session:
+            async with open_session(Shared(), policy, engine, START, Full()) as session:
                 async with session.commit(1) as commit:
                     pass
                 assert commit.published is not None
@@ -885,7 +888,7 @@ def test_restart_lays_down_a_model_folder_and_removes_the_last(
 
     async def work() -> None:
         with live_policy(tiny_model, trainable=trainable) as policy, scripted(tiny_model, trainable) as engine:
-            async with Restart(every=1).open(policy, engine, START, trainable, tmp_path) as session:
+            async with open_session(Restart(every=1), policy, engine, START, trainable, tmp_path) as session:
                 assert "move" not in engine.events, "it was started on these very weights"
                 assert not (tmp_path / "weights").exists()
                 for step in (1, 2):
@@ -915,7 +918,7 @@ def test_restart_loads_an_adapter_into_a_fresh_engine_and_begins_later_ones_anew
 
     async def work() -> None:
         with live_policy(tiny_model, trainable=trainable) as policy, scripted(tiny_model, trainable) as engine:
-            async with Restart(every=1).open(policy, engine, START, trainable, tmp_path) as session:
+            async with open_session(Restart(every=1), policy, engine, START, trainable, tmp_path) as session:
                 assert engine.adapted
                 assert engine.restart_count == 0, "the base that it was started on is the policy's own"
                 assert [event for event in engine.events if event in ("move", "load")] == ["load"]
@@ -955,7 +958,7 @@ def test_what_a_killed_run_left_half_written_is_removed(tiny_model: Path, tmp_pa
             (tmp_path / "weights" / leftover).mkdir(parents=True)
             (tmp_path / "weights" / leftover / "model.safetensors").write_bytes(b"half")
         with live_policy(tiny_model) as policy, scripted(tiny_model) as engine:
-            async with Restart(every=1).open(policy, engine, START, Full(), tmp_path) as session:
+            async with open_session(Restart(every=1), policy, engine, START, Full(), tmp_path) as session:
                 await session.publish(PolicyVersion(step=1, digest=""))
         assert [path.name for path in (tmp_path / "weights").iterdir()] == ["step-000001"]
 
@@ -968,7 +971,7 @@ def test_hotswap_keeps_the_versions_that_requests_may_need(tiny_model: Path, tmp
 
     async def work() -> None:
         with live_policy(tiny_model, trainable=trainable) as policy, scripted(tiny_model, trainable) as engine:
-            async with Hotswap().open(policy, engine, START, trainable, tmp_path) as session:
+            async with open_session(Hotswap(), policy, engine, START, trainable, tmp_path) as session:
                 session.versions = 2
                 kept: dict[str, Tensor] = {}
                 name = trainable.parameters(policy.model)[1][0]
@@ -995,7 +998,7 @@ def test_hotswap_does_not_take_folders_of_an_earlier_life_for_newer_ones(tiny_mo
         for step in range(3, 12):
             (tmp_path / "adapters" / f"step-{step:06d}").mkdir(parents=True)
         with live_policy(tiny_model, trainable=trainable) as policy, scripted(tiny_model, trainable) as engine:
-            async with Hotswap().open(policy, engine, PolicyVersion(step=4, digest=""), trainable, tmp_path):
+            async with open_session(Hotswap(), policy, engine, PolicyVersion(step=4, digest=""), trainable, tmp_path):
                 assert (tmp_path / "adapters" / "step-000004" / "adapter_config.json").is_file()
 
     asyncio.run(work())
@@ -1019,7 +1022,7 @@ def test_broadcast_tells_each_engine_the_rank_of_its_first_worker(
             monkeypatch.setattr(engine, "workers", workers)
             monkeypatch.setattr(engine, "connect", connect)
             with pytest.raises(EngineError, match="enough"):
-                async with Broadcast(timeout_seconds=5).open(policy, engine, START, Full()):
+                async with open_session(Broadcast(timeout_seconds=5), policy, engine, START, Full()):
                     raise AssertionError("it must not open")
 
     async def workers() -> list[list[str]]:
@@ -1076,7 +1079,7 @@ def test_a_group_that_does_not_form_says_where_it_was_to_meet(
 
             monkeypatch.setattr(engine, "connect", connect)
             with pytest.raises(TransportError, match=r"meet the trainer at 127\.0\.0\.1:\d+; .*sync\.host"):
-                async with Broadcast(timeout_seconds=1).open(policy, engine, START, Full()):
+                async with open_session(Broadcast(timeout_seconds=1), policy, engine, START, Full()):
                     raise AssertionError("it must not open")
             await engine.close()
 
@@ -1090,7 +1093,7 @@ def test_a_broadcast_that_breaks_off_says_why(
 
     async def work() -> None:
         with scripted(tiny_model) as engine:
-            async with Broadcast(timeout_seconds=5).open(policy, engine, START, Full()) as session:
+            async with open_session(Broadcast(timeout_seconds=5), policy, engine, START, Full()) as session:
                 receive = engine.receive
 
                 async def other(manifest: list[Any], bucket_bytes: int, adapter: Any) -> None:
@@ -1123,7 +1126,7 @@ def test_a_broadcast_that_is_given_up_leaves_nothing_running(
                 await asyncio.Event().wait()
 
             async def publish() -> None:
-                async with Broadcast(timeout_seconds=5).open(policy, engine, START, Full()) as session:
+                async with open_session(Broadcast(timeout_seconds=5), policy, engine, START, Full()) as session:
                     monkeypatch.setattr(engine, "receive", receive)
                     async with session.commit(1):
                         pass

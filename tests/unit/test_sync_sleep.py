@@ -33,7 +33,8 @@ from tandem.trainable.lora import Lora
 from tandem.trainer.assemble import check_pairs
 from tandem.transport.checksums import checksums
 from tandem.types import PolicyVersion
-from tandem.weight_sync.base import WeightSync, WeightSyncSession
+from tandem.weight_sync.base import SyncContext, WeightSync
+from tandem.weight_sync.transaction.session import WeightSyncSession, open_session
 
 pytestmark = pytest.mark.slow
 
@@ -84,7 +85,7 @@ class Sent(WeightSync):
 
     some: Callable[[str], bool] = lambda name: True
 
-    async def transfer(self, session: WeightSyncSession, version: PolicyVersion) -> int:
+    async def transfer(self, session: SyncContext, version: PolicyVersion) -> int:
         engine = session.engine
         assert isinstance(engine, Sleepy)
         engine._at("move")
@@ -101,7 +102,7 @@ async def steps(
     policy: Policy, engine: Sleepy, sync: WeightSync, trainable: Trainable, count: int = 2
 ) -> WeightSyncSession:
     """Steps as the loop takes them."""
-    async with sync.open(policy, engine, START, trainable) as session:
+    async with open_session(sync, policy, engine, START, trainable) as session:
         for step in range(1, count + 1):
             await session.sleep()
             assert engine.asleep == bool(engine.sleeps)
@@ -140,7 +141,7 @@ def test_weights_that_were_not_brought_back_are_never_served(
     with pair(tiny_model, Full()) as (policy, engine):
 
         async def work() -> None:
-            async with Sent(verify_every=verify_every).open(policy, engine, START, Full()) as session:
+            async with open_session(Sent(verify_every=verify_every), policy, engine, START, Full()) as session:
                 session.sync = Sent(verify_every=verify_every, some=some)
                 await session.sleep()
                 with pytest.raises(error):
@@ -164,7 +165,7 @@ def test_what_no_checksum_covers_is_seen_by_the_probe(tiny_model: Path, tmp_path
 
         async def work() -> None:
             nonlocal slept
-            async with Sent(verify_every=9).open(policy, engine, START, Full(), tmp_path) as session:
+            async with open_session(Sent(verify_every=9), policy, engine, START, Full(), tmp_path) as session:
                 await session.sleep()
                 slept = True
                 with pytest.raises(StaleWeights, match="its logprobs of a probe differ"):
@@ -190,7 +191,7 @@ def test_one_that_dies_in_its_sleep_is_started_and_published_to(tiny_model: Path
     with pair(tiny_model, Full()) as (policy, engine):
 
         async def work() -> None:
-            async with Sent().open(policy, engine, START, Full()) as session:
+            async with open_session(Sent(), policy, engine, START, Full()) as session:
                 engine.dies[point] = 1
                 await session.sleep()
                 async with session.commit(1):
@@ -206,7 +207,7 @@ def test_one_that_cannot_wake_serves_nothing(tiny_model: Path) -> None:
     with pair(tiny_model, Full(), revivable=False) as (policy, engine):
 
         async def work() -> None:
-            async with Sent().open(policy, engine, START, Full()) as session:
+            async with open_session(Sent(), policy, engine, START, Full()) as session:
                 await session.sleep()
                 engine.dies["wake"] = 1
                 async with session.commit(1):

@@ -13,9 +13,10 @@ from tiny import live_policy
 from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
 from tandem.types import PolicyVersion
-from tandem.weight_sync.base import TRANSITIONS, SyncState, SyncStateMachine
 from tandem.weight_sync.hotswap import Hotswap
 from tandem.weight_sync.restart import Restart
+from tandem.weight_sync.transaction.session import open_session
+from tandem.weight_sync.transaction.state import TRANSITIONS, SyncState, SyncStateMachine
 
 START = PolicyVersion(step=0, digest="")
 
@@ -70,7 +71,7 @@ def test_sessions_walk_every_transition_of_the_table(
 
     async def pausing() -> None:
         with live_policy(tiny_model) as policy, scripted(tiny_model) as engine:
-            async with Restart(every=1).open(policy, engine, START, Full(), tmp_path) as session:
+            async with open_session(Restart(every=1), policy, engine, START, Full(), tmp_path) as session:
                 assert session.state.state is SyncState.SERVING
                 engine.dies["probe"] = 1
                 async with session.commit(1):
@@ -91,7 +92,7 @@ def test_sessions_walk_every_transition_of_the_table(
     async def never_pausing() -> None:
         trainable = Lora(rank=2)
         with live_policy(tiny_model, trainable=trainable) as policy, scripted(tiny_model, trainable) as engine:
-            async with Hotswap().open(policy, engine, START, trainable, tmp_path) as session:
+            async with open_session(Hotswap(), policy, engine, START, trainable, tmp_path) as session:
                 walked.clear()
                 async with session.commit(1):
                     pass

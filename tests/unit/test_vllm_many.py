@@ -14,7 +14,7 @@ from aiohttp import web
 from fake_vllm import FakeClient, install, settle
 
 from tandem.engines.vllm.client import waves as _vllm_wave
-from tandem.engines.vllm.client.http import EngineServer, Fallen
+from tandem.engines.vllm.client.http import EngineCoreDied, EngineServer
 from tandem.engines.vllm.client.waves import Waves
 from tandem.engines.vllm.protocol import (
     Failed,
@@ -286,7 +286,7 @@ def test_an_engine_that_has_died_behind_its_routes_is_told_from_a_refusal() -> N
             yield
 
         e.vllm.generate = dead  # type: ignore[assignment,method-assign]
-        with pytest.raises(Fallen, match="503"):
+        with pytest.raises(EngineCoreDied, match="503"):
             await e.ask()
 
     run(body)

@@ -63,7 +63,7 @@ async def taken_back(*servers: Any, sleeps: int = 0, times: int = 1) -> None:
     pauses = Pauses()
     for _ in range(times):
         await pauses.pause(servers, PAUSE)
-    await pauses.release(servers, "the trainer ended", sleeps=sleeps, seconds=50.0)
+    await pauses.resume_unchanged(servers, "the trainer ended", sleeps=sleeps, seconds=50.0)
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -126,7 +126,7 @@ def test_weights_that_are_being_proven_are_not_held_back_for_ever() -> None:
         await server.front.stop("half a publish")
         async with server.front.proving():
             pass
-        await Pauses().release([server], "the proof failed", sleeps=0, seconds=50.0)  # type: ignore[list-item]
+        await Pauses().resume_unchanged([server], "the proof failed", sleeps=0, seconds=50.0)  # type: ignore[list-item]
         assert server.front.state == "stopped"
 
     run(work)
@@ -135,7 +135,7 @@ def test_weights_that_are_being_proven_are_not_held_back_for_ever() -> None:
 def test_one_that_never_stood_still_is_left_alone() -> None:
     async def work() -> None:
         server = Server()
-        await Pauses().release([server], "the trainer ended", sleeps=0, seconds=50.0)  # type: ignore[list-item]
+        await Pauses().resume_unchanged([server], "the trainer ended", sleeps=0, seconds=50.0)  # type: ignore[list-item]
         assert server.front.state == "serving"
         assert server.front.generation == 0
 
@@ -151,7 +151,7 @@ def test_the_first_of_two_goes_on_where_the_second_did_not_answer() -> None:
         with pytest.raises(EngineUnreachable):
             await pauses.pause(servers, PAUSE)
         assert here.front.state == "paused"
-        await pauses.release(servers, "the trainer ended", sleeps=0, seconds=50.0)
+        await pauses.resume_unchanged(servers, "the trainer ended", sleeps=0, seconds=50.0)
         assert here.front.state == "serving"
 
     run(work)
@@ -165,7 +165,7 @@ def test_a_pause_that_is_over_is_not_remembered() -> None:
         await server.post("/bridge/resume")
         pauses.over()
         await server.front.pause()
-        await pauses.release([server], "the trainer ended", sleeps=0, seconds=50.0)
+        await pauses.resume_unchanged([server], "the trainer ended", sleeps=0, seconds=50.0)
         assert server.front.state == "paused", "that pause is another's"
 
     run(work)
@@ -179,7 +179,7 @@ def test_one_that_sleeps_is_woken_and_serves_if_it_kept_its_weights(level: int) 
         pauses = Pauses()
         await pauses.pause([server], PAUSE)
         await server.post("/bridge/sleep", wire.Sleep(level=level))  # type: ignore[arg-type]
-        await pauses.release([server], "the trainer ended", sleeps=level, seconds=50.0)
+        await pauses.resume_unchanged([server], "the trainer ended", sleeps=level, seconds=50.0)
         assert server.vllm.asleep == [level, None]
         assert server.front.state == ("serving" if level == 1 else "stopped")
 

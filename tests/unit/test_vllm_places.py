@@ -13,7 +13,7 @@ import pytest
 from fake_vllm import FakeClient, LoRARequest, install, settle
 
 from tandem.engines.vllm.server.frontend import Frontend, Stopped
-from tandem.engines.vllm.server.places import PROBES, Places, Turnstile
+from tandem.engines.vllm.server.places import PROBES, Places, TurnLimiter
 from tandem.engines.vllm.server.routes import probe
 
 
@@ -165,7 +165,7 @@ def test_empty_waits_for_the_last_and_is_not_fooled_by_the_next() -> None:
 
 def test_few_pass_in_a_turn_of_the_event_loop_in_order() -> None:
     async def body() -> None:
-        turnstile, passed = Turnstile(), list[int]()
+        turnstile, passed = TurnLimiter(), list[int]()
 
         async def one(number: int) -> None:
             await turnstile.passed()

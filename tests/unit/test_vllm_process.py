@@ -103,7 +103,7 @@ def test_a_healthy_engine_is_waited_for_and_stopped(engines: Engines, tmp_path: 
     healthy(engine, port)
     assert engine.alive()
     assert engine.exit_reason() == "is running"
-    assert engine.obituary().endswith(":\n  ready")
+    assert engine.log_summary().endswith(":\n  ready")
     assert stat.S_IMODE((tmp_path / "engine.log").stat().st_mode) == 0o600
     asyncio.run(engine.stop())
     asyncio.run(engine.stop())
@@ -178,7 +178,7 @@ def test_only_this_engines_lines_are_shown(engines: Engines, tmp_path: Path) -> 
     until(lambda: not first.alive())
     second = engines("sys.exit(1)")
     until(lambda: not second.alive())
-    assert first.obituary().endswith(":\n  of the first")
+    assert first.log_summary().endswith(":\n  of the first")
     with pytest.raises(EngineError, match="printed nothing to"):
         healthy(second, free_port())
 
@@ -294,7 +294,7 @@ def test_a_later_trainer_finds_the_engine_again(engines: Engines, tmp_path: Path
     assert again is not None
     healthy(again, port)
     assert (again.pid, again.exit_reason()) == (first.pid, "is running")
-    assert again.obituary().endswith(":\n  ready")
+    assert again.log_summary().endswith(":\n  ready")
     asyncio.run(again.stop())
     assert not again.alive()
     assert not first.alive()

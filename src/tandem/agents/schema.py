@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 
 import msgspec
 
-from tandem.agents.tool_calls import Speech, ToolCall, ToolMessage, ToolOffer
+from tandem.agents.tool_calls import ToolCall, ToolMessage, ToolOffer, ToolSyntax
 from tandem.rollout.turns import OF_THE_RUN, untrainable_option
 from tandem.types import Message, Sampling
 
@@ -116,7 +116,7 @@ class CompletionRequest(msgspec.Struct, kw_only=True):
         """Whether a stream ends with counts of tokens."""
         return bool((self.stream_options or {}).get("include_usage"))
 
-    def sampling(self, own: Sampling) -> Sampling:
+    def sampling(self, defaults: Sampling) -> Sampling:
         """``own``, but for what the request says; what training could not account for stays as it is.
 
         Raises:
@@ -128,7 +128,7 @@ class CompletionRequest(msgspec.Struct, kw_only=True):
             changes["top_k"] = 0
         if self.stop is not None:
             changes["stop"] = tuple(text for text in ([self.stop] if isinstance(self.stop, str) else self.stop) if text)
-        made = replace(own, **{name: value for name, value in changes.items() if value is not None})
+        made = replace(defaults, **{name: value for name, value in changes.items() if value is not None})
         fine = {
             "max_tokens": made.max_tokens >= 1,
             "temperature": 0 <= made.temperature < math.inf,
@@ -136,12 +136,12 @@ class CompletionRequest(msgspec.Struct, kw_only=True):
         for name, is_fine in fine.items():
             if not is_fine:
                 raise BadRequest(f"{name} is out of range", param=name)
-        while (odd := untrainable_option(own, made)) is not None:
+        while (odd := untrainable_option(defaults, made)) is not None:
             _tell(
                 f"{odd} is left out of agents' requests where the answers could not be trained on; the run's is "
-                f"{getattr(own, odd):g} (sampling.{odd} in the recipe)"
+                f"{getattr(defaults, odd):g} (sampling.{odd} in the recipe)"
             )
-            made = replace(made, **{odd: getattr(own, odd)})
+            made = replace(made, **{odd: getattr(defaults, odd)})
         return made
 
 
@@ -171,7 +171,6 @@ class ChatRequest(CompletionRequest, kw_only=True):
     REFUSED: ClassVar[tuple[str, ...]] = ("functions", "function_call")
 
     messages: list[_RequestMessage]
-    """The conversation."""
     max_completion_tokens: int | None = None
     """``max_tokens`` by its newer name."""
     tools: list[Any] | None = None
@@ -208,7 +207,7 @@ class ChatRequest(CompletionRequest, kw_only=True):
         """By either name."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
-    def offer(self, speech: Speech) -> ToolOffer:
+    def offer(self, speech: ToolSyntax) -> ToolOffer:
         """The tools that are offered; the conversation's template knows ``speech``.
 
         Raises:

@@ -79,7 +79,6 @@ class Session:
     """One agent's work on one task; ``turns`` is its record."""
 
     engine: Engine
-    """Samples."""
     template: Template
     """Turns messages into tokens."""
     sampling: Sampling
@@ -116,7 +115,7 @@ class Session:
         ends = (form.stop,) if form is not None and form.stop and offer.single else ()
         ending = replace(sampling, stop=(*sampling.stop, *ends))
 
-        async def one(number: int) -> Reply:
+        async def answer_once(number: int) -> Reply:
             turn = await self._sample(prompt.tokens, ending, number)
             whole = self.template.decode(turn.completion.tokens)
             text, calls = read(form, offer, _cut(whole, sampling.stop))
@@ -125,7 +124,7 @@ class Session:
             return Reply(text=text, calls=calls, turn=turn)
 
         # An answer that is still sampled when another fails would be recorded and go to nobody.
-        return await together(map(one, numbers))
+        return await together(map(answer_once, numbers))
 
     async def complete(
         self, prompt: str | Sequence[int], sampling: Sampling | None = None, answers: int = 1
@@ -141,13 +140,13 @@ class Session:
         begun = await _aside(len(prompt), partial(self._begun, prompt))
         written, before = prompt if isinstance(prompt, str) else begun.new[0].content, self._answered(begun)
 
-        async def one(number: int) -> Reply:
+        async def answer_once(number: int) -> Reply:
             turn = await self._sample(begun.tokens, sampling, number)
             text = self.template.decode(turn.completion.tokens)
             self._written[written + text] = self._noted(turn, before, text)
             return Reply(text=_cut(text, sampling.stop), turn=turn)
 
-        return await together(map(one, numbers))
+        return await together(map(answer_once, numbers))
 
     @contextmanager
     def played(self) -> Iterator[None]:

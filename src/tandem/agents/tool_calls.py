@@ -22,7 +22,6 @@ class ToolCall:
     """One call of a tool."""
 
     name: str
-    """Which."""
     arguments: str
     """JSON of what it is called with, or whatever text an agent says it was."""
     id: str = ""
@@ -102,7 +101,7 @@ class Tagged(Form):
         return (thought + closed + self._CALL.sub("", reply)).strip(), tuple(call for call in calls if call)
 
 
-class Bare(Form):
+class BareCalls(Form):
     """``{"name": ..., "parameters": ...}`` as the whole answer, several divided by semicolons: Llama."""
 
     def read(self, text: str, names: Collection[str]) -> tuple[str, tuple[ToolCall, ...]]:
@@ -121,7 +120,7 @@ class Bare(Form):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Speech:
+class ToolSyntax:
     """Tool syntax that a chat template supports, found by probing it."""
 
     shown: bool
@@ -145,17 +144,17 @@ _TOOL = {
 }
 
 
-def speech(render: Render) -> Speech:
+def speech(render: Render) -> ToolSyntax:
     """Find out what a chat template knows, by what it makes of a tool and of a call of it."""
     try:
         shown = _PROBE.name in render([_QUESTION], [_TOOL])
     except EnvError:
-        return Speech(shown=False, form=None)
+        return ToolSyntax(shown=False, form=None)
     try:
         text = render([_QUESTION, ToolMessage(role="assistant", content="", calls=(_PROBE,))], [_TOOL])
     except EnvError:
-        return Speech(shown=shown, form=None)
-    return Speech(shown=shown, form=_form(text))
+        return ToolSyntax(shown=shown, form=None)
+    return ToolSyntax(shown=shown, form=_form(text))
 
 
 def _form(text: str) -> Form | None:
@@ -169,8 +168,8 @@ def _form(text: str) -> Form | None:
         except ValueError:
             continue
         call = text[match.start() : end]
-        if '"parameters"' in call and _is_probe(Bare().read(call, {_PROBE.name})[1]):
-            return Bare()
+        if '"parameters"' in call and _is_probe(BareCalls().read(call, {_PROBE.name})[1]):
+            return BareCalls()
     return None
 
 

@@ -42,7 +42,6 @@ class Recipe:
     """
 
     config: RunConfig
-    """The live parts."""
     written: Json
     """What was set, overrides included, as plain data."""
     notes: tuple[str, ...] = ()

@@ -11,7 +11,7 @@ from tandem.errors import ConfigError, command
 from tandem.observability import json_lines
 from tandem.observability.report.summary import last_mark
 from tandem.trainer import digests
-from tandem.trainer.run_folder import RunLock
+from tandem.trainer.run_lock import RunLock
 
 
 def clean(folder: Path, *, yes: bool) -> Iterator[str]:

@@ -79,7 +79,7 @@ async def _serve(config: RunConfig, engine: Vllm, tell: Tell) -> None:
                 bridge.unlink(missing_ok=True)  # the memory that it names is going
         process = fleet.servers[fleet.dead()[0]].process
         assert process is not None
-        raise EngineError(f"the engine {process.exit_reason()}{process.obituary()}")
+        raise EngineError(f"the engine {process.exit_reason()}{process.log_summary()}")
 
 
 def _folder(config: RunConfig) -> Path:

@@ -148,7 +148,7 @@ class Builder:
             where = branch.key_where.get("kind", branch.where)
             self.problems.add(where, f"{path}: {error}", _import_error(category, kind))
             return BAD
-        return self.dataclass(cls, _without(branch, "kind"), path, f"{path} ({kind})", category)
+        return self.dataclass(cls, _drop_key(branch, "kind"), path, f"{path} ({kind})", category)
 
     def rewards(self, category: str, tree: Tree, path: str) -> Any:
         """Reward specs by name."""
@@ -265,12 +265,12 @@ class Builder:
             return self._wrong(tree, path, "a weight, or a mapping of weight, kind and options")
         if weight is not BAD and not math.isfinite(weight):
             weight = self._wrong(tree, path, "a finite weight")
-        kind, options = self._kind(category, _without(branch, "weight"), path, name)
+        kind, options = self._kind(category, _drop_key(branch, "weight"), path, name)
         if kind is None or weight is BAD:
             return BAD
         if "." in kind and ":" not in kind:  # as Axolotl and TRL write an import path
             kind = ":".join(kind.rpartition(".")[::2])
-            options, where = _without(options, "kind"), options.key_where.get("kind", options.where)
+            options, where = _drop_key(options, "kind"), options.key_where.get("kind", options.where)
             options.put("kind", Leaf(value=kind, text=kind, where=where), where)
         function = self._function(kind, options, path) if ":" in kind else None
         reward = self.part(category, options, path, name) if function is None else function
@@ -289,7 +289,7 @@ class Builder:
         if not callable(thing):
             self.problems.add(where, f"{path}: {kind} is a {type(thing).__name__}, not a function", RewardError)
             return BAD
-        for key in _without(options, "kind").entries:
+        for key in _drop_key(options, "kind").entries:
             self.problems.add(
                 options.key_where[key], f"{path}: a plain function takes no option {key!r}; use a dataclass"
             )
@@ -350,13 +350,13 @@ class Builder:
             return
         hint = f"; did you mean {nested[0]!r}?" if nested else resolve.did_you_mean(key, known)
         listing = f"; known: {', '.join(known)}" if known else "; it has none"
-        own = f"unknown option {key!r}{of}{hint or listing}"
+        message = f"unknown option {key!r}{of}{hint or listing}"
         other_systems = {} if nested else elsewhere(key, value, where)
         for place, text in other_systems.items():
             # Of a part one may mean its own option as well as another system's.
-            self.problems.add(place, f"{own}; {text.partition('; ')[2]}" if label and place == where else text)
+            self.problems.add(place, f"{message}; {text.partition('; ')[2]}" if label and place == where else text)
         if not other_systems:
-            self.problems.add(where, own)
+            self.problems.add(where, message)
 
     def _wrong(self, tree: Tree, path: str, expected: str, hint: str = "") -> _Bad:
         self.problems.add(tree.where, f"{path}: expected {expected}, got {got(tree)}{hint}")
@@ -418,10 +418,10 @@ def _nested(cls: type) -> list[str]:
     return paths
 
 
-def _without(branch: Branch, key: str) -> Branch:
+def _drop_key(branch: Branch, key: str) -> Branch:
     """A mapping less one entry."""
-    kept = {name: value for name, value in branch.entries.items() if name != key}
-    return Branch(entries=kept, key_where=branch.key_where, where=branch.where)
+    entries = {name: value for name, value in branch.entries.items() if name != key}
+    return Branch(entries=entries, key_where=branch.key_where, where=branch.where)
 
 
 def _import_error(category: str, kind: str) -> type[Exception]:

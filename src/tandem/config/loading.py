@@ -188,8 +188,8 @@ class RunConfig:
             updates_per_batch=(self.updates_per_batch >= 1, "at least 1"),
             old_logprobs=(
                 self.old_logprobs == "recomputed" or not any(c.needs_recomputed for c in self.corrections),
-                "recomputed for corrections that truncate: against the sampler the loss has the ratio inside; or choose"
-                " beyond: mask",
+                "recomputed with beyond: truncate, since with sampled the loss already contains the importance ratio; "
+                "or use beyond: mask",
             ),
             max_resample_times=(self.max_resample_times is None or self.max_resample_times >= 0, "at least 0, or null"),
             replay=((wrong := replay_fault(self)) is None, wrong or ""),
@@ -302,7 +302,7 @@ def only_by_advantage(config: RunConfig) -> bool:
 def replay_fault(config: RunConfig) -> str | None:
     """What replay must have and lacks, where the objective would take replayed tokens for on-policy ones; else None."""
     ratios = config.old_logprobs == "sampled" and getattr(config.loss, "compares", True)
-    if not config.replay.size or ratios or any(getattr(one, "weighs", True) for one in config.corrections):
+    if not config.replay.size or ratios or any(getattr(part, "weighs", True) for part in config.corrections):
         return None
     return (
         "given with corrections that weigh tokens by their ratio, or with old_logprobs: sampled and a loss that has a "

@@ -81,11 +81,11 @@ def find(category: str, kind: str) -> type:
         if not (inspect.isclass(part) and dataclasses.is_dataclass(part)):
             raise ConfigError(f"{kind} is {_describe(part)}, not a dataclass; a part's options are its fields")
         return part
-    return _own(category, kind)
+    return _find_builtin(category, kind)
 
 
 @cache
-def _own(category: str, kind: str) -> type:
+def _find_builtin(category: str, kind: str) -> type:
     """The dataclass in the file of this name; raises as ``find``."""
     known = names(category)
     if kind not in known:

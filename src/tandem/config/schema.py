@@ -70,12 +70,12 @@ def _field(cls: type, field: dataclasses.Field[Any]) -> dict[str, Json]:
         return {"type": "array", "items": {"$ref": f"#/$defs/{category}"}}
     default = field.metadata.get("default")
     if default is None:
-        one: dict[str, Json] = {"$ref": f"#/$defs/{category}"}
+        schema: dict[str, Json] = {"$ref": f"#/$defs/{category}"}
         if (
             category == "rewards"
         ):  # entries of that category have a name, so that a part's own reward is its only bare kind
-            one = {"anyOf": [{"enum": resolve.names(category)}, one]}
-        return {"anyOf": [one, {"type": "null"}]} if field.default is None else one
+            schema = {"anyOf": [{"enum": resolve.names(category)}, schema]}
+        return {"anyOf": [schema, {"type": "null"}]} if field.default is None else schema
     without_kind = _dataclass(resolve.find(category, default))
     return {"anyOf": [{"$ref": f"#/$defs/{category}"}, without_kind], "default": default}
 
@@ -92,8 +92,8 @@ def _category(category: str) -> dict[str, Json]:
     kinds = resolve.names(category)
     short = [{"const": kind, "description": resolve.summary(resolve.find(category, kind))} for kind in kinds]
     long = [_with_kind(kind, _dataclass(resolve.find(category, kind))) for kind in kinds]
-    own = {"type": "object", "properties": {"kind": _OUTSIDE}, "required": ["kind"]}
-    return {"oneOf": [*short, _OUTSIDE, *long, own]}
+    schema = {"type": "object", "properties": {"kind": _OUTSIDE}, "required": ["kind"]}
+    return {"oneOf": [*short, _OUTSIDE, *long, schema]}
 
 
 def _with_kind(kind: str, options: dict[str, Json]) -> dict[str, Json]:
@@ -121,10 +121,10 @@ def _weighted(category: str) -> dict[str, Json]:
 def _by_kind(category: str) -> dict[str, Json]:
     """Weight, kind and options of a part whose name says nothing."""
     path = {**_OUTSIDE, "pattern": _PATH}
-    own = {"type": "object", "properties": {"kind": path, "weight": _WEIGHT}, "required": ["kind"]}
+    schema = {"type": "object", "properties": {"kind": path, "weight": _WEIGHT}, "required": ["kind"]}
     kinds = resolve.names(category)
     return {
-        "oneOf": [*(_with_weight(_with_kind(kind, _dataclass(resolve.find(category, kind)))) for kind in kinds), own]
+        "oneOf": [*(_with_weight(_with_kind(kind, _dataclass(resolve.find(category, kind)))) for kind in kinds), schema]
     }
 
 
@@ -139,5 +139,5 @@ def _type(hint: Any) -> dict[str, Json]:
         assert isinstance(hint, type)
         return _dataclass(hint)
     if any(map(dataclasses.is_dataclass, inner)):
-        return {"anyOf": [_type(one) for one in inner]}
+        return {"anyOf": [_type(member) for member in inner]}
     return msgspec.json.schema(hint, schema_hook=lambda kind: {"type": "string"} if kind is Path else {})

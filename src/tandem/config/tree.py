@@ -256,7 +256,7 @@ def _convert_mapping(node: yaml.MappingNode, reading: _YamlReading, parents: tup
 def _merged(value: Tree | None, where: str, reading: _YamlReading) -> list[Branch]:
     """The mappings that a ``<<`` names, the first before the others."""
     values = value.items if isinstance(value, Items) else () if value is None else (value,)
-    branches = [one for one in values if isinstance(one, Branch)]
+    branches = [value for value in values if isinstance(value, Branch)]
     if len(branches) < len(values):
         reading.problems.add(where, "what << merges must be a mapping, or a list of mappings")
     return branches

@@ -15,8 +15,9 @@ from tandem.engines.base import EngineSpec, ExportsSlices
 from tandem.errors import UnsupportedPair
 from tandem.model.policy import Policy
 from tandem.types import PolicyVersion
-from tandem.weight_sync.base import Trained, WeightSync, WeightSyncSession
+from tandem.weight_sync.base import SyncContext, WeightSync
 from tandem.weight_sync.shared import Shared
+from tandem.weight_sync.transaction.trained import Trained
 from tandem.weight_sync.verify.probe import Checksums, differing
 
 
@@ -40,7 +41,7 @@ class SliceRanks(Protocol):
         ...
 
     async def finite(self) -> bool:
-        """Whether every value of every rank is a number."""
+        """True if all values of all ranks are finite."""
         ...
 
 
@@ -60,7 +61,7 @@ class TrainedSlices(Trained):
         return _only(await self._ranks.checksums(), self.frozen)
 
     async def finite(self) -> bool:
-        """Whether every value of it is a number."""
+        """True if all trained values are finite."""
         return await self._ranks.finite()
 
     async def scores(self, tokens: Sequence[int], *temperatures: float) -> list[list[float]]:
@@ -109,7 +110,7 @@ class SharedSlices(Shared):
         assert self.ranks is not None
         return self.ranks
 
-    async def bind(self, session: WeightSyncSession) -> None:
+    async def bind(self, session: SyncContext) -> None:
         """Have each rank attach its worker's memory; an engine on the very weights must hold the very bytes.
 
         Raises:
@@ -129,6 +130,6 @@ class SharedSlices(Shared):
                     "laid out otherwise, or was loaded from elsewhere; use distributed.shard: states"
                 )
 
-    async def transfer(self, session: WeightSyncSession, version: PolicyVersion) -> int:
+    async def transfer(self, session: SyncContext, version: PolicyVersion) -> int:
         """Each rank rounds its masters into its worker's slices; returns the bytes that ranks received for it."""
         return await self._ranks.publish()

@@ -85,7 +85,6 @@ class EngineRequirements:
     versions: int = 2
     """Policy versions that requests in flight may need at once."""
     seed: int = 0
-    """Of the run."""
     hosts: RankHosts | None = None
     """The trainer's other ranks where each starts its engine on its own host; None: all engines are started here."""
 
@@ -97,7 +96,6 @@ class RankEngine:
     url: str
     """As this host reaches it."""
     key: str
-    """Its API key."""
     reattached: bool
     """It was left by an earlier trainer of the run."""
 
@@ -158,7 +156,7 @@ class Engine(ABC):
         """Give out nothing until a publish succeeds: the weights are in doubt."""
         await self.pause()
 
-    async def release(self, reason: str) -> None:
+    async def resume_unchanged(self, reason: str) -> None:
         """Take back a pause under which nothing was written: what was served before it is served on.
 
         One that served nothing then, since its weights were in doubt, gives out nothing again, and says ``reason``.

@@ -68,10 +68,10 @@ def refusal(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float, window: int | None
 ) -> str | None:
     """Why the kernel cannot take these, in words that follow "since"; None if it can. Shapes (B, heads, T, D)."""
-    return unfit(query.dtype, query.device) or misfit(query, key, value, scaling, dropout, window)
+    return unsupported_input(query.dtype, query.device) or misfit(query, key, value, scaling, dropout, window)
 
 
-def unfit(dtype: torch.dtype, device: torch.device) -> str | None:
+def unsupported_input(dtype: torch.dtype, device: torch.device) -> str | None:
     """Why the kernel takes nothing of this type on this device."""
     if device.type != "cuda":
         return "its kernel runs on a GPU"
@@ -89,7 +89,7 @@ def misfit(
 ) -> str | None:
     """Why it cannot take these shapes and options; a compiled layer asks for this alone."""
     installed, size = kernel(), query.shape[-1]
-    assert installed is not None, "unfit() was not asked"
+    assert installed is not None, "unsupported_input() was not asked"
     if size > WIDEST or size % 8 or not size == key.shape[-1] == value.shape[-1]:
         return f"its kernel takes heads of up to {WIDEST} in steps of 8, not {size} with values of {value.shape[-1]}"
     if dropout > 0:

@@ -111,7 +111,7 @@ class _Way:
         return self(layer, hidden, *args, **kwargs)
 
     def _choose(self, compiled: bool, hidden: torch.Tensor) -> None:
-        self._whole = compiled and _varlen.unfit(hidden.dtype, hidden.device) is None
+        self._whole = compiled and _varlen.unsupported_input(hidden.dtype, hidden.device) is None
         self._scores = self._trainable = self._eager
         if compiled:
             self._scores = self._trainable = compilation.compiled(self._eager, self._backend, self._checkpointing)

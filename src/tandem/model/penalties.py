@@ -37,11 +37,8 @@ class Penalties:
     """Penalty options of a ``Sampling``."""
 
     repetition: float = 1.0
-    """``repetition_penalty``."""
     presence: float = 0.0
-    """``presence_penalty``."""
     frequency: float = 0.0
-    """``frequency_penalty``."""
     min_tokens: int = 0
     """Tokens of an answer before which none of ``ends`` is sampled."""
     ends: tuple[int, ...] = ()
@@ -109,7 +106,7 @@ def penalise_rows(
     seen_MV = output_MV + _counted(logits_NV, [prompts[row] for row in rows])
     repetition, presence, frequency = (
         logits_NV.new_tensor(values)[:, None]
-        for values in zip(*((one.repetition, one.presence, one.frequency) for one in some), strict=True)
+        for values in zip(*((each.repetition, each.presence, each.frequency) for each in some), strict=True)
     )
     logits_MV = logits_NV[rows]
     penalise(logits_MV, seen_MV, output_MV, repetition, presence, frequency)
@@ -188,15 +185,10 @@ class Part(NamedTuple):
     """Arguments of ``penalise`` for some rows and columns of the logits."""
 
     seen_NW: Tensor | None
-    """See ``penalise``."""
     output_NW: Tensor | None
-    """See ``penalise``."""
     repetition: float
-    """See ``penalise``."""
     presence: float
-    """See ``penalise``."""
     frequency: float
-    """See ``penalise``."""
 
 
 class Events(NamedTuple):
@@ -228,7 +220,6 @@ class TokenHistory:
     """Penalties, and the tokens before each of N rows, on the device."""
 
     penalties: Penalties
-    """What is done."""
     seen: Events
     """Different tokens before a row in its sequence."""
     output: Events

@@ -130,21 +130,21 @@ def _updated(value: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: _Numbe
     value.mul_(numbers.decay).sub_(exp_avg.div_(root).mul_(numbers.rate))
 
 
-def _read(kept: _Kept) -> Tensor:
+def _read(moments: _Kept) -> Tensor:
     """A moment in float32."""
     # index_select is five times as fast as an index on a CPU.
-    moment = _in_blocks(kept.book.index_select(0, kept.codes_n.int())).mul_(kept.scales_b[:, None])
-    return moment.view(-1)[: len(kept.codes_n)]
+    moment = _in_blocks(moments.book.index_select(0, moments.codes_n.int())).mul_(moments.scales_b[:, None])
+    return moment.view(-1)[: len(moments.codes_n)]
 
 
-def _write(kept: _Kept, value: Tensor) -> None:
+def _write(moments: _Kept, value: Tensor) -> None:
     """Round a moment to its nearest codes."""
     blocks = _in_blocks(value)
     scales = blocks.abs().amax(1)
     shares = blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
-    codes = kept.nearest.index_select(0, _cells(shares.view(-1)))
-    kept.codes_n.copy_(codes[: len(value)])
-    kept.scales_b.copy_(scales)
+    codes = moments.nearest.index_select(0, _cells(shares.view(-1)))
+    moments.codes_n.copy_(codes[: len(value)])
+    moments.scales_b.copy_(scales)
 
 
 def _blocks(at: slice) -> slice:

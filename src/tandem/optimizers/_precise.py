@@ -277,14 +277,14 @@ class PreciseStepper(ABC):
         Raises:
             CheckpointError: it is the state of other parameters, or of another optimizer.
         """
-        mine = self.state_dict()
-        wrong = sorted(mine.keys() ^ state.keys()) or [n for n, t in mine.items() if t.shape != state[n].shape]
+        current = self.state_dict()
+        wrong = sorted(current.keys() ^ state.keys()) or [n for n, t in current.items() if t.shape != state[n].shape]
         if wrong:
             raise CheckpointError(
                 f"the optimizer state is of other parameters: {len(wrong)} entries do not match, first {wrong[0]!r}; "
                 "resume with the recipe that the checkpoint was made with"
             )
-        for name, tensor in mine.items():
+        for name, tensor in current.items():
             tensor.copy_(state[name])
         for weight in self.weights:
             weight.steps = int(self.states[weight]["step"])

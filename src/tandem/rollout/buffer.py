@@ -62,7 +62,6 @@ class BufferOptions:
     """Batches' worth of an environment's groups dropped in a row before it is left out, or the run ends if no other is
     left."""
     steps: int = 0
-    """Of the run."""
     max_resample_times: int | None = None
     """Batches' worth of zero-variance groups that are replaced for one batch; then they are kept. None: as many as it
     takes."""
@@ -117,9 +116,7 @@ class Entry:
     index: int
     """Its place in the order of admission."""
     draw: Draw
-    """The task."""
     state: EntryState = EntryState.QUEUED
-    """Its state."""
     _group: Group | None = None
 
     @classmethod
@@ -217,7 +214,7 @@ class RolloutBuffer:
     """Rollout buffer: admits tasks, has their groups sampled, and forms batches in the order of admission.
 
     Task order, environments, replay, metrics and lag are classes of their own. The rest stays in one class, because an
-    entry's state, the counts of batches taken and released, and the free slots that follow from both change together,
+    entry's state, the counts of batches taken and freed, and the free slots that follow from both change together,
     within one turn of the event loop.
     """
 
@@ -243,7 +240,7 @@ class RolloutBuffer:
     _metrics: BufferMetrics = field(init=False)
     _entries: list[Entry] = field(default_factory=list)
     _taken: int = 0
-    _released: int = 0
+    _freed: int = 0
     _admitted: int = 0
     _indices: dict[Draw, int] = field(default_factory=dict)  # of draws that a checkpoint had in flight
     _refilled: int = 0
@@ -274,7 +271,7 @@ class RolloutBuffer:
         self._admitted, self._refilled = data_state.admitted, data_state.refilled
         known = zip(data_state.again, data_state.again_indices, strict=False)  # older checkpoints have no indices
         self._indices = {draw: index for draw, index in known if index >= 0}
-        self._taken = self._released = data_state.taken
+        self._taken = self._freed = data_state.taken
         self._entries = [Entry.restored(draw, group) for draw, group in data_state.ready]
         self._mixture.resting.update(data_state.resting)
         self._admit()
@@ -286,7 +283,7 @@ class RolloutBuffer:
             await asyncio.gather(*self._running, return_exceptions=True)
 
     async def take(self) -> Batch:
-        """The next batch: of each environment the groups admitted first. They keep their slots until it is released.
+        """The next batch: of each environment the groups admitted first. They keep their slots until it frees them.
 
         Raises:
             Starved: group after group was dropped, of every environment.
@@ -305,13 +302,13 @@ class RolloutBuffer:
                 async with waits.waiting("trainer", f"{pending} groups to be played", on="rollouts"):
                     await self._changed.wait()
 
-    def _release(self, entries: Sequence[Entry]) -> None:
+    def _free_slots(self, entries: Sequence[Entry]) -> None:
         """Free the slots of a batch that was trained, and admit what fits."""
         for entry in entries:
             entry.become(EntryState.TRAINED)
-            self._over(entry)
+            self._finish(entry)
             self._entries.remove(entry)
-        self._released = self._taken
+        self._freed = self._taken
         self._admit()
 
     def data_state(self) -> DataState:
@@ -350,7 +347,7 @@ class RolloutBuffer:
         self._sampler.taken(self._taken)
         self._metrics.trained.update(entry.draw.env for entry in entries)
         self._metrics.ages.extend(float(self.version() - group.version_min) for group in groups if group.replayed)
-        return Batch(groups, self.data_state, partial(self._release, entries))
+        return Batch(groups, self.data_state, partial(self._free_slots, entries))
 
     def _first(self) -> list[Entry]:
         """Entries of the next batch, as far as they are admitted."""
@@ -379,17 +376,17 @@ class RolloutBuffer:
     def _free(self) -> list[tuple[str, int]]:
         """Environment and batch of each free slot, in the order in which they will be trained on."""
         # Batches that were taken and are being trained hold all the slots that were theirs.
-        held = Counter(entry.draw.env for entry in self._entries if entry.state is not EntryState.TAKEN)
+        in_play = Counter(entry.draw.env for entry in self._entries if entry.state is not EntryState.TAKEN)
         free = []
-        last = self._released + self._lag_control.lag
+        last = self._freed + self._lag_control.lag
         for batch in range(self._taken, last + 1):
             # Of the last batch, only as many places as sampling may be ahead.
             short = (
                 self._lag_control.lag * self.options.groups_per_step - self._lag_control.ahead if batch == last else 0
             )
             for env in self._mixture.batch(batch)[: self.options.groups_per_step - short]:
-                if held[env]:
-                    held[env] -= 1
+                if in_play[env]:
+                    in_play[env] -= 1
                 else:
                     free.append((env, batch))
         return free
@@ -493,11 +490,11 @@ class RolloutBuffer:
         self._metrics.dropped[reason] += 1
         self._metrics.count(entry.draw, group)
         self.on_drop(reason, group)
-        self._over(entry)
+        self._finish(entry)
         starved = self._mixture.dropped(entry.draw.env, reason, group, self._taken)
         self._failure = self._failure or starved
 
-    def _over(self, entry: Entry) -> None:
+    def _finish(self, entry: Entry) -> None:
         """An entry's group was trained or dropped."""
         if not entry.group.replayed:  # of one that is replayed this was so before
             self._sampler.over(entry.draw)

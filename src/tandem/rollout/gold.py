@@ -39,16 +39,15 @@ class GoldFailure:
     expected: float | None
     """Full marks; None if grading itself failed."""
     reply: str
-    """The reply."""
     error: str = ""
     """What failed while grading."""
 
     def __str__(self) -> str:
         shown = "" if self.error else f" ({self.reply[:_SHOWN]!r})"
-        return f"task {self.task}: {self._what}{shown}"
+        return f"task {self.task}: {self._problem}{shown}"
 
     @property
-    def _what(self) -> str:
+    def _problem(self) -> str:
         if self.error:
             return self.error
         got = "nothing" if self.got is None else f"{self.got:g}"
@@ -57,7 +56,7 @@ class GoldFailure:
     @property
     def kind(self) -> str:
         """What it has in common with others of its kind, whatever the answers that were graded."""
-        return _MESSAGE.sub(r"\1\2", self._what)
+        return _MESSAGE.sub(r"\1\2", self._problem)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +64,6 @@ class GoldReply:
     """A task's gold reply: the environment's own, or its gold answer in the form that the rewards ask for."""
 
     text: str
-    """The reply."""
     full_marks: Mapping[str, float | None]
     """What it must earn, by reward; None where it proves nothing."""
 

@@ -92,7 +92,7 @@ class GroupRunner:
 
 
 PostprocessRewards = Callable[[Group], Group]
-"""Last word on a group's rewards before its variance is looked at."""
+"""Hook that may rewrite a group's rewards before zero-variance filtering."""
 
 
 def penalise_truncated(penalty: float) -> PostprocessRewards:

@@ -48,7 +48,6 @@ class RateState:
     steps: int = 0
     """Steps measured in this window."""
     seconds: float = 0.0
-    """That they took."""
     waited: float = 0.0
     """Of these the trainer waited for rollouts."""
     idle: float = 0.0

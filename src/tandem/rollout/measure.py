@@ -21,7 +21,6 @@ class Solved:
     reward: str
     """Name of that reward."""
     full_marks: float
-    """What it takes."""
 
     def __call__(self, rollout: Rollout) -> bool:
         """True if it was solved; a rollout without that reward was not."""

@@ -48,11 +48,11 @@ class ReplayBuffer:
             step: policy step that it is trained at, at the latest.
             taken: ids of groups that wait to be trained: none is twice in a batch.
         """
-        self._stored = [one for one in self._stored if step - one.group.version_min <= self._options.max_age]
+        self._stored = [entry for entry in self._stored if step - entry.group.version_min <= self._options.max_age]
         fitting = [
-            (one.times, -one.group.version_min, -one.group.index, at)
-            for at, one in enumerate(self._stored)
-            if one.draw.env == env and one.group.id not in taken
+            (entry.times, -entry.group.version_min, -entry.group.index, at)
+            for at, entry in enumerate(self._stored)
+            if entry.draw.env == env and entry.group.id not in taken
         ]
         if not fitting:
             return None

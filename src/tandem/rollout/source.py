@@ -14,7 +14,7 @@ from tandem.types import Group
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """The groups of one optimizer step, with the admission slots that they hold until ``release``."""
+    """The groups of one optimizer step, with the admission slots that they hold until ``free_slots``."""
 
     groups: Sequence[Group]
     """In order of admission."""
@@ -22,18 +22,18 @@ class Batch:
     """Returns the present data state of their source."""
     free: Callable[[], None]
     """Frees their slots, so that the source requests the next groups."""
-    _at_release: DataState | None = None
+    _at_free: DataState | None = None
 
-    def release(self) -> None:
+    def free_slots(self) -> None:
         """Free the slots, once: the requests of the next batch may be made. Again does nothing."""
-        if self._at_release is None:
-            self._at_release = self.position()
+        if self._at_free is None:
+            self._at_free = self.position()
             self.free()
 
     @property
     def data_state(self) -> DataState:
         """What a checkpoint of this batch's step holds: as it was before its slots were freed."""
-        return self.position() if self._at_release is None else self._at_release
+        return self.position() if self._at_free is None else self._at_free
 
     def __iter__(self) -> Iterator[Group]:
         return iter(self.groups)

@@ -52,7 +52,6 @@ class EnvRunner:
     label: str
     """Prefix of its groups' ids, which tells them from other environments'."""
     group_runner: GroupRunner
-    """Plays a task."""
     tasks: Sequence[Task]
     """What there is to play."""
     solved: Solved
@@ -140,7 +139,7 @@ class CurriculumSchedule:
     def open(self, seen: Mapping[int, TaskHistory]) -> None:
         """What is known from before."""
         self._seen, self._held = dict(seen), Counter()
-        self._now = max((one.at for one in seen.values()), default=0.0)
+        self._now = max((history.at for history in seen.values()), default=0.0)
         self._next = {place: self._turn(place) for place in range(len(self._runner.tasks))}
         self._turns = sorted((turn, place) for place, (turn, _) in self._next.items() if turn < math.inf)
 

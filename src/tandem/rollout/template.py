@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from tandem.agents.tool_calls import Speech, as_template, speech
+from tandem.agents.tool_calls import ToolSyntax, as_template, speech
 from tandem.errors import ConfigError, EnvError
 from tandem.observability import waits
 from tandem.types import TEXT, Json, Message, Task
@@ -34,7 +34,7 @@ class Template:
         return None if self._tokenizer.clean_up_tokenization_spaces else fast
 
     @cached_property
-    def speech(self) -> Speech:
+    def speech(self) -> ToolSyntax:
         """What the template knows of tools."""
         return speech(self._render)
 

@@ -50,7 +50,7 @@ def unrecorded_options(sampling: Sampling) -> dict[str, Json]:
     return {name: getattr(sampling, name) for name in OF_THE_RUN}
 
 
-def differing(own: Sampling, options: Mapping[str, Json]) -> str | None:
+def differing(sampling: Sampling, options: Mapping[str, Json]) -> str | None:
     """The first of ``OF_THE_RUN`` that is among the options and not ``own``'s; None: there is none.
 
     A value that is no number is no option; -1 is vLLM's word for a top_k that is off.
@@ -61,29 +61,29 @@ def differing(own: Sampling, options: Mapping[str, Json]) -> str | None:
             continue
         if name == "top_k":
             value = max(0, value)
-        if not math.isclose(value, getattr(own, name), rel_tol=1e-9):
+        if not math.isclose(value, getattr(sampling, name), rel_tol=1e-9):
             return name
     return None
 
 
-def untrainable_option(own: Sampling, requested: Sampling) -> str | None:
+def untrainable_option(sampling: Sampling, requested: Sampling) -> str | None:
     """The first option of a sampling by which its logprobs would not be those that training computes, if there is one.
 
     ``own`` is the run's: what a turn records, and what only ends an answer, may be another.
     """
-    if requested.temperature < COLDEST and requested.temperature != own.temperature:
+    if requested.temperature < COLDEST and requested.temperature != sampling.temperature:
         return "temperature"
-    return differing(own, unrecorded_options(requested))
+    return differing(sampling, unrecorded_options(requested))
 
 
-def why_untrainable(name: str, own: Sampling, requested: Sampling) -> str:
+def why_untrainable(name: str, sampling: Sampling, requested: Sampling) -> str:
     """Message about an option that ``untrainable_option`` names: why it cannot be trained, and what to do."""
     if name == "temperature":
         return (
             f"temperature {requested.temperature:g} is greedy, or nearly so, and such answers cannot be trained on; "
-            f"ask for {COLDEST:g} at least, or leave it out (the run's is {own.temperature:g})"
+            f"ask for {COLDEST:g} at least, or leave it out (the run's is {sampling.temperature:g})"
         )
-    theirs, ours = getattr(requested, name), getattr(own, name)
+    theirs, ours = getattr(requested, name), getattr(sampling, name)
     return (
         f"{name} {theirs:g} is not the run's, which is {ours:g}: with that training computes the logprobs of all "
         f"answers; leave {name} out, or set sampling.{name} to {theirs:g} in the recipe"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tandem.types import UNKNOWN, Group, Json, Rollout
+from tandem.types import UNKNOWN_LOGPROB, Group, Json, Rollout
 
 Options = Mapping[str, Json]
 """A part's options by name."""
@@ -211,7 +211,7 @@ def penalty(known: Formula, sequence: SampledSequence, scored: Scored) -> Tensor
 def _sampler_logprobs(sequence: SampledSequence, scored: Scored) -> Tensor:
     """The sampler's, or the policy's where it told none."""
     logprobs = torch.tensor(sequence.sampler_logprobs, dtype=torch.float64)
-    return torch.where(logprobs == UNKNOWN, scored.first, logprobs)
+    return torch.where(logprobs == UNKNOWN_LOGPROB, scored.first, logprobs)
 
 
 def _old(known: Formula, sequence: SampledSequence, scored: Scored) -> Tensor:

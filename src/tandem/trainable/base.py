@@ -24,7 +24,6 @@ class TensorMeta:
     name: str
     """Its name in the module that ``Trainable.prepare`` returned."""
     shape: tuple[int, ...]
-    """Sizes."""
     dtype: str
     """Torch's name of it, such as bfloat16."""
 

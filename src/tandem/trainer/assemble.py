@@ -55,13 +55,13 @@ from tandem.trainer.rank_crew import RankCrew
 from tandem.trainer.rank_parts import RankParts, Together
 from tandem.trainer.rank_slices import RankSlices, Skeleton, SliceCrew
 from tandem.trainer.record import records
-from tandem.trainer.run_folder import RunLock
+from tandem.trainer.run_lock import RunLock
 from tandem.trainer.staging import Staging, staging_of
 from tandem.trainer.state import TrainerState
 from tandem.trainer.step import Step
 from tandem.trainer.work import LocalWork
 from tandem.types import Json, PolicyVersion
-from tandem.weight_sync.base import WeightSyncSession
+from tandem.weight_sync.transaction.session import WeightSyncSession
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,6 @@ class GroupSamples:
     """The samples of one group as a prefix tree, and the rollout of each."""
 
     tree: PrefixTree
-    """Their computed tokens."""
     rollouts: Sequence[str]
     """Of each sample; those of one rollout follow one another and are kept in that order."""
 
@@ -36,9 +35,7 @@ class Load:
     members: dict[int, list[int]] = field(default_factory=dict)
     """By group, the samples of it."""
     tokens: int = 0
-    """Computed in it."""
     cost: float = 0.0
-    """Of computing them."""
 
     def take(self, other: Load) -> None:
         """Add what shares nothing with it."""
@@ -220,4 +217,4 @@ def rounds_of(costs: Sequence[float], ranks: int) -> list[tuple[int | None, ...]
 def _seconds(loads: Sequence[Load], ranks: int) -> float:
     """Time of all rounds, in tokens: each takes that of its most costly micro-batch."""
     costs = [load.cost for load in loads]
-    return sum(max(costs[i] for i in one if i is not None) + ANOTHER for one in rounds_of(costs, ranks))
+    return sum(max(costs[i] for i in round_ if i is not None) + ANOTHER for round_ in rounds_of(costs, ranks))

@@ -72,7 +72,7 @@ async def _none_written() -> Mapping[str, str]:
     return {}
 
 
-async def _nothing() -> None:
+async def _noop() -> None:
     """Nobody hears of a checkpoint."""
 
 
@@ -94,11 +94,8 @@ class Checkpoints:
     steps: int
     """Last step of the run, which is always saved."""
     policy: Policy
-    """Whose weights."""
     trainable: Trainable
-    """Which of them."""
     stepper: Stepper
-    """The optimizer's states."""
     held: ReferenceWeights | None = None
     """The reference, whose weights may move too."""
     staging: Staging
@@ -117,7 +114,7 @@ class Checkpoints:
         """Whether the state after this step is to be saved."""
         return self.contents != "none" and (step % self.every == 0 or step >= self.steps)
 
-    async def begin(self, state: TrainerState, then: Callable[[], Awaitable[None]] = _nothing) -> None:
+    async def begin(self, state: TrainerState, then: Callable[[], Awaitable[None]] = _noop) -> None:
         """Stage a checkpoint of this state, unless its step has one, and begin to write it.
 
         The checkpoint before is written by then. The last step's is written when this returns, and so is every one

@@ -111,7 +111,6 @@ class RunEnvironments:
     """The environments that are played in this process; none where a broker serves all rollouts."""
 
     config: RunConfig
-    """The run."""
     graders: Mapping[str, Graders]
     """Open, by the environment's name."""
 

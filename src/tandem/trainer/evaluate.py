@@ -32,7 +32,6 @@ class Evaluator:
     due: Callable[[int], bool]
     """True for steps at which to evaluate."""
     record: Callable[[dict[str, Json]], None]
-    """Where results go."""
     happened: Callable[[str, int], None]
     """Told ``eval_started`` when an evaluation begins and ``eval_done`` when it ends, however; and of which step."""
 

@@ -40,8 +40,8 @@ from tandem.trainer.rank_slices import RankSlices, slice_handlers
 from tandem.trainer.staging import Staging, staging_of
 from tandem.transport.rendezvous import own_address
 from tandem.transport.sharing import finish
-from tandem.weight_sync.base import Trained
 from tandem.weight_sync.shared import attach_export
+from tandem.weight_sync.transaction.trained import Trained
 
 if TYPE_CHECKING:
     from tandem.distributed.weight_shards import WeightShardStepper

@@ -5,13 +5,13 @@ from the rollout buffer's tasks, which go on while this coroutine awaits the com
 
     take -> pack -> forward, backward -> commit [ optimizer, publish ] -> write down -> stage -> ( save )
                           |                 |
-                          +---- release ----+   one of both, as the weight sync decides: the next groups are requested
+                          +-- free_slots --+    one of both, as the weight sync decides: the next groups are requested
 
     consumes:      batches of groups from the buffer, in order of admission
     waits for:     the buffer (rollouts, or a broker), the compute thread (forward, backward, optimizer), the weight
                    sync (engine paused)
-    is unblocked:  by the buffer's tasks as they score groups; a batch is released once nothing that is requested then
-                   is sampled by older weights
+    is unblocked:  by the buffer's tasks as they score groups; a batch frees its slots once nothing requested then is
+                   sampled by older weights
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tandem.trainer.pack import Packer, StepBatch
 from tandem.trainer.state import TrainerState
 from tandem.trainer.step import Step, StepStats
 from tandem.types import Group, Json
-from tandem.weight_sync.base import Commit, Published, WeightSyncSession
+from tandem.weight_sync.transaction.session import Commit, Published, WeightSyncSession
 
 T = TypeVar("T")
 
@@ -89,8 +89,7 @@ async def train(run: RunParts, state: TrainerState) -> TrainerState:
     """Train from ``state`` to the last step, or until stopped; the state that was reached, always saved."""
     async with AsyncExitStack() as stack:
         weight_sync = await stack.enter_async_context(run.weight_sync.open(state.version))
-        # Before anything is sampled for training: a resumed run may have this evaluation behind it, and its first
-        # groups must not be sampled in other company than theirs for that.
+        # Evaluate before the buffer opens, so a resumed run batches the same requests as the original.
         await _unless_stopped(run, run.evaluator.maybe(state.step))
         buffer = await _unless_stopped(run, stack.enter_async_context(run.source.open(state.data_state)))
         if buffer is None:  # it waited for a broker
@@ -106,15 +105,15 @@ async def train(run: RunParts, state: TrainerState) -> TrainerState:
                 break
             # What is evaluated has the engine to itself: then the next groups are requested after it.
             evaluates = step == run.steps or run.evaluator.wants(step)
-            release = None if evaluates else batch.release
+            free_slots = None if evaluates else batch.free_slots
             await weight_sync.sleep()
             with trace.span("seconds/pack"):
                 packed = run.pack(batch.groups, version=state.step)
-            stats = await run.step.forward_backward(packed, partial(_request_early, run, weight_sync, step, release))
+            stats = await run.step.forward_backward(packed, partial(_request_early, run, weight_sync, step, free_slots))
             run.reached(step)
             # Before the state that is saved: a resumed run goes on as far ahead as this one would have.
             metrics = [run.lag_control.step(step, stats.metrics), buffer.metrics(), run.grading()]
-            async with _commit(run, weight_sync, state, batch, packed, release) as commit:
+            async with _commit(run, weight_sync, state, batch, packed, free_slots) as commit:
                 metrics.append(await run.step.apply(step, packed, stats))
             published = commit.succeeded()
             metrics.append(commit.metrics())
@@ -127,7 +126,7 @@ async def train(run: RunParts, state: TrainerState) -> TrainerState:
                 await _save(run, buffer, rollouts, state)
             if evaluates:
                 await _unless_stopped(run, run.evaluator.maybe(state.step))
-                batch.release()
+                batch.free_slots()
         if run.stop.is_set():
             # What was sampled since the last step is kept too.
             state = dataclasses.replace(state, data_state=buffer.data_state())
@@ -136,11 +135,11 @@ async def train(run: RunParts, state: TrainerState) -> TrainerState:
 
 
 def _request_early(
-    run: RunParts, weight_sync: WeightSyncSession, step: int, release: Callable[[], None] | None
+    run: RunParts, weight_sync: WeightSyncSession, step: int, free_slots: Callable[[], None] | None
 ) -> None:
     """On policy, have the next requests wait at the engine for this step's weights while the device computes them."""
-    if release is not None and run.lag_control.on_policy:
-        weight_sync.accept_requests_for(step, release)
+    if free_slots is not None and run.lag_control.on_policy:
+        weight_sync.accept_requests_for(step, free_slots)
 
 
 async def _save(run: RunParts, buffer: RolloutSource, rollouts: _RolloutWriter, state: TrainerState) -> None:
@@ -156,7 +155,7 @@ async def _commit(
     state: TrainerState,
     batch: Batch,
     packed: StepBatch,
-    release: Callable[[], None] | None,
+    free_slots: Callable[[], None] | None,
 ) -> AsyncIterator[Commit]:
     """Publish the policy that the block makes; where verification fails, save it first, since the engine is at fault.
 
@@ -166,7 +165,7 @@ async def _commit(
     commit, step = Commit(), state.step + 1
     try:
         async with weight_sync.commit(
-            step, release=release, last=step == run.steps, recent=_texts(batch.groups)
+            step, free_slots=free_slots, last=step == run.steps, recent=_texts(batch.groups)
         ) as commit:
             yield commit
     except SyncError as error:

@@ -16,19 +16,19 @@ from tandem.config import registry as resolve
 from tandem.errors import ConfigError
 from tandem.metrics import Max, Mean, Share, Value
 from tandem.pending import Pending, PendingMetrics
-from tandem.types import UNKNOWN
+from tandem.types import UNKNOWN_LOGPROB
 
 _MOST = 80.0
 """Log ratios are held within this, so that exp stays finite in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
+class OldLogprobs:
     """Old and reference logprobs of a micro-batch, which stay the same over the updates of its step."""
 
-    first_N: Tensor
+    recomputed_logprobs_N: Tensor
     """The policy's, when the step began."""
-    reference_N: Tensor | None
+    ref_logprobs_N: Tensor | None
     """The reference's, if there is one."""
 
 
@@ -37,17 +37,15 @@ class Objective:
     """A loss with its corrections and its reference penalty; it never reduces."""
 
     loss: Loss
-    """Per token."""
     corrections: tuple[Correction, ...] = ()
     """Whose weights are multiplied with one another and with the loss, but not with the penalty."""
     recomputed: bool = False
     """Ratios are against the policy as the step began (decoupled), else against the sampler (direct)."""
     reference: Reference | None = None
-    """The penalty."""
 
-    def __call__(self, logprobs_N: Tensor, batch: MicroBatch, known: Known) -> tuple[Tensor, PendingMetrics]:
+    def __call__(self, logprobs_N: Tensor, batch: MicroBatch, old: OldLogprobs) -> tuple[Tensor, PendingMetrics]:
         """What each token costs, float32 and differentiable, and the metrics of it."""
-        micro = self.informed(batch, known)
+        micro = self.informed(batch, old)
         output = self.loss(logprobs_N, micro)
         _check_loss(self.loss, output, logprobs_N)
         metrics: dict[str, Value | Pending] = {**output.metrics, **mismatch(logprobs_N.detach(), micro)}
@@ -62,14 +60,14 @@ class Objective:
             metrics["kl_reference"] = Pending(Mean, kl_N.sum(), kl_N.numel())
         return cost_N, metrics
 
-    def informed(self, batch: MicroBatch, known: Known) -> MicroBatch:
+    def informed(self, batch: MicroBatch, old: OldLogprobs) -> MicroBatch:
         """A micro-batch with its logprobs and weights; a logprob that the sampler lacks is the policy's."""
         recorded_N = batch.behavior_logprobs_N
         return dataclasses.replace(
             batch,
-            behavior_logprobs_N=torch.where(recorded_N == UNKNOWN, known.first_N, recorded_N),
-            recomputed_logprobs_N=known.first_N if self.recomputed else None,
-            ref_logprobs_N=known.reference_N,
+            behavior_logprobs_N=torch.where(recorded_N == UNKNOWN_LOGPROB, old.recomputed_logprobs_N, recorded_N),
+            recomputed_logprobs_N=old.recomputed_logprobs_N if self.recomputed else None,
+            ref_logprobs_N=old.ref_logprobs_N,
         )
 
     def weights(self, logprobs_N: Tensor, micro: MicroBatch) -> tuple[Tensor, PendingMetrics]:

@@ -79,7 +79,7 @@ class StepBatch:
     num_samples: int
     """Trained sequences, likewise."""
     metrics: Mapping[str, Value] = field(default_factory=dict)
-    """What the batch says of itself."""
+    """Lag, advantages and number of the batch's groups."""
     rounds: tuple[tuple[int | None, ...], ...] = ()
     """What ranks compute side by side, where there are several: the index of each rank's micro-batch, None for a rank
     that has none in that round."""
@@ -90,7 +90,6 @@ class Packer:
     """Packs the groups of a step into micro-batches."""
 
     advantage: Advantage
-    """Per group."""
     reduction: str
     """The loss's: token, sequence or constant."""
     max_tokens: int
@@ -118,14 +117,14 @@ class Packer:
         by_rollout: dict[str, float] = {}
         samples: list[list[Sample]] = []
         for group, values in zip(groups, advantages(self.advantage, groups), strict=True):
-            mine: list[Sample] = []
+            siblings: list[Sample] = []
             for rollout, value in zip(group.scored, values, strict=True):
                 own = rollout.advantages
                 by_rollout[rollout.id] = value if own is None else math.fsum(own) / len(own)
                 if rollout.trained and not (self.mask_truncated and rollout.truncated):
-                    mine.extend(samples_of(rollout, group, value, skip_forced=self.skip_forced))
-            samples.append(mine)
-        counts = [sample.mask.count(True) for mine in samples for sample in mine]
+                    siblings.extend(samples_of(rollout, value, skip_forced=self.skip_forced))
+            samples.append(siblings)
+        counts = [sample.mask.count(True) for siblings in samples for sample in siblings]
         weigh = self._weights(sum(counts), len(counts))
         computed = _moving(samples) if self.skip_zero else samples
         micro, costs = self._micros(computed, weigh)
@@ -157,10 +156,12 @@ class Packer:
         self, samples: Sequence[Sequence[Sample]], weigh: Callable[[int], float]
     ) -> tuple[tuple[Micro, ...], list[float]]:
         """Deal the groups' samples out, and lay out what is computed together; micro-batches and their costs."""
-        groups = [[_Arrays.of(sample) for sample in mine] for mine in samples if mine]
+        groups = [[_Arrays.of(sample) for sample in siblings] for siblings in samples if siblings]
         families = [
-            GroupSamples(tree=PrefixTree([one.computed for one in mine]), rollouts=[one.rollout for one in mine])
-            for mine in groups
+            GroupSamples(
+                tree=PrefixTree([each.computed for each in siblings]), rollouts=[each.rollout for each in siblings]
+            )
+            for siblings in groups
         ]
         reach = WIDTHS_TO_EQUAL * self.width
         loads = Balance(families, budget=self.budget, reach=reach, ranks=self.ranks).loads()
@@ -220,7 +221,7 @@ class Packer:
     def _moved(self, arrays: Sequence[NDArray[Any]], kind: type[np.int64 | np.float32]) -> tuple[Tensor, ...]:
         """Tensors on the device, of one transfer."""
         whole = moved(np.concatenate(arrays, dtype=kind, casting="same_kind"), self.device)
-        parts: tuple[Tensor, ...] = whole.split([len(one) for one in arrays])
+        parts: tuple[Tensor, ...] = whole.split([len(array) for array in arrays])
         return parts
 
 
@@ -229,19 +230,16 @@ class _Arrays:
     """A sample as arrays: the tokens that are computed, and what belongs to each trained one."""
 
     rollout: str
-    """Its rollout's id."""
     temperature: float
-    """Of its tokens."""
     tokens: Ints
     """Prompt and completion ids."""
     at: Ints
     """Places of the trained tokens in the sequence."""
     targets: Ints
-    """Their ids."""
+    """Token ids at the trained places."""
     logprobs: NDArray[np.float64]
-    """Of their sampler."""
+    """Logprobs that the sampler recorded for them."""
     advantages: NDArray[np.float64]
-    """Theirs."""
     answers: tuple[tuple[int, int], ...]
     """Where each completion begins, and the place after its last token."""
 
@@ -277,7 +275,7 @@ def unforced(logprobs: Sequence[float]) -> tuple[bool, ...]:
     return tuple(logprob < _FORCED for logprob in logprobs)
 
 
-def samples_of(rollout: Rollout, group: Group, advantage: float, *, skip_forced: bool = False) -> Iterator[Sample]:
+def samples_of(rollout: Rollout, advantage: float, *, skip_forced: bool = False) -> Iterator[Sample]:
     """The trainable sequences of a rollout: one, unless a turn's prompt does not continue the turn before it.
 
     ``advantage`` is that of every sampled token, unless the environment gave each its own. With ``skip_forced`` tokens
@@ -289,7 +287,7 @@ def samples_of(rollout: Rollout, group: Group, advantage: float, *, skip_forced:
     advantages: tuple[float, ...] = ()
     begins: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
-    oldest, temperature, prompt_len = 0, 1.0, 0
+    temperature = 1.0
     own_advantages = None if rollout.advantages is None else iter(rollout.advantages)
 
     def sample() -> Sample:
@@ -299,12 +297,8 @@ def samples_of(rollout: Rollout, group: Group, advantage: float, *, skip_forced:
             logprobs=logprobs,
             advantages=advantages,
             temperature=temperature,
-            prompt_len=prompt_len,
             begins=begins,
             ends=ends,
-            group=group.id,
-            version=oldest,
-            env=group.env,
             rollout=rollout.id,
         )
 
@@ -312,52 +306,51 @@ def samples_of(rollout: Rollout, group: Group, advantage: float, *, skip_forced:
         completion = turn.completion
         if not completion.tokens:
             continue
-        first, count = completion.version_min, len(completion.tokens)
+        count = len(completion.tokens)
         if not tokens or turn.temperature != temperature or tokens != turn.prompt[: len(tokens)]:
             if any(mask):
                 yield sample()
             tokens, mask, logprobs, advantages, begins, ends = (), (), (), (), (), ()
-            oldest, temperature, prompt_len = first, turn.temperature, len(turn.prompt)
+            temperature = turn.temperature
         new = turn.prompt[len(tokens) :]
         none = (0.0,) * len(new)
         begins += (len(turn.prompt),)
         tokens += new + completion.tokens
         ends += (len(tokens),)
-        own = (advantage,) * count if own_advantages is None else tuple(islice(own_advantages, count))
+        turn_advantages = (advantage,) * count if own_advantages is None else tuple(islice(own_advantages, count))
         free, sampled = (True,) * count, completion.logprobs
         if skip_forced:
             free = unforced(sampled)
             sampled = tuple(p if it else 0.0 for p, it in zip(sampled, free, strict=True))
-            own = tuple(a if it else 0.0 for a, it in zip(own, free, strict=True))
+            turn_advantages = tuple(a if it else 0.0 for a, it in zip(turn_advantages, free, strict=True))
         mask += (False,) * len(new) + free
         logprobs += none + sampled
-        advantages += none + own
-        oldest = min(oldest, first)
+        advantages += none + turn_advantages
     if any(mask):
         yield sample()
 
 
 def _moving(samples: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
-    """Those of each group that have a gradient.
+    """Samples of each group that have a gradient.
 
     If none has, the shortest: the optimizer's step by a gradient of zeros is not the same as no step.
     """
-    moving = [[sample for sample in mine if any(sample.advantages)] for mine in samples]
+    moving = [[sample for sample in siblings if any(sample.advantages)] for siblings in samples]
     if not any(moving) and any(samples):
-        moving = [[min((sample for mine in samples for sample in mine), key=lambda sample: len(sample.tokens))]]
+        moving = [[min((sample for siblings in samples for sample in siblings), key=lambda sample: len(sample.tokens))]]
     return moving
 
 
 def _spared(samples: Sequence[Sequence[Sample]], computed: Sequence[Sequence[Sample]]) -> dict[str, Value]:
-    """Samples that are not computed, for they have no gradient, or by themselves, for a sibling is the same."""
-    each = [len(mine) for mine in computed]
-    twice = sum(each) - sum(len({sample.tokens for sample in mine}) for mine in computed)
+    """Counts samples skipped: zero advantage, or identical to a sibling."""
+    each = [len(siblings) for siblings in computed]
+    twice = sum(each) - sum(len({sample.tokens for sample in siblings}) for siblings in computed)
     skipped = sum(map(len, samples)) - sum(each)
     return {"samples/without_advantage": Sum(float(skipped)), "samples/duplicate": Sum(float(twice))}
 
 
 def _metrics(groups: Sequence[Group], advantages: Mapping[str, float], version: int) -> dict[str, Value]:
-    """What the batch says of itself."""
+    """Lag, advantages and number of the batch's groups."""
     return {
         "lag": Histogram(tuple(float(version - group.version_min) for group in groups)),
         "advantage/abs": Mean.of(map(abs, advantages.values())),
@@ -376,5 +369,5 @@ def _work(micro: Sequence[Micro]) -> dict[str, Value]:
 
 def _imbalance(rounds: Sequence[Sequence[int | None]], costs: Sequence[float]) -> dict[str, Value]:
     """How much longer rounds take than if their ranks had computed the same: cost of the highest over the mean."""
-    shares = [[0.0 if i is None else costs[i] for i in one] for one in rounds]
-    return {"ranks/imbalance": Mean.of(max(one) * len(one) / math.fsum(one) for one in shares)} if shares else {}
+    shares = [[0.0 if i is None else costs[i] for i in row] for row in rounds]
+    return {"ranks/imbalance": Mean.of(max(row) * len(row) / math.fsum(row) for row in shares)} if shares else {}

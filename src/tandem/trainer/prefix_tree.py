@@ -62,7 +62,6 @@ class PackedRow:
     tokens: list[Ints] = field(default_factory=list)
     """Parts of the row, one after another."""
     lengths: list[int] = field(default_factory=list)
-    """Of each segment."""
     parents: list[int | None] = field(default_factory=list)
     """The segment that each one continues."""
 

@@ -11,7 +11,7 @@ from tandem.distributed.crew import Ranks
 from tandem.distributed.follower import Handler
 from tandem.metrics import Value
 from tandem.pending import PendingMetrics
-from tandem.trainer.objective import Known
+from tandem.trainer.objective import OldLogprobs
 from tandem.trainer.pack import Micro, StepBatch
 from tandem.trainer.rank_wire import metrics_of, metrics_to_plain, micro_of, micro_to_plain
 from tandem.trainer.step import BatchPass
@@ -26,13 +26,13 @@ class RankWork:
         self.work = work
         self._compute = work.policy.compute
         self._micros: list[Micro | None] = []
-        self._known: list[Known | None] = []
+        self._old: list[OldLogprobs | None] = []
 
     def take(self, plains: Sequence[Mapping[str, Any] | None]) -> None:
         """Micro-batches of a new step, as plain data; None for a round in which this rank has none."""
         device, is_shared = self.work.policy.device, self.work.context is not None
         self._micros = [None if plain is None else micro_of(plain, device, is_shared=is_shared) for plain in plains]
-        self._known = [None] * len(plains)
+        self._old = [None] * len(plains)
 
     async def passed(
         self, queued: Callable[[], None] = lambda: None
@@ -45,16 +45,16 @@ class RankWork:
             if micro is None:
                 await self._compute(work.reduce)
                 continue
-            pending, logprobs_N, self._known[i] = await self._compute(work.micro, micro, self._known[i])
+            pending, logprobs_N, self._old[i] = await self._compute(work.micro, micro, self._old[i])
             passes.append((pending, logprobs_N))
         await self._compute(work.end_pass)
         queued()
         return await self._compute(work.settle, passes)
 
     @property
-    def known(self) -> list[Known]:
+    def old_logprobs(self) -> list[OldLogprobs]:
         """Of the micro-batches that there are."""
-        return [known for known in self._known if known is not None]
+        return [old for old in self._old if old is not None]
 
 
 class RankCrew:
@@ -65,33 +65,35 @@ class RankCrew:
         self._mine = RankWork(work)
         self._work, self._compute, self._ranks = work, work.policy.compute, ranks
 
-    async def passed(self, batch: StepBatch, known: Sequence[Known], queued: Callable[[], None]) -> BatchPass:
+    async def passed(self, batch: StepBatch, old: Sequence[OldLogprobs], queued: Callable[[], None]) -> BatchPass:
         """Every rank computes its micro-batches; results are in the batch's order."""
         # Ranks that share sequences are neighbours, and get the same.
         dealt = [self._dealt(batch, rank) for rank in range(self._ranks.world)]
-        if not known:
+        if not old:
             self._mine.take([None if i is None else micro_to_plain(batch.micro[i]) for i in dealt[0]])
 
         def body(rank: int) -> Any:
-            if known:
+            if old:
                 return None
             return [None if i is None else micro_to_plain(batch.micro[i]) for i in dealt[rank]]
 
         (metrics, logprobs), replies = await self._ranks.execute("micros", body, self._mine.passed(queued))
         of_ranks = [(metrics, logprobs)]
-        of_ranks += [([metrics_of(one) for one in reply["metrics"]], reply["logprobs"]) for reply in replies]
+        of_ranks += [([metrics_of(plain) for plain in reply["metrics"]], reply["logprobs"]) for reply in replies]
         results: dict[int, tuple[Mapping[str, Value], Sequence[float]]] = {}
         for indices, (its_metrics, its_logprobs) in zip(dealt, of_ranks, strict=True):
             there = [i for i in indices if i is not None]
             results |= dict(zip(there, zip(its_metrics, its_logprobs, strict=True), strict=True))
         every = [results[i] for i in range(len(batch.micro))]
-        return BatchPass(metrics=[m for m, _ in every], logprobs=[p for _, p in every], known=self._mine.known)
+        return BatchPass(
+            metrics=[m for m, _ in every], logprobs=[p for _, p in every], old_logprobs=self._mine.old_logprobs
+        )
 
     def _dealt(self, batch: StepBatch, rank: int) -> list[int | None]:
         """Index of a rank's micro-batch in each round."""
         if not batch.rounds:  # all ranks share all of them
             return list(range(len(batch.micro)))
-        return [one[rank // self._shared] for one in batch.rounds]
+        return [round_[rank // self._shared] for round_ in batch.rounds]
 
     async def apply(self, lr: float, max_grad_norm: float) -> Tensor:
         """Every rank updates its part, and has all weights when it returns."""
@@ -103,11 +105,11 @@ class RankCrew:
         return await self._compute(self._work.norms, queued)
 
     async def fold(self) -> None:
-        """On every rank."""
+        """Fold the trained parameters into the model of every rank."""
         await self._ranks.execute("fold", None, self._compute(self._work.fold))
 
     async def move(self) -> None:
-        """On every rank."""
+        """Have every rank's reference follow the policy."""
         await self._ranks.execute("move", None, self._compute(self._work.move))
 
 

@@ -248,24 +248,24 @@ class Together:
 
     async def attach(self, exports: Sequence[Any], fresh: bool) -> None:
         """Have every other rank attach the weights of its engine."""
-        await self.ranks.execute("attach", lambda rank: [exports[rank - 1], fresh], _nothing())
+        await self.ranks.execute("attach", lambda rank: [exports[rank - 1], fresh], _noop())
 
     async def start_engines(self, requirements: EngineRequirements) -> Sequence[RankEngine]:
         """Have the first rank of each other engine start it, all at once."""
         body = {field: getattr(requirements, field) for field in _SENT_REQUIREMENTS}
         body["weights"] = None if requirements.weights is None else str(requirements.weights)
-        _, replies = await self.ranks.execute("engine", lambda rank: body, _nothing())
+        _, replies = await self.ranks.execute("engine", lambda rank: body, _noop())
         return [RankEngine(**reply) for reply in replies if reply is not None]
 
     async def restart_engine(self, engine: int) -> RankEngine:
         """Have the first rank of one engine start it again."""
         rank = engine * self._ranks_of_engine
-        _, replies = await self.ranks.execute("engine", lambda other: {} if other == rank else None, _nothing())
+        _, replies = await self.ranks.execute("engine", lambda other: {} if other == rank else None, _noop())
         return RankEngine(**replies[rank - 1])
 
     async def adapt(self, slots: Sequence[Any]) -> None:
         """Have every other rank write its adapter into its engine's slot."""
-        await self.ranks.execute("adapt", lambda rank: slots[rank - 1], _nothing())
+        await self.ranks.execute("adapt", lambda rank: slots[rank - 1], _noop())
 
     async def fold(self, mine: Coroutine[Any, Any, None]) -> None:
         """Have every rank's model follow its parameters, the lead's by ``mine``."""
@@ -313,18 +313,18 @@ async def load_weights(together: Together | None, config: RunConfig, folder: Pat
     """
     if together is not None and not has_slices(config):
         path = str(_checkpoint(folder, step) / config.trainable.folder_name) if step else None
-        await together.do("weights", path, _nothing())
+        await together.do("weights", path, _noop())
 
 
 async def load_states(together: Together | None, folder: Path, step: int) -> None:
     """The same for their parts of the optimizer's states."""
     if together is not None:
-        await together.do("restore", str(_checkpoint(folder, step)) if step else None, _nothing())
+        await together.do("restore", str(_checkpoint(folder, step)) if step else None, _noop())
 
 
 def _checkpoint(folder: Path, step: int) -> Path:
     return folder / "checkpoints" / f"{step:06d}"
 
 
-async def _nothing() -> None:
+async def _noop() -> None:
     """The lead's part in a command that is for the others."""

@@ -70,7 +70,7 @@ class RankSlices:
         return rows
 
     def finite(self) -> bool:
-        """Whether every value of this rank's shards is a number."""
+        """True if all values of this rank's shards are finite."""
         return all(bool(torch.isfinite(local).all()) for _, local in self._weights.local_parameters)
 
     def gather(self, take: Callable[[str, Tensor], None]) -> None:
@@ -155,7 +155,7 @@ class SliceCrew:
         return (await self._ranks.execute("score_slices", lambda rank: body, own))[0]
 
     async def finite(self) -> bool:
-        """Whether every value on every rank is a number."""
+        """True if all values of all ranks are finite."""
         mine, others = await self._ranks.execute("check_slices", None, self._compute(self._mine.finite))
         return mine and all(others)
 

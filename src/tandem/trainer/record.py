@@ -15,7 +15,7 @@ import numpy as np
 from tandem.rollout.template import Template
 from tandem.trainer.pack import StepBatch, unforced
 from tandem.trainer.step import StepStats
-from tandem.types import UNKNOWN, Json, Message, Rollout
+from tandem.types import UNKNOWN_LOGPROB, Json, Message, Rollout
 
 
 class TokenRecord(msgspec.Struct, gc=False):
@@ -93,8 +93,8 @@ def _prompts(rollout: Rollout) -> list[tuple[int, list[int]]]:
     out: list[tuple[int, list[int]]] = []
     before: tuple[int, ...] = ()
     for turn in rollout.turns:
-        kept = shared(before, turn.prompt)
-        out.append((kept, list(turn.prompt[kept:])))
+        num_shared = shared(before, turn.prompt)
+        out.append((num_shared, list(turn.prompt[num_shared:])))
         before = (*turn.prompt, *turn.completion.tokens)
     return out
 
@@ -120,7 +120,7 @@ def _tokens(
     completions = [turn.completion for turn in rollout.turns]
     ids = [token for completion in completions for token in completion.tokens]
     sampled = [logprob for completion in completions for logprob in completion.logprobs]
-    known = [None if lp == UNKNOWN else lp for lp in _rounded(sampled)]
+    known = [None if lp == UNKNOWN_LOGPROB else lp for lp in _rounded(sampled)]
     trainable = unforced(sampled) if skip_forced else (True,) * len(ids)
     mask = [int(trained is not None and it) for it in trainable]
     trainer: Sequence[float | None] = [None] * len(ids)

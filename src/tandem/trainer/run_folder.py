@@ -1,22 +1,19 @@
-"""Run folder: made, locked by one trainer at a time, and how a run in it ends."""
+"""Run folder: how it is made, and how a run in it ends."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import errno
-import fcntl
 import logging
-import os
-import platform
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Self
+from types import FrameType
+from typing import Any
 
 from tandem.config import loading as recipes
 from tandem.config import registry as resolve
@@ -49,8 +46,8 @@ def new_folder(config: RunConfig) -> Path:
         if folder.exists():
             again = f"go on with it by: {command('train', folder)}"
             anew = "it has no checkpoint: if no process trains in it, remove it to start anew"
-            kept = any((folder / "checkpoints").glob("*"))
-            raise ConfigError(f"{folder} exists already; {again if kept else anew}, or choose another name=")
+            saved = any((folder / "checkpoints").glob("*"))
+            raise ConfigError(f"{folder} exists already; {again if saved else anew}, or choose another name=")
         folder.mkdir(parents=True)
         write_recipe(config, folder)
         resolve.remember(folder)
@@ -114,18 +111,18 @@ def stopped(step: int, alarm: Notice | None, folder: Path, saved: str = "all") -
         folder: the run's.
         saved: what its checkpoints hold.
     """
-    kept = {
+    saved_text = {
         "all": "everything is saved",
         "weights": "its weights are saved, and nothing else (checkpoint: weights), so it cannot go on",
         "none": "nothing is saved (checkpoint: none), so it cannot go on",
     }[saved]
     if alarm is None or alarm.finding is None:
         again = f"; go on with: {command('train', folder)}" if saved == "all" else ""
-        return KeyboardInterrupt(f"stopped at step {step}, {kept}{again}")
+        return KeyboardInterrupt(f"stopped at step {step}, {saved_text}{again}")
     finding = alarm.finding
     again = f" To go on all the same: {command('train', folder, 'alarms=warn')}" if saved == "all" else ""
     return Alarmed(
-        f"alarm {alarm.alarm} stopped the run at step {step}, {kept}: {finding.seen}. {finding.means} What to "
+        f"alarm {alarm.alarm} stopped the run at step {step}, {saved_text}: {finding.seen}. {finding.means} What to "
         f"change: {finding.change}{again}"
     )
 
@@ -243,95 +240,3 @@ def signals(stop: asyncio.Event, folder: Path) -> Iterator[None]:
             events.remove_signal_handler(number)
         for number, default in defaults.items():
             signal.signal(number, default)
-
-
-log = logging.getLogger(__name__)
-
-_held: set[int] = set()
-"""Descriptors of locks that this process has. A forked child has them too, and must not keep a dead trainer's lock."""
-
-
-def _let_go() -> None:
-    """In a forked child: a lock is over when every copy of its descriptor is closed."""
-    while _held:
-        os.close(_held.pop())
-
-
-os.register_at_fork(after_in_child=_let_go)
-
-
-def lock_file(folder: Path) -> Path:
-    """Lock file of a run folder; it holds the pid of its present or last owner."""
-    return folder / "run.lock"
-
-
-class RunLock:
-    """An exclusive lock on a run's folder. The kernel ends it with its process, however that ends."""
-
-    def __init__(self) -> None:
-        self._folder: Path | None = None
-        self._handle: int | None = None
-
-    @property
-    def folder(self) -> Path:
-        """The folder that is locked; only while there is one."""
-        assert self._folder is not None
-        return self._folder
-
-    def take(self, folder: Path) -> None:
-        """Lock a folder, which must be there; nothing where this lock has it already.
-
-        Raises:
-            ConfigError: another process has it; names its pid.
-        """
-        if self._handle is not None:
-            return
-        try:
-            handle = os.open(lock_file(folder), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise ConfigError(f"the run's folder {folder} cannot be locked: {error}") from error
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            other = os.read(handle, 200).decode(errors="replace").strip() or "a process that did not say its pid"
-            os.close(handle)
-            raise ConfigError(
-                f"{other} is at work in {folder}: a run has one trainer at a time. See what it does with: tandem why "
-                f"{folder}; wait for it or end it, or start another run with another name="
-            ) from None
-        except OSError as error:  # a file system without locks
-            log.warning("%s cannot be locked (%s): see to it yourself that no other trainer uses it", folder, error)
-        _held.add(handle)
-        os.ftruncate(handle, 0)
-        os.write(handle, f"pid {os.getpid()} on {platform.node()}\n".encode())
-        self._folder, self._handle = folder, handle
-
-    def check(self) -> None:
-        """Look whether the folder that was locked is still there.
-
-        Raises:
-            TandemError: it was deleted or moved.
-        """
-        assert self._handle is not None
-        try:
-            there = os.path.samestat(os.stat(lock_file(self.folder)), os.fstat(self._handle))
-        except (FileNotFoundError, NotADirectoryError):
-            there = False
-        if not there:
-            raise TandemError(
-                f"the run's folder {self.folder} was deleted or moved while the run was going on: nothing can be "
-                "saved there any more, and the run is ended. Put it back and go on with: tandem train "
-                f"{self.folder}, or start anew from the recipe"
-            )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Let the folder go."""
-        if self._handle is not None:
-            _held.discard(self._handle)
-            os.close(self._handle)
-            self._folder = self._handle = None

@@ -13,7 +13,7 @@ from torch import Tensor
 from tandem.metrics import Mean, Sum, Value, merge
 from tandem.optimizers.base import Optimizer
 from tandem.pending import PendingMetrics
-from tandem.trainer.objective import Known
+from tandem.trainer.objective import OldLogprobs
 from tandem.trainer.pack import StepBatch
 from tandem.trainer.work import LocalWork
 
@@ -23,10 +23,9 @@ class StepStats:
     """Metrics and logprobs of one forward and backward pass over a batch."""
 
     metrics: Mapping[str, Value]
-    """Of the objective."""
     logprobs: Mapping[str, tuple[float, ...]]
     """The trainer's logprob of every trained token, by rollout id."""
-    known: Sequence[Known] = ()
+    old_logprobs: Sequence[OldLogprobs] = ()
     """What later updates on the same batch take over, one for each micro-batch that this process computed."""
 
 
@@ -38,19 +37,19 @@ class BatchPass:
     """Of each micro-batch, in the batch's order."""
     logprobs: Sequence[Sequence[float]]
     """Of the trained tokens of each."""
-    known: Sequence[Known]
+    old_logprobs: Sequence[OldLogprobs]
     """Of those that this process computed."""
 
 
 class Crew(Protocol):
     """The ranks that compute a step. Each call is executed by all of them, one call at a time."""
 
-    async def passed(self, batch: StepBatch, known: Sequence[Known], queued: Callable[[], None]) -> BatchPass:
+    async def passed(self, batch: StepBatch, old: Sequence[OldLogprobs], queued: Callable[[], None]) -> BatchPass:
         """Forward and backward over all micro-batches.
 
         Args:
             batch: what to train on.
-            known: of the step's first pass; empty in it.
+            old: of the step's first pass; empty in it.
             queued: called when all is queued, and the host has nothing to do until the device is done.
         """
         ...
@@ -60,7 +59,7 @@ class Crew(Protocol):
         ...
 
     async def norms(self, queued: Sequence[Tensor]) -> list[float]:
-        """Numbers of norms."""
+        """Copy the queued gradient norms to the host."""
         ...
 
     async def fold(self) -> None:
@@ -79,35 +78,35 @@ class SingleRank:
         self._work = work
         self._compute = work.policy.compute
 
-    async def passed(self, batch: StepBatch, known: Sequence[Known], queued: Callable[[], None]) -> BatchPass:
+    async def passed(self, batch: StepBatch, old: Sequence[OldLogprobs], queued: Callable[[], None]) -> BatchPass:
         """Once over all micro-batches; the host waits for the device when all are queued, and not before."""
         work = self._work
         work.hook()
         passes: list[tuple[PendingMetrics, Tensor]] = []
-        kept: list[Known] = []
-        for micro, before in zip(batch.micro, known or repeat(None), strict=bool(known)):
+        old_logprobs: list[OldLogprobs] = []
+        for micro, before in zip(batch.micro, old or repeat(None), strict=bool(old)):
             # One call for each micro-batch: an engine on the same thread gets its turn in between.
             pending, logprobs_N, now = await self._compute(work.micro, micro, before)
             passes.append((pending, logprobs_N))
-            kept.append(now)
+            old_logprobs.append(now)
         queued()
         metrics, values = await self._compute(work.settle, passes)
-        return BatchPass(metrics=metrics, logprobs=values, known=kept)
+        return BatchPass(metrics=metrics, logprobs=values, old_logprobs=old_logprobs)
 
     async def apply(self, lr: float, max_grad_norm: float) -> Tensor:
-        """On the compute thread."""
+        """Update the weights on the compute thread."""
         return await self._compute(self._work.apply, lr, max_grad_norm)
 
     async def norms(self, queued: Sequence[Tensor]) -> list[float]:
-        """On the compute thread."""
+        """Copy the queued gradient norms to the host, on the compute thread."""
         return await self._compute(self._work.norms, queued)
 
     async def fold(self) -> None:
-        """On the compute thread."""
+        """Fold the trained parameters into the model, on the compute thread."""
         await self._compute(self._work.fold)
 
     async def move(self) -> None:
-        """On the compute thread."""
+        """Have the reference follow the policy, on the compute thread."""
         await self._compute(self._work.move)
 
 
@@ -116,13 +115,11 @@ class Step:
     """Computes gradients and applies them."""
 
     work: LocalWork
-    """This process's part."""
     optimizer: Optimizer
     """Its learning rate schedule and clip."""
     steps: int
     """Of the whole run; schedules end there."""
     updates_per_batch: int = 1
-    """On each batch."""
     crew: Crew | None = None
     """All ranks; None: this process is the only one."""
 
@@ -142,9 +139,9 @@ class Step:
         return await self._pass(batch, (), queued)
 
     async def _pass(
-        self, batch: StepBatch, known: Sequence[Known], queued: Callable[[], None] = lambda: None
+        self, batch: StepBatch, old: Sequence[OldLogprobs], queued: Callable[[], None] = lambda: None
     ) -> StepStats:
-        passed = await self._ranks.passed(batch, known, queued)
+        passed = await self._ranks.passed(batch, old, queued)
         logprobs: dict[str, list[float]] = {}
         for micro, of_micro in zip(batch.micro, passed.logprobs, strict=True):
             at = 0
@@ -154,7 +151,7 @@ class Step:
         return StepStats(
             metrics=merge([*passed.metrics, _never_clipped(batch, passed.metrics)]),
             logprobs={k: tuple(v) for k, v in logprobs.items()},
-            known=passed.known,
+            old_logprobs=passed.old_logprobs,
         )
 
     async def apply(self, step: int, batch: StepBatch, first: StepStats) -> Mapping[str, Value]:
@@ -170,7 +167,7 @@ class Step:
         again: list[Mapping[str, Value]] = []
         for _ in range(self.updates_per_batch - 1):
             await self._ranks.fold()
-            again.append((await self._pass(batch, first.known)).metrics)
+            again.append((await self._pass(batch, first.old_logprobs)).metrics)
             queued.append(await self._ranks.apply(lr, most))
         if self.work.held is not None and self.work.held.due(step):
             await self._ranks.fold()

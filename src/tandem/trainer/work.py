@@ -19,7 +19,7 @@ from tandem.model.policy import Policy
 from tandem.observability import trace
 from tandem.optimizers.base import Stepper
 from tandem.pending import Pending, PendingMetrics, fetch, settle
-from tandem.trainer.objective import Known, Objective
+from tandem.trainer.objective import Objective, OldLogprobs
 from tandem.trainer.pack import Micro
 from tandem.types import Sampling
 
@@ -29,9 +29,7 @@ class LocalWork:
     """What a rank computes, on its compute thread."""
 
     policy: Policy
-    """What is trained."""
     objective: Objective
-    """Per token."""
     stepper: Stepper
     """The optimizer bound to the trained parameters."""
     sampling: Sampling
@@ -61,19 +59,19 @@ class LocalWork:
             self._hooked = True
 
     @trace.span("seconds/forward_backward")
-    def micro(self, micro: Micro, known: Known | None) -> tuple[PendingMetrics, Tensor, Known]:
+    def micro(self, micro: Micro, old: OldLogprobs | None) -> tuple[PendingMetrics, Tensor, OldLogprobs]:
         """Queue one micro-batch; asking the device for anything here would hold up all that follow."""
-        reference_N = self._reference(micro) if known is None else None
+        ref_logprobs_N = self._reference(micro) if old is None else None
         logprobs_N, entropy_N = self._distribution(micro, entropy=True)
-        if known is None:
-            known = Known(first_N=logprobs_N.detach(), reference_N=reference_N)
-        cost_N, metrics = self.objective(logprobs_N, micro.batch, known)
+        if old is None:
+            old = OldLogprobs(recomputed_logprobs_N=logprobs_N.detach(), ref_logprobs_N=ref_logprobs_N)
+        cost_N, metrics = self.objective(logprobs_N, micro.batch, old)
         loss = (cost_N * micro.weights_N).sum()
         loss.backward()
         self.reduce()
         assert entropy_N is not None
         own = {"loss": Pending(Sum, loss), "entropy": Pending(Mean, entropy_N.sum(), entropy_N.numel())}
-        return {**metrics, **own}, logprobs_N.detach(), known
+        return {**metrics, **own}, logprobs_N.detach(), old
 
     @trace.span("seconds/forward_backward")
     def settle(

@@ -39,7 +39,6 @@ class MappedParameter(msgspec.Struct, kw_only=True, frozen=True):
     vllm_name: str
     """The engine's name of it."""
     shape: list[int]
-    """Its shape there."""
     dtype: str
     """Such as ``torch.bfloat16``."""
     device: str
@@ -56,7 +55,6 @@ class VllmBridge(msgspec.Struct, kw_only=True, frozen=True):
     dp_shard_degree: int
     """Ranks over which each parameter is sharded for data parallelism."""
     param_names: list[str]
-    """Every parameter's name."""
     param_mappings: dict[str, MappedParameter]
     """The parameters by name."""
     ipc_handles: dict[str, dict[str, Any]]

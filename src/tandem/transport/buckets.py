@@ -26,7 +26,6 @@ class TensorEntry(NamedTuple):
     name: str
     """Its name for both sides."""
     shape: tuple[int, ...]
-    """Its shape."""
     dtype: str
     """torch's name of its dtype, such as ``bfloat16``."""
 

@@ -97,7 +97,7 @@ class ChecksumTally:
         return torch.tensor(sums, dtype=torch.int64)
 
 
-class Standing:
+class ChecksumCache:
     """Checksums of the same tensors over many publishes; the tally is rebuilt only where one was moved or reshaped."""
 
     def __init__(self) -> None:

@@ -42,7 +42,6 @@ class Flight(NamedTuple):
     views: list[tuple[str, Tensor]]
     """What it carries, by name; keeps the memory."""
     doing: str = ""
-    """For messages."""
 
 
 class Lane:
@@ -78,7 +77,7 @@ class Lane:
         """A transfer of one byte, with which nccl makes its connections."""
         return Flight([_from_rank_0(self.group, torch.zeros(1, dtype=torch.uint8, device=self.wire))], [])
 
-    def straight(self, plan: BucketPlan, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def sent_in_place(self, plan: BucketPlan, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those of the tensors that can be sent or received as they lie."""
         parts = [p for bucket in plan.buckets for p in bucket.parts if p.alone and p.name in wanted]
         return {
@@ -282,7 +281,7 @@ class Member:
         """
         tensors = {name: tensor.detach() for name, tensor in named}
         plan = self._planned(manifest(tensors.items()), bucket_bytes)
-        own = self._lane.straight(plan, tensors)
+        own = self._lane.sent_in_place(plan, tensors)
         with self._reporting("sending"):
             marks = [time.perf_counter()]
             number = self._begin(plan)
@@ -321,7 +320,7 @@ class Member:
             TransportError: the sender is not there, sends other tensors, or was lost.
         """
         plan = self._planned([TensorEntry(name, tuple(shape), kind) for name, shape, kind in entries], bucket_bytes)
-        own = self._lane.straight(plan, straight or {})
+        own = self._lane.sent_in_place(plan, straight or {})
         with self._reporting("receiving"):
             marks = [time.perf_counter()]
             number = self._begin(plan)

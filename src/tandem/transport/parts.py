@@ -19,7 +19,6 @@ class AttachedPart:
     first: tuple[int, int]
     """Row and column that the view's first element has in the whole tensor."""
     tensor: Tensor
-    """The view."""
 
 
 def attach_parts(

@@ -1,309 +1,72 @@
-"""Weight sync: the publish transaction (pause, transfer, verify, set_version, resume); a method adds ``transfer``."""
+"""The base of weight syncs: ``transfer`` is how new weights reach the engine. The transaction is the session's."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import logging
-import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from tandem.engines.base import Engine, EngineSpec, LoraAdapter, ReportsChecksums
-from tandem.errors import EngineError, StaleWeights, TandemError, TornWeights, UnsupportedPair
-from tandem.lazy import torch
-from tandem.metrics import Max, Sum, Value
-from tandem.observability import waits
-from tandem.transport.checksums import Shard, Standing, checksums, digest
-from tandem.transport.sharing import finish
+from tandem.engines.base import Engine, EngineSpec, LoraAdapter
+from tandem.errors import UnsupportedPair
 from tandem.types import PolicyVersion
-from tandem.weight_sync.verify.probe import Behaviour, Checksums, ProbeAnswers, Rollouts, compare_frozen, differing
+from tandem.weight_sync.transaction.state import SyncStateMachine
+from tandem.weight_sync.transaction.trained import Trained
 
 if TYPE_CHECKING:
     from tandem.model.policy import Policy
 
 
-class SyncState(Enum):
-    """State of a weight-sync session: what the engine serves, and what an abort has to undo."""
+class OtherRanks(Protocol):
+    """The trainer's ranks besides this one, each with the policy that this one has."""
 
-    SERVING = "serving"
-    """The engine serves what was published last, or before the first publish what it was started on."""
-    PAUSED = "paused"
-    """It is paused, or a new version is laid beside the one it serves: giving up lets it go on as before."""
-    WRITING = "writing"
-    """The memory that it samples from may hold values it does not serve: giving up stops it."""
-    STOPPED = "stopped"
-    """A publish was given up: it gives out nothing until one succeeds."""
+    async def attach(self, exports: Sequence[Any], fresh: bool) -> None:
+        """Have each attach the weights of its engine, given rank by rank as plain data."""
+        ...
 
+    async def adapt(self, slots: Sequence[Any]) -> None:
+        """Have each write its adapter into its engine's slot, given rank by rank as plain data."""
+        ...
 
-TRANSITIONS: Mapping[SyncState, frozenset[SyncState]] = {
-    # pause
-    SyncState.SERVING: frozenset({SyncState.PAUSED}),
-    # transfer; resume, where no memory was written that is served; or abort
-    SyncState.PAUSED: frozenset({SyncState.WRITING, SyncState.SERVING}),
-    # resume; or abort
-    SyncState.WRITING: frozenset({SyncState.SERVING, SyncState.STOPPED}),
-    # pause, for a publish that is repeated
-    SyncState.STOPPED: frozenset({SyncState.PAUSED}),
-}
-"""Which state may follow which."""
-
-
-class SyncStateMachine:
-    """A sync state that changes only as the table of transitions allows."""
-
-    def __init__(self) -> None:
-        """Of an engine that serves."""
-        self.state = SyncState.SERVING
-
-    def pause(self) -> None:
-        """A publish begins, or goes on: what is written already stays so."""
-        if self.state in (SyncState.SERVING, SyncState.STOPPED):
-            self.become(SyncState.PAUSED)
-
-    def write(self) -> None:
-        """Memory that the engine samples from is about to be written. Again does nothing."""
-        if self.state is not SyncState.WRITING:
-            self.become(SyncState.WRITING)
-
-    def become(self, state: SyncState) -> None:
-        """Go on to a state.
-
-        Raises:
-            RuntimeError: it may not follow the present one.
-        """
-        if state not in TRANSITIONS[self.state]:
-            raise RuntimeError(f"a weight sync that is {self.state.value} cannot become {state.value}")
-        self.state = state
-
-
-T = TypeVar("T")
-
-ATTEMPTS = 3
-"""How often one publish is tried where an engine dies under it."""
-
-
-class Recovery:
-    """Recovery of a session after an engine's restart: rebinds to the new start and publishes to it again."""
-
-    def __init__(self, engine: Engine) -> None:
-        """Of an engine that nothing is bound to yet."""
-        self._engine = engine
-        self._bound = self._published = -1
-
-    @property
-    def is_bound(self) -> bool:
-        """False where the engine was started again since it was bound: its storage is another."""
-        return self._bound == self._engine.restart_count
-
-    @property
-    def is_published(self) -> bool:
-        """False where the engine was started again since the last publish: it serves what it was started on."""
-        return self._published == self._engine.restart_count
-
-    def bound(self) -> None:
-        """The engine, as it was started last, is bound."""
-        self._bound = self._engine.restart_count
-
-    def published(self) -> None:
-        """The engine, as it was started last, serves what was published."""
-        self._bound = self._published = self._engine.restart_count
-
-    async def repeat(self, work: Callable[[], Awaitable[T]], again: str) -> T:
-        """Do something with the engine, anew where it died under it and was started again.
-
-        Args:
-            work: may be done more than once.
-            again: what the log says then.
-
-        Raises:
-            EngineError: the engine stays away, or died ``ATTEMPTS`` times.
-        """
-        for _ in range(ATTEMPTS - 1):
-            before = self._engine.restart_count
-            try:
-                return await work()
-            except EngineError as error:
-                # A request in flight may have seen to its restart.
-                if not await self._engine.recover() and self._engine.restart_count == before:
-                    raise
-                log.warning("%s: %s", again, str(error).splitlines()[0])
-        return await work()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Published:
-    """Version, bytes and seconds of one publish."""
-
-    version: PolicyVersion
-    """Version of the policy now, which the engine serves if it was published."""
-    moved: bool = True
-    """False if this step was not published: the engine goes on with an older one."""
-    seconds: float = 0.0
-    """From pause to resume, without the optimizer's own time."""
-    bytes: int = 0
-    """Bytes that were copied; 0 where nothing was."""
-    paused: float = 0.0
-    """Seconds the engine sampled nothing."""
-    probe_gap: float | None = None
-    """Largest difference of the probe's logprobs between engine and trainer; None if this publish was not verified."""
+    async def fold(self, mine: Coroutine[Any, Any, None]) -> None:
+        """Have every rank bring what it computes with up to date with its parameters, this one by ``mine``."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True)
-class Commit:
-    """Handle of a commit for the block that runs the optimizer."""
+class SyncContext:
+    """Both ends of a weight-sync session, as its method of transfer sees them."""
 
-    published: Published | None = None
-    """Set when the block is left and the publish succeeded."""
-    unverified: PolicyVersion | None = None
-    """The policy's version, before it is verified that engines hold it."""
-    release: Callable[[], None] | None = None
-    """Frees the slots of the batch that is trained; None where the caller does that later."""
+    policy: Policy
+    """Policy that is trained."""
+    engine: Engine
+    """Engine that is published to."""
+    trainable: Any
+    """The recipe's trainable, which decides the payload."""
+    folder: Path
+    """Folder for weights that are sent through files."""
+    trained: Trained = field(init=False)
+    """Tensors of the payload."""
+    versions: int = 2
+    """Policy versions that requests in flight may need at once."""
+    member: Any = None
+    """The trainer's place in a process group, where one is used."""
+    ranks: OtherRanks | None = None
+    """The trainer's other ranks; None where there are none."""
+    fresh: bool = False
+    """The engine was started on the very weights that the policy holds, and nothing was published to it since."""
+    state: SyncStateMachine = field(default_factory=SyncStateMachine)
+    """State of the session, by the table of transitions."""
 
-    def accept_requests(self) -> None:
-        """Release the batch: requests from now on are served by the new weights. Again does nothing."""
-        release, self.release = self.release, None
-        if release is not None:
-            release()
-
-    def succeeded(self) -> Published:
-        """The publish's result.
-
-        Raises:
-            RuntimeError: the block was not left yet, or it failed.
-        """
-        if self.published is None:
-            raise RuntimeError("the commit has published nothing yet; ask after its block was left")
-        return self.published
-
-    def metrics(self) -> Mapping[str, Value]:
-        """Metrics of this publish."""
-        if self.published is None or not self.published.moved:
-            return {}
-        p = self.published
-        out: dict[str, Value] = {"seconds/sync": Sum(p.seconds), "engine/paused_seconds": Sum(p.paused)}
-        if p.probe_gap is not None:
-            out["probe_gap"] = Max(p.probe_gap)
-        return out
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PayloadSums:
-    """Checksums of what a publish carries, by the names of its tensors."""
-
-    mine: Checksums
-    """Of the trainer's own bytes."""
-    stored: Checksums
-    """Of the same as engines store them."""
-    engines: Mapping[str, Checksums] = field(default_factory=dict)
-    """Of each engine's bytes by the engine's name; empty where none was asked."""
-
-
-class Trained:
-    """The trainer's weights or adapter, as weight sync reads them.
-
-    They are looked up once, since looking parameters up and configuring PEFT takes longer than a publish may.
-
-    Tensors are those that the parameters have at each call: binding moves their storage. What computes with them runs
-    on the policy's compute thread; where ranks hold parts of the weights, all of them take part in it.
-    """
-
-    def __init__(self, trainable: Any, policy: Policy):
-        self._trainable = trainable
-        self._policy = policy
-        self._sums = Standing()
-        self._stored = Standing()
-
-    @cached_property
-    def source(self) -> Iterable[tuple[str, Any]]:
-        """Name and live tensor of the payload."""
-        tensors: Iterable[tuple[str, Any]] = self._trainable.source(self._policy.model)
-        return tensors
-
-    @cached_property
-    def _config(self) -> Mapping[str, Any]:
-        config: Mapping[str, Any] = self._trainable.adapter_config(self._policy.model)
-        return config
+    async def pause(self, *, finish: bool = False, step: int | None = None) -> None:
+        """Pause the engine until a publish, of that policy step if it is known, succeeds or is given up."""
+        self.state.pause()
+        await self.engine.pause(finish=finish, step=step)
 
     def adapter(self) -> LoraAdapter:
         """The adapter that is trained, live."""
-        return LoraAdapter(config=self._config, tensors=tuple(self.source))
-
-    @property
-    def frozen(self) -> dict[str, Any]:
-        """Weights that no publish carries, by Hugging Face name."""
-        trained = dict(self.source)
-        base: Mapping[str, Any] = self._trainable.base_names(self._policy.model)
-        return {name: parameter for name, parameter in base.items() if name not in trained}
-
-    async def checksums(self) -> Checksums:
-        """Checksums of the trainer's own bytes."""
-        return await self._policy.compute(self._own_checksums)
-
-    async def frozen_checksums(self) -> Checksums:
-        """The same of the weights that no publish carries."""
-        return await self._policy.compute(self._other_checksums)
-
-    async def finite(self) -> bool:
-        """Whether every value of it is a number."""
-        return await self._policy.compute(self._all_finite)
-
-    async def scores(self, tokens: Sequence[int], *temperatures: float) -> list[list[float]]:
-        """Logprobs of tokens as the trainer computes them, at several temperatures: ``Policy.scores``."""
-        return await self._policy.compute(self._policy.scores, tokens, *temperatures)
-
-    def _own_checksums(self) -> Checksums:
-        return self._sums.take(Shard(name, tensor) for name, tensor in self.source)
-
-    def _other_checksums(self) -> Checksums:
-        return checksums((name, parameter.detach()) for name, parameter in self.frozen.items())
-
-    def _all_finite(self) -> bool:
-        return all(bool(torch.isfinite(tensor).all()) for _, tensor in self.source)
-
-    def _as_stored(self, engine: ReportsChecksums) -> Checksums:
-        """Of the adapter as the engine stores it, made anew from the trainer's own bytes."""
-        return self._stored.take(Shard(name, tensor) for name, tensor in engine.as_stored(self.adapter()))
-
-    async def sums(self, engine: Engine, mine: Checksums | None = None) -> PayloadSums:
-        """Checksums of the payload at both ends, which read their own memory at the same time: it must be written.
-
-        Args:
-            engine: in another process.
-            mine: those of the trainer's own bytes, where they are taken already.
-        """
-        assert isinstance(engine, ReportsChecksums)
-        here, engines = await _both(self._sums_here(engine, mine), engine.checksums(self._trainable.payload))
-        own, stored = here
-        return PayloadSums(mine=own, stored=stored, engines=engines)
-
-    async def _sums_here(self, engine: ReportsChecksums, mine: Checksums | None) -> tuple[Checksums, Checksums]:
-        """Of the trainer's own bytes, and of these as engines store them."""
-        own = await self.checksums() if mine is None else mine
-        if self._trainable.payload == "adapter":
-            return own, await self._policy.compute(self._as_stored, engine)
-        return own, own
-
-
-U = TypeVar("U")
-
-
-async def _both(here: Awaitable[T], there: Awaitable[U]) -> tuple[T, U]:
-    """Both results; where one fails, its error, once the other has ended too: nothing is left running."""
-    mine, theirs = await asyncio.gather(here, there, return_exceptions=True)
-    for result in (mine, theirs):
-        if isinstance(result, BaseException):
-            raise result
-    return cast(T, mine), cast(U, theirs)
-
-
-log = logging.getLogger(__name__)
+        return self.trained.adapter()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,40 +142,22 @@ class WeightSync(ABC):
         if reason := engine.refuses(self.capability):
             raise UnsupportedPair(f"sync: {_name(self)} and engine: {_name(engine)} do not go together here: {reason}")
 
-    async def bind(self, session: WeightSyncSession) -> None:  # noqa: B027 - most ways have nothing to bind
+    async def bind(self, session: SyncContext) -> None:  # noqa: B027 - most ways have nothing to bind
         """Called once for every start of the engine, before anything is published to it.
 
         One that pauses it does so by ``session.pause``, and calls ``session.state.write`` before it writes there.
         """
 
     @abstractmethod
-    async def transfer(self, session: WeightSyncSession, version: PolicyVersion) -> int:
+    async def transfer(self, session: SyncContext, version: PolicyVersion) -> int:
         """Make the engine hold the policy's weights; returns the bytes copied."""
 
-    async def unbind(self, session: WeightSyncSession) -> None:  # noqa: B027
+    async def unbind(self, session: SyncContext) -> None:  # noqa: B027
         """Called when the run ends, however it does; again does nothing."""
 
     def compares(self, engine: Engine) -> bool:
         """Whether the engine is asked for the checksums of its own bytes."""
         return True
-
-    @asynccontextmanager
-    async def open(
-        self, policy: Policy, engine: Engine, start: PolicyVersion, trainable: Any, folder: Path = Path()
-    ) -> AsyncIterator[WeightSyncSession]:
-        """Bind, publish the starting version and verify it, so that a broken way fails before the first step.
-
-        ``start.digest`` is empty for a fresh run; otherwise the policy must hold exactly those bytes.
-
-        Raises:
-            StaleWeights, TornWeights: verification failed.
-        """
-        async with WeightSyncSession(
-            sync=self, policy=policy, engine=engine, trainable=trainable, folder=folder
-        ) as session:
-            await session.bind(fresh=True)
-            async with session.open(start):
-                yield session
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -431,342 +176,6 @@ class Periodic(WeightSync):
     def behind(self) -> int:
         """Steps by which the engine's weights may be older than the policy."""
         return self.every - 1
-
-
-class OtherRanks(Protocol):
-    """The trainer's ranks besides this one, each with the policy that this one has."""
-
-    async def attach(self, exports: Sequence[Any], fresh: bool) -> None:
-        """Have each attach the weights of its engine, given rank by rank as plain data."""
-        ...
-
-    async def adapt(self, slots: Sequence[Any]) -> None:
-        """Have each write its adapter into its engine's slot, given rank by rank as plain data."""
-        ...
-
-    async def fold(self, mine: Coroutine[Any, Any, None]) -> None:
-        """Have every rank bring what it computes with up to date with its parameters, this one by ``mine``."""
-        ...
-
-
-@dataclass(slots=True, kw_only=True)
-class WeightSyncSession:
-    """A live weight-sync session between one policy and one engine.
-
-    Entered before it is bound: what ends it then leaves the old version serving, or an engine that gives out nothing.
-    """
-
-    sync: WeightSync
-    """Its options."""
-    policy: Policy
-    """The trainer's side."""
-    engine: Engine
-    """The engine's side."""
-    trainable: Any
-    """The recipe's trainable, which decides the payload."""
-    folder: Path
-    """Folder for weights that are sent through files."""
-    trained: Trained = field(init=False)
-    """Tensors of the payload."""
-    versions: int = 2
-    """Policy versions that requests in flight may need at once."""
-    member: Any = None
-    """The trainer's place in a process group, where one is used."""
-    ranks: OtherRanks | None = None
-    """The trainer's other ranks; None where there are none."""
-    fresh: bool = False
-    """The engine was started on the very weights that the policy holds, and nothing was published to it since."""
-    state: SyncStateMachine = field(default_factory=SyncStateMachine)
-    """State of the session, by the table of transitions."""
-    _recovery: Recovery = field(init=False)
-    _current: PolicyVersion | None = None
-    _publishes: int = 0
-    _behaviour: Behaviour = field(init=False)
-    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    def __post_init__(self) -> None:
-        self.trained = self.sync.trained(self.trainable, self.policy)
-        self._recovery = Recovery(self.engine)
-        self._behaviour = Behaviour(
-            self.policy, self.trainable, self.sync.tolerance, self.folder, scores=self.trained.scores
-        )
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        try:
-            await self.abort(f"its trainer ended before it had published: {error or 'it was stopped'}")
-        finally:
-            await self.sync.unbind(self)
-
-    async def abort(self, reason: str) -> None:
-        """Leave the old version serving; where values may have been written, an engine that gives out nothing."""
-        match self.state.state:
-            case SyncState.WRITING:
-                self.state.become(SyncState.STOPPED)
-                with contextlib.suppress(TandemError):  # what led here is the one to tell
-                    await self.engine.stop(reason)
-            case SyncState.PAUSED:
-                self.state.become(SyncState.SERVING)
-                with contextlib.suppress(TandemError):
-                    await self.engine.release(reason)
-
-    async def pause(self, *, finish: bool = False, step: int | None = None) -> None:
-        """Pause the engine until a publish, of that policy step if it is known, succeeds or is given up."""
-        self.state.pause()
-        await self.engine.pause(finish=finish, step=step)
-
-    def adapter(self) -> LoraAdapter:
-        """The adapter that is trained, live."""
-        return self.trained.adapter()
-
-    async def bind(self, *, fresh: bool) -> None:
-        """Tie both ends together, before the optimizer is bound: the weights may move to the engine's memory."""
-        await self._recovery.repeat(lambda: self._bind(fresh=fresh), "the engine is bound again")
-
-    async def _bind(self, *, fresh: bool) -> None:
-        self._check_sleep()
-        self.fresh = fresh
-        await self.sync.bind(self)
-        self._recovery.bound()
-
-    @asynccontextmanager
-    async def open(self, start: PolicyVersion) -> AsyncIterator[WeightSyncSession]:
-        """Publish the starting version and verify it.
-
-        Raises:
-            StaleWeights, TornWeights: verification failed.
-        """
-        self.engine.on_restart(self.recover)
-        async with self._lock:
-            await self._published(start, Commit())
-        yield self
-
-    def accept_requests_for(self, step: int, release: Callable[[], None]) -> None:
-        """Release at once if the engine lets new requests wait for the policy that ``commit`` is to publish."""
-        stays = self.sync.due(step, last=False) and not self.sync.finishes and not self.engine.sleeps
-        if stays and self.engine.accept_requests_for(step):
-            release()
-
-    @asynccontextmanager
-    async def commit(
-        self, step: int, *, release: Callable[[], None] | None = None, last: bool = False, recent: Rollouts = ()
-    ) -> AsyncIterator[Commit]:
-        """``[pause: step] -> optimizer (block) -> [pause: transfer] -> transfer -> verify -> set_version -> resume``.
-
-        If the block or the verification fails, the engine gives out nothing more: it never serves weights in doubt.
-
-        Args:
-            step: of the policy that the block makes.
-            release: lets the next requests be made; called once those made from then on are served by this policy: as
-                the engine is paused, or else after the publish. None: nothing is to be requested yet.
-            last: it is the run's last.
-            recent: a few rollouts, for further probes of an engine whose proof is in doubt.
-        """
-        async with self._lock:
-            self._behaviour.recent = recent
-            commit = Commit(release=release)
-            paused_at = None
-            if self.sync.pause == "step":
-                paused_at = time.monotonic()
-                await self._recovery.repeat(lambda: self._paused_for(step), "the engine is paused again")
-                self.state.write()
-                commit.accept_requests()
-            optimizer_at = time.monotonic()
-            yield commit
-            optimizer = 0.0 if paused_at is None else time.monotonic() - optimizer_at
-            version = PolicyVersion(step=step, digest="")
-            if self.sync.due(step, last=last):
-                commit.published = await self._published(version, commit, paused_at=paused_at, optimizer=optimizer)
-            else:
-                await self._fold()
-                actual = digest(await self.trained.checksums())
-                self._current = PolicyVersion(step=step, digest=actual)
-                commit.published = Published(version=self._current, moved=False)
-            commit.accept_requests()
-
-    async def _fold(self) -> None:
-        """What is computed with and sampled from follows the parameters, on every rank; written when this returns."""
-        mine = self.policy.compute(self._folded)
-        await (mine if self.ranks is None or not self.trainable.folds else self.ranks.fold(mine))
-
-    def _folded(self) -> None:
-        self.trainable.fold(self.policy.model)
-        finish(self.policy.device)
-
-    async def sleep(self) -> None:
-        """Let an engine that is to sleep while a step is trained do so, until the next publish; others go on."""
-        if self.engine.sleeps:
-            async with self._lock:
-                await self._recovery.repeat(self._sleep, "the engine is put to sleep again")
-
-    async def _sleep(self) -> None:
-        await self.pause(finish=True)
-        await self.engine.sleep()
-
-    async def _wake(self) -> None:
-        """For a publish, in the memory that the training pass has left."""
-        if self.engine.sleeps:
-            await self.policy.compute(torch.cuda.empty_cache)
-            await self.engine.wake()
-
-    def _check_sleep(self) -> None:
-        """See that every weight which a deep sleep discards is brought back by each publish."""
-        if self.engine.sleeps > 1 and (kept := sorted(self.trained.frozen)):
-            raise UnsupportedPair(
-                f"engine.sleep: 2 discards every weight, and {len(kept)} of them are not trained, so no publish "
-                f"brings them back, first {kept[0]!r}; use engine.sleep: 1"
-            )
-
-    async def publish(self, version: PolicyVersion) -> Published:
-        """Transfer, verify, set the version and resume. A version without a digest gets that of the bytes.
-
-        Raises:
-            StaleWeights, TornWeights: the engine does not hold these weights; it gives out nothing more.
-        """
-        async with self._lock:
-            return await self._published(version, Commit())
-
-    async def recover(self) -> None:
-        """Bring an engine that was started again to the policy's weights, which may be newer than what it served."""
-        async with waits.waiting(waits.actor("engine"), "weights after a start", on="publish"), self._lock:
-            await self.engine.recover()
-            if self._current is not None and not self._recovery.is_published:
-                await self._published(self._current, Commit())
-
-    async def _published(
-        self, version: PolicyVersion, commit: Commit, *, paused_at: float | None = None, optimizer: float = 0.0
-    ) -> Published:
-        """Publish, and begin again where an engine died under it."""
-        async with waits.waiting(waits.actor("trainer"), f"version {version.step} to be published", on="publish"):
-            return await self._recovery.repeat(
-                lambda: self._transaction(version, commit, paused_at=paused_at, optimizer=optimizer),
-                f"version {version.step} is published again",
-            )
-
-    async def _paused_for(self, step: int) -> None:
-        async with waits.waiting(waits.actor("trainer"), "it to stand still", on="engine"):
-            await self.pause(finish=self.sync.finishes, step=step)
-        if not self._recovery.is_bound:  # it was started again since, so its storage is another
-            await self._bind(fresh=False)
-
-    async def _transaction(
-        self, version: PolicyVersion, commit: Commit, *, paused_at: float | None, optimizer: float
-    ) -> Published:
-        start = time.monotonic()
-        mine: Checksums | None = None
-        if self.sync.sums_before_pause:
-            await self._fold()
-            mine = await self.trained.checksums()
-        # One that was paused for the optimizer still is, unless it was started again since.
-        stands = paused_at is not None and self.state.state is SyncState.WRITING and self._recovery.is_bound
-        if self.sync.pause != "never" and not stands:
-            await self._paused_for(version.step)
-            if not self.sync.finishes:  # where requests would die with the engine, later
-                commit.accept_requests()
-        elif not self._recovery.is_bound:
-            await self._bind(fresh=False)
-        # A way that never pauses lays the new version beside the old one, which is served on.
-        self.state.pause()
-        if self.sync.pause != "never":
-            self.state.write()
-        try:
-            await self._wake()
-            if mine is None:
-                await self._fold()
-            copied = await self.sync.transfer(self, version)
-            # What is not brought back after the second sleep level is garbage, whatever it was before.
-            sleeps_deep = self.engine.sleeps > 1
-            is_due = self._publishes % self.sync.verify_every == 0
-            should_verify = is_due or sleeps_deep or not self._recovery.is_published
-            if should_verify and not self._recovery.is_published:
-                await compare_frozen(self.engine, self.trained)
-            version, gap = await self._verified(version, commit, mine, should_verify=should_verify)
-            await self.engine.set_version(version)
-        except BaseException as error:
-            await self.abort(f"the publish of version {version.step} failed: {error}")
-            raise
-        paused = await self.engine.resume()
-        self.state.become(SyncState.SERVING)
-        self._current = version
-        self._recovery.published()
-        self.fresh = False
-        self._publishes += 1
-        return Published(
-            version=version,
-            seconds=time.monotonic() - (start if paused_at is None else paused_at) - optimizer,
-            bytes=copied,
-            paused=paused,
-            probe_gap=gap,
-        )
-
-    async def _verified(
-        self, version: PolicyVersion, commit: Commit, mine: Checksums | None, *, should_verify: bool
-    ) -> tuple[PolicyVersion, float | None]:
-        """The version with its digest, once the engine was compared with it, and the largest gap of a logprob."""
-        # Wrong bytes that are sampled from leave keys and values that are no numbers, and those can be zeroed only
-        # where no request is served meanwhile.
-        asks_before = should_verify and self.sync.pause != "never"
-        async with self._probed(ask=asks_before) as answering:
-            sums = await self._sums(mine, should_verify=should_verify)
-            version = self._named(version, digest(sums.mine))
-            commit.unverified = version
-            compare(sums)
-        if not should_verify:
-            return version, None
-        answers = await (self._behaviour.ask(self.engine) if answering is None else answering)
-        return version, await self._behaviour.compare(self.engine, version, answers)
-
-    @staticmethod
-    def _named(version: PolicyVersion, actual: str) -> PolicyVersion:
-        if version.digest and version.digest != actual:
-            raise StaleWeights(
-                f"the policy holds weights {actual}, but version {version.step} was {version.digest}; "
-                "the checkpoint's weights and its state do not belong together"
-            )
-        return PolicyVersion(step=version.step, digest=actual)
-
-    async def _sums(self, mine: Checksums | None, *, should_verify: bool) -> PayloadSums:
-        """Checksums of the payload, the engines' only where they are to be compared."""
-        if should_verify and self.sync.compares(self.engine):
-            return await self.trained.sums(self.engine, mine)
-        own = await self.trained.checksums() if mine is None else mine
-        return PayloadSums(mine=own, stored=own)
-
-    @asynccontextmanager
-    async def _probed(self, *, ask: bool) -> AsyncIterator[asyncio.Task[ProbeAnswers] | None]:
-        """Ask the probe while the bytes are summed, and forget it where they are wrong.
-
-        The engine samples as soon as it is asked, and nothing of that is given out before the version is set: it need
-        not stand still for the sums.
-        """
-        answers = asyncio.ensure_future(self._behaviour.ask(self.engine)) if ask else None
-        try:
-            yield answers
-        except BaseException as error:
-            if answers is not None:
-                answers.cancel()
-                (failed,) = await asyncio.gather(answers, return_exceptions=True)
-                if isinstance(failed, EngineError):  # it died: what else is said of it is of one that was started again
-                    raise failed from error
-            raise
-
-
-def compare(sums: PayloadSums) -> None:
-    """Compare the trainer's checksums with those of each engine's own bytes.
-
-    Raises:
-        StaleWeights: none of the trained tensors agree.
-        TornWeights: some do.
-    """
-    for name, theirs in sums.engines.items():
-        if wrong := differing(sums.stored, theirs):
-            kind = StaleWeights if len(wrong) == len(sums.stored) else TornWeights
-            raise kind(
-                f"{len(wrong)} of {len(sums.stored)} published tensors differ between the trainer and {name}, first "
-                f"{wrong[0]!r}; the engine gives out nothing until a publish succeeds"
-            )
 
 
 def _name(thing: object) -> str:

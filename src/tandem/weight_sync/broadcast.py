@@ -19,7 +19,7 @@ from tandem.transport.bridge import NCCL_FILE, write_json
 from tandem.transport.buckets import manifest
 from tandem.transport.daemon import on_daemon
 from tandem.types import PolicyVersion
-from tandem.weight_sync.base import Periodic, WeightSyncSession
+from tandem.weight_sync.base import Periodic, SyncContext
 
 if TYPE_CHECKING:
     from tandem.transport.rendezvous import Rendezvous
@@ -65,7 +65,7 @@ class Broadcast(Periodic):
         """Whether requests in flight end first."""
         return self.in_flight == "finish"
 
-    async def bind(self, session: WeightSyncSession) -> None:
+    async def bind(self, session: SyncContext) -> None:
         """Form the group.
 
         Raises:
@@ -107,7 +107,7 @@ class Broadcast(Periodic):
                 "reach it, name its address in sync.host, and a port that is let through in sync.port"
             ) from error
 
-    def _record(self, session: WeightSyncSession, meeting: Rendezvous) -> None:
+    def _record(self, session: SyncContext, meeting: Rendezvous) -> None:
         """Write where the group meets and what will travel, for a person or a program that looks into the run."""
         if session.folder == Path():
             return  # outside a run
@@ -122,7 +122,7 @@ class Broadcast(Periodic):
         }
         write_json(session.folder / NCCL_FILE, fields)
 
-    async def transfer(self, session: WeightSyncSession, version: PolicyVersion) -> int:
+    async def transfer(self, session: SyncContext, version: PolicyVersion) -> int:
         """Send every tensor; the engines' workers write them where they sample from.
 
         Raises:
@@ -159,13 +159,13 @@ class Broadcast(Periodic):
             torch.cuda.synchronize(named[0][1].device)  # the optimizer's writes were made on another thread's stream
         member.send(named, self.bucket_mb << 20)
 
-    async def unbind(self, session: WeightSyncSession) -> None:
+    async def unbind(self, session: SyncContext) -> None:
         """Leave the group, and have the engines leave it."""
         if session.member is not None:
             await asyncio.gather(_leave(session), _dismissed(session.engine))
 
 
-async def _leave(session: WeightSyncSession) -> None:
+async def _leave(session: SyncContext) -> None:
     """The trainer leaves the group."""
     member, session.member = session.member, None
     if member is not None:
@@ -201,6 +201,6 @@ def _backend(accelerators: Sequence[str]) -> Literal["nccl", "gloo"]:
     return "nccl" if all(accelerators) and len(set(accelerators)) == len(accelerators) else "gloo"
 
 
-def _group(session: WeightSyncSession) -> str:
+def _group(session: SyncContext) -> str:
     """Names one group of one run, so that a late joiner of an older one is not taken for a member."""
     return f"{id(session):x}-{session.engine.restart_count}"

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from tandem.engines.base import LoadsVersions, LoraAdapter
 from tandem.transport.adapters import write_adapter
 from tandem.types import PolicyVersion
-from tandem.weight_sync.base import Periodic, WeightSyncSession
+from tandem.weight_sync.base import Periodic, SyncContext
 
 SPARE = 3
 """Folders kept beyond the versions that may be needed: an engine reads one again when it loads it back."""
@@ -24,7 +24,7 @@ class Hotswap(Periodic):
     capability: ClassVar[type] = LoadsVersions
     pause: ClassVar[Literal["step", "transfer", "never"]] = "never"
 
-    async def transfer(self, session: WeightSyncSession, version: PolicyVersion) -> int:
+    async def transfer(self, session: SyncContext, version: PolicyVersion) -> int:
         """Save a PEFT folder and have it loaded under a name of its own; returns the bytes loaded."""
         assert isinstance(session.engine, LoadsVersions)
         folders = session.folder / "adapters"

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from tandem.engines.base import Relaunches
 from tandem.types import PolicyVersion
-from tandem.weight_sync.base import Periodic, WeightSyncSession
+from tandem.weight_sync.base import Periodic, SyncContext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Restart(Periodic):
         """Requests in flight would die with the engine."""
         return True
 
-    async def transfer(self, session: WeightSyncSession, version: PolicyVersion) -> int:
+    async def transfer(self, session: SyncContext, version: PolicyVersion) -> int:
         """Save, restart; returns the bytes written. An engine that was just started on these weights is left alone."""
         assert isinstance(session.engine, Relaunches)
         adapter = session.trainable.payload == "adapter"
@@ -46,7 +46,7 @@ class Restart(Periodic):
         return sum(tensor.bytes for tensor in session.trainable.source(session.policy.model).manifest())
 
 
-def _save(session: WeightSyncSession, folder: Path, adapter: bool) -> None:
+def _save(session: SyncContext, folder: Path, adapter: bool) -> None:
     """Write aside and rename: an engine must not start on half a folder."""
     aside = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)

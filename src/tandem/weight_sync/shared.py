@@ -15,7 +15,7 @@ from tandem.errors import EngineError, UnsupportedPair
 from tandem.lazy import torch
 from tandem.transport.bridge import VllmBridge, find
 from tandem.types import PolicyVersion
-from tandem.weight_sync.base import WeightSync, WeightSyncSession
+from tandem.weight_sync.base import SyncContext, WeightSync
 from tandem.weight_sync.verify.probe import differing
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Shared(WeightSync):
         """Whether requests in flight end first."""
         return self.in_flight == "finish"
 
-    async def bind(self, session: WeightSyncSession) -> None:
+    async def bind(self, session: SyncContext) -> None:
         """Make the policy's weights views of the engine's storage, each compared by value or written.
 
         Raises:
@@ -75,17 +75,17 @@ class Shared(WeightSync):
             await session.ranks.attach(await session.engine.exports_of_ranks(), session.fresh)
         if session.fresh:  # else it may be one that was started again, and whose publish has begun
             with contextlib.suppress(EngineError):  # the publish that follows meets it too, and mends it
-                await self._rehearse(session)
+                await self._warm_up(session)
 
-    async def _rehearse(self, session: WeightSyncSession) -> None:
-        """Do for nothing what publishes do, so that the first is as quick: kernels compile, slots and tables are made.
+    async def _warm_up(self, session: SyncContext) -> None:
+        """Do once what publishes do, so that the first takes no longer: kernels compile, slots and tables are made.
 
         The engine stands still, and its weights are published and proven before it goes on.
         """
         await self._adapted(session)
         await session.trained.sums(session.engine)
 
-    async def transfer(self, session: WeightSyncSession, version: PolicyVersion) -> int:
+    async def transfer(self, session: SyncContext, version: PolicyVersion) -> int:
         """Nothing travels but an adapter that the engine does not hold; everything else must be the engine's own.
 
         Raises:
@@ -102,7 +102,7 @@ class Shared(WeightSync):
                 raise UnsupportedPair(f"sync shared: the engine does not sample from the trainer's {name!r}")
         return 0
 
-    async def _adapted(self, session: WeightSyncSession) -> int | None:
+    async def _adapted(self, session: SyncContext) -> int | None:
         """Write the adapter into the engine's slot, each rank into its own engine's; the bytes here, None: no adapter.
 
         Every rank has all of it: an adapter's gradient is summed, and each updates the whole.
@@ -120,7 +120,7 @@ class Shared(WeightSync):
         return isinstance(engine, ReportsChecksums)
 
 
-def _attach(session: WeightSyncSession, exported: Mapping[str, Any]) -> None:
+def _attach(session: SyncContext, exported: Mapping[str, Any]) -> None:
     model = session.policy.model
     own: Mapping[str, nn.Parameter] = session.trainable.base_names(model)
     attach(model, own, exported, fresh=session.fresh, write=session.state.write)
@@ -170,10 +170,10 @@ def attach(
         model.to(device)
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
+def _same_bits(first: Tensor, other: Tensor) -> bool:
     """Two tensors of one type and shape, by their bytes: a negative zero is not a zero, and a NaN is itself."""
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
-    return torch.equal(one.view(bits), other.view(bits))
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[first.element_size()]
+    return torch.equal(first.view(bits), other.view(bits))
 
 
 def _check(own: Mapping[str, nn.Parameter], exported: Mapping[str, Any]) -> None:

@@ -20,7 +20,19 @@ from typing import Any, TypeVar, get_args
 
 from tandem.errors import BrokerError
 from tandem.printable import named
-from tandem.types import MASKED, NO_LOGPROB, UNKNOWN, Completion, Finish, Group, Json, Message, Rollout, Task, Turn
+from tandem.types import (
+    MASKED,
+    NO_LOGPROB,
+    UNKNOWN_LOGPROB,
+    Completion,
+    Finish,
+    Group,
+    Json,
+    Message,
+    Rollout,
+    Task,
+    Turn,
+)
 from tandem_broker.protocol.messages import LEAST_LOGPROB, MOST, ScoredGroup
 
 Number = TypeVar("Number", int, float)
@@ -332,7 +344,7 @@ class _GroupReader:
         rows = self._scored.inference_logprobs
         if not rows:
             if self._rules.policy_logprobs:
-                return [UNKNOWN] * len(sampled)
+                return [UNKNOWN_LOGPROB] * len(sampled)
             raise BrokerError(
                 f"group {self._id} of environment {self.env} has no inference_logprobs, and without the logprobs that "
                 "its tokens were sampled with their ratio is unknown; let the environment send them (in Atropos: "

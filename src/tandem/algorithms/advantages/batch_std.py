@@ -32,4 +32,4 @@ class BatchStd:
     def rescale(self, groups: Sequence[Group], values: Sequence[Sequence[float]]) -> list[list[float]]:
         """Divided by the step's deviation."""
         std = deviation([reward for group in groups for reward in scores(group)])
-        return [[value / (std + self.eps) for value in mine] for mine in values]
+        return [[value / (std + self.eps) for value in group_values] for group_values in values]

@@ -49,8 +49,8 @@ class Gdpo:
 
     def rescale(self, groups: Sequence[Group], values: Sequence[Sequence[float]]) -> list[list[float]]:
         """Standardised over the step: divided by its deviation, since every group's mean is 0 already."""
-        std = deviation([value for mine in values for value in mine])
-        return [[value / (std + self.eps) for value in mine] for mine in values]
+        std = deviation([value for group_values in values for value in group_values])
+        return [[value / (std + self.eps) for value in group_values] for group_values in values]
 
 
 def _parts(rollout: Rollout, weights: Mapping[str, float]) -> dict[str, float]:

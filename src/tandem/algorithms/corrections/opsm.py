@@ -35,6 +35,6 @@ class Opsm:
         return False
 
     def __call__(self, logprobs_N: Tensor, micro: MicroBatch) -> Tensor:
-        """1 or 0."""
+        """Weight of each token: 1 if it is kept, 0 if it is masked."""
         kl = micro.means(micro.behavior_logprobs_N - logprobs_N.detach())
         return ((micro.advantages_N >= 0) | (kl[micro.sample_N] <= self.threshold)).to(logprobs_N.dtype)

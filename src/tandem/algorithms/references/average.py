@@ -55,15 +55,15 @@ class _Moving(ReferenceWeights):
     @no_grad
     def move(self) -> None:
         for name, parameter in self._live.items():
-            own = self._own[name].to(parameter.device)
-            mixed = own.float().mul_(1 - self._options.mixup).add_(parameter.float(), alpha=self._options.mixup)
-            self._own[name] = mixed.to(own.dtype)
+            averaged = self._own[name].to(parameter.device)
+            mixed = averaged.float().mul_(1 - self._options.mixup).add_(parameter.float(), alpha=self._options.mixup)
+            self._own[name] = mixed.to(averaged.dtype)
 
     def state_dict(self) -> dict[str, Tensor]:
         return dict(self._own)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        shapes = {name: (own.shape, own.dtype) for name, own in self._own.items()}
+        shapes = {name: (averaged.shape, averaged.dtype) for name, averaged in self._own.items()}
         if shapes != {name: (stored.shape, stored.dtype) for name, stored in state.items()}:
             raise CheckpointError(
                 "the reference that was saved is of other weights than the policy; resume with the recipe that the "

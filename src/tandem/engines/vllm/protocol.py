@@ -258,7 +258,6 @@ class SetVersion(Body):
     step: Whole | None = None
     """Policy step of the weights held now; by default one more than the last."""
     digest: Text = ""
-    """Of their bytes."""
     adapter: Text | None = None
     """Name of the loaded adapter that this step is."""
 
@@ -284,7 +283,6 @@ class Checksums(Body):
     """POST /bridge/checksums."""
 
     payload: Literal["weights", "adapter"] = msgspec.field(default="weights", name="travels")
-    """What is compared."""
     adapter: Text | None = None
     """Which adapter, by name; by default the one written in place."""
     names: list[Text] = []
@@ -496,14 +494,12 @@ class TakeBack(Body):
     id: Text
     """Of the request for many."""
     numbers: list[Whole]
-    """Of the answers."""
 
 
 class Sampled(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A frame of /generate/many: one finished completion."""
 
     number: int
-    """Which."""
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     """Of each token its own."""
@@ -518,7 +514,6 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A frame of /generate/many: the error of one completion, with the status of a refused request."""
 
     number: int
-    """Which."""
     status: int
     title: str
     detail: str

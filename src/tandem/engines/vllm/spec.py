@@ -326,7 +326,7 @@ class Vllm(EngineSpec):
                 requirements, context, model=model, port=port, number=number
             ),
             environment=lambda index, key: self._environment(requirements, folder, index, key),
-            trainer=_me(),
+            trainer=_process_identity(),
             log=folder / "logs",
             records=folder if requirements.folder else None,
         )
@@ -389,7 +389,7 @@ class Vllm(EngineSpec):
             "TANDEM_HOST": self.host,
             "TANDEM_ADAPTER_FOLDERS": str(folder),
             SWITCH: None if self.speedups else "0",
-            "TANDEM_TRAINER": _me(),
+            "TANDEM_TRAINER": _process_identity(),
             "TANDEM_LINGER": str(self.linger_seconds),
             AT_ONCE: os.environ.get(AT_ONCE) or str(FEW),
             # Whatever is published to is checksummed, and what was repacked cannot be.
@@ -409,7 +409,7 @@ class Vllm(EngineSpec):
         return processes.environment(os.environ, python=self.python or sys.executable, **extra)
 
 
-def _me() -> str:
+def _process_identity() -> str:
     """This process, for the engine to watch."""
     me = identity(os.getpid())
     return "" if me is None else f"{me.pid}:{me.started}"

@@ -94,17 +94,17 @@ class Pieces:
     def finish_requests(self, *args: Any, **more: Any) -> Any:
         """End requests from without: what is held of them goes with them."""
         finished = super().finish_requests(*args, **more)  # type: ignore[misc]
-        for key in [key for key in self._held if self._over(key)]:
+        for key in [key for key in self._held if self._is_finished(key)]:
             self._held.end(key)
         return finished
 
-    def _over(self, key: str) -> bool:
+    def _is_finished(self, key: str) -> bool:
         request = self.requests.get(key)
         return request is None or request.is_finished()
 
     def _wants_pieces(self, key: str) -> bool:
         """Whether it wants pieces, and of a token no other logprob than its own."""
-        params = None if self._over(key) else self.requests[key].sampling_params
+        params = None if self._is_finished(key) else self.requests[key].sampling_params
         return params is not None and params.logprobs == 0 and bool((params.extra_args or {}).get(PIECES_KEY))
 
 
@@ -207,7 +207,6 @@ class PrefillRoom:
 
     def __init__(self, tokens: int = 0, block: int | None = None):
         self.requests = 0
-        """Handed in."""
         self._tokens, self._block = tokens, block
         self._read: set[tuple[int, ...]] = set()
 

@@ -20,7 +20,7 @@ from tandem.model.attention import NAME
 from tandem.model.policy import load_config, load_model
 from tandem.testing.oracle import PlainModel, part
 from tandem.trainer.live import prepared
-from tandem.types import UNKNOWN, Completion, Finish, Group, Message, Rollout, Sampling, Task, Turn
+from tandem.types import UNKNOWN_LOGPROB, Completion, Finish, Group, Message, Rollout, Sampling, Task, Turn
 
 Own = Callable[[Sequence[int], Sequence[int], float], Sequence[float]]
 """The policy's own logprobs of a prompt's completion at a temperature."""
@@ -215,7 +215,7 @@ class Author:
 def _silent(rollout: Rollout) -> Rollout:
     """The same from a sampler that told no logprobs."""
     turns = (
-        replace(t, completion=replace(t.completion, logprobs=(UNKNOWN,) * len(t.completion.tokens)))
+        replace(t, completion=replace(t.completion, logprobs=(UNKNOWN_LOGPROB,) * len(t.completion.tokens)))
         for t in rollout.turns
     )
     return replace(rollout, turns=tuple(turns))

@@ -19,7 +19,7 @@ from tandem.optimizers.base import Optimizer
 from tandem.testing.oracle import OPTIMIZERS, ExactOptimizer, Options, part, rate
 from tandem.tools.certify.certificate import CertificateLine, judged, skipped
 from tandem.tools.certify.policy import CertifiedPolicy, Gradient, distance, norm
-from tandem.trainer.objective import Known
+from tandem.trainer.objective import OldLogprobs
 from tandem.trainer.pack import StepBatch
 from tandem.trainer.step import BatchPass, SingleRank, Step
 from tandem.trainer.work import LocalWork
@@ -74,13 +74,13 @@ class KnownGradients(SingleRank):
     def _there(self) -> dict[str, Tensor]:
         return {name: parameter.detach().clone() for name, parameter in self._named.items()}
 
-    async def passed(self, batch: StepBatch, known: Sequence[Known], queued: Callable[[], None]) -> BatchPass:
+    async def passed(self, batch: StepBatch, known: Sequence[OldLogprobs], queued: Callable[[], None]) -> BatchPass:
         """The next update's gradient, micro-batch by micro-batch."""
         for micro in next(self._updates):
             for name, parameter in self._named.items():
                 parameter.grad = micro[name].to(parameter.dtype, copy=True)
                 self._stepper.accumulate(parameter)
-        return BatchPass(metrics=(), logprobs=(), known=())
+        return BatchPass(metrics=(), logprobs=(), old_logprobs=())
 
     async def apply(self, lr: float, max_grad_norm: float) -> Tensor:
         """As of any step; where the weights went is kept."""

@@ -15,7 +15,7 @@ from tandem.testing import oracle
 from tandem.testing.oracle import Formula, SampledSequence, Scored
 from tandem.tools.certify.certificate import CertificateLine, judged
 from tandem.tools.certify.policy import CertifiedPolicy
-from tandem.trainer.objective import Known, Objective
+from tandem.trainer.objective import Objective, OldLogprobs
 from tandem.trainer.pack import StepBatch
 from tandem.types import Group
 
@@ -103,7 +103,7 @@ def _costs(
     kept = objective.reference
     reference_N = None if kept is None else torch.cat([_required(one.reference) for one in scored]).float()
     first_N = torch.cat([one.first for one in scored]).float()
-    micro = objective.informed(micro, Known(first_N=first_N, reference_N=reference_N))
+    micro = objective.informed(micro, OldLogprobs(recomputed_logprobs_N=first_N, ref_logprobs_N=reference_N))
 
     def line(
         name: str, part: Callable[[Tensor], Tensor], formula: Callable[[Formula, SampledSequence, Scored], Tensor]

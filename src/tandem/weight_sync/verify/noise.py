@@ -51,7 +51,6 @@ class LogprobComparison:
     """An engine's logprobs of some tokens beside the trainer's, nats."""
 
     engine: tuple[float, ...]
-    """Of each token."""
     trainer: tuple[float, ...]
     """By the weights that were published."""
     temperature: float = 1.0
@@ -155,11 +154,11 @@ def nearer(answer: LogprobComparison, other: Sequence[float], noise: float) -> f
     if separation(answer, other, noise) < DISTANCE:
         return 1.0
     beyond = []
-    for e, mine, theirs, factor in zip(answer.engine, answer.trainer, other, answer.scales(), strict=True):
-        apart = theirs - mine
+    for e, trained, named, factor in zip(answer.engine, answer.trainer, other, answer.scales(), strict=True):
+        apart = named - trained
         if apart:
             unit = noise * factor
-            x = math.copysign(1.0, apart) * (e - (mine + theirs) / 2) / unit
+            x = math.copysign(1.0, apart) * (e - (trained + named) / 2) / unit
             beyond.append(min(1.0, abs(apart) / (2 * unit)) * max(-1.0, min(1.0, x)))
     squares = math.fsum(x * x for x in beyond)
     if not squares:
@@ -176,7 +175,7 @@ def separation(answer: LogprobComparison, other: Sequence[float], noise: float) 
     residual is the difference of the passes, which is 1 noise by definition. So above sqrt(2) it is not rounding.
     """
     both = zip(answer.trainer, other, answer.scales(), strict=True)
-    squares = [min(_CLIP, abs(theirs - mine) / (noise * factor)) ** 2 for mine, theirs, factor in both]
+    squares = [min(_CLIP, abs(named - trained) / (noise * factor)) ** 2 for trained, named, factor in both]
     return math.sqrt(math.fsum(squares) / len(squares)) if squares else 0.0
 
 
@@ -188,7 +187,7 @@ def likelihood(answer: LogprobComparison, other: Sequence[float], noise: float) 
     computed by the same pass as the trainer's answer, so that both are rounded alike.
     """
     total = 0.0
-    for e, mine, theirs, factor in zip(answer.engine, answer.trainer, other, answer.scales(), strict=True):
-        ours, others = (min(3.0, abs(e - x) / (noise * factor)) for x in (mine, theirs))
+    for e, trained, named, factor in zip(answer.engine, answer.trainer, other, answer.scales(), strict=True):
+        ours, others = (min(3.0, abs(e - x) / (noise * factor)) for x in (trained, named))
         total += (ours**2 - others**2) / 2
     return math.exp(-max(total, 0.0))

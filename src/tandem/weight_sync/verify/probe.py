@@ -49,9 +49,9 @@ BEFORE, FIRST, BARE = "the version before", "the first version published", "the 
 """Other weights that an engine may sample from by mistake."""
 
 
-def differing(mine: Checksums, theirs: Checksums) -> list[str]:
+def differing(trainer_sums: Checksums, engine_sums: Checksums) -> list[str]:
     """Names of the trainer's tensors that the engine holds otherwise, or not at all."""
-    return [name for name, value in mine.items() if theirs.get(name) != value]
+    return [name for name, value in trainer_sums.items() if engine_sums.get(name) != value]
 
 
 class HasFrozen(Protocol):
@@ -87,13 +87,13 @@ async def compare_frozen(engine: Engine, trained: HasFrozen) -> None:
             raise
         log.warning("weights that are not trained are not compared, only probed: %s", str(error).splitlines()[0])
         return
-    mine = await trained.frozen_checksums()
-    for name, theirs in sums.items():
-        if wrong := differing(mine, theirs):
-            kind = StaleWeights if len(wrong) == len(mine) else TornWeights
+    trainer_sums = await trained.frozen_checksums()
+    for name, engine_sums in sums.items():
+        if wrong := differing(trainer_sums, engine_sums):
+            kind = StaleWeights if len(wrong) == len(trainer_sums) else TornWeights
             raise kind(
-                f"{len(wrong)} of {len(mine)} weights that are not trained differ between the trainer and {name}, "
-                f"first {wrong[0]!r}; both must start from the same model in the same type"
+                f"{len(wrong)} of {len(trainer_sums)} weights that are not trained differ between the trainer and "
+                f"{name}, first {wrong[0]!r}; both must start from the same model in the same type"
             )
 
 
@@ -102,15 +102,12 @@ class ProbeReading:
     """One engine's logprobs of one probe text, beside the trainer's."""
 
     name: str
-    """Which engine."""
     tokens: Sequence[int]
-    """The text."""
     scored: LogprobComparison
     """Of the text's tokens but the first; of none where the engine has no scoring of its own."""
     sampled: LogprobComparison | None
     """Of tokens that the engine sampled after it; None where it samples by the code that scores."""
     drawn: Sequence[int] = ()
-    """These."""
     untempered: Sequence[float] = ()
     """The trainer's logprobs of these at temperature 1; empty where they were sampled at that."""
     others: Mapping[str, Sequence[float]]
@@ -118,7 +115,7 @@ class ProbeReading:
 
     @property
     def answers(self) -> list[LogprobComparison]:
-        """Both."""
+        """Comparisons of the scored and of the sampled text."""
         return [self.scored] if self.sampled is None else [self.scored, self.sampled]
 
 
@@ -127,13 +124,11 @@ class ProbeAnswers:
     """What all engines answered to one probe."""
 
     tokens: Sequence[int]
-    """The text."""
     thorough: bool
     """It is the first since a start of the engine: longer, and held against other weights too."""
     restart_count: int
     """The engine's as it was asked; if it was started again since, it is not known yet."""
     probes: Sequence[ProbeResult]
-    """By engine."""
 
 
 NOTHING = LogprobComparison((), ())
@@ -149,7 +144,6 @@ class Behaviour:
 
     def __init__(self, policy: Policy, trainable: Any, tolerance: float, folder: Path = Path(), *, scores: Scores):
         self.tokens: list[int] = []
-        """The probe."""
         self.recent: Rollouts = ()
         """A few that were trained on just now."""
         self._policy = policy
@@ -201,7 +195,7 @@ class Behaviour:
                 again = await self._again(engine, index, reading)
                 if doubt := self._doubt(again, noise, FALSE_ALARMS / TESTS / len(readings)):
                     raise StaleWeights(self._refusal(version, doubt, noise, [reading, *again]))
-                new += chain.from_iterable(one.answers for one in again)
+                new += chain.from_iterable(reading.answers for reading in again)
             noise.learn(new)
         self._remember(readings[0])
         return max(answer.worst() for reading in readings for answer in reading.answers)
@@ -345,9 +339,9 @@ def _joined(answers: Sequence[LogprobComparison]) -> LogprobComparison:
 def _plain(value: Any) -> Any:
     """As JSON has it, which knows no NaN."""
     if isinstance(value, Mapping):
-        return {key: _plain(one) for key, one in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return value if not isinstance(value, float) or math.isfinite(value) else None
 
 

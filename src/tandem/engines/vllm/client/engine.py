@@ -29,7 +29,7 @@ from tandem.engines.base import (
 from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.adapters import StoredAdapter, WrittenSlot
 from tandem.engines.vllm.client.fleet import Fleet
-from tandem.engines.vllm.client.http import EngineServer, EngineUnreachable, Replaced
+from tandem.engines.vllm.client.http import EngineReplaced, EngineServer, EngineUnreachable
 from tandem.engines.vllm.client.waves import Waves
 from tandem.engines.vllm.protocol import Sampled
 from tandem.errors import EngineError, StaleWeights, TransportError
@@ -38,8 +38,12 @@ from tandem.transport.bridge import VllmBridge
 from tandem.transport.checksums import joined
 from tandem.types import Completion, Finish, PolicyVersion, Sampling
 
+log = logging.getLogger(__name__)
+
 TRIES = 3
 """Attempts at a request to external engines that are healthy and do not answer it."""
+INHERIT_TRIES = 10
+"""Times that servers may be lost while their state is read, before the run gives up on them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,9 +219,9 @@ class VllmEngine(Engine):
 
     def _same(self, server: EngineServer, instance_id: str) -> None:
         if instance_id != server.instance_id:
-            raise Replaced(
-                f"{server.name} is another process than the one that weights were published to: it was restarted "
-                "behind our back. Resume the run: its weights are then published again"
+            raise EngineReplaced(
+                f"{server.name} was restarted externally since the last publish (new instance id); resume the run to "
+                "republish"
             )
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
@@ -280,11 +284,11 @@ class VllmEngine(Engine):
 
     async def pause(self, *, finish: bool = False, step: int | None = None) -> None:
         await self._pauses.pause(
-            self.servers, wire.Pause(finish=finish, seconds=self._pause_seconds, step=step, by=_me())
+            self.servers, wire.Pause(finish=finish, seconds=self._pause_seconds, step=step, by=_trainer_name())
         )
 
-    async def release(self, reason: str) -> None:
-        await self._pauses.release(self.servers, reason, sleeps=self.sleeps, seconds=self._pause_seconds)
+    async def resume_unchanged(self, reason: str) -> None:
+        await self._pauses.resume_unchanged(self.servers, reason, sleeps=self.sleeps, seconds=self._pause_seconds)
 
     async def resume(self) -> float:
         answers, version = await self.fleet.all("/bridge/resume"), self._version
@@ -450,7 +454,7 @@ class VllmEngine(Engine):
         await self.fleet.all("/nccl/stop_receiver")
 
 
-def _me() -> str:
+def _trainer_name() -> str:
     """Name of this trainer in the /health of an engine that it paused."""
     return f"trainer (pid {os.getpid()} on {socket.gethostname()})"
 
@@ -486,15 +490,17 @@ class Pauses:
     async def pause(self, servers: Sequence[EngineServer], request: wire.Pause) -> None:
         """Pause all of them; the first failure is raised when all have answered."""
 
-        async def one(server: EngineServer) -> None:  # noted at once, whatever becomes of the others
+        async def pause_server(server: EngineServer) -> None:  # noted at once, whatever becomes of the others
             answer = await server.post("/bridge/pause", request)
             self._before.setdefault(server.instance_id, answer["before"])
 
-        for error in await asyncio.gather(*map(one, servers), return_exceptions=True):
+        for error in await asyncio.gather(*map(pause_server, servers), return_exceptions=True):
             if error is not None:
                 raise error
 
-    async def release(self, servers: Sequence[EngineServer], reason: str, *, sleeps: int, seconds: float) -> None:
+    async def resume_unchanged(
+        self, servers: Sequence[EngineServer], reason: str, *, sleeps: int, seconds: float
+    ) -> None:
         """Take the pauses back, where nothing was written meanwhile.
 
         One that served goes on, one that was stopped is stopped again, and so is one in which weights are being proven.
@@ -528,12 +534,6 @@ async def _goes_on(server: EngineServer, wake: wire.Wake | None) -> bool:
     except EngineError:
         return False
     return True
-
-
-log = logging.getLogger(__name__)
-
-INHERIT_TRIES = 10
-"""How often servers may be lost while they are looked at; one that comes back each time only to go is of no use."""
 
 
 async def inherit(
@@ -577,15 +577,17 @@ async def _without_adapters(
     weights, swaps = requirements.payload == "weights", requirements.capability is LoadsVersions
     names = []
     for server in servers:
-        held = await server.get("/lora/status", dict)
-        loaded = [entry["name"] for entry in held["loaded"]]
-        if (weights and (loaded or held["in_place"])) or (swaps and held["in_place"]):
+        status = await server.get("/lora/status", dict)
+        loaded = [entry["name"] for entry in status["loaded"]]
+        if (weights and (loaded or status["in_place"])) or (swaps and status["in_place"]):
             pauses, only = Pauses(), None if weights else wire.IN_PLACE
             await pauses.pause([server], wire.Pause(finish=True, seconds=pause_seconds))
             try:
                 await server.post("/lora/unload", wire.UnloadAdapter(adapter_name=only))
             finally:
-                await pauses.release([server], "its weights were in doubt before", sleeps=0, seconds=pause_seconds)
+                await pauses.resume_unchanged(
+                    [server], "its weights were in doubt before", sleeps=0, seconds=pause_seconds
+                )
         names.append(loaded)
     if not swaps:
         return []

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from tandem.engines.base import EngineRequirements, RankEngine
 from tandem.engines.vllm import protocol as wire
-from tandem.engines.vllm.client.http import Denied, EngineServer, EngineUnreachable
+from tandem.engines.vllm.client.http import ApiKeyRefused, EngineServer, EngineUnreachable
 from tandem.engines.vllm.client.process import EngineProcess, EngineRecord
 from tandem.errors import Deadline, EngineError
 from tandem.observability import waits
@@ -74,7 +74,6 @@ class Fleet:
         self.context = 0
         """Most tokens that every server takes."""
         self.restart_count = 0
-        """Counts starts."""
         self.started_elsewhere = launch is None
         """One of them was started elsewhere: by an earlier trainer, or as an external engine at ``urls``."""
         self.model = str(requirements.weights or requirements.model)
@@ -122,7 +121,7 @@ class Fleet:
         server = EngineServer(
             engine.url, engine.key, control_seconds=options.control_seconds, request_seconds=options.request_seconds
         )
-        await self._greet(server)
+        await self._check_server(server)
         self.servers[index] = server
         self.started_elsewhere = self.started_elsewhere or engine.reattached
 
@@ -142,7 +141,7 @@ class Fleet:
         ):
             while True:
                 try:
-                    await self._greet(server)
+                    await self._check_server(server)
                     break
                 except EngineUnreachable as error:
                     message = f"{error}; is it running? Start one by: tandem serve engine RECIPE"
@@ -172,7 +171,7 @@ class Fleet:
         try:
             await server.get("/health", dict)
             await server.post("/bridge/adopt", wire.Reattach(trainer=launch.trainer))
-            await self._greet(server)
+            await self._check_server(server)
         except (EngineError, Deadline) as error:
             log.warning("%s, left by an earlier trainer, cannot be used, so another is started: %s", server.name, error)
             await server.close()
@@ -212,7 +211,7 @@ class Fleet:
             async with waits.waiting(waits.actor("trainer"), "its start", on=server.name, deadline=seconds + 10):
                 await process.wait_healthy(server.url, seconds)
             self._note(launch, index)
-            await self._greet(server)
+            await self._check_server(server)
         except BaseException:
             await process.stop()
             raise
@@ -234,10 +233,10 @@ class Fleet:
         if launch.records is not None and server.process is not None:
             server.process.record(server.url, server.key).write(self._record(launch.records, index))
 
-    async def _greet(self, server: EngineServer) -> None:
+    async def _check_server(self, server: EngineServer) -> None:
         try:
             info = await server.info()
-        except (EngineUnreachable, Denied):
+        except (EngineUnreachable, ApiKeyRefused):
             raise
         except EngineError as error:
             raise EngineError(
@@ -296,7 +295,7 @@ class Fleet:
         else:
             alive = server.process.alive()  # vLLM's server outlives its scheduler by some seconds
             fate = "lost the process of its scheduler" if alive else server.process.exit_reason()
-            words = server.process.obituary()
+            words = server.process.log_summary()
         if self._restarts > self._options.restarts:
             raise EngineError(
                 f"{server.name} {fate}, and engine.restarts allows {self._options.restarts} restarts{words}"
@@ -346,7 +345,7 @@ class Fleet:
         try:
             if patient and await server.gone():
                 return False
-            await self._greet(server)
+            await self._check_server(server)
         except (EngineUnreachable, Deadline):
             return False
         except EngineError as error:  # a server responds, but not as this run needs it

@@ -33,15 +33,15 @@ class EngineUnreachable(EngineError):
     """The engine does not answer: its process is gone, or the network is."""
 
 
-class Fallen(EngineUnreachable):
+class EngineCoreDied(EngineUnreachable):
     """The HTTP process answers that vLLM's engine core has died; that process will end too, in a few seconds."""
 
 
-class Replaced(EngineUnreachable, StaleWeights):
+class EngineReplaced(EngineUnreachable, StaleWeights):
     """Another process answers than the one that weights were published to."""
 
 
-class Denied(EngineError):
+class ApiKeyRefused(EngineError):
     """The engine refuses the API key."""
 
 
@@ -120,9 +120,9 @@ class EngineServer:
         except OSError as error:
             reason = str(error) or type(error).__name__
             raise EngineUnreachable(f"{self.name} cannot be connected to: {reason}") from error
-        own = str(way.get_extra_info("sockname")[0])
+        address = str(way.get_extra_info("sockname")[0])
         way.close()
-        return own
+        return address
 
     async def get(self, path: str, kind: type[T]) -> T:
         """Ask; see ``post``."""
@@ -182,14 +182,14 @@ class EngineServer:
     def _refused(self, path: str, status: int, content: bytes) -> None:
         if status in (401, 403):
             variable = "engine.api_key_variable names the environment variable that holds it"
-            raise Denied(f"{self.name} answers {path} with {status}: {_detail(content)}; {variable}")
+            raise ApiKeyRefused(f"{self.name} answers {path} with {status}: {_detail(content)}; {variable}")
         if status >= 400:
             # The title of the problem.
             raise self.refusal(path, status, _detail(content), fallen=b'"EngineDeadError"' in content)
 
     def refusal(self, path: str, status: int, detail: str, *, fallen: bool) -> EngineError:
         """The error of a request that was refused; ``fallen`` if the engine behind what answers has died."""
-        kind = Fallen if fallen else EngineError
+        kind = EngineCoreDied if fallen else EngineError
         return kind(f"{self.name} answers {path} with {status}: {detail}{self._last_words()}")
 
     async def _answer(
@@ -224,7 +224,7 @@ class EngineServer:
         """What its log says, if it is our child and dead."""
         if self.process is None or not self._ended():
             return ""
-        return f"; it {self.process.exit_reason()}{self.process.obituary()}"
+        return f"; it {self.process.exit_reason()}{self.process.log_summary()}"
 
     async def gone(self) -> bool:
         """True if the engine itself has ended, or is about to, rather than one connection."""
@@ -234,7 +234,7 @@ class EngineServer:
                 return True
             try:
                 await self.get("/health", dict)
-            except Fallen:
+            except EngineCoreDied:
                 return True
             except EngineUnreachable:
                 if time.monotonic() > late:

@@ -74,15 +74,11 @@ class EngineRecord:
     """Record by which a later trainer finds a running engine; it holds the key, so its file is the owner's alone."""
 
     pid: int
-    """The engine's process."""
     started: str
     """When that process started, as ``Identity`` has it."""
     url: str
-    """Where it answers."""
     key: str
-    """Its API key."""
     log: str
-    """Its log file."""
     family: tuple[Identity, ...] = ()
     """The processes it had started by then."""
 
@@ -208,13 +204,13 @@ class EngineProcess:
         while True:
             answer = await asyncio.to_thread(_health, url)
             if not self.alive():  # looked at after the question: a stranger on the same port does not count
-                raise EngineError(f"the engine {self.exit_reason()} before it was healthy{self.obituary()}")
+                raise EngineError(f"the engine {self.exit_reason()} before it was healthy{self.log_summary()}")
             if answer == "200":
                 return
             if time.monotonic() >= deadline:
                 raise Deadline(
                     f"the engine (pid {self.pid}) was not healthy after {seconds:g} s: {url}/health: {answer}; a large "
-                    f"model or a first compilation takes minutes: allow more, or look into its log{self.obituary()}"
+                    f"model or a first compilation takes minutes: allow more, or look into its log{self.log_summary()}"
                 )
             await asyncio.sleep(_POLL_SECONDS)
 
@@ -239,7 +235,7 @@ class EngineProcess:
         left = await gone(started, _KILLED_SECONDS)
         if left:
             raise EngineError(
-                f"the engine's process {', '.join(str(one.pid) for one in sorted(left))} is still there "
+                f"the engine's process {', '.join(str(member.pid) for member in sorted(left))} is still there "
                 f"{_KILLED_SECONDS:g} s after SIGKILL, and with it its memory; a driver may be stuck: look at it with "
                 "ps before another engine is started"
             )
@@ -277,7 +273,7 @@ class EngineProcess:
             return []
         return _COLOUR.sub("", text).rstrip().splitlines()
 
-    def obituary(self) -> str:
+    def log_summary(self) -> str:
         """What the log says, for the end of a message.
 
         vLLM's processes each print a traceback as they fall, so the cause stands far above the last lines.

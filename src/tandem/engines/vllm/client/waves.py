@@ -126,7 +126,7 @@ class _Wave:
         future.cancel()
         if self.task is None or self.task.done():
             return
-        if all(one.answer.done() for one in self.requests):
+        if all(request.answer.done() for request in self.requests):
             self.task.cancel()
         elif number in self._sent:
             task = asyncio.get_running_loop().create_task(self._take_back(self._sent.index(number)), context=Context())
@@ -140,31 +140,31 @@ class _Wave:
     async def run(self) -> None:
         """Ask, and hand out what comes."""
         try:
-            if all(one.answer.done() for one in self.requests):  # no caller waits any more
+            if all(request.answer.done() for request in self.requests):  # no caller waits any more
                 return
             await self.server.many(PATH, self._body, self._took)
-            if left := [one for one in self.requests if not one.answer.done()]:
+            if left := [request for request in self.requests if not request.answer.done()]:
                 raise self.server.odd(PATH, f"{len(left)} of {len(self.requests)} answers are missing")
         except Exception as error:  # callers get it, whatever it is
-            for one in self.requests:
-                if not one.answer.done():
-                    one.answer.set_exception(_copy(error))
+            for request in self.requests:
+                if not request.answer.done():
+                    request.answer.set_exception(_copy(error))
         finally:
-            for one in self.requests:
-                one.answer.cancel()  # where the run ends
+            for request in self.requests:
+                request.answer.cancel()  # where the run ends
 
     def _body(self) -> bytes:
         """What is not answered yet, siblings together."""
         self._id = secrets.token_hex(8)
-        self._sent = [number for number, one in enumerate(self.requests) if not one.answer.done()]
+        self._sent = [number for number, request in enumerate(self.requests) if not request.answer.done()]
         self._buffer.clear()
         prompts: list[SiblingRequests] = []
         last = None
-        for one in (self.requests[number] for number in self._sent):
-            if one.siblings is not last:
-                last = one.siblings
+        for request in (self.requests[number] for number in self._sent):
+            if request.siblings is not last:
+                last = request.siblings
                 prompts.append(SiblingRequests(request=last.request, seeds=[]))
-            prompts[-1].seeds.append(one.seed)
+            prompts[-1].seeds.append(request.seed)
         return msgspec.json.encode(Many(id=self._id, prompts=prompts))
 
     def _took(self, piece: bytes) -> None:

@@ -35,11 +35,11 @@ class Adapters:
     async def adapt(self, key: str) -> bool:
         """Whether the slot's borrower may write it; it is then taken to hold what no trainer has stamped yet."""
         self.require_enabled()
-        held = all(await self._frontend.rpc("tandem_is_exported", IN_PLACE_ID, key))
-        if held:
+        exported = all(await self._frontend.rpc("tandem_is_exported", IN_PLACE_ID, key))
+        if exported:
             self._frontend.written = True
             self.written()
-        return held
+        return exported
 
     def written(self) -> None:
         """The adapter in place holds values: requests use it once its step is stamped, those to /v1 as a model."""
@@ -106,8 +106,8 @@ class Adapters:
     async def unload(self, body: bytes) -> Any:
         """POST /lora/unload."""
         request = parsed(body, wire.UnloadAdapter)
-        held = [*self._loaded, *([] if self.in_place is None else [IN_PLACE])]
-        names = held if request.adapter_name is None else [request.adapter_name]
+        loaded = [*self._loaded, *([] if self.in_place is None else [IN_PLACE])]
+        names = loaded if request.adapter_name is None else [request.adapter_name]
         if request.unless_used:
             names = [name for name in names if not self._frontend.places.users[name]]
         for name in names:
@@ -143,14 +143,14 @@ def allowed(path: str) -> Path:
     try:
         folder = Path(path).resolve()
         within = bool(path) and inside(folder)
-        held = {file.name: inside(file.resolve()) for file in folder.iterdir()} if within and folder.is_dir() else {}
+        files = {file.name: inside(file.resolve()) for file in folder.iterdir()} if within and folder.is_dir() else {}
     except (OSError, RuntimeError, ValueError) as error:  # links in a circle, a null byte, no right to look
         raise Refusal(400, f"there is no adapter at {path!r}: {error}") from error
-    outside = [name for name, is_inside in held.items() if not is_inside]
+    outside = [name for name, is_inside in files.items() if not is_inside]
     if not within or outside:
         what = f"{path!r}" if not within else f"{path!r}, whose {outside[0]} is a link to elsewhere"
         known = ", ".join(map(str, places)) or f"none; name some in {FOLDERS}"
         raise Refusal(403, f"adapters may not be loaded from {what}; allowed folders: {known}")
-    if "adapter_config.json" not in held:
+    if "adapter_config.json" not in files:
         raise Refusal(404, f"{path!r} is no adapter: it holds no adapter_config.json")
     return folder

@@ -44,7 +44,7 @@ _STATUS = {
 }
 
 
-class Gone(Exception):
+class ClientDisconnected(Exception):
     """The client disconnected before the response."""
 
 
@@ -82,13 +82,13 @@ async def read(receive: Receive, most: int = MOST) -> bytes:
 
     Raises:
         Refusal: it is longer than ``most`` bytes.
-        Gone: the client went away.
+        ClientDisconnected: the client went away.
     """
     body = bytearray()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise Gone
+            raise ClientDisconnected
         body += message.get("body", b"")
         if len(body) > most:
             raise Refusal(413, f"the request's body is larger than {most >> 20} MiB")
@@ -100,22 +100,22 @@ async def unless(work: Awaitable[T], *ends: Awaitable[Any]) -> T:
     """Wait for work, or for the first of ``ends``, which cancels the work and raises why.
 
     Raises:
-        Gone: one of ``ends`` returned without an error of its own.
+        ClientDisconnected: one of ``ends`` returned without an error of its own.
     """
-    mine = asyncio.ensure_future(work)
+    task = asyncio.ensure_future(work)
     others = [asyncio.ensure_future(end) for end in ends]
     try:
-        await asyncio.wait((mine, *others), return_when=asyncio.FIRST_COMPLETED)
-        if mine.done():
-            return mine.result()
+        await asyncio.wait((task, *others), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
         for other in others:
             if other.done():
                 other.result()
-        raise Gone
+        raise ClientDisconnected
     finally:
-        for future in (mine, *others):
+        for future in (task, *others):
             future.cancel()
-        await asyncio.gather(mine, *others, return_exceptions=True)  # what was sampled is aborted by now
+        await asyncio.gather(task, *others, return_exceptions=True)  # what was sampled is aborted by now
 
 
 async def disconnected(receive: Receive) -> None:
@@ -155,7 +155,7 @@ async def answer(
 
 async def refuse(send: Send, error: Exception) -> None:
     """Answer with an error, as RFC 9457's problem+json."""
-    if isinstance(error, Gone):
+    if isinstance(error, ClientDisconnected):
         return
     status, title, detail = problem(error)
     headers = error.headers if isinstance(error, Refusal) else ()

@@ -21,6 +21,9 @@ from typing import Any, Literal
 from tandem.engines.vllm.protocol import IN_PLACE, Refusal, unrefused
 from tandem.engines.vllm.server.places import PROBES, Places
 from tandem.engines.vllm.speedups import PIECES_KEY, PrefillRoom, Scheduler
+from tandem.types import UNKNOWN_VERSION
+
+log = logging.getLogger("vllm.tandem")
 
 
 @dataclass(slots=True)
@@ -48,16 +51,16 @@ class PartialCompletion:
     @property
     def own_logprobs(self) -> list[float]:
         """Of each token: its own, without an object for each."""
-        own: list[float] = []
+        values: list[float] = []
         for piece in self.logprob_pieces:
             starts = getattr(piece, "start_indices", None)
             if starts is None:
-                tokens = self.tokens[len(own) : len(own) + len(piece)]
-                own += [position[token].logprob for token, position in zip(tokens, piece, strict=True)]
+                tokens = self.tokens[len(values) : len(values) + len(piece)]
+                values += [position[token].logprob for token, position in zip(tokens, piece, strict=True)]
             else:  # vLLM's FlatLogprobs; what was sampled is the first of its position
                 logprobs = piece.logprobs
-                own += [logprobs[start] for start in starts]
-        return own
+                values += [logprobs[start] for start in starts]
+        return values
 
 
 @dataclass(slots=True)
@@ -67,7 +70,6 @@ class RequestRecord:
     completions: list[PartialCompletion]
     """As many as were requested."""
     prompt: list[int]
-    """Its token ids."""
     prompt_logprobs: list[dict[int, float] | None] | None
     """Of each prompt token but the first; None where not requested."""
     cached: int
@@ -161,13 +163,8 @@ def _utc(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-log = logging.getLogger("vllm.tandem")
-
 State = Literal["serving", "paused", "proving", "stopped"]
 """serving; paused: nothing is sampled; proving: sampled and held back; stopped: the weights are in doubt."""
-
-UNKNOWN = -1
-"""Weights generation, and policy step, of weights whose version was never set."""
 
 ANSWERED = 0.002
 """Seconds in which a pause is answered, before those that there is room for are handed in: that takes longer."""
@@ -216,7 +213,7 @@ class Frontend:
         self.adapter: Any = None
         self.generation = 0
         self.updates = 0
-        self.steps: dict[int, int] = {UNKNOWN: UNKNOWN, 0: UNKNOWN}
+        self.steps: dict[int, int] = {UNKNOWN_VERSION: UNKNOWN_VERSION, 0: UNKNOWN_VERSION}
         self.digest = ""
         self.places = Places(client.vllm_config.scheduler_config.max_num_seqs - PROBES)
         self._live: dict[str, RequestRecord] = {}
@@ -372,7 +369,7 @@ class Frontend:
         if self.adapter is adapter:
             self.adapter = None
             self.generation += 1
-            self.steps[self.generation] = UNKNOWN
+            self.steps[self.generation] = UNKNOWN_VERSION
             if self.state != "proving":
                 self._verified = self.generation
 
@@ -451,7 +448,7 @@ class Frontend:
     def _begin_generation(self) -> None:
         self.generation += 1
         self._room = PrefillRoom()
-        self.steps[self.generation] = UNKNOWN if self._version_set is None else self._version_set
+        self.steps[self.generation] = UNKNOWN_VERSION if self._version_set is None else self._version_set
 
     async def _go_on(self) -> None:
         await self._scheduler.go_on()
@@ -485,7 +482,7 @@ class Frontend:
 
     @contextlib.asynccontextmanager
     async def admitted(
-        self, answers: int = 1, *, prompt: Sequence[int] = (), min_step: int = UNKNOWN
+        self, answers: int = 1, *, prompt: Sequence[int] = (), min_step: int = UNKNOWN_VERSION
     ) -> AsyncIterator[None]:
         """Within it that many answers may be asked of the scheduler: their cache salt must be that of their generation.
 
@@ -507,7 +504,7 @@ class Frontend:
 
     def _admits(self, prompt: Sequence[int], answers: int, min_step: int) -> bool:
         if self.state == "paused":
-            return min_step > UNKNOWN and self._room.takes(prompt, answers)
+            return min_step > UNKNOWN_VERSION and self._room.takes(prompt, answers)
         return not (self._first and self.state == "proving")
 
     @property
@@ -540,7 +537,7 @@ class Frontend:
         *,
         adapter: Any = None,
         probe: str = "",
-        min_step: int = UNKNOWN,
+        min_step: int = UNKNOWN_VERSION,
     ) -> RequestRecord:
         """Sample; the answer is given out once every generation in it is proven.
 
@@ -573,7 +570,7 @@ class Frontend:
         # An adapter of its own name never changes under a request; one that is written in place does, as weights do.
         generation = None
         if adapter is not None and adapter.lora_name != IN_PLACE:
-            generation = self.generation if served else self._generation_of.get(adapter.lora_name, UNKNOWN)
+            generation = self.generation if served else self._generation_of.get(adapter.lora_name, UNKNOWN_VERSION)
         key = uuid.uuid4().hex
         if generation is None:
             self._live[key] = record

@@ -12,7 +12,7 @@ from typing import Any
 from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.protocol import KIND, Failed, Many, Refusal, Sampled, SiblingRequests, TakeBack, framed
 from tandem.engines.vllm.server.adapters import Adapters
-from tandem.engines.vllm.server.asgi import Gone, Receive, Send, disconnected, problem
+from tandem.engines.vllm.server.asgi import ClientDisconnected, Receive, Send, disconnected, problem
 from tandem.engines.vllm.server.frontend import Frontend
 from tandem.engines.vllm.server.limits import EngineLimits
 
@@ -44,7 +44,7 @@ class ManyAnswers:
 
         Raises:
             Refusal: the request is not as it should be; nothing was sent yet.
-            Gone: the client went away.
+            ClientDisconnected: the client went away.
         """
         request = wire.parsed(body, Many)
         if not any(siblings.seeds for siblings in request.prompts):
@@ -97,13 +97,13 @@ class _Answers:
     async def _answer(self, number: int, prompt: list[int], params: Any, adapter: Any, min_step: int) -> None:
         try:
             record = await self._frontend.generate(prompt, params, adapter=adapter, min_step=min_step)
-            (one,) = record.completions
+            (completion,) = record.completions
             frame = Sampled(
                 number=number,
-                tokens=tuple(one.tokens),
-                logprobs=tuple(one.own_logprobs),
-                versions=wire.runs(self._frontend.steps_of(one)),
-                finish=one.finish,
+                tokens=tuple(completion.tokens),
+                logprobs=tuple(completion.own_logprobs),
+                versions=wire.runs(self._frontend.steps_of(completion)),
+                finish=completion.finish,
                 engine=self._frontend.id,
             )
             self._give(number, framed(frame))
@@ -111,7 +111,7 @@ class _Answers:
             self._failed(number, error)
 
     def take_back(self, numbers: list[int]) -> None:
-        """End some."""
+        """End the answers of these numbers."""
         for number in numbers:
             if (task := self._tasks.pop(number, None)) is not None:
                 task.cancel()
@@ -149,7 +149,7 @@ class _Answers:
     def _end(self, gone: asyncio.Future[Any], stopped: asyncio.Future[Any]) -> None:
         """The client reads no further, or weights are in doubt, which all that is not there yet is told."""
         if gone.done():
-            raise Gone
+            raise ClientDisconnected
         if stopped.done() and isinstance(error := stopped.exception(), Exception):
             for number, task in list(self._tasks.items()):
                 task.cancel()

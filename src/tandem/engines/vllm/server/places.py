@@ -19,7 +19,7 @@ AT_ONCE = 2
 command of a publish several turns."""
 
 
-class Turnstile:
+class TurnLimiter:
     """Lets a few requests pass in each turn of the event loop, first come, first served.
 
     Hundreds that wait for the same weights would otherwise be handed in within one turn, and for as long as that takes
@@ -65,7 +65,7 @@ class Places:
         """Requests with vLLM."""
         self.users: Counter[str] = Counter()
         """Those of each adapter, by name; of none: the empty name."""
-        self.turnstile = Turnstile()
+        self.turnstile = TurnLimiter()
         """What those go through that wait for the same weights."""
         self._all = self._free = number
         self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()

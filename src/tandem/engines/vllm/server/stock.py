@@ -26,7 +26,17 @@ from tandem.engines.vllm.protocol import (
     shallow,
 )
 from tandem.engines.vllm.server.adapters import allowed, not_kept
-from tandem.engines.vllm.server.asgi import LARGE, Gone, Message, Receive, Scope, Send, read, refuse, replayed
+from tandem.engines.vllm.server.asgi import (
+    LARGE,
+    ClientDisconnected,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    read,
+    refuse,
+    replayed,
+)
 from tandem.engines.vllm.server.frontend import Frontend, Stopped
 from tandem.engines.vllm.server.limits import EngineLimits
 
@@ -113,13 +123,13 @@ def _prompts(prompt: list[Any], limits: EngineLimits) -> None:
     """Raise Refusal unless it is one prompt as token ids, or several of whatever form."""
     if not prompt:
         raise Refusal(400, "prompt is an empty list")
-    for one in [prompt] if isinstance(prompt[0], int) else prompt:
-        if isinstance(one, list):
-            if not all(type(token) is int for token in one):
+    for tokens in [prompt] if isinstance(prompt[0], int) else prompt:
+        if isinstance(tokens, list):
+            if not all(type(token) is int for token in tokens):
                 raise Refusal(400, "prompt is a list of something else than texts or token ids")
-            limits.prompt(one)
-        elif not isinstance(one, str):
-            raise Refusal(400, f"prompt is a list with {type(one).__name__} in it, not of texts or token ids")
+            limits.prompt(tokens)
+        elif not isinstance(tokens, str):
+            raise Refusal(400, f"prompt is a list with {type(tokens).__name__} in it, not of texts or token ids")
 
 
 def _objects(name: str, items: Sequence[Any]) -> None:
@@ -168,11 +178,11 @@ def sampling_request(tree: dict[str, Any], limits: EngineLimits) -> StockRequest
 
 def salted(tree: dict[str, Any], salt: str) -> bytes:
     """The body with a cache salt, its own one mixed in; as it is where vLLM itself must say what is wrong."""
-    own = tree.get("cache_salt")
-    if own is not None and (not isinstance(own, str) or not own):
+    given_salt = tree.get("cache_salt")
+    if given_salt is not None and (not isinstance(given_salt, str) or not given_salt):
         return json.dumps(tree).encode()
-    if own:  # as a digest, for the length and the characters of a salt are limited
-        salt = f"{salt}-{hashlib.blake2b(own.encode(), digest_size=16).hexdigest()}"
+    if given_salt:  # as a digest, for the length and the characters of a salt are limited
+        salt = f"{salt}-{hashlib.blake2b(given_salt.encode(), digest_size=16).hexdigest()}"
     return json.dumps({**tree, "cache_salt": salt}).encode()
 
 
@@ -186,21 +196,21 @@ class Stock:
 
     async def __call__(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
-        held = path in SALTED or path == LOADS
-        if scope["method"] != "POST" or not (held or _is_json(scope)):
+        waits = path in SALTED or path == LOADS
+        if scope["method"] != "POST" or not (waits or _is_json(scope)):
             await self._app(scope, receive, send)
             return
         try:
             body = await read(receive, LARGE)
-            tree = sound(body) if body or held else {}
+            tree = sound(body) if body or waits else {}
             if path == LOADS:
                 not_kept(str(tree.get("lora_name", "")))
                 allowed(str(tree.get("lora_path", "")))
             answers = sampling_request(tree, self._limits).answers if path in SALTED else 0
-        except (Refusal, Gone) as error:
+        except (Refusal, ClientDisconnected) as error:
             await refuse(send, error)
             return
-        if held:
+        if waits:
             await self._held(tree, answers, scope, receive, send)
         else:
             await self._app(scope, replayed(body, receive, self._front.broken_off), send)
@@ -222,7 +232,7 @@ class Stock:
                 headers = [(k, v) for k, v in scope["headers"] if k.lower() != b"content-length"]
                 headers.append((b"content-length", str(len(body)).encode()))
                 await self._app({**scope, "headers": headers}, replayed(body, receive, front.broken_off), verified)
-        except (Refusal, Stopped, Gone) as error:
+        except (Refusal, Stopped, ClientDisconnected) as error:
             if begun:
                 raise  # too late for a status: the connection breaks off, which no client takes for a whole answer
             await refuse(send, error)

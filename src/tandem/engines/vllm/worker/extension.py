@@ -23,7 +23,7 @@ from tandem.engines.vllm.worker.adapter import InPlaceAdapters
 from tandem.engines.vllm.worker.parameter_map import TensorPlace, places, share, uncovered, whole
 from tandem.errors import EngineError, TransportError
 from tandem.transport import sharing
-from tandem.transport.checksums import ChecksumTally, Shard, Standing
+from tandem.transport.checksums import ChecksumCache, ChecksumTally, Shard
 from tandem.transport.collective import Member
 from tandem.transport.rendezvous import Rendezvous, accelerator
 
@@ -171,10 +171,10 @@ class WorkerExtension:
         """
         return _hexadecimal(self._tandem_current().tally.take())
 
-    def _tandem_standing(self, address: int) -> Standing:
+    def _tandem_standing(self, address: int) -> ChecksumCache:
         """What sums the slot at an address: there are few slots, and many versions by name come and go in them."""
-        sums: dict[int, Standing] = self.__dict__.setdefault("_tandem_sums", {})
-        return sums.setdefault(address, Standing())
+        sums: dict[int, ChecksumCache] = self.__dict__.setdefault("_tandem_sums", {})
+        return sums.setdefault(address, ChecksumCache())
 
     def _tandem_current(self) -> _Layout:
         """The places, found anew only where storage was moved: views of the old one would be read and written on."""

@@ -24,7 +24,6 @@ class TensorPlace:
     tensor: Tensor
     """View into vLLM's parameter."""
     parameter: str
-    """That parameter's name."""
     first: tuple[int, int]
     """Row and column that the view's first element has in the whole tensor."""
     shape: tuple[int, ...]

@@ -1,0 +1,448 @@
+"""The publish transaction: pause, transfer, verify, set_version, resume; again where an engine dies under it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from tandem.engines.base import Engine
+from tandem.errors import EngineError, StaleWeights, TandemError, TornWeights, UnsupportedPair
+from tandem.lazy import torch
+from tandem.metrics import Max, Sum, Value
+from tandem.observability import waits
+from tandem.transport.checksums import digest
+from tandem.transport.sharing import finish
+from tandem.types import PolicyVersion
+from tandem.weight_sync.base import SyncContext, WeightSync
+from tandem.weight_sync.transaction.state import SyncState
+from tandem.weight_sync.transaction.trained import PayloadSums
+from tandem.weight_sync.verify.probe import Behaviour, Checksums, ProbeAnswers, Rollouts, compare_frozen, differing
+
+if TYPE_CHECKING:
+    from tandem.model.policy import Policy
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ATTEMPTS = 3
+"""Attempts at one publish whose engine dies."""
+
+
+class Recovery:
+    """Recovery of a session after an engine's restart: rebinds to the new start and publishes to it again."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._bound = self._published = -1
+
+    @property
+    def is_bound(self) -> bool:
+        """False if the engine restarted since it was bound: its memory is at other addresses."""
+        return self._bound == self._engine.restart_count
+
+    @property
+    def is_published(self) -> bool:
+        """False if the engine restarted since the last publish: it serves the weights it started on."""
+        return self._published == self._engine.restart_count
+
+    def bound(self) -> None:
+        """Record that the present start of the engine is bound."""
+        self._bound = self._engine.restart_count
+
+    def published(self) -> None:
+        """Record that the present start of the engine serves the published weights."""
+        self._bound = self._published = self._engine.restart_count
+
+    async def repeat(self, work: Callable[[], Awaitable[T]], again: str) -> T:
+        """Await ``work``; repeat it if the engine died meanwhile and was restarted.
+
+        Args:
+            work: may run more than once.
+            again: log message of a repetition.
+
+        Raises:
+            EngineError: the engine does not come back, or died ``ATTEMPTS`` times.
+        """
+        for _ in range(ATTEMPTS - 1):
+            before = self._engine.restart_count
+            try:
+                return await work()
+            except EngineError as error:
+                # A request in flight may have seen to its restart.
+                if not await self._engine.recover() and self._engine.restart_count == before:
+                    raise
+                log.warning("%s: %s", again, str(error).splitlines()[0])
+        return await work()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """Version, bytes and seconds of one publish."""
+
+    version: PolicyVersion
+    """Version of the policy now, which the engine serves if it was published."""
+    moved: bool = True
+    """False if this step was not published: the engine goes on with an older one."""
+    seconds: float = 0.0
+    """From pause to resume, without the optimizer's own time."""
+    bytes: int = 0
+    """Bytes that were copied; 0 where nothing was."""
+    paused: float = 0.0
+    """Seconds the engine sampled nothing."""
+    probe_gap: float | None = None
+    """Largest difference of the probe's logprobs between engine and trainer; None if this publish was not verified."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Commit:
+    """Handle of a commit for the block that runs the optimizer."""
+
+    published: Published | None = None
+    """Set when the block is left and the publish succeeded."""
+    unverified: PolicyVersion | None = None
+    """The policy's version, before it is verified that engines hold it."""
+    free_slots: Callable[[], None] | None = None
+    """Frees the slots of the batch that is trained; None where the caller does that later."""
+
+    def accept_requests(self) -> None:
+        """Free the slots of the batch: requests from now on are served by the new weights. Again does nothing."""
+        free_slots, self.free_slots = self.free_slots, None
+        if free_slots is not None:
+            free_slots()
+
+    def succeeded(self) -> Published:
+        """The publish's result.
+
+        Raises:
+            RuntimeError: the block was not left yet, or it failed.
+        """
+        if self.published is None:
+            raise RuntimeError("the commit has published nothing yet; ask after its block was left")
+        return self.published
+
+    def metrics(self) -> Mapping[str, Value]:
+        """Metrics of this publish."""
+        if self.published is None or not self.published.moved:
+            return {}
+        p = self.published
+        out: dict[str, Value] = {"seconds/sync": Sum(p.seconds), "engine/paused_seconds": Sum(p.paused)}
+        if p.probe_gap is not None:
+            out["probe_gap"] = Max(p.probe_gap)
+        return out
+
+
+@dataclass(slots=True, kw_only=True)
+class WeightSyncSession(SyncContext):
+    """A live weight-sync session between one policy and one engine.
+
+    Entered before it is bound: what ends it then leaves the old version serving, or an engine that gives out nothing.
+    """
+
+    sync: WeightSync
+    _recovery: Recovery = field(init=False)
+    _current: PolicyVersion | None = None
+    _publishes: int = 0
+    _behaviour: Behaviour = field(init=False)
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def __post_init__(self) -> None:
+        self.trained = self.sync.trained(self.trainable, self.policy)
+        self._recovery = Recovery(self.engine)
+        self._behaviour = Behaviour(
+            self.policy, self.trainable, self.sync.tolerance, self.folder, scores=self.trained.scores
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            await self.abort(f"its trainer ended before it had published: {error or 'it was stopped'}")
+        finally:
+            await self.sync.unbind(self)
+
+    async def abort(self, reason: str) -> None:
+        """Leave the old version serving; where values may have been written, an engine that gives out nothing."""
+        match self.state.state:
+            case SyncState.WRITING:
+                self.state.become(SyncState.STOPPED)
+                with contextlib.suppress(TandemError):  # what led here is the one to tell
+                    await self.engine.stop(reason)
+            case SyncState.PAUSED:
+                self.state.become(SyncState.SERVING)
+                with contextlib.suppress(TandemError):
+                    await self.engine.resume_unchanged(reason)
+
+    async def bind(self, *, fresh: bool) -> None:
+        """Tie both ends together, before the optimizer is bound: the weights may move to the engine's memory."""
+        await self._recovery.repeat(lambda: self._bind(fresh=fresh), "the engine is bound again")
+
+    async def _bind(self, *, fresh: bool) -> None:
+        self._check_sleep()
+        self.fresh = fresh
+        await self.sync.bind(self)
+        self._recovery.bound()
+
+    @asynccontextmanager
+    async def open(self, start: PolicyVersion) -> AsyncIterator[WeightSyncSession]:
+        """Publish the starting version and verify it.
+
+        Raises:
+            StaleWeights, TornWeights: verification failed.
+        """
+        self.engine.on_restart(self.recover)
+        async with self._lock:
+            await self._published(start, Commit())
+        yield self
+
+    def accept_requests_for(self, step: int, free_slots: Callable[[], None]) -> None:
+        """Free the slots at once if the engine lets new requests wait for the policy that ``commit`` is to publish."""
+        stays = self.sync.due(step, last=False) and not self.sync.finishes and not self.engine.sleeps
+        if stays and self.engine.accept_requests_for(step):
+            free_slots()
+
+    @asynccontextmanager
+    async def commit(
+        self, step: int, *, free_slots: Callable[[], None] | None = None, last: bool = False, recent: Rollouts = ()
+    ) -> AsyncIterator[Commit]:
+        """``[pause: step] -> optimizer (block) -> [pause: transfer] -> transfer -> verify -> set_version -> resume``.
+
+        If the block or the verification fails, the engine gives out nothing more: it never serves weights in doubt.
+
+        Args:
+            step: of the policy that the block makes.
+            free_slots: lets the next requests be made; called once those made from then on are served by this
+                policy: as the engine is paused, or else after the publish. None: nothing is to be requested yet.
+            last: it is the run's last.
+            recent: a few rollouts, for further probes of an engine whose proof is in doubt.
+        """
+        async with self._lock:
+            self._behaviour.recent = recent
+            commit = Commit(free_slots=free_slots)
+            paused_at = None
+            if self.sync.pause == "step":
+                paused_at = time.monotonic()
+                await self._recovery.repeat(lambda: self._paused_for(step), "the engine is paused again")
+                self.state.write()
+                commit.accept_requests()
+            optimizer_at = time.monotonic()
+            yield commit
+            optimizer = 0.0 if paused_at is None else time.monotonic() - optimizer_at
+            version = PolicyVersion(step=step, digest="")
+            if self.sync.due(step, last=last):
+                commit.published = await self._published(version, commit, paused_at=paused_at, optimizer=optimizer)
+            else:
+                await self._fold()
+                actual = digest(await self.trained.checksums())
+                self._current = PolicyVersion(step=step, digest=actual)
+                commit.published = Published(version=self._current, moved=False)
+            commit.accept_requests()
+
+    async def _fold(self) -> None:
+        """Bring the weights that are computed with up to date with the parameters, on every rank, and wait for it."""
+        folding = self.policy.compute(self._folded)
+        await (folding if self.ranks is None or not self.trainable.folds else self.ranks.fold(folding))
+
+    def _folded(self) -> None:
+        self.trainable.fold(self.policy.model)
+        finish(self.policy.device)
+
+    async def sleep(self) -> None:
+        """Let an engine that is to sleep while a step is trained do so, until the next publish; others go on."""
+        if self.engine.sleeps:
+            async with self._lock:
+                await self._recovery.repeat(self._sleep, "the engine is put to sleep again")
+
+    async def _sleep(self) -> None:
+        await self.pause(finish=True)
+        await self.engine.sleep()
+
+    async def _wake(self) -> None:
+        """Wake the engine for a publish, in the memory that the training pass left free."""
+        if self.engine.sleeps:
+            await self.policy.compute(torch.cuda.empty_cache)
+            await self.engine.wake()
+
+    def _check_sleep(self) -> None:
+        """Check that each publish restores every weight that a deep sleep discards."""
+        if self.engine.sleeps > 1 and (frozen := sorted(self.trained.frozen)):
+            raise UnsupportedPair(
+                f"engine.sleep: 2 discards every weight, and {len(frozen)} of them are not trained, so no publish "
+                f"brings them back, first {frozen[0]!r}; use engine.sleep: 1"
+            )
+
+    async def publish(self, version: PolicyVersion) -> Published:
+        """Transfer, verify, set the version and resume. A version without a digest gets that of the bytes.
+
+        Raises:
+            StaleWeights, TornWeights: the engine does not hold these weights; it gives out nothing more.
+        """
+        async with self._lock:
+            return await self._published(version, Commit())
+
+    async def recover(self) -> None:
+        """Publish the policy's weights to an engine that was restarted; they may be newer than those it served."""
+        async with waits.waiting(waits.actor("engine"), "weights after a start", on="publish"), self._lock:
+            await self.engine.recover()
+            if self._current is not None and not self._recovery.is_published:
+                await self._published(self._current, Commit())
+
+    async def _published(
+        self, version: PolicyVersion, commit: Commit, *, paused_at: float | None = None, optimizer: float = 0.0
+    ) -> Published:
+        """Publish; repeat it if an engine dies meanwhile."""
+        async with waits.waiting(waits.actor("trainer"), f"version {version.step} to be published", on="publish"):
+            return await self._recovery.repeat(
+                lambda: self._transaction(version, commit, paused_at=paused_at, optimizer=optimizer),
+                f"version {version.step} is published again",
+            )
+
+    async def _paused_for(self, step: int) -> None:
+        async with waits.waiting(waits.actor("trainer"), "it to stand still", on="engine"):
+            await self.pause(finish=self.sync.finishes, step=step)
+        if not self._recovery.is_bound:  # it was started again since, so its storage is another
+            await self._bind(fresh=False)
+
+    async def _transaction(
+        self, version: PolicyVersion, commit: Commit, *, paused_at: float | None, optimizer: float
+    ) -> Published:
+        start = time.monotonic()
+        trainer_sums: Checksums | None = None
+        if self.sync.sums_before_pause:
+            await self._fold()
+            trainer_sums = await self.trained.checksums()
+        # One that was paused for the optimizer still is, unless it was started again since.
+        stands = paused_at is not None and self.state.state is SyncState.WRITING and self._recovery.is_bound
+        if self.sync.pause != "never" and not stands:
+            await self._paused_for(version.step)
+            if not self.sync.finishes:  # where requests would die with the engine, later
+                commit.accept_requests()
+        elif not self._recovery.is_bound:
+            await self._bind(fresh=False)
+        # A way that never pauses lays the new version beside the old one, which is served on.
+        self.state.pause()
+        if self.sync.pause != "never":
+            self.state.write()
+        try:
+            await self._wake()
+            if trainer_sums is None:
+                await self._fold()
+            copied = await self.sync.transfer(self, version)
+            # What is not brought back after the second sleep level is garbage, whatever it was before.
+            sleeps_deep = self.engine.sleeps > 1
+            is_due = self._publishes % self.sync.verify_every == 0
+            should_verify = is_due or sleeps_deep or not self._recovery.is_published
+            if should_verify and not self._recovery.is_published:
+                await compare_frozen(self.engine, self.trained)
+            version, gap = await self._verified(version, commit, trainer_sums, should_verify=should_verify)
+            await self.engine.set_version(version)
+        except BaseException as error:
+            await self.abort(f"the publish of version {version.step} failed: {error}")
+            raise
+        paused = await self.engine.resume()
+        self.state.become(SyncState.SERVING)
+        self._current = version
+        self._recovery.published()
+        self.fresh = False
+        self._publishes += 1
+        return Published(
+            version=version,
+            seconds=time.monotonic() - (start if paused_at is None else paused_at) - optimizer,
+            bytes=copied,
+            paused=paused,
+            probe_gap=gap,
+        )
+
+    async def _verified(
+        self, version: PolicyVersion, commit: Commit, trainer_sums: Checksums | None, *, should_verify: bool
+    ) -> tuple[PolicyVersion, float | None]:
+        """The version with its digest, once the engine was compared with it, and the largest gap of a logprob."""
+        # Wrong bytes that are sampled from leave keys and values that are no numbers, and those can be zeroed only
+        # where no request is served meanwhile.
+        asks_before = should_verify and self.sync.pause != "never"
+        async with self._probed(ask=asks_before) as answering:
+            sums = await self._sums(trainer_sums, should_verify=should_verify)
+            version = self._named(version, digest(sums.trainer))
+            commit.unverified = version
+            compare(sums)
+        if not should_verify:
+            return version, None
+        answers = await (self._behaviour.ask(self.engine) if answering is None else answering)
+        return version, await self._behaviour.compare(self.engine, version, answers)
+
+    @staticmethod
+    def _named(version: PolicyVersion, actual: str) -> PolicyVersion:
+        if version.digest and version.digest != actual:
+            raise StaleWeights(
+                f"the policy holds weights {actual}, but version {version.step} was {version.digest}; "
+                "the checkpoint's weights and its state do not belong together"
+            )
+        return PolicyVersion(step=version.step, digest=actual)
+
+    async def _sums(self, trainer_sums: Checksums | None, *, should_verify: bool) -> PayloadSums:
+        """Checksums of the payload, the engines' only where they are to be compared."""
+        if should_verify and self.sync.compares(self.engine):
+            return await self.trained.sums(self.engine, trainer_sums)
+        sums = await self.trained.checksums() if trainer_sums is None else trainer_sums
+        return PayloadSums(trainer=sums, stored=sums)
+
+    @asynccontextmanager
+    async def _probed(self, *, ask: bool) -> AsyncIterator[asyncio.Task[ProbeAnswers] | None]:
+        """Ask the probe while the bytes are summed, and forget it where they are wrong.
+
+        The engine samples as soon as it is asked, and nothing of that is given out before the version is set: it need
+        not stand still for the sums.
+        """
+        answers = asyncio.ensure_future(self._behaviour.ask(self.engine)) if ask else None
+        try:
+            yield answers
+        except BaseException as error:
+            if answers is not None:
+                answers.cancel()
+                (failed,) = await asyncio.gather(answers, return_exceptions=True)
+                if isinstance(failed, EngineError):  # it died: what else is said of it is of one that was started again
+                    raise failed from error
+            raise
+
+
+@asynccontextmanager
+async def open_session(
+    sync: WeightSync, policy: Policy, engine: Engine, start: PolicyVersion, trainable: Any, folder: Path = Path()
+) -> AsyncIterator[WeightSyncSession]:
+    """Bind, publish the starting version and verify it, so that a broken sync fails before the first step.
+
+    ``start.digest`` is empty for a fresh run; otherwise the policy must hold exactly those bytes.
+
+    Raises:
+        StaleWeights, TornWeights: verification failed.
+    """
+    async with WeightSyncSession(
+        sync=sync, policy=policy, engine=engine, trainable=trainable, folder=folder
+    ) as session:
+        await session.bind(fresh=True)
+        async with session.open(start):
+            yield session
+
+
+def compare(sums: PayloadSums) -> None:
+    """Compare the trainer's checksums with those of each engine's own bytes.
+
+    Raises:
+        StaleWeights: none of the trained tensors agree.
+        TornWeights: some do.
+    """
+    for name, engine_sums in sums.engines.items():
+        if wrong := differing(sums.stored, engine_sums):
+            kind = StaleWeights if len(wrong) == len(sums.stored) else TornWeights
+            raise kind(
+                f"{len(wrong)} of {len(sums.stored)} published tensors differ between the trainer and {name}, first "
+                f"{wrong[0]!r}; the engine gives out nothing until a publish succeeds"
+            )

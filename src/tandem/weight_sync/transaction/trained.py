@@ -1,0 +1,127 @@
+"""The trainer's weights or adapter, as the source of a publish."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from tandem.engines.base import Engine, LoraAdapter, ReportsChecksums
+from tandem.lazy import torch
+from tandem.transport.checksums import ChecksumCache, Shard, checksums
+from tandem.weight_sync.verify.probe import Checksums
+
+if TYPE_CHECKING:
+    from tandem.model.policy import Policy
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PayloadSums:
+    """Checksums of what a publish carries, by the names of its tensors."""
+
+    trainer: Checksums
+    """Checksums of the trainer's own bytes."""
+    stored: Checksums
+    """Checksums of those tensors as engines store them."""
+    engines: Mapping[str, Checksums] = field(default_factory=dict)
+    """Checksums of each engine's own bytes, by its name; empty if none was asked."""
+
+
+class Trained:
+    """The trainer's weights or adapter, as weight sync reads them.
+
+    They are looked up once, since looking parameters up and configuring PEFT takes longer than a publish may.
+
+    Tensors are those that the parameters have at each call: binding moves their storage. What computes with them runs
+    on the policy's compute thread; where ranks hold parts of the weights, all of them take part in it.
+    """
+
+    def __init__(self, trainable: Any, policy: Policy):
+        self._trainable = trainable
+        self._policy = policy
+        self._sums = ChecksumCache()
+        self._stored = ChecksumCache()
+
+    @cached_property
+    def source(self) -> Iterable[tuple[str, Any]]:
+        """Name and live tensor of the payload."""
+        tensors: Iterable[tuple[str, Any]] = self._trainable.source(self._policy.model)
+        return tensors
+
+    @cached_property
+    def _config(self) -> Mapping[str, Any]:
+        config: Mapping[str, Any] = self._trainable.adapter_config(self._policy.model)
+        return config
+
+    def adapter(self) -> LoraAdapter:
+        """The adapter that is trained, live."""
+        return LoraAdapter(config=self._config, tensors=tuple(self.source))
+
+    @property
+    def frozen(self) -> dict[str, Any]:
+        """Weights that no publish carries, by Hugging Face name."""
+        trained = dict(self.source)
+        base: Mapping[str, Any] = self._trainable.base_names(self._policy.model)
+        return {name: parameter for name, parameter in base.items() if name not in trained}
+
+    async def checksums(self) -> Checksums:
+        """Checksums of the trainer's own bytes."""
+        return await self._policy.compute(self._own_checksums)
+
+    async def frozen_checksums(self) -> Checksums:
+        """Checksums of the weights that no publish carries."""
+        return await self._policy.compute(self._other_checksums)
+
+    async def finite(self) -> bool:
+        """True if all trained values are finite."""
+        return await self._policy.compute(self._all_finite)
+
+    async def scores(self, tokens: Sequence[int], *temperatures: float) -> list[list[float]]:
+        """Logprobs of tokens as the trainer computes them, at several temperatures: ``Policy.scores``."""
+        return await self._policy.compute(self._policy.scores, tokens, *temperatures)
+
+    def _own_checksums(self) -> Checksums:
+        return self._sums.take(Shard(name, tensor) for name, tensor in self.source)
+
+    def _other_checksums(self) -> Checksums:
+        return checksums((name, parameter.detach()) for name, parameter in self.frozen.items())
+
+    def _all_finite(self) -> bool:
+        return all(bool(torch.isfinite(tensor).all()) for _, tensor in self.source)
+
+    def _as_stored(self, engine: ReportsChecksums) -> Checksums:
+        """Checksums of the adapter as the engine stores it, computed from the trainer's own bytes."""
+        return self._stored.take(Shard(name, tensor) for name, tensor in engine.as_stored(self.adapter()))
+
+    async def sums(self, engine: Engine, trainer_sums: Checksums | None = None) -> PayloadSums:
+        """Checksums of the payload at both ends, which read their own memory at the same time: it must be written.
+
+        Args:
+            engine: in another process.
+            trainer_sums: those of the trainer's own bytes, where they are taken already.
+        """
+        assert isinstance(engine, ReportsChecksums)
+        here, engines = await _both(self._sums_here(engine, trainer_sums), engine.checksums(self._trainable.payload))
+        sums, stored = here
+        return PayloadSums(trainer=sums, stored=stored, engines=engines)
+
+    async def _sums_here(self, engine: ReportsChecksums, trainer_sums: Checksums | None) -> tuple[Checksums, Checksums]:
+        """Checksums of the trainer's own bytes, and of these as engines store them."""
+        sums = await self.checksums() if trainer_sums is None else trainer_sums
+        if self._trainable.payload == "adapter":
+            return sums, await self._policy.compute(self._as_stored, engine)
+        return sums, sums
+
+
+async def _both(here: Awaitable[T], there: Awaitable[U]) -> tuple[T, U]:
+    """Await both; raise the first error once both have ended, so that nothing is left running."""
+    here_result, there_result = await asyncio.gather(here, there, return_exceptions=True)
+    for result in (here_result, there_result):
+        if isinstance(result, BaseException):
+            raise result
+    return cast(T, here_result), cast(U, there_result)
