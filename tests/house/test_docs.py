@@ -216,6 +216,10 @@ def test_the_index_has_every_page() -> None:
     assert named == {page for page in PAGES if page.parent.parent == index.parent}
 
 
+def test_readme_is_read_in_minutes() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 900
+
+
 def test_readmes_first_recipe_is_one_that_learns() -> None:
     """What README says of its share of groups with signal was measured with that recipe."""
     first = next(body for language, body in fences((ROOT / "README.md").read_text()) if language == "yaml")
