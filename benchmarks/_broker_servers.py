@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 ROOT = Path(__file__).parents[1]
 ATROPOS = ROOT / ".venv-atropos/bin/run-api"
 SEQUENCES, TOKENS = 8, 1024
@@ -128,24 +126,20 @@ class Lane:
     """How messages are written."""
 
     name: str
-    kind: str = "application/json"
     gzipped: bool = False
 
     def post(self, path: str, body: Any) -> bytes:
         """A whole request."""
-        if self.kind == "application/json":
-            data = json.dumps(body).encode()  # with its spaces, as BaseEnv writes it
-        else:
-            data = msgspec.msgpack.encode(body)
+        data = json.dumps(body).encode()  # with its spaces, as BaseEnv writes it
         more = "Content-Encoding: gzip\r\n" if self.gzipped else ""
         data = gzip.compress(data) if self.gzipped else data
-        head = f"POST {path} HTTP/1.1\r\nHost: broker\r\nContent-Type: {self.kind}\r\n{more}"
+        head = f"POST {path} HTTP/1.1\r\nHost: broker\r\nContent-Type: application/json\r\n{more}"
         return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
     def get(self, path: str) -> bytes:
         """A whole request; ``gzipped`` asks for a compressed answer, as the ``requests`` library does."""
         more = "Accept-Encoding: gzip, deflate\r\n" if self.gzipped else ""
-        return f"GET {path} HTTP/1.1\r\nHost: broker\r\nAccept: {self.kind}\r\n{more}\r\n".encode()
+        return f"GET {path} HTTP/1.1\r\nHost: broker\r\nAccept: application/json\r\n{more}\r\n".encode()
 
 
 def status_request(env_id: int) -> bytes:
@@ -155,4 +149,4 @@ def status_request(env_id: int) -> bytes:
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
-JSON, GZIP, MSGPACK = Lane("JSON"), Lane("JSON, gzip", gzipped=True), Lane("MessagePack", "application/msgpack")
+JSON, GZIP = Lane("JSON"), Lane("JSON, gzip", gzipped=True)

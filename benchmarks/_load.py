@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
 import os
 import random
-import subprocess
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -241,47 +239,22 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
     return ordered[len(ordered) // 2], ordered[min(last, math.ceil(0.99 * len(ordered)) - 1)], ordered[-1]
 
 
-# Memory
-
-
 def memory(worker: int | None) -> dict[str, float]:
-    """Gigabytes of the trainer, of the engine's worker and of the device, by what tells them."""
+    """Gigabytes that trainer and engine's worker have for themselves, of each card, and of the trainer's tensors."""
     gigabytes = {"trainer host, private": _private(os.getpid())}
     if worker is not None:
         gigabytes["engine host, private"] = _private(worker)
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            free, total = torch.cuda.mem_get_info(index)
-            gigabytes[f"card {index}, used by all"] = (total - free) / 1e9
-            gigabytes[f"card {index}, trainer's tensors"] = torch.cuda.memory_allocated(index) / 1e9
-            gigabytes[f"card {index}, trainer's tensors at most"] = torch.cuda.max_memory_allocated(index) / 1e9
-        gigabytes |= {
-            f"nvidia-smi, {'trainer' if pid == os.getpid() else 'engine' if pid == worker else f'pid {pid}'}": used
-            for pid, used in _by_process().items()
-        }
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        gigabytes[f"card {index}, used by all"] = (total - free) / 1e9
+        gigabytes[f"card {index}, trainer's tensors"] = torch.cuda.memory_allocated(index) / 1e9
     return {name: round(value, 3) for name, value in gigabytes.items()}
 
 
 def _private(pid: int) -> float:
     """Memory that no other process maps."""
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:
+    file = Path(f"/proc/{pid}/smaps_rollup")
+    if not file.exists():  # some sandboxes do not tell
         return math.nan
+    lines = file.read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) * 1024 / 1e9
-
-
-def _by_process() -> dict[int, float]:
-    command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
-    try:
-        rows = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.splitlines()
-        return {int(pid): float(mib) * 2**20 / 1e9 for pid, mib in (row.split(",") for row in rows)}
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return {}  # some sandboxes do not tell
-
-
-def show(name: str, data: dict[str, Any], file: Path | None) -> None:
-    """Append a result as a JSON line."""
-    if file is not None:
-        with file.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps({"way": name, **data}) + "\n")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "intermediate_size": 256,
         "vocab_size": 4000,  # not a multiple of 64: vLLM pads it
+        "tie_word_embeddings": True,
+    },
+    "small": {  # sampling and training take some seconds each on one core
+        "hidden_size": 512,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "intermediate_size": 1536,
+        "vocab_size": 8000,
         "tie_word_embeddings": True,
     },
     "qwen2.5-0.5b": {
@@ -52,24 +64,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 40,
         "num_key_value_heads": 8,
         "intermediate_size": 13824,
-        "vocab_size": 152064,
-        "tie_word_embeddings": False,
-    },
-    "qwen2.5-32b": {
-        "hidden_size": 5120,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "intermediate_size": 27648,
-        "vocab_size": 152064,
-        "tie_word_embeddings": False,
-    },
-    "qwen2.5-72b": {
-        "hidden_size": 8192,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "intermediate_size": 29568,
         "vocab_size": 152064,
         "tie_word_embeddings": False,
     },
@@ -119,7 +113,7 @@ def build(shape: str, dtype: torch.dtype, folder: Path) -> Path:
             if name.endswith(".bias"):  # made as zeros, which would hide a bias that did not travel
                 parameter.normal_(0.0, 0.05)
     model.save_pretrained(target)
-    _tokenizer().save_pretrained(target)
+    tokenizer().save_pretrained(target)
     (target / "done").touch()
     print(f"made {target} in {time.monotonic() - begin:.0f} s", flush=True)
     return target
@@ -129,32 +123,64 @@ def model_config(shape: str) -> Any:
     """Transformers' configuration of it."""
     from transformers import Qwen2Config
 
-    tokenizer = _tokenizer()
+    special = tokenizer()
     return Qwen2Config(
         **SHAPES[shape],
         max_position_embeddings=CONTEXT,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         initializer_range=0.1 if shape == "tiny" else 0.02,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=special.bos_token_id,
+        eos_token_id=special.eos_token_id,
+        pad_token_id=special.pad_token_id,
     )
 
 
-def _tokenizer() -> Any:
+def tokenizer(vocabulary: int = 0) -> Any:
+    """Bytes, three special tokens, and pairs or triples of letters up to a size, so that decoding costs what it does.
+
+    Nothing is merged: a prompt has as many tokens as bytes.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    special = ["<|im_start|>", "<|im_end|>", "<|pad|>"]
+    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+    words = ("".join(word) for length in (2, 3) for word in itertools.product(letters, repeat=length))
+    few = max(0, vocabulary - len(alphabet) - len(special))
+    vocab = {entry: i for i, entry in enumerate([*alphabet, *special, *itertools.islice(words, few)])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|pad|>"])
+    backend.add_special_tokens(special)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        bos_token="<|im_start|>",
-        eos_token="<|im_end|>",
-        pad_token="<|pad|>",
+        bos_token=special[0],
+        eos_token=special[1],
+        pad_token=special[2],
         chat_template=CHAT_TEMPLATE,
         model_max_length=CONTEXT,
     )
+
+
+def made_apart(shape: str, folder: Path | None) -> Path:
+    """The random model of a shape, made by a process of its own, so that the card's memory is given back."""
+    command = [sys.executable, __file__, shape, *([str(folder)] if folder else [])]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return Path(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """``_models.py SHAPE [FOLDER]``: a model whose tokenizer has text for every token."""
+    shape, *folder = sys.argv[1:]
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    where = Path(folder[0]) if folder else scratch(size(shape, dtype)) / "tandem-versus"
+    model = build(shape, dtype, where.absolute())
+    if not (model / "whole-vocabulary").exists():
+        tokenizer(SHAPES[shape]["vocab_size"]).save_pretrained(model)
+        (model / "whole-vocabulary").touch()
+    print(model)
+
+
+if __name__ == "__main__":
+    main()

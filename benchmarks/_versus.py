@@ -1,4 +1,4 @@
-"""The work that Tandem and TRL are both given, how it is measured, and how the two are put beside each other."""
+"""What the comparisons share: the work, its stopwatches, processes that end, and tables."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ import importlib
 import json
 import os
 import random
+import signal
 import statistics
+import subprocess
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 PEAK_FLOPS = 989e12
 """Of an H200 in bfloat16, dense, by its datasheet: multiplications and additions a second."""
+HERE = Path(__file__).resolve().parent
+TAIL = 40
+"""Lines of a failed process' log that are shown."""
 TEMPLATE = 19
 """Tokens that the chat template of ``_models`` puts around one message of a user."""
-TIME_GOAL, MEMORY_GOAL, MFU_GOAL = 0.45, 0.75, 50.0
 INSTRUCTION = "Think in a few short steps. Then end with one last line: '#### ' and the answer as a number."
 """Beneath each question of the graded work."""
 QUESTION = 512
@@ -144,33 +148,11 @@ def read(file: Path) -> list[dict[str, Any]]:
     return records
 
 
-def shown(files: Sequence[Path], report: Callable[[Sequence[Mapping[str, Any]]], tuple[str, bool]]) -> int:
-    """Print what a report makes of all that files hold; the exit status: 1 unless it finds nothing amiss."""
-    text, fine = report([line for file in files for line in read(file)])
-    print(text)
-    return int(not fine)
-
-
 def multiplied(model: Any) -> int:
     """Parameters that each token is multiplied with: all but an input embedding that is no output embedding too."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     count: int = sum(p.numel() for p in model.parameters())
     return count if head.weight is embedding.weight else count - int(embedding.weight.numel())
-
-
-def timed_calls(
-    seconds: MutableMapping[str, float], name: str, function: Callable[..., Awaitable[Any]]
-) -> Callable[..., Awaitable[Any]]:
-    """An asynchronous function whose calls add the time that they take to ``seconds``, under a name."""
-
-    async def call(*args: Any, **options: Any) -> Any:
-        begin = time.perf_counter()
-        try:
-            return await function(*args, **options)
-        finally:
-            seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - begin
-
-    return call
 
 
 def synchronize() -> None:
@@ -300,37 +282,23 @@ def summary(lines: Sequence[Mapping[str, Any]], skipped: int = SKIPPED) -> dict[
     if trained and "parameters" in about:
         record["mfu_percent"] = 100 * 6 * about["parameters"] * tokens / trained / PEAK_FLOPS
     peaks = [s["peak_gb"] for s in every if s["peak_gb"] is not None]
-    return {**record, "tokens": tokens, "tensors_gb": max(peaks, default=None)}
+    still = statistics.median(s.get("still", 0.0) for s in steps)
+    return {**record, "tokens": tokens, "tensors_gb": max(peaks, default=None), "still": still}
 
 
 ORDER = ("sampling", "pack", "scoring", "forward+backward", "optimizer", "publish", "rest")
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> str:
-    """Every setting on a line, where its milliseconds go, and Tandem's against each of TRL's."""
-    done = [r for r in records if r.get("seconds")]
+    """Every setting on a line: where its milliseconds go, its memory, and what failed."""
     rows = [["ms of a step", "step", *ORDER, "MFU %", "tensors GB", "card GB"]]
-    for r in done:
-        name = f"{r['half']} {r['setting']}"
-        parts = [f"{1000 * r['parts'].get(part, 0.0):.0f}" for part in ORDER]
-        rest = [number(r.get(key), 1) for key in ("mfu_percent", "all_tensors_gb", "card_gb")]
-        rows.append([name, f"{1000 * r['seconds']:.0f}", *parts, *rest])
-        if r["half"] == "tandem":
-            shares = [f"{100 * r['parts'].get(part, 0.0) / r['seconds']:.0f} %" for part in ORDER]
-            rows.append(["   share", "", *shares, "", "", ""])
-    text = aligned(rows) if done else "nothing was measured"
-    ours, theirs = ([r for r in done if r["half"] == half] for half in ("tandem", "trl"))
-    if ours and theirs:
-        goal = f"goal <= {TIME_GOAL}", f"<= {MEMORY_GOAL}", f"<= {MEMORY_GOAL}", f">= {MFU_GOAL:g} %"
-        head = ["tandem / trl", *(f"{a}, {b}" for a, b in zip(("time", "tensors", "card", "MFU"), goal, strict=True))]
-        rows = [head]
-        for a in ours:
-            for b in theirs:
-                ratios = [_ratio(a, b, key) for key in ("seconds", "all_tensors_gb", "card_gb")]
-                rows.append([f"{a['setting']} / {b['setting']}", *ratios, number(a.get("mfu_percent"), 1)])
-        text += "\n\n" + aligned(rows)
+    for r in records:
+        if r.get("seconds"):
+            parts = [f"{1000 * r['parts'].get(part, 0.0):.0f}" for part in ORDER]
+            rest = [number(r.get(key), 1) for key in ("mfu_percent", "all_tensors_gb", "card_gb")]
+            rows.append([f"{r['half']} {r['setting']}", f"{1000 * r['seconds']:.0f}", *parts, *rest])
     failed = [f"FAILED {r['half']} {r['setting']}: {r['error']}" for r in records if r.get("error")]
-    return "\n".join([text, *failed])
+    return "\n".join([aligned(rows) if rows[1:] else "nothing was measured", *failed])
 
 
 def judged(what: str, value: float, goal: float, unit: str = "", *, least: bool = False) -> tuple[str, bool]:
@@ -338,10 +306,6 @@ def judged(what: str, value: float, goal: float, unit: str = "", *, least: bool 
     reached = value >= goal if least else value <= goal
     sign, verdict = ">=" if least else "<=", "reached" if reached else "MISSED"
     return f"{what}: {value:.3f}{unit} (goal {sign} {goal:g}{unit}, {verdict})", reached
-
-
-def _ratio(a: Mapping[str, Any], b: Mapping[str, Any], key: str) -> str:
-    return f"{a[key] / b[key]:.3f}" if a.get(key) and b.get(key) else "-"
 
 
 def number(value: float | None, digits: int) -> str:
@@ -358,3 +322,56 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
         )
         for row in rows
     )
+
+
+def environment() -> dict[str, str]:
+    """Of every process: Tandem and what lies here can be imported, and nothing asks the network."""
+    path = [str(HERE.parent / "src"), str(HERE), os.environ.get("PYTHONPATH", "")]
+    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {**os.environ, **quiet, "PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONUNBUFFERED": "1"}
+
+
+@contextlib.contextmanager
+def ended(command: list[str], environment: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process with a group of its own, asked to end with the block and then made to, with what it has started."""
+    with log.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(command, env=environment, stdout=file, stderr=file, process_group=0)
+    try:
+        yield process
+    finally:
+        for kind, patience in ((signal.SIGTERM, 8), (signal.SIGKILL, 4)):
+            if process.poll() is None:
+                process.send_signal(kind)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(patience)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def awaited(process: subprocess.Popen[bytes], limit: float) -> tuple[int | None, SystemExit | None]:
+    """Its exit status, None if it was not done in time; and what ended the waiting, to raise once all is written."""
+    try:
+        return process.wait(max(1.0, limit)), None
+    except subprocess.TimeoutExpired:
+        return None, None
+    except SystemExit as stopped:
+        return None, stopped
+
+
+def end_in_order() -> None:
+    """Let SIGTERM end this process as Ctrl-C does: what it has started ends with it."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit("ended by a signal; what was measured is written")
+
+    signal.signal(signal.SIGTERM, end)
+
+
+def lines_of(log: Path) -> list[str]:
+    """A log's; none if there is no log yet."""
+    return log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+
+
+def last(log: Path) -> str:
+    """A log's last words."""
+    return next((line.strip()[:300] for line in reversed(lines_of(log)) if line.strip()), "it said nothing")

@@ -4,8 +4,7 @@
 
 Engine: vLLM at ``--url``, or started by the run. ``key=value`` are a recipe's dotted overrides. Each step is a line of
 LINES.jsonl as soon as it is over. The loop is the one of ``tandem train``; what differs is that answers do not end at
-an end token, unless they are graded, that no checkpoint is written, and that a memory plan that refuses is told and
-overruled.
+an end token, unless they are graded, that nothing is saved, and that a memory plan that refuses is told and overruled.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ import asyncio
 import contextlib
 import json
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +28,44 @@ import torch
 from _versus import INSTRUCTION, Parts, Work, add_work, append, multiplied, peak_gb, synchronize, work_of
 
 from tandem.config import loading as recipes
+from tandem.envs.base import Environment, Split
 from tandem.errors import DoesNotFit
 from tandem.model.policy import Policy
 from tandem.rollout.buffer import RolloutBuffer
 from tandem.trainer import assemble as run
-from tandem.trainer.checkpoint import Checkpoints
 from tandem.trainer.memory_plan.plan import MemoryPlan
 from tandem.trainer.pack import Packer
 from tandem.trainer.step import Step
+from tandem.types import Message, Task
 from tandem.weight_sync.base import Commit, WeightSyncSession
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts(Environment):
+    """The made-up prompts of a comparison's work."""
+
+    groups: int = 16
+    """Prompts of a step."""
+    prompt: int = 96
+    """Tokens of each, the chat template included."""
+    steps: int = 7
+    """Steps that they are enough for."""
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        texts = Work(groups=self.groups, prompt=self.prompt, steps=self.steps).prompts()
+        return [
+            Task(id=str(i), env=self.name, prompt=(Message(role="user", content=text),), answer="")
+            for i, text in enumerate(texts)
+        ]
+
+    def check(self, task: Task) -> None:
+        return None
 
 
 def options(work: Work, model: Path, engine: dict[str, Any], runs: str) -> dict[str, Any]:
     """The recipe, before overrides."""
     cuda = torch.cuda.is_available()
-    env: dict[str, Any] = {"kind": "_versus_env:Prompts"}
+    env: dict[str, Any] = {"kind": "_versus_tandem:Prompts"}
     env |= {"groups": work.groups, "prompt": work.prompt, "steps": work.steps}
     if work.graded:
         env = {"kind": "gsm8k", "path": str(Path(work.graded).absolute()), "instruction": INSTRUCTION}
@@ -62,6 +85,7 @@ def options(work: Work, model: Path, engine: dict[str, Any], runs: str) -> dict[
         "dtype": "bfloat16" if cuda else "float32",
         "micro_batch_tokens": 8192 if cuda else 1024,
         "evaluate": {"tasks": 0},
+        "checkpoint": "none",
         "loggers": [],
         "runs": runs,
     }
@@ -114,17 +138,12 @@ def instrument(parts: Parts, lines: Path, work: Work) -> None:
         (Step, "forward_backward"): timed_train,
         (Step, "apply"): timed_apply,
         (WeightSyncSession, "commit"): timed_commit,
-        (Checkpoints, "save"): _not_saved,
         (MemoryPlan, "require"): _warning_only(MemoryPlan.require),
     }
     if not work.graded:
         changed[Policy, "end_tokens"] = property(lambda self: frozenset())
     for (kind, name), value in changed.items():
         setattr(kind, name, value)
-
-
-async def _not_saved(self: Checkpoints, state: Any) -> bool:
-    return False
 
 
 def _warning_only(require: Any) -> Any:
@@ -138,33 +157,27 @@ def _warning_only(require: Any) -> Any:
     return check_plan
 
 
-def parser_of(about: str | None) -> argparse.ArgumentParser:
-    """Of a script that trains on the work."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="a Hugging Face folder")
     parser.add_argument("lines", type=Path, help="JSON lines of the steps")
     parser.add_argument("--url", help="a vLLM that runs already; by default the run starts one")
     parser.add_argument("--engine", type=json.loads, default={}, help="options of the engine that is started, as JSON")
     parser.add_argument("overrides", nargs="*", help="dotted overrides of the recipe")
     add_work(parser)
-    return parser
-
-
-def arguments(about: str | None) -> argparse.Namespace:
-    """What such a script was told."""
-    return parser_of(about).parse_intermixed_args()
-
-
-def main() -> None:
-    args = arguments(__doc__)
+    args = parser.parse_intermixed_args()
     work = work_of(args)
     parts = Parts(args.lines)
+
+    def on_step(step: int, metrics: Mapping[str, Any]) -> None:
+        parts.note(still=float(metrics.get("engine/paused_seconds", 0.0)))
+
     with tempfile.TemporaryDirectory(prefix="versus-run-") as runs:
         engine = {"urls": [args.url]} if args.url else args.engine
         loaded = recipes.from_options(options(work, args.model, engine, runs), args.overrides, Path("versus_trl"))
         append(args.lines, kind="about", overrides=args.overrides)
         instrument(parts, args.lines, work)
-        asyncio.run(run.train(loaded.config, resume=None))
+        asyncio.run(run.train(loaded.config, resume=None, on_step=on_step))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python benchmarks/broker.py [--parts rates,status,memory] [--minutes 10] [--json FILE]
 
-``rates`` are of groups of 8 x 1,024 tokens with logprobs, as JSON, as JSON in gzip and as MessagePack: accepted,
-served to a trainer that polls, and both at once. ``status`` is the time of ``/status-env`` while 200 environments ask
+``rates`` are of groups of 8 x 1,024 tokens with logprobs, as JSON and as JSON in gzip: accepted, served to a trainer
+that polls, and both at once. ``status`` is the time of ``/status-env`` while 200 environments ask
 ten times a second, with few and many groups queued. ``memory`` is that of the server while an environment produces ten
 times what is trained. Tandem's ledger is on disk: what is accepted there survives the broker's death, while run-api has
 no disk. Atropos' server is the one of ``.venv-atropos`` (bash scripts/setup).
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from _broker_client import Apart, Outcome, flood, poll
-from _broker_servers import GZIP, JSON, MSGPACK, SEQUENCES, Lane, Server, group, status_request
+from _broker_servers import GZIP, JSON, SEQUENCES, Lane, Server, group, status_request
 
 BATCH = 64
 """Sequences of a batch."""
@@ -149,26 +149,20 @@ def memory(args: argparse.Namespace, name: str) -> Row:
 def table(rows: list[Row]) -> None:
     """Rates side by side, and the goals."""
     rate = {(row["server"], row["lane"], row["what"]): row for row in rows if "lane" in row}
-    goals: dict[tuple[str, str], float] = {(lane.name, f"{what}/s"): 5 for lane in (JSON, GZIP) for what in WHAT[:2]}
     head = ("run-api", "tandem", "ratio", "by CPU", "goal")
     print(f"\n{'groups of 8 x 1,024 a second':<32}" + "".join(f"{word:>10}" for word in head))
     for (name, lane, what), row in rate.items():
         if name != "tandem":
             continue
-        goal = 15 if (lane, what) == (MSGPACK.name, "served/s") else goals.get((lane, what))
-        # MessagePack is not spoken there: beside it stands the same in plain JSON.
-        base = rate.get(("run-api", JSON.name if lane == MSGPACK.name else lane, what), {})
+        base = rate.get(("run-api", lane, what), {})
         ratios = [f"{row[by] / base[by]:.1f}" if base else "" for by in ("rate", "a core second")]
-        cells = (base.get("rate", ""), row["rate"], *ratios, f">= {goal}" if goal else "")
+        cells = (base.get("rate", ""), row["rate"], *ratios, ">= 2" if what == "end to end/s" else "")
         print(f"{lane + ', ' + what:<32}" + "".join(f"{cell:>10}" for cell in cells))
     for row in rows:
         if row["what"] == "/status-env":
             where = f"{row['queued']} queued, {row['connections']} connections"
             times = f"p50 {row['p50 ms']:>8} ms, p99 {row['p99 ms']:>8} ms (<= 20)"
             print(f"/status-env, {row['server']:<8} {where:<36} {times}")
-
-
-WHAT = ("accepted", "served", "end to end")
 
 
 def main() -> None:
@@ -192,7 +186,7 @@ def main() -> None:
         for name in args.servers.split(","):
             print(f"== {part}, {name}", flush=True)
             if part == "rates":
-                for lane in (JSON, GZIP) if name == "run-api" else (JSON, GZIP, MSGPACK):
+                for lane in (JSON, GZIP):
                     rows += rates(args, name, lane)
             elif part == "status":
                 for queued in args.queued.split(","):

@@ -9,21 +9,16 @@ wave over the tokens of an answer (median, and the best). The rest are microseco
 each request: of this process, and of the threads of the engine's process that have most to do (the first launches
 forward passes, the next sends). ``--engine-args '{"distributed_executor_backend": "mp"}'`` gives the model a process of
 its own. The first line says which process is the engine's, for a profiler of one's own choice.
-
-With --profile, torch's profiler looks at the engine during a wave of each way: what is done, and how much of the time.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import gzip
 import json
 import multiprocessing
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -34,7 +29,6 @@ from typing import Any
 
 import _models
 import torch
-from _step_profile import measured
 
 from tandem.engines.vllm.speedups import PIECES_KEY
 
@@ -130,38 +124,6 @@ class Bench:
             "engine's threads": [round(each * sum(wave.threads[i] for wave in waves), 1) for i in range(THREADS)],
         }
 
-    async def profile(self, requests: int, folder: Path) -> dict[str, Any]:
-        """A few passes in the midst of a wave of each way, as torch's profiler saw them."""
-        largest_traces = {}
-        for way in self.ways:
-            seen = set(folder.rglob("*.json*"))
-            wave = asyncio.create_task(self.wave(requests, way))
-            await asyncio.sleep(0.4)
-            await self.client.start_profile()
-            await asyncio.sleep(0.15)
-            await self.client.stop_profile()
-            await wave
-            traces = [traced(path) for path in set(folder.rglob("*.json*")) - seen]  # of this process there is one too
-            largest_traces[way] = max(traces, key=lambda trace: trace.get("launches", 0), default={})
-        return largest_traces
-
-
-def traced(path: Path) -> dict[str, Any]:
-    """What was done, and for which part of the time something was; empty for a trace in which nothing was."""
-    text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    trace: dict[str, Any] = json.loads(text)
-    if not any(event.get("cat") in ("kernel", "cpu_op") for event in trace["traceEvents"]):
-        return {}
-    profile = measured(trace)
-    busy = 1 - profile["idle_ms"] / profile["span_ms"]
-    return {**profile, "busy": round(busy, 3)}
-
-
-def model(shape: str, folder: Path) -> str:
-    """The folder of a random model, made by a process of its own: this one must not touch the GPU before the engine."""
-    made = [sys.executable, str(Path(__file__).with_name("_versus_model.py")), shape, str(folder)]
-    return subprocess.run(made, check=True, capture_output=True, text=True).stdout.split()[-1]
-
 
 async def measure(args: argparse.Namespace, folder: Path) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -173,11 +135,9 @@ async def measure(args: argparse.Namespace, folder: Path) -> None:
     )
     if not cuda:
         here["distributed_executor_backend"] = "uni"  # the model runs where the scheduler does, as on a GPU
-    if args.profile:
-        here["profiler_config"] = {"profiler": "torch", "torch_profiler_dir": str(folder / "profile")}
     client = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
-            model=model(args.shape, folder),
+            model=str(_models.made_apart(args.shape, folder)),
             max_num_seqs=max(args.requests),
             max_model_len=PROMPT + args.tokens,
             logprobs_mode="processed_logprobs",
@@ -193,9 +153,6 @@ async def measure(args: argparse.Namespace, folder: Path) -> None:
         for requests in args.requests:
             for way, figures in (await bench.case(requests, args.repeat)).items():
                 print(json.dumps({"requests": requests, "logprobs": way, **figures}), flush=True)
-        if args.profile:
-            for way, profile in (await bench.profile(max(args.requests), folder / "profile")).items():
-                print(json.dumps({"profile": way, **profile}), flush=True)
     finally:
         client.shutdown()
 
@@ -208,7 +165,6 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--engine-args", type=json.loads, default={}, help="options of vLLM, as JSON")
-    parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(measure(args, Path(folder)))

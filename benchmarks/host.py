@@ -1,4 +1,4 @@
-"""What a rollout costs the host: processor time of the trainer's process, by what it is spent on.
+"""What a rollout costs the host: processor time of the trainer's event loop, its threads, graders and the engine.
 
     python benchmarks/host.py --python .venv-engine/bin/python --model .cache/smollm2 --data gsm8k/train.jsonl
     python benchmarks/host.py ... --reward math_verify --profile
@@ -9,8 +9,7 @@ stand-in behind Tandem's own routes in a process of its own (``_host_engine.py``
 engine's HTTP process' share. It has every answer at once, or with ``--spread`` one after another, as a real engine has
 them. Nothing is computed or published.
 
-Milliseconds of a processor for a rollout, medians over the steps after the first two. The event loop's thread is
-looked at every millisecond that it computes, and what it took since goes to the innermost part that it is in.
+Milliseconds of a processor for a rollout, medians over the steps after the first two. ``--profile``: every function's.
 """
 
 from __future__ import annotations
@@ -26,18 +25,15 @@ import contextlib
 import cProfile
 import json
 import pstats
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -62,21 +58,6 @@ from tandem.weight_sync.verify.probe import Behaviour
 HERE = Path(__file__).resolve().parent
 SKIPPED = 2
 """Steps at the beginning that are left out."""
-LOOK = 0.001
-"""Seconds of processor time between two looks."""
-STAGES = {
-    "waits": ("tandem/observability/waits.py", "tandem/observability/watchdog.py"),
-    "grading": ("tandem/rewards/",),
-    "packing": ("tandem/trainer/pack.py", "tandem/trainer/_", "tandem/model/", "tandem/algorithms/advantages/"),
-    "records": ("tandem/trainer/record.py", "tandem/observability/loggers/"),
-    "metrics": ("tandem/rollout/measure.py", "tandem/metrics.py", "tandem/observability/"),
-    "requests, answers": ("tandem/engines/", "aiohttp/", "multidict/", "yarl/"),
-    "text": ("transformers/", "tandem/rollout/template.py", "tandem/agents/tool_calls.py", "jinja2/"),
-    "feed": ("tandem/rollout/", "tandem/envs/"),
-    "the rest": ("tandem/",),
-    "event loop": ("asyncio/",),
-}
-"""Parts of the trainer by their files; of what is innermost in a stack, the first that a file belongs to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,43 +77,6 @@ def by_turns(completions: Any, **_: Any) -> list[float]:
     return [float(i % 2) for i, _ in enumerate(completions)]
 
 
-@dataclass
-class Looks:
-    """Processor time of the event loop's thread by stage."""
-
-    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    _at: float = 0.0
-
-    def begin(self) -> None:
-        self._at = time.thread_time()
-        signal.signal(signal.SIGPROF, self._look)
-        signal.setitimer(signal.ITIMER_PROF, LOOK, LOOK)
-
-    def _look(self, number: int, frame: FrameType | None) -> None:
-        now = time.thread_time()
-        self.seconds[_stage(frame)] += now - self._at
-        self._at = time.thread_time()
-
-    def taken(self) -> dict[str, float]:
-        self._look(0, None)
-        seconds, self.seconds = dict(self.seconds), defaultdict(float)
-        return seconds
-
-
-def _stage(frame: FrameType | None) -> str:
-    looped = False
-    while frame is not None:
-        file = frame.f_code.co_filename.replace(os.sep, "/")
-        for name, parts in STAGES.items():
-            if any(part in file for part in parts):
-                if name != "event loop":
-                    return name
-                looped = True
-                break
-        frame = frame.f_back
-    return "event loop" if looped else "the rest"
-
-
 def processor(pid: int) -> float:
     """Seconds of a processor that another process took."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -146,9 +90,9 @@ def children() -> list[int]:
 class Rows:
     """A row for each step: what was taken since the one before."""
 
-    def __init__(self, engine: int, looks: Looks):
+    def __init__(self, engine: int):
         self.rows: list[dict[str, float]] = []
-        self._engine, self._looks = engine, looks
+        self._engine = engine
         self._before: dict[str, float] = {}
 
     def lap(self) -> None:
@@ -164,9 +108,7 @@ class Rows:
         if self._before:
             row = {name: now[name] - self._before[name] for name in now}
             row["its threads"] = row["trainer"] - row["its loop"]
-            self.rows.append({**row, **self._looks.taken()})
-        else:
-            self._looks.taken()
+            self.rows.append(row)
         self._before = now
 
 
@@ -282,24 +224,18 @@ def case(args: argparse.Namespace) -> list[dict[str, float]]:
         model = tiny(args.model, folder / "model")
         answers(args.model, args.data, args.tokens, folder / "answers.json")
         with engine(args, folder / "answers.json") as (url, pid):
-            looks = Looks()
-            rows = Rows(pid, looks)
+            rows = Rows(pid)
             for (owner, name), value in stubs(rows).items():
                 setattr(owner, name, value)
             loaded = recipes.from_options(recipe(args, model, url, str(folder)), args.overrides, Path("host"))
             profile = cProfile.Profile() if args.profile else None
 
             async def go() -> None:
-                if profile is None:
-                    looks.begin()
-                else:
+                if profile is not None:
                     profile.enable()
                 await run.train(loaded.config, resume=None)
 
-            try:
-                asyncio.run(go())
-            finally:
-                signal.setitimer(signal.ITIMER_PROF, 0)
+            asyncio.run(go())
             if profile is not None:
                 profile.disable()
                 pstats.Stats(profile).sort_stats("tottime").print_stats(45)
@@ -308,7 +244,7 @@ def case(args: argparse.Namespace) -> list[dict[str, float]]:
 
 def shown(by_case: Mapping[str, list[dict[str, float]]], rollouts: int) -> str:
     """Milliseconds for each rollout."""
-    names = ["its loop", *STAGES, "its threads", "graders", "engine"]
+    names = ["its loop", "its threads", "graders", "engine"]
     lines = [["ms of a processor for a rollout", *by_case], ["ms of wall time"]]
     for rows in by_case.values():
         lines[1].append(f"{1000 * statistics.median(row['wall'] for row in rows) / rollouts:.3f}")
@@ -316,8 +252,7 @@ def shown(by_case: Mapping[str, list[dict[str, float]]], rollouts: int) -> str:
         each = [
             f"{1000 * statistics.median(r.get(name, 0.0) for r in rows) / rollouts:.3f}" for rows in by_case.values()
         ]
-        inner = name in STAGES
-        lines.append([f"   {name}" if inner else name, *each])
+        lines.append([name, *each])
     return aligned(lines)
 
 

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from _models import SHAPES
+from _step_batches import Shape, groups
 
 from tandem.config import registry as resolve
 from tandem.config.loading import RunConfig
@@ -43,7 +44,7 @@ from tandem.trainer import memory_plan as memory
 from tandem.trainer.assemble import objective, packer
 from tandem.trainer.step import Step
 from tandem.trainer.work import LocalWork
-from tandem.types import Completion, Group, Message, Rollout, Sampling, Task, Turn
+from tandem.types import Sampling
 
 OWN: dict[str, dict[str, Any]] = {
     "smollm2-135m": {
@@ -113,24 +114,6 @@ def model_config(shape: str) -> Any:
     return Qwen2Config(**(OWN | SHAPES)[shape], max_position_embeddings=32768)
 
 
-def groups(config: RunConfig, case: Mapping[str, Any]) -> list[Group]:
-    """Prompts that differ, and answers of the same length."""
-    return [_group(index, config.group_size, case["prompt"], case["answer"]) for index in range(config.groups_per_step)]
-
-
-def _group(index: int, siblings: int, prompt: int, answer: int) -> Group:
-    task = Task(id=str(index), env="benchmark", prompt=(Message(role="user", content=""),), answer="")
-    rollouts = []
-    for i in range(siblings):
-        tokens = tuple((index + i + j) % 200 for j in range(answer))
-        completion = Completion(tokens=tokens, logprobs=(-5.0,) * answer, versions=(0,) * answer, finish="length")
-        turn = Turn(prompt=tuple((index + j) % 200 for j in range(prompt)), completion=completion, temperature=1.0)
-        rollouts.append(
-            Rollout(id=f"{index}/{i}", task=task, turns=(turn,), messages=task.prompt, status="ok", reward=float(i % 2))
-        )
-    return Group(id=str(index), index=index, env="benchmark", rollouts=tuple(rollouts))
-
-
 async def trained(case: Mapping[str, Any], note: Callable[[str], None]) -> None:
     """Two steps; ``note`` is called when something has been reached."""
     config = recipe(case)
@@ -159,7 +142,8 @@ async def trained(case: Mapping[str, Any], note: Callable[[str], None]) -> None:
         fold=lambda: config.trainable.fold(policy.model),
     )
     step = Step(work=work, optimizer=config.optimizer, steps=config.steps)
-    batch = packer(config, policy)(groups(config, case), version=0)
+    shape = Shape("benchmark", config.groups_per_step, config.group_size, case["prompt"], case["answer"])
+    batch = packer(config, policy)(groups(shape, vocabulary=200, seed=0), version=0)
     assert len(batch.micro) == 2, [len(micro.tokens_T) for micro in batch.micro]
     for number in (1, 2):
         stats = await step.forward_backward(batch)
@@ -228,10 +212,7 @@ def child(name: str) -> None:
     planned = {line.name: line.bytes for line in plan.lines if line.when != "sampling" and not line.beside}
     slack = not os.environ.get("MALLOC_MMAP_THRESHOLD_") or torch.cuda.is_available()
     left_out = {"programs", "driver"} | (set() if slack else {"slack"})
-    moments = {line.when: 0 for line in plan.lines} | {"training": 0, "updating": 0}
-    for line in plan.lines:
-        moments[line.when] += line.bytes * (line.name in planned and line.name not in left_out)
-    total = sum(moments.get(when, 0) for when in ("always", "running")) + max(moments["training"], moments["updating"])
+    total = sum(amount for name, amount in planned.items() if name not in left_out)
     peak = max(row["peak"] for what, row in watch.rows.items() if what.startswith(("pass", "update")))
     print(json.dumps({"case": name, "planned": planned, "plan": total, "peak": peak, "moments": watch.rows}))
 

@@ -1,7 +1,7 @@
 """A training step alone, without an engine: how its time and memory scale, and where each millisecond goes.
 
     python benchmarks/step_gpu.py scaling --out scaling.jsonl
-    python benchmarks/step_gpu.py profile --out profile.jsonl --trace trace.json.gz --case "default"
+    python benchmarks/step_gpu.py profile --case "default"                       # torch's table of kernels
     python benchmarks/step_gpu.py scaling --shape tiny --larger tiny --tokens 512 --lengths 32,64 --times 2  # on a CPU
 
 The loop is that of ``tandem train`` with made-up groups in the place of sampled ones. A case is a name and dotted
@@ -30,11 +30,28 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from _models import made_apart
 from _step_batches import Shape, of_length
-from _versus import PEAK_FLOPS, add_work, aligned, append, number, read, work_of, work_options
-from versus_trl import TAIL, awaited, end_in_order, ended, environment, last, lines_of, made_apart
+from _versus import (
+    HERE,
+    PEAK_FLOPS,
+    TAIL,
+    add_work,
+    aligned,
+    append,
+    awaited,
+    end_in_order,
+    ended,
+    environment,
+    last,
+    lines_of,
+    number,
+    read,
+    synchronize,
+    work_of,
+    work_options,
+)
 
-HERE = Path(__file__).resolve().parent
 CASES = (
     "compiled lengths compile=true",
     "lora compile=true trainable.kind=lora trainable.rank=32 trainable.alpha=64",
@@ -73,12 +90,38 @@ def child(args: argparse.Namespace) -> int:
         made = MadeUp([*shapes, shapes[-1]], args.times, vocabulary)
         environments.rollout_buffer = lambda *_, **__: made  # type: ignore[assignment]
         instrument(parts, args.lines, work_of(args))
-        if args.trace:
-            from _step_watch import profiled
-
-            profiled(len(shapes) * args.times, args.trace, args.lines)  # the last time of the last batch
+        if args.profile:
+            profiled(len(shapes) * args.times, args.profile)  # the last time of the last batch
         asyncio.run(run.train(loaded.config, resume=None))
     return 0
+
+
+def profiled(at: int, file: Path) -> None:
+    """Write torch's table of what the step ``at`` (from 1) runs, forward and backward, by its time on the device."""
+    import torch
+
+    from tandem.trainer.step import Step
+
+    train, seen = Step.forward_backward, 0
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    kinds = {torch.profiler.ProfilerActivity.CPU, getattr(torch.profiler.ProfilerActivity, device.upper())}
+    profiler = torch.profiler.profile(activities=kinds)
+
+    # On the thread that computes: the profiler sees the one that it was started on.
+    async def watched(self: Step, batch: Any, queued: Any = lambda: None) -> Any:
+        nonlocal seen
+        seen += 1
+        if seen != at:
+            return await train(self, batch, queued)
+        await self.work.policy.compute(profiler.start)
+        stats = await train(self, batch, queued)
+        await self.work.policy.compute(synchronize)
+        await self.work.policy.compute(profiler.stop)
+        averages = profiler.key_averages()
+        file.write_text(averages.table(sort_by=f"self_{device}_time_total", row_limit=30), encoding="utf-8")
+        return stats
+
+    Step.forward_backward = watched  # type: ignore[method-assign]
 
 
 def case(args: argparse.Namespace, text: str, deadline: float) -> tuple[list[dict[str, Any]], str]:
@@ -95,13 +138,14 @@ def case(args: argparse.Namespace, text: str, deadline: float) -> tuple[list[dic
         raise SystemExit(f"the case {name!r} measures nothing: only goes with lengths")
     limit = min(args.limit, deadline - time.monotonic())
     print(f"-- {text} (at most {limit:.0f} s)", flush=True)
-    with tempfile.TemporaryDirectory(prefix="step-") as folder:
-        lines, log = Path(folder) / "lines.jsonl", Path(folder) / "log"
+    with tempfile.TemporaryDirectory(prefix="step-") as scratch:
+        folder = Path(scratch)
+        lines, log = folder / "lines.jsonl", folder / "log"
         shape = args.larger if "larger" in words else args.shape
         model = made_apart(shape, args.folder)
         command = [sys.executable, str(HERE / "step_gpu.py"), "child", "--model", str(model), "--lines", str(lines)]
         command += ["--shapes", json.dumps([asdict(s) for s in shapes]), "--times", str(args.times)]
-        command += [*work_options(work), *(["--trace", str(args.trace.absolute())] if args.trace else [])]
+        command += [*work_options(work), *(["--profile", str(folder / "profile")] if args.what == "profile" else [])]
         with ended([*command, *args.override, *overrides], environment(), log) as process:
             code, stopped = awaited(process, limit)
         records = [{"case": name, "shape": shape, **record} for record in by_batch(read(lines))]
@@ -109,6 +153,8 @@ def case(args: argparse.Namespace, text: str, deadline: float) -> tuple[list[dic
         print("".join(f"   {line[:200]}\n" for line in lines_of(log) if "WARNING" in line), end="", flush=True)
         if error:
             print("\n".join(f"   {line[:200]}" for line in lines_of(log)[-TAIL:]), flush=True)
+        if (folder / "profile").exists():
+            print((folder / "profile").read_text(encoding="utf-8"), flush=True)
     for record in records:
         append(args.out, **record)
     if stopped:
@@ -117,7 +163,7 @@ def case(args: argparse.Namespace, text: str, deadline: float) -> tuple[list[dic
 
 
 def by_batch(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A record for each kind of batch, in the order in which they came; a profile, of the last one, is one too."""
+    """A record for each kind of batch, in the order in which they came."""
     about = {key: value for line in lines if line["kind"] == "about" for key, value in line.items() if key != "kind"}
     steps = [line for line in lines if line["kind"] == "step"]
     records = []
@@ -141,12 +187,12 @@ def by_batch(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "peak_gb": max((s["peak_gb"] for s in mine if s["peak_gb"] is not None), default=None),
             }
         )
-    return records + [{"batch": "profile", **line["profile"]} for line in lines if line["kind"] == "profile"]
+    return records
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> str:
-    """Each case and batch, against the first case's own batch; lengths against the shortest, beside what they may."""
-    rows = [["case", "shape", "batch", "ms", "optimizer", "tokens/s", "MFU %", "peak GB", "time", "expected"]]
+    """Each case and batch, against the first case's own batch; lengths against the shortest."""
+    rows = [["case", "shape", "batch", "ms", "optimizer", "tokens/s", "MFU %", "peak GB", "time"]]
     done = [r for r in records if r.get("seconds")]
     first = next((r for r in done if r["batch"] == OWN), None)
     for r in done:
@@ -154,24 +200,10 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
         if r["batch"] != OWN:
             base = next(b for b in done if b["case"] == r["case"] and b["batch"] != OWN)
         times = f"{r['seconds'] / base['seconds']:.3f}x" if base else "-"
-        expected = f"{r['floor'] / base['floor']:.3f}x" if base and r.get("floor") and base.get("floor") else "-"
         speed, mfu, peak = number(r["tokens_per_second"], 0), number(r["mfu_percent"], 1), number(r["peak_gb"], 1)
         ms = [f"{1000 * r[key]:.0f}" for key in ("seconds", "optimizer_seconds")]
-        rows.append([r["case"], r["shape"], r["batch"], *ms, speed, mfu, peak, times, expected])
+        rows.append([r["case"], r["shape"], r["batch"], *ms, speed, mfu, peak, times])
     return aligned(rows) if done else "nothing was measured"
-
-
-def with_floor(record: dict[str, Any]) -> dict[str, Any]:
-    """Operations of its parameters and of causal attention, for what a length may cost."""
-    from _models import SHAPES
-
-    shape, batch = SHAPES[record["shape"]], str(record["batch"])
-    if batch.startswith("length "):
-        attention = 6 * shape["hidden_size"] * shape["num_hidden_layers"] * int(batch.split()[1])
-        record["floor"] = record["tokens"] * (6 * record["parameters"] + attention)
-    elif batch == OWN:
-        record["floor"] = record["computed"] * 6 * record["parameters"]
-    return record
 
 
 def arguments() -> argparse.Namespace:
@@ -189,7 +221,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--least", type=float, default=40.0, help="no case begins with fewer seconds left")
     parser.add_argument("--folder", type=Path, help="for the model")
     parser.add_argument("--out", type=Path, default=Path("step.jsonl"), help="results are appended")
-    parser.add_argument("--trace", type=Path, help="of the profiled step, gzipped")
+    parser.add_argument("--profile", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--lines", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--shapes", type=json.loads, help=argparse.SUPPRESS)
@@ -203,25 +235,17 @@ def main() -> int:
     if args.what == "child":
         return child(args)
     end_in_order()
-    if args.what == "profile":
-        args.trace = args.trace or args.out.with_suffix(".trace.json.gz")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     deadline, records, failed = time.monotonic() + 60 * args.minutes, [], []
     for text in args.case or (CASES if args.what == "scaling" else ("default",)):
         case_records, error = (
             case(args, text, deadline) if deadline - time.monotonic() > args.least else ([], "no time left")
         )
-        records += [with_floor(record) for record in case_records]
+        records += case_records
         if error:
             failed.append(f"FAILED {text}: {error}")
             append(args.out, case=text.split()[0], error=error)
     print("\n" + table(records))
-    if args.what == "profile":
-        import _step_profile
-
-        for record in records:
-            if record["batch"] == "profile":
-                print(f"\n{record['case']}\n{_step_profile.table(record)}")
     print("\n".join(failed))
     return int(bool(failed))
 

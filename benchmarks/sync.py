@@ -25,7 +25,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import argparse
 import asyncio
 import contextlib
-import logging
 import shutil
 import statistics
 import tempfile
@@ -37,10 +36,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _load import Load, Stopwatch, TimedCompute, by_stock, by_tandem, instrument, memory, rates, show, spread
-from _models import build, scratch, size
-from _options import WAYS, completed, options
-from _tables import PHASES, compare, report
+from _load import Load, Stopwatch, TimedCompute, by_stock, by_tandem, instrument, memory, rates, spread
+from _models import SHAPES, build, scratch, size
+from _versus import aligned, append
 from torch import Tensor
 
 from tandem.engines.base import EngineRequirements, ExportsWeights
@@ -55,6 +53,13 @@ from tandem.weight_sync.broadcast import Broadcast
 from tandem.weight_sync.hotswap import Hotswap
 from tandem.weight_sync.shared import Shared
 
+CUDA = torch.cuda.is_available()
+WAYS = ("plain", "shared", "merged", "shared-lora", "hotswap", "broadcast", "broadcast-lora")
+PHASES = (
+    *("pause", "optimizer", "fold", "save", "move", "sum here", "sum there", "probe there", "probe here"),
+    *("stamp", "resume", "in all", "still"),
+)
+"""Of a publish, in their order; still is the time without sampling beyond the optimizer's own."""
 SIZES = (0.5, 1.1, 0.7, 1.3, 0.6, 1.2, 0.8)
 """Of an adapter, by version in turn: neighbours differ so much that an answer tells which of them it is of."""
 
@@ -364,21 +369,75 @@ def _right_policy(live: Live, last: int, samples: int, result: dict[str, Any]) -
     result["nats off, mean over tokens, next version"] = round(statistics.fmean(gaps["neighbour"]), 6)
 
 
-def prepared(args: argparse.Namespace) -> Bench:
-    """Make the model."""
-    logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, format="%(asctime)s %(message)s")
-    dtype = getattr(torch, args.dtype or ("bfloat16" if torch.cuda.is_available() else "float32"))
-    folder = args.folder or scratch(size(args.shape, dtype)) / "tandem-bench"
-    folder.mkdir(parents=True, exist_ok=True)
-    bench = Bench(args, build(args.shape, dtype, folder), dtype, folder)
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # what making the model took
-    return bench
+def report(name: str, result: Mapping[str, Any]) -> None:
+    """One way's table."""
+    print(f"\n== {name}, {result['shape']}, {result['requests']} requests in flight")
+    phases = [[phase, *(f"{ms:.2f}" for ms in each)] for phase, each in result.get("ms", {}).items()]
+    print(aligned([["phase, ms", "median", "p99", "largest"], *phases]))
+    for moment, value in result["memory"].items():
+        print(f"   memory, {moment}: {value}")
+    for key, value in result.items():
+        if key not in ("ms", "memory") and not key.endswith(", each"):
+            print(f"   {key:<44} {value}", flush=True)
+
+
+def compare(results: Mapping[str, Mapping[str, Any]]) -> None:
+    """Speeds side by side."""
+    base = results.get("plain", {}).get("tokens/s unbound, tandem")
+    rows = [["way", "stock route", "unbound", "bound", "bound/plain", "still, ms", "failed"]]
+    for name, result in results.items():
+        keys = ("tokens/s unbound, stock", "tokens/s unbound, tandem", "tokens/s bound, tandem")
+        stock, unbound, bound = (result.get(key) for key in keys)
+        share = f"{bound / base:.3f}" if bound and base else ""
+        still = result.get("ms", {}).get("still", [""])[0]
+        rows.append([name, *(str(cell or "") for cell in (stock, unbound, bound, share, still, result.get("failed")))])
+    print("\n" + aligned(rows))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    option = parser.add_argument
+    option("--shape", choices=tuple(SHAPES), default="qwen2.5-3b")
+    option("--ways", default=",".join(WAYS), help="comma-separated")
+    option("--python", help="interpreter that has vLLM; by default this one")
+    option("--dtype", choices=("bfloat16", "float32"), default="bfloat16" if CUDA else "float32")
+    option("--requests", type=int, default=128 if CUDA else 8, help="kept in flight")
+    option("--tokens", type=int, default=256 if CUDA else 32, help="of each request")
+    option("--publishes", type=int, default=100 if CUDA else 5)
+    option("--between", type=float, default=0.1, help="seconds between two publishes")
+    option("--settle", type=float, default=1.0, help="seconds of load before the first")
+    option("--waves", type=int, default=1, help="requests one after another in a measurement of speed")
+    option("--repeat", type=int, default=3, help="measurements of speed")
+    option("--rank", type=int, default=32)
+    option("--versions", type=int, default=4, help="adapters that requests in flight may need at once")
+    option("--swaps", type=int, default=1000 if CUDA else 20, help="of the way swaps")
+    option("--swap-seconds", type=float, default=420.0, help="the most that swaps may take")
+    option("--samples", type=int, default=64, help="answers of swaps that are compared")
+    option("--verify-every", type=int, default=1)
+    option("--tolerance", type=float, default=0.0, help="nats of a probe; random deep models are noisy")
+    option("--utilization", type=float, default=0.4, help="gpu_memory_utilization")
+    option("--kv-cache-gb", type=float, default=0.0, help="instead of what utilization leaves")
+    option("--eager", action=argparse.BooleanOptionalAction, default=not CUDA, help="no CUDA graphs")
+    option("--devices", default="", help="CUDA_VISIBLE_DEVICES of the engine")
+    option("--tensor-parallel", type=int, default=1)
+    option("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="of a broadcast")
+    option("--bucket-mb", type=int, default=256)
+    option("--folder", type=Path, help="for the model and what travels through files")
+    option("--json", type=Path, help="append results here")
+    args = parser.parse_args()
+    if args.backend == "auto" and torch.cuda.device_count() == 1:
+        args.backend = "gloo"  # NCCL refuses two ranks on one card
+    return args
 
 
 def main() -> int:
-    args = completed(options(__doc__ or "").parse_args())
-    bench = prepared(args)
+    args = arguments()
+    dtype = getattr(torch, args.dtype)
+    folder = args.folder or scratch(size(args.shape, dtype)) / "tandem-bench"
+    folder.mkdir(parents=True, exist_ok=True)
+    bench = Bench(args, build(args.shape, dtype, folder), dtype, folder)
+    if CUDA:
+        torch.cuda.empty_cache()  # what making the model took
     results, bad = {}, 0
     for name in args.ways.split(","):
         begin = time.monotonic()
@@ -387,13 +446,14 @@ def main() -> int:
         except Exception as error:  # the other ways are still worth measuring
             traceback.print_exc()
             print(f"\n== {name}: FAILED after {time.monotonic() - begin:.0f} s: {error}", flush=True)
-            show(name, {"error": str(error)}, args.json)
+            result = {"error": str(error)}
             results[name], bad = {"failed": "error"}, bad + 1
-            continue
-        result["seconds"] = round(time.monotonic() - begin, 1)
-        results[name], bad = result, bad + (1 if result.get("failed") else 0)
-        report(name, result)
-        show(name, result, args.json)
+        else:
+            result["seconds"] = round(time.monotonic() - begin, 1)
+            results[name], bad = result, bad + (1 if result.get("failed") else 0)
+            report(name, result)
+        if args.json:
+            append(args.json, way=name, **result)
     compare(results)
     return 1 if bad else 0
 

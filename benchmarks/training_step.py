@@ -1,13 +1,10 @@
 """Tokens a second of Tandem's forward and backward on the work of ``peers/forward_backward.py``, bfloat16, CPU.
 
     python benchmarks/training_step.py MODEL [--vocabulary N] [--low 8] [--high 128]
-    python benchmarks/training_step.py MODEL --groups 1 --prompt 150 --low 100 --high 100 --sharing
 
 The same sequences: siblings share a prompt and differ in length. Every token of every sequence counts, as it does for
 the peer, although a shared prompt is computed once. Prints JSON; the rate is of the fastest repetition.
-``--alone`` gives every sequence a prompt of its own, so that nothing is shared and only packing differs. ``--sharing``
-takes turns with it: how many times as many steps a second sharing makes, by the processor's time, which other
-processes of the machine do not lengthen, optimizer included.
+``--alone`` gives every sequence a prompt of its own, so that nothing is shared and only packing differs.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import argparse
 import asyncio
 import json
-import random
 import resource
 import sys
 import time
@@ -33,7 +29,7 @@ from tandem.algorithms.losses.grpo import Grpo
 from tandem.model.policy import Compute, Policy, load_model, load_tokenizer
 from tandem.optimizers.adamw import AdamW
 from tandem.trainer.objective import Objective
-from tandem.trainer.pack import Packer, StepBatch
+from tandem.trainer.pack import Packer
 from tandem.trainer.step import Step
 from tandem.trainer.work import LocalWork
 from tandem.types import Completion, Group, Message, Rollout, Sampling, Task, Turn
@@ -65,20 +61,11 @@ def groups(sequences: list[dict[str, Any]], alone: bool) -> list[Group]:
     return [Group(id=str(k), index=k, env="benchmark", rollouts=tuple(v)) for k, v in by_group.items()]
 
 
-def with_prompt(sequence: dict[str, Any], length: int, vocabulary: int) -> dict[str, Any]:
-    """The same answer after a prompt of another length, of which each group has its own."""
-    draw = random.Random(sequence["group"])
-    prompt = [draw.randrange(vocabulary) for _ in range(length)]
-    return {**sequence, "tokens": prompt + sequence["tokens"][sequence["prompt_len"] :], "prompt_len": length}
-
-
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
     model = load_model(str(args.model), dtype=torch.bfloat16, device=torch.device("cpu"))
     policy = Policy(model, load_tokenizer(str(args.model)), name="benchmark", compute=Compute(args.threads))
     vocabulary = args.vocabulary or model.config.vocab_size
     sequences = workload.token_groups(args.groups, 8, vocabulary=vocabulary, seed=0, low=args.low, high=args.high)
-    if args.prompt:
-        sequences = [with_prompt(sequence, args.prompt, vocabulary) for sequence in sequences]
     packer = Packer(
         advantage=DrGrpo(),
         reduction="token",
@@ -87,47 +74,32 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         mask_truncated=False,
         device=policy.device,
     )
-    ways = (False, True) if args.sharing else (args.alone,)
-    packed: list[float] = []
-    batches: list[StepBatch] = []
-    for alone in ways:
-        made = groups(sequences, alone)
-        begin = time.process_time()
-        batches.append(packer(made, version=0))
-        packed.append(time.process_time() - begin)
+    made, begin = groups(sequences, args.alone), time.process_time()
+    batch = packer(made, version=0)
+    packed = time.process_time() - begin
     optimizer = AdamW(lr=1e-6)
     named = list(model.named_parameters())
     stepper = await policy.compute(optimizer.bind, named)
     work = LocalWork(policy=policy, objective=Objective(loss=Grpo()), stepper=stepper, sampling=Sampling())
     step = Step(work=work, optimizer=optimizer, steps=1)
-    took: list[list[float]] = [[] for _ in ways]
-    processor: list[list[float]] = [[] for _ in ways]
+    took: list[float] = []
     for _ in range(args.repeat + 1):
-        for way, batch in enumerate(batches):
-            begin, busy = time.perf_counter(), time.process_time()
-            stats = await step.forward_backward(batch)
-            took[way].append(time.perf_counter() - begin)
-            await step.apply(1, batch, stats)
-            processor[way].append(time.process_time() - busy)
+        begin = time.perf_counter()
+        stats = await step.forward_backward(batch)
+        took.append(time.perf_counter() - begin)
+        await step.apply(1, batch, stats)
     policy.close()
     tokens = sum(len(s["tokens"]) for s in sequences)
-    result: dict[str, Any] = {
+    return {
         "tokens": tokens,
-        "trained_tokens": batches[0].num_loss_tokens,
-        "computed_tokens": sum(len(m.tokens_T) for m in batches[0].micro),
-        "seconds": [round(s, 3) for s in took[0][1:]],
-        "tokens_per_second": round(tokens / min(took[0][1:]), 1),
-        "packing_ms": round(packed[0] * 1e3, 2),
+        "trained_tokens": batch.num_loss_tokens,
+        "computed_tokens": sum(len(m.tokens_T) for m in batch.micro),
+        "seconds": [round(s, 3) for s in took[1:]],
+        "tokens_per_second": round(tokens / min(took[1:]), 1),
+        "packing_ms": round(packed * 1e3, 2),
         "peak_rss_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 3),
         "threads": policy.compute.threads,
     }
-    if args.sharing:
-        result["processor_seconds"] = {
-            name: [round(s, 2) for s in seconds[1:]]
-            for name, seconds in zip(("shared", "alone"), processor, strict=True)
-        }
-        result["steps_for_one_alone"] = round(min(processor[1][1:]) / min(processor[0][1:]), 2)
-    return result
 
 
 def main() -> None:
@@ -138,9 +110,7 @@ def main() -> None:
     parser.add_argument("--high", type=int, default=128, help="most tokens of a completion")
     parser.add_argument("--micro-batch-tokens", type=int, default=1024)
     parser.add_argument("--groups", type=int, default=4, help="of 8 completions each")
-    parser.add_argument("--prompt", type=int, default=0, help="tokens of every prompt; 0: the peer's 40 to 80")
     parser.add_argument("--threads", type=int, default=0, help="0: one for each core")
-    parser.add_argument("--sharing", action="store_true", help="with and without sharing, in turns")
     parser.add_argument("--alone", action="store_true", help="share no prompt")
     parser.add_argument("--repeat", type=int, default=3)
     print(json.dumps(asyncio.run(measure(parser.parse_args()))))

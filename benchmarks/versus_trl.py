@@ -25,10 +25,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import re
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,13 +33,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from _models import made_apart
 from _versus import (
+    HERE,
+    TAIL,
     Card,
     Work,
     add_engine,
     add_work,
     append,
+    awaited,
+    end_in_order,
+    ended,
     engine_options,
+    environment,
+    last,
+    lines_of,
     read,
     summary,
     table,
@@ -51,7 +56,6 @@ from _versus import (
     work_options,
 )
 
-HERE = Path(__file__).resolve().parent
 EIGHT_BITS = "optimizer.kind=adamw8bit optimizer.precision=stochastic optimizer.gradients=bfloat16"
 TANDEM = (
     "fast micro_batch_tokens=12288 checkpointing=none",
@@ -59,12 +63,6 @@ TANDEM = (
     f"leanest {EIGHT_BITS} micro_batch_tokens=4096 checkpointing=full",
 )
 TRL = ("default", "uncorrected correction=false", "float32 weights=float32")
-TIMES = re.compile(
-    r"^vllm:(?:e2e_)?request_(\w*?)_?(?:time|latency)_?seconds_(sum|count)\{[^}]*\} ([0-9.e+-]+)$", re.MULTILINE
-)
-"""Of vLLM's metrics: what requests spent their time on, in all, and how many they were."""
-TAIL = 40
-"""Lines of a failed process' log that are shown."""
 
 
 class Bench:
@@ -100,17 +98,14 @@ class Bench:
         print(f"-- {half} {text} (at most {limit:.0f} s)", flush=True)
         lines, log = self.logs / f"{half}-{name}.jsonl", self.logs / f"{half}-{name}.log"
         self.card.mark()
-        begin, counted = time.monotonic(), counts(url)
+        begin = time.monotonic()
         with ended(command, environment(), log) as process:
             code, stopped = awaited(process, limit)
-        if request_ms := by_request(counted, counts(url)):
-            print(f"   vLLM, milliseconds of a request: {request_ms}", flush=True)
         engine_gb = tensors_of(url) if half == "tandem" else None
         if half == "tandem":
             print("".join(f"   {line[:200]}\n" for line in lines_of(log) if "WARNING" in line), end="", flush=True)
         shape = self.args.model.name if self.args.model else self.args.shape
         record = {"half": half, "setting": name, "shape": shape, **summary(read(lines))}
-        record |= {"engine_ms": request_ms} if request_ms else {}
         if code != 0:
             self.failed += 1
             record["error"] = "not done in time" if code is None else last(log)
@@ -126,13 +121,6 @@ class Bench:
         if stopped:
             raise stopped
         return code == 0
-
-
-def made_apart(shape: str, folder: Path | None) -> Path:
-    """The random model of a shape, by a process of its own, so that the card's memory is given back."""
-    command = [sys.executable, str(HERE / "_versus_model.py"), shape, *([str(folder)] if folder else [])]
-    done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, text=True, check=True)
-    return Path(done.stdout.splitlines()[-1])
 
 
 def trl(bench: Bench) -> None:
@@ -206,17 +194,6 @@ def _answers(url: str) -> bool:
         return False
 
 
-def counts(url: str | None) -> dict[str, dict[str, float]]:
-    """Sum and count of vLLM's own histograms of times; empty without an address, or where it does not answer."""
-    totals: dict[str, dict[str, float]] = {}
-    with contextlib.suppress(OSError):
-        if url is not None:
-            with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
-                for name, what, value in TIMES.findall(response.read().decode()):
-                    totals.setdefault(name or "in all", {})[what] = float(value)
-    return totals
-
-
 def tensors_of(url: str | None) -> float | None:
     """GB that torch has held at most in the engine's worker; None without an address, or where it does not answer."""
     with contextlib.suppress(OSError):
@@ -225,70 +202,6 @@ def tensors_of(url: str | None) -> float | None:
                 (worker,) = json.load(response)["workers"]
             return round(float(worker["peak_bytes"]) / 1e9, 2)
     return None
-
-
-def by_request(before: dict[str, dict[str, float]], after: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Mean milliseconds of the requests between two looks, by what they were spent on."""
-    means = {}
-    for name, now in after.items():
-        then = before.get(name, {})
-        number, seconds = (now[what] - then.get(what, 0.0) for what in ("count", "sum"))
-        if number:
-            means[name] = round(1e3 * seconds / number, 1)
-    return means
-
-
-def environment() -> dict[str, str]:
-    """Of every process: Tandem and what lies here can be imported, and nothing asks the network."""
-    path = [str(HERE.parent / "src"), str(HERE), os.environ.get("PYTHONPATH", "")]
-    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return {**os.environ, **quiet, "PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONUNBUFFERED": "1"}
-
-
-@contextlib.contextmanager
-def ended(command: list[str], environment: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process with a group of its own, asked to end with the block and then made to, with what it has started."""
-    with log.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(command, env=environment, stdout=file, stderr=file, process_group=0)
-    try:
-        yield process
-    finally:
-        for kind, patience in ((signal.SIGTERM, 8), (signal.SIGKILL, 4)):
-            if process.poll() is None:
-                process.send_signal(kind)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(patience)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def awaited(process: subprocess.Popen[bytes], limit: float) -> tuple[int | None, SystemExit | None]:
-    """Its exit status, None if it was not done in time; and what ended the waiting, to raise once all is written."""
-    try:
-        return process.wait(max(1.0, limit)), None
-    except subprocess.TimeoutExpired:
-        return None, None
-    except SystemExit as stopped:
-        return None, stopped
-
-
-def end_in_order() -> None:
-    """Let SIGTERM end this process as Ctrl-C does: what it has started ends with it."""
-
-    def end(number: int, frame: object) -> None:
-        raise SystemExit("ended by a signal; what was measured is written")
-
-    signal.signal(signal.SIGTERM, end)
-
-
-def lines_of(log: Path) -> list[str]:
-    """A log's; none if there is no log yet."""
-    return log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
-
-
-def last(log: Path) -> str:
-    """A log's last words."""
-    return next((line.strip()[:300] for line in reversed(lines_of(log)) if line.strip()), "it said nothing")
 
 
 HALVES = {"tandem": tandem, "trl": trl}

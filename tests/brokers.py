@@ -13,14 +13,14 @@ from typing import Any
 
 import aiohttp
 
-from tandem.broker.journal.ledger import Ledger
-from tandem.broker.protocol.messages import RunParameters
-from tandem.broker.queue.records import StoreOptions
-from tandem.broker.queue.store import GroupQueue
-from tandem.broker.server.app import BrokerServer
-from tandem.broker.server.bodies import BodyLimits
-from tandem.broker.server.keys import Keys
-from tandem.broker.server.serving import serving
+from tandem_broker.journal.ledger import Ledger
+from tandem_broker.protocol.messages import RunParameters
+from tandem_broker.queue.records import StoreOptions
+from tandem_broker.queue.store import GroupQueue
+from tandem_broker.server.app import BrokerServer
+from tandem_broker.server.bodies import BodyLimits
+from tandem_broker.server.keys import Keys
+from tandem_broker.server.serving import serving
 
 RUN = {
     "wandb_group": "g",

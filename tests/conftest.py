@@ -217,17 +217,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def passes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder in which runs leave what they found for their memory plans, of all processes that share a session."""
-    base = tmp_path_factory.getbasetemp()
-    return (base.parent if hasattr(request.config, "workerinput") else base) / "passes"
-
-
-@pytest.fixture(scope="session")
-def nursery(passes: Path) -> Iterator[Nursery]:
+def nursery() -> Iterator[Nursery]:
     """Starts whole runs as processes of their own without their imports."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # runs are hung up on, also where tests run under nohup
-    with Nursery(passes=passes) as nursery:
+    with Nursery() as nursery:
         signal.signal(signal.SIGHUP, before)
         yield nursery
 

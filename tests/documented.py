@@ -22,8 +22,8 @@ from transformers import (
     DebertaV2ForSequenceClassification,
 )
 
-from tandem.broker.client import Connection, EnvClient
-from tandem.broker.protocol.messages import EnvRegistration, ScoredGroup
+from tandem_broker.client import Connection, EnvClient
+from tandem_broker.protocol.messages import EnvRegistration, ScoredGroup
 
 STAND_IN = ("engine=embedded", "sync=shared")
 """Overrides where an example has vLLM beside or within the trainer: the trainer's own model samples instead."""
@@ -87,7 +87,7 @@ async def _hand_in(url: str, groups: int) -> None:
         for n in range(groups):
             headers = {"Idempotency-Key": f"elsewhere-{n}"}
             group = _group(n, ticket.env_id)
-            answer = await client.connection.ask("POST", "/scored_data", group, headers=headers, encoding="msgpack")
+            answer = await client.connection.ask("POST", "/scored_data", group, headers=headers)
             assert json.loads(answer.body)["status"] == "received"
 
 

@@ -69,8 +69,7 @@ class FakeBroker:
 
     async def _any(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
-        packed = "msgpack" in request.headers.get("Content-Type", "")
-        decoded = (msgspec.msgpack if packed else msgspec.json).decode(body) if body else None
+        decoded = msgspec.json.decode(body) if body else None
         self.seen.append((request.path_qs, dict(request.headers), decoded))
         fault = self.faults[request.path].popleft() if self.faults[request.path] else None
         if fault == "cut":
@@ -82,9 +81,6 @@ class FakeBroker:
             return self._broken(request)
         status = answer.pop("http", 200)
         headers = {"Tandem": "1"} if self.ours else {}
-        if self.ours and "msgpack" in request.headers.get("Accept", ""):
-            packed_answer = msgspec.msgpack.encode(answer)
-            return web.Response(body=packed_answer, content_type="application/msgpack", headers=headers)
         return web.Response(
             body=msgspec.json.encode(answer), status=status, content_type="application/json", headers=headers
         )

@@ -102,46 +102,18 @@ def told_by(engine: Engine, sampling: Sampling) -> Callable[[dict[str, Any]], No
     return change
 
 
-def exact(
-    weights: Path,
-    *,
-    head: str = "float64",
-    body: str = "float64",
-    temperature: bool = True,
-    support: bool = True,
-    penalties: bool = True,
-) -> Engine:
-    """An engine that computes by a model folder, with as many faults as it is told to have.
+def exact(weights: Path, *, temperature: bool = True) -> Engine:
+    """An engine that computes by a model folder; without ``temperature`` it leaves that out of its logprobs."""
+    from dataclasses import replace
 
-    Args:
-        weights: what transformers loads.
-        head: type in which the product with the output embedding is taken and rounded.
-        body: type of everything before.
-        temperature: False leaves it out of the logprobs.
-        support: False leaves top_p, top_k and min_p out of them.
-        penalties: False leaves those out of them.
-    """
     import torch
-    from tiny import penalised, reference
-    from tiny import support as support_of
+    from tiny import logprobs_of, reference
 
-    model = reference(weights, getattr(torch, body))
+    model = reference(weights, torch.float64)
 
-    def logprobs_of(prompt: Sequence[int], sampled: Sequence[int], sampling: Sampling) -> Sequence[float]:
+    def logprobs(prompt: Sequence[int], sampled: Sequence[int], sampling: Sampling) -> Sequence[float]:
         with torch.no_grad():
-            hidden = model.model(torch.tensor([[*prompt, *sampled]])).last_hidden_state[0, len(prompt) - 1 : -1]
-            kind = getattr(torch, head)
-            logits = (hidden.to(kind) @ model.lm_head.weight.to(kind).t()).double()
-        out = []
-        for i, (row, token) in enumerate(zip(logits, sampled, strict=True)):
-            lowered = penalised(row, prompt, sampled[:i], sampling) if penalties else row
-            scaled = lowered / sampling.temperature if temperature else lowered
-            if support:
-                kept = support_of(scaled, sampling) | {token}
-                outside = torch.ones(len(row), dtype=torch.bool)
-                outside[list(kept)] = False
-                scaled = scaled.masked_fill(outside, float("-inf"))
-            out.append(scaled.log_softmax(-1)[token].item())
-        return out
+            applied = sampling if temperature else replace(sampling, temperature=1.0)
+            return logprobs_of(model, prompt, sampled, applied).tolist()  # type: ignore[no-any-return]
 
-    return logprobs_of
+    return logprobs

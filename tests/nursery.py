@@ -12,13 +12,10 @@ import atexit
 import contextlib
 import ctypes
 import gc
-import hashlib
 import importlib
 import json
 import multiprocessing
 import os
-import pickle
-import re
 import resource
 import runpy
 import select
@@ -41,8 +38,6 @@ _FILES = 3
 """stdin, stdout and stderr travel with a request."""
 FORKED_PYTHON = Path(__file__).with_name("forked-python")
 """An interpreter for children of what was forked: as sys.executable, but for ``-m`` programs, which are forked too."""
-_PASSES = "TANDEM_NURSERY_PASSES"
-"""Folder of what processes of this session found for their memory plans."""
 _DOOR, _PYTHON = "TANDEM_NURSERY_DOOR", "TANDEM_NURSERY_PYTHON"
 """Where ``forked-python`` asks, and the interpreter that it stands for."""
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1)
@@ -125,8 +120,6 @@ class Nursery:
             same for all that it forks.
         python: its interpreter.
         loads: what it imports before it forks: ``tandem``, or ``vllm`` for engines.
-        passes: folder of this session in which runs leave what they found for their memory plans, to other nurseries'
-            runs too; None: one of its own.
     """
 
     def __init__(
@@ -135,7 +128,6 @@ class Nursery:
         *,
         python: str = sys.executable,
         loads: str = "tandem",
-        passes: Path | None = None,
     ):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._folder = tempfile.TemporaryDirectory(prefix="nursery-")
@@ -148,7 +140,7 @@ class Nursery:
             self._process = subprocess.Popen(
                 [python, str(Path(__file__)), loads, *map(str, files)],
                 pass_fds=files, stdin=subprocess.DEVNULL,
-                env={**environment, "OMP_NUM_THREADS": "1", _PASSES: str(passes or self._folder.name)},
+                env={**environment, "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
         self._socket, self._lock = ours, threading.Lock()
 
@@ -366,30 +358,6 @@ def _stand_for(module: str, words: Sequence[str]) -> int:
     return code
 
 
-class _Passes(dict[Any, Any]):
-    """Passes of memory plans, each found once in a session: a run of the tiny model takes as long for all else."""
-
-    def __init__(self, folder: str):
-        super().__init__()
-        self._folder = Path(folder)
-        self._folder.mkdir(exist_ok=True)
-
-    def _file(self, key: object) -> Path:
-        plain = re.sub(r'"_name_or_path": "[^"]*"', "", repr(key))  # the same model lies in many folders
-        return self._folder / f"pass-{hashlib.sha256(plain.encode()).hexdigest()}"
-
-    def __contains__(self, key: object) -> bool:
-        if not super().__contains__(key) and (file := self._file(key)).exists():
-            super().__setitem__(key, pickle.loads(file.read_bytes()))
-        return super().__contains__(key)
-
-    def __setitem__(self, key: object, value: object) -> None:
-        super().__setitem__(key, value)
-        part = self._file(key).with_suffix(f".{os.getpid()}")
-        part.write_bytes(pickle.dumps(value))
-        part.rename(self._file(key))
-
-
 def _load() -> None:
     """Import what runs import, and what takes them a third of a second to make as they load a model."""
     from tandem import machine
@@ -403,10 +371,8 @@ def _load() -> None:
 
         import tandem.cli.app
         import tandem.trainer.assemble  # noqa: F401
-        from tandem.trainer.memory_plan import passes
 
         get_checkpoint_conversion_mapping("llama")
-        passes._PASSES = _Passes(os.environ[_PASSES])
 
 
 def _load_vllm() -> None:

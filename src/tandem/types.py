@@ -50,9 +50,15 @@ class Message:
     """
 
     role: str
-    """system | user | assistant | tool; ``TEXT`` for a prompt that is this one text and no conversation."""
+    """system | developer | user | assistant | tool; ``TEXT`` for a prompt that is this one text and no conversation."""
     content: str
     """Its text."""
+    fields: dict[str, Json] = field(default_factory=dict, hash=False)
+    """What else the chat template may read, such as tool_calls or reasoning_content."""
+
+    def as_dict(self) -> dict[str, Json]:
+        """The message as chat templates take it."""
+        return {"role": self.role, "content": self.content, **self.fields}
 
     def __post_init__(self) -> None:
         if not isinstance(self.content, str):

@@ -388,7 +388,8 @@ def test_a_probe_sees_the_weights_during_a_pause(run: Callable[[Work], Any]) -> 
         tokens = [5, 9, 31, 7]
         await engine.pause()
         (probe,) = await engine.probe(tokens)
-        assert list(probe.scored) == await engine.score(tokens)
+        assert probe.scored is None or list(probe.scored) == await engine.score(tokens)
+        assert probe.scored is not None or probe.sampled is not None
         assert probe.cached == 0
         assert probe.sampled is None or len(probe.sampled.tokens) == len(probe.sampled.logprobs)
 

@@ -1,10 +1,11 @@
 """Values and gradients equal TRL's on the same inputs.
 
-``trl_objective.json`` holds what TRL 1.13 computed in float64; ``benchmarks/peers/objective.py`` wrote it.
+``trl_objective.json`` holds what TRL 1.13 computed in float64; ``tests/contract/trl_objective.py`` wrote it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ from tandem.algorithms.losses.sapo import Sapo
 from tandem.algorithms.references.average import Average
 from tandem.algorithms.references.base import Reference
 from tandem.algorithms.references.start import Start
+from tandem.config import registry
+from tandem.testing import oracle
 from tandem.trainer.objective import Known, Objective
 from tandem.types import Completion, Group, Rollout, Task, Turn
 
@@ -113,6 +116,43 @@ def test_loss_gradient_and_metrics(entry: dict[str, Any]) -> None:
                 assert values[f"clip_fraction/{mine}"] == pytest.approx(entry["metrics"][f"clip_ratio/{theirs}_mean"])
     if "kl" in entry["metrics"] and not entry["options"]["use_bias_correction_kl"]:
         assert values["kl_reference"] == pytest.approx(entry["metrics"]["kl"], rel=1e-5)
+
+
+@pytest.mark.parametrize("entry", TRL["losses"], ids=named)
+def test_the_oracle_agrees_too(entry: dict[str, Any]) -> None:
+    """What the losses are held against elsewhere has a peer of its own here."""
+    ours = objective(entry["options"])
+    opsm = [("opsm", dataclasses.asdict(one)) for one in ours.corrections]
+    known = oracle.Formula(
+        advantage=("dr_grpo", {}),
+        loss=(registry.kind_of("losses", ours.loss), dataclasses.asdict(ours.loss)),
+        corrections=tuple(opsm),
+        reference=None if ours.reference is None else ("start", dataclasses.asdict(ours.reference)),
+        recomputed=True,
+        updates=1,
+        sampling={"max_tokens": TRL["max_tokens"]},
+        ends=(),
+        mask_truncated=False,
+        weights={},
+    )
+    logprobs = {name: map(torch.tensor, rows) for name, rows in TRL["logprobs"].items()}
+    for sampler, now, old, reference, advantage, slope, weight in zip(
+        TRL["logprobs"]["sampler"],
+        *(logprobs[name] for name in ("policy", "old", "reference")),
+        TRL["advantages"],
+        entry["grad"],
+        weights(ours.loss.reduction).split(LENGTHS),
+        strict=True,
+    ):
+        one = oracle.SampledSequence(
+            ids=(), at=(), begins=(), temperature=1.0,
+            sampler_logprobs=tuple(sampler), advantages=(advantage,) * len(sampler),
+        )  # fmt: skip
+        leaf = now.double().requires_grad_()
+        cost = oracle.cost(known, one, oracle.Scored(now=leaf, first=old.double(), reference=reference.double()))
+        (cost * weight).sum().backward()
+        assert leaf.grad is not None
+        np.testing.assert_allclose(leaf.grad.numpy(), slope, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("entry", TRL["weights"], ids=named)

@@ -48,7 +48,7 @@ AS_A_PART = {
 """A word of a name, in whichever case and place, and what takes its place."""
 
 ALLOWED = {
-    "tandem.broker.producer: epoch",  # one pass over the tasks
+    "tandem_broker.producer: epoch",  # one pass over the tasks
     "tandem.rollout.task_sampler: epoch",  # one pass over the tasks
     "tandem.engines.vllm.protocol: flat",  # vLLM's form of logprobs
     "tandem.engines.vllm.server.frontend: flat",  # vLLM's form of logprobs
@@ -56,7 +56,7 @@ ALLOWED = {
     "tandem.optimizers._byte_moments: flat",  # a tensor of one dimension
     "tandem.optimizers._precise: flat",  # a tensor of one dimension
     "tandem.processes: _boot_id",  # Linux' name for it
-    "tandem.tools.certify.optimizer_steps: flat",  # a tensor of one dimension
+    "tandem.testing.oracle: flat",  # a tensor of one dimension
     "tandem.rewards.judge: Judge",  # a language model that grades, which the field calls so
 }
 """``module: name`` that stays, and why."""
@@ -102,7 +102,7 @@ def replaced(tree: ast.AST) -> list[str]:
 def names_left() -> list[str]:
     """``module: name`` of each name that the glossary replaced."""
     left: set[str] = set()
-    for path in sorted((SRC / "tandem").rglob("*.py")):
+    for path in sorted(SRC.rglob("*.py")):
         module = ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__")
         left.update(f"{module}: {name}" for name in replaced(parsed(path)))
     return sorted(left)

@@ -18,7 +18,8 @@ HEAVY = {
 }  # fmt: skip
 TORCH_FREE = [
     "types", "metrics", "errors", "config", "envs", "algorithms.curricula", "rewards", "algorithms.advantages",
-    "broker", "observability", "rollout", "agents", "cli.app",
+    "observability", "rollout", "agents", "cli.app",
+    "tandem_broker.server", "tandem_broker.source", "tandem_broker.producer", "tandem_broker.remote_engine",
 ]  # fmt: skip
 
 
@@ -36,10 +37,11 @@ def loaded(code: str) -> set[str]:
 
 
 def with_modules(name: str) -> list[str]:
-    """``tandem.<name>`` and every module in it."""
-    folder = SRC / "tandem" / name.replace(".", "/")
-    inside = [m.name for m in pkgutil.walk_packages([str(folder)], f"tandem.{name}.")] if folder.is_dir() else []
-    return [f"tandem.{name}", *inside]
+    """A module, of tandem unless it says otherwise, and every module in it."""
+    package = name if name.startswith("tandem_broker") else f"tandem.{name}"
+    folder = SRC / package.replace(".", "/")
+    inside = [m.name for m in pkgutil.walk_packages([str(folder)], f"{package}.")] if folder.is_dir() else []
+    return [package, *inside]
 
 
 def test_help_loads_nothing_heavy() -> None:

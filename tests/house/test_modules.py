@@ -27,7 +27,7 @@ def named(path: Path) -> str:
     return ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__")
 
 
-FILES = {named(path): path for path in sorted((SRC / "tandem").rglob("*.py"))}
+FILES = {named(path): path for path in sorted(SRC.rglob("*.py"))}
 
 
 def parsed(module: str) -> ast.Module:

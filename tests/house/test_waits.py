@@ -10,7 +10,7 @@ import pytest
 from sources import parsed
 
 ROOT = Path(__file__).parents[2]
-SRC = ROOT / "src" / "tandem"
+SRC = ROOT / "src"
 
 WAITING = {"wait", "get", "join", "acquire", "result", "communicate", "recv"}
 """Methods that wait for as long as it takes where they are called without an argument."""
@@ -19,45 +19,43 @@ REGISTERED = {"waits.waiting", "waits.blocking", "waits.wait", "asyncio.timeout"
 
 ALLOWED = {
     # Idle, not waiting: whoever wants something of them waits himself, and is registered.
-    "engines/embedded/engine.py:_run": "the engine has nothing to sample",
-    "rewards/grading/grader.py:main": "a grading process has nothing to grade; its parent's end is its own",
-    "cli/serve_broker.py:_serve": "a server serves until it is stopped",
+    "tandem/engines/embedded/engine.py:_run": "the engine has nothing to sample",
+    "tandem/rewards/grading/grader.py:main": "a grading process has nothing to grade; its parent's end is its own",
+    "tandem_broker/commands/serve.py:_serve": "a server serves until it is stopped",
     # Beside something that is registered.
-    "trainer/loop.py:_unless_stopped": "a stop, beside the work that is awaited",
-    "broker/producer.py:run": "a stop, beside the playing",
-    "compat/atropos/checkpoints.py:_finish": "a logger's own thread; what a logger does is registered",
-    "envs/agent.py:_run": "the end by SIGKILL, within a rollout's wait",
-    "engines/fake.py:generate": "within whoever asks it",
-    "engines/fake.py:_sample": "within whoever asks it",
-    "tools/certify/ranks.py:run": "what the loop does: ranks' commands are registered, and a lost rank ends them",
+    "tandem/trainer/loop.py:_unless_stopped": "a stop, beside the work that is awaited",
+    "tandem_broker/producer.py:run": "a stop, beside the playing",
+    "tandem/compat/atropos/checkpoints.py:_finish": "a logger's own thread; what a logger does is registered",
+    "tandem/envs/agent.py:_run": "the end by SIGKILL, within a rollout's wait",
+    "tandem/engines/fake.py:generate": "within whoever asks it",
+    "tandem/engines/fake.py:_sample": "within whoever asks it",
     # In processes that others ask with a deadline: an engine's, the broker's.
-    "engines/vllm/server/frontend.py:broken_off": "whoever asks the engine has a deadline",
-    "engines/vllm/server/frontend.py:deliverable": "whoever asks the engine has a deadline",
-    "engines/vllm/server/frontend.py:admitted": "whoever asks the engine has a deadline",
-    "engines/vllm/server/frontend.py:standing": "whoever asks the engine has a deadline",
-    "engines/vllm/server/many.py:give_out": "whoever asks the engine has a deadline",
-    "engines/vllm/server/places.py:empty": "whoever asks the engine has a deadline",
-    "broker/journal/ledger.py:close": "the broker ends when its disk has what it accepted",
-    "distributed/ray_cluster.py:run": "a rank runs as long as it does, in a process that Ray watches",
+    "tandem/engines/vllm/server/frontend.py:broken_off": "whoever asks the engine has a deadline",
+    "tandem/engines/vllm/server/frontend.py:deliverable": "whoever asks the engine has a deadline",
+    "tandem/engines/vllm/server/frontend.py:admitted": "whoever asks the engine has a deadline",
+    "tandem/engines/vllm/server/frontend.py:standing": "whoever asks the engine has a deadline",
+    "tandem/engines/vllm/server/many.py:give_out": "whoever asks the engine has a deadline",
+    "tandem/engines/vllm/server/places.py:empty": "whoever asks the engine has a deadline",
+    "tandem_broker/journal/ledger.py:close": "the broker ends when its disk has what it accepted",
+    "tandem/distributed/ray_cluster.py:run": "a rank runs as long as it does, in a process that Ray watches",
     # Over already: these do not wait.
-    "broker/journal/ledger.py:committed": "it is done",
-    "tools/certify/ranks.py:close": "the loop's thread, which has been told to stop",
-    "engines/vllm/server/asgi.py:unless": "it is done",
-    "engines/vllm/client/fleet.py:_first_of": "it is done",
-    "rewards/judge.py:_verdict": "it is done",
-    "broker/producer.py:_unless": "it is done",
-    "transport/collective.py:connect": "it is done",
-    "transport/collective.py:behind": "on CUDA it queues; gloo's has the group's deadline",
-    "model/context.py:_exchanged": "on CUDA it queues; gloo's has the group's deadline",
-    "model/context.py:forward": "on CUDA it queues; gloo's has the group's deadline",
-    "distributed/group.py:wait": "gloo has the group's deadline; NCCL's queues on CUDA",
+    "tandem_broker/journal/ledger.py:committed": "it is done",
+    "tandem/engines/vllm/server/asgi.py:unless": "it is done",
+    "tandem/engines/vllm/client/fleet.py:_first_of": "it is done",
+    "tandem/rewards/judge.py:_verdict": "it is done",
+    "tandem_broker/producer.py:_unless": "it is done",
+    "tandem/transport/collective.py:connect": "it is done",
+    "tandem/transport/collective.py:behind": "on CUDA it queues; gloo's has the group's deadline",
+    "tandem/model/context.py:_exchanged": "on CUDA it queues; gloo's has the group's deadline",
+    "tandem/model/context.py:forward": "on CUDA it queues; gloo's has the group's deadline",
+    "tandem/distributed/group.py:wait": "gloo has the group's deadline; NCCL's queues on CUDA",
     # What tells of waits.
-    "observability/watchdog.py:_see_off": "for the end of the main thread: it ends a process that hangs there",
-    "observability/watchdog.py:watching": "for its own thread, which waits for nothing but its next look",
-    "observability/vitals.py:shown": "for its own thread, which waits for nothing but its next sign",
-    "observability/waits.py:actor": "a context variable",
-    "observability/waits.py:progress": "a context variable",
-    "observability/waits.py:_begin": "a context variable",
+    "tandem/observability/watchdog.py:_see_off": "for the end of the main thread: it ends a process that hangs there",
+    "tandem/observability/watchdog.py:watching": "for its own thread, which waits for nothing but its next look",
+    "tandem/observability/vitals.py:shown": "for its own thread, which waits for nothing but its next sign",
+    "tandem/observability/waits.py:actor": "a context variable",
+    "tandem/observability/waits.py:progress": "a context variable",
+    "tandem/observability/waits.py:_begin": "a context variable",
 }
 """``file:function`` where something waits all the same, and why that is right."""
 

@@ -39,7 +39,7 @@ def texts(drawn: str) -> str:
 
 def test_what_the_page_shows(tmp_path: Path) -> None:
     async def scene(client: Client) -> None:
-        await client.begin(batch_size=8, wandb_project="planets", num_steps=7)
+        await client.begin(batch_size=8, num_steps=7)
         names = ("maths", HOSTILE)
         first, second = [await client.env(desired_name=name, min_batch_allocation=0.25) for name in names]
         for env in (first, first, second):
@@ -49,18 +49,12 @@ def test_what_the_page_shows(tmp_path: Path) -> None:
         drawn, console = await opened(client.url, tmp_path, 5)
         shown = texts(drawn)
         assert console == "", "no script failed, and nothing was refused by the page's policy"
-        for part in ("planets", "batches of 8 sequences", "3 of 7", "up ", "Tandem"):
-            assert part in shown
-        assert "1 batch is with the trainer (2 groups)" in shown
-        row = re.search(r"maths_0 connected (\d+) (\d+) (\d+) ([\d.]+) 1 25 %", shown)
-        assert row, shown
-        assert row.groups()[:3] == ("1", "0", "2")
-        for number, name in ((1, "batches served"), (1, "queued"), (1, "refused")):
-            assert re.search(rf"\b{number} {name}\b", shown), (number, name)
+        assert "has 0 of the 2 sequences its share asks for." in shown
+        assert "step queued buffered leased served trained dropped refused held MiB 3 1 0 2 2 0 0 1 0.0" in shown
+        assert "maths_0 connected 1 0 2 1 0.25" in shown
         assert "<img" not in drawn
         assert "&lt;img" in drawn
         assert "<title>Tandem broker" in drawn
-        assert drawn.count("<rect") >= 5, "the lags are drawn"
         polled = client.broker.meter.prometheus(client.broker.store.status(0.0), 0)
         match = re.search(r'path="/status"[^}]*}\s+(\d+)', polled)
         assert match, polled
@@ -74,6 +68,5 @@ def test_before_anything_happened(tmp_path: Path) -> None:
         drawn, console = await opened(client.url, tmp_path, 2)
         assert console == ""
         assert "wait for a trainer to register" in texts(drawn)
-        assert "None yet." in texts(drawn)
 
     play(scene)

@@ -62,13 +62,6 @@ def test_it_ends_when_told_to(end: signal.Signals) -> None:
         assert (process.returncode, rest.split()) == (0, ["ended"])
 
 
-def test_without_uvloop_it_serves_all_the_same(tmp_path: Path) -> None:
-    (tmp_path / "uvloop.py").write_text("raise ImportError")
-    with broker("serve", "broker", PYTHONPATH=str(tmp_path)) as (_, url, output):
-        assert "uvloop is not installed" in "".join(output)
-        assert call(url, "/status")["queue_size"] == 0
-
-
 def test_what_was_accepted_survives_kill_9(tmp_path: Path) -> None:
     with broker("serve", "broker", "--data", str(tmp_path)) as (process, url, output):
         assert str(tmp_path) in "".join(output)

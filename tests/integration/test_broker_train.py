@@ -28,9 +28,9 @@ from integration.vllm_runs import (
 )
 from nursery import Forked, Nursery
 
-from tandem.broker.client import Connection, EnvClient
-from tandem.broker.protocol.messages import EnvRegistration, ScoredGroup
 from tandem.ports import free_port
+from tandem_broker.client import Connection, EnvClient
+from tandem_broker.protocol.messages import EnvRegistration, ScoredGroup
 
 KEYS = {"TANDEM_ENGINE_KEY": "engine-key", "TANDEM_BROKER_KEY": "trainer-key", "TANDEM_BROKER_ENV_KEY": "env-key"}
 SIZE = 4
@@ -120,13 +120,8 @@ async def hand_in(url: str, count: int) -> None:
         for n in range(count):
             scored = foreign_group(f"g{n}")
             scored.env_id = ticket.env_id
-            answer = await client.connection.ask(
-                "POST",
-                "/scored_data",
-                scored,
-                headers={"Idempotency-Key": f"made-{n}"},
-                encoding="msgpack" if client.connection.speaks == "tandem" else "json",
-            )
+            headers = {"Idempotency-Key": f"made-{n}"}
+            answer = await client.connection.ask("POST", "/scored_data", scored, headers=headers)
             assert json.loads(answer.body)["status"] == "received"
 
 

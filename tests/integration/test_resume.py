@@ -146,14 +146,12 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def place(
-    tiny_model: Path, nursery: Nursery, passes: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Place]:
+def place(tiny_model: Path, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     path = tmp_path_factory.mktemp("resume")
     (path / "marks.py").write_text(REWARD)
     (path / "recipe.yaml").write_text(yaml.safe_dump({"model": str(tiny_model), **RECIPE}))
     assert "PYTHONHASHSEED" not in os.environ, "both would have that one"
-    with Nursery(passes=passes) as gone_on:
+    with Nursery() as gone_on:
         place = Place(path, (nursery, gone_on))
         yield place
         for run in place.started:

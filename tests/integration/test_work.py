@@ -20,16 +20,17 @@ from fake_broker import FakeBroker, quick, until
 from fake_engine import END, FakeEngine
 from nursery import Nursery
 
-from tandem.broker.client import Connection, TakenBatch, TrainerClient
-from tandem.broker.journal.ledger import opened
-from tandem.broker.producer import GroupTally
-from tandem.broker.protocol.convert import group_from_wire
-from tandem.broker.protocol.messages import RunParameters, ScoredGroup
-from tandem.broker.queue.records import StoreOptions
-from tandem.broker.server.app import BrokerServer
-from tandem.broker.server.serving import serving
-from tandem.cli import _work_recipe, work
 from tandem.errors import ConfigError
+from tandem_broker.client import Connection, TakenBatch, TrainerClient
+from tandem_broker.commands import recipe as recipes
+from tandem_broker.commands import work
+from tandem_broker.journal.ledger import opened
+from tandem_broker.producer import GroupTally
+from tandem_broker.protocol.convert import group_from_wire
+from tandem_broker.protocol.messages import RunParameters, ScoredGroup
+from tandem_broker.queue.records import StoreOptions
+from tandem_broker.server.app import BrokerServer
+from tandem_broker.server.serving import serving
 
 RUN = RunParameters(
     wandb_group="", wandb_project="", batch_size=8, max_token_len=256, checkpoint_dir="", save_checkpoint_interval=1,
@@ -37,12 +38,12 @@ RUN = RunParameters(
 )  # fmt: skip
 
 
-def config(model: Path, broker: str, engine: FakeEngine, *more: str) -> _work_recipe.Work:
+def config(model: Path, broker: str, engine: FakeEngine, *more: str) -> recipes.Work:
     options = [
         f"model={model}", "env=arithmetic", f"broker={broker}", f"engine.urls=[{engine.url}]", "engine.model=m",
         "rewards={length: {weight: 1.0, target: 4}}", "group_size=4", "sampling.max_tokens=16", "n=4", *more,
     ]  # fmt: skip
-    return _work_recipe.load(None, options)
+    return recipes.load(None, options)
 
 
 @asynccontextmanager
@@ -63,7 +64,7 @@ async def take(client: TrainerClient, step: int) -> TakenBatch:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.cli.work.RetryPolicy", lambda **options: quick())
+    monkeypatch.setattr("tandem_broker.commands.work.RetryPolicy", lambda **options: quick())
 
 
 @pytest.mark.parametrize("dialect", ["tandem", "atropos", "openai"])
@@ -133,13 +134,13 @@ SEVERAL = {
 LENGTH = {"length": {"weight": 1.0, "target": 4}}
 
 
-def several(model: Path, broker: str, engine: FakeEngine, *more: str) -> _work_recipe.Work:
+def several(model: Path, broker: str, engine: FakeEngine, *more: str) -> recipes.Work:
     options = {
         "model": str(model), "broker": broker, "engine": {"urls": [engine.url], "model": "m"}, "group_size": 4,
         "sampling": {"max_tokens": 16}, "n": 8,
         "envs": {name: {**one, "rewards": LENGTH} for name, one in SEVERAL.items()},
     }  # fmt: skip
-    return _work_recipe.from_options(options, more, "a test")
+    return recipes.from_options(options, more, "a test")
 
 
 def test_several_environments_are_several_to_the_broker_and_fill_their_shares(tiny_model: Path, tmp_path: Path) -> None:

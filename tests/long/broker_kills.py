@@ -85,10 +85,9 @@ class Witness:
 
 def child(folder: Path) -> None:
     """Read lines of JSON, answer each once the ledger has it."""
-    from tandem.broker.journal.ledger import Ledger
-    from tandem.broker.journal.payloads import PayloadReader
-    from tandem.broker.protocol.messages import RunParameters
-    from tandem.broker.queue.records import GroupEntry, StoreOptions
+    from tandem_broker.journal.ledger import Ledger, read
+    from tandem_broker.protocol.messages import RunParameters
+    from tandem_broker.queue.records import GroupEntry, StoreOptions
 
     run = RunParameters(
         wandb_group="",
@@ -120,7 +119,7 @@ def child(folder: Path) -> None:
             else:
                 batch = store.take(now, lease=True, seconds=LEASE_SECONDS)
                 entries = batch.entries if batch else ()
-                assert PayloadReader(entries).bytes() == [entry.id.encode() * 50 for entry in entries]
+                assert asyncio.run(read(entries)) == [entry.id.encode() * 50 for entry in entries]
                 answers.append({"batch": batch and batch.id, "names": [entry.id for entry in entries]})
         ledger.settled().result()
         say(answers)

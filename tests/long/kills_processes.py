@@ -39,10 +39,7 @@ def load() -> None:
     import transformers.models.llama.modeling_llama
     import transformers.models.llama.tokenization_llama  # noqa: F401
 
-    import tandem.broker.server.app
     import tandem.cli.app
-    import tandem.cli.serve_broker
-    import tandem.cli.work
     import tandem.engines.vllm.server.routes
     import tandem.engines.vllm.worker.extension
     import tandem.trainer.assemble  # noqa: F401

@@ -10,11 +10,11 @@ import yaml
 from atropos_document import BROKERS, ENGINES, ENVIRONMENTS, REFUSED, TRAINERS, command
 
 from tandem.cli import app as cli
-from tandem.cli._work_recipe import Work
 from tandem.config.loading import RunConfig, from_options
 from tandem.engines.vllm.spec import Vllm
 from tandem.trainer import assemble as run
 from tandem.transport import bridge
+from tandem_broker.commands.recipe import Work
 
 SYNC = {
     "none": "Restart",
@@ -89,8 +89,8 @@ def test_engines(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_environments(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     played: list[Work] = []
-    monkeypatch.setattr("tandem.cli.env.play", lambda config: played.append(config) or "ended")
-    monkeypatch.setattr("tandem.cli.env.served_model", lambda url, key: "the engine's")
+    monkeypatch.setattr("tandem_broker.commands.env.play", lambda config: played.append(config) or "ended")
+    monkeypatch.setattr("tandem_broker.commands.env.served_model", lambda url, key: "the engine's")
     assert exit_code(ENVIRONMENTS[name], monkeypatch=monkeypatch) == 0, capsys.readouterr().err
     (config,) = played
     assert config.engine.urls == ("http://localhost:9001/v1",)
@@ -101,7 +101,7 @@ def test_environments(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 @pytest.mark.parametrize("line", BROKERS)
 def test_brokers(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[tuple[Any, ...]] = []
-    monkeypatch.setattr("tandem.cli.serve_broker.serve_broker", lambda *words: begun.append(words))
+    monkeypatch.setattr("tandem_broker.commands.serve.serve_broker", lambda *words: begun.append(words))
     assert exit_code(line, monkeypatch=monkeypatch) == 0
     assert begun[0][1] == (8002 if "8002" in line else 8000)
 

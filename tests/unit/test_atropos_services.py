@@ -161,8 +161,10 @@ def test_a_file_that_is_named_says_where_its_engine_is(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_there_yet_is_of_the_engine_at_the_port() -> None:
-    engine = running_engine(flags(9, "shared_vllm", vllm_config_path="/no/where.json"), {})
+    named = flags(9, "shared_vllm", vllm_config_path="/no/where.json")
+    engine = running_engine(named, {})
     assert engine == RunningEngine(url="http://localhost:9")
+    assert "--vllm-config-path: there is no file at /no/where.json yet" in named.notes[0]
     lend(Path("last resort"), "http://127.0.0.1:9")  # of an engine that has ended
     assert running_engine(flags(9, "shared_vllm", vllm_config_path="/no/where.json"), {}) == engine
 

@@ -183,6 +183,19 @@ def test_show_prints_a_recipe_of_the_same_run(read: Read, tmp_path: Path, capsys
     assert (again.steps, again.updates_per_batch, again.loss.clip_high) == (3, 2, 0.5)  # type: ignore[attr-defined]
 
 
+def test_show_refuses_what_cannot_be_had_together(read: Read, capsys: pytest.CaptureFixture[str]) -> None:
+    read({})
+    assert cli_code("train", "a.yaml", "--show") == 0
+    assert cli_code("train", "a.yaml", "engine=embedded", "sync=shared", "sampling.regex=a", "--show") != 0
+    assert "vLLM alone has grammars" in capsys.readouterr().err
+
+
+def cli_code(*words: str) -> Any:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([*words])
+    return stopped.value.code
+
+
 def test_the_page_lists_every_option() -> None:
     page = (Path(__file__).parents[2] / "docs/guide/axolotl.md").read_text()
     named = set(re.findall(r"`(\w+)`", page))

@@ -7,21 +7,17 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
-import msgspec
 import pytest
 from brokers import ENV, RUN, Client, group, play
 
-from tandem.broker.queue.records import StoreOptions
-from tandem.broker.server import app
-from tandem.broker.server.bodies import BodyLimits
-from tandem.broker.server.keys import Keys
 from tandem.errors import BrokerError
-
-MSGPACK = "application/msgpack"
+from tandem_broker.queue.records import StoreOptions
+from tandem_broker.server import app
+from tandem_broker.server.bodies import BodyLimits
+from tandem_broker.server.keys import Keys
 
 
 def small(**limits: Any) -> BodyLimits:
@@ -149,7 +145,7 @@ def test_without_a_content_type_a_body_is_none(kind: str | None) -> None:
 
 
 @pytest.mark.parametrize("near", [True, False])
-def test_gzip_out_is_for_clients_elsewhere(near: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_are_compressed_for_clients_elsewhere(near: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "is_near", lambda address: near)
 
     async def scene(client: Client) -> None:
@@ -157,9 +153,9 @@ def test_gzip_out_is_for_clients_elsewhere(near: bool, monkeypatch: pytest.Monke
         for accept, size in (("gzip, deflate", 2000), ("gzip", 1), ("deflate", 2000)):
             await client.post("/scored_data", group(1, images="x" * size))
             reply = await client.get("/batch", Accept_Encoding=accept)
-            zipped = reply.headers.get("Content-Encoding") == "gzip"
-            assert zipped == (not near and "gzip" in accept and size == 2000)
-            assert json.loads(gzip.decompress(reply.body) if zipped else reply.body)["batch"]
+            coding = reply.headers.get("Content-Encoding")
+            assert coding == (None if near else accept.rpartition(" ")[2])
+            assert json.loads(zlib.decompress(reply.body, 47) if coding else reply.body)["batch"]
 
     play(scene)
 
@@ -168,23 +164,6 @@ def test_which_addresses_are_near() -> None:
     assert app.is_near("127.0.0.1")
     assert app.is_near("::1")
     assert not any(map(app.is_near, ("10.0.0.1", None, "somewhere")))
-
-
-def test_messagepack_in_and_out() -> None:
-    async def scene(client: Client) -> None:
-        await client.begin(batch_size=2)
-        both = {"Content_Type": MSGPACK, "Accept": MSGPACK}
-        reply = await client.post("/register-env", msgspec.msgpack.encode(ENV), **both)
-        assert reply.headers["Content-Type"] == MSGPACK
-        assert msgspec.msgpack.decode(reply.body)["env_id"] == 0
-        await client.post("/scored_data", msgspec.msgpack.encode(group(1, scores=[0.25])), **both)
-        await client.post("/scored_data", group(1))  # JSON joins it in one batch
-        batch = msgspec.msgpack.decode((await client.get("/batch", Accept=MSGPACK)).body)["batch"]
-        assert [one["scores"] for one in batch] == [[0.25], [0.0]]
-        reply = await client.post("/register", msgspec.msgpack.encode(RUN), **both)
-        assert int(msgspec.msgpack.decode(reply.body)["uuid"]) > 2**64
-
-    play(scene)
 
 
 def test_environments_that_are_none() -> None:
@@ -237,7 +216,7 @@ ROUTES = {
         "GET /status",
         "GET /metrics",
     ],
-    "": ["GET /", "GET /docs", "GET /openapi.json"],
+    "": ["GET /", "GET /openapi.json"],
 }
 
 
@@ -306,7 +285,7 @@ def test_a_browser_may_look_and_not_reset() -> None:
     async def scene(client: Client) -> None:
         await client.begin(batch_size=4)
         await client.post("/scored_data", group())
-        for path in ("/", "/docs", "/status?detail=1", "/metrics"):
+        for path in ("/", "/status?detail=1", "/metrics"):
             assert (await client.get(path, **browser, Sec_Fetch_Site="none")).status == 200
         for path in ("/batch", "/reset_data"):
             for headers in (browser, browser | {"Sec_Fetch_Site": "none"}):
@@ -444,7 +423,7 @@ def test_a_group_that_no_batch_can_hold_is_refused() -> None:
 def test_nothing_is_promised_before_it_is_on_disk() -> None:
     gate = asyncio.Event()
 
-    async def committed(_: Any = None) -> None:
+    async def committed() -> None:
         await gate.wait()
 
     async def scene(client: Client) -> None:
@@ -461,33 +440,8 @@ def test_nothing_is_promised_before_it_is_on_disk() -> None:
     play(scene, committed=committed)
 
 
-def test_a_submission_waits_for_company_only_while_one_is_being_read() -> None:
-    seen: list[bool | None] = []
-
-    async def committed(more: Callable[[], bool] | None = None) -> None:
-        seen.append(None if more is None else more())
-
-    async def scene(client: Client) -> None:
-        await client.begin()
-        await client.post("/scored_data", group())
-        _, writer = await asyncio.open_connection("127.0.0.1", int(client.url.rsplit(":", 1)[1]))
-        head = b"POST /scored_data HTTP/1.1\r\nHost: b\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
-        writer.write(head)
-        while not client.broker.bodies.pending:
-            await client.get("/info")
-        await client.post("/scored_data", group())
-        writer.close()
-        await writer.wait_closed()
-        while client.broker.bodies.pending:
-            await client.get("/info")
-        await client.post("/scored_data_list", [group()])
-        assert seen == [None, None, False, True, False]
-
-    play(scene, committed=committed)
-
-
 def test_a_ledger_that_cannot_be_written_is_no_500() -> None:
-    async def committed(_: Any = None) -> None:
+    async def committed() -> None:
         raise BrokerError("the disk is full")
 
     async def scene(client: Client) -> None:
@@ -521,8 +475,7 @@ def test_metrics() -> None:
             'tandem_broker_lag_steps_bucket{le="4"} 0',
             'tandem_broker_lag_steps_bucket{le="6"} 1',
             'tandem_broker_lag_steps_bucket{le="+Inf"} 1',
-            "tandem_broker_lag_steps_sum 5.0",
-            'tandem_broker_request_seconds_count{path="/scored_data"} 3',
+            "tandem_broker_lag_steps_sum 5",
         ):
             assert line in text.splitlines(), line
         sample = re.compile(r'[a-z_]+(\{([a-zA-Z_]+="([^"\\\n]|\\.)*",?)+\})? [0-9.e+-]+')
@@ -547,14 +500,12 @@ def test_metrics_say_nothing_twice_of_environments_of_one_name() -> None:
     play(scene)
 
 
-def test_pages_load_nothing_from_elsewhere() -> None:
+def test_the_page_loads_nothing_from_elsewhere() -> None:
     async def scene(client: Client) -> None:
-        for path in ("/", "/docs"):
-            reply = await client.get(path, Accept="text/html,application/xhtml+xml,*/*;q=0.8")
-            text = reply.body.decode()
-            assert reply.headers["Content-Type"].startswith("text/html")
-            assert "sha256-" in reply.headers["Content-Security-Policy"]
-            assert not re.search(r"(src|href)=\"(https?:)?//|@import|url\(", text)
+        reply = await client.get("/", Accept="text/html,application/xhtml+xml,*/*;q=0.8")
+        assert reply.headers["Content-Type"].startswith("text/html")
+        assert "sha256-" in reply.headers["Content-Security-Policy"]
+        assert not re.search(r"(src|href)=\"(https?:)?//|@import|url\(", reply.body.decode())
         assert (await client.get("/", Accept="*/*")).json == {"message": "AtroposLib API"}
         detail = (await client.get("/status?detail=1")).json["detail"]
         page = (await client.get("/", Accept="text/html")).body.decode()
@@ -564,67 +515,15 @@ def test_pages_load_nothing_from_elsewhere() -> None:
     play(scene)
 
 
-def test_the_page_fits_a_telephone_and_says_one_step() -> None:
-    """Nothing on it is wider than 358 px (390 less its margins) of itself, and long names break."""
-
-    async def scene(client: Client) -> None:
-        page = (await client.get("/", Accept="text/html")).body.decode()
-        assert "overflow-wrap: anywhere" in page
-        assert "header > *, section, #tiles div { min-width: 0; }" in page
-        for least in re.findall(r"minmax\((.*?), 1fr\)", page):
-            assert "100%" in least or float(least.removesuffix("rem")) * 16 <= 358 / 2
-        assert '[["step", steps], ["batches served",' in page
-        assert "policy step ${" not in page
-
-    play(scene)
-
-
 def test_openapi_names_every_route() -> None:
     async def scene(client: Client) -> None:
         document = (await client.get("/openapi.json")).json
         named = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
         routes = {tuple(call.split()) for calls in ROUTES.values() for call in calls}
-        assert named == routes - {("GET", "/docs"), ("GET", "/openapi.json")}
-        body = document["paths"]["/scored_data"]["post"]["requestBody"]["content"]
-        assert set(body) == {"application/json", MSGPACK}
+        assert named == routes
         assert set(document["components"]["schemas"]["ScoredGroup"]["required"]) == {"tokens", "masks", "scores"}
 
     play(scene)
-
-
-def test_a_group_sent_again_after_a_lost_answer_is_taken_once() -> None:
-    """BaseEnv sends no key; but whether there was anybody to answer is known."""
-    gate, waiting = asyncio.Event(), asyncio.Event()
-
-    async def committed(_: Any = None) -> None:
-        waiting.set()
-        await gate.wait()
-
-    async def scene(client: Client) -> None:
-        gate.set()
-        await client.begin(batch_size=4)
-        gate.clear()
-        waiting.clear()
-        _, writer = await asyncio.open_connection("127.0.0.1", int(client.url.rsplit(":", 1)[1]))
-        body = json.dumps(group()).encode()
-        head = f"POST /scored_data HTTP/1.1\r\nHost: b\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-        writer.write(head.encode() + b"\r\n\r\n" + body)
-        await waiting.wait()
-        writer.transport.abort()
-        for _ in range(20):  # until the broker's side of the connection knows it too
-            await asyncio.sleep(0)
-        gate.set()
-
-        async def held() -> int:
-            return int((await client.get("/status")).json["queue_size"])
-
-        assert await held() == 1
-        for sent, then in ((group(scores=[4, 3, 2, 1]), 2), (group(), 2), (group(), 3), (group(), 4)):
-            assert (await client.post("/scored_data", sent)).json == {"status": "received"}
-            assert await held() == then  # the first of its like is the repetition, later ones are new
-        assert (await client.get("/status?detail=1")).json["detail"]["counts"]["duplicate"] == 1
-
-    play(scene, committed=committed)
 
 
 def test_a_batch_is_out_only_when_all_of_it_was_sent() -> None:

@@ -4,63 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 from brokers import Client, group, play
 
-from tandem.broker.protocol.wire import write
-from tandem.broker.server.bodies import INLINE_BYTES, Bodies, BodyLimits, RequestRejected
+from tandem_broker.protocol.wire import write
+from tandem_broker.server.bodies import INLINE_BYTES, BodyLimits
 
 HEAD = "POST /scored_data HTTP/1.1\r\nHost: b\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
-
-
-class Trickle:
-    """A body of which a byte comes whenever the wait for its end was given up."""
-
-    def __init__(self, left: int, broken: BaseException | None = None) -> None:
-        self.left = left
-        self.broken = broken
-        self.total_bytes = 0
-        self.content = self
-
-    def is_eof(self) -> bool:
-        return not self.left
-
-    def exception(self) -> BaseException | None:
-        return self.broken
-
-    async def wait_eof(self) -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            if self.total_bytes < 3:
-                self.left, self.total_bytes = self.left - 1, self.total_bytes + 1
-
-    def read_nowait(self) -> bytes:
-        return bytes(self.total_bytes)
-
-
-@pytest.mark.parametrize(("left", "whole"), [(3, True), (4, False)])
-def test_only_a_pause_ends_a_body(left: int, whole: bool) -> None:
-    bodies = Bodies(BodyLimits(idle_seconds=0.001))
-    request: Any = Trickle(left)
-    try:
-        if whole:
-            assert asyncio.run(bodies._whole(request)) == bytes(3)
-        else:
-            with pytest.raises(RequestRejected, match="nothing of the body came"):
-                asyncio.run(bodies._whole(request))
-    finally:
-        bodies.close()
-
-
-def test_a_client_that_went_before_anybody_waited_is_not_waited_for() -> None:
-    bodies = Bodies(BodyLimits(idle_seconds=0.001))
-    request: Any = Trickle(1, ConnectionResetError("gone"))
-    with pytest.raises(ConnectionResetError, match="gone"):
-        asyncio.run(bodies._whole(request))
-    bodies.close()
 
 
 @pytest.mark.parametrize("length", [200, INLINE_BYTES - 1000, 3 * INLINE_BYTES])
@@ -132,3 +83,11 @@ def test_a_body_that_comes_too_slowly_is_given_up() -> None:
         writer.close()
 
     play(scene, limits=BodyLimits(slow_seconds=0.2))
+
+
+def test_messages_that_are_no_groups_are_short() -> None:
+    async def scene(client: Client) -> None:
+        reply = await client.post("/register", b'{"x":"' + b"x" * (1 << 16) + b'"}')
+        assert reply.status == 413
+
+    play(scene)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.broker.queue import formation
-from tandem.broker.queue.records import GroupEntry
-from tandem.broker.queue.tenants import ANONYMOUS, Item, Tenant
+from tandem_broker.queue import formation
+from tandem_broker.queue.records import GroupEntry
+from tandem_broker.queue.tenants import ANONYMOUS, Item, Tenant
 
 TENANT = Tenant(env_id=None, spec=ANONYMOUS, name="", heard=0.0)
 SIZES = st.lists(st.integers(1, 9), max_size=10)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import platform
 import socket
-import subprocess
-import sys
 
 import pytest
 
-from tandem.broker.queue.store import GroupQueue
-from tandem.broker.server.app import BrokerServer
-from tandem.broker.server.serving import listening, serving
-from tandem.cli import serve_broker
 from tandem.errors import BrokerError, ConfigError
+from tandem_broker.commands import serve
+from tandem_broker.queue.store import GroupQueue
+from tandem_broker.server.app import BrokerServer
+from tandem_broker.server.serving import listening, serving
 
 
 def test_who_connects_before_it_is_ready_is_answered() -> None:
@@ -50,20 +47,7 @@ def test_an_address_that_cannot_be_had_is_told_in_one_line() -> None:
 def test_what_a_file_adds_around_a_key_is_no_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_BROKER_KEY", "trains\n")
     monkeypatch.setenv("TANDEM_BROKER_ENV_KEY", "plays, strange\n")
-    assert serve_broker._keys() == ("trains", "plays, strange")
+    assert serve._keys() == ("trains", "plays, strange")
     monkeypatch.setenv("TANDEM_BROKER_KEY", "\n")
     with pytest.raises(ConfigError, match="TANDEM_BROKER_KEY holds nothing but blanks"):
-        serve_broker._keys()
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such setting")
-def test_memory_that_was_let_go_is_used_again() -> None:
-    """Faults are pages that the system had to find and clear: twenty bodies are five thousand of them each time."""
-    code = (
-        "import resource\nfrom tandem.cli.serve_broker import _keep_memory\n_keep_memory()\n"
-        "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
-        "def bodies(): [bytearray(1 << 20) for _ in range(20)]\n"
-        "bodies()\nbefore = faults()\nfor _ in range(20): bodies()\nprint(faults() - before)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
-    assert int(done.stdout) < 5_000
+        serve._keys()

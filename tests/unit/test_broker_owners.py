@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from brokers import ENV, Client, group, play, run_parameters, served
 
-from tandem.broker.journal.ledger import Ledger
-from tandem.broker.queue.records import EnvSpec, StoreOptions
-from tandem.broker.queue.store import GroupQueue
-from tandem.broker.server.keys import Keys
+from tandem_broker.journal.ledger import Ledger
+from tandem_broker.queue.records import EnvSpec, StoreOptions
+from tandem_broker.queue.store import GroupQueue
+from tandem_broker.server.keys import Keys
 
 KEYS = Keys(trainer="trains", environments="alice, bob")
 ALICE, BOB, TRAINER = ({"Authorization": f"Bearer {key}"} for key in ("alice", "bob", "trains"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import shutil
 import tempfile
@@ -15,13 +16,13 @@ from brokers import run_parameters
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec.structs import replace as changed
 from tiers import examples
 
-from tandem.broker.journal.ledger import Ledger
-from tandem.broker.journal.payloads import PayloadReader
-from tandem.broker.protocol.messages import EnvStatus, RunParameters
-from tandem.broker.queue import formation
-from tandem.broker.queue.records import (
+from tandem_broker.journal.ledger import Ledger, read
+from tandem_broker.protocol.messages import EnvStatus, RunParameters
+from tandem_broker.queue import formation
+from tandem_broker.queue.records import (
     Acknowledgement,
     Busy,
     EnvSpec,
@@ -29,8 +30,8 @@ from tandem.broker.queue.records import (
     GroupRefused,
     StoreOptions,
 )
-from tandem.broker.queue.store import GroupQueue
-from tandem.broker.queue.tenants import Item
+from tandem_broker.queue.store import GroupQueue
+from tandem_broker.queue.tenants import Item
 
 pytestmark = pytest.mark.slow
 
@@ -202,7 +203,7 @@ class Promises(RuleBasedStateMachine):
         assert set(names) <= set(before)
         assert set(names) <= set(self.held)
         assert sum(entry.size for entry in batch.entries) == total
-        assert PayloadReader(batch.entries).bytes() == [name.encode().ljust(9) for name in names]
+        assert asyncio.run(read(batch.entries)) == [name.encode().ljust(9) for name in names]
         self.step += not returned
         assert batch.step == self.store.step == self.step
         self.served[batch.id] = names
@@ -254,7 +255,7 @@ class Promises(RuleBasedStateMachine):
         batch = list(self.served)[which % len(self.served)]
         answer = self.store.acknowledge(batch, self.now)
         if batch in self.over:
-            assert replace(answer, reason="") == replace(self.over[batch], reason="")
+            assert changed(answer, reason="") == changed(self.over[batch], reason="")
         elif answer.reason.startswith("no batch"):
             raise AssertionError("a batch was forgotten")
         else:
@@ -272,7 +273,7 @@ class Promises(RuleBasedStateMachine):
     def trainer_gives_back(self, which: int) -> None:
         batch = list(self.served)[which % len(self.served)]
         out = batch in self.store.leases.out and self.store.leases.out[batch].expires is None
-        assert self.store.release(batch, self.now) or not out
+        assert self.store.return_lease(batch, self.now) or not out
         assert batch not in self.store.leases.out
 
     @precondition(lambda self: self.served)
@@ -340,9 +341,9 @@ class Promises(RuleBasedStateMachine):
         assert self.store.waiting.groups == len(self.held)
         assert self.store.waiting.bytes == 9 * len(self.held)
         for tenant in self.store.tenants:
-            for shelf in (tenant.queue, tenant.buffer):
-                assert (shelf.groups, shelf.sequences) == (len(list(shelf)), sum(item.size for item in shelf))
-                assert all(list(line) == sorted(line, key=formation.BY_ORDER) for line in shelf.lines.values())
+            for queue in (tenant.queue, tenant.buffer):
+                assert (queue.groups, queue.sequences) == (len(list(queue)), sum(item.size for item in queue))
+                assert all(list(line) == sorted(line, key=formation.BY_ORDER) for line in queue.lines.values())
         assert sum(tenant.held_groups for tenant in self.store.tenants) == len(self.held)
         counts = self.store.counts
         assert counts["accepted"] == counts["trained"] + counts["dropped"] + len(self.held)
@@ -355,7 +356,7 @@ class Promises(RuleBasedStateMachine):
         out = [item for lease in self.store.leases.out.values() for item in lease.items if item.batch == lease.id]
         held = [item.entry.payload for item in self.waiting + [item for item in out if item.state == "leased"]]
         in_memory = sum(payload.data is not None for payload in held)
-        assert self.ledger.memory.bytes == 9 * in_memory <= self.options.memory_bytes
+        assert self.ledger._memory_bytes == 9 * in_memory <= self.options.memory_bytes
         tenants = len(self.store.tenants.by_id) + 1
         assert self.store.waiting.groups <= OPTIONS.max_groups + tenants * 8
         assert len(self.store.seen) <= OPTIONS.max_keys + 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from brokers import run_parameters
 
-from tandem.broker.protocol.messages import EnvAccepted, EnvStatus, RunParameters
-from tandem.broker.queue.records import (
+from tandem_broker.protocol.messages import EnvAccepted, EnvStatus, RunParameters
+from tandem_broker.queue.records import (
     Acknowledgement,
     Busy,
     EnvSpec,
@@ -15,7 +15,7 @@ from tandem.broker.queue.records import (
     ServedBatch,
     StoreOptions,
 )
-from tandem.broker.queue.store import GroupQueue
+from tandem_broker.queue.store import GroupQueue
 
 
 def run(batch_size: int, starting_step: int = 0) -> RunParameters:
@@ -346,7 +346,7 @@ def test_groups_trained_late_do_not_come_back_with_another_lease(release: bool) 
     assert second is not None
     store.acknowledge(first.id, 11.0)
     if release:
-        store.release(second.id, 12.0)
+        store.return_lease(second.id, 12.0)
     assert store.take(30.0) is None
     assert (store.queued_groups, store.status(30.0).held_bytes) == (0, 0)
 
@@ -366,8 +366,8 @@ def test_a_released_batch_is_served_next() -> None:
     Names(store).put(4, 4)
     batch = store.take(0.0, lease=True)
     assert batch is not None
-    assert store.release(batch.id, 0.0)
-    assert not store.release(batch.id, 0.0)
+    assert store.return_lease(batch.id, 0.0)
+    assert not store.return_lease(batch.id, 0.0)
     assert names(store.take(0.0)) == ["0"]
 
 
@@ -376,7 +376,7 @@ def test_a_plain_trainers_batch_is_trained_when_its_answer_went_out_and_it_asks_
     Names(store).put(4, 4, 4)
     lost = store.take(0.0, trainer="a")
     assert lost is not None
-    assert store.release(lost.id, 0.0)  # the answer could not be delivered
+    assert store.return_lease(lost.id, 0.0)  # the answer could not be delivered
     again = store.take(0.0, trainer="a")
     assert again is not None
     assert names(again) == ["0"]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
 from tandem.errors import EnvError
 from tandem.rollout.chat import EngineChat
@@ -253,6 +254,35 @@ def test_template_that_refuses_a_role_says_so(tokenizer: Any) -> None:
     )
     with pytest.raises(EnvError, match="user, tool: no tools"):
         Template(strict, {}).prompt([user("?"), Message(role="tool", content="!")])
+
+
+def test_a_template_that_leaves_out_what_a_message_holds_is_refused(tokenizer: Any) -> None:
+    silent = copy.deepcopy(tokenizer)
+    silent.chat_template = "{% for m in messages if m.role != 'developer' %}{{ m.content }}{% endfor %}"
+    calls = {"tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    template = Template(silent, {})
+    with pytest.raises(EnvError, match="leaves out messages of role developer"):
+        template.prompt([Message(role="developer", content="Be brief."), user("?")])
+    with pytest.raises(EnvError, match="leaves out tool_calls"):
+        template.prompt([user("?"), Message(role="assistant", content="", fields=calls), user("?")])
+    silent.chat_template = (
+        "{% for m in messages %}{{ m.tool_calls[0].function if m.tool_calls else m.name }}{% endfor %}"
+    )
+    messages = [
+        Message(role="user", content="?", fields={"name": "ann"}),
+        Message(role="assistant", content="", fields=calls),
+    ]
+    assert template.decode(template.prompt(messages)) == "ann{'name': 'add', 'arguments': {}}"
+
+
+def test_a_text_has_no_special_token_but_its_own(tokenizer: Any) -> None:
+    begun = copy.deepcopy(tokenizer)
+    begun._tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A <|im_end|>",
+        special_tokens=[(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<|im_start|>", "<|im_end|>")],
+    )
+    text = "<|im_start|>assistant\nLet me"
+    assert Template(begun, {}).prompt([Message(role="text", content=text)]) == ids_of(tokenizer, text)
 
 
 def test_a_text_is_gone_on_with_as_it_is(tokenizer: Any) -> None:

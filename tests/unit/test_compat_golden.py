@@ -17,7 +17,6 @@ from unittest.mock import patch
 import pytest
 from compat_cases import GOLDEN, OVERRIDES, SWIFT, axolotl_file, axolotl_files, cases, swift_files, swift_words
 
-from tandem.cli._work_recipe import from_options as work_options
 from tandem.compat import swift
 from tandem.compat.atropos.environment import translate as translate_environment
 from tandem.compat.atropos.options import ENVIRONMENT, SERVER, TRAINER
@@ -30,6 +29,7 @@ from tandem.compat.table import ForeignOption
 from tandem.config.loading import from_options, load
 from tandem.errors import TandemError
 from tandem.trainer.pairs import check_pairs
+from tandem_broker.commands.recipe import from_options as work_options
 
 Source = dict[str, Any]
 Result = dict[str, Any]

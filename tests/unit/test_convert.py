@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plays import make_group, make_rollout
 
-from tandem.broker.protocol.convert import Notes, Rules, group_from_wire, group_to_wire
-from tandem.broker.protocol.messages import ScoredGroup
-from tandem.broker.protocol.wire import read, read_group, write
 from tandem.errors import BrokerError
 from tandem.types import UNKNOWN, Group, Message, Rollout
+from tandem_broker.protocol.convert import Notes, Rules, group_from_wire, group_to_wire
+from tandem_broker.protocol.messages import ScoredGroup
+from tandem_broker.protocol.submission import read_group
+from tandem_broker.protocol.wire import read, write
 
 A = [10, 11, 12, 13, 14]
 MASK = [-100, -100, 12, 13, 14]
@@ -58,7 +59,7 @@ def made_group(**changed: Any) -> Group:
 
 def test_what_is_trained_survives_the_wire() -> None:
     group = made_group()
-    wired = read(write(group_to_wire(group), "msgpack"), ScoredGroup, "msgpack")
+    wired = read(write(group_to_wire(group)), ScoredGroup)
     back = group_from_wire(wired, id="t@1", version=99)
     assert [r.turns for r in back.rollouts] == [r.turns for r in group.rollouts]
     for name in ("id", "reward", "rewards", "messages", "status", "trained", "advantages"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tracemalloc
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -239,8 +240,13 @@ def test_messages_column(tmp_path: Path) -> None:
     [
         ([], "should end with a user's message, got nothing"),
         ([{"role": "assistant", "content": "hi"}], "got an assistant's message"),
-        ([{"role": "robot", "content": "hi"}], "role must be one of system, user, assistant, tool, got 'robot'"),
+        (
+            [{"role": "robot", "content": "hi"}],
+            "role must be one of system, developer, user, assistant, tool, got 'robot'",
+        ),
         ([{"role": "user"}], "each with role and content"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "only text can be trained on"),
+        ([{"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}], "tool_calls .* a function's name"),
         ("", None),
         (None, "should hold text, got nothing"),
         (True, "should hold text, got true or false"),
@@ -254,7 +260,55 @@ def test_malformed_prompts_name_the_line(tmp_path: Path, prompt: Any, message: s
         return
     with pytest.raises(EnvError, match=message) as caught:
         train(env)
-    assert str(caught.value).startswith(f"{tmp_path}/a.jsonl:2: column 'prompt'")
+    assert str(caught.value).startswith(f"{tmp_path}/a.jsonl:2: ")
+    assert "column 'prompt'" in str(caught.value)
+
+
+def test_messages_keep_what_chat_templates_read(tmp_path: Path) -> None:
+    """A table has null where a message lacks a field; arguments are JSON text in OpenAI's form."""
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    talk = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]},
+        {"role": "user", "name": "ann", "content": "1 + 1", "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm", "name": None},
+        {"role": "tool", "content": "2", "tool_call_id": "c1"},
+    ]
+    (task,) = train(Dataset(path=jsonl(tmp_path / "a.jsonl", {"prompt": talk}), answer="", test_share=0))
+    read = {**call, "function": {"name": "add", "arguments": {"a": 1}}}
+    assert [message.as_dict() for message in task.prompt] == [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "name": "ann", "content": "1 + 1"},
+        {"role": "assistant", "content": "", "tool_calls": [read], "reasoning_content": "hm"},
+        {"role": "tool", "content": "2", "tool_call_id": "c1"},
+    ]
+
+
+def test_doubled_braces_are_braces(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", {"q": "1 {+} 1?", "answer": "2"})
+    prompt = 'In {{answer}}, {{{q}}}, or as {{"result": 2}}: {q} {'
+    (task,) = train(Dataset(path=path, prompt=prompt, test_share=0))
+    assert task.prompt == user_prompt('In {answer}, {1 {+} 1?}, or as {"result": 2}: 1 {+} 1? {')
+
+
+@pytest.mark.parametrize(("answer", "refused"), [("answer", True), ("", False), ("empty", False), ("q", False)])
+def test_a_template_that_names_the_gold_answer_is_refused(tmp_path: Path, answer: str, refused: bool) -> None:
+    """Not where the answer stands in the question itself."""
+    path = jsonl(tmp_path / "a.jsonl", {"problem": "Is 2 even, 1 or 2?", "answer": "2", "empty": "", "q": "even"})
+    env = Dataset(path=path, prompt="{problem} Put it within \\boxed{answer}.", answer=answer, test_share=0)
+    with (
+        pytest.raises(EnvError, match=r"a.jsonl:1: .*gold answer into the prompt: .*boxed2")
+        if refused
+        else nullcontext()
+    ):
+        assert train(env)[0].prompt[0].content == "Is 2 even, 1 or 2? Put it within \\boxed2."
+
+
+def test_a_text_without_a_chat_is_the_whole_prompt(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", {"q": "1 + 1", "prompt": [{"role": "user", "content": "?"}], "answer": "2"})
+    (task,) = train(Dataset(path=path, prompt="{q} =", chat=False, test_share=0))
+    assert task.prompt == (Message(role="text", content="1 + 1 ="),)
+    with pytest.raises(EnvError, match="should hold text, got a list"):
+        train(Dataset(path=path, chat=False, test_share=0))
 
 
 # dataset: mistakes

@@ -19,13 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import examples
 
-from tandem.broker import source as sources
-from tandem.broker.client import Connection, NotRegistered, TakenBatch, TrainerClient
-from tandem.broker.protocol.convert import Rules, group_from_wire
-from tandem.broker.protocol.messages import Info, RunParameters, ScoredGroup
-from tandem.broker.queue.records import GroupEntry, ServedBatch
-from tandem.broker.queue.store import GroupQueue
-from tandem.broker.source import BrokerSource, BrokerSourceOptions, full_marks
 from tandem.config.loading import from_options
 from tandem.engines.base import Engine
 from tandem.engines.vllm.client.engine import VllmEngine
@@ -33,13 +26,20 @@ from tandem.errors import BrokerError, Deadline, EngineError, Starved
 from tandem.metrics import flatten
 from tandem.rollout.data_state import DataState
 from tandem.rollout.turns import unrecorded_options
-from tandem.trainer.broker_source import TolerantSource, broker_source
 from tandem.trainer.environments import StepCounter
 from tandem.trainer.pack import StepBatch
 from tandem.trainer.record import records
 from tandem.trainer.state import TrainerState
 from tandem.trainer.step import StepStats
 from tandem.types import Group, PolicyVersion, Sampling
+from tandem_broker import source as sources
+from tandem_broker.client import Connection, NotRegistered, TakenBatch, TrainerClient
+from tandem_broker.protocol.convert import Rules, group_from_wire
+from tandem_broker.protocol.messages import Info, RunParameters, ScoredGroup
+from tandem_broker.queue.records import GroupEntry, ServedBatch
+from tandem_broker.queue.store import GroupQueue
+from tandem_broker.run_source import broker_source
+from tandem_broker.source import BrokerSource, BrokerSourceOptions, full_marks
 
 T = TypeVar("T")
 RUN = RunParameters(
@@ -159,7 +159,6 @@ class Trainer:
     step: int = 0
     dropped: list[tuple[str, str]] = field(default_factory=list)
     failure: Exception | None = None
-    kind: type[BrokerSource] = BrokerSource
 
     def source(self, **options: Any) -> BrokerSource:
         rules = {name: options.pop(name) for name in ("env_advantages", "policy_logprobs") if name in options}
@@ -170,7 +169,7 @@ class Trainer:
             "drop_zero_variance": True,
             "lease_seconds": 60.0,
         }
-        return self.kind(
+        return BrokerSource(
             broker=self.broker,
             run=RUN,
             options=BrokerSourceOptions(**{**defaults, **options}, rules=Rules(**rules), poll_seconds=0.0),
@@ -331,7 +330,7 @@ def test_a_broker_that_goes_on_with_another_batch_size_is_an_error() -> None:
      {"frequency_penalty": 0.5}, {"min_tokens": 3}],
     ids=lambda options: next(iter(options)),
 )  # fmt: skip
-def test_groups_that_say_that_they_were_sampled_otherwise_end_the_run(options: dict[str, Any], where: str) -> None:
+def test_groups_that_say_that_they_were_sampled_otherwise_are_set_aside(options: dict[str, Any], where: str) -> None:
     ((name, value),) = options.items()
     same = Local()
     same.put(
@@ -340,10 +339,11 @@ def test_groups_that_say_that_they_were_sampled_otherwise_end_the_run(options: d
     run_like_it = Sampling(**{name: value})
     assert taken(same, 1, sampling=run_like_it)[0] == [["a", "b"]], "groups that say nothing are taken as they are"
     other = Local()
-    other.put(sent("a"), sent("b", **{where: [{}, options] if where == "overrides" else options}))
+    said = {where: [{}, options] if where == "overrides" else options}
+    other.put(*(sent(f"g{n}", **said) for n in range(8)))
     own = getattr(Sampling(), name)
-    with pytest.raises(BrokerError, match=rf"samples with {name} {value}, .* with {own:g}; .* sampling\.{name}"):
-        taken(other, 1)
+    with pytest.raises(Starved, match=rf"samples with {name} {value}, .* with {own:g}; .* sampling\.{name}"):
+        taken(other, 1, max_dropped_batches=2)
 
 
 @pytest.mark.parametrize(
@@ -360,7 +360,7 @@ def test_a_group_that_is_refused_is_set_aside_and_training_goes_on(
 ) -> None:
     broker = Local()
     broker.put(sent("a"), sent("b", **changed), sent("c"), sent("d"))
-    trainer = Trainer(broker, kind=TolerantSource)
+    trainer = Trainer(broker)
 
     async def go() -> tuple[list[str], Mapping[str, float], tuple[str, ...]]:
         async with trainer.source().open(DataState()) as source:
@@ -378,7 +378,7 @@ def test_a_broker_whose_groups_are_all_refused_ends_the_run_with_the_reason() ->
     broker = Local()
     broker.put(*(sent(f"g{n}", generation_params={"top_p": 0.5}) for n in range(8)))
     with pytest.raises(Starved, match=r"samples with top_p 0\.5"):
-        taken(broker, 1, Trainer(broker, kind=TolerantSource), max_dropped_batches=2)
+        taken(broker, 1, Trainer(broker), max_dropped_batches=2)
 
 
 def test_what_is_no_number_says_nothing_of_sampling() -> None:
@@ -513,12 +513,15 @@ def test_a_group_of_which_nothing_is_trained_teaches_nothing() -> None:
     assert trainer.dropped == [("zero_variance", "zero")]
 
 
-def test_missing_logprobs_end_the_run_and_the_batch_comes_again() -> None:
+def test_groups_without_logprobs_are_set_aside_unless_the_policy_computes_them() -> None:
+    bare = [sent(f"g{n}", inference_logprobs=None) for n in range(8)]
     broker = Local()
-    broker.put(sent("bare", inference_logprobs=None), sent("ok"))
-    with pytest.raises(BrokerError, match="missing_logprobs"):
-        taken(broker, 1)
-    assert taken(broker, 1, policy_logprobs=True)[0] == [["bare", "ok"]]
+    broker.put(*bare)
+    with pytest.raises(Starved, match="missing_logprobs"):
+        taken(broker, 1, max_dropped_batches=2)
+    broker = Local()
+    broker.put(*bare)
+    assert taken(broker, 1, policy_logprobs=True)[0] == [["g0", "g1"]]
 
 
 def test_what_is_ignored_is_told_once(caplog: pytest.LogCaptureFixture) -> None:

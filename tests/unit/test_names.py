@@ -74,6 +74,12 @@ def test_names_of_axolotls_groups_are_told_one_by_one(tmp_path: Path) -> None:
     assert "a whole file of Axolotl has base_model" in whole
 
 
+@pytest.mark.parametrize(("line", "follows"), [("bf16: true", "dtype: bfloat16"), ("warmup_ratio: 0.1", "optimizer.")])
+def test_hints_can_be_followed(tmp_path: Path, line: str, follows: str) -> None:
+    (hint,) = problems(tmp_path, f"{line}\n")
+    assert f"here it is {follows}" in hint
+
+
 def test_a_name_within_a_part(tmp_path: Path) -> None:
     (line,) = problems(tmp_path, "loss: {epsilon: 0.2}\n")
     assert "unknown option 'epsilon' of loss (grpo); known: clip_low, " in line

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import pytest
 import torch
 from torch.nn import Parameter
+from transformers import get_wsd_schedule
+from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmup
 
 from tandem.errors import CheckpointError
 from tandem.optimizers.adamw import AdamW
 from tandem.optimizers.base import Stepper, global_norm
+from tandem.testing.oracle import rate as formula
 
 
 def parameters(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[tuple[str, Parameter]]:
@@ -213,6 +217,25 @@ def test_rates() -> None:
     cosine = AdamW(lr=2.0, schedule="cosine")
     assert [cosine.rate(step, 4) for step in (2, 4, 9)] == pytest.approx([1.0, 0.0, 0.0])
     assert AdamW(lr=1.0).rate(1, 10) == 1.0
+
+
+@pytest.mark.parametrize("decay", ["cosine", "linear", "1-sqrt"])
+def test_warmup_stable_decay_is_transformers(decay: Literal["cosine", "linear", "1-sqrt"]) -> None:
+    """Whose first step is its step 0, which is none here: the last step has the lowest rate."""
+    own = AdamW(lr=2.0, warmup_steps=3, schedule="warmup_stable_decay", decay_steps=4, decay=decay, min_lr_ratio=0.1)
+    plain = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    scheduler = get_wsd_schedule(plain, 3, 4, num_training_steps=12, decay_type=decay, min_lr_ratio=0.1)
+    rates = [scheduler.lr_lambdas[0](step) * 2.0 for step in range(1, 13)]
+    assert [own.rate(step, 12) for step in range(1, 13)] == pytest.approx(rates)
+    assert [formula(vars(own), step, 12) for step in range(1, 13)] == pytest.approx(rates)
+
+
+def test_cosine_with_a_least_rate_is_transformers() -> None:
+    own = AdamW(lr=2.0, warmup_steps=3, schedule="cosine", min_lr_ratio=0.25)
+    plain = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    scheduler = get_cosine_with_min_lr_schedule_with_warmup(plain, 3, 12, min_lr=0.5)
+    rates = [scheduler.lr_lambdas[0](step) * 2.0 for step in range(1, 13)]
+    assert [own.rate(step, 12) for step in range(1, 13)] == pytest.approx(rates)
 
 
 @pytest.mark.parametrize(

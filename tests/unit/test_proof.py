@@ -18,10 +18,14 @@ from hypothesis import strategies as st
 from scripted import Scripted, scripted
 from tiers import long_but
 from tiny import live_policy
+from torch import Tensor
 
-from tandem.engines.base import PROBE_SAMPLES, ProbeResult
+from tandem.engines.base import PROBE_SAMPLES, PROBE_TEMPERATURE, ProbeResult
+from tandem.engines.embedded import engine as embedded
+from tandem.engines.embedded.spec import Embedded
 from tandem.errors import StaleWeights
 from tandem.model.policy import Policy
+from tandem.model.sampling import draw
 from tandem.trainable.base import Trainable
 from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
@@ -209,6 +213,38 @@ def test_logprobs_that_leave_the_temperature_out_are_seen(policy: Policy, tiny_m
     """Scored at temperature 1 all is well; those of sampled tokens are of another distribution than was drawn from."""
     with pytest.raises(StaleWeights, match="leaves the temperature out of its logprobs"):
         answered(policy, tiny_model, lambda probe: raw(policy, probe), after=after)
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_the_embedded_engine_may_not_leave_the_temperature_out_either(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch, after: int, tmp_path: Path
+) -> None:
+    """It scores by the trainer's own pass, so what it samples is all that can show it."""
+
+    def raw(logits_NV: Tensor, uniform_N: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        tokens_N, _ = draw(logits_NV, uniform_N, **options)
+        return tokens_N, (logits_NV * PROBE_TEMPERATURE).log_softmax(-1).gather(1, tokens_N[:, None])[:, 0]
+
+    async def work() -> list[float | None]:
+        gaps = []
+        async with (
+            Embedded().open(policy, context=1024) as engine,
+            Shared().open(policy, engine, START, Full(), tmp_path) as session,
+        ):
+            for step in range(1, 4):
+                if step > after:
+                    monkeypatch.setattr(embedded, "draw", raw)
+                async with session.commit(step) as commit:
+                    pass
+                assert commit.published is not None
+                gaps.append(commit.published.probe_gap)
+        return gaps
+
+    with pytest.raises(StaleWeights, match="leaves the temperature out of its logprobs"):
+        asyncio.run(work())
+    monkeypatch.setattr(embedded, "draw", draw)
+    after = 3
+    assert all(gap is not None and gap < 1e-4 for gap in asyncio.run(work()))
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_records import Recording, of_updates
 from ranked import rank_threads
 from stepped import OBJECTIVES, TRAINABLE
 from tiers import long_but
@@ -33,7 +34,6 @@ from tandem.distributed.sharding import ShardedStepper
 from tandem.model.policy import Compute, Policy, load_model
 from tandem.optimizers.adamw import AdamW
 from tandem.tools.certify.made_up import Author
-from tandem.tools.certify.rank_records import GRADIENT, Recording, of_updates
 from tandem.trainer.objective import Objective
 from tandem.trainer.pack import Packer, StepBatch
 from tandem.trainer.rank_crew import RankWork
@@ -206,7 +206,7 @@ def gradients(
         asyncio.run(stepped(case, work, batch, group))
         if group is None:
             return list(stepper.updates)
-        return of_updates(stepper.state_dict(), GRADIENT)
+        return of_updates(stepper.state_dict())
 
 
 async def stepped(case: Case, work: LocalWork, batch: StepBatch, group: DataGroup | None) -> None:

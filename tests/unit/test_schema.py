@@ -133,7 +133,7 @@ def test_what_loads_conforms(extra: dict[str, Any]) -> None:
         {"rewards": {"cosine_length": {"accuracy": "numbr", "max_tokens": 9}}},
         {"rewards": {"cosine_length": {"max_tokens": 9}}},
         {"sampling": {"stop": "a"}},
-        {"trainable": {"kind": "lora", "target_modules": "some"}},
+        {"trainable": {"kind": "lora", "target_modules": 3}},
     ],
 )
 def test_what_does_not_load_does_not_conform(extra: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ from tandem.metrics import flatten
 from tandem.model.penalties import Penalties
 from tandem.model.policy import Policy
 from tandem.optimizers.adamw import AdamW
+from tandem.testing import oracle
 from tandem.trainable.lora import Lora
 from tandem.trainer.objective import Objective
 from tandem.trainer.pack import Packer
@@ -91,42 +93,29 @@ def gradient(
 
 
 def by_formula(exact: Any, groups: Sequence[Group], *, sampling: Sampling, loss: Grpo, mask: bool = False) -> Any:
-    """Loss, the sum of its terms' sizes, and the gradient, in float64.
-
-    transformers' forward of each sample on its own, and the clipped loss in numpy.
-    """
-    exact.zero_grad()
-    terms: list[tuple[Tensor, np.ndarray, float]] = []  # logprobs, behaviour's, advantage of each sample
-    for group in groups:
-        rewards = [r.reward for r in group.rollouts if r.reward is not None]
-        for rollout in group.rollouts:
-            if rollout.reward is None or (mask and rollout.truncated):
-                continue
-            parts = [(logprobs_of(exact, t.prompt, t.completion.tokens, sampling, ENDS), t) for t in rollout.turns]
-            old = np.concatenate([np.float32(t.completion.logprobs).astype(np.float64) for _, t in parts])
-            terms.append((torch.cat([lp for lp, _ in parts]), old, rollout.reward - sum(rewards) / len(rewards)))
-    num_tokens, value, size = sum(len(old) for _, old, _ in terms), 0.0, 0.0
-    total = torch.zeros((), dtype=torch.float64)
-    for logprobs, old, advantage in terms:
-        ratio = np.exp(logprobs.detach().numpy() - old)
-        clipped = np.clip(ratio, 1 - loss.clip_low, 1 + loss.clip_high)
-        objective = np.minimum(ratio * advantage, clipped * advantage)
-        pushes = ratio * advantage <= clipped * advantage  # the unclipped term is the smaller one
-        if advantage < 0 and loss.dual_clip is not None:
-            floor = loss.dual_clip * advantage
-            pushes &= objective >= floor
-            objective = np.maximum(objective, floor)
-        weight = {
-            "token": 1 / num_tokens,
-            "sequence": 1 / (len(terms) * len(old)),
-            "constant": 1 / (len(terms) * sampling.max_tokens),
-        }[loss.reduction]
-        value -= weight * objective.sum()
-        size += weight * np.abs(objective).sum()
-        slope = torch.from_numpy(-weight * advantage * ratio * pushes)  # d(-r A)/d logprob = -r A
-        total = total + (slope * logprobs).sum()
-    total.backward()
-    return value, size, {name: p.grad.clone() for name, p in exact.named_parameters()}
+    """Loss, the sum of its terms' sizes, and the gradient, in float64."""
+    known = oracle.Formula(
+        advantage=("dr_grpo", {}),
+        loss=("grpo", dataclasses.asdict(loss)),
+        corrections=(),
+        reference=None,
+        recomputed=False,
+        updates=1,
+        sampling=dataclasses.asdict(sampling),
+        ends=(*ENDS, *sampling.stop_token_ids),
+        mask_truncated=mask,
+        weights={},
+    )
+    plain, weights = oracle.PlainModel(exact, ("full", {})), dict(exact.named_parameters())
+    sequences, value, size = list(oracle.spoken(groups, known)), 0.0, 0.0
+    with torch.no_grad():
+        for one in sequences:
+            now = oracle.logprobs(plain, one, known)
+            cost = oracle.cost(known, one, oracle.Scored(now=now, first=now, reference=None))
+            cost = cost * oracle.share(known, sequences, one)
+            value, size = value + float(cost.sum()), size + float(cost.abs().sum())
+    (gradient,) = oracle.gradients(plain, lambda update: weights, [(1, groups)], known)
+    return value, size, gradient
 
 
 def distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:

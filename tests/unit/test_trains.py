@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel, get_peft_model_state_dict
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
@@ -25,6 +26,7 @@ from tandem.trainable import _adapted
 from tandem.trainable.base import Trainable, layer_of
 from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
+from tandem.transport.adapters import write_adapter
 
 TOKENS = torch.arange(12).reshape(2, 6)
 
@@ -204,6 +206,9 @@ def test_lora_learns_and_leaves_the_base_alone() -> None:
         (Lora(layers=(0,), target_modules=("q_proj", "down_proj")), 4),
         (Lora(target_modules=("q_proj",)), 4),
         (Lora(layers=(0,), target_modules=("q_proj", "down_proj"), merged=True), 4),
+        (Lora(target_modules=("self_attn.q_proj", "layers.1.mlp.down_proj")), 6),
+        (Lora(target_modules=r"model\.layers\.1\..*\.[qv]_proj"), 4),
+        (Lora(layers=(1,), target_modules=r".*\.[qv]_proj", merged=True), 4),
     ],
 )
 def test_which_parameters_train(trainable: Trainable, trained: int) -> None:
@@ -211,6 +216,26 @@ def test_which_parameters_train(trainable: Trainable, trained: int) -> None:
     names = [name for name, _ in trainable.parameters(live)]
     assert len(names) == trained
     assert trainable.layers is None or {layer_of(name) for name in names} == set(trainable.layers)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks for it
+@pytest.mark.parametrize("merged", [True, False])
+@pytest.mark.parametrize("targets", [("self_attn.q_proj",), r".*\.1\..*\.[qv]_proj"])
+def test_a_written_adapter_adapts_what_was_trained(
+    tmp_path: Path, targets: tuple[str, ...] | str, merged: bool
+) -> None:
+    trainable = Lora(rank=2, target_modules=targets, merged=merged)
+    live = trainable.prepare(model())
+    write_adapter(tmp_path, tensors := trainable.live_tensors(live), trainable.adapter_config(live))
+    loaded = PeftModel.from_pretrained(model(), tmp_path)
+    assert get_peft_model_state_dict(loaded, save_embedding_layers=False).keys() == tensors.keys()
+
+
+def test_modules_that_match_nothing_are_told() -> None:
+    with pytest.raises(ConfigError, match=r"no linear layer's whole name matches 'q_proj'; it has .*q_proj"):
+        Lora(target_modules="q_proj").prepare(model())
+    with pytest.raises(ValueError, match="no regular expression"):
+        Lora(target_modules="(q")
 
 
 @pytest.mark.parametrize("trainable", [Full(), Full(layers=(0,)), Lora(rank=2)])

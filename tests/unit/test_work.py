@@ -17,19 +17,20 @@ from fake_broker import FakeBroker, quick, until
 from fake_engine import END, FakeEngine
 from plays import make_group, make_rollout
 
-from tandem.broker.client import Connection, EnvClient
-from tandem.broker.producer import IN_A_ROW, GroupTally, PlayPace, Producer, TaskShuffle
-from tandem.broker.protocol.messages import EnvRegistration, EnvStatus, Info
-from tandem.broker.remote_engine import AtroposDialect, OpenAiDialect, RemoteEngine, RemoteEngines, native
-from tandem.cli import _work_recipe, work
 from tandem.cli import app as cli
-from tandem.cli.env import env
-from tandem.cli.work import mask_truncated
 from tandem.config.loading import RunConfig
 from tandem.errors import BrokerError, ConfigError, Deadline, EngineError
 from tandem.observability import waits
 from tandem.rollout.group_runner import keep_rewards
 from tandem.types import Group, Message, Sampling, Task
+from tandem_broker.client import Connection, EnvClient
+from tandem_broker.commands import recipe as recipes
+from tandem_broker.commands import work
+from tandem_broker.commands.env import env
+from tandem_broker.commands.work import mask_truncated
+from tandem_broker.producer import IN_A_ROW, GroupTally, PlayPace, Producer, TaskShuffle
+from tandem_broker.protocol.messages import EnvRegistration, EnvStatus, Info
+from tandem_broker.remote_engine import AtroposDialect, OpenAiDialect, RemoteEngine, RemoteEngines, native
 
 T = TypeVar("T")
 PLACES = ["broker=http://b:1", "engine=http://e:2/v1"]
@@ -47,13 +48,13 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def test_options_alone_are_enough() -> None:
-    config = _work_recipe.load(None, ["model=m", "env=arithmetic", *PLACES])
+    config = recipes.load(None, ["model=m", "env=arithmetic", *PLACES])
     assert (config.broker.url, config.engine.urls) == ("http://b:1", ("http://e:2/v1",))
     assert config.env.name == "arithmetic"
     assert config.rewards, "the environment's own"
-    several = _work_recipe.load(None, ["model=m", "env=arithmetic", PLACES[0], "engine=[http://e:1, http://e:2]"])
+    several = recipes.load(None, ["model=m", "env=arithmetic", PLACES[0], "engine=[http://e:1, http://e:2]"])
     assert several.engine.urls == ("http://e:1", "http://e:2")
-    named = _work_recipe.load(None, ["model=m", "env=arithmetic", *PLACES, "engine.model=x", "broker.key_variable=K"])
+    named = recipes.load(None, ["model=m", "env=arithmetic", *PLACES, "engine.model=x", "broker.key_variable=K"])
     assert (named.engine.model, named.broker.key_variable) == ("x", "K")
 
 
@@ -65,16 +66,16 @@ def test_a_recipe_for_training_is_taken_as_it_is(tmp_path: Path) -> None:
         "broker: {url: 'http://b:1', lease_seconds: 9}\nrewards: {number: 2.0}\nsampling: {temperature: 0.8}\n"
         "timeouts: {loop_seconds: 9}\n"
     )
-    config = _work_recipe.load(recipe, [PLACES[1]])
+    config = recipes.load(recipe, [PLACES[1]])
     assert (config.group_size, config.sampling.temperature, config.rewards["number"].weight) == (6, 0.8, 2.0)
     assert (config.broker.url, config.engine.urls) == ("http://b:1", ("http://e:2/v1",))
     assert config.known_as is None
     assert config.timeouts.loop_seconds == 9
     recipe.write_text(recipe.read_text().replace("vllm, gpu", "vllm, urls: ['http://e:9'], gpu"))
-    assert _work_recipe.load(recipe, []).engine.urls == ("http://e:9",)
+    assert recipes.load(recipe, []).engine.urls == ("http://e:9",)
     recipe.write_text(recipe.read_text() + "grup_size: 3\n")
     with pytest.raises(ConfigError, match="did you mean 'group_size'"):
-        _work_recipe.load(recipe, [])
+        recipes.load(recipe, [])
 
 
 @pytest.mark.parametrize(
@@ -99,9 +100,9 @@ def test_a_recipe_for_training_is_taken_as_it_is(tmp_path: Path) -> None:
 )
 def test_mistakes_are_found_at_once(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        _work_recipe.load(None, words)
+        recipes.load(None, words)
     with pytest.raises(ConfigError, match="cannot read the recipe"):
-        _work_recipe.load(Path("nowhere.yaml"), words)
+        recipes.load(Path("nowhere.yaml"), words)
 
 
 ENVS = "envs: {sums: {env: arithmetic, weight: 3, min_share: 0.25}, calculator: 1}\n"
@@ -110,12 +111,12 @@ ENVS = "envs: {sums: {env: arithmetic, weight: 3, min_share: 0.25}, calculator: 
 def test_several_environments_are_played_or_one_of_them(tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text(f"model: m\nsteps: 3\n{ENVS}")
-    config = _work_recipe.load(recipe, PLACES)
+    config = recipes.load(recipe, PLACES)
     assert {name: (s.weight, s.min_share) for name, s in config.sources.items()} == {
         "sums": (3.0, 0.25), "calculator": (1.0, 0.0),
     }  # fmt: skip
-    assert list(_work_recipe.load(recipe, [*PLACES, "env_name=calculator"]).sources) == ["calculator"]
-    assert _work_recipe.load(recipe, [*PLACES, "envs.sums=5"]).sources["sums"].weight == 5.0
+    assert list(recipes.load(recipe, [*PLACES, "env_name=calculator"]).sources) == ["calculator"]
+    assert recipes.load(recipe, [*PLACES, "envs.sums=5"]).sources["sums"].weight == 5.0
     for override, message in {
         "env_name=other": r"env_name must be an entry of envs \(sums, calculator\)",
         "weight=2": "weight changes nothing: each entry of envs has its own",
@@ -124,19 +125,17 @@ def test_several_environments_are_played_or_one_of_them(tmp_path: Path) -> None:
         "env=arithmetic": "envs must be left out where env is given",
     }.items():
         with pytest.raises(ConfigError, match=message):
-            _work_recipe.load(recipe, [*PLACES, override])
-    alone = _work_recipe.load(
-        None, ["model=m", "env=arithmetic", *PLACES, "known_as=mine", "weight=2", "min_share=0.5"]
-    )
+            recipes.load(recipe, [*PLACES, override])
+    alone = recipes.load(None, ["model=m", "env=arithmetic", *PLACES, "known_as=mine", "weight=2", "min_share=0.5"])
     ((name, source),) = alone.sources.items()
     assert (name, source.weight, source.min_share) == ("mine", 2.0, 0.5)
     with pytest.raises(ConfigError, match="there is none"):
-        _work_recipe.load(None, ["model=m", "env=arithmetic", *PLACES, "env_name=arithmetic"])
+        recipes.load(None, ["model=m", "env=arithmetic", *PLACES, "env_name=arithmetic"])
 
 
 def test_shared_options_have_the_recipes_defaults() -> None:
     """The same recipe means the same to both sides."""
-    ours, theirs = (vars_of(cls) for cls in (_work_recipe.Work, RunConfig))
+    ours, theirs = (vars_of(cls) for cls in (recipes.Work, RunConfig))
     for name in (
         "group_size",
         "truncated",
@@ -183,7 +182,7 @@ def command(*arguments: str) -> int:
 def test_mistakes_in_flags_are_told_before_an_engine_is_waited_for(
     name: str, flags: dict[str, list[str]], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tandem.cli.env.served_model", lambda url, key: pytest.fail("waited"))
+    monkeypatch.setattr("tandem_broker.commands.env.served_model", lambda url, key: pytest.fail("waited"))
     with pytest.raises(ConfigError, match=message):
         env(name, "serve", flags, [])
 
@@ -191,14 +190,14 @@ def test_mistakes_in_flags_are_told_before_an_engine_is_waited_for(
 def test_the_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.delenv("TANDEM_OPENAI_API_KEY", raising=False)
-    played: list[_work_recipe.Work] = []
+    played: list[recipes.Work] = []
 
-    def play(config: _work_recipe.Work) -> str:
+    def play(config: recipes.Work) -> str:
         played.append(config)
         return "ended"
 
-    monkeypatch.setattr("tandem.cli.work.play", play)
-    monkeypatch.setattr("tandem.cli.env.play", play)
+    monkeypatch.setattr("tandem_broker.commands.work.play", play)
+    monkeypatch.setattr("tandem_broker.commands.env.play", play)
     assert command("work", "env=arithmetic", "model=m", *PLACES) == 0
     flags = ["--env.tokenizer_name", "m", "--env.steps_per_eval", "5", "--openai.api_key", "x", "--slurm", "False"]
     assert command("env", "arithmetic", "serve", *flags, "--env.group_size", "8", "seed=3") == 0
@@ -502,7 +501,7 @@ def test_the_work_is_watched_as_a_run_is(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(work, "_producers", parts)
     words = ["model=m", "env=arithmetic", *PLACES, "timeouts.wait_seconds=0.2"]
     with pytest.raises(Deadline, match=r"rollouts group 3 waited \d+\.\d s for a grader of somebody's own.*is 0\.2 s"):
-        asyncio.run(work.run(_work_recipe.load(None, words), {}))
+        asyncio.run(work.run(recipes.load(None, words), {}))
     assert "it is given up" in capsys.readouterr().err
 
 

@@ -206,7 +206,7 @@ def _call(text: str) -> ToolCall | None:
 
 def as_template(message: Message) -> dict[str, Any]:
     """A message as chat templates take it."""
-    plain: dict[str, Any] = {"role": message.role, "content": message.content}
+    plain = message.as_dict()
     if not isinstance(message, ToolMessage):
         return plain
     if message.calls:

@@ -72,7 +72,7 @@ def place(config: RunConfig, tasks: Mapping[str, Sequence[Task]]) -> Path | None
     text = config.chat_template or "{"
     template = None if "{" in text or "\n" in text else Path(text)  # as load_tokenizer tells a path from a template
     options = {name: value for name, value in as_json(config).items() if name not in _UNREAD}
-    prompts = {name: [[(m.role, m.content) for m in task.prompt] for task in some] for name, some in tasks.items()}
+    prompts = {name: [[m.as_dict() for m in task.prompt] for task in some] for name, some in tasks.items()}
     known = (
         options,
         [ranks.world, ranks.local, ranks.per_gpu],

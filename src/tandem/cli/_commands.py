@@ -2,52 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from tandem.cli.arguments import Overrides, Show
+from tandem.cli.flags import options_of, with_options, words_of
 from tandem.compat import swift
-from tandem.compat.atropos.options import ENVIRONMENT, SERVER, TRAINER, joined
+from tandem.compat.atropos.options import SERVER, TRAINER, joined
 from tandem.compat.swift.options import DEPLOY, RLHF
-from tandem.compat.table import ForeignOption
-
-Verb = TypeVar("Verb", bound=Callable[..., None])
-
-
-def _options(table: Iterable[ForeignOption]) -> Iterator[inspect.Parameter]:
-    """Rows as options of a verb; what their words hold is read by ``compat``, all of it at once."""
-    for row in table:
-        flag, *also = (name if name.startswith("-") else f"--{name}" for name in (row.name, *row.also))
-        flag += f"/--no-{row.name}" if row.takes == "flag" and row.default else ""
-        hint = bool | None if row.takes == "flag" else list[str] | None
-        yield inspect.Parameter(
-            re.sub(r"\W", "_", row.name),
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[hint, typer.Option(flag, *also, help=row.help, show_default=False)],
-        )
-
-
-def _with(options: Iterator[inspect.Parameter]) -> Callable[[Verb], Verb]:
-    """Give a verb options for its ``**flags``."""
-
-    def decorate(verb: Verb) -> Verb:
-        own = [p for p in inspect.signature(verb, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
-        setattr(verb, "__signature__", inspect.Signature([*own, *options]))  # noqa: B010 - typer reads it
-        return verb
-
-    return decorate
-
-
-def _without_missing(table: Iterable[ForeignOption], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Words of options that were not left out, by their names."""
-    named = {row.name: values[re.sub(r"\W", "_", row.name)] for row in table}
-    return {name: value for name, value in named.items() if value is not None and value != []}
 
 
 class _AtroposCommand(TyperCommand):
@@ -55,7 +19,7 @@ class _AtroposCommand(TyperCommand):
         return super().parse_args(ctx, joined(args))
 
 
-@_with(_options(TRAINER.values()))
+@with_options(options_of(TRAINER.values()))
 def _atropos_grpo(overrides: Overrides = None, show: Show = False, **flags: Any) -> None:
     """Train by the flags of Atropos' trainer.
 
@@ -63,10 +27,10 @@ def _atropos_grpo(overrides: Overrides = None, show: Show = False, **flags: Any)
     """
     from tandem.cli.atropos import atropos
 
-    typer.echo(atropos(_without_missing(TRAINER.values(), flags), overrides or [], show=show))
+    typer.echo(atropos(words_of(TRAINER.values(), flags), overrides or [], show=show))
 
 
-@_with(_options(TRAINER.values()))
+@with_options(options_of(TRAINER.values()))
 def _atropos_grpo_run(overrides: Overrides = None, show: Show = False, **flags: Any) -> None:
     """Start an engine and train on its one copy of the weights.
 
@@ -74,10 +38,10 @@ def _atropos_grpo_run(overrides: Overrides = None, show: Show = False, **flags: 
     """
     from tandem.cli.atropos import atropos
 
-    typer.echo(atropos(_without_missing(TRAINER.values(), flags), overrides or [], show=show, unified=True))
+    typer.echo(atropos(words_of(TRAINER.values(), flags), overrides or [], show=show, unified=True))
 
 
-@_with(_options(SERVER.values()))
+@with_options(options_of(SERVER.values()))
 def _atropos_server(
     overrides: Annotated[
         list[str] | None,
@@ -92,23 +56,7 @@ def _atropos_server(
     """
     from tandem.cli.atropos import server
 
-    server(_without_missing(SERVER.values(), flags), overrides or [], show=show)
-
-
-@_with(_options(ENVIRONMENT.values()))
-def _env(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The environment, such as gsm8k.")],
-    mode: Annotated[str, typer.Argument(metavar="serve", help="What to do.")],
-    overrides: Overrides = None,
-    **flags: Any,
-) -> None:
-    """Play an environment by the flags of Atropos' environments.
-
-    They are translated to options of tandem work, of which more may be laid over them.
-    """
-    from tandem.cli.env import env
-
-    typer.echo(env(name, mode, _without_missing(ENVIRONMENT.values(), flags), overrides or []))
+    server(words_of(SERVER.values(), flags), overrides or [], show=show)
 
 
 class _SwiftCommand(TyperCommand):
@@ -116,7 +64,7 @@ class _SwiftCommand(TyperCommand):
         return super().parse_args(ctx, swift.repeated(args))
 
 
-@_with(_options(RLHF))
+@with_options(options_of(RLHF))
 def _swift_rlhf(overrides: Overrides = None, show: Show = False, **arguments: Any) -> None:
     """Train by ms-swift's arguments of GRPO.
 
@@ -124,10 +72,10 @@ def _swift_rlhf(overrides: Overrides = None, show: Show = False, **arguments: An
     """
     from tandem.cli.swift import rlhf
 
-    typer.echo(rlhf(_without_missing(RLHF, arguments), overrides or [], show=show))
+    typer.echo(rlhf(words_of(RLHF, arguments), overrides or [], show=show))
 
 
-@_with(_options(DEPLOY))
+@with_options(options_of(DEPLOY))
 def _swift_deploy(overrides: Overrides = None, show: Show = False, **arguments: Any) -> None:
     """Run the engine alone by ms-swift's arguments, until Ctrl-C.
 
@@ -135,7 +83,7 @@ def _swift_deploy(overrides: Overrides = None, show: Show = False, **arguments: 
     """
     from tandem.cli.swift import deploy
 
-    deploy(_without_missing(DEPLOY, arguments), overrides or [], show=show)
+    deploy(words_of(DEPLOY, arguments), overrides or [], show=show)
 
 
 def register(app: typer.Typer) -> None:
@@ -143,7 +91,6 @@ def register(app: typer.Typer) -> None:
     app.command("atropos-grpo", cls=_AtroposCommand)(_atropos_grpo)
     app.command("atropos-grpo-run", cls=_AtroposCommand)(_atropos_grpo_run)
     app.command("atropos-server", context_settings={"ignore_unknown_options": True})(_atropos_server)
-    app.command("env")(_env)
     commands = typer.Typer(help="Speak ms-swift's command line.", no_args_is_help=True, rich_markup_mode=None)
     commands.command("rlhf", cls=_SwiftCommand)(_swift_rlhf)
     for name in ("deploy", "rollout"):

@@ -33,7 +33,21 @@ def written(translation: Translation, overrides: Sequence[str], source: Path) ->
     Raises:
         ConfigError: an option or an override is wrong.
     """
-    return with_notes(from_options(translation.options, overrides, source).options, translation.notes)
+    return shown(from_options(translation.options, overrides, source), translation.notes)
+
+
+def shown(loaded: Loaded, notes: Iterable[str]) -> str:
+    """A recipe in YAML, with notes as comments.
+
+    Raises:
+        UnsupportedPair: its options cannot be had together, as ``tandem check`` says.
+        ConfigError: this machine lacks what an option needs.
+    """
+    from tandem.trainer import memory_plan, pairs, rank_checks  # which need torch
+
+    pairs.check_pairs(loaded.config)
+    rank_checks.check_division(loaded.config, memory_plan.RankCounts.of(loaded.config).world)
+    return with_notes(loaded.options, notes)
 
 
 def loaded(translation: Translation, overrides: Sequence[str], source: Path) -> Loaded:
@@ -52,7 +66,7 @@ def serve(translation: Translation, overrides: Sequence[str], source: Path, *, s
         EngineError: the engine did not start, or it died.
     """
     if show:
-        typer.echo(written(translation, overrides, source))
+        typer.echo(with_notes(from_options(translation.options, overrides, source).options, translation.notes))
         return
     config = loaded(translation, overrides, source).config
     from tandem.cli.serve import serve_engine  # only now: a mistake is told before the rest has loaded

@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
@@ -99,9 +100,6 @@ def certify(
     real: Annotated[
         bool, typer.Option("--real", help="On the recipe's own model instead of a tiny one of its architecture.")
     ] = False,
-    inert: Annotated[
-        list[str] | None, typer.Option("--inert", metavar="OPTION", help="Accept that this option changes nothing.")
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Prove that a recipe's gradient is the one it says, and that its optimizer does with it what it should.
@@ -110,7 +108,7 @@ def certify(
     """
     from tandem.cli.certify import print_certificate
 
-    raise typer.Exit(print_certificate(recipe, overrides or [], real=real, inert=inert or [], as_json=as_json))
+    raise typer.Exit(print_certificate(recipe, overrides or [], real=real, as_json=as_json))
 
 
 @app.command("list")
@@ -199,18 +197,18 @@ def mismatch(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
     step: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="The step to look at; default: the newest right after a checkpoint."),
+        typer.Option(metavar="N", min=1, help="The step to look at; default: the last recorded."),
     ] = None,
-    tokens: Annotated[int, typer.Option(metavar="N", min=1, help="About how many of its tokens.")] = 4096,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say why the trainer's logprobs differ from the engine's.
+    """Show how far the trainer's logprobs are from the engine's.
 
-    Splits the gap into staleness, numerics, sampling and tokenisation, by recomputing a step's recorded tokens.
+    By policy version and place in the turn, from a step's recorded tokens, with the widest gaps and turns whose prompt
+    is not what was expected.
     """
     from tandem.cli.mismatch import mismatch
 
-    mismatch(run, step=step, tokens=tokens, as_json=as_json)
+    mismatch(run, step=step, as_json=as_json)
 
 
 @app.command()
@@ -262,46 +260,6 @@ def serve_engine(
     serve(recipe, overrides or [], typer.echo)
 
 
-Host = Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 lets other machines in.")]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: a free one.")]
-Data = Annotated[
-    Path | None,
-    typer.Option(metavar="FOLDER", help="Keep everything accepted here through a restart; default: in memory alone."),
-]
-
-
-@serve.command("broker")
-def serve_broker(
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-    data: Data = None,
-    max_body: Annotated[int, typer.Option(metavar="MIB", min=1, help="Largest body, sent and inflated.")] = 64,
-    max_held: Annotated[
-        int, typer.Option(metavar="MIB", min=1, help="Most data queued before environments are held back.")
-    ] = 2048,
-) -> None:
-    """Run the broker between environments and a trainer, until Ctrl-C.
-
-    It speaks Atropos' protocol. TANDEM_BROKER_KEY and TANDEM_BROKER_ENV_KEY hold API keys, if any.
-    """
-    from tandem.cli.serve_broker import serve_broker
-
-    serve_broker(host, port, data, max_body << 20, max_held << 20, typer.echo)
-
-
-@app.command("run-api")
-def run_api(
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-    data: Data = None,
-    reload: Annotated[bool, typer.Option("--reload", help="Atropos' flag; changes nothing here.")] = False,
-) -> None:
-    """Run the broker, by the name it has in Atropos."""
-    if reload:
-        typer.echo("tandem: --reload changes nothing: it restarts Atropos' broker when its source changes", err=True)
-    serve_broker(host, port, data)
-
-
 @app.command()
 def schema() -> None:
     """Print the JSON schema of a recipe, for editors."""
@@ -312,35 +270,36 @@ def schema() -> None:
     typer.echo(json.dumps(schema(), indent=2))
 
 
-@app.command()
-def work(
-    words: Annotated[
-        list[str], typer.Argument(metavar="[RECIPE] [OPTION=VALUE]...", help="A recipe and options, or options alone.")
-    ],
-) -> None:
-    """Play an environment for a broker, sampling elsewhere.
-
-    As in: tandem work env=gsm8k model=MODEL broker=http://127.0.0.1:8000 engine=http://127.0.0.1:9001
-    """
-    from tandem.cli.work import work
-
-    typer.echo(work(words))
-
-
 OWN_VERBS = frozenset(
     command.name or get_command_name(command.callback.__name__)
     for command in app.registered_commands
     if command.callback
-) | {"serve"}
-"""Verbs that need none of what reads other systems' command lines."""
+)
+"""Verbs of this file, which need nothing else loaded."""
+VERBS = "tandem.verbs"
+"""Entry points of verbs that another package brings: functions that add them to the app, each named for its verb."""
 
 
 @cache
-def with_compat_verbs() -> typer.Typer:
-    """The app with the verbs whose options are another system's, and which load its tables: also for help."""
+def with_all_verbs() -> typer.Typer:
+    """The app with the verbs of other packages, and those whose options are another system's: also for help."""
     from tandem.cli._commands import register
 
     register(app)
+    for point in entry_points(group=VERBS):
+        point.load()(app)
+    return app
+
+
+def with_verb(verb: str) -> typer.Typer:
+    """The app with what a verb needs; with all verbs if it is none of its own, nor another package's."""
+    if verb in OWN_VERBS:
+        return app
+    points = entry_points(group=VERBS, name=verb)
+    if not points:
+        return with_all_verbs()
+    for point in points:
+        point.load()(app)
     return app
 
 
@@ -351,8 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     # to do, spinning costs several times the work itself. Read when torch loads its OpenMP, which is later.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     debug = "--debug" in words or os.environ.get("TANDEM_DEBUG", "") not in ("", "0")
-    if next((word for word in words if not word.startswith("-")), "") not in OWN_VERBS:
-        with_compat_verbs()
+    with_verb(next((word for word in words if not word.startswith("-")), ""))
     try:
         app([argument for argument in words if argument != "--debug"], prog_name="tandem")
     except SystemExit as error:

@@ -18,22 +18,19 @@ from tandem.tools.certify.certificate import Certificate
 _STYLES = {"pass": "green", "fail": "bold red", "skipped": "yellow"}
 
 
-def print_certificate(
-    recipe: Path, overrides: Sequence[str], *, real: bool, inert: Sequence[str], as_json: bool
-) -> int:
+def print_certificate(recipe: Path, overrides: Sequence[str], *, real: bool, as_json: bool) -> int:
     """Print the certificate; returns 0 if it passes, else 1.
 
     Args:
         recipe: what is certified.
         overrides: laid over it.
         real: on its own model.
-        inert: options by dotted path that are accepted although they change nothing.
         as_json: print JSON alone.
 
     Raises:
         ConfigError: the recipe is wrong, or its model cannot be read.
     """
-    certificate = certify(load(recipe, overrides).config, real=real, inert=inert)
+    certificate = certify(load(recipe, overrides).config, real=real)
     if as_json:
         # Strict JSON: a distance that is not a number or infinite is null.
         typer.echo(msgspec.json.format(msgspec.json.encode(certificate.as_json()), indent=2))
@@ -52,10 +49,6 @@ def _show(certificate: Certificate, console: Console) -> None:
         table.add_row(Text(line.state, _STYLES[line.state]), line.name, *figures, Text(note))
     console.print(certificate.model, markup=False, highlight=False)
     console.print(table)
-    console.print(f"\noptions that change nothing: {', '.join(certificate.inert) or 'none'}", markup=False)
-    if certificate.inert_on_policy:
-        names = ", ".join(certificate.inert_on_policy)
-        console.print(f"while the sampler is the policy itself (max_lag: 0), neither do: {names}", markup=False)
     failed = sum(line.state == "fail" for line in certificate.lines)
     verdict = f"{failed} failed" if failed else "passed"
     console.print(f"{verdict} in {certificate.seconds:.0f} s", style="bold red" if failed else "green", highlight=False)

@@ -291,7 +291,7 @@ class _RecipeCheck:
         Raises:
             DoesNotFit: it exceeds the machine.
         """
-        planner, kept, chosen = self._planner, self._kept, tuple[str, ...]()
+        planner, kept, chosen = self._planner, self._kept, list[str]()
         if kept is not None:
             here = machine.host()
             plan = MemoryPlan(
@@ -307,7 +307,7 @@ class _RecipeCheck:
             return None
         elif self._config.memory == "fit":
             fitted = memory.fit(planner, self._config, self._set_options)
-            self._config, plan, chosen = fitted.config, fitted.plan, fitted.messages
+            self._config, plan, chosen = fitted.config, fitted.plan, [fitted.message]
         else:
             plan = planner.plan(self._config)
             plan.require()
@@ -315,8 +315,10 @@ class _RecipeCheck:
         if planner is not None and memory.chooses_gradients(self._config, planner.ranks):
             as_run = memory.with_gradients(planner, self._config)
             plan = planner.plan(as_run)
-            chosen = (*chosen, f"distributed.gradients: {as_run.distributed.gradients}, which is auto's choice here")
+            chosen.append(f"distributed.gradients: {as_run.distributed.gradients}, which is auto's choice here")
         self.plan = "\n".join([plan.table(), *(f"  {line}" for line in chosen)])
+        if not plan.within(1 / (1 + memory.MARGIN)):
+            self.doubts.append(f"the plan may be off by {memory.MARGIN:.0%}: this run may not fit")
         return f"about {machine.readable(plan.total)} at the peak of {machine.readable(plan.machine.free)} free"
 
     def _ranks(self) -> str | None:

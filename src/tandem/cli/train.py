@@ -10,7 +10,7 @@ import typer
 from tandem import machine
 from tandem.api.blocking import run_to_end
 from tandem.api.targets import recipe_of, resumed
-from tandem.cli._translated import with_notes
+from tandem.cli._translated import shown
 from tandem.config.loading import load
 from tandem.errors import command
 
@@ -26,7 +26,7 @@ def train(target: Path, overrides: Sequence[str], *, show: bool, launcher: str |
     """
     if show:
         loaded = load(recipe_of(target) if target.is_dir() else target, overrides)
-        return with_notes(loaded.options, loaded.notes)
+        return shown(loaded, loaded.notes)
     if target.is_dir():
         config, resume, set_options = resumed(target, overrides), target, frozenset[str]()
     else:

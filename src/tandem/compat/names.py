@@ -34,6 +34,8 @@ _TRL: Mapping[str, str] = {
     "use_data_producer": "max_lag",
     "torch_dtype": "dtype",
     "fp16": "dtype: bfloat16 or float32",
+    "bf16": "dtype: bfloat16",
+    "warmup_ratio": "optimizer.warmup_steps: the ratio times steps, as a whole number",
     "dataset_name": "env: dataset, with path",
     "train_dataset": "env: dataset, with path",
     "eval_dataset": "env: dataset, with test_path or test_split",

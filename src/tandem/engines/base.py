@@ -15,6 +15,10 @@ MOST_SECONDS = 7 * 24 * 3600
 """Longest time for which an engine is told to wait for something: a week."""
 PROBE_SAMPLES = 4
 """Tokens sampled after a probe, unless more are asked for."""
+PROBE_TEMPERATURE = 0.7
+"""Temperature they are sampled at: at 1 it would not show whether logprobs have the temperature in them."""
+PROBE_TEMPERATURE = 0.7
+"""Temperature they are sampled at: at 1 it would not show whether logprobs have the temperature in them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +41,9 @@ class ProbeResult:
 
     name: str = "the engine"
     """The engine's name."""
-    scored: tuple[float, ...]
-    """Logprob of each token of the probe but the first, at temperature 1."""
+    scored: tuple[float, ...] | None
+    """Logprob of each token of the probe but the first, at temperature 1; None where the engine has no scoring of its
+    own: the trainer's pass would be compared with itself."""
     sampled: Completion | None = None
     """A few tokens sampled after it, to see the decoding path; None where that is the very code that scores."""
     temperature: float = 1.0

@@ -83,7 +83,7 @@ class Agent(Dataset):
         return last_message or ""
 
     async def _run(self, task: Task, url: str) -> str:
-        messages = [{"role": message.role, "content": message.content} for message in task.prompt]
+        messages = [message.as_dict() for message in task.prompt]
         task_json = {"id": task.id, "messages": messages, "meta": task.meta}
         child = await asyncio.create_subprocess_exec(
             *shlex.split(self.agent),

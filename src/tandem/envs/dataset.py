@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pkgutil
 import re
@@ -15,10 +16,11 @@ from tandem.envs.data.rows import DataRow, DataSource
 from tandem.envs.data.split import opening, some
 from tandem.errors import ConfigError, EnvError
 from tandem.importing import importing
-from tandem.types import Json, Message, Task
+from tandem.types import TEXT, Json, Message, Task
 
-_PLACE = re.compile(r"\{([^{}\n]+)\}")
-_ROLES = ("system", "user", "assistant", "tool")
+_PLACE = re.compile(r"\{\{|\}\}|\{([^{}\n]+)\}")
+"""A doubled brace, which stands for itself, or a column's name in braces, as in Python's ``str.format``."""
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +30,10 @@ class Dataset(Environment):
     path: str
     """A local .jsonl, .csv, .tsv or .parquet file, or a data set's name on the hub."""
     prompt: str = "prompt"
-    """Column with the question or a list of messages; or a text with {column} in it."""
+    """Column with the question or a list of messages; or a text with {column} in it, where {{ and }} are braces."""
+    chat: bool = True
+    """The question is a user's message; false: it is a text that the policy goes on with as it stands, which has every
+    special token that is wanted."""
     answer: str = "answer"
     """Column with the gold answer, for rewards that compare, such as reward_model.ground_truth; empty: the data has
     none."""
@@ -55,6 +60,10 @@ class Dataset(Environment):
         self._source()
         if not self.prompt:
             raise ConfigError("prompt must name a column or be a text with {column} in it, got an empty text")
+        if _PLACE.search(self.prompt) and not self._columns:
+            raise ConfigError(f"prompt {self.prompt!r} names no column: write {{column}} where one is to be filled in")
+        if self.system and not self.chat:
+            raise ConfigError("system needs a chat; with chat: false write it into the prompt")
         if self.max_rows is not None and self.max_rows < 1:
             raise ConfigError(f"max_rows must be at least 1, got {self.max_rows}")
 
@@ -100,7 +109,7 @@ class Dataset(Environment):
         """What the split hashes: the data beneath the prompt, so that new wording moves no row into training."""
         if self.transform:
             return repr(sorted(row.columns.items()))
-        return repr([row.value(column) for column in _PLACE.findall(self.prompt) or [self.prompt]])
+        return repr([row.value(column) for column in self._columns or [self.prompt]])
 
     def _task(self, row: DataRow, split: Split) -> Task:
         return Task(
@@ -111,12 +120,23 @@ class Dataset(Environment):
             meta=row.columns,
         )
 
+    @property
+    def _columns(self) -> list[str]:
+        """Columns that the prompt's text names; none where it is a column's name itself."""
+        return [column for column in _PLACE.findall(self.prompt) if column]
+
     def _prompt(self, row: DataRow) -> tuple[Message, ...]:
-        if _PLACE.search(self.prompt):
-            return opening(_PLACE.sub(lambda m: row.text(m[1]), self.prompt), self.system, self.instruction)
+        if self._columns:
+            text = _PLACE.sub(lambda m: row.text(m[1]) if m[1] else m[0][0], self.prompt)
+            if self.answer in self._columns and row.value(self.answer) not in ("", None):
+                raise EnvError(
+                    f"{row.where}: {{{self.answer}}} puts the gold answer into the prompt: {text[-200:]!r}; for a word "
+                    f"in braces write {{{{{self.answer}}}}}, and if rewards do not compare with it set answer: ''"
+                )
+            return self._opening(text)
         value = row.value(self.prompt)
-        if not isinstance(value, list):
-            return opening(row.text(self.prompt), self.system, self.instruction)
+        if not isinstance(value, list) or not self.chat:
+            return self._opening(row.text(self.prompt))
         messages = tuple(_message(item, row, self.prompt) for item in value)
         if not messages or messages[-1].role == "assistant":
             last = "an assistant's message" if messages else "nothing"
@@ -128,14 +148,48 @@ class Dataset(Environment):
             messages = (Message(role="system", content=self.system), *messages)
         return messages
 
+    def _opening(self, text: str) -> tuple[Message, ...]:
+        if self.chat:
+            return opening(text, self.system, self.instruction)
+        return (Message(role=TEXT, content=f"{text}\n{self.instruction}" if self.instruction else text),)
+
 
 def _message(item: Json, row: DataRow, column: str) -> Message:
+    """A message with all that the chat template may read; in a table a field that a message lacks is null."""
     expected = f"{row.where}: column {column!r} should be a list of messages, each with role and content (text)"
-    if not isinstance(item, dict) or not isinstance(item.get("content"), str):
+    if not isinstance(item, dict):
         raise EnvError(f"{expected}, got {str(item)[:80]!r}")
     if item.get("role") not in _ROLES:
         raise EnvError(f"{expected}; role must be one of {', '.join(_ROLES)}, got {item.get('role')!r}")
-    return Message(role=item["role"], content=item["content"])
+    content = item.get("content")
+    fields = {name: value for name, value in item.items() if name not in ("role", "content") and value is not None}
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text", "")) for part in content)
+    elif content is None and fields.get("tool_calls"):
+        content = ""
+    if not isinstance(content, str):
+        raise EnvError(f"{expected}, got {str(item)[:80]!r}; only text can be trained on")
+    if "tool_calls" in fields:
+        fields["tool_calls"] = _calls(fields["tool_calls"], f"{row.where}: tool_calls of column {column!r}")
+    return Message(role=item["role"], content=content, fields=fields)
+
+
+def _calls(calls: Any, whose: str) -> list[Json]:
+    """Tool calls whose arguments are a mapping, as chat templates take them; OpenAI's are JSON text."""
+    read: list[Json] = []
+    for call in calls if isinstance(calls, list) else [{}]:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise EnvError(
+                f"{whose} should be a list, each with a function's name and arguments, got {str(calls)[:80]!r}"
+            )
+        arguments: Json = function.get("arguments")
+        try:
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except ValueError as error:
+            raise EnvError(f"{whose}: the arguments of {function['name']} are no JSON: {arguments[:80]!r}") from error
+        read.append({**call, "function": {**function, "arguments": arguments}})
+    return read
 
 
 def imported(option: str, path: str) -> Callable[..., Any]:

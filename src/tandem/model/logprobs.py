@@ -29,9 +29,9 @@ from tandem.model.compilation import Compile
 from tandem.model.penalties import OUTSIDE, Part, TokenHistory, penalise
 from tandem.model.sampling import threshold
 
-_TILE_CPU = 3 << 20
+TILE_CPU = 3 << 20
 """Logits held at once on a CPU: 12 MB of float32, about a last-level cache's share."""
-_TILE_GPU = 64 << 20
+TILE_GPU = 64 << 20
 """Logits held at once on an accelerator: 256 MB of float32, enough to fill it."""
 
 _FEW = 512
@@ -223,7 +223,7 @@ class _Tiles:
         self.targets_N1, self.temperature_N1 = targets_N[:, None], temperature_N1
         self.edge_N1: Tensor | None = None
         self.history = history
-        self.tile = tile or (_TILE_CPU if hidden_NH.device.type == "cpu" else _TILE_GPU)
+        self.tile = tile or (TILE_CPU if hidden_NH.device.type == "cpu" else TILE_GPU)
         self._compile = compilation.decide(compile, hidden_NH.device)
 
     def walk(self, function: Callable[..., Any]) -> Iterator[tuple[int, int, Callable[..., Any]]]:

@@ -99,10 +99,15 @@ class Optimizer(ABC):
     """Peak learning rate. LoRA wants about ten times a full fine-tune's."""
     warmup_steps: int = 0
     """Optimizer steps over which the rate rises linearly from lr/warmup_steps to lr."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the rate goes on after warm-up, down to min_lr_ratio at the last step."""
+    schedule: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = "constant"
+    """How the rate goes on after warm-up, down to min_lr_ratio at the last step; warmup_stable_decay stays at lr until
+    its last decay_steps."""
     min_lr_ratio: float = 0.0
-    """Last rate as a share of lr; read by linear and cosine."""
+    """Last rate as a share of lr; of warmup_stable_decay the first one, too."""
+    decay_steps: int = 0
+    """Steps at the end in which warmup_stable_decay lowers the rate."""
+    decay: Literal["cosine", "linear", "1-sqrt"] = "cosine"
+    """How warmup_stable_decay lowers it."""
     max_grad_norm: float = 1.0
     """Gradients whose global L2 norm is larger are scaled down to it; 0 never clips."""
 
@@ -114,6 +119,8 @@ class Optimizer(ABC):
                 raise ValueError(f"{name} must be at least 0 and finite")
         if not 0 <= self.min_lr_ratio <= 1:
             raise ValueError("min_lr_ratio must be between 0 and 1")
+        if self.schedule == "warmup_stable_decay" and self.decay_steps < 1:
+            raise ValueError("decay_steps must be at least 1 with schedule: warmup_stable_decay")
 
     def doubt(self) -> str:
         """What is odd about the learning rate; empty if nothing is."""
@@ -126,7 +133,10 @@ class Optimizer(ABC):
 
     def inert(self) -> Mapping[str, str]:
         """Options that change nothing given the others, and why."""
-        return {"min_lr_ratio": "schedule: constant never lowers the rate"} if self.schedule == "constant" else {}
+        unread = {"min_lr_ratio": "schedule: constant never lowers the rate"} if self.schedule == "constant" else {}
+        if self.schedule != "warmup_stable_decay":
+            unread |= dict.fromkeys(("decay_steps", "decay"), "schedule: warmup_stable_decay alone reads it")
+        return unread
 
     @abstractmethod
     def bind(self, named_parameters: Sequence[tuple[str, Parameter]]) -> Stepper:
@@ -138,13 +148,22 @@ class Optimizer(ABC):
 
     def rate(self, step: int, total: int) -> float:
         """Learning rate of optimizer step ``step`` (from 1) of ``total``."""
+        stays = self.schedule == "warmup_stable_decay"
         if step <= self.warmup_steps:
-            return self.lr * step / self.warmup_steps
-        if self.schedule == "constant":
+            least = self.min_lr_ratio if stays else 0.0
+            return self.lr * (least + (1.0 - least) * step / self.warmup_steps)
+        start = total - self.decay_steps if stays else self.warmup_steps
+        if self.schedule == "constant" or step <= start:
             return self.lr
-        progress = min(1.0, (step - self.warmup_steps) / max(1, total - self.warmup_steps))
-        decay = 1.0 - progress if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-        return self.lr * (self.min_lr_ratio + (1.0 - self.min_lr_ratio) * decay)
+        progress = min(1.0, (step - start) / max(1, total - start))
+        match self.decay if stays else self.schedule:
+            case "linear":
+                share = 1.0 - progress
+            case "1-sqrt":
+                share = 1.0 - math.sqrt(progress)
+            case _:
+                share = 0.5 * (1.0 + math.cos(math.pi * progress))
+        return self.lr * (self.min_lr_ratio + (1.0 - self.min_lr_ratio) * share)
 
     @abstractmethod
     def state_bytes(self, num_parameters: int, parameter_bytes: int) -> int:

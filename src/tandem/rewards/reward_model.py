@@ -141,7 +141,7 @@ class Classifier:
         if any(message.role == TEXT for message in messages):
             text = "".join(message.content for message in messages)
         elif self._tokenizer.chat_template:
-            plain = [{"role": message.role, "content": message.content} for message in messages]
+            plain = [message.as_dict() for message in messages]
             text = self._tokenizer.apply_chat_template(plain, tokenize=False)
         else:  # one that was trained on pairs of question and answer
             question = "\n".join(message.content for message in messages[:-1])

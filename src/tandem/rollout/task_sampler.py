@@ -77,7 +77,7 @@ class EnvRunner:
             count, digest = len(self.tasks), hashlib.blake2b(digest_size=16)
             for nth in range(min(count, _MARKED)):
                 task = self._task(nth * count // min(count, _MARKED))
-                opening = [(message.role, message.content) for message in task.prompt]
+                opening = [(message.role, message.content, *message.fields.items()) for message in task.prompt]
                 digest.update(repr((task.id, opening, task.answer)).encode(errors="surrogatepass"))
             self._mark = TasksMark(count, digest.hexdigest())
         return self._mark

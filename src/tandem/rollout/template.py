@@ -11,6 +11,9 @@ from tandem.errors import ConfigError, EnvError
 from tandem.observability import waits
 from tandem.types import TEXT, Json, Message, Task
 
+_USUAL = ("system", "user", "assistant", "tool")
+"""Roles that chat templates know; what they make of others, those of a few models alone is certain to be read."""
+
 _MARK = "\u2042tandem\u2042"
 """Stands for the policy's words while a template is rendered around them."""
 _NONE: Mapping[str, Json] = {}
@@ -46,7 +49,7 @@ class Template:
             options: of the template, beside the run's.
         """
         if len(messages) == 1 and messages[0].role == TEXT:
-            return self.text(messages[0].content)
+            return self._encode(messages[0].content)
         return self._encode(self._render(messages, tools, options))
 
     def bridge(
@@ -83,6 +86,13 @@ class Template:
         # A prompt that was rendered by hand has that token already.
         return tokens[1:] if tokens[:2] == [first, first] else tokens
 
+    def rendered(self, messages: Sequence[Message]) -> str:
+        """The template's own marker that ends a user's message, if the words of the last message have it already."""
+        if messages[-1].role != "user":
+            return ""
+        after = self._render([*messages[:-1], Message(role="user", content=_MARK)]).rpartition(_MARK)[2].split()
+        return after[0] if after and after[0] in messages[-1].content else ""
+
     def more(self, text: str) -> list[int]:
         """Token ids of text that goes on after other tokens."""
         return self._encode(text)
@@ -118,12 +128,22 @@ class Template:
         options = {**self._options, **options, **({"tools": list(tools)} if tools else {})}
         try:
             with waits.blocking(waits.actor("rollouts"), "messages as text", on="the chat template"):
-                return self._tokenizer.apply_chat_template(  # type: ignore[no-any-return]
+                text: str = self._tokenizer.apply_chat_template(
                     plain, tokenize=False, add_generation_prompt=True, **options
                 )
         except Exception as error:
             roles = ", ".join(m.role for m in messages)
             raise EnvError(f"the chat template refuses messages of roles {roles[:500]}: {error}") from error
+        for message in messages:
+            if message.role not in _USUAL and message.content.strip() not in text:
+                raise EnvError(f"the chat template leaves out messages of role {message.role}; give them another role")
+            calls = message.fields.get("tool_calls", ())
+            if any(str(call.get("function", call)["name"]) not in text for call in calls):
+                raise EnvError(
+                    "the chat template leaves out tool_calls; give a chat_template that writes them, or write them "
+                    "into the content"
+                )
+        return text
 
     def _encode(self, text: str) -> list[int]:
         # The template writes special tokens itself.
@@ -146,10 +166,23 @@ def longest_prompt(tasks: Sequence[Task], template: Template, context: int) -> i
     """Tokens of the longest prompt, before anything is played.
 
     Raises:
-        ConfigError: it leaves no room for an answer.
+        ConfigError: it leaves no room for an answer, or was rendered by the chat template already.
         EnvError: the chat template refuses a prompt.
     """
-    lengths = [len(template.prompt(task.prompt)) for task in tasks]
+    lengths = []
+    for task in tasks:
+        try:
+            lengths.append(len(template.prompt(task.prompt)))
+        except EnvError as error:
+            raise EnvError(f"the prompt of task {task.id} ({task.env}): {error}") from error
+    for env in dict.fromkeys(task.env for task in tasks):
+        markers = [template.rendered(task.prompt) for task in tasks if task.env == env]
+        if all(markers):
+            raise ConfigError(
+                f"the prompts of {env} were rendered by a chat template already: they have {markers[0]!r}, and would "
+                "be put into a user's message; give the question alone, or set chat: false of the data set to go on "
+                "with the text as it stands"
+            )
     most = max(lengths)
     if most >= context:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import warnings
 from collections.abc import Iterable, Mapping
@@ -45,8 +46,9 @@ class Lora(Trainable):
     """Columns of A and rows of B; parameters and memory grow with it."""
     alpha: int = 32
     """The adapter's output is multiplied by alpha/rank."""
-    target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
-    """Names of the linear layers that are adapted, such as q_proj; all-linear takes all but the output head."""
+    target_modules: tuple[str, ...] | str = "all-linear"
+    """Linear layers that are adapted, as PEFT takes them: ends of names, such as q_proj or self_attn.q_proj, or a
+    regular expression of whole names; all-linear takes all but the output head."""
     merged: bool = False
     """The engine's weights hold W0 + alpha/rank * B A; no adapter kernels anywhere, but W0 is kept as well."""
     base_on: Literal["host", "device"] = "device"
@@ -60,6 +62,11 @@ class Lora(Trainable):
             raise ValueError("alpha must be at least 1")
         if not self.target_modules:
             raise ValueError("target_modules must name at least one module, or be all-linear")
+        if isinstance(self.target_modules, str):
+            try:
+                re.compile(self.target_modules)
+            except re.error as error:
+                raise ValueError(f"target_modules is no regular expression: {error}") from error
 
     def inert(self) -> Mapping[str, str]:
         """Only merged keeps W0."""
@@ -101,7 +108,7 @@ class Lora(Trainable):
         )
 
     def targets(self, model: nn.Module) -> list[str]:
-        """Last parts of the names of the modules to adapt, checked against the model; no tensor is looked at."""
+        """Names of the modules to adapt, checked against the model; no tensor is looked at."""
         head = model.get_output_embeddings()  # type: ignore[operator]
         linear = [
             name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and module is not head
@@ -112,11 +119,17 @@ class Lora(Trainable):
         known = sorted({name.rpartition(".")[2] for name in linear})
         if self.target_modules == "all-linear":
             return known
-        wrong = [name for name in self.target_modules if name not in known]
-        if wrong:
-            raise ConfigError(
-                f"trainable.target_modules: the model has no linear layer {wrong[0]!r}; it has {', '.join(known)}"
-            )
+        has = f"it has {', '.join(known)}, such as {linear[0]}" if linear else "it has none"
+        if isinstance(self.target_modules, str):
+            matched = [name for name in linear if re.fullmatch(self.target_modules, name)]
+            if not matched:
+                raise ConfigError(
+                    f"trainable.target_modules: no linear layer's whole name matches {self.target_modules!r}; {has}"
+                )
+            return matched
+        ends = {end: [name for name in linear if f".{name}".endswith(f".{end}")] for end in self.target_modules}
+        if wrong := [end for end, names in ends.items() if not names]:
+            raise ConfigError(f"trainable.target_modules: the model has no linear layer {wrong[0]!r}; {has}")
         return list(self.target_modules)
 
     def source(self, model: nn.Module) -> WeightSource:
@@ -151,7 +164,11 @@ class Lora(Trainable):
 
     def adapter_config(self, model: nn.Module) -> dict[str, Any]:
         """Rank, alpha, the adapted modules by name and the rest of PEFT's ``adapter_config.json``, as plain data."""
-        config = self._config(sorted({name.split(".")[-3] for name in self.live_tensors(model)}))
+        names = {name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in self.live_tensors(model)}
+        whole = self.target_modules != "all-linear" and (
+            isinstance(self.target_modules, str) or any("." in end for end in self.target_modules)
+        )
+        config = self._config(sorted(names if whole else {name.rpartition(".")[2] for name in names}))
         causal: Any = getattr(model, "get_base_model", lambda: model)()
         config.base_model_name_or_path = causal.name_or_path or None
         config.inference_mode = True

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tandem.distributed.placement import Placement
 from tandem.distributed.shared_slices import SharedSlices
 from tandem.engines.base import Engine, EngineRequirements, ReportsChecksums
 from tandem.envs.base import Split
+from tandem.errors import ConfigError
 from tandem.model.penalties import Penalties
 from tandem.model.policy import Policy, load_config
 from tandem.observability import progress, vitals, waits, watchdog
@@ -436,9 +438,7 @@ def _source(
 ) -> RolloutSource:
     """Where groups come from: a broker if the recipe names one, else what is played here."""
     if config.broker is not None:
-        from tandem.trainer.broker_source import broker_source  # a run without a broker loads nothing of one
-
-        return broker_source(
+        source: RolloutSource = _broker_source()(
             config,
             folder=folder,
             context=memory.context(config, policy.config),
@@ -448,7 +448,17 @@ def _source(
             telemetry=telemetry,
             engine=engine,
         )
+        return source
     return environments.rollout_buffer(config, runners, trained, telemetry, lag_control)
+
+
+def _broker_source() -> Callable[..., RolloutSource]:
+    """What makes the source of a recipe with ``broker:``; a run without one loads nothing of it."""
+    points = entry_points(group="tandem.rollout_sources", name="broker")
+    if not points:
+        raise ConfigError("broker: tandem_broker is not installed; install Tandem again (pip install -e .)")
+    make: Callable[..., RolloutSource] = next(iter(points)).load()
+    return make
 
 
 def _advantage(config: RunConfig) -> Advantage:

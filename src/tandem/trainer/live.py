@@ -41,7 +41,7 @@ async def live_policy(
             model = bare_model(config.model, dtype=dtype)
         else:
             model = load_model(config.model, dtype=dtype, device=weights_device(config, local_rank))
-        model = config.trainable.prepare(model).eval()
+        model = prepared(config, model)
         if config.matmul == "fp8":
             float8.convert(model)
         layers.tune(model, compile=config.compile, checkpointing=config.checkpointing)
@@ -53,6 +53,12 @@ async def live_policy(
         yield Policy(model, tokenizer, name=config.model, compute=compute, compile=config.compile)
     finally:
         compute.close()
+
+
+def prepared(config: RunConfig, model: Any) -> torch.nn.Module:
+    """A loaded model as a run trains it: with its adapter, and without dropout."""
+    whole: torch.nn.Module = config.trainable.prepare(model).eval()
+    return whole
 
 
 def model_of(config: RunConfig) -> str:

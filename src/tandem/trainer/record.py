@@ -76,8 +76,8 @@ def records(
             }
 
 
-def _plain(messages: Sequence[Message]) -> list[dict[str, str]]:
-    return [{"role": m.role, "content": m.content} for m in messages]
+def _plain(messages: Sequence[Message]) -> list[dict[str, Json]]:
+    return [m.as_dict() for m in messages]
 
 
 def _versions(rollout: Rollout) -> list[int]:

@@ -61,6 +61,7 @@ def _named(flags: Reader, path: Path, url: str) -> RunningEngine:
     from tandem.transport.bridge import VLLM_FILE, VllmBridge, find
 
     if not (path / VLLM_FILE if path.is_dir() else path).is_file():
+        flags.note("vllm-config-path", f"there is no file at {path} yet, so an engine that answers is looked for")
         return _lying_about(flags) or RunningEngine(url=url)
     try:
         file = find(path)

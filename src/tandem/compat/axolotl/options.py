@@ -81,7 +81,9 @@ TOP: Mapping[str, ForeignOption] = by_name(
     becomes("optimizer", "text", "optimizer.kind", "adamw_torch_fused"),
     becomes("lr_scheduler", "text", "optimizer.schedule", "cosine"),
     copied("cosine_min_lr_ratio", "number", "optimizer.min_lr_ratio", where="cosine"),
-    refused("lr_scheduler_kwargs", "anything", "of a schedule's options there is cosine_min_lr_ratio alone", off=({},)),
+    becomes("lr_scheduler_kwargs", "mapping",
+        "optimizer.min_lr_ratio: min_lr or min_lr_rate; of warmup_stable_decay decay_steps, decay and min_lr_ratio: "
+        "num_decay_steps, decay_type and min_lr_ratio", {}),
     becomes("warmup_steps", "whole", "optimizer.warmup_steps, divided by num_iterations", where="warm-up"),
     becomes("warmup_ratio", "number", "optimizer.warmup_steps", 0.03, where="warm-up"),
     copied("weight_decay", "number", "optimizer.weight_decay"),
@@ -151,8 +153,13 @@ TOP: Mapping[str, ForeignOption] = by_name(
     refused("resume_from_checkpoint", "anything", "a run is resumed by its folder: tandem train RUN", off=("", False)),
     refused("auto_resume_from_checkpoints", "anything", "a run is resumed by its folder: tandem train RUN",
         off=(False,)),
-    *(refused(name, "anything", "a run ends after its steps, or by Ctrl-C", off=("",))
-      for name in ("early_stopping_patience", "loss_watchdog_threshold", "loss_watchdog_patience")),
+    refused("early_stopping_patience", "anything", "a run ends after its steps, or by Ctrl-C", off=("",)),
+    *(idle(f"loss_watchdog_{name}", "anything", "alarms watch a run (docs/guide/alarms.md)", off=("",))
+      for name in ("threshold", "patience")),
+    idle("save_first_step", "anything", "checkpoints are written every save_steps and at the end", off=(False,)),
+    idle("eval_causal_lm_metrics", "anything", _SAMPLED, off=([],)),
+    idle("do_causal_lm_eval", "anything", _SAMPLED, off=(False,)),
+    idle("do_bench_eval", "anything", _SAMPLED, off=(False,)),
     becomes("fsdp", "anything", "distributed.shard: full_shard weights, shard_grad_op states", []),
     becomes("fsdp_config", "mapping", "distributed.shard, checkpointing and optimizer: adamw_cpu", {}),
     becomes("fsdp_version", "whole", "nothing: sharding is Tandem's own, by the keys of either version"),

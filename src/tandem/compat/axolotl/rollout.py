@@ -69,7 +69,7 @@ class RolloutFunction(AxolotlDatasets):
     def _call(self, task: Task, url: str) -> str:
         function = _function(self.rollout_func)
         tokenizer = _tokenizer(str(self.cfg["base_model"]), self.chat_template)
-        messages = [{"role": message.role, "content": message.content} for message in task.prompt]
+        messages = [message.as_dict() for message in task.prompt]
         arguments = {
             "model": FunctionModel(url, tokenizer),
             "processing_class": FunctionTokenizer(tokenizer),

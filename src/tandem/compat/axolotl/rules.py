@@ -17,6 +17,7 @@ from tandem.compat.axolotl.ranks import read_ranks, read_replicas
 from tandem.compat.axolotl.recipe import AxolotlRecipe
 from tandem.compat.axolotl.templates import TEMPLATES, brought_by
 from tandem.compat.generation import translated
+from tandem.compat.schedules import SCHEDULES, arguments
 from tandem.config.loading import RunConfig
 from tandem.config.tree import plain
 from tandem.errors import TandemError
@@ -31,8 +32,6 @@ OPTIMIZERS: Mapping[str, str] = {
     **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit", "paged_adamw_8bit"), "adamw8bit"),
     "adafactor": "adafactor",
 }
-"""By Axolotl's names."""
-SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
 """By Axolotl's names."""
 REDUCTIONS = {
     "grpo": "sequence", "bnpo": "token", "dapo": "token", "dr_grpo": "constant", "cispo": "token", "sapo": "sequence",
@@ -183,10 +182,8 @@ def _adapter(recipe: AxolotlRecipe) -> None:
         recipe.put("trainable.target_modules", "all-linear", "lora_target_linear", "lora_target_modules")
         if modules and modules != "all-linear":
             recipe.nothing("lora_target_modules", "lora_target_linear adapts every linear layer")
-    elif isinstance(modules, list) and modules:
-        recipe.copy("lora_target_modules", "trainable.target_modules")
     elif modules:
-        recipe.wrong("lora_target_modules", "expected a list of names such as [q_proj, v_proj], or all-linear")
+        recipe.copy("lora_target_modules", "trainable.target_modules")
     else:
         recipe.wrong("adapter", "lora needs lora_target_linear: true or lora_target_modules: [q_proj, ...]")
 
@@ -195,6 +192,8 @@ def _precision(recipe: AxolotlRecipe) -> None:
     half = recipe.get("bf16", not recipe["float32"])
     if half not in (True, False, "auto", "full"):
         recipe.wrong("bf16", f"expected true, false, auto or full, got {half!r}")
+    if half and recipe["float32"]:
+        recipe.nothing("float32", "bf16 says the type of the weights; leave one of them out")
     dtype = "bfloat16" if half else "float32"
     recipe.put("dtype", dtype, "bf16", "float32")
     for option in ("vllm.dtype", "trl.vllm_dtype"):
@@ -243,6 +242,8 @@ def _steps(recipe: AxolotlRecipe, groups: int) -> int:
     if recipe["max_steps"] > 0:
         steps = recipe.per_step(recipe["max_steps"])
         recipe.put("steps", steps, "max_steps")
+        if "num_epochs" in recipe:
+            recipe.note("num_epochs", f"max_steps ({recipe['max_steps']}) says when the run ends, as in Axolotl")
     elif not 0 < recipe["num_epochs"] < math.inf:
         recipe.wrong("num_epochs", f"expected a number above 0, got {recipe['num_epochs']:g}")
         return 1
@@ -280,7 +281,15 @@ def _optimizer(recipe: AxolotlRecipe, steps: int) -> None:
         recipe.problems.add(recipe.file.where, "missing 'learning_rate'")
     if scheduler not in SCHEDULES:
         recipe.wrong("lr_scheduler", f"there is no {scheduler} here; choose from {', '.join(SCHEDULES)}")
-    recipe.put("optimizer.schedule", SCHEDULES.get(scheduler, "cosine"), "lr_scheduler")
+    schedule = SCHEDULES.get(scheduler, "cosine")
+    recipe.put("optimizer.schedule", schedule, "lr_scheduler")
+    options, wrong = arguments(schedule, recipe["lr_scheduler_kwargs"], recipe["learning_rate"], recipe.per_step)
+    if scheduler == "cosine_with_min_lr" and "min_lr_ratio" not in options:
+        wrong.append("cosine_with_min_lr needs min_lr or min_lr_rate")
+    for option, value in options.items():
+        recipe.put(f"optimizer.{option}", value, "lr_scheduler_kwargs")
+    for why in wrong:
+        recipe.wrong("lr_scheduler_kwargs" if recipe["lr_scheduler_kwargs"] else "lr_scheduler", why)
     if scheduler != "constant" and (warmup := _warmup(recipe, steps)):
         recipe.put("optimizer.warmup_steps", warmup, "warmup_steps", "warmup_ratio")
 

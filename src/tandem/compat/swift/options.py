@@ -76,7 +76,8 @@ _LEARNING: tuple[ForeignOption, ...] = (
     becomes("max_steps", "whole", "steps", -1),
     becomes("learning_rate", "number", "optimizer.lr; default 1e-4 for an adapter, 1e-5 for all weights"),
     becomes("lr_scheduler_type", "text", "optimizer.schedule", "cosine"),
-    becomes("lr_scheduler_kwargs", "mapping", "optimizer.min_lr_ratio: min_lr or min_lr_rate"),
+    becomes("lr_scheduler_kwargs", "mapping", "optimizer.min_lr_ratio: min_lr or min_lr_rate; of "
+        "warmup_stable_decay decay_steps, decay and min_lr_ratio: num_decay_steps, decay_type and min_lr_ratio"),
     becomes("warmup_ratio", "number", "optimizer.warmup_steps, as a share of steps", 0.0),
     becomes("warmup_steps", "whole", "optimizer.warmup_steps", 0),
     becomes("weight_decay", "number", "optimizer.weight_decay", 0.1),
@@ -120,7 +121,7 @@ _LEARNING: tuple[ForeignOption, ...] = (
     refused("use_rslora", "truth", "write the lora_alpha that it comes to: lora_alpha x sqrt(lora_rank)", False),
     refused("lora_bias", "text", _LORA, "none"),
     refused("modules_to_save", "texts", _LORA),
-    refused("target_regex", "text", _LORA + ", by names in target_modules"),
+    becomes("target_regex", "text", "trainable.target_modules, as a regular expression of whole names", where="lora"),
     refused("lorap_lr_ratio", "number", _LORA),
     refused("init_weights", "text", _LORA, "true"),
     refused("freeze_parameters", "texts", "trainable.layers names what is trained"),

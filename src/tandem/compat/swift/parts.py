@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
+from tandem.compat import schedules
 from tandem.compat.swift.datasets import KIND as ROWS
 from tandem.compat.swift.datasets import TAGGED, SwiftDataset
 from tandem.compat.swift.options import ENGINE
@@ -30,10 +31,7 @@ OPTIMIZERS = {
     "adamw_bnb_8bit": "adamw8bit", "adafactor": "adafactor",
 }  # fmt: skip
 """By ms-swift's names."""
-SCHEDULES = {
-    "constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine",
-    "cosine_with_min_lr": "cosine", "cosine_warmup_with_min_lr": "cosine",
-}  # fmt: skip
+SCHEDULES = {**schedules.SCHEDULES, "cosine_warmup_with_min_lr": "cosine"}
 """By ms-swift's names."""
 
 
@@ -342,13 +340,14 @@ def optimizer(args: Reader, steps: int, *, offloaded: bool) -> Json:
     adam = {"beta1": args["adam_beta1"], "beta2": args["adam_beta2"], "eps": args["adam_epsilon"]}
     options: dict[str, Json] = {"kind": kind, "lr": rate, "schedule": schedule}
     options |= {"warmup_steps": warmup} if warmup else {}
-    for name, value in (args["lr_scheduler_kwargs"] or {}).items():
-        if name not in ("min_lr", "min_lr_rate") or schedule == "constant":
-            args.wrong("lr_scheduler_kwargs", f"{name} is unknown to {args['lr_scheduler_type']}")
-        elif isinstance(value, bool) or not isinstance(value, int | float):
-            args.wrong("lr_scheduler_kwargs", f"{name} is a number, not {value!r}")
-        elif args.positive("learning_rate"):
-            options["min_lr_ratio"] = value / rate if name == "min_lr" else value
+    if args["lr_scheduler_kwargs"] or schedule == "warmup_stable_decay":
+        kwargs, updates = args["lr_scheduler_kwargs"] or {}, int(args["num_iterations"])
+        own, wrong = schedules.arguments(
+            schedule, kwargs, rate if args.positive("learning_rate") else None, lambda count: math.ceil(count / updates)
+        )
+        options |= own
+        for why in wrong:
+            args.wrong("lr_scheduler_kwargs", why)
     options |= {"max_grad_norm": args["max_grad_norm"], "weight_decay": args["weight_decay"]}
     if kind == "adafactor":
         for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
@@ -377,12 +376,12 @@ def trained(args: Reader, mode: str) -> dict[str, Json]:
     """``trainable``; beside an engine of its own an adapter's sum travels, unless the engine takes adapters."""
     if args["train_type"] != "lora":
         return {"kind": "full"}
-    modules = args["target_modules"]
+    modules = [args["target_regex"]] if args["target_regex"] else args["target_modules"]
     return {
         "kind": "lora",
         "rank": args["lora_rank"],
         "alpha": args["lora_alpha"],
-        "target_modules": "all-linear" if modules == ["all-linear"] else modules,
+        "target_modules": modules[0] if args["target_regex"] or modules == ["all-linear"] else modules,
         **({"merged": True} if mode != "none" and not args["vllm_enable_lora"] else {}),
     }
 

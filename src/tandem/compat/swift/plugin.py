@@ -165,7 +165,7 @@ def _made(thing: Callable[..., Any], values: Mapping[str, Json]) -> Callable[...
 def _columns(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """What ms-swift hands on beside the columns of the data: the conversation has the completion as its last turn."""
     return {
-        "messages": [[{"role": m.role, "content": m.content} for m in r.messages] for r in rollouts],
+        "messages": [[m.as_dict() for m in r.messages] for r in rollouts],
         "response_token_ids": [[t for turn in r.turns for t in turn.completion.tokens] for r in rollouts],
         "prompt_id": [r.task.id for r in rollouts],
         "request_id": [r.id for r in rollouts],

@@ -129,7 +129,9 @@ class ScheduledDataset(SwiftDataset):
             self._unchanged(request, chat, len(added))
             if not added:
                 raise EnvError(f"scheduler {self.scheduler} says nothing after the policy's answer, so it cannot go on")
-            chat.add(*(Message(role=one["role"], content=one["content"]) for one in added))
+            chat.add(
+                *(Message(role=one.pop("role"), content=one.pop("content"), fields=one) for one in map(dict, added))
+            )
         numbers = {name: float(value) for name, value in infos.items() if isinstance(value, int | float)}
         return {**numbers, "num_turns": float(turn)}
 
@@ -143,7 +145,8 @@ class ScheduledDataset(SwiftDataset):
     def _unchanged(self, request: RolloutRequest, chat: Chat, new: int = 0) -> None:
         """Raise EnvError where a scheduler rewrites what was said: those tokens were sampled as they are."""
         kept = request.messages[: len(request.messages) - new]
-        if [(one["role"], one["content"]) for one in kept] != [(m.role, m.content) for m in chat.messages]:
+        before = [(message["role"], message["content"]) for message in _plain(chat.messages)]
+        if [(one["role"], one["content"]) for one in kept] != before:
             raise EnvError(
                 f"scheduler {self.scheduler} changes what was said before; it may only add messages after the policy's "
                 "answer, which is trained as it was sampled"
@@ -151,7 +154,7 @@ class ScheduledDataset(SwiftDataset):
 
 
 def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    return [{"role": message.role, "content": message.content} for message in messages]
+    return [message.as_dict() for message in messages]
 
 
 def _choice(chat: Chat, text: str) -> Choice:

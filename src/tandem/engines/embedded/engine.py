@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.engines.base import Engine, Health
+from tandem.engines.base import PROBE_SAMPLES, PROBE_TEMPERATURE, Engine, Health, ProbeResult
 from tandem.errors import EngineError
 from tandem.model.attention import KVCache, Packed, decode_plan, sequential_positions
 from tandem.model.penalties import Penalties, penalise_rows
@@ -106,6 +106,15 @@ class EmbeddedEngine(Engine):
     async def score(self, tokens: Sequence[int]) -> list[float]:
         async with self._stepping:
             return await self._policy.compute(self._policy.score, tokens)
+
+    async def probe(self, tokens: Sequence[int], *, samples: int = PROBE_SAMPLES) -> Sequence[ProbeResult]:
+        """Sample after ``tokens``, also while paused. They are not scored: that is the trainer's own pass."""
+        sampling = Sampling(temperature=PROBE_TEMPERATURE, max_tokens=samples)
+        future = asyncio.get_running_loop().create_future()
+        request = _Request(tuple(tokens), sampling, 0, samples, future, None)
+        async with self._stepping:
+            sampled = await self._policy.compute(self._sample_alone, request)
+        return [ProbeResult(scored=None, sampled=sampled, temperature=PROBE_TEMPERATURE)]
 
     def version(self) -> PolicyVersion:
         return self._version
@@ -215,8 +224,18 @@ class EmbeddedEngine(Engine):
         """Prefill what fits, or sample one token for every running row; returns the requests that ended."""
         done = self._prefill() if self._admitting else []
         if self._running:
-            done += self._decode()
+            done += self._take_out(self._sample(self._decoded(self._cache, self._running), list(self._running)))
         return done
+
+    @torch.inference_mode()
+    def _sample_alone(self, request: _Request) -> Completion:
+        """By the code that samples all requests, in a cache of its own: those under way stay as they are."""
+        cache = _cache(self._policy, 1)
+        cache.reserve(len(request.prompt) + request.limit)
+        ended = self._sample(self._prefilled(cache, {request.prompt: [0]})[-1:], [request])
+        while not ended:
+            ended = self._sample(self._decoded(cache, [request]), [request])
+        return request.completion(ended[0][1])
 
     def _prefill(self) -> list[tuple[_Request, Finish]]:
         """Compute waiting prompts, each distinct one once, and sample every newcomer's first token."""
@@ -234,31 +253,35 @@ class EmbeddedEngine(Engine):
         if not rows_of:
             return []
         self._cache.reserve(max(len(r.prompt) + min(r.limit, _AHEAD) for r in self._running[first:]))
-        plan = Packed(
-            lengths=tuple(map(len, rows_of)),
-            parents=(None,) * len(rows_of),
-            store=(self._cache, tuple(map(tuple, rows_of.values()))),
-        )
-        device = self._policy.device
-        tokens = torch.tensor([t for prompt in rows_of for t in prompt], device=device)
-        positions = torch.tensor(sequential_positions(plan), device=device)
-        hidden = self._policy.hidden(tokens[None], positions[None], plan)[0]
+        hidden = self._prefilled(self._cache, rows_of)
         last, end = [0] * (len(self._running) - first), 0
         for prompt, rows in rows_of.items():
             end += len(prompt)
             for row in rows:
                 last[row - first] = end - 1
-        return self._sample(hidden[last], self._running[first:])
+        return self._take_out(self._sample(hidden[last], self._running[first:]))
 
-    def _decode(self) -> list[tuple[_Request, Finish]]:
+    def _prefilled(self, cache: KVCache, rows_of: Mapping[tuple[int, ...], Sequence[int]]) -> Tensor:
+        """Hidden states of all prompts, one after the other; their keys and values go to the rows of each."""
+        plan = Packed(
+            lengths=tuple(map(len, rows_of)),
+            parents=(None,) * len(rows_of),
+            store=(cache, tuple(map(tuple, rows_of.values()))),
+        )
         device = self._policy.device
-        plan = decode_plan(self._cache, [r.cached for r in self._running], device, self._policy.dtype)
-        tokens_R1 = torch.tensor([[r.tokens[-1]] for r in self._running], device=device)
-        hidden = self._policy.hidden(tokens_R1, plan.positions_R[:, None], plan)
-        return self._sample(hidden[:, 0], list(self._running))
+        tokens = torch.tensor([t for prompt in rows_of for t in prompt], device=device)
+        positions = torch.tensor(sequential_positions(plan), device=device)
+        return self._policy.hidden(tokens[None], positions[None], plan)[0]
+
+    def _decoded(self, cache: KVCache, requests: Sequence[_Request]) -> Tensor:
+        """Hidden state of the last token of each request, which are the rows of a cache."""
+        device = self._policy.device
+        plan = decode_plan(cache, [r.cached for r in requests], device, self._policy.dtype)
+        tokens_R1 = torch.tensor([[r.tokens[-1]] for r in requests], device=device)
+        return self._policy.hidden(tokens_R1, plan.positions_R[:, None], plan)[:, 0]
 
     def _sample(self, hidden_RH: Tensor, requests: list[_Request]) -> list[tuple[_Request, Finish]]:
-        """Draw one token for each request, record it, and take out those that ended."""
+        """Draw one token for each request and record it; returns the requests that ended."""
         logits = self._policy.head(hidden_RH).float()
         penalise_rows(
             logits,
@@ -286,6 +309,9 @@ class EmbeddedEngine(Engine):
             request.versions.append(step)
             if finish := self._finish(request):
                 ended.append((request, finish))
+        return ended
+
+    def _take_out(self, ended: list[tuple[_Request, Finish]]) -> list[tuple[_Request, Finish]]:
         for request, _ in ended:
             self._remove(self._running.index(request))
         return ended

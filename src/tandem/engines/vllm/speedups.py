@@ -2,7 +2,7 @@
 
 All of it is optional: ``engine.speedups: false`` uses vLLM's public methods alone, as does a release in which an
 internal is not where it is known to be. ``benchmarks/decoding.py`` measures the logprobs and ``benchmarks/sync.py`` the
-pauses; docs/design/performance.md has the figures.
+pauses; benchmarks/RESULTS.md has the figures.
 
 Logprobs in pieces (``--scheduler-cls``): vLLM hands over a token's logprob as three arrays of one number each. To
 encode them takes the process that samples forty times as long as the token itself, under the lock that the next forward

@@ -262,8 +262,8 @@ def _verl(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def _plain(messages: Sequence[Message]) -> list[dict[str, str]]:
-    return [{"role": message.role, "content": message.content} for message in messages]
+def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    return [message.as_dict() for message in messages]
 
 
 def _verdict(value: Any) -> Verdict:

@@ -54,10 +54,6 @@ class Certificate:
     """What the gradient is of."""
     lines: tuple[CertificateLine, ...]
     """Every check."""
-    inert: tuple[str, ...]
-    """Options of the recipe that change nothing on any of the made-up answers."""
-    inert_on_policy: tuple[str, ...]
-    """Those that change nothing where the sampler is the policy itself; empty unless the recipe is on-policy."""
     seconds: float
     """What it took."""
 

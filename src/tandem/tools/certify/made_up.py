@@ -18,8 +18,8 @@ from tandem.config import loading as recipes
 from tandem.config.loading import RunConfig
 from tandem.model.attention import NAME
 from tandem.model.policy import load_config, load_model
-from tandem.tools.certify.formulas import part
-from tandem.tools.certify.plain import PlainModel
+from tandem.testing.oracle import PlainModel, part
+from tandem.trainer.live import prepared
 from tandem.types import UNKNOWN, Completion, Finish, Group, Message, Rollout, Sampling, Task, Turn
 
 Own = Callable[[Sequence[int], Sequence[int], float], Sequence[float]]
@@ -147,17 +147,16 @@ class Author:
     draw: random.Random = field(default_factory=lambda: random.Random(0))
     """Of token ids."""
 
-    def groups(self, own: Own, *, on_policy: bool = False) -> list[Group]:
-        """The groups; ``on_policy``: the sampler was the policy itself."""
+    def groups(self, own: Own) -> list[Group]:
+        """The groups."""
         self.draw.seed(0)
         envs = list(self.weights) or ["made-up"]
         made = [self._group(i, envs[i % len(envs)], *plan) for i, plan in enumerate(GROUPS)]
-        drifts = ((1.0,),) if on_policy else DRIFTS
         at = 0
         for g, group in enumerate(made):
             rollouts = []
             for rollout in group.rollouts:
-                rollouts.append(_with_logprobs(rollout, own, drifts[at % len(drifts)]))
+                rollouts.append(_with_logprobs(rollout, own, DRIFTS[at % len(DRIFTS)]))
                 at += 1
             made[g] = replace(group, rollouts=tuple(rollouts))
         if self.from_broker:
@@ -249,6 +248,7 @@ _TINY = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
     "max_position_embeddings": 1024,
+    "attention_dropout": 0.2,  # none of which a run may apply
     "initializer_range": 0.03,  # wide enough that the next-token distribution is not uniform
     "bos_token_id": 0,
     "eos_token_id": 1,
@@ -272,8 +272,7 @@ def certified(config: RunConfig, *, real: bool) -> tuple[nn.Module, PlainModel]:
         tiny = shrunk(load_config(config.model).get_text_config(), config.trainable.layers or ())
         model = AutoModelForCausalLM.from_config(tiny, dtype=torch.float32, attn_implementation=NAME)
     exact = PlainModel(model, part(recipes.as_json(config)["trainable"]))
-    prepared: nn.Module = config.trainable.prepare(model).eval()
-    return prepared, exact
+    return prepared(config, model), exact
 
 
 def shrunk(like: Any, layers: Sequence[int]) -> Any:

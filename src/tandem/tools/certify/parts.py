@@ -5,154 +5,126 @@ Each is given what the formulas say that the parts before it should have made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from tandem.algorithms.losses.base import MicroBatch
-from tandem.tools.certify import formulas
-from tandem.tools.certify.formulas import Formula, SampledSequence, Scored
-from tandem.tools.certify.gradients import CertifiedPolicy
-from tandem.tools.certify.plain import PlainModel
+from tandem.testing import oracle
+from tandem.testing.oracle import Formula, SampledSequence, Scored
+from tandem.tools.certify.certificate import CertificateLine, judged
+from tandem.tools.certify.policy import CertifiedPolicy
 from tandem.trainer.objective import Known, Objective
 from tandem.trainer.pack import StepBatch
 from tandem.types import Group
+
+EXACT = 1e-5
+"""Largest distance of float32 from the float64 formulas: logprobs are exact to some 1e-6."""
+PENALTY = 1e-4
+"""Largest distance of a penalty, which is of the difference of logprobs that are nearly alike."""
+FORMULA = "float64 formula"
 
 Key = tuple[str, tuple[int, ...]]
 """Of a trained sequence: its rollout and its sampled tokens."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartError:
-    """Distance of a part from its formula."""
-
-    name: str
-    """Of the part."""
-    figure: float
-    """The distance."""
-    rounding: Literal["none", "float32", "difference"] = "float32"
-    """What it may be off by: none, of a count; float32; or what that is of a difference of logprobs nearly alike."""
-    note: str = ""
-    """What else is to be told."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expected:
-    """Values of the formulas for the first step."""
-
-    sequences: Mapping[Key, SampledSequence]
-    """All that are trained."""
-    scored: Mapping[Key, Scored]
-    """Their logprobs as the step begins."""
-    moved: Mapping[Key, Tensor]
-    """Their logprobs after the first update."""
-
-
-def expected(exact: PlainModel, trained: formulas.Trained, groups: Sequence[Group], known: Formula) -> Expected:
-    """By the formulas alone."""
-    sequences = {_key(one): one for one in formulas.spoken(groups, known)}
-
-    @torch.no_grad()
-    def logprobs() -> list[Tensor]:
-        return [formulas.logprobs(exact, one, known) for one in sequences.values()]
-
-    exact.put(exact.held(trained(-1)))
-    loaded = logprobs() if known.reference is not None else [None] * len(sequences)
-    exact.put(exact.held(trained(0)))
-    first = logprobs()
-    exact.put(exact.held(trained(1)))
+def lines(
+    live: CertifiedPolicy, batch: StepBatch, groups: Sequence[Group], known: Formula, slack: float
+) -> Iterator[CertificateLine]:
+    """Every part in the order that a step has them; ``slack`` is what bounds are multiplied by."""
+    sequences = list(oracle.spoken(groups, known))
+    wanted = dict(zip(map(_key, sequences), sequences, strict=True))
+    before, first, moved = (_logprobs(live, update, sequences, known) for update in (-1, 0, 1))
+    references = before if known.reference is not None else [None] * len(sequences)
     scored = {
-        key: Scored(now=one, first=one, reference=before)
-        for key, one, before in zip(sequences, first, loaded, strict=True)
+        key: Scored(now=now, first=now, reference=reference)
+        for key, now, reference in zip(wanted, first, references, strict=True)
     }
-    return Expected(sequences=sequences, scored=scored, moved=dict(zip(sequences, logprobs(), strict=True)))
+    packed = _packed(live, batch)
+    # What has no advantage has no gradient, and need not be computed where nothing else has one.
+    needed = {k for k, one in wanted.items() if known.reference is not None or any(one.advantages)}
+    wrong = sorted((needed - packed.keys()) | (packed.keys() - wanted.keys()))
+    note = f"first of {wrong[0][0]}" if wrong else ""
+    yield judged("tokens that are trained", [sum(len(tokens) for _, tokens in wrong)], 0.0, "the recipe", note)
+    both = [key for key in packed if key in wanted]
+
+    def compared(name: str, part: str, formula: Callable[[Key], Tensor]) -> CertificateLine:
+        figure = apart([packed[key][part] for key in both], [formula(key) for key in both])
+        return judged(name, [figure], EXACT * slack, FORMULA)
+
+    yield compared("advantages", "advantages", lambda key: _float64(wanted[key].advantages))
+    counts = {key: oracle.share(known, sequences, one) for key, one in wanted.items()}
+    yield compared("what each token counts", "weights", lambda key: _float64([counts[key]] * len(key[1])))
+    yield compared("logprobs of the policy", "now", lambda key: scored[key].now)
+    if known.reference is not None:
+        yield compared("logprobs of the reference", "reference", lambda key: _required(scored[key].reference))
+    yield from _costs(live.work.objective, sequences, list(scored.values()), moved, known, slack)
 
 
-def findings(live: CertifiedPolicy, batch: StepBatch, wanted: Expected, known: Formula) -> Iterator[PartError]:
-    """Every part in the order that a step has them."""
-    scored = live.scored(batch)
+@torch.no_grad()
+def _logprobs(live: CertifiedPolicy, update: int, sequences: Sequence[SampledSequence], known: Formula) -> list[Tensor]:
+    """By the formulas alone, of the weights that are ``placed`` then."""
+    live.exact.put(live.exact.held(live.placed(update)))
+    return [oracle.logprobs(live.exact, one, known) for one in sequences]
+
+
+def _packed(live: CertifiedPolicy, batch: StepBatch) -> dict[Key, dict[str, Tensor]]:
+    """What the trainer has of each sequence."""
     packed: dict[Key, dict[str, Tensor]] = {}
-    for micro, now_N, reference_N in scored:
+    for micro, now_N, reference_N in live.scored(batch):
         values = {"targets": micro.targets_N, "advantages": micro.batch.advantages_N, "weights": micro.weights_N}
-        values |= {"told": micro.batch.behavior_logprobs_N, "now": now_N}
-        values |= {} if reference_N is None else {"reference": reference_N}
+        values |= {"now": now_N} | ({} if reference_N is None else {"reference": reference_N})
         at = 0
         for rollout, count in micro.places:
             if count:
                 one = {name: value_N[at : at + count] for name, value_N in values.items()}
                 packed[rollout, tuple(one["targets"].tolist())] = one
             at += count
-    # What has no advantage has no gradient, and need not be computed where nothing else has one.
-    needed = {k for k, one in wanted.sequences.items() if known.reference is not None or any(one.advantages)}
-    wrong = (needed - packed.keys()) | (packed.keys() - wanted.sequences.keys())
-    tokens = sum(len(tokens) for _, tokens in wrong)
-    yield PartError(
-        name="tokens that are trained",
-        figure=float(tokens),
-        rounding="none",
-        note=f"first of {sorted(wrong)[0][0]}" if wrong else "",
-    )
-    both = [key for key in packed if key in wanted.sequences]
-    sequences = list(wanted.sequences.values())
-
-    def compared(name: str, part: str, formula: Callable[[Key], Tensor]) -> PartError:
-        figure = apart([packed[key][part] for key in both], [formula(key) for key in both])
-        return PartError(name=name, figure=figure)
-
-    yield compared("advantages", "advantages", lambda key: _float64(wanted.sequences[key].advantages))
-    yield compared(
-        "what each token counts",
-        "weights",
-        lambda key: torch.full((len(key[1]),), formulas.share(known, sequences, wanted.sequences[key])).double(),
-    )
-    yield compared("logprobs of the policy", "now", lambda key: wanted.scored[key].now)
-    if known.reference is not None:
-        yield compared("logprobs of the reference", "reference", lambda key: _required(wanted.scored[key].reference))
-    yield from _costs(live.setup.objective, wanted, known)
+    return packed
 
 
-def _costs(objective: Objective, wanted: Expected, known: Formula) -> Iterator[PartError]:
+def _costs(
+    objective: Objective,
+    sequences: Sequence[SampledSequence],
+    scored: Sequence[Scored],
+    moved: Sequence[Tensor],
+    known: Formula,
+    slack: float,
+) -> Iterator[CertificateLine]:
     """Loss, corrections and penalty, each alone, after an update: there every ratio is another."""
-    sequences = list(wanted.sequences.values())
-    sampler = _float64(value for one in sequences for value in one.sampler_logprobs).float()
+    lengths = [len(one.at) for one in sequences]
     micro = MicroBatch(
-        behavior_logprobs_N=sampler,
+        behavior_logprobs_N=_float64(value for one in sequences for value in one.sampler_logprobs).float(),
         advantages_N=_float64(value for one in sequences for value in one.advantages).float(),
-        sample_N=torch.cat([torch.full((len(one.at),), i) for i, one in enumerate(sequences)]),
+        sample_N=torch.repeat_interleave(torch.tensor(lengths)),
         num_samples=len(sequences),
     )
-    first_N = torch.cat([one.first for one in wanted.scored.values()]).float()
-    has = known.reference is not None
-    reference_N = torch.cat([_required(one.reference) for one in wanted.scored.values()]).float() if has else None
+    kept = objective.reference
+    reference_N = None if kept is None else torch.cat([_required(one.reference) for one in scored]).float()
+    first_N = torch.cat([one.first for one in scored]).float()
     micro = objective.informed(micro, Known(first_N=first_N, reference_N=reference_N))
-    now_N = torch.cat(list(wanted.moved.values())).float()
 
-    def formula(of: Callable[[Formula, SampledSequence, Scored], Tensor]) -> list[Tensor]:
-        values = []
-        for key, one in wanted.sequences.items():
-            now = wanted.moved[key].clone().requires_grad_()
-            before = wanted.scored[key]
-            values += _with_slope(of(known, one, Scored(now=now, first=before.first, reference=before.reference)), now)
-        return values
+    def line(
+        name: str, part: Callable[[Tensor], Tensor], formula: Callable[[Formula, SampledSequence, Scored], Tensor]
+    ) -> CertificateLine:
+        """Values and slopes."""
+        leaf_N = torch.cat(list(moved)).float().requires_grad_()
+        actual = [each for values_N in _with_slope(part(leaf_N), leaf_N) for each in values_N.split(lengths)]
+        wanted = []
+        for sequence, one, after in zip(sequences, scored, moved, strict=True):
+            now = after.clone().requires_grad_()
+            values = formula(known, sequence, Scored(now=now, first=one.first, reference=one.reference))
+            wanted.append(_with_slope(values, now))
+        bound = PENALTY if formula is oracle.penalty else EXACT
+        figure = apart(actual, [each for values in zip(*wanted, strict=True) for each in values])
+        return judged(name, [figure], bound * slack, FORMULA)
 
-    def finding(name: str, part: Callable[[Tensor], Tensor], of: Callable[..., Tensor]) -> PartError:
-        leaf_N = now_N.clone().requires_grad_()
-        each = [values.split([len(one.at) for one in sequences]) for values in _with_slope(part(leaf_N), leaf_N)]
-        numbers = [value for pair in zip(*each, strict=True) for value in pair]
-        return PartError(name=name, figure=apart(numbers, formula(of)))
-
-    yield finding("loss of each token", lambda now: objective.loss(now, micro).loss_N, formulas.loss)
+    yield line("loss of each token", lambda now_N: objective.loss(now_N, micro).loss_N, oracle.loss)
     if objective.corrections:
-        yield finding("corrections", lambda now: objective.weights(now.detach(), micro)[0], formulas.weights)
-    if objective.reference is not None:
-        kept = objective.reference
-        penalty = finding(
-            "penalty of each token", lambda now: kept.beta * kept.divergence(now, micro)[0], formulas.penalty
-        )
-        yield replace(penalty, rounding="difference")
+        yield line("corrections", lambda now_N: objective.weights(now_N.detach(), micro)[0], oracle.weights)
+    if kept is not None:
+        yield line("penalty of each token", lambda now_N: kept.beta * kept.divergence(now_N, micro)[0], oracle.penalty)
 
 
 def _with_slope(values: Tensor, by: Tensor) -> list[Tensor]:

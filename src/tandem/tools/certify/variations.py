@@ -1,4 +1,4 @@
-"""Variations that must not change a step: how its samples are cut, ordered, shared, padded and computed."""
+"""Variations that must not change a step: how its samples are cut, ordered, shared, padded, dealt out and computed."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from tandem.model.attention import Packed, sequential_positions
-from tandem.model.layers import Checkpointing
-from tandem.tools.certify.gradients import CertifiedPolicy, Gradient
+from tandem.tools.certify.policy import CertifiedPolicy, Gradient
 from tandem.trainer.pack import Micro, Packer, StepBatch
 from tandem.types import Group
 
+SMALL = 40
+"""Tokens of a micro-batch, where a step is to have several."""
 PADDED_TO = 64
 """Tokens of a padded row are a multiple of this."""
 CUTS = (3, 7)
 """Chunks that the vocabulary is cut into."""
+RANKS = 3
+"""Ranks that a step is dealt to."""
 
 Variation = Callable[[CertifiedPolicy, Packer, Sequence[Group]], list[list[Gradient]]]
 """The gradients of some ways to compute the same step."""
@@ -32,7 +35,7 @@ def budgets(live: CertifiedPolicy, pack: Packer, groups: Sequence[Group]) -> lis
 def order(live: CertifiedPolicy, pack: Packer, groups: Sequence[Group]) -> list[list[Gradient]]:
     """Groups and siblings the other way round, whole and cut."""
     turned = [dataclasses.replace(group, rollouts=group.rollouts[::-1]) for group in groups[::-1]]
-    return [live.gradients(dataclasses.replace(pack, budget=b)(turned, version=0)) for b in (pack.budget, 40)]
+    return [live.gradients(dataclasses.replace(pack, budget=b)(turned, version=0)) for b in (pack.budget, SMALL)]
 
 
 def unshared(live: CertifiedPolicy, pack: Packer, groups: Sequence[Group]) -> list[list[Gradient]]:
@@ -47,64 +50,20 @@ def unshared(live: CertifiedPolicy, pack: Packer, groups: Sequence[Group]) -> li
     return [live.gradients(pack(alone, version=0))]
 
 
+def ranks(live: CertifiedPolicy, pack: Packer, groups: Sequence[Group]) -> list[list[Gradient]]:
+    """The sum of what several ranks compute of the micro-batches that each is dealt, one rank after the other."""
+    batch = dataclasses.replace(pack, budget=SMALL, ranks=RANKS)(groups, version=0)
+    by_rank = []
+    for dealt in zip(*batch.rounds, strict=True):
+        mine = tuple(batch.micro[i] for i in dealt if i is not None)
+        by_rank.append(live.gradients(dataclasses.replace(batch, micro=mine, rounds=())))
+    return [[{name: sum(one[name] for one in each) for name in each[0]} for each in zip(*by_rank, strict=True)]]
+
+
 def padding(live: CertifiedPolicy, pack: Packer, groups: Sequence[Group]) -> list[list[Gradient]]:
     """Untrained tokens after the others, as many as make the row long enough."""
     batch = pack(groups, version=0)
     return [live.gradients(dataclasses.replace(batch, micro=tuple(map(_padded, batch.micro))))]
-
-
-def tiles(live: CertifiedPolicy, pack: Packer, groups: Sequence[Group]) -> list[list[Gradient]]:
-    """The vocabulary walked in a few chunks, and in more."""
-    batch = pack(groups, version=0)
-    logits = max(len(micro.targets_N) for micro in batch.micro) * live.policy.head.weight.shape[0]
-    try:
-        ways = []
-        for cut in CUTS:
-            live.setup.tile = logits // cut
-            ways.append(live.gradients(batch))
-        return ways
-    finally:
-        live.setup.tile = None
-
-
-def recomputed(live: CertifiedPolicy, pack: Packer, groups: Sequence[Group]) -> list[list[Gradient]]:
-    """Layers computed again in the backward pass: all but their products, and all of them.
-
-    Raises:
-        ConfigError: it is not known which of the model's modules are its layers.
-    """
-    batch = pack(groups, version=0)
-    return [_tuned(live, batch, compile=False, checkpointing=how) for how in ("selective", "full")]
-
-
-def compiled(live: CertifiedPolicy, pack: Packer, groups: Sequence[Group]) -> list[list[Gradient]]:
-    """Layers compiled for the CPU, all kept and some computed again.
-
-    Raises:
-        ConfigError: the machine cannot, or it is not known which of the model's modules are its layers.
-    """
-    batch = pack(groups, version=0)
-    return [_tuned(live, batch, compile=True, checkpointing=how) for how in ("none", "selective")]
-
-
-VARIATIONS: Mapping[str, Variation] = {
-    "micro-batch sizes": budgets,
-    "order of groups and answers": order,
-    "prompts shared or not": unshared,
-    "padding": padding,
-    "logprob chunk sizes": tiles,
-    "layers computed again": recomputed,
-    "layers compiled": compiled,
-}
-"""By what a person calls them."""
-
-
-def _tuned(live: CertifiedPolicy, batch: StepBatch, *, compile: bool, checkpointing: Checkpointing) -> list[Gradient]:
-    try:
-        live.tune(compile=compile, checkpointing=checkpointing)
-        return live.gradients(batch)
-    finally:
-        live.tune(compile=False)
 
 
 def _padded(micro: Micro) -> Micro:
@@ -113,3 +72,36 @@ def _padded(micro: Micro) -> Micro:
     tokens_T = torch.cat([micro.tokens_T, micro.tokens_T.new_zeros(missing)])
     positions_T = torch.tensor(sequential_positions(plan), device=micro.positions_T.device)
     return dataclasses.replace(micro, tokens_T=tokens_T, positions_T=positions_T, plan=plan)
+
+
+def tiles(live: CertifiedPolicy, pack: Packer, groups: Sequence[Group]) -> list[list[Gradient]]:
+    """The vocabulary walked in a few chunks, and in more."""
+    batch = pack(groups, version=0)
+    logits = max(len(micro.targets_N) for micro in batch.micro) * live.policy.head.weight.shape[0]
+    try:
+        return [_tiled(live, batch, logits // cut) for cut in CUTS]
+    finally:
+        live.work.tile = None
+
+
+def _tiled(live: CertifiedPolicy, batch: StepBatch, tile: int) -> list[Gradient]:
+    live.work.tile = tile
+    return live.gradients(batch)
+
+
+def recomputed(live: CertifiedPolicy, pack: Packer, groups: Sequence[Group]) -> list[list[Gradient]]:
+    """Layers computed again in the backward pass: all but their products, and all of them."""
+    batch = pack(groups, version=0)
+    return [live.recomputed(batch, how) for how in ("selective", "full")]
+
+
+VARIATIONS: Mapping[str, Variation] = {
+    "micro-batch sizes": budgets,
+    "order of groups and answers": order,
+    "prompts shared or not": unshared,
+    f"{RANKS} ranks": ranks,
+    "padding": padding,
+    "logprob chunk sizes": tiles,
+    "layers computed again": recomputed,
+}
+"""By what a person calls them."""

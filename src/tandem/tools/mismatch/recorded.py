@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from tandem.errors import EnvError, TandemError
-from tandem.observability.report.folder import Row, RunFolder
+from tandem.observability.report.folder import Row
 from tandem.rollout.template import Template
 from tandem.trainer.record import shared
 from tandem.types import Json, Message
@@ -20,10 +19,6 @@ class RecordedTurn:
 
     rollout: str
     """Id of its rollout."""
-    group: str
-    """Id of its group."""
-    step: int
-    """Optimizer step that trained it; the weights it trained were those of the step before."""
     turn: int
     """Which turn, from 0."""
     prompt: tuple[int, ...]
@@ -38,8 +33,6 @@ class RecordedTurn:
     """The trainer's logprob of each token, at the weights it trained."""
     versions: tuple[int, ...]
     """Policy step stamped on each token."""
-    temperature: float
-    """Temperature it was sampled at."""
     previous: tuple[int, ...]
     """The turn before it, prompt and sampled ids; empty for the first."""
     before: tuple[Message, ...] | None
@@ -48,31 +41,20 @@ class RecordedTurn:
     """Messages of ``before`` up to the turn before it; of the first turn 0."""
 
 
-def spoken(rows: Iterable[Row], most: int) -> tuple[list[RecordedTurn], int]:
-    """Turns of whole rollouts until there are ``most`` tokens, at least one rollout; and how many rollouts were passed.
-
-    Rollouts are taken in turn from each group, so that few tokens are of many prompts. Those that were not trained, or
-    whose sampler told no logprobs, have no gap and are passed.
+def spoken(rows: Iterable[Row]) -> tuple[list[RecordedTurn], int]:
+    """Every turn that has a gap, and how many rollouts have none: not trained, or their sampler told no logprobs.
 
     Raises:
         TandemError: the record is of a Tandem that did not write what is needed.
     """
-    by_group: dict[str, list[Row]] = {}
+    turns: list[RecordedTurn] = []
     passed = 0
     for row in rows:
         if _has_gap(row):
-            by_group.setdefault(str(row.get("group", "")), []).append(row)
+            turns += _turns(row)
         else:
             passed += 1
-    out: list[RecordedTurn] = []
-    left = most
-    for row in (row for some in itertools.zip_longest(*by_group.values()) for row in some if row is not None):
-        if left <= 0:
-            break
-        turns = list(_turns(row))
-        out += turns
-        left -= sum(len(turn.tokens) for turn in turns)
-    return out, passed
+    return turns, passed
 
 
 def _has_gap(row: Row) -> bool:
@@ -82,7 +64,7 @@ def _has_gap(row: Row) -> bool:
 
 def _turns(row: Row) -> Iterator[RecordedTurn]:
     tokens: list[Row] = row["tokens"]
-    if not {"prompts", "temperatures", "stamps"} <= row.keys():
+    if not {"prompts", "stamps"} <= row.keys():
         raise TandemError(
             f"the record of rollout {row.get('rollout')} has no prompt tokens: an older Tandem wrote it. "
             "Take a few more steps with this one (tandem train RUN steps=N) and look at those"
@@ -98,8 +80,6 @@ def _turns(row: Row) -> Iterator[RecordedTurn]:
             before, opening = conversations[turn] if conversations else (None, 0)
             yield RecordedTurn(
                 rollout=str(row["rollout"]),
-                group=str(row["group"]),
-                step=int(row["step"]),
                 turn=turn,
                 prompt=prompt,
                 tokens=tuple(token["id"] for token in own),
@@ -107,7 +87,6 @@ def _turns(row: Row) -> Iterator[RecordedTurn]:
                 engine=tuple(token["lp"] for token in own),
                 trainer=tuple(token["tp"] for token in own),
                 versions=tuple(versions[at : at + count]),
-                temperature=float(row["temperatures"][turn]),
                 previous=previous,
                 before=before,
                 opening=opening,
@@ -127,23 +106,8 @@ def _conversations(row: Row) -> list[tuple[tuple[Message, ...] | None, int]] | N
 
 
 def _message(plain: Json) -> Message:
-    return Message(role=str(plain.get("role", "")), content=str(plain.get("content", "")))
-
-
-def choose(run: RunFolder, saved: Sequence[int]) -> int:
-    """The step to look at: the newest that was trained right after a checkpoint, else the last recorded one.
-
-    Of such a step the weights are on disk that it trained, and often those that sampled. Step 1, for which the model
-    as loaded counts as a checkpoint, says nothing of weights that travel, so it comes last.
-
-    Raises:
-        TandemError: no rollouts are recorded.
-    """
-    recorded = run.rollout_steps
-    if not recorded:
-        raise TandemError(f"{run.path} holds no rollouts: nothing was trained yet, or the folder rollouts/ was removed")
-    after = [step + 1 for step in saved if step + 1 in recorded and step > 0]
-    return max(after) if after else recorded[-1]
+    fields = {name: value for name, value in plain.items() if name not in ("role", "content")}
+    return Message(role=str(plain.get("role", "")), content=str(plain.get("content", "")), fields=fields)
 
 
 _CONTEXT = 6
@@ -209,13 +173,3 @@ def _expected(
         return "reply", (*turn.previous, *template.bridge(turn.before[: turn.opening], reply, last=turn.previous[-1]))
     except EnvError:
         return None
-
-
-def anew(turn: RecordedTurn, template: Template) -> tuple[int, ...]:
-    """Ids before a turn if its whole conversation were tokenised anew; the recorded ones where that cannot be told."""
-    if turn.before is None:
-        return turn.prompt
-    try:
-        return tuple(template.prompt(turn.before))
-    except EnvError:
-        return turn.prompt

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from tandem.trainer.memory_plan.fitting import Fitted, chooses_gradients, fit, settled, with_gradients
 from tandem.trainer.memory_plan.plan import (
-    DRIVER,
-    ENGINE,
-    GRADER,
-    LIBRARIES,
-    PINNED,
+    MARGIN,
     TYPICAL_PROMPT,
     MemoryLine,
     MemoryPlan,
@@ -19,11 +15,7 @@ from tandem.trainer.memory_plan.plan import (
 from tandem.trainer.memory_plan.ranks import RankCounts
 
 __all__ = [
-    "DRIVER",
-    "ENGINE",
-    "GRADER",
-    "LIBRARIES",
-    "PINNED",
+    "MARGIN",
     "TYPICAL_PROMPT",
     "Fitted",
     "MemoryLine",

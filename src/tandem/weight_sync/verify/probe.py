@@ -106,7 +106,7 @@ class ProbeReading:
     tokens: Sequence[int]
     """The text."""
     scored: LogprobComparison
-    """Of the text's tokens but the first."""
+    """Of the text's tokens but the first; of none where the engine has no scoring of its own."""
     sampled: LogprobComparison | None
     """Of tokens that the engine sampled after it; None where it samples by the code that scores."""
     drawn: Sequence[int] = ()
@@ -238,14 +238,16 @@ class Behaviour:
         """The trainer's own logprobs, in one pass, beside a probe's; by a thorough reading also of other weights."""
         drawn, at = probe.sampled.tokens if probe.sampled else (), len(tokens) - 1
         mine, tempered = await self._scores([*tokens, *drawn], 1.0, probe.temperature)
-        others = dict(self._known) if list(tokens[: len(self.tokens)]) == self.tokens else {}
-        if thorough and (bare := await self._policy.compute(self._bare, tokens)):
+        scored = NOTHING if probe.scored is None else LogprobComparison(tuple(probe.scored), tuple(mine[:at]))
+        scores = scored is not NOTHING
+        others = dict(self._known) if scores and list(tokens[: len(self.tokens)]) == self.tokens else {}
+        if scores and thorough and (bare := await self._policy.compute(self._bare, tokens)):
             others[BARE] = bare
             self._known.setdefault(BARE, bare[: len(self.tokens) - 1])
         return ProbeReading(
             name=probe.name,
             tokens=tokens,
-            scored=LogprobComparison(tuple(probe.scored), tuple(mine[:at])),
+            scored=scored,
             sampled=LogprobComparison(probe.sampled.logprobs, tuple(tempered[at:]), probe.temperature)
             if probe.sampled
             else None,

@@ -18,6 +18,7 @@ import msgspec
 
 from tandem.engines.base import (
     PROBE_SAMPLES,
+    PROBE_TEMPERATURE,
     Engine,
     EngineRequirements,
     Health,
@@ -37,8 +38,6 @@ from tandem.transport.bridge import VllmBridge
 from tandem.transport.checksums import joined
 from tandem.types import Completion, Finish, PolicyVersion, Sampling
 
-PROBE_TEMPERATURE = 0.7
-"""Not 1, so that logprobs that leave the temperature out are seen."""
 TRIES = 3
 """Attempts at a request to external engines that are healthy and do not answer it."""
 

@@ -1,0 +1,1 @@
+"""What tests and tools hold Tandem against: never imported by what trains."""

@@ -1,0 +1,712 @@
+"""The objective and the optimizers in float64, as plainly as they can be written: one sequence at a time, no packing.
+
+Nothing here is shared with what trains: neither layers, losses, advantages, corrections, references, packing nor
+optimizers are imported, and the recipe is read as plain data. ``tandem certify`` and the tests hold those against it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, pstdev, stdev
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tandem.types import UNKNOWN, Group, Json, Rollout
+
+Options = Mapping[str, Json]
+"""A part's options by name."""
+Weights = Mapping[str, Mapping[str, float]]
+"""Of each reward, by environment and by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Formula:
+    """The objective of a recipe, as plain options."""
+
+    advantage: tuple[str, Options]
+    """Kind and options."""
+    loss: tuple[str, Options]
+    """Kind and options."""
+    corrections: tuple[tuple[str, Options], ...]
+    """Kinds and options."""
+    reference: tuple[str, Options] | None
+    """Kind and options: beta, estimator, ratio_corrected, and those of its kind."""
+    recomputed: bool
+    """Ratios are against the policy as the step began."""
+    updates: int
+    """On the batch."""
+    sampling: Options
+    """Its limits, penalties and max_tokens are read."""
+    ends: tuple[int, ...]
+    """Token ids that end an answer."""
+    mask_truncated: bool
+    """Leave out answers that were cut."""
+    weights: Weights
+    """Of the rewards."""
+
+
+def formula(recipe: Mapping[str, Json], weights: Weights, ends: Iterable[int]) -> Formula:
+    """Read a recipe that was made plain; ``ends`` are the model's own end tokens."""
+    reference = recipe.get("reference")
+    return Formula(
+        advantage=part(recipe["advantage"]),
+        loss=part(recipe["loss"]),
+        corrections=tuple(map(part, recipe["corrections"])),
+        reference=None if reference is None else part(reference),
+        recomputed=recipe["old_logprobs"] == "recomputed",
+        updates=recipe["updates_per_batch"],
+        sampling=recipe["sampling"],
+        ends=(*ends, *recipe["sampling"]["stop_token_ids"]),
+        mask_truncated=recipe["truncated"] == "mask",
+        weights=weights,
+    )
+
+
+def part(plain: Json) -> tuple[str, Options]:
+    """Kind and options of a part that was made plain."""
+    return (plain, {}) if isinstance(plain, str) else (plain["kind"], plain)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledSequence:
+    """One sequence with sampled tokens in it."""
+
+    ids: tuple[int, ...]
+    """All tokens."""
+    at: tuple[int, ...]
+    """Which of them were sampled."""
+    begins: tuple[int, ...]
+    """Where the answer begins that each of these is in."""
+    temperature: float
+    """At which they were sampled."""
+    sampler_logprobs: tuple[float, ...] = ()
+    """The sampler's logprob of each of these."""
+    advantages: tuple[float, ...] = ()
+    """Of each of these."""
+    rollout: str = ""
+    """Id of the rollout that it is of, or is part of."""
+
+
+Siblings = Sequence[Rollout]
+Values = list[list[float]]
+
+
+def _rewards(groups: Sequence[Siblings]) -> Values:
+    return [[r.reward for r in group if r.reward is not None] for group in groups]
+
+
+def _spread(values: Sequence[float]) -> float:
+    return stdev(values) if len(values) > 1 else 0.0
+
+
+def _dr_grpo(groups: Sequence[Siblings], options: Options, weights: Weights) -> Values:
+    return [[r - fmean(rewards) for r in rewards] for rewards in _rewards(groups)]
+
+
+def _standardised(groups: Sequence[Siblings], options: Options, weights: Weights) -> Values:
+    std = _spread if options["std"] == "sample" else pstdev
+    return [[(r - fmean(rewards)) / (std(rewards) + options["eps"]) for r in rewards] for rewards in _rewards(groups)]
+
+
+def _rloo(groups: Sequence[Siblings], options: Options, weights: Weights) -> Values:
+    def others(rewards: Sequence[float], i: int) -> float:
+        return fmean([*rewards[:i], *rewards[i + 1 :]]) if len(rewards) > 1 else rewards[i]
+
+    return [[r - others(rewards, i) for i, r in enumerate(rewards)] for rewards in _rewards(groups)]
+
+
+def _batch_std(groups: Sequence[Siblings], options: Options, weights: Weights) -> Values:
+    std = _spread([r for rewards in _rewards(groups) for r in rewards])
+    return [[v / (std + options["eps"]) for v in values] for values in _dr_grpo(groups, options, weights)]
+
+
+def _maxrl(groups: Sequence[Siblings], options: Options, weights: Weights) -> Values:
+    return [[r / fmean(rewards) - 1 if sum(rewards) else 0.0 for r in rewards] for rewards in _rewards(groups)]
+
+
+def _gdpo(groups: Sequence[Siblings], options: Options, weights: Weights) -> Values:
+    sums: Values = []
+    for group, env in ((group, group[0].task.env) for group in groups):
+        weigh = {name: weights.get(env, {}).get(name, 1.0) for r in group for name in r.rewards}
+        parts: list[dict[str, float]] = []
+        for rollout in group:
+            rest = (rollout.reward or 0.0) - sum(weigh[name] * value for name, value in rollout.rewards.items())
+            parts.append({**rollout.rewards, "": rest})
+        sums.append([0.0] * len(group))
+        for name in {name for part in parts for name in part}:
+            rewards = [part[name] for part in parts if name in part]
+            for i, part in enumerate(parts):
+                if name in part:
+                    scaled = (part[name] - fmean(rewards)) / (_spread(rewards) + options["eps"])
+                    sums[-1][i] += weigh.get(name, 1.0) * scaled
+    every = [value for values in sums for value in values]
+    return [[(value - fmean(every)) / (_spread(every) + options["eps"]) for value in values] for values in sums]
+
+
+ADVANTAGES: Mapping[str, Callable[[Sequence[Siblings], Options, Weights], Values]] = {
+    "dr_grpo": _dr_grpo,
+    "grpo": _standardised,
+    "rloo": _rloo,
+    "batch_std": _batch_std,
+    "maxrl": _maxrl,
+    "gdpo": _gdpo,
+}
+"""Advantage of every rollout that counts, given those of every group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """Logprobs of a sequence's sampled tokens, float64."""
+
+    now: Tensor
+    """The policy's; costs are differentiable in them."""
+    first: Tensor
+    """The policy's as the step began."""
+    reference: Tensor | None
+    """The reference's."""
+
+
+def cost(known: Formula, sequence: SampledSequence, scored: Scored) -> Tensor:
+    """Loss of each sampled token of a sequence."""
+    total, weight = loss(known, sequence, scored), weights(known, sequence, scored)
+    total = torch.where(weight == 0, 0.0, total * weight)
+    return total if known.reference is None else total + penalty(known, sequence, scored)
+
+
+def loss(known: Formula, sequence: SampledSequence, scored: Scored) -> Tensor:
+    """Of the loss alone."""
+    kind, options = known.loss
+    advantages = torch.tensor(sequence.advantages, dtype=torch.float64)
+    return LOSSES[kind](scored.now, _old(known, sequence, scored), advantages, options)
+
+
+def weights(known: Formula, sequence: SampledSequence, scored: Scored) -> Tensor:
+    """Weight of each token: the product of all corrections' weights."""
+    sampler, advantages = _sampler_logprobs(sequence, scored), torch.tensor(sequence.advantages, dtype=torch.float64)
+    now = scored.now.detach()
+    total = torch.ones_like(now)
+    for kind, options in known.corrections:
+        gap = now - sampler if kind == "opsm" or not known.recomputed else scored.first - sampler
+        total = total * CORRECTIONS[kind](gap, advantages, options, known.recomputed)
+    return total
+
+
+def penalty(known: Formula, sequence: SampledSequence, scored: Scored) -> Tensor:
+    """Of leaving the reference; there is one."""
+    assert known.reference is not None
+    assert scored.reference is not None
+    options = known.reference[1]
+    ratio = (scored.now - _old(known, sequence, scored)).exp()
+    whole: Tensor = options["beta"] * divergence(scored.now - scored.reference, ratio, options)
+    return whole
+
+
+def _sampler_logprobs(sequence: SampledSequence, scored: Scored) -> Tensor:
+    """The sampler's, or the policy's where it told none."""
+    logprobs = torch.tensor(sequence.sampler_logprobs, dtype=torch.float64)
+    return torch.where(logprobs == UNKNOWN, scored.first, logprobs)
+
+
+def _old(known: Formula, sequence: SampledSequence, scored: Scored) -> Tensor:
+    """What ratios are against."""
+    return scored.first if known.recomputed else _sampler_logprobs(sequence, scored)
+
+
+def divergence(gap: Tensor, ratio: Tensor, options: Options) -> Tensor:
+    """Estimate of each token's divergence from the reference, by the gap of logprobs and the ratio to the sampler."""
+    estimates = {"k1": gap, "k2": gap**2 / 2, "k3": (-gap).exp() - 1 + gap}
+    estimate = estimates[options["estimator"]]
+    return ratio * estimate if options["ratio_corrected"] else estimate
+
+
+def _clip(ratio: Tensor, advantages: Tensor, options: Options) -> Tensor:
+    low, high = 1 - options["clip_low"], 1 + options["clip_high"]
+    return torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+
+
+def _grpo(now: Tensor, old: Tensor, advantages: Tensor, options: Options) -> Tensor:
+    objective = _clip((now - old).exp(), advantages, options)
+    if options["dual_clip"] is not None:
+        floored = torch.maximum(objective, options["dual_clip"] * advantages)
+        objective = torch.where(advantages < 0, floored, objective)
+    return -objective
+
+
+def _gspo(now: Tensor, old: Tensor, advantages: Tensor, options: Options) -> Tensor:
+    ratio = (now - old).mean().exp().expand_as(now)
+    if options["gradient"] == "token":
+        ratio = ratio.detach() * (now - now.detach()).exp()
+    return -_clip(ratio, advantages, options)
+
+
+def _cispo(now: Tensor, old: Tensor, advantages: Tensor, options: Options) -> Tensor:
+    weight = (now.detach() - old).exp()
+    weight[weight > options["cap"]] = options["cap"]
+    return -weight * advantages * now
+
+
+def _sapo(now: Tensor, old: Tensor, advantages: Tensor, options: Options) -> Tensor:
+    sharp = torch.full_like(now, options["temperature_negative"], requires_grad=False)
+    sharp[advantages > 0] = options["temperature_positive"]
+    return -advantages * 4 / sharp / (1 + (-sharp * ((now - old).exp() - 1)).exp())
+
+
+def _reinforce(now: Tensor, old: Tensor, advantages: Tensor, options: Options) -> Tensor:
+    return -advantages * now
+
+
+LOSSES: Mapping[str, Callable[[Tensor, Tensor, Tensor, Options], Tensor]] = {
+    "grpo": _grpo,
+    "gspo": _gspo,
+    "cispo": _cispo,
+    "sapo": _sapo,
+    "reinforce": _reinforce,
+}
+"""Cost of each token given the policy's logprobs, the old ones, advantages and options."""
+
+
+def _bounds(options: Options) -> tuple[float, float]:
+    return options["low"] or 0.0, math.inf if options["high"] is None else options["high"]
+
+
+def _token(gap: Tensor, advantages: Tensor, options: Options, recomputed: bool) -> Tensor:
+    low, high = _bounds(options)
+    ratio = gap.exp()
+    if options["beyond"] == "truncate":
+        return ratio.clamp(low, high)
+    kept = ((ratio >= low) & (ratio <= high)).double()
+    return kept * ratio if recomputed else kept
+
+
+def _sequence(gap: Tensor, advantages: Tensor, options: Options, recomputed: bool) -> Tensor:
+    return _token(gap.sum(), advantages, options, recomputed).expand_as(gap)
+
+
+def _geometric(gap: Tensor, advantages: Tensor, options: Options, recomputed: bool) -> Tensor:
+    low, high = _bounds(options)
+    return torch.full_like(gap, float(low <= gap.mean().exp() <= high))
+
+
+def _opsm(gap: Tensor, advantages: Tensor, options: Options, recomputed: bool) -> Tensor:
+    far = -gap.mean() > options["threshold"]
+    return torch.where((advantages < 0) & far, 0.0, torch.ones_like(gap))
+
+
+CORRECTIONS: Mapping[str, Callable[[Tensor, Tensor, Options, bool], Tensor]] = {
+    "token": _token,
+    "sequence": _sequence,
+    "geometric": _geometric,
+    "opsm": _opsm,
+}
+"""Weight of each token given the policy's logprobs less the sampler's, advantages, options, and whether recomputed."""
+
+
+Trained = Callable[[int], Mapping[str, Tensor]]
+"""What is trained, by name: before the run (-1), as its first step began (0), after the first update (1), and so on."""
+
+REFERENCES = ("start", "average")
+"""Kinds of references that are known here."""
+
+
+def unknown(known: Formula) -> list[str]:
+    """Parts that no formula is known for."""
+    parts = [("advantage", known.advantage[0], ADVANTAGES), ("loss", known.loss[0], LOSSES)]
+    parts += [("correction", kind, CORRECTIONS) for kind, _ in known.corrections]
+    names = [f"{what} {kind}" for what, kind, formulas in parts if kind not in formulas]
+    if known.reference is not None and known.reference[0] not in REFERENCES:
+        names.append(f"reference {known.reference[0]}")
+    return names
+
+
+def gradients(
+    exact: PlainModel, trained: Trained, steps: Sequence[tuple[int, Sequence[Group]]], known: Formula
+) -> list[dict[str, Tensor]]:
+    """The objective's gradient by parameter name, float64, for every update of some steps.
+
+    Args:
+        exact: the model.
+        trained: its weights.
+        steps: the number of each step in its run, from 1, and what it is trained on.
+        known: the recipe.
+    """
+    held: Mapping[str, Tensor] = exact.held(trained(-1))
+    updates: list[dict[str, Tensor]] = []
+    for number, groups in steps:
+        sequences = list(spoken(groups, known))
+        before = _before(exact, held, sequences, known)
+        first: list[Tensor] = []
+        for update in range(known.updates):
+            exact.take(trained(len(updates)))
+            for i, (sequence, reference) in enumerate(zip(sequences, before, strict=True)):
+                now = logprobs(exact, sequence, known)
+                if update == 0:
+                    first.append(now.detach())
+                weight = share(known, sequences, sequence)
+                scored = Scored(now=now, first=first[i], reference=reference)
+                (cost(known, sequence, scored).sum() * weight).backward()
+            updates.append(exact.gradients())
+        held = _followed(held, exact.held(trained(len(updates))), number, known)
+    return updates
+
+
+def _before(
+    exact: PlainModel, held: Mapping[str, Tensor], sequences: Sequence[SampledSequence], known: Formula
+) -> Sequence[Tensor | None]:
+    """The reference's logprobs of each sequence."""
+    if known.reference is None:
+        return [None] * len(sequences)
+    exact.put(held)
+    with torch.no_grad():
+        return [logprobs(exact, sequence, known) for sequence in sequences]
+
+
+def _followed(held: Mapping[str, Tensor], now: Mapping[str, Tensor], step: int, known: Formula) -> Mapping[str, Tensor]:
+    """The reference's weights after a step."""
+    if known.reference is None or known.reference[0] != "average" or step % known.reference[1]["every"]:
+        return held
+    mixup = known.reference[1]["mixup"]
+    return {name: (1 - mixup) * before + mixup * now[name] for name, before in held.items()}
+
+
+def spoken(groups: Sequence[Group], known: Formula) -> Iterator[SampledSequence]:
+    """Every sequence that is trained."""
+    kind, options = known.advantage
+    values = ADVANTAGES[kind]([[r for r in group.rollouts if _counts(r)] for group in groups], options, known.weights)
+    for group, advantages in zip(groups, values, strict=True):
+        for rollout, value in zip(filter(_counts, group.rollouts), advantages, strict=True):
+            cut = rollout.turns[-1].completion.finish == "length"
+            if rollout.trained and not (known.mask_truncated and cut):
+                yield from _sequences(rollout, value)
+
+
+def _counts(rollout: Rollout) -> bool:
+    return rollout.reward is not None and any(turn.completion.tokens for turn in rollout.turns)
+
+
+def _sequences(rollout: Rollout, advantage: float) -> Iterator[SampledSequence]:
+    """A turn that repeats all before it, at the same temperature, goes on in the same sequence."""
+    runs: list[list[int]] = []
+    turns, place, own = [turn for turn in rollout.turns if turn.completion.tokens], 0, rollout.advantages
+    for i, turn in enumerate(turns):
+        last = turns[runs[-1][-1]] if runs else None
+        whole = () if last is None else last.prompt + last.completion.tokens
+        goes_on = last is not None and turn.prompt[: len(whole)] == whole and turn.temperature == last.temperature
+        runs = [*runs[:-1], [*runs[-1], i]] if goes_on else [*runs, [i]]
+    for run in runs:
+        at: list[int] = []
+        begins: list[int] = []
+        sampler_logprobs: list[float] = []
+        advantages: list[float] = []
+        for i in run:
+            start, count = len(turns[i].prompt), len(turns[i].completion.tokens)
+            at += range(start, start + count)
+            begins += [start] * count
+            sampler_logprobs += turns[i].completion.logprobs
+            advantages += [advantage] * count if own is None else own[place : place + count]
+            place += count
+        end = turns[run[-1]]
+        yield SampledSequence(
+            rollout=rollout.id,
+            ids=end.prompt + end.completion.tokens,
+            at=tuple(at),
+            begins=tuple(begins),
+            sampler_logprobs=tuple(sampler_logprobs),
+            advantages=tuple(advantages),
+            temperature=end.temperature,
+        )
+
+
+def logprobs(exact: PlainModel, sequence: SampledSequence, known: Formula) -> Tensor:
+    """Logprob of every sampled token: penalised, at its temperature, within the support that it was sampled from."""
+    logits, rows = exact.logits(sequence.ids), []
+    for at, begin in zip(sequence.at, sequence.begins, strict=True):
+        token = sequence.ids[at]
+        row = _penalised(logits[at - 1], sequence.ids[:begin], sequence.ids[begin:at], known.sampling)
+        row = row / sequence.temperature
+        early = at - begin < known.sampling["min_tokens"]
+        possible = row.detach().clone()
+        possible[list(known.ends if early else ())] = -math.inf
+        allowed = torch.full_like(possible, -math.inf)
+        allowed[_support(possible, known.sampling)] = allowed[token] = 0.0
+        rows.append((row + allowed).log_softmax(-1)[token])
+    return torch.stack(rows)
+
+
+def _penalised(row: Tensor, prompt: Sequence[int], answer: Sequence[int], sampling: Options) -> Tensor:
+    """Logits with what tokens before do to them."""
+    if (sampling["repetition_penalty"], sampling["frequency_penalty"], sampling["presence_penalty"]) == (1, 0, 0):
+        return row
+    scale, less = torch.ones_like(row, requires_grad=False), torch.zeros_like(row, requires_grad=False)
+    seen = list({*prompt, *answer})
+    scale[seen] = sampling["repetition_penalty"] ** torch.where(row[seen] > 0, -1.0, 1.0).double()
+    for token, count in Counter(answer).items():
+        less[token] = sampling["frequency_penalty"] * count + sampling["presence_penalty"]
+    return row * scale - less
+
+
+def _support(row: Tensor, sampling: Options) -> Tensor:
+    """Ids of the possible tokens that min_p leaves, then top_k, then top_p of what is left."""
+    probabilities, order = row.softmax(-1).sort(descending=True)
+    least = sampling["min_p"] * probabilities[0]
+    number = int(((probabilities >= least) & (probabilities > 0)).sum())
+    if sampling["top_k"]:
+        number = min(number, sampling["top_k"])
+    if sampling["top_p"] < 1:
+        mass = probabilities[:number].cumsum(0)
+        number = 1 + int((mass[:-1] < sampling["top_p"] * mass[-1]).sum())
+    return order[:number]
+
+
+def share(known: Formula, sequences: Sequence[SampledSequence], one: SampledSequence) -> float:
+    """Share of each token of a sequence in its step's loss."""
+    reduction = known.loss[1]["reduction"]
+    if reduction == "token":
+        return 1 / sum(len(s.at) for s in sequences)
+    length = len(one.at) if reduction == "sequence" else known.sampling["max_tokens"]
+    return float(1 / len(sequences) / length)
+
+
+# The model
+
+
+TRAINABLES = ("full", "lora")
+"""Kinds of trainables that are known here."""
+
+
+class PlainModel:
+    """A float64 copy of a model before it was prepared for training, and its weights.
+
+    Args:
+        model: as it was loaded.
+        trainable: kind and options of what is trained.
+    """
+
+    def __init__(self, model: nn.Module, trainable: tuple[str, Options]):
+        self.model = copy.deepcopy(model).double().eval().requires_grad_(False)
+        causal: Any = self.model
+        causal.set_attn_implementation("sdpa")
+        self._parameters = dict(self.model.named_parameters())
+        self.kind, options = trainable
+        self._merged = bool(options.get("merged"))
+        self._scale = options["alpha"] / options["rank"] if self.kind == "lora" else 0.0
+        self._factors = self._adapted(options) if self.kind == "lora" else {}
+        wanted = options.get("layers")
+        self._first = {name: self._parameters[name].detach().clone() for name in self._factors}
+        whole = [name for name in self._parameters if wanted is None or _layer(name) in wanted]
+        self.names = (
+            frozenset(n for pair in self._factors.values() for n in pair) if self._factors else frozenset(whole)
+        )
+        """Of what is trained, by the recipe."""
+        self._leaves: dict[str, Tensor] = {}
+
+    def _adapted(self, options: Options) -> dict[str, tuple[str, str]]:
+        """Names of the two factors of what is added, by that of the weight it is added to."""
+        head, targets = self.model.get_output_embeddings(), options["target_modules"]  # type: ignore[operator]
+        factors = {}
+        for name, module in self.model.named_modules():
+            if isinstance(targets, str):
+                named = targets == "all-linear" or re.fullmatch(targets, name) is not None
+            else:
+                named = any(f".{name}".endswith(f".{end}") for end in targets)
+            within = options["layers"] is None or _layer(name) in options["layers"]
+            if isinstance(module, nn.Linear) and module is not head and named and within:
+                a, b = f"{name}.lora_A", f"{name}.lora_B"
+                peft = [f"base_model.model.{factor}.default.weight" for factor in (a, b)]
+                factors[f"{name}.weight"] = (a, b) if self._merged else (peft[0], peft[1])
+        return factors
+
+    def weights(self, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the model computes with, by its own names, differentiable; ``trained`` by the names of the policy."""
+        if not self._factors:
+            return {name: trained[name].double() for name in self.names & trained.keys()}
+        return {
+            name: self._first[name] + self._scale * trained[b].double() @ trained[a].double()
+            for name, (a, b) in self._factors.items()
+            if {a, b} <= trained.keys()
+        }
+
+    def held(self, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What a reference keeps of it: a merged adapter's sums, else what is trained."""
+        if self._merged:
+            return self.weights(trained)
+        return {name: value.double() for name, value in trained.items()}
+
+    @torch.no_grad()
+    def put(self, held: Mapping[str, Tensor]) -> None:
+        """Compute with what a reference keeps."""
+        self._write(held if self._merged else self.weights(held))
+
+    def take(self, trained: Mapping[str, Tensor]) -> None:
+        """Compute with these, and note their gradient."""
+        self._leaves = {
+            name: trained[name].detach().double().clone().requires_grad_() for name in self.names & trained.keys()
+        }
+        with torch.no_grad():
+            self._write(self.weights(self._leaves))
+        for name in self.weights(self._leaves):
+            self._parameters[name].requires_grad_().grad = None
+
+    def _write(self, weights: Mapping[str, Tensor]) -> None:
+        for name, weight in weights.items():
+            self._parameters[name].copy_(weight)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Of what was backpropagated since ``take``, by the names of what is trained."""
+        weights = self.weights(self._leaves)
+        torch.autograd.backward(list(weights.values()), [_slope(self._parameters[name]) for name in weights])
+        return {name: _slope(self._leaves.get(name, torch.zeros(()))) for name in sorted(self.names)}
+
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """All logits of one sequence, (tokens, vocabulary), float64 and differentiable."""
+        logits: Tensor = self.model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
+        return logits.double()
+
+
+def _slope(of: Tensor) -> Tensor:
+    """A gradient; 0 where there is none."""
+    return torch.zeros_like(of) if of.grad is None else of.grad
+
+
+def _layer(name: str) -> int | None:
+    """The number of the layer that a weight is in."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), None)
+
+
+# Optimizers
+
+
+BLOCK = 256
+"""Numbers of an 8-bit moment that share a scale."""
+FLOATS = 4096
+"""Smaller weights have moments in float32, whatever others have."""
+ZERO = 1e-300
+"""Stands where a zero is divided by."""
+
+
+def rate(options: Options, step: int, total: int) -> float:
+    """Learning rate of a step of so many: a linear rise, then constant or down along a line or half a cosine.
+
+    Of warmup_stable_decay the rise begins at the lowest rate, and it is constant between the rise and the decay.
+    """
+    peak, rise, low, schedule = (options[name] for name in ("lr", "warmup_steps", "min_lr_ratio", "schedule"))
+    stays = schedule == "warmup_stable_decay"
+    if step <= rise:
+        return float(peak * (low + (1 - low) * step / rise) if stays else peak * step / rise)
+    from_step = total - options["decay_steps"] if stays else rise
+    done = max(0.0, min(1.0, (step - from_step) / max(1, total - from_step)))
+    shapes = {
+        "constant": 1.0,
+        "linear": 1 - done,
+        "cosine": (1 + math.cos(math.pi * done)) / 2,
+        "1-sqrt": 1 - done**0.5,
+    }
+    return float(peak * (low + (1 - low) * shapes[options["decay"] if stays else schedule]))
+
+
+class ExactOptimizer:
+    """A run's optimizer.
+
+    Args:
+        kind: its name.
+        options: its options.
+        steps: of the run.
+    """
+
+    def __init__(self, kind: str, options: Options, steps: int):
+        self._rule, self._options, self._steps = OPTIMIZERS[kind], options, steps
+        self._states: dict[str, State] = {}
+        self._count = 0
+
+    def update(self, step: int, gradients: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """How far the next update moves every weight, at a step's rate, given where it is."""
+        self._count += 1
+        grads = {name: gradient.double() for name, gradient in gradients.items()}
+        whole, most = math.sqrt(sum(float(g.square().sum()) for g in grads.values())), self._options["max_grad_norm"]
+        clip = most / whole if 0 < most < whole else 1.0
+        lr = rate(self._options, step, self._steps)
+        return {
+            name: self._rule(
+                self._states.setdefault(name, {}), grad * clip, before[name].double(), lr, self._count, self._options
+            )
+            for name, grad in grads.items()
+        }
+
+
+State = dict[str, Tensor]
+
+
+def _adamw(state: State, gradient: Tensor, weight: Tensor, lr: float, count: int, options: Options) -> Tensor:
+    means = []
+    for name, power, beta in (("mean", 1, options["beta1"]), ("square", 2, options["beta2"])):
+        state[name] = beta * state.get(name, torch.zeros_like(gradient)) + (1 - beta) * gradient**power
+        means.append(state[name] / (1 - beta**count))
+    direction = means[0] / (means[1].sqrt() + options["eps"])
+    move: Tensor = -lr * (direction + options["weight_decay"] * weight)
+    return move
+
+
+def _adamw8bit(state: State, gradient: Tensor, weight: Tensor, lr: float, count: int, options: Options) -> Tensor:
+    move = _adamw(state, gradient, weight, lr, count, options)
+    if weight.numel() >= FLOATS:
+        state["mean"], state["square"] = _rounded(state["mean"], True), _rounded(state["square"], False)
+    return move
+
+
+def _rounded(moment: Tensor, signed: bool) -> Tensor:
+    """To the nearest of a byte's 256 shares of the largest number of its block; a square never to 0."""
+    book = _book(signed)
+    flat = torch.cat([moment.flatten(), torch.zeros(-moment.numel() % BLOCK, dtype=moment.dtype)]).view(-1, BLOCK)
+    scales = flat.abs().amax(1, keepdim=True)
+    shares = flat / scales.clamp(min=ZERO)
+    above = torch.searchsorted(book, shares.contiguous()).clamp(1, 255)
+    nearer = (book[above] - shares).abs() < (shares - book[above - 1]).abs()
+    at = torch.where(nearer, above, above - 1).clamp(min=0 if signed else 1)
+    return (book[at] * scales).flatten()[: moment.numel()].view_as(moment)
+
+
+def _book(signed: bool) -> Tensor:
+    """Dynamic tree quantisation: 0, 1 and the middles of evenly cut decades, each cut in twice as many as the next."""
+    values = [0.0, 1.0]
+    for decade in range(7):
+        cuts = 2**decade * (1 if signed else 2)
+        middles = [(0.1 + 0.9 * (2 * i + 1) / (2 * cuts)) * 10.0 ** (decade - 6) for i in range(cuts)]
+        values += middles + ([-middle for middle in middles] if signed else [])
+    return torch.tensor(sorted(values), dtype=torch.float64)
+
+
+def _adafactor(state: State, gradient: Tensor, weight: Tensor, lr: float, count: int, options: Options) -> Tensor:
+    squares, share = gradient.square(), count ** options["beta2_decay"]
+    kept = {"all": squares} if gradient.dim() < 2 else {"rows": squares.mean(-1), "columns": squares.mean(-2)}
+    for name, value in kept.items():
+        state[name] = (1 - share) * state.get(name, torch.zeros_like(value)) + share * value
+    if gradient.dim() < 2:
+        estimate = state["all"]
+    else:
+        rows, columns = state["rows"], state["columns"]
+        estimate = rows[..., None] * columns[..., None, :] / rows.mean(-1)[..., None, None].clamp(min=ZERO)
+    direction = torch.where(estimate > 0, gradient / estimate.clamp(min=ZERO).sqrt(), 0.0)
+    direction = direction / max(1.0, _rms(direction) / options["clip_rms"])
+    scale = max(options["scale_floor"], _rms(weight)) * min(lr, count**-0.5) if options["relative_rate"] else lr
+    move: Tensor = -scale * direction - lr * options["weight_decay"] * weight
+    return move
+
+
+def _rms(values: Tensor) -> float:
+    return math.sqrt(float(values.square().mean()))
+
+
+OPTIMIZERS: Mapping[str, Callable[[State, Tensor, Tensor, float, int, Options], Tensor]] = {
+    "adamw": _adamw,
+    "adamw_cpu": _adamw,
+    "adamw8bit": _adamw8bit,
+    "adafactor": _adafactor,
+}
+"""How far a weight moves, given what is kept of it, its clipped gradient, itself, the rate, the count of its updates
+from 1 and options."""

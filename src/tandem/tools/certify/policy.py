@@ -1,0 +1,190 @@
+"""A recipe's policy under a certificate: the run's own step, on weights that go where the certificate says."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from tandem.config.loading import RunConfig
+from tandem.model import layers
+from tandem.model.layers import Checkpointing
+from tandem.model.policy import Compute, Policy
+from tandem.tools.certify.made_up import certified
+from tandem.trainer import live
+from tandem.trainer.pack import Micro, StepBatch
+from tandem.trainer.step import Step
+
+Gradient = Mapping[str, Tensor]
+"""By parameter name."""
+
+MOVES, MOVES_REAL = 0.1, 0.01
+"""Weights move by this share of their own deviation, from the model as loaded to the step, and at each update. A real
+model moves less: it must stay what it is."""
+LEAST = 0.02
+"""How far weights that are all alike move."""
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Stands where the optimizer does: keeps the gradients of each update, and always moves the weights alike.
+
+    As an optimizer's, its writes reach what a merged adapter computes with only when the step folds them.
+    """
+
+    named: Mapping[int, str]
+    """Parameter names by identity."""
+    move: Callable[[int], None]
+    """Sets the weights to those after so many updates."""
+    updates: list[dict[str, Tensor]] = field(default_factory=list)
+    """The gradient of each update so far."""
+    _sums: dict[str, Tensor] = field(default_factory=dict)
+
+    def accumulate(self, parameter: Parameter) -> None:
+        """Add in float32, as optimizers do."""
+        assert parameter.grad is not None
+        self._sums[self.named[id(parameter)]] += parameter.grad.float()
+        parameter.grad = None
+
+    def step(self, lr: float, max_grad_norm: float) -> Tensor:
+        """Keep what was added up; the weights go where the next update is looked at."""
+        sums = self._sums
+        self.updates.append(sums)
+        self.start(sums)
+        self.move(len(self.updates))
+        return torch.tensor(norm([sums]), dtype=torch.float64)
+
+    def start(self, weights: Mapping[str, Tensor]) -> None:
+        """Begin an update; a weight that no token reaches has a gradient of 0."""
+        self._sums = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+
+    def zero_grad(self) -> None:
+        """Nothing unfinished is kept."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """It has no state."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """It has no state."""
+
+
+class CertifiedPolicy:
+    """A policy under a certificate; ``real``: the recipe's own model, not a tiny one like it."""
+
+    def __init__(self, config: RunConfig, *, real: bool):
+        self.config = config
+        model, self.exact = certified(config, real=real)
+        self.policy = Policy(model, None, name="certified", compute=Compute(torch.get_num_threads()))
+        self._parameters = dict(config.trainable.parameters(model))
+        self._loaded = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        share = MOVES_REAL if real else MOVES
+        self._moves = {name: share * _deviation(loaded) for name, loaded in self._loaded.items()}
+        self._changing = live.changing(config, self.policy)
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._recorder = Recorder(names, lambda update: self._write(self.placed(update)))
+        self.work = live.work_of(config, self.policy, self._recorder, None)
+        self._step = Step(
+            work=self.work, optimizer=config.optimizer, steps=1, updates_per_batch=config.updates_per_batch
+        )
+
+    def placed(self, update: int) -> dict[str, Tensor]:
+        """What is trained, of the model as loaded (-1), of the first step's beginning (0), after an update (1) ..."""
+        noise = torch.Generator()
+        weights = {}
+        for i, (name, loaded) in enumerate(self._loaded.items()):
+            noise.manual_seed(i)  # so that each state goes on where the one before it was
+            weights[name] = loaded.clone()
+            for _ in range(update + 1):
+                weights[name].add_(torch.randn(loaded.shape, generator=noise), alpha=self._moves[name])
+        return weights
+
+    @torch.no_grad()
+    def _write(self, values: Mapping[str, Tensor]) -> None:
+        for name, value in values.items():
+            self._parameters[name].copy_(value)
+
+    def _place(self, update: int) -> None:
+        """Set the weights to those that are ``placed`` then, as they are published."""
+        self._write(self.placed(update))
+        self.work.fold()
+
+    def _begin(self) -> None:
+        """Be as a run is when its first step begins: moved away from what was loaded, which a reference holds."""
+        self._place(-1)
+        reference = self.config.reference
+        self.work.held = None if reference is None else reference.hold(self._changing)
+        self._place(0)
+
+    def gradients(self, batch: StepBatch) -> list[Gradient]:
+        """Of every update on the batch, in the first step."""
+        return self.walk([(1, batch)])
+
+    def walk(self, steps: Sequence[tuple[int, StepBatch]]) -> list[Gradient]:
+        """Of every update of some steps, each given by its number in the run and its batch."""
+        self._begin()
+        self._recorder.updates = []
+        self._recorder.start(self._loaded)
+
+        async def whole() -> None:
+            for number, batch in steps:
+                self.work.fold()  # as it is published
+                stats = await self._step.forward_backward(batch)
+                await self._step.apply(number, batch, stats)
+
+        asyncio.run(whole())
+        return list(self._recorder.updates)
+
+    def recomputed(self, batch: StepBatch, checkpointing: Checkpointing) -> list[Gradient]:
+        """Gradients by layers that are computed again in the backward pass.
+
+        Raises:
+            ConfigError: it is not known which of the model's modules are its layers.
+        """
+        try:
+            layers.tune(self.policy.model, compile=False, checkpointing=checkpointing)
+            return self.gradients(batch)
+        finally:
+            layers.tune(self.policy.model, compile=False)
+
+    @torch.no_grad()
+    def scored(self, batch: StepBatch) -> list[tuple[Micro, Tensor, Tensor | None]]:
+        """Each micro-batch, and the logprobs that policy and reference give its tokens as the first step begins."""
+        self._begin()
+        scores = []
+        for micro in batch.micro:
+            before_N = None
+            if self.work.held is not None:
+                with self.work.held.in_place():
+                    before_N = self.work.logprobs(micro)
+            scores.append((micro, self.work.logprobs(micro), before_N))
+        return scores
+
+    def close(self) -> None:
+        """End its thread."""
+        self.policy.close()
+
+
+def _deviation(loaded: Tensor) -> float:
+    """Of a weight's numbers; of those that are all alike, one that moves them by ``LEAST``."""
+    return (loaded.std(correction=0).item() if loaded.numel() > 1 else 0.0) or LEAST / MOVES
+
+
+def norm(updates: Sequence[Gradient]) -> float:
+    """L2 norm over all gradients, summed in float64."""
+    return math.sqrt(math.fsum(float(g.double().square().sum()) for each in updates for g in each.values()))
+
+
+def distance(actual: Sequence[Gradient], expected: Sequence[Gradient]) -> float:
+    """Norm of the difference over the norm of what is expected; infinite where the weights are not the same."""
+    if [each.keys() for each in actual] != [each.keys() for each in expected]:
+        return math.inf
+    off = [{n: f[n].double() - e[n].double() for n in e} for f, e in zip(actual, expected, strict=True)]
+    whole = norm(expected)
+    return norm(off) / whole if whole else math.inf

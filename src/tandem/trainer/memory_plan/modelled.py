@@ -1,0 +1,99 @@
+"""A recipe's model without memory: how many parameters it has, and what a forward pass keeps for each token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from tandem.config.loading import RunConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """Parameter counts of a model as it is trained."""
+
+    parameters: int
+    """Numbers in its weights, tied ones once."""
+    trainable: int
+    """Those that are trained."""
+    largest: int
+    """Those of the largest trained tensor."""
+    base: int
+    """Those that an engine lends: all but an adapter's."""
+    kept: int
+    """Bytes of frozen weights kept beside those that are sampled from, where these are."""
+    kept_on_host: int
+    """Bytes of them that are kept on the host."""
+    head: int
+    """Numbers in the head's weight if it is trained, else 0."""
+    tied: bool
+    """The head's weight is the embedding's."""
+
+
+class MetaModel:
+    """A model on torch's meta device, as ``trainable`` prepares it."""
+
+    def __init__(self, config: RunConfig, model_config: Any, *, on_host: bool):
+        """Build it.
+
+        Raises:
+            ConfigError: an option of ``trainable`` names what the model does not have.
+        """
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        from tandem.model.attention import NAME
+
+        dtype, trainable = getattr(torch, config.dtype), config.trainable
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(model_config, attn_implementation=NAME, dtype=dtype)
+            self._model = model = trainable.prepare(model).eval()
+        self._width = dtype.itemsize
+        self.layers: int = model_config.get_text_config().num_hidden_layers
+        trained = [p.numel() for p in model.parameters() if p.requires_grad]
+        kept = trainable.kept_bytes(model, on_host=on_host)
+        causal: Any = getattr(model, "get_base_model", lambda: model)()
+        head = causal.get_output_embeddings().weight
+        self.counts = Counts(
+            parameters=sum(p.numel() for p in model.parameters()),
+            trainable=sum(trained),
+            largest=max(trained),
+            base=sum(p.numel() for p in trainable.base_names(model).values()),
+            kept=kept,
+            kept_on_host=trainable.kept_bytes(model, on_host=True) - kept,
+            head=head.numel() if head.requires_grad else 0,
+            tied=head is causal.get_input_embeddings().weight,
+        )
+
+    @cached_property
+    def token_bytes(self) -> int:
+        """What an eager forward pass keeps of each token for its backward pass, with nothing recomputed.
+
+        The model's own modules run once, in bfloat16: mixtures of experts do not run on the meta device in float32,
+        in which what is not float32 already takes twice as much. Segments are short, since attention on that device
+        keeps its scores.
+        """
+        import torch
+        from torch import Tensor
+
+        from tandem.model.attention import Packed, sequential_positions
+        from tandem.model.policy import Policy
+
+        model = self._model.to(torch.bfloat16)
+        policy = Policy(model, None, name="", compute=None)  # type: ignore[arg-type]
+        plan = Packed(lengths=(16, 16, 16), parents=(None, 0, 0))
+        weights = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+        saved: dict[int, tuple[Any, int]] = {}  # storages are held, so that no address is given twice
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in weights:
+                times = self._width // 2 if tensor.dtype == torch.bfloat16 else 1
+                saved[storage._cdata] = storage, storage.nbytes() * times
+            return tensor
+
+        positions_T = torch.as_tensor(sequential_positions(plan)).to("meta")
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            policy.hidden(torch.zeros_like(positions_T)[None], positions_T[None], plan)
+        return sum(size for _, size in saved.values()) // len(positions_T)

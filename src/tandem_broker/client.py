@@ -1,0 +1,504 @@
+"""Clients of a broker, Tandem's or Atropos': an environment submits groups, a trainer takes batches.
+
+Nothing is submitted twice. A submission to Tandem's broker bears a key by which it knows a repetition. Atropos' broker
+knows no keys: a submission whose answer was lost is given up and counted, since it may have arrived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence, Set
+from itertools import count, zip_longest
+from types import TracebackType
+from typing import Literal, Self, TypeVar
+
+import msgspec
+
+from tandem.errors import BrokerError
+from tandem.http import HttpClient, HttpResponse, HttpStatusError, OutageLog, ResponseLost, RetryPolicy, ServerAway
+from tandem.observability import waits
+from tandem.printable import printable
+from tandem.types import Group, Json
+from tandem_broker.protocol import messages, wire
+from tandem_broker.protocol.convert import group_to_wire
+
+log = logging.getLogger(f"tandem.{__name__}")
+
+T = TypeVar("T")
+Speaks = Literal["tandem", "atropos"]
+Fate = Literal["unsent", "broken", "failed"]
+"""Of a request without an answer: it did not arrive, it may have arrived, or the broker failed at it (5xx)."""
+ALWAYS: frozenset[Fate] = frozenset({"unsent", "broken", "failed"})
+
+BATCH_BYTES = 4 << 30
+"""Largest response: a batch of long rollouts."""
+SECONDS = 60.0
+"""How long one answer may take."""
+JSON = "application/json"
+Receipt = Literal["received", "buffered", "lost"]
+"""buffered: it waits at the broker for others that make up a group size; lost: whether it arrived is not known."""
+
+
+class RequestRefused(BrokerError):
+    """The broker will not have this, now or later; ``status`` is HTTP's."""
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status = status
+
+
+class RequestLost(BrokerError):
+    """The connection broke within a request that is unsafe to repeat: it may or may not have been carried out."""
+
+
+class Connection:
+    """A client's connection to the broker: address, key, dialect and retries."""
+
+    def __init__(self, url: str, key: str = "", *, retry: RetryPolicy | None = None):
+        """Nothing is opened yet: ``url`` is such as http://127.0.0.1:8000; an empty ``key`` sends none."""
+        self._http = HttpClient(url, key, kind="broker", most_bytes=BATCH_BYTES)
+        self._retry = retry or RetryPolicy()
+        self._outage = OutageLog(self.name)
+        self.speaks: Speaks = "atropos"
+        """Whose broker it is; known once opened."""
+        self.outages = 0
+        """Times that the broker was found away; after each it may have forgotten its clients."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self._http.name
+
+    async def open(self) -> Connection:
+        """Wait for the broker and find out whose it is.
+
+        Raises:
+            ServerAway: no response within ``give_up_seconds``.
+            BrokerError: the server is no broker, or wants another key.
+        """
+        try:
+            answer = await self.ask("GET", "/")
+            if answer.headers.get("Tandem"):
+                self.speaks = "tandem"
+            elif b"AtroposLib" in answer.body:
+                self.speaks = "atropos"
+            else:
+                raise BrokerError(f"{self.name} is no broker: GET / answers {answer.body[:80]!r}; look at the port")
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def close(self) -> None:
+        """Close connections."""
+        await self._http.close()
+
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        repeat: Set[Fate] = ALWAYS,
+    ) -> HttpResponse:
+        """Ask until it is answered.
+
+        Args:
+            method: GET or POST.
+            path: the route.
+            body: what is said.
+            headers: beside the usual ones.
+            repeat: what may have become of a request that is made again.
+
+        Raises:
+            ServerAway: no response within ``give_up_seconds``, or unsent requests are not repeated.
+            RequestRefused: it answers with an error that asking again will not mend.
+            RequestLost: it may have been done, or it failed, and such requests are not repeated.
+        """
+        async with waits.waiting(waits.actor("client"), f"{method} {path.partition('?')[0]}", on=self.name):
+            return await self._ask(method, path, body, headers or {}, repeat)
+
+    async def _ask(
+        self, method: str, path: str, body: object, headers: Mapping[str, str], repeat: Set[Fate]
+    ) -> HttpResponse:
+        data = None if body is None else wire.write(body)
+        sent_headers = {"Accept": JSON, **({} if data is None else {"Content-Type": JSON}), **headers}
+        for attempt in count():
+            try:
+                answer = await self._http.call(method, path, data, sent_headers, SECONDS)
+            except ServerAway as error:
+                await self._wait(error, "unsent" in repeat, attempt)
+            except ResponseLost as error:
+                if "broken" not in repeat:
+                    self._note(error)
+                    raise RequestLost(f"{error}; it is not sent again, since it may have arrived") from error
+                await self._wait(error, True, attempt)
+            except HttpStatusError as error:
+                if error.status < 500 and error.status != 429:
+                    raise RequestRefused(_advice(error), error.status) from error
+                if error.status in (429, 503):
+                    await self._put_off(error, "unsent" in repeat, attempt)
+                elif "failed" not in repeat:
+                    raise RequestLost(f"{error}; it is not sent again, since it may have been carried out") from error
+                else:
+                    await self._wait(error, True, attempt)
+            else:
+                self._outage.end()
+                return answer
+        raise AssertionError("attempts have no end")
+
+    def _note(self, error: BrokerError) -> float:
+        """Remember that the broker is away; returns the seconds since it went."""
+        self.outages += not self._outage.ongoing
+        return self._outage.report(f"{error}; is it running? (tandem serve broker)")
+
+    async def _wait(self, error: BrokerError, again: bool, attempt: int) -> None:
+        if self._note(error) > self._retry.give_up_seconds:
+            raise error
+        await self._retry.pause(attempt)
+        if not again:
+            raise error
+
+    async def _put_off(self, error: HttpStatusError, again: bool, attempt: int) -> None:
+        """It is there and says when to come back, however often."""
+        log.info("%s", error)
+        await self._retry.pause(attempt, error.retry_after or 0.0)
+        if not again:
+            raise ServerAway(str(error), error.reason) from error
+
+
+class _RegistrationReply(msgspec.Struct, kw_only=True, frozen=True):
+    """Answer to /register-env; a status other than success has nothing else."""
+
+    status: str
+    env_id: int = -1
+    wandb_name: str = ""
+    starting_step: int = 0
+    num_steps: int = -1
+
+
+class _StatusReply(msgspec.Struct, kw_only=True, frozen=True):
+    status: str
+    error: str | None = None
+
+
+class _Client:
+    """Opens and closes a connection."""
+
+    def __init__(self, connection: Connection):
+        self.connection = connection
+        """Where the broker is."""
+
+    async def __aenter__(self) -> Self:
+        await self.connection.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.connection.close()
+
+    async def info(self) -> messages.Info:
+        """What the trainer wants; -1 before it has registered."""
+        return parse(await self.connection.ask("GET", "/info"), messages.Info)
+
+
+class EnvClient(_Client):
+    """An environment at a broker: ``async with EnvClient(...) as client``."""
+
+    def __init__(self, connection: Connection, spec: messages.EnvRegistration, *, key: str, poll: float = 1.0):
+        """Nothing is sent yet.
+
+        Args:
+            connection: not open yet.
+            spec: what it registers as.
+            key: its identity: with the same one a restarted environment is known again, where the broker can.
+            poll: seconds between two questions whether the trainer has started.
+        """
+        super().__init__(connection)
+        self.spec = spec
+        self.registrations = 0
+        """How often it was registered; the run's parameters may have changed with each."""
+        self._key = key
+        self._poll = poll
+        self.ticket: messages.EnvAccepted | None = None
+        """Of the last registration."""
+        self._known = 0
+        self._step = 0
+        self._registering = asyncio.Lock()
+
+    async def register(self) -> messages.EnvAccepted:
+        """Wait until a trainer has started, and take part.
+
+        Raises:
+            RequestRefused: the broker will not have it.
+        """
+        waited = False
+        while True:
+            outages = self.connection.outages
+            headers = {"Idempotency-Key": self._key} if self.connection.speaks == "tandem" else {}
+            answer = await self.connection.ask("POST", "/register-env", self.spec, headers=headers)
+            reply = parse(answer, _RegistrationReply)
+            if reply.status == "success":
+                self.ticket = parse(answer, messages.EnvAccepted)
+                self._known, self._step = outages, self.ticket.starting_step
+                self.registrations += 1
+                log.info("registered at %s as %s", self.connection.name, self.ticket.wandb_name)
+                return self.ticket
+            if not waited:
+                log.info("%s says: %s (tandem train RECIPE broker=...)", self.connection.name, reply.status)
+                waited = True
+            await asyncio.sleep(self._poll)
+
+    async def status(self) -> messages.EnvStatus:
+        """How much is queued; registers again where the broker has forgotten this environment.
+
+        Raises:
+            ServerAway: the broker stays away.
+        """
+        await self._still_known()
+        while True:
+            registrations = self.registrations
+            status = await self._ask_status()
+            if status is not None and status.current_step >= self._step:
+                self._step = status.current_step
+                return status
+            await self._register_again(registrations)
+
+    async def submit(self, group: Group, key: str, params: Mapping[str, Json] | None = None) -> Receipt:
+        """Hand in a group, once.
+
+        Args:
+            group: its scored rollouts are handed in.
+            key: unique to this group, for ever.
+            params: how it was sampled, beside the temperature.
+
+        Raises:
+            RequestRefused: the broker will not have this group.
+            BrokerError: this broker could never serve it; says why.
+        """
+        scored = group_to_wire(group)
+        scored.generation_params = {**(scored.generation_params or {}), **(params or {})} or None
+        if len(scored.tokens) > self.spec.group_size and self.connection.speaks != "tandem":
+            raise BrokerError(
+                f"group {group.id} has {len(scored.tokens)} sequences, since a rollout of it holds several "
+                f"conversations or temperatures; {self.connection.name} would keep a group larger than "
+                f"{self.spec.group_size} for ever: use Tandem's (tandem serve broker), or have each prompt begin with "
+                "all that was said before"
+            )
+        if scored.group_overrides and scored.group_overrides.get("tandem_version", 0) < 0:
+            # An engine of others does not say: then the broker's own guess is the better one.
+            for name in ("tandem_version", "tandem_versions"):
+                scored.group_overrides.pop(name, None)
+        while True:
+            await self._still_known()
+            if self.ticket is not None:
+                scored.env_id = self.ticket.env_id
+            outages = self.connection.outages
+            try:
+                answer = await self._hand_in(scored, key)
+            except RequestLost as error:
+                log.warning("group %s: %s", group.id, error)
+                return "lost"
+            except RequestRefused:
+                if self.connection.outages == outages:
+                    raise
+                # It was away meanwhile and may have come back empty: the id is then nobody's, or another's.
+            except ServerAway:
+                if self.connection.speaks == "tandem":
+                    raise
+            else:
+                return "buffered" if parse(answer, _StatusReply).status == "buffered" else "received"
+
+    async def _hand_in(self, scored: messages.ScoredGroup, key: str) -> HttpResponse:
+        if self.connection.speaks == "tandem":
+            return await self.connection.ask("POST", "/scored_data", scored, headers={"Idempotency-Key": key})
+        # Not even what was not sent is sent again at once: by then it may be a broker without a trainer.
+        return await self.connection.ask("POST", "/scored_data", scored, repeat=frozenset())
+
+    async def disconnect(self) -> None:
+        """Leave; what was handed in stays."""
+        if self.ticket is not None:
+            await self.connection.ask("POST", "/disconnect-env", messages.EnvName(env_id=self.ticket.env_id))
+            self.ticket = None
+
+    async def _ask_status(self) -> messages.EnvStatus | None:
+        """The answer, or None where the broker does not know this environment."""
+        assert self.ticket is not None, "register first"
+        body = messages.EnvName(env_id=self.ticket.env_id)
+        # Atropos' broker answers 500 to an id that it does not know.
+        again = ALWAYS if self.connection.speaks == "tandem" else ALWAYS - {"failed"}
+        try:
+            answer = await self.connection.ask("GET", "/status-env", body, repeat=again)
+        except RequestRefused as error:
+            if error.status == 401:  # 403: the id is that of another key's environment
+                raise
+            return None
+        except RequestLost:
+            return None
+        return parse(answer, messages.EnvStatus)
+
+    async def _still_known(self) -> None:
+        """After an outage, make sure that the broker knows this environment before anything is handed in.
+
+        Atropos' broker comes back empty. What is handed in before its trainer has registered would block it for good;
+        and an id that it no longer knows could be given to another. One that runs backwards has started anew too.
+        """
+        if self._known == self.connection.outages:
+            return
+        async with self._registering:
+            outages = self.connection.outages
+            if self._known == outages:
+                return
+            status = await self._ask_status()
+            if status is None or status.current_step < self._step:
+                await self._register_forgotten()
+            self._known = outages
+
+    async def _register_again(self, registrations: int) -> None:
+        async with self._registering:
+            if self.registrations == registrations:
+                await asyncio.sleep(self._poll)
+                await self._register_forgotten()
+
+    async def _register_forgotten(self) -> None:
+        log.warning(
+            "%s does not know this environment any more, or went back to an earlier step; registering again",
+            self.connection.name,
+        )
+        await self.register()
+
+
+class TakenBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch that a trainer was given."""
+
+    id: str | None
+    """To acknowledge it by; None: the broker counts it as trained already."""
+    groups: Sequence[messages.ScoredGroup]
+    """Exactly the batch's sequences, but for the malformed."""
+    ids: Sequence[str | None]
+    """What the broker calls each group; None where it does not say."""
+    versions: Sequence[int | None]
+    """Policy step that the broker noted for each group; None where it does not say."""
+    malformed: Sequence[str] = ()
+    """What was wrong with groups that could not be read, one line for each."""
+
+
+class NotRegistered(BrokerError):
+    """The broker knows of no trainer: it was reset, or came back empty."""
+
+
+class TrainerClient(_Client):
+    """A trainer at a broker: ``async with TrainerClient(...) as client``."""
+
+    @property
+    def leases(self) -> bool:
+        """True if batches can be leased and acknowledged."""
+        return self.connection.speaks == "tandem"
+
+    async def register(self, run: messages.RunParameters) -> int:
+        """Say what is trained. Atropos' broker ignores all but the first: ``info`` says what it goes on with."""
+        return parse(await self.connection.ask("POST", "/register", run), messages.Registered).uuid
+
+    async def batch(
+        self, *, lease: float | None = None, policy: int | None = None, max_lag: int | None = None
+    ) -> TakenBatch | None:
+        """The next batch, or None while there are too few groups.
+
+        Args:
+            lease: seconds after which it is served again unless it was acknowledged; None: it counts as trained.
+            policy: the trainer's policy step.
+            max_lag: groups more steps older than ``policy`` are dropped by the broker.
+
+        Raises:
+            NotRegistered: register again.
+        """
+        query = ""
+        if self.leases:
+            parameters = {"lease": lease, "policy": policy, "max_lag": max_lag}
+            query = "&".join(f"{name}={value}" for name, value in parameters.items() if value is not None)
+        path = f"/batch?{query}" if query else "/batch"
+        try:
+            # A lost answer of a broker without leases is a lost batch, whether it is asked again or not.
+            again: frozenset[Fate] = ALWAYS if self.leases and lease is not None else frozenset({"unsent"})
+            answer = await self.connection.ask("GET", path, repeat=again)
+        except RequestLost as error:
+            log.warning("%s; a batch may be lost with it", error)
+            return None
+        reply = parse(answer, _BatchReply)
+        if reply.status == "error":
+            raise NotRegistered(f"{self.connection.name} says: {reply.message or 'no trainer has registered'}")
+        if reply.batch is None:
+            return None
+        return _taken(reply, reply.batch)
+
+    async def acknowledge(self, batch: str) -> str:
+        """A leased batch was trained on; returns why the broker does not count it so, or nothing if it does."""
+        return await self._settle("/ack", batch)
+
+    async def renew(self, batch: str) -> bool:
+        """The lease of a batch begins anew; False if it has run out."""
+        return not await self._settle("/renew", batch)
+
+    async def _settle(self, path: str, batch: str) -> str:
+        """Why it was not done; empty if it was."""
+        try:
+            answer = await self.connection.ask("POST", path, messages.BatchName(batch=batch))
+        except RequestRefused as error:
+            if error.status in (401, 403):
+                raise
+            log.warning("%s", error)
+            return str(error)
+        reply = parse(answer, _StatusReply)
+        return "" if reply.status == "success" else reply.error or "the broker gives no reason"
+
+
+class _LeaseReply(msgspec.Struct, kw_only=True, frozen=True):
+    """What Tandem's broker says beside the groups of a leased batch; the lists have an entry for each."""
+
+    batch: str | None = None
+    ids: list[str | None] = []
+    versions: list[int | None] = []
+
+
+class _BatchReply(msgspec.Struct, kw_only=True, frozen=True):
+    """Answer to /batch, its groups unread."""
+
+    batch: list[msgspec.Raw] | None = None
+    status: str = ""
+    message: str = ""
+    tandem: _LeaseReply = _LeaseReply()
+
+
+def _taken(reply: _BatchReply, raws: Sequence[msgspec.Raw]) -> TakenBatch:
+    """The groups that can be read, and what is wrong with the others: one bad group does not cost the batch."""
+    groups, ids, versions, malformed = [], [], [], []
+    for raw, id, version in zip_longest(raws, reply.tandem.ids[: len(raws)], reply.tandem.versions[: len(raws)]):
+        try:
+            groups.append(wire.read(bytes(raw), messages.ScoredGroup))
+        except wire.Malformed as error:
+            malformed.append(printable(f"{id}: {error}" if id else str(error)))
+        else:
+            ids.append(id)
+            versions.append(version)
+    return TakenBatch(id=reply.tandem.batch, groups=groups, ids=ids, versions=versions, malformed=malformed)
+
+
+def parse(answer: HttpResponse, kind: type[T]) -> T:
+    """Decode a response.
+
+    Raises:
+        BrokerError: it is something else.
+    """
+    try:
+        return wire.read(answer.body, kind)
+    except wire.Malformed as error:
+        raise BrokerError(f"the broker answers with something else than was asked for: {error}") from error
+
+
+def _advice(error: HttpStatusError) -> str:
+    if error.status in (401, 403):
+        return f"{error}; name the variable that holds the broker's API key (broker.key_variable)"
+    return str(error)

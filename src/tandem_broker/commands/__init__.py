@@ -1,0 +1,1 @@
+"""Verbs of the command line: the broker alone, and environments that play for one."""

@@ -1,0 +1,135 @@
+"""``tandem serve broker``: the broker alone, which environments and a trainer find by its URL."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tandem.errors import BrokerError, ConfigError
+from tandem_broker.server.serving import listening
+
+if TYPE_CHECKING:
+    from tandem_broker.server.app import BrokerServer
+
+Tell = Callable[[str], None]
+
+KEY = "TANDEM_BROKER_KEY"
+"""Environment variable with the trainer's key."""
+ENV_KEY = "TANDEM_BROKER_ENV_KEY"
+"""Environment variable with the environments' key."""
+LOOPBACK = ("127.", "localhost", "::1")
+"""How addresses begin that this machine alone can reach."""
+
+
+def serve_broker(host: str, port: int, data: Path | None, body_bytes: int, held_bytes: int, tell: Tell) -> None:
+    """Run a broker until Ctrl-C or SIGTERM.
+
+    Args:
+        host: address to listen at.
+        port: 0 takes a free one.
+        data: folder of the ledger; None keeps everything in memory alone.
+        body_bytes: largest body.
+        held_bytes: most payload bytes held before environments are held back.
+        tell: shows a line to the person.
+
+    Raises:
+        ConfigError: a key for environments alone.
+        BrokerError: the address or the folder cannot be had.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.getLogger("aiohttp.server").addFilter(_is_ours)
+    keys = _keys()
+    if data is not None:
+        _require_writable(data)
+    sockets = listening(host, port)
+    with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
+        asyncio.run(_serve(host, sockets, data, body_bytes, held_bytes, keys, tell))
+    tell("ended")
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """False for the trace of a request that was no HTTP: it is answered with 400, and is its sender's affair."""
+    from aiohttp.http_exceptions import HttpProcessingError
+
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
+async def _serve(
+    host: str,
+    sockets: Sequence[socket.socket],
+    data: Path | None,
+    body_bytes: int,
+    held_bytes: int,
+    keys: tuple[str, str],
+    tell: Tell,
+) -> None:
+    # Only now that clients can connect: loading these takes as long as everything else of the start.
+    from tandem_broker.journal.ledger import opened
+    from tandem_broker.queue.records import StoreOptions
+    from tandem_broker.queue.store import GroupQueue
+    from tandem_broker.server.app import BrokerServer
+    from tandem_broker.server.bodies import BodyLimits
+    from tandem_broker.server.keys import Keys
+    from tandem_broker.server.serving import serving
+
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    options = StoreOptions(max_bytes=held_bytes, max_env_bytes=held_bytes // 2)
+    limits, roles = BodyLimits(body_bytes=body_bytes), Keys(trainer=keys[0], environments=keys[1])
+    with opened(data, options, time.time()) as ledger:
+        if ledger is None:
+            broker = BrokerServer(GroupQueue(options), limits=limits, keys=roles, host=host)
+        else:
+            broker = BrokerServer(ledger.store, committed=ledger.committed, limits=limits, keys=roles, host=host)
+        async with serving(broker, host, 0, sockets) as url:
+            _introduce(url, host, data, broker, tell)
+            await asyncio.Event().wait()
+
+
+def _require_writable(data: Path) -> None:
+    """Raise BrokerError if the ledger cannot be kept there."""
+    try:
+        data.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not os.access(data, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise BrokerError(
+            f"no ledger can be kept in {data}: {error.strerror}; give --data a folder to write to"
+        ) from error
+
+
+def _keys() -> tuple[str, str]:
+    """Read the trainer's and the environments', without what a file of a secret adds around them."""
+    values = {name: os.environ.get(name, "") for name in (KEY, ENV_KEY)}
+    if blank := [name for name, value in values.items() if value and not value.strip()]:
+        raise ConfigError(f"{blank[0]} holds nothing but blanks; put a key into it, or unset it")
+    trainer, environments = (value.strip() for value in values.values())
+    if environments and not trainer:
+        raise ConfigError(f"{ENV_KEY} is set without {KEY}, which would leave the trainer's side open; set both")
+    return trainer, environments
+
+
+def _introduce(url: str, host: str, data: Path | None, broker: BrokerServer, tell: Tell) -> None:
+    """Say where it is and how it is used."""
+    tell(f"broker at {url}; open it in a browser to watch")
+    if data is None:
+        tell("what is queued ends with this process; --data FOLDER keeps it through a restart")
+    else:
+        report = broker.store.status(time.time())
+        groups = report.queued_groups + report.buffered_groups + report.leased_groups
+        tell(f"everything accepted is kept in {data}, which has {groups} groups of step {report.step}")
+    tell(f"a trainer uses it by: tandem train RECIPE broker={url}")
+    tell(f"an environment by: tandem work env=NAME broker={url} engine=URL")
+    if not broker.keys.trainer and not host.startswith(LOOPBACK):
+        tell(f"anybody who reaches {host} can read, add and drop data: set {KEY}, and {ENV_KEY} for environments")
+    tell("Ctrl-C ends it")

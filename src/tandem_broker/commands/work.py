@@ -1,0 +1,252 @@
+"""``tandem work``: environments that play for a broker, sampling from engines that run elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import secrets
+import signal
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from tandem.config.sources import EnvSource
+from tandem.errors import BrokerError, ConfigError
+from tandem.http import RetryPolicy
+from tandem.model.policy import load_config, load_tokenizer
+from tandem.observability import waits, watchdog
+from tandem.rewards.grading.workers import Graders
+from tandem.rollout.gold import require_full_marks
+from tandem.rollout.group_runner import GroupRunner, PostprocessRewards, keep_rewards, penalise_truncated
+from tandem.rollout.template import FIRST_PROMPTS, Template, longest_prompt
+from tandem.together import together
+from tandem.trainer import environments
+from tandem.types import Group, Sampling
+from tandem_broker.client import Connection, EnvClient
+from tandem_broker.commands.recipe import Work, load
+from tandem_broker.producer import GroupTally, PlayPace, Producer, TaskShuffle
+from tandem_broker.protocol.messages import EnvRegistration
+from tandem_broker.remote_engine import RemoteEngine, RemoteEngines
+
+log = logging.getLogger(f"tandem.{__name__}")
+
+
+def work(words: Sequence[str]) -> str:
+    """Play until the trainer has what it wanted, or until Ctrl-C; returns the message to print.
+
+    Args:
+        words: a recipe and options, or options alone.
+
+    Raises:
+        ConfigError: an option is wrong.
+        EngineError, BrokerError: one of them refuses, or stays away.
+        Deadline: a wait passed its deadline.
+    """
+    recipe = Path(words[0]) if words and "=" not in words[0] else None
+    return play(load(recipe, words[recipe is not None :]))
+
+
+def play(config: Work) -> str:
+    """Play as configured; returns the message to print."""
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("tandem").setLevel(logging.INFO)
+    logging.getLogger("tandem.rollout.group_runner").setLevel(logging.ERROR)  # a failed rollout is told with its group
+    tallies: dict[str, GroupTally] = {}
+    with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
+        asyncio.run(run(config, tallies))
+    return f"ended: {summary(tallies)}"
+
+
+def summary(tallies: Mapping[str, GroupTally]) -> str:
+    """Outcome of the groups of each environment, in words."""
+    if len(tallies) == 1:
+        return next(iter(tallies.values())).line()
+    return "; ".join(f"{name}: {tally.line()}" for name, tally in tallies.items()) or "nothing was played"
+
+
+async def run(config: Work, tallies: dict[str, GroupTally]) -> None:
+    """Play, in an event loop; SIGINT and SIGTERM end it, gently the first time.
+
+    Args:
+        config: what and where.
+        tallies: gets one for each environment, which counts what becomes of its groups.
+
+    Raises:
+        Deadline: a wait passed its deadline; the message names both parts.
+    """
+    with watchdog.watching(config.timeouts):
+        async with _producers(config, tallies) as producers:
+            stop = asyncio.Event()
+            with _signals(stop):
+                try:
+                    await together(producer.run(stop) for producer in producers)
+                finally:
+                    await asyncio.gather(*(_leave(producer.client) for producer in producers))
+
+
+@asynccontextmanager
+async def _producers(config: Work, tallies: dict[str, GroupTally]) -> AsyncIterator[list[Producer]]:
+    """Every part, live, and a producer for each environment: what can be wrong without the others is found first."""
+    with waits.blocking("tandem work", "its tokenizer", f"model {config.model}", config.timeouts.wait_seconds):
+        tokenizer = load_tokenizer(config.model, chat_template=config.chat_template)
+        model = load_config(config.model)
+        ends = _end_tokens(config.model, model, tokenizer)
+    template = Template(tokenizer, config.chat_template_kwargs)
+    context = min(config.context or 2**31, int(model.get_text_config().max_position_embeddings))
+    tasks = {}
+    for name, source in config.sources.items():
+        on = f"data of environment {name}"
+        with waits.blocking("tandem work", "train tasks and their prompts", on, config.timeouts.wait_seconds):
+            tasks[name] = environments.tasks_of(name, source, "train")
+            longest_prompt(list(islice(tasks[name], FIRST_PROMPTS)), template, context)
+    broker_key = _key(config.broker.key_variable, "broker.key_variable")
+    remote = RemoteEngines(
+        urls=config.engine.urls,
+        model=config.engine.model or config.model,
+        key=_key(config.engine.api_key_variable, "engine.api_key_variable"),
+        request_seconds=config.engine.request_seconds,
+        retry=RetryPolicy(max_seconds=5.0, give_up_seconds=config.give_up_seconds),
+    )
+    async with AsyncExitStack() as stack:
+        graders = {
+            name: await stack.enter_async_context(_graders(config, name, source))
+            for name, source in config.sources.items()
+        }
+        clients = {}
+        for name, source in config.sources.items():
+            connection = Connection(
+                config.broker.url, broker_key, retry=RetryPolicy(give_up_seconds=config.give_up_seconds)
+            )
+            client = EnvClient(connection, _registration(config, name, source, context), key=secrets.token_hex(16))
+            clients[name] = await stack.enter_async_context(client)
+        engine = await stack.enter_async_context(remote.open(context=context, ends=ends))
+        _warn_of_other_engines(engine, config.sampling)
+        tallies.update({name: GroupTally() for name in config.sources})
+        yield [
+            Producer(
+                worker=GroupRunner(
+                    name=name,
+                    env=source.env,
+                    engine=engine,
+                    graders=graders[name],
+                    template=template,
+                    seed=config.seed,
+                ),
+                tasks=TaskShuffle(tasks=tasks[name], seed=config.seed),
+                client=clients[name],
+                sampling=config.sampling,
+                postprocess_rewards=_postprocess_rewards(config),
+                drop_zero_variance=config.zero_variance_groups == "drop",
+                pace=PlayPace(
+                    n=config.n, ahead=config.ahead, total_steps=config.total_steps, group_seconds=config.group_seconds
+                ),
+                limit=engine.limit,
+                tally=tallies[name],
+            )
+            for name, source in config.sources.items()
+        ]
+
+
+def _registration(config: Work, name: str, source: EnvSource, context: int) -> EnvRegistration:
+    """What the broker is told of one environment."""
+    return EnvRegistration(
+        max_token_length=context,
+        desired_name=name,
+        weight=source.weight,
+        group_size=config.group_size,
+        min_batch_allocation=source.min_share or None,
+    )
+
+
+def _warn_of_other_engines(engine: RemoteEngine, sampling: Sampling) -> None:
+    plain = Sampling(max_tokens=sampling.max_tokens, stop=sampling.stop, stop_token_ids=sampling.stop_token_ids)
+    if not engine.tells_versions and sampling != plain:
+        log.warning(
+            "these engines are not Tandem's: their logprobs must be those of the distribution that is sampled "
+            "(vLLM: --logprobs-mode processed_logprobs), or sample with temperature 1 and nothing cut off"
+        )
+
+
+@asynccontextmanager
+async def _graders(config: Work, name: str, source: EnvSource) -> AsyncIterator[Graders]:
+    """Graders that gave full marks to the first gold replies.
+
+    Raises:
+        RewardError: they did not.
+    """
+    specs = {reward: (spec.reward, spec.weight) for reward, spec in source.rewards.items()}
+    async with Graders(
+        specs, workers=config.grading.processes(config.n), timeout=config.grading.timeout_seconds
+    ) as graders:
+        await require_full_marks(name, source.env, graders)
+        yield graders
+
+
+def _postprocess_rewards(config: Work) -> PostprocessRewards:
+    if config.truncated == "penalise":
+        return penalise_truncated(config.truncated_penalty)
+    return mask_truncated if config.truncated == "mask" else keep_rewards
+
+
+def mask_truncated(group: Group) -> Group:
+    """A judge that keeps answers cut by a length limit from being trained on; their rewards still count."""
+    rollouts = [dataclasses.replace(r, trained=False) if r.truncated else r for r in group.rollouts]
+    return dataclasses.replace(group, rollouts=tuple(rollouts))
+
+
+def _end_tokens(name: str, model: Any, tokenizer: Any) -> list[int]:
+    """Token ids that end an answer, as the trainer's own policy has them."""
+    from transformers import GenerationConfig
+
+    try:
+        ends = GenerationConfig.from_pretrained(name).eos_token_id
+    except OSError:
+        ends = getattr(model, "eos_token_id", None)
+    ids = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [] if ends is None else [ends])}
+    return sorted(ids)
+
+
+def _key(variable: str, option: str) -> str:
+    """The key in an environment variable; empty where none is named.
+
+    Raises:
+        ConfigError: it is not set.
+    """
+    key = os.environ.get(variable, "") if variable else ""
+    if variable and not key:
+        raise ConfigError(f"{option}: {variable} is not set in the environment")
+    return key
+
+
+async def _leave(client: EnvClient) -> None:
+    """Tell the broker, if it is there: an unfilled share would hold up the trainer."""
+    try:
+        async with asyncio.timeout(5.0):
+            await client.disconnect()
+    except (BrokerError, TimeoutError) as error:
+        log.info("the broker was not told of the end: %s", str(error) or "it does not answer")
+
+
+@contextlib.contextmanager
+def _signals(stop: asyncio.Event) -> Any:
+    """The first SIGINT or SIGTERM asks for a gentle end, the second ends."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def stopped() -> None:
+        if stop.is_set():
+            task.cancel()
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)

@@ -1,0 +1,330 @@
+"""Plays an environment's tasks for a broker: as many groups at once as the queue has room for, each handed in once.
+
+How much is played follows the queue, as Atropos' environments do it: up to ``ahead`` batches of what this environment
+may fill lie ready or are being played. Nothing that is under way is thrown away because the queue is full.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import random
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tandem.errors import BrokerError, ConfigError, Deadline, EngineError, TandemError
+from tandem.observability import waits
+from tandem.rollout.group_runner import GroupRunner, PostprocessRewards
+from tandem.rollout.turns import unrecorded_options
+from tandem.types import Group, Sampling, Task
+from tandem_broker.client import EnvClient, Receipt, RequestRefused
+from tandem_broker.protocol.messages import EnvStatus, Info
+
+log = logging.getLogger(f"tandem.{__name__}")
+
+IN_A_ROW = 3
+"""Groups that fail one after the other before giving up: what ails them is not theirs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayPace:
+    """Pace of an environment: how many groups it plays at a time, and when it ends."""
+
+    n: int
+    """Most groups played at once."""
+    ahead: float = 3.0
+    """Batches that may lie ready or be under way."""
+    total_steps: int | None = None
+    """Steps of the trainer after which to stop; None: as many as it said it would take."""
+    poll_seconds: float = 0.5
+    """Between two looks at the queue."""
+    drain_seconds: float = 30.0
+    """How long groups under way may take to finish after a stop; the rest is dropped."""
+    group_seconds: float = 1800.0
+    """How long one group may take; then it is dropped."""
+    tell_seconds: float = 10.0
+    """Between two lines about how it goes."""
+
+
+@dataclass(slots=True)
+class GroupTally:
+    """Counts of groups by outcome since the start."""
+
+    groups: Counter[str] = field(default_factory=Counter)
+    """By fate: sent, zero_variance, failed (a sibling without a reward, or too late), refused, lost and dropped (at the
+    end)."""
+    rewards: tuple[int, float] = (0, 0.0)
+    """Rollouts with a reward since the last line, and their sum."""
+
+    def line(self) -> str:
+        """In words, for a person."""
+        words = {"zero_variance": "zero-variance"}
+        fates = ("zero_variance", "failed", "refused", "lost", "dropped")
+        others = ", ".join(f"{self.groups[fate]} {words.get(fate, fate)}" for fate in fates if self.groups[fate])
+        return f"{self.groups['sent']} groups sent" + (f" ({others})" if others else "")
+
+
+@dataclass(slots=True, kw_only=True)
+class TaskShuffle:
+    """All tasks in an order of their own in every epoch.
+
+    Several processes of one environment shuffle differently, and so does one that is started again later.
+    """
+
+    tasks: Sequence[Task]
+    """What there is to play."""
+    seed: int
+    """Of the run."""
+    name: str = ""
+    """Of the environment at the broker, and the step at which it registered."""
+    _num_drawn: int = 0
+    _order: tuple[int, list[int]] = (-1, [])
+
+    def draw(self) -> tuple[int, Task, str]:
+        """The next draw's number and task, and what its group is called."""
+        number, self._num_drawn = self._num_drawn, self._num_drawn + 1
+        epoch, place = divmod(number, len(self.tasks))
+        if self._order[0] != epoch:
+            order = list(range(len(self.tasks)))
+            random.Random(f"{self.seed}/{self.name}/{epoch}").shuffle(order)
+            self._order = (epoch, order)
+        task = self.tasks[self._order[1][place]]
+        return number, task, f"{self.name}/{task.id}@{epoch}"
+
+
+@dataclass(slots=True, kw_only=True)
+class Producer:
+    """One environment at work."""
+
+    worker: GroupRunner
+    """Plays."""
+    tasks: TaskShuffle
+    """What there is to play."""
+    client: EnvClient
+    """The broker; open."""
+    sampling: Sampling
+    """How answers are sampled."""
+    postprocess_rewards: PostprocessRewards
+    """Adjusts rewards before a group is judged to be zero-variance."""
+    drop_zero_variance: bool
+    """Leave out groups whose rewards are all equal."""
+    pace: PlayPace
+    """How much is played."""
+    limit: Callable[[int], None] = lambda tokens: None
+    """Told the most tokens that the trainer takes of one sequence."""
+    tally: GroupTally = field(default_factory=GroupTally)
+    """What became of it."""
+    _info: Info = field(default_factory=lambda: Info(batch_size=-1, max_token_len=-1))
+    _informed: int = -1
+    _running: set[asyncio.Task[None]] = field(default_factory=set)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _in_a_row: int = 0
+    _finished: int = 0
+    _failure: BaseException | None = None
+    _reported: float = -math.inf
+    _nonce: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    @property
+    def _size(self) -> int:
+        return self.client.spec.group_size
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Play until the trainer has all it wanted, or until ``stop``; then finish what is under way.
+
+        Raises:
+            ConfigError: groups do not fit into the trainer's batches.
+            EngineError: the engines fail, or stay away.
+            BrokerError: the broker refuses group after group, or stays away.
+            Deadline: group after group takes too long, or the broker does; names both parts of the wait.
+        """
+        waiting = asyncio.ensure_future(stop.wait())
+        try:
+            if await _unless(waiting, self._register()):
+                await _unless(waiting, self._play_on())
+            if stop.is_set():
+                await self._drain()
+        finally:
+            waiting.cancel()
+            self.tally.groups["dropped"] += len(self._running)
+            for task in self._running:
+                task.cancel()
+            await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def _register(self) -> None:
+        ticket = await self.client.register()
+        self.tasks.name = f"{ticket.wandb_name}/{ticket.starting_step}"
+
+    async def _play_on(self) -> None:
+        while self._failure is None:
+            status = await self.client.status()
+            await self._inform()
+            if self._over(status):
+                name = self.client.spec.desired_name
+                log.info("%s: the trainer has taken %d steps: %s", name, status.current_step, self.tally.line())
+                return
+            for _ in range(self.wanted(status) - len(self._running)):
+                self._start()
+            self._tell(status)
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.pace.poll_seconds):
+                    await self._changed.wait()
+        raise self._failure
+
+    async def _inform(self) -> None:
+        """Learn the run's parameters, again where the broker or the trainer may have changed."""
+        if self._informed == self.client.registrations and self._info.batch_size > 0:
+            return
+        self._info = await self.client.info()
+        self._informed = self.client.registrations
+        batch = self._info.batch_size
+        if self._info.max_token_len > 0:
+            self.limit(self._info.max_token_len)
+        if 0 < batch < self._size:
+            raise ConfigError(
+                f"group_size is {self._size} and the trainer's batches have {batch} sequences, so no batch could ever "
+                f"be made; lower group_size to {batch} at most, or let the trainer take larger batches"
+            )
+        if batch > 0 and batch % self._size:
+            log.warning(
+                "the trainer's batches of %d sequences are no multiple of group_size %d: they can be filled only with "
+                "groups of other environments",
+                batch,
+                self._size,
+            )
+
+    def _over(self, status: EnvStatus) -> bool:
+        most = self.pace.total_steps
+        if most is None and self.client.ticket is not None:
+            most = self.client.ticket.num_steps
+        return most is not None and most > 0 and status.current_step >= most
+
+    def wanted(self, status: EnvStatus) -> int:
+        """How many groups should be under way."""
+        batch, share = self._info.batch_size, self.client.spec.min_batch_allocation or 0.0
+        if batch <= 0:
+            return 0
+        open_to_us = int(batch * min(1.0, status.unallocated_fraction + share))
+        room = int(self.pace.ahead * open_to_us / self._size) - status.queue_size
+        # A guaranteed share is filled even while others fill the queue.
+        owed = math.ceil(self.pace.ahead * int(batch * share) / self._size) - status.self_queue_size if share else 0
+        most = max(1, round(self.pace.n * min(1.0, status.env_weight)))
+        return max(0, min(most, max(room, owed)))
+
+    def _start(self) -> None:
+        draw, task, name = self.tasks.draw()
+        playing = asyncio.create_task(self._one(draw, task, name), name=f"group {draw}")
+        self._running.add(playing)
+        playing.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            self._failure = self._failure or task.exception()
+        self._changed.set()
+
+    async def _one(self, draw: int, task: Task, name: str) -> None:
+        """Consumes: a task. Waits for: the engine, the graders, the broker."""
+        finished, in_a_row = self._finished, self._in_a_row
+        try:
+            await self._hand_in(self.postprocess_rewards(await self._played(task, name, draw)))
+        except Deadline as error:
+            # Those that were late together count as one, and not at all where others came through meanwhile.
+            late = in_a_row + 1 if self._finished == finished else 0
+            self._failed("failed", name, error, max(self._in_a_row, late))
+        except (EngineError, BrokerError) as error:
+            self._failed("refused" if isinstance(error, RequestRefused) else "failed", name, error, self._in_a_row + 1)
+
+    async def _played(self, task: Task, name: str, draw: int) -> Group:
+        """Play a group.
+
+        Raises:
+            Deadline: it took longer than ``group_seconds``, or one of its waits too long; names both parts.
+        """
+        seconds, worker = self.pace.group_seconds, f"tandem work {self.client.spec.desired_name}"
+        async with waits.waiting(worker, "a whole group", on=f"rollouts group {name}") as wait:
+            # While those that it waits for are there, so before it is cancelled.
+            telling = asyncio.get_running_loop().call_later(seconds, wait.sentence)
+            try:
+                async with asyncio.timeout(seconds):
+                    return await self.worker.run(task, id=name, index=draw, size=self._size, sampling=self.sampling)
+            except TimeoutError as error:
+                raise Deadline(f"{wait.sentence()}; group_seconds is {seconds:g}", on=wait.on) from error
+            finally:
+                telling.cancel()
+
+    def _failed(self, fate: str, name: str, error: TandemError, in_a_row: int) -> None:
+        log.warning("group %s is lost: %s", name, error)
+        self.tally.groups[fate] += 1
+        self._in_a_row = in_a_row
+        if in_a_row >= IN_A_ROW:
+            self._failure = self._failure or error
+
+    async def _hand_in(self, group: Group) -> None:
+        rewards = [r.reward for r in group.scored if r.reward is not None]
+        count, total = self.tally.rewards
+        self.tally.rewards = (count + len(rewards), total + math.fsum(rewards))
+        if len(group.scored) < self._size:
+            # A broker joins odd groups to whole ones only by luck; until then they would lie there.
+            why = next((r.error for r in group.rollouts if r.error), "no reward")
+            level = logging.DEBUG if self.tally.groups["failed"] else logging.WARNING
+            log.log(level, "group %s is left out, since %d of its %d answers have a reward: %s", group.id,
+                    len(rewards), self._size, why)  # fmt: skip
+            self.tally.groups["failed"] += 1
+        elif self.drop_zero_variance and group.zero_variance:
+            self.tally.groups["zero_variance"] += 1
+        else:
+            self.tally.groups["lost" if await self._submitted(group) == "lost" else "sent"] += 1
+        self._in_a_row = 0
+        self._finished += 1
+
+    async def _submitted(self, group: Group) -> Receipt:
+        """Hand a group in, again where the broker put it off for too long: that it answers at all is seen elsewhere."""
+        while True:
+            try:
+                return await self.client.submit(
+                    group, f"{self._nonce}/{group.index}", unrecorded_options(self.sampling)
+                )
+            except Deadline as late:
+                if self.client.connection.speaks != "tandem":  # which would not know that it is the same
+                    log.warning("group %s may be lost: %s", group.id, late)
+                    return "lost"
+                log.warning("group %s is handed in again: %s", group.id, late)
+
+    async def _drain(self) -> None:
+        if self._running:
+            seconds = self.pace.drain_seconds
+            log.info("finishing %d groups, for %g s at most; Ctrl-C again drops them", len(self._running), seconds)
+            await asyncio.wait(self._running, timeout=seconds)
+
+    def _tell(self, status: EnvStatus) -> None:
+        now = time.monotonic()
+        if now - self._reported < self.pace.tell_seconds:
+            return
+        self._reported = now
+        (count, total), self.tally.rewards = self.tally.rewards, (0, 0.0)
+        mean = f"; mean reward {total / count:.3f}" if count else ""
+        queued = f"{status.queue_size} queued of {self.pace.ahead * max(0, self._info.batch_size) / self._size:g}"
+        log.info("%s at step %d: %s; %d being played, %s%s", self.client.spec.desired_name, status.current_step,
+                 self.tally.line(), len(self._running), queued, mean)  # fmt: skip
+
+
+async def _unless(stopped: asyncio.Future[Literal[True]], work: Coroutine[Any, Any, None]) -> bool:
+    """Do the work unless it is to stop first; True if it was done."""
+    task = asyncio.ensure_future(work)
+    both: set[asyncio.Future[Any]] = {task, stopped}
+    try:
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            return False
+        task.result()
+        return True
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,92 @@
+"""Messages of the protocol as JSON, and what a client is told of one that cannot be read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from tandem.errors import BrokerError
+
+T = TypeVar("T")
+Place = tuple[str | int, ...]
+
+_BYTE = re.compile(r"byte (\d+)")
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
+_AT = re.compile(r" - at `\$(.*)`$")
+_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
+
+
+class Problem(msgspec.Struct, omit_defaults=True):
+    """One thing wrong with a message, in FastAPI's form, which Atropos' clients know."""
+
+    type: str
+    loc: list[str | int]
+    msg: str
+    ctx: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+
+
+class Malformed(BrokerError):
+    """A message that cannot be accepted."""
+
+    def __init__(self, problem: Problem) -> None:
+        why = f": {problem.ctx['error']}" if problem.ctx else ""
+        super().__init__(f"{'.'.join(map(str, problem.loc))}: {problem.msg}{why}")
+        self.problem = problem
+
+
+def refuse(kind: str, place: Place, msg: str, why: str = "") -> Malformed:
+    """Make the error for a problem at a place of the body."""
+    ctx = {"error": why} if why else msgspec.UNSET
+    return Malformed(Problem(type=kind, loc=["body", *place], msg=msg, ctx=ctx))
+
+
+def explain(error: Exception, body: bytes, place: Place = ()) -> Malformed:
+    """Turn a decoder's error about a part of a message, found at ``place``, into one for its sender."""
+    text = str(error)
+    if isinstance(error, RecursionError):
+        return refuse("json_invalid", place, "JSON nested too deep")
+    if not isinstance(error, msgspec.ValidationError):
+        byte = _BYTE.search(text)
+        why = text.removeprefix("JSON is malformed: ")
+        if b"NaN" in body or b"Infinity" in body:
+            why += "; NaN and Infinity are no numbers of JSON, and every number must be finite"
+        return refuse("json_invalid", (int(byte[1]),) if byte else place, "JSON decode error", why)
+    at = _AT.search(text)
+    steps = tuple(name or int(index) for name, index in _STEP.findall(at[1])) if at else ()
+    text = _AT.sub("", text)
+    if missing := _MISSING.match(text):
+        return refuse("missing", (*place, *steps, missing[1]), "Field required")
+    return refuse("value_error", (*place, *steps), text)
+
+
+def write(value: Any) -> bytes:
+    """Encode a message."""
+    return msgspec.json.encode(value)
+
+
+def read(body: bytes, kind: type[T]) -> T:
+    """Decode a message; numbers may be given as text, and unknown fields are ignored.
+
+    Raises:
+        Malformed: it is no JSON, or not of this type.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind, strict=False)
+    except (ValueError, RecursionError) as error:
+        raise explain(error, body) from None
+
+
+def write_batch(payloads: Sequence[bytes] | None, lease: Any = None) -> bytes:
+    """Encode the answer to ``GET /batch``.
+
+    Args:
+        payloads: groups as JSON; None: there is no batch.
+        lease: what a trainer that asked for a lease is told beside the groups, under the key ``tandem``.
+    """
+    if payloads is None:
+        return b'{"batch":null}'
+    extra = b"" if lease is None else b',"tandem":' + write(lease)
+    return b"".join((b'{"batch":[', b",".join(payloads), b"]", extra, b"}"))

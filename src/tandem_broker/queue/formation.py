@@ -1,0 +1,196 @@
+"""Formation of batches from groups, and of groups from partial ones: pure functions over sizes in arrival order.
+
+One rule for both: of all selections whose sizes add up exactly, the one that takes the oldest group, then the next
+oldest, and so on. So a selection is found whenever one exists, the oldest group that can be used is used, and of groups
+of one size the older always goes first. For groups of equal size this is plain first in, first out.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from operator import attrgetter
+from typing import Protocol, TypeVar
+
+
+class Sized(Protocol):
+    """Something with a place in the order of arrival and a size."""
+
+    @property
+    def order(self) -> int:
+        """Place in the order of arrival; unique."""
+
+    @property
+    def size(self) -> int:
+        """Sequences, at least 1."""
+
+
+T = TypeVar("T", bound=Sized)
+BY_ORDER = attrgetter("order")
+
+
+def reachable(counts: Mapping[int, int], limit: int) -> int:
+    """Bit ``k`` is set if some of ``counts[size]`` groups of each size add up to ``k``, for ``k`` up to ``limit``."""
+    mask, sums = (1 << (limit + 1)) - 1, 1
+    for size, count in counts.items():
+        left, step = min(count, limit // size), 1
+        while left > 0:  # 1, 2, 4, ... of them at once: every number up to ``count`` is a sum of such
+            part = min(step, left)
+            sums |= (sums << (size * part)) & mask
+            left, step = left - part, step * 2
+    return sums
+
+
+def candidates(lines: Iterable[Mapping[int, deque[T]]], limit: int) -> list[T]:
+    """In arrival order, as many of each size as could fit ``limit``: more than that can never be needed."""
+    by_size: dict[int, list[deque[T]]] = {}
+    for line in lines:
+        for size, items in line.items():
+            if size <= limit:
+                by_size.setdefault(size, []).append(items)
+    heads = [
+        islice(some[0] if len(some) == 1 else heapq.merge(*some, key=BY_ORDER), limit // size)
+        for size, some in by_size.items()
+    ]
+    return sorted(chain.from_iterable(heads), key=BY_ORDER)
+
+
+def earliest(items: Sequence[T], total: int) -> list[T] | None:
+    """The selection of ``items`` (in arrival order) that adds up to exactly ``total`` and takes the oldest; or None."""
+    pool: list[T] = []
+    seen: Counter[int] = Counter()
+    for item in items:
+        if seen[item.size] < total // item.size:
+            seen[item.size] += 1
+            pool.append(item)
+    left, taken = total, []
+    while left:
+        fits = _longest(pool, left)
+        if fits is None:
+            return None
+        taken += pool[:fits]
+        left -= sum(item.size for item in pool[:fits])
+        # The next one cannot be part of it. Then no later one of its size can: it could stand in for that one.
+        refused = pool[fits].size if left else 0
+        pool = [item for item in pool[fits:] if item.size != refused and item.size <= left]
+    return taken
+
+
+def _longest(pool: Sequence[T], left: int) -> int | None:
+    """How many from the front can all be taken so that others behind make up the rest of ``left``; None: impossible."""
+
+    def possible(front: int) -> bool:
+        rest = left - sum(item.size for item in pool[:front])
+        return rest >= 0 and bool(reachable(Counter(item.size for item in pool[front:]), rest) >> rest & 1)
+
+    front, total = 0, 0  # most often the oldest simply add up
+    while front < len(pool) and total < left:
+        total += pool[front].size
+        front += 1
+    if total == left:
+        return front
+    if not possible(0):
+        return None
+    low, high = 0, front
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if possible(middle) else (low, middle - 1)
+    return low
+
+
+def in_packs(items: Sequence[T]) -> list[T]:
+    """Smaller groups gathered until they fill up the largest size, packs in the order in which they became full.
+
+    A trainer that cuts a batch into pieces of the largest size in this order seldom cuts through a group.
+    """
+    largest = max((item.size for item in items), default=0)
+    waiting: dict[int, list[T]] = {}
+    packed: list[T] = []
+    for item in items:
+        pack = waiting.setdefault(item.size, [])
+        pack.append(item)
+        if len(pack) * item.size >= largest:
+            packed += waiting.pop(item.size)
+    return packed + sorted((item for pack in waiting.values() for item in pack), key=BY_ORDER)
+
+
+def minimums(batch_size: int, shares: Mapping[int, float]) -> dict[int, int]:
+    """Least sequences of each environment in a batch, without those that need none.
+
+    Together more than a batch: all are scaled down alike, but to one sequence (so one group) at least.
+    """
+    least_sequences = {env: need for env, share in shares.items() if (need := int(batch_size * share)) > 0}
+    total = sum(least_sequences.values())
+    if total > batch_size:
+        least_sequences = {env: max(1, need * batch_size // total) for env, need in least_sequences.items()}
+    return least_sequences
+
+
+def batch(total: int, reserved: Sequence[tuple[int, Sequence[T]]], others: Sequence[T]) -> list[T] | None:
+    """Groups that add up to exactly ``total`` with at least ``need`` sequences out of each reserved line; or None.
+
+    ``reserved`` is ``(need, groups in arrival order)`` of each environment with a minimum; ``others`` is all the rest.
+    """
+    if not reserved:
+        return earliest(others, total)
+    return _needs_first(total, reserved, others) or _sums_that_meet(total, reserved, others)
+
+
+def _needs_first(total: int, reserved: Sequence[tuple[int, Sequence[T]]], others: Sequence[T]) -> list[T] | None:
+    """Each minimum from the oldest of its line, then the oldest of everything that is left."""
+    taken: list[T] = []
+    left = total
+    for need, line in reserved:
+        for item in line:
+            if need <= 0:
+                break
+            if item.size <= left:
+                taken.append(item)
+                need, left = need - item.size, left - item.size
+        if need > 0:
+            return None
+    used = {item.order for item in taken}
+    lines = [[item for item in line if item.order not in used] for _, line in reserved]
+    rest = earliest(sorted(chain(*lines, others), key=BY_ORDER), left)
+    return None if rest is None else taken + rest
+
+
+def _sums_that_meet(total: int, reserved: Sequence[tuple[int, Sequence[T]]], others: Sequence[T]) -> list[T] | None:
+    """The same by trying every sum each line can contribute; finds a batch if there is any."""
+    shares = [reachable(_sizes(line), total) >> need << need for need, line in reserved]
+    after = [reachable(_sizes(others), total)]
+    for sums in reversed(shares):
+        after.append(_sums_of_two(sums, after[-1], total))
+    if not after.pop() >> total & 1:
+        return None
+    taken: list[T] = []
+    left = total
+    for sums, (_, line) in zip(shares, reserved, strict=True):
+        later = after.pop()
+        share = next(k for k in _bits(sums) if k <= left and later >> (left - k) & 1)
+        taken += earliest(line, share) or []
+        left -= share
+    return taken + (earliest(others, left) or [])
+
+
+def _sizes(items: Iterable[Sized]) -> Counter[int]:
+    return Counter(item.size for item in items)
+
+
+def _bits(sums: int) -> Iterator[int]:
+    """Positions of the set bits, ascending."""
+    while sums:
+        lowest = sums & -sums
+        yield lowest.bit_length() - 1
+        sums ^= lowest
+
+
+def _sums_of_two(left: int, right: int, limit: int) -> int:
+    """Bit ``a + b`` for every bit ``a`` of left and ``b`` of right, up to ``limit``."""
+    few, many = sorted((left, right), key=int.bit_count)
+    sums = 0
+    for k in _bits(few):
+        sums |= many << k
+    return sums & ((1 << (limit + 1)) - 1)

@@ -1,0 +1,210 @@
+"""Records that enter and leave the broker's store. Plain data: no clock, no file, no JSON.
+
+Times are seconds of whatever clock the caller passes as ``now`` (the server passes Unix time). A *sequence* is one
+rollout, a *group* holds several sequences of one prompt, a *batch* is groups of exactly ``batch_size`` sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from tandem.errors import BrokerError
+from tandem_broker.protocol.messages import RunParameters
+
+State = Literal["buffered", "queued", "leased", "trained", "dropped"]
+"""buffered: waits for others of its environment to make up a group size; leased: a trainer has it."""
+
+
+class GroupRefused(BrokerError):
+    """The offered group can never be used; sending it again will not help (422)."""
+
+
+class Busy(BrokerError):
+    """Too much is queued; the same submission is welcome later (429, or 503 for clients that drop on a 4xx)."""
+
+    def __init__(self, message: str, retry_after: float):
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOptions:
+    """Bounds and patience of a store."""
+
+    max_groups: int = 200_000
+    """Most groups held (buffered, queued and leased) before submissions are put off."""
+    max_bytes: int = 2 << 30
+    """Most payload bytes held before submissions are put off: in memory, or with a ledger on disk."""
+    memory_bytes: int = 64 << 20
+    """Most payload bytes that a ledger has in memory beside the disk, so that they need not be read again."""
+    max_env_groups: int = 150_000
+    """Most groups held of one environment; anonymous submissions count as one environment."""
+    max_env_bytes: int = 1 << 30
+    """Most payload bytes held of one environment."""
+    max_environments: int = 10_000
+    """Most environments known; beyond it one that is gone and holds nothing is forgotten."""
+    lease_seconds: float = 600.0
+    """How long a batch that was asked for on lease may stay unacknowledged, unless it is renewed."""
+    heartbeat_seconds: float = 60.0
+    """An environment not heard from for this long has no weight and no minimum share until it is heard again."""
+    key_seconds: float = 86_400.0
+    """How long an idempotency key is remembered."""
+    max_keys: int = 200_000
+    """Most idempotency keys remembered; the oldest are forgotten first."""
+
+
+class EnvSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Registration of an environment."""
+
+    name: str
+    """Its desired name; the store appends ``_<count>``."""
+    max_token_length: int
+    weight: float = 1.0
+    group_size: int = 1
+    min_batch_allocation: float | None = None
+    """Least share (0 to 1) of every batch; None asks for none."""
+
+
+class GroupEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One scored group."""
+
+    id: str
+    """Unique; chosen by the caller."""
+    env: int | None
+    """The environment's id as submitted; an unknown one counts as None (anonymous)."""
+    size: int
+    """Sequences, at least 1."""
+    version: int | None = None
+    """Oldest policy step that sampled a token of it; None: the store stamps the policy step it knows of."""
+    received: float = 0.0
+    """When it arrived, seconds of the caller's clock."""
+    payload: Any
+    """Opaque, and a store's journal may put something in its place. With a ledger it must be bytes."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the payload; 0 if it has no length."""
+        return len(self.payload) if isinstance(self.payload, Sized) else 0
+
+
+class Receipt(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to an accepted submission."""
+
+    kind: Literal["received", "buffered", "duplicate"]
+    """duplicate: its key was accepted before, nothing was added."""
+    buffered: int = 0
+    """Sequences left in the environment's buffer after this submission (0: it completed a set, or none waits)."""
+
+
+class ServedBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """Groups of exactly ``batch_size`` sequences."""
+
+    id: str
+    """Name for ``acknowledge``, ``renew`` and ``return_lease``."""
+    entries: tuple[GroupEntry, ...]
+    """In order of arrival, groups of equal size beside each other as far as needed to fill up the largest."""
+    step: int
+    """The broker's step with this batch served."""
+    expires: float | None
+    """When the lease ends; None without a lease."""
+
+
+class Acknowledgement(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of an acknowledgement. True in a condition if the whole batch is trained, and by this batch alone."""
+
+    ok: bool
+    trained: int = 0
+    """Groups that this acknowledgement marked as trained."""
+    already: int = 0
+    """Groups that another batch's acknowledgement had marked before: they were trained twice."""
+    reason: str = ""
+    """For a person; empty when nothing is unusual."""
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+class EnvReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One environment, for people and metrics; ``env_id`` None is everything submitted anonymously."""
+
+    env_id: int | None
+    name: str
+    connected: bool
+    """Neither disconnected nor silent."""
+    left: bool
+    heard: float
+    weight: float
+    group_size: int
+    min_batch_allocation: float | None
+    queued_groups: int
+    queued_sequences: int
+    buffered_sequences: int
+    held_bytes: int
+    accepted: int
+    """Groups accepted by this process."""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a store, for people and metrics."""
+
+    step: int
+    """Batches served, counted from the starting step."""
+    policy: int
+    """Policy step that entries are stamped with."""
+    run: RunParameters | None
+    started: bool
+    """A batch was asked for since the registration."""
+    queued_groups: int
+    queued_sequences: int
+    buffered_groups: int
+    leased_groups: int
+    held_bytes: int
+    """Payload bytes buffered, queued and leased."""
+    leases: int
+    counts: Mapping[str, int]
+    """Groups since the ledger began: accepted, duplicate, trained, doubled, dropped, refused, busy. Leases: expired."""
+    waits_for: str
+    """Why no batch can be formed now; empty if one can."""
+    envs: Sequence[EnvReport]
+    """Anonymous last, if it ever submitted."""
+
+
+class Journal(Protocol):
+    """Journal of the changes that must survive a crash; it gets them in order and may write several at once."""
+
+    def added(self, order: int, entry: GroupEntry, state: State, key: str | None, now: float) -> Any:
+        """An entry was accepted at place ``order`` of the arrival order.
+
+        Returns:
+            What stands for its payload from now on.
+        """
+
+    def moved(self, orders: Sequence[int], state: State, batch: str | None) -> None:
+        """Entries changed state; trained and dropped ones will not be asked for again."""
+
+    def noted(self, name: str, value: Any) -> None:
+        """A fact (JSON) replaced the earlier one of that name; None removes it."""
+
+    def cleared(self) -> None:
+        """Everything was reset."""
+
+
+class NoJournal:
+    """Keeps nothing: a store that lives as long as its process."""
+
+    def added(self, order: int, entry: GroupEntry, state: State, key: str | None, now: float) -> Any:
+        """Leave the payload as it is."""
+        return entry.payload
+
+    def moved(self, orders: Sequence[int], state: State, batch: str | None) -> None:
+        """Do nothing."""
+
+    def noted(self, name: str, value: Any) -> None:
+        """Do nothing."""
+
+    def cleared(self) -> None:
+        """Do nothing."""

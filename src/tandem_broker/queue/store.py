@@ -1,0 +1,407 @@
+"""The broker's queue: environments put groups in, trainers take batches out, nothing accepted is lost.
+
+Pure logic: no file, no clock (``now`` is passed in, seconds), no JSON; one caller at a time. What must survive the
+process goes to a journal as it happens. Batches are formed by ``formation``; ``tenants`` knows the environments.
+"""
+
+from __future__ import annotations
+
+import secrets
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+from msgspec.structs import replace
+
+from tandem_broker.protocol.messages import EnvAccepted, EnvStatus, RunParameters
+from tandem_broker.queue.leases import BatchLease, IdempotencyKeys, Leases
+from tandem_broker.queue.records import (
+    Acknowledgement,
+    Busy,
+    EnvSpec,
+    GroupEntry,
+    GroupRefused,
+    Journal,
+    NoJournal,
+    Receipt,
+    Report,
+    ServedBatch,
+    StoreOptions,
+)
+from tandem_broker.queue.tenants import Item, Tenants
+from tandem_broker.queue.waiting import WaitingGroups
+
+MAX_BATCH = 1 << 16
+"""Most sequences of a batch."""
+PROGRESS = ("started", "step", "policy", "took", "returned", "order")
+"""Attributes of the queue that a restart must know."""
+
+
+class GroupQueue:
+    """Groups, environments, leases and the run."""
+
+    def __init__(self, options: StoreOptions | None = None, journal: Journal | None = None) -> None:
+        self.options = options or StoreOptions()
+        self.run: RunParameters | None = None
+        self.started = False
+        self.step = 0
+        self.counts: Counter[str] = Counter()
+        """See ``Report.counts``."""
+        self.journal: Journal = journal or NoJournal()
+        self.tenants = Tenants(self.options, self.journal)
+        self.leases = Leases()
+        self.seen = IdempotencyKeys(self.options)
+        self.policy: int | None = None
+        """Policy step that the trainer last told."""
+        self.took = False
+        """A batch was served since the trainer told that step."""
+        self.returned = 0
+        """Batches that came back and will be served again without counting as a step."""
+        self.order = 0
+        """Place of the next group in the order of arrival."""
+        self.waiting = WaitingGroups(self.tenants, self.journal, self.options)
+        self._served = (0.0, 0.0)
+        """When the last batch was served, and the seconds between it and the one before."""
+
+    def register(self, run: RunParameters) -> int:
+        """A trainer begins, perhaps anew: queue and environments stay, batches it had out come back.
+
+        Groups already queued that are larger than its batches can never be served: they are dropped and counted.
+
+        Returns:
+            A number that is never used again.
+
+        Raises:
+            GroupRefused: a batch size below 1 or above ``MAX_BATCH``.
+        """
+        if not 1 <= run.batch_size <= MAX_BATCH:
+            raise GroupRefused(f"batch_size is {run.batch_size}; expected 1 to {MAX_BATCH} sequences")
+        self._return(list(self.leases.out.values()))
+        self.run, self.started, self.step, self.returned = run, False, run.starting_step, 0
+        self.policy, self.took = None, False
+        self.tenants.batch_size = run.batch_size
+        self.tenants.recount()
+        self._drop([item for item in self.waiting if item.size > run.batch_size])
+        self.journal.noted("run", msgspec.structs.asdict(run))
+        self.note_progress()
+        return uuid.uuid4().int
+
+    def reset(self) -> None:
+        """Forget run, queue, batches and step. Environments that speak again keep their ids; ids are not reused."""
+        self.counts["dropped"] += self.waiting.groups
+        fresh = self.tenants.after_reset()
+        self.tenants, self.leases, self.seen = fresh, Leases(), IdempotencyKeys(self.options)
+        self.waiting = WaitingGroups(fresh, self.journal, self.options)
+        self.run, self.started, self.step, self.returned = None, False, 0, 0
+        self.policy, self.took = None, False
+        self.journal.cleared()
+        for tenant in fresh.by_id.values():
+            self.tenants.note(tenant)
+        self.note_progress()
+
+    @property
+    def policy_step(self) -> int:
+        """Policy version of a group without one of its own: the policy step last reported, else the step."""
+        return self.step if self.policy is None else self.policy
+
+    @property
+    def current_step(self) -> int:
+        """What environments are told: batches served, or where the trainer tells its steps, the one it works for.
+
+        A trainer that drops groups takes several batches for a step. The last step counts as done only when nothing is
+        out: environments leave then, and the trainer may need another batch.
+        """
+        if self.policy is None or self.run is None:
+            return self.step
+        if self.took and self.leases.out and self.policy + 1 == self.run.num_steps:
+            return self.policy
+        return self.policy + self.took
+
+    def register_env(self, env: EnvSpec, now: float, *, key: str | None = None, owner: str = "") -> EnvAccepted | None:
+        """A new environment, or under a known ``key`` the one it was before. None: wait for the trainer to start.
+
+        ``owner`` is whose key it was registered with.
+
+        Raises:
+            Busy: too many environments are known and none can be forgotten.
+        """
+        self._advance(now)
+        if self.run is None or not self.started:
+            return None
+        tenant = self.tenants.register(env, now, key, owner)
+        self.waiting.sort_again(tenant)
+        self.note_progress()
+        self.journal.noted("names", dict(self.tenants.names))
+        self.tenants.note(tenant)
+        assert tenant.env_id is not None
+        return EnvAccepted(
+            env_id=tenant.env_id,
+            wandb_name=tenant.name,
+            checkpoint_dir=self.run.checkpoint_dir,
+            starting_step=self.current_step,
+            checkpoint_interval=self.run.save_checkpoint_interval,
+            num_steps=self.run.num_steps,
+        )
+
+    def disconnect(self, env_id: int, now: float) -> bool:
+        """It holds no share any more; what it queued is served. False: the id is unknown."""
+        tenant = self.tenants.by_id.get(env_id)
+        if tenant is None:
+            return False
+        tenant.heard = now
+        if tenant.connected:
+            tenant.connected = tenant.live = False
+            self.tenants.recount()
+            self.tenants.note(tenant)
+        return True
+
+    def heartbeat(self, env_id: int | None, now: float) -> None:
+        """It is alive. Every other call that names an environment says so too."""
+        self._advance(now)
+        self.tenants.hear(self.tenants.of(env_id), now)
+
+    def status_env(self, env_id: int, now: float) -> EnvStatus:
+        """What an environment throttles itself by. Constant time, whatever is queued.
+
+        Raises:
+            GroupRefused: the id is unknown.
+        """
+        tenant = self.tenants.by_id.get(env_id)
+        if tenant is None:
+            raise GroupRefused(f"no environment has env_id {env_id}; register it with /register-env")
+        self.heartbeat(env_id, now)
+        return self.tenants.status(tenant, self.current_step)
+
+    def put(self, entry: GroupEntry, now: float, *, key: str | None = None) -> Receipt:
+        """Accept one group. A ``key`` that was accepted before adds nothing.
+
+        Raises:
+            GroupRefused: no batch can ever hold a group of this size.
+            Busy: too much is held.
+        """
+        return self.put_all([(entry, key)], now)[0]
+
+    def put_all(self, entries: Sequence[tuple[GroupEntry, str | None]], now: float) -> list[Receipt]:
+        """Accept all of these ``(entry, key)`` or none; see ``put``."""
+        self._advance(now)
+        self.seen.forget(now)
+        fresh = [(entry, key) for entry, key in entries if key is None or key not in self.seen]
+        for tenant in {entry.env: self.tenants.of(entry.env) for entry, _ in entries}.values():
+            self.tenants.hear(tenant, now)
+        try:
+            for entry, _ in fresh:
+                self.waiting.check(entry, self._retry_seconds())
+        except (GroupRefused, Busy) as error:
+            self.counts["refused" if isinstance(error, GroupRefused) else "busy"] += len(entries)
+            raise
+        receipts = []
+        for entry, key in entries:
+            if key is not None and key in self.seen:
+                self.counts["duplicate"] += 1
+                receipts.append(Receipt(kind="duplicate", buffered=self.tenants.of(entry.env).buffer.sequences))
+            else:
+                receipts.append(self._accept(entry, key, now))
+        return receipts
+
+    def take(
+        self,
+        now: float,
+        *,
+        trainer: str | None = None,
+        lease: bool = False,
+        seconds: float | None = None,
+        policy: int | None = None,
+        max_lag: int | None = None,
+    ) -> ServedBatch | None:
+        """The next batch, or None.
+
+        Args:
+            now: Seconds.
+            trainer: Name of the caller; tells apart trainers that never acknowledge.
+            lease: The trainer will acknowledge. Without it the batch counts as trained when the same trainer asks
+                again after ``delivered`` said that its answer went out; before that, a restart serves it again.
+            seconds: How long the lease lasts; None is ``StoreOptions.lease_seconds``.
+            policy: The trainer's policy step; later groups that do not tell theirs are stamped with it.
+            max_lag: Groups sampled more than this many policy steps ago are dropped. None drops none.
+        """
+        if self.run is None:
+            return None
+        self._advance(now)
+        if not self.started or policy not in (None, self.policy):
+            if policy not in (None, self.policy):
+                self.policy, self.took = policy, False
+            self.started = True
+            self.note_progress()
+        if not lease:
+            for earlier in self.leases.of_plain(trainer):
+                self.acknowledge(earlier.id, now)
+        chosen = self.waiting.next_batch()
+        if max_lag is not None and self.policy is not None:
+            oldest = self.policy - max_lag
+            while chosen and (stale := [item for item in chosen if (item.entry.version or 0) < oldest]):
+                self._drop(stale)
+                chosen = self.waiting.next_batch()
+        if not chosen:
+            return None
+        return self._serve(chosen, trainer, (seconds or self.options.lease_seconds) if lease else None, now)
+
+    def acknowledge(self, batch_id: str, now: float) -> Acknowledgement:
+        """The batch is trained. Of two batches that hold the same group (a lease ran out) the first to say so wins.
+
+        Repeating an acknowledgement repeats its answer.
+        """
+        self._advance(now)
+        lease = self.leases.out.get(batch_id) or self.leases.over.get(batch_id)
+        if lease is None:
+            return Acknowledgement(ok=False, reason=f"no batch is called {batch_id}: it was never served, or long ago")
+        if lease.outcome is not None:
+            return lease.outcome
+        late = batch_id in self.leases.over
+        trained = [item for item in lease.items if item.state in ("buffered", "queued", "leased")]
+        already = len(lease.items) - len(trained) + len(lease.gone)
+        self.waiting.finish(trained, dropped=False, batch=batch_id)
+        self.counts["trained"] += len(trained)
+        self.counts["doubled"] += already
+        if late:
+            self.returned = max(0, self.returned - 1)
+        why, reason = "a lease ran out, or a trainer registered meanwhile", ""
+        if already:
+            reason = f"{already} groups of batch {batch_id} were trained by another batch: {why}"
+        elif late:
+            reason = f"late: batch {batch_id} went back ({why}), but no other with its groups was acknowledged"
+        lease.outcome = Acknowledgement(ok=not already, trained=len(trained), already=already, reason=reason)
+        lease.items, lease.gone = [], []
+        self._end(lease)
+        self.note_progress()
+        return lease.outcome
+
+    def renew(self, batch_id: str, now: float) -> bool:
+        """Its lease begins anew. False: it is not out (any more)."""
+        self._advance(now)
+        lease = self.leases.out.get(batch_id)
+        if lease is None or lease.seconds is None:
+            return lease is not None
+        lease.expires = now + lease.seconds
+        return True
+
+    def delivered(self, batch_id: str) -> None:
+        """The answer with this batch went out whole: a restart does not serve it again to a plain trainer."""
+        lease = self.leases.out.get(batch_id)
+        if lease is not None and lease.seconds is None:
+            lease.delivered = True
+            self.journal.noted(f"lease:{lease.id}", lease.facts())
+
+    def return_lease(self, batch_id: str, now: float) -> bool:
+        """The batch was not trained: its groups go back to the front, in order. False: it is not out."""
+        self._advance(now)
+        lease = self.leases.out.get(batch_id)
+        if lease is None:
+            return False
+        self._return([lease])
+        return True
+
+    def status(self, now: float) -> Report:
+        """Everything for people and metrics. Takes time in the number of environments."""
+        self._advance(now)
+        everybody = list(self.tenants)
+        return Report(
+            step=self.step,
+            policy=self.policy_step,
+            run=self.run,
+            started=self.started,
+            queued_groups=self.queued_groups,
+            queued_sequences=sum(tenant.queue.sequences for tenant in everybody),
+            buffered_groups=sum(tenant.buffer.groups for tenant in everybody),
+            leased_groups=sum(len(lease.items) for lease in self.leases.out.values()),
+            held_bytes=self.waiting.bytes,
+            leases=len(self.leases.out),
+            counts=dict(self.counts),
+            waits_for=self.waiting.waits_for(),
+            envs=[t.report() for t in everybody if t.env_id is not None or t.accepted or t.held_groups],
+        )
+
+    @property
+    def queued_groups(self) -> int:
+        """Groups in the queue."""
+        return self.tenants.queued_groups
+
+    @property
+    def latest(self) -> GroupEntry | None:
+        """The group that entered the queue last, trained or not."""
+        return self.waiting.latest
+
+    def _advance(self, now: float) -> None:
+        """Leases that ran out come back; environments that fell silent lose their share."""
+        self.tenants.sweep(now)
+        if expired := self.leases.expired(now):
+            self.counts["expired"] += len(expired)
+            self._return(expired)
+
+    def _accept(self, entry: GroupEntry, key: str | None, now: float) -> Receipt:
+        tenant = self.tenants.of(entry.env)
+        if entry.version is None:
+            entry = replace(entry, version=self.policy_step)
+        item = Item(self.order, entry.size, entry.num_bytes, entry, tenant, "queued")
+        self.order += 1
+        self.waiting.hold(item)
+        moved = [queued.order for queued in self.waiting.put(item) if queued is not item]
+        item.entry = replace(entry, payload=self.journal.added(item.order, entry, item.state, key, now))
+        if moved:
+            self.journal.moved(moved, "queued", None)
+        if key is not None:
+            self.seen.add(key, now)
+        tenant.accepted += 1
+        self.counts["accepted"] += 1
+        buffered = tenant.env_id is not None and entry.size < tenant.spec.group_size
+        return Receipt(kind="buffered" if buffered else "received", buffered=tenant.buffer.sequences)
+
+    def _serve(self, chosen: list[Item], trainer: str | None, seconds: float | None, now: float) -> ServedBatch:
+        if self.returned:
+            self.returned -= 1
+        else:
+            self.step += 1
+        expires = None if seconds is None else now + seconds
+        lease = BatchLease(secrets.token_hex(8), chosen, self.step, trainer, seconds, expires)
+        for item in chosen:
+            self.waiting.lift(item)
+            item.state, item.batch = "leased", lease.id
+        self.leases.out[lease.id] = lease
+        self.took = True
+        self._served = (now, now - self._served[0])
+        # First: a group that is on disk as leased in no known lease would never be served again.
+        self.journal.noted(f"lease:{lease.id}", lease.facts())
+        self.journal.moved([item.order for item in chosen], "leased", lease.id)
+        self.note_progress()
+        return ServedBatch(id=lease.id, entries=tuple(i.entry for i in chosen), step=self.step, expires=expires)
+
+    def _return(self, leases: list[BatchLease]) -> None:
+        """Batches that were not trained: their groups go back in place, and serving them again is no new step."""
+        for lease in leases:
+            back = [item for item in lease.items if item.batch == lease.id and item.state == "leased"]
+            self.waiting.enqueue(back)
+            self.journal.moved([item.order for item in back], "queued", None)
+            self.returned += bool(back)
+            self._end(lease)
+        if leases:
+            self.note_progress()
+
+    def _end(self, lease: BatchLease) -> None:
+        self.journal.noted(f"lease:{lease.id}", lease.facts())
+        if forgotten := self.leases.end(lease):
+            self.journal.noted(f"lease:{forgotten}", None)
+
+    def _drop(self, items: list[Item]) -> None:
+        self.waiting.finish(items, dropped=True, batch=None)
+        self.counts["dropped"] += len(items)
+        self.note_progress()
+
+    def _retry_seconds(self) -> float:
+        """Seconds until it is worth trying again: half the time between batches, 0.5 to 30."""
+        return min(30.0, max(0.5, self._served[1] / 2))
+
+    def note_progress(self) -> None:
+        """Tell the journal the counters."""
+        progress = {name: getattr(self, name) for name in PROGRESS}
+        progress |= {"next_id": self.tenants.next_id, "counts": dict(self.counts)}
+        self.journal.noted("progress", progress)

@@ -1,0 +1,309 @@
+"""Registered environments of a store, their queues, and what others may see of them."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter, deque
+from collections.abc import Iterator
+
+import msgspec
+from msgspec.structs import replace
+
+from tandem_broker.protocol.messages import EnvStatus
+from tandem_broker.queue.formation import BY_ORDER, minimums
+from tandem_broker.queue.records import Busy, EnvReport, EnvSpec, GroupEntry, Journal, State, StoreOptions
+
+WEIGHT_FLOOR = 0.01
+ANONYMOUS = EnvSpec(name="anonymous", max_token_length=0, weight=0.0, group_size=1)
+
+
+class Item(msgspec.Struct, eq=False):
+    """One accepted group and where it is."""
+
+    order: int
+    """Place in the order of arrival; kept when a lease runs out."""
+    size: int
+    num_bytes: int
+    entry: GroupEntry
+    """Its payload is let go once it is trained or dropped."""
+    tenant: Tenant
+    state: State
+    batch: str | None = None
+    """The lease or, once trained, the batch that trained it."""
+
+
+class SizeQueues:
+    """Groups of one environment in arrival order, by size."""
+
+    def __init__(self) -> None:
+        self.lines: dict[int, deque[Item]] = {}
+        self.groups = 0
+        self.sequences = 0
+
+    def insert(self, item: Item) -> None:
+        """Put one in its place: most often it is the youngest, and one that comes back is among the oldest."""
+        line = self.lines.setdefault(item.size, deque())
+        if not line or line[-1].order < item.order:
+            line.append(item)
+        elif item.order < line[0].order:
+            line.appendleft(item)
+        else:
+            insort(line, item, key=BY_ORDER)
+        self.groups += 1
+        self.sequences += item.size
+
+    def remove(self, item: Item) -> None:
+        """Take one out, most often the oldest of its size."""
+        line = self.lines[item.size]
+        if line[0] is item:
+            line.popleft()
+        else:
+            line.remove(item)
+        if not line:
+            del self.lines[item.size]
+        self.groups -= 1
+        self.sequences -= item.size
+
+    def __iter__(self) -> Iterator[Item]:
+        return iter(sorted((item for line in self.lines.values() for item in line), key=BY_ORDER))
+
+
+class Tenant(msgspec.Struct, eq=False, kw_only=True):
+    """One environment; ``env_id`` None stands for everybody anonymous."""
+
+    env_id: int | None
+    spec: EnvSpec
+    name: str
+    """With its count."""
+    heard: float
+    key: str | None = None
+    """The identity it gave to be known again."""
+    owner: str = ""
+    """Whose key it was registered with; empty: nobody's."""
+    connected: bool = True
+    """It registered and did not disconnect."""
+    live: bool = True
+    """Connected and heard from lately: it counts for weights and shares."""
+    queue: SizeQueues = msgspec.field(default_factory=SizeQueues)
+    buffer: SizeQueues = msgspec.field(default_factory=SizeQueues)
+    held_groups: int = 0
+    """Groups buffered, queued and leased."""
+    held_bytes: int = 0
+    accepted: int = 0
+    """Groups accepted by this process."""
+    visible: int = 0
+    """Sequences that other environments see."""
+
+    @property
+    def share(self) -> float:
+        """The minimum share it holds now."""
+        return (self.spec.min_batch_allocation or 0.0) if self.live else 0.0
+
+    @property
+    def pull(self) -> float:
+        """Context times weight: what its generation weighs against others'."""
+        return self.spec.max_token_length * max(0.0, self.spec.weight)
+
+    def report(self) -> EnvReport:
+        """For people and metrics."""
+        same = ("name", "heard", "held_bytes", "accepted")
+        spec = ("weight", "group_size", "min_batch_allocation")
+        return EnvReport(
+            env_id=self.env_id,
+            connected=self.live,
+            left=self.env_id is not None and not self.connected,
+            queued_groups=self.queue.groups,
+            queued_sequences=self.queue.sequences,
+            buffered_sequences=self.buffer.sequences,
+            **{name: getattr(self, name) for name in same},
+            **{name: getattr(self.spec, name) for name in spec},
+        )
+
+
+class Tenants:
+    """All environments, with every sum that a status needs kept up to date rather than counted again."""
+
+    def __init__(self, options: StoreOptions, journal: Journal) -> None:
+        self.batch_size = 0
+        """Sequences of a batch; 0 without a run."""
+        self.options = options
+        self.journal = journal
+        self.by_id: dict[int, Tenant] = {}
+        self.by_key: dict[str, Tenant] = {}
+        self.anonymous = Tenant(env_id=None, spec=ANONYMOUS, name="anonymous", heard=0.0, connected=False, live=False)
+        self.names: Counter[str] = Counter()
+        """Environments of each desired name so far."""
+        self.next_id = 0
+        self.change = 0
+        """Count of changes that may affect which environments take part in a batch."""
+        self.sizes: Counter[int] = Counter()
+        """Queued groups of each size."""
+        self.queued_groups = 0
+        self._largest = 1
+        self._visible = 0
+        self._pull = 0.0
+        self._share = 0.0
+        self._next_sweep = float("inf")
+
+    def __iter__(self) -> Iterator[Tenant]:
+        yield from self.by_id.values()
+        yield self.anonymous
+
+    def of(self, env_id: int | None) -> Tenant:
+        """The environment of that id, or the anonymous one."""
+        return self.anonymous if env_id is None else self.by_id.get(env_id, self.anonymous)
+
+    def register(self, spec: EnvSpec, now: float, key: str | None, owner: str = "") -> Tenant:
+        """A new environment, or the one that gave this key before.
+
+        Raises:
+            Busy: the most are known, and none of them is gone.
+        """
+        tenant = self.by_key.get(key) if key is not None else None
+        if tenant is None:
+            self._make_room()
+            name = self._next_name(spec.name)
+            self._forget_names()
+            tenant = Tenant(env_id=self.next_id, spec=spec, name=name, heard=now, key=key, owner=owner)
+            self.add(tenant)
+        else:
+            tenant.spec, tenant.connected, tenant.live = spec, True, False
+            self.hear(tenant, now)
+        return tenant
+
+    def _next_name(self, desired: str) -> str:
+        """With its count; after a reset counts begin anew, and what lived through it keeps its name and its files."""
+        borne = {tenant.name for tenant in self.by_id.values() if tenant.live}
+        while True:
+            name = f"{desired}_{self.names[desired]}"
+            self.names[desired] += 1
+            if name not in borne:
+                return name
+
+    def note(self, tenant: Tenant) -> None:
+        """Tell the journal what a restart must know of it."""
+        facts = {name: getattr(tenant, name) for name in ("name", "key", "connected", "live", "owner")}
+        self.journal.noted(f"env:{tenant.env_id}", {**facts, "spec": msgspec.to_builtins(tenant.spec)})
+
+    def add(self, tenant: Tenant) -> None:
+        """One with an id of its own."""
+        assert tenant.env_id is not None
+        self.by_id[tenant.env_id] = tenant
+        self.next_id = max(self.next_id, tenant.env_id + 1)
+        if tenant.key is not None:
+            self.by_key[tenant.key] = tenant
+        self._next_sweep = min(self._next_sweep, tenant.heard + self.options.heartbeat_seconds)
+        self.recount()
+
+    def _make_room(self) -> None:
+        """One more must fit: of those that are gone and hold nothing, the one silent for longest is forgotten."""
+        if len(self.by_id) < self.options.max_environments:
+            return
+        gone = [tenant for tenant in self.by_id.values() if not tenant.live and not tenant.held_groups]
+        if not gone:
+            raise Busy(f"{len(self.by_id)} environments are registered, the most this broker takes", 30.0)
+        oldest = min(gone, key=lambda tenant: tenant.heard)
+        assert oldest.env_id is not None
+        del self.by_id[oldest.env_id]
+        if oldest.key is not None:
+            del self.by_key[oldest.key]
+        self.journal.noted(f"env:{oldest.env_id}", None)
+        self.recount()
+
+    def _forget_names(self) -> None:
+        """Once there are more names than environments may be, the older half of the unused ones is forgotten."""
+        if len(self.names) > self.options.max_environments:
+            borne = {tenant.spec.name for tenant in self.by_id.values()}
+            for name in [name for name in self.names if name not in borne][: len(self.names) // 2]:
+                del self.names[name]
+
+    def after_reset(self) -> Tenants:
+        """All connected environments, none of which takes part until heard again; ids go on, names begin anew."""
+        fresh = Tenants(self.options, self.journal)
+        for old in self.by_id.values():
+            if old.connected:
+                empty = {"queue": SizeQueues(), "buffer": SizeQueues()}
+                zeros = dict.fromkeys(("visible", "held_groups", "held_bytes", "accepted"), 0)
+                fresh.add(replace(old, live=False, **empty, **zeros))
+        fresh.next_id, fresh.change = self.next_id, self.change + 1
+        return fresh
+
+    def hear(self, tenant: Tenant, now: float) -> None:
+        """It spoke: it takes part (again), unless it said goodbye."""
+        tenant.heard = now
+        if tenant.connected and not tenant.live:
+            tenant.live = True
+            self._next_sweep = min(self._next_sweep, now + self.options.heartbeat_seconds)
+            self.recount()
+            self.note(tenant)
+
+    def sweep(self, now: float) -> None:
+        """Those not heard from for too long hold no share any more."""
+        if now <= self._next_sweep:
+            return
+        gone = False
+        for tenant in self.by_id.values():
+            if tenant.live and now - tenant.heard > self.options.heartbeat_seconds:
+                tenant.live, gone = False, True
+                self.note(tenant)
+        heard = [tenant.heard for tenant in self.by_id.values() if tenant.live]
+        self._next_sweep = min(heard, default=float("inf")) + self.options.heartbeat_seconds
+        if gone:
+            self.recount()
+
+    def recount(self) -> None:
+        """The live environments, their registrations or the batch size changed."""
+        self.change += 1
+        live = [tenant for tenant in self.by_id.values() if tenant.live]
+        self._pull = sum(tenant.pull for tenant in live)
+        self._share = sum(tenant.share for tenant in live)
+        self._see_all()
+
+    def queued(self, item: Item, count: int) -> None:
+        """``count`` (1 or -1) groups of this size entered or left its environment's queue, as it is now."""
+        self.sizes[item.size] += count
+        self.queued_groups += count
+        if not self.sizes[item.size]:
+            del self.sizes[item.size]
+        largest = self._largest
+        if count > 0:
+            largest = max(largest, item.size)
+        elif item.size == largest and item.size not in self.sizes:
+            largest = max(self.sizes, default=1)
+        if largest != self._largest:
+            self._largest = largest
+            self._see_all()
+        else:
+            self._see(item.tenant)
+
+    def _see_all(self) -> None:
+        self._visible = 0
+        for tenant in self:
+            tenant.visible = 0
+            self._see(tenant)
+
+    def _see(self, tenant: Tenant) -> None:
+        """What others see of it: whole packs of the largest size, less what it is guaranteed."""
+        whole = -(-tenant.queue.sequences // self._largest) * self._largest
+        seen = max(0, whole - int(self.batch_size * tenant.share)) if self._largest > 1 else 0
+        self._visible += seen - tenant.visible
+        tenant.visible = seen
+
+    def minimums(self) -> dict[int, int]:
+        """Least sequences per batch of every live environment that has a share, in order of their ids."""
+        shares = {tenant.env_id: tenant.share for tenant in self.by_id.values() if tenant.env_id is not None}
+        return minimums(self.batch_size, shares)
+
+    def status(self, tenant: Tenant, step: int) -> EnvStatus:
+        """What an environment polls. Constant time."""
+        size = max(tenant.spec.group_size, max(tenant.queue.lines, default=1))
+        sequences = tenant.queue.sequences
+        total = self._pull or tenant.pull
+        return EnvStatus(
+            current_step=step,
+            queue_size=(sequences + self._visible - tenant.visible) // size,
+            self_queue_size=sequences // size,
+            max_group_size=self._largest,
+            unallocated_fraction=1.0 - min(1.0, self._share),
+            env_weight=max(WEIGHT_FLOOR, tenant.pull / total if total else 0.0),
+        )

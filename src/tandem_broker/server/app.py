@@ -1,0 +1,423 @@
+"""The broker over HTTP: Atropos' paths, and beside them leases, metrics and a page for people.
+
+One process, one event loop, one store. Handlers change the store without awaiting in between; an answer leaves only
+after the ledger has what it promises.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import ipaddress
+import logging
+import math
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import cache, partial
+from importlib import resources
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from tandem import __version__, doors
+from tandem.errors import BrokerError
+from tandem.printable import named
+from tandem_broker.journal.ledger import read
+from tandem_broker.protocol import messages, wire
+from tandem_broker.protocol.submission import Submission, read_group, read_groups
+from tandem_broker.protocol.wire import Malformed
+from tandem_broker.queue.records import Busy, EnvSpec, GroupEntry, GroupRefused, Receipt, ServedBatch
+from tandem_broker.queue.store import GroupQueue
+from tandem_broker.server.bodies import MESSAGE_BYTES, Bodies, BodyLimits, RequestRejected
+from tandem_broker.server.keys import Keys, Role, may, scoped
+from tandem_broker.server.meter import Meter
+from tandem_broker.server.routes import ROUTES, Route, document
+
+log = logging.getLogger(f"tandem.{__name__}")
+
+T = TypeVar("T")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+RETRY_SECONDS = 5.0
+"""When to come back after a failure of the broker's own, such as a full disk."""
+UNSHOWN = {"overrides", "group_overrides", "env_id", "distill_token_ids", "distill_logprobs"}
+EMPTY_EXAMPLE = dict.fromkeys(set(messages.FIELDS) - UNSHOWN, ())
+"""``GET /latest_example`` before there is one."""
+
+
+def reply(value: Any, status: int = 200) -> web.Response:
+    """Answer with JSON; bytes are JSON already."""
+    body = value if isinstance(value, bytes) else wire.write(value)
+    return web.Response(body=body, status=status, content_type="application/json")
+
+
+@cache
+def page() -> tuple[str, str]:
+    """Return the live page and its policy: it loads nothing from elsewhere and runs no script but its own."""
+    text = resources.files("tandem_broker.server").joinpath("broker.html").read_text(encoding="utf-8")
+    script = text.partition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return text, (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def outcome(is_done: bool, reason: str) -> dict[str, str]:
+    """Say in Atropos' way whether something was done: with a status that is no HTTP status."""
+    return {"status": "success"} if is_done else {"status": "failure", "error": reason}
+
+
+def lease(batch: ServedBatch) -> dict[str, Any]:
+    """Describe a leased batch: its name, and an id and a version for each group."""
+    return {
+        "batch": batch.id,
+        "step": batch.step,
+        "expires": batch.expires,
+        "ids": [entry.id for entry in batch.entries],
+        "versions": [entry.version for entry in batch.entries],
+    }
+
+
+def idempotency_key(request: web.Request) -> str | None:
+    """Return the key by which a repeated request is known; raises RequestRejected (400) for a bad one."""
+    key = request.headers.get("Idempotency-Key")
+    if key is not None and not re.fullmatch(r"[!-~]{1,200}", key):
+        raise RequestRejected(400, "an Idempotency-Key has 1 to 200 visible ASCII characters")
+    return key
+
+
+def number(request: web.Request, name: str, kind: type[int] | type[float]) -> Any:
+    """Return a number of the query, None if it is missing; raises RequestRejected (422) for anything else."""
+    text = request.query.get(name)
+    if text is None:
+        return None
+    try:
+        value = kind(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < 2**53:
+        raise RequestRejected(422, f"{name} takes a number >= 0, not {text[:40]!r}")
+    return value
+
+
+def is_near(address: str | None) -> bool:
+    """Tell this machine's loopback, over which compressing an answer costs more than it saves."""
+    try:
+        return address is not None and ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+async def _nothing() -> None:
+    """Without a ledger nothing is waited for."""
+
+
+class BrokerServer:
+    """Routes over a store."""
+
+    def __init__(
+        self,
+        store: GroupQueue,
+        *,
+        committed: Callable[[], Awaitable[None]] = _nothing,
+        limits: BodyLimits | None = None,
+        keys: Keys | None = None,
+        host: str = "",
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Serve a store.
+
+        Args:
+            store: changed by this broker alone.
+            committed: waits until everything that the store told its journal so far is on disk.
+            limits: bounds on bodies.
+            keys: API keys. Without any, requests that pages in a browser make are refused (``tandem.doors``).
+            host: a name by which it is reached, beside its addresses and this machine's name.
+            clock: seconds since 1970.
+        """
+        self.store = store
+        self.bodies = Bodies(limits or BodyLimits())
+        self.meter = Meter()
+        self.keys = keys or Keys()
+        self._names = (host,) if host else ()
+        self._committed = committed
+        self._clock = clock
+        self._polled = 0.0
+        self._failure: dict[str, Any] | None = None
+        self._started = clock()
+
+    def application(self) -> web.Application:
+        """Return the routes, ready to run. Give the runner ``auto_decompress=False``: bodies are inflated here."""
+        app = web.Application(middlewares=[self._answered])
+        for route in ROUTES:
+            app.router.add_route(route.method, route.path, self._guarded(getattr(self, f"_{route.handler}"), route))
+        return app
+
+    def _guarded(self, handler: Handler, route: Route) -> Handler:
+        """Put a handler behind its key or, where there are none, behind the question whether a web page asks."""
+
+        async def guarded(request: web.Request) -> web.StreamResponse:
+            if route.role is not None:
+                self._owner(request, route.role)
+            if not self.keys.trainer:
+                why = doors.from_a_page(request.method, request.headers, acts=route.acts, names=self._names)
+                if why:
+                    raise RequestRejected(403, why)
+            return await handler(request)
+
+        return guarded
+
+    @web.middleware
+    async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Turn every end of a request into an answer, and count it."""
+        start = time.perf_counter()
+        try:
+            response = await handler(request)
+        except Malformed as error:
+            self.meter.refused[error.problem.type] += 1
+            response = reply({"detail": [error.problem]}, 422)
+        except GroupRefused as error:
+            self.meter.refused["impossible"] += 1
+            response = RequestRejected(422, str(error)).response()
+        except Busy as error:
+            # Atropos' environments drop a group at any 4xx but try again at a 5xx; clients that give a key know both.
+            self.meter.refused["busy"] += 1
+            status = 429 if "Idempotency-Key" in request.headers else 503
+            response = RequestRejected(status, str(error), retry_after=error.retry_after).response()
+        except RequestRejected as error:
+            self.meter.refused[f"http_{error.status}"] += 1
+            response = error.response()
+        except web.HTTPException as error:
+            response = reply({"detail": error.reason}, error.status)
+            if allow := error.headers.get("Allow"):
+                response.headers["Allow"] = allow
+        except BrokerError as error:
+            log.error("%s", error)
+            self._failure = {"error": str(error), "at": self._clock()}
+            response = RequestRejected(503, str(error), retry_after=RETRY_SECONDS).response()
+        except ConnectionError:  # a client that went away within a request leaves no trace in the log
+            response = RequestRejected(400, "the connection broke").response()
+        resource = request.match_info.route.resource
+        self.meter.request(resource.canonical if resource else "(none)", response.status, time.perf_counter() - start)
+        if not response.prepared:
+            response.headers["Tandem"] = __version__
+        return response
+
+    # --- who asks, and with what ---
+
+    async def _message(self, request: web.Request, kind: type[T]) -> T:
+        """Read a body that is no group."""
+        return await self.bodies.read(request, lambda body: wire.read(body, kind), most=MESSAGE_BYTES)
+
+    def _owner(self, request: web.Request, role: Role = "environment") -> str:
+        """Name whose key a request bears; raises RequestRejected if it bears none for this role."""
+        return self.keys.check(request.headers.get("Authorization", ""), role)
+
+    def _require_owner(self, request: web.Request, env_id: int | None) -> None:
+        """Raise RequestRejected (403) if an environment was registered with another key."""
+        if not may(self._owner(request), self.store.tenants.of(env_id).owner):
+            raise RequestRejected(403, f"environment {env_id} was registered with another key")
+
+    # --- the run ---
+
+    async def _root(self, request: web.Request) -> web.StreamResponse:
+        if "text/html" not in request.headers.get("Accept", ""):
+            return reply({"message": "AtroposLib API"})
+        text, policy = page()
+        return web.Response(text=text, content_type="text/html", headers={"Content-Security-Policy": policy})
+
+    async def _openapi(self, request: web.Request) -> web.StreamResponse:
+        return reply(document())
+
+    async def _register(self, request: web.Request) -> web.StreamResponse:
+        uuid = self.store.register(await self._message(request, messages.RunParameters))
+        await self._committed()
+        return reply(messages.Registered(uuid=uuid))
+
+    async def _info(self, request: web.Request) -> web.StreamResponse:
+        run = self.store.run
+        sizes = (-1, -1) if run is None else (run.batch_size, run.max_token_len)
+        return reply(messages.Info(batch_size=sizes[0], max_token_len=sizes[1]))
+
+    async def _wandb_info(self, request: web.Request) -> web.StreamResponse:
+        run = self.store.run
+        group, project = (None, None) if run is None else (run.wandb_group, run.wandb_project)
+        return reply(messages.WandbInfo(group=group, project=project))
+
+    async def _reset(self, request: web.Request) -> web.StreamResponse:
+        self.store.reset()
+        await self._committed()
+        return web.Response(text="Reset successful")
+
+    # --- environments ---
+
+    async def _register_env(self, request: web.Request) -> web.StreamResponse:
+        body = await self._message(request, messages.EnvRegistration)
+        spec = EnvSpec(
+            name=named(body.desired_name),
+            max_token_length=body.max_token_length,
+            weight=body.weight,
+            group_size=body.group_size,
+            min_batch_allocation=body.min_batch_allocation,
+        )
+        owner = self._owner(request)
+        key = scoped(owner, idempotency_key(request))
+        accepted = self.store.register_env(spec, self._clock(), key=key, owner=owner)
+        if accepted is None:
+            return reply({"status": "wait for trainer to start"})
+        await self._committed()
+        return reply(accepted)
+
+    async def _disconnect_env(self, request: web.Request) -> web.StreamResponse:
+        body = await self._message(request, messages.EnvName)
+        self._require_owner(request, body.env_id)
+        is_known = self.store.disconnect(body.env_id, self._clock())
+        await self._committed()
+        return reply(outcome(is_known, f"no environment has the id {body.env_id}"))
+
+    async def _status_env(self, request: web.Request) -> web.StreamResponse:
+        body = await self._message(request, messages.EnvName)
+        self._require_owner(request, body.env_id)
+        return reply(self.store.status_env(body.env_id, self._clock()))
+
+    async def _scored_data(self, request: web.Request) -> web.StreamResponse:
+        submission = await self.bodies.read(request, read_group)
+        (receipt,) = await self._put([submission], request)
+        more = {"buffer_size": receipt.buffered} if receipt.kind == "buffered" else {}
+        return reply({"status": "buffered" if more else "received", **more})
+
+    async def _scored_data_list(self, request: web.Request) -> web.StreamResponse:
+        most = self.bodies.limits.list_groups
+        receipts = await self._put(await self.bodies.read(request, partial(read_groups, most=most)), request)
+        answer: dict[str, Any] = {"status": "received", "groups_processed": len(receipts)}
+        buffered = [receipt for receipt in receipts if receipt.kind == "buffered"]
+        if buffered:
+            answer |= {"buffered": len(buffered), "last_buffer_size": buffered[-1].buffered}
+        return reply(answer)
+
+    async def _put(self, submissions: Sequence[Submission], request: web.Request) -> list[Receipt]:
+        """Hand groups to the store, all or none, and wait until they are safe."""
+        for env_id in {submission.env_id for submission in submissions}:
+            self._require_owner(request, env_id)
+        key, now = scoped(self._owner(request), idempotency_key(request)), self._clock()
+        entries = [
+            GroupEntry(
+                id=secrets.token_hex(12),
+                env=submission.env_id,
+                size=submission.size,
+                version=submission.version,
+                received=now,
+                payload=submission.payload,
+            )
+            for submission in submissions
+        ]
+        keys = [key] if len(entries) == 1 else [None if key is None else f"{key}/{i}" for i in range(len(entries))]
+        receipts = self.store.put_all(list(zip(entries, keys, strict=True)), now)
+        fresh = zip(entries, receipts, strict=True)
+        self.meter.totals["accepted_bytes"] += sum(e.num_bytes for e, r in fresh if r.kind != "duplicate")
+        await self._committed()
+        return receipts
+
+    # --- trainers ---
+
+    async def _batch(self, request: web.Request) -> web.StreamResponse:
+        self._polled = now = self._clock()
+        if self.store.run is None:
+            message = "Trainer not registered. Call /register first."
+            return reply({"status": "error", "message": message, "batch": []})
+        seconds = number(request, "lease", float)
+        batch = self.store.take(
+            now,
+            trainer=request.remote,
+            lease=seconds is not None,
+            seconds=seconds,
+            policy=number(request, "policy", int),
+            max_lag=number(request, "max_lag", int),
+        )
+        if batch is None:
+            await self._committed()
+            return reply(wire.write_batch(None))
+        try:
+            payloads = await read(batch.entries)
+            await self._committed()
+            response = await self._send(request, batch, payloads, is_leased=seconds is not None)
+        except BaseException:  # its client is gone, or it cannot be read: it returns to the queue
+            self.store.return_lease(batch.id, self._clock())
+            raise
+        self.store.delivered(batch.id)
+        if seconds is None:
+            self.store.acknowledge(batch.id, self._clock())  # nothing else will: it is out
+        self.meter.totals.update(batches=1, groups=len(payloads), bytes=sum(map(len, payloads)))
+        for entry in batch.entries:
+            self.meter.lag(max(0, self.store.policy_step - (entry.version or 0)))
+        return response
+
+    async def _send(
+        self, request: web.Request, batch: ServedBatch, payloads: Sequence[bytes], is_leased: bool
+    ) -> web.Response:
+        """Send a batch and return once all of it has left this process, where a kill cannot cut it off."""
+        response = reply(wire.write_batch(payloads, lease(batch) if is_leased else None))
+        response.headers["Tandem"] = __version__
+        if is_leased:
+            response.headers["Tandem-Batch"] = batch.id
+        if not is_near(request.remote):
+            response.enable_compression()
+        if request.transport is not None:
+            request.transport.set_write_buffer_limits(0)
+        await response.prepare(request)
+        await response.write_eof()
+        return response
+
+    async def _acknowledge(self, request: web.Request) -> web.StreamResponse:
+        body = await self._message(request, messages.BatchName)
+        acknowledgement = self.store.acknowledge(body.batch, self._clock())
+        await self._committed()
+        return reply(outcome(bool(acknowledgement), acknowledgement.reason))
+
+    async def _renew(self, request: web.Request) -> web.StreamResponse:
+        body = await self._message(request, messages.BatchName)
+        is_renewed = self.store.renew(body.batch, self._clock())
+        return reply(outcome(is_renewed, f"no batch {body.batch} is leased"))
+
+    async def _return_lease(self, request: web.Request) -> web.StreamResponse:
+        body = await self._message(request, messages.BatchName)
+        is_returned = self.store.return_lease(body.batch, self._clock())
+        await self._committed()
+        return reply(outcome(is_returned, f"no batch {body.batch} is leased"))
+
+    # --- people ---
+
+    async def _status(self, request: web.Request) -> web.StreamResponse:
+        now = self._clock()
+        report = self.store.status(now)
+        answer: dict[str, Any] = {"current_step": report.step, "queue_size": report.queued_groups}
+        if "detail" in request.query:
+            answer["detail"] = {
+                **msgspec.to_builtins(report),
+                "now": now,
+                "uptime": now - self._started,
+                "polled": self._polled,
+                "failure": self._failure,
+                **self.meter.detail(),
+                "received_bytes": self.bodies.received,
+                "version": __version__,
+            }
+        return reply(answer)
+
+    async def _metrics(self, request: web.Request) -> web.StreamResponse:
+        text = self.meter.prometheus(self.store.status(self._clock()), self.bodies.received)
+        return web.Response(text=text, content_type="text/plain", charset="utf-8")
+
+    async def _latest_example(self, request: web.Request) -> web.StreamResponse:
+        if self.store.latest is None:
+            return reply(EMPTY_EXAMPLE)
+        try:
+            (payload,) = await read([self.store.latest])
+        except BrokerError as error:  # trained and gone from the disk, most often
+            log.info("no latest example: %s", error)
+            return reply(EMPTY_EXAMPLE)
+        return reply(payload)

@@ -1,0 +1,201 @@
+"""Reads request bodies within bounds: of one body, of what gzip makes of it, and of all bodies together."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from aiohttp import web
+
+from tandem_broker.protocol.wire import refuse
+
+T = TypeVar("T")
+Grow = Callable[[int], None]
+
+INLINE_BYTES = 1 << 20
+"""Bodies up to this are decoded on the event loop, larger ones and gzip in a thread, one at a time."""
+MESSAGE_BYTES = 1 << 16
+"""Most bytes of a body that is no group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BodyLimits:
+    """Bounds on what is read."""
+
+    body_bytes: int = 64 << 20
+    """Most bytes of one body, as sent and as inflated."""
+    inflation: int = 200
+    """Most bytes that gzip may make of one byte, beyond 1 MiB. Real groups stay below 50."""
+    pending_bytes: int = 512 << 20
+    """Most bytes of all bodies being read; beyond it clients are asked to come back."""
+    list_groups: int = 10_000
+    """Most groups of one submitted list."""
+    idle_seconds: float = 30.0
+    """Longest pause within a body."""
+    slow_seconds: float = 120.0
+    """After this a body must have come at ``slow_bytes`` a second."""
+    slow_bytes: int = 16 << 10
+    """Least bytes a second of a body that takes long."""
+
+
+class RequestRejected(Exception):
+    """Ends a request with an error status."""
+
+    def __init__(self, status: int, text: str, *, plain: bool = False, retry_after: float | None = None) -> None:
+        """``text`` is the reason, as JSON ``{"detail": text}`` unless it is ``plain``."""
+        super().__init__(text)
+        self.status = status
+        self.text = text
+        self.plain = plain
+        self.retry_after = retry_after
+
+    def response(self) -> web.Response:
+        """Make the answer."""
+        headers = {} if self.retry_after is None else {"Retry-After": str(max(1, round(self.retry_after)))}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        if self.plain:
+            return web.Response(status=self.status, text=self.text, headers=headers)
+        body = json.dumps({"detail": self.text}).encode()
+        return web.Response(status=self.status, body=body, content_type="application/json", headers=headers)
+
+
+@dataclass(slots=True)
+class Bodies:
+    """Reads the bodies of requests."""
+
+    limits: BodyLimits
+    """Bounds on them."""
+    pending: int = 0
+    """Bytes of bodies being read, inflated or decoded."""
+    received: int = 0
+    """Bytes read since the start, as sent."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "tandem-bodies"))
+
+    async def read(self, request: web.Request, parse: Callable[[bytes], T], *, most: int | None = None) -> T:
+        """Read a request's message.
+
+        Args:
+            request: with a body.
+            parse: makes the message from JSON.
+            most: bytes of the body; None: as the limits say.
+
+        Raises:
+            Malformed: it is no such message.
+            RequestRejected: it is too large, too slow or badly encoded.
+        """
+        coding = request.headers.get("Content-Encoding", "").strip().lower()
+        if coding not in ("", "identity", "gzip", "x-gzip"):
+            raise RequestRejected(400, f"Content-Encoding {coding[:40]} is not understood; send gzip, or plain bytes")
+        size, most = request.content_length, min(most or self.limits.body_bytes, self.limits.body_bytes)
+        if size is not None and size > most:
+            raise _too_large(size, most)
+        with self._reserved() as grow:
+            grow(size or 0)
+            body = await self._collected(request, most, grow)
+            self.received += len(body)
+            if not body:
+                raise refuse("missing", (), "Field required")
+            _require_json(request)
+            if coding.endswith("gzip"):
+                return await self._threaded(lambda: parse(self._inflated(body, most, grow)))
+            return parse(body) if len(body) <= INLINE_BYTES else await self._threaded(lambda: parse(body))
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(cancel_futures=True)
+
+    async def _threaded(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def _collected(self, request: web.Request, most: int, grow: Grow) -> bytes:
+        """Collect a body's pieces. Of one that does not say how long it is, each is reserved as it comes."""
+        chunks: list[bytes] = []
+        size, began = 0, time.monotonic()
+        while True:
+            try:
+                async with asyncio.timeout(self.limits.idle_seconds):
+                    chunk = await request.content.readany()
+            except TimeoutError:
+                raise RequestRejected(408, f"nothing of the body came for {self.limits.idle_seconds:g} s") from None
+            if not chunk:
+                return b"".join(chunks)
+            chunks.append(chunk)
+            size += len(chunk)
+            if size > most:
+                raise _too_large(size, most)
+            if request.content_length is None:
+                grow(len(chunk))
+            seconds = time.monotonic() - began
+            if seconds > self.limits.slow_seconds and size < seconds * self.limits.slow_bytes:
+                raise RequestRejected(408, f"the body took {seconds:.0f} s for its first {size} bytes")
+
+    @contextmanager
+    def _reserved(self) -> Iterator[Grow]:
+        """Reserve room for a body: the function given reserves so many bytes more, in any thread, until the end."""
+        held = 0
+
+        def grow(size: int) -> None:
+            nonlocal held
+            with self._lock:
+                if self.pending + size > self.limits.pending_bytes:
+                    raise RequestRejected(503, "too many bodies are being read; try again", retry_after=1)
+                self.pending += size
+                held += size
+
+        try:
+            yield grow
+        finally:
+            with self._lock:
+                self.pending -= held
+
+    def _inflated(self, body: bytes, most: int, grow: Grow) -> bytes:
+        """Inflate gzip, member after member, never beyond the bounds, reserving bytes before they are there."""
+        most = min(most, max(INLINE_BYTES, len(body) * self.limits.inflation))
+        parts, size = [], 0
+        while body:
+            stream = zlib.decompressobj(31)
+            while True:
+                room = min(INLINE_BYTES, most - size + 1)
+                grow(room)
+                try:
+                    part = stream.decompress(body, room)
+                except zlib.error:
+                    raise _bad_gzip() from None
+                grow(len(part) - room)
+                size += len(part)
+                if size > most:
+                    raise RequestRejected(413, f"the body inflates to more than {most} bytes")
+                parts.append(part)
+                if stream.eof:
+                    break
+                body = stream.unconsumed_tail
+                if not part and not body:
+                    raise _bad_gzip()
+            body = stream.unused_data.lstrip(b"\0")
+        return b"".join(parts)
+
+
+def _too_large(size: int, most: int) -> RequestRejected:
+    return RequestRejected(413, f"a body of {size} bytes; at most {most} are taken")
+
+
+def _bad_gzip() -> RequestRejected:
+    """In the words that Atropos' clients know."""
+    return RequestRejected(400, "Invalid gzip payload", plain=True)
+
+
+def _require_json(request: web.Request) -> None:
+    """Raise Malformed for a content type that any web page could send."""
+    kind = request.content_type if "Content-Type" in request.headers else "(none)"
+    if kind not in ("application/json", "text/json") and not kind.endswith("+json"):
+        raise refuse("model_attributes_type", (), f"Content-Type {kind[:80]} is not read; send application/json")

@@ -1,0 +1,212 @@
+"""Listens for clients, and bounds their connections.
+
+The sockets are opened before anything else, so that clients of a starting broker wait instead of being refused. When
+all connections are taken, the one that has been silent for longest makes room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import socket
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tandem.errors import BrokerError
+from tandem.ports import http_url
+
+if TYPE_CHECKING:
+    from tandem_broker.server.app import BrokerServer
+
+BACKLOG = 1024
+"""Connections that may wait to be accepted: environments open a new one for every request."""
+SYSTEMD_SOCKET = 3
+"""Descriptor of a socket that systemd holds: then no client is refused even between two processes."""
+OTHER_DESCRIPTORS = 128
+"""Descriptors that connections leave to files and listening sockets."""
+MOST_DESCRIPTORS = 1 << 16
+READ_BYTES = 1 << 20
+"""How much of a body may lie unread before its client is held back."""
+KEEPALIVE_SECONDS = 30.0
+
+
+def listening(host: str, port: int) -> Sequence[socket.socket]:
+    """Open sockets for connections, one for each address of the host; port 0 is a free one.
+
+    Raises:
+        BrokerError: the address cannot be had.
+    """
+    if os.environ.get("LISTEN_PID") == str(os.getpid()):
+        return [socket.socket(fileno=SYSTEMD_SOCKET)]
+    sockets: list[socket.socket] = []
+    try:
+        addresses = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, *_, address in dict.fromkeys(addresses):
+            at = (address[0], port or (sockets[0].getsockname()[1] if sockets else 0), *address[2:])
+            sockets.append(socket.create_server(at, family=family, backlog=BACKLOG))
+    except (OSError, UnicodeError) as error:  # a name that cannot be one, such as a..b, is the latter
+        for opened in sockets:
+            opened.close()
+        raise BrokerError(f"cannot listen at {host}:{port}: {error}; choose another --host or --port") from error
+    return sockets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """Bounds on connections."""
+
+    most: int
+    """Connections at one time."""
+    header_seconds: float = 10.0
+    """From the connection to the end of the first request's headers."""
+    idle_seconds: float = 5.0
+    """A connection that has been silent for so long may have to make room for another."""
+
+
+def descriptor_limits() -> ConnectionLimits:
+    """Allow as many connections as the system has descriptors for, raising its limit as far as it goes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return ConnectionLimits(most=max(16, wanted - OTHER_DESCRIPTORS))
+
+
+class Gate:
+    """Makes the protocol of each connection, behind a guard."""
+
+    def __init__(self, make: Callable[[], Any], limits: ConnectionLimits) -> None:
+        """``make`` gives the protocol that serves a connection."""
+        self.limits = limits
+        self._make = make
+        self._guards: OrderedDict[_ConnectionGuard, None] = OrderedDict()  # silent for longest first
+
+    def __call__(self) -> asyncio.Protocol:
+        """Return the protocol of a new connection."""
+        return _ConnectionGuard(self, self._make())
+
+    def enter(self, guard: _ConnectionGuard) -> bool:
+        """Let a connection in if there is room, or one that is silent can make it."""
+        if len(self._guards) >= self.limits.most:
+            silent = next(iter(self._guards))
+            if silent.has_headers and silent.silent_seconds() < self.limits.idle_seconds:
+                return False
+            silent.close()
+        self._guards[guard] = None
+        return True
+
+    def heard(self, guard: _ConnectionGuard) -> None:
+        """Note that a connection said something."""
+        if guard in self._guards:
+            self._guards.move_to_end(guard)
+
+    def leave(self, guard: _ConnectionGuard) -> None:
+        """Forget a connection."""
+        self._guards.pop(guard, None)
+
+
+class _ConnectionGuard(asyncio.Protocol):
+    """Stands before the protocol of one connection, until it is closed."""
+
+    def __init__(self, gate: Gate, inner: Any) -> None:
+        self.has_headers = False
+        self._gate = gate
+        self._inner = inner
+        self._loop = asyncio.get_running_loop()
+        self._transport: Any = None
+        self._heard = self._loop.time()
+        self._tail = b""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def silent_seconds(self) -> float:
+        return self._loop.time() - self._heard
+
+    def close(self) -> None:
+        self._gate.leave(self)
+        self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+        if not self._gate.enter(self):
+            self._transport.abort()
+            return
+        self._timer = self._loop.call_later(self._gate.limits.header_seconds, self.close)
+        self._inner.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._heard = self._loop.time()
+        self._gate.heard(self)
+        if not self.has_headers:
+            seen = self._tail + data
+            self.has_headers = b"\r\n\r\n" in seen or b"\n\n" in seen
+            self._tail = seen[-3:]
+            if self.has_headers and self._timer is not None:
+                self._timer.cancel()
+        self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        keeps_open: bool | None = self._inner.eof_received()
+        return keeps_open
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._gate.leave(self)
+        if self._timer is not None:  # else it was never let in
+            self._timer.cancel()
+            self._inner.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
+
+
+@asynccontextmanager
+async def serving(
+    broker: BrokerServer,
+    host: str,
+    port: int,
+    sockets: Sequence[socket.socket] = (),
+    limits: ConnectionLimits | None = None,
+) -> AsyncIterator[str]:
+    """Answer requests at an address; port 0 is a free one. Gives the URL.
+
+    Args:
+        broker: what answers.
+        host: for the URL, and to listen at if there are no ``sockets``.
+        port: the same.
+        sockets: opened beforehand by ``listening``.
+        limits: bounds on connections; None: as the system's limit on descriptors allows.
+
+    Raises:
+        BrokerError: the address cannot be had.
+    """
+    from aiohttp import web  # loading it takes longer than opening the sockets
+
+    runner = web.AppRunner(
+        broker.application(),
+        access_log=None,
+        auto_decompress=False,
+        read_bufsize=READ_BYTES,
+        shutdown_timeout=5.0,
+        keepalive_timeout=KEEPALIVE_SECONDS,
+    )
+    await runner.setup()
+    servers: list[asyncio.Server] = []
+    try:
+        assert runner.server is not None
+        gate, loop = Gate(runner.server, limits or descriptor_limits()), asyncio.get_running_loop()
+        sockets = sockets or listening(host, port)
+        address = sockets[0].getsockname()
+        for opened in sockets:
+            servers.append(await loop.create_server(gate, sock=opened, backlog=BACKLOG))
+        yield http_url(host, address[1])
+    finally:
+        for server in servers:
+            server.close()
+        await runner.cleanup()
+        broker.bodies.close()

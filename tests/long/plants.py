@@ -1,0 +1,789 @@
+"""Defects that a certificate notices, each planted in what trains while one is made: the second half of the table."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.algorithms.advantages import rloo
+from tandem.algorithms.advantages.grpo import GroupStandardised as Standardised
+from tandem.algorithms.corrections.opsm import Opsm
+from tandem.algorithms.losses import grpo as loss_grpo
+from tandem.algorithms.losses.base import MicroBatch
+from tandem.algorithms.losses.sapo import Sapo
+from tandem.algorithms.references import average
+from tandem.algorithms.references.base import Reference, ReferenceWeights
+from tandem.algorithms.references.start import Start
+from tandem.metrics import Sum
+from tandem.model import layers
+from tandem.optimizers import _adam, _narrow, _precise, adafactor
+from tandem.optimizers.base import Optimizer
+from tandem.tools.certify import made_up
+from tandem.trainable import _adapted, _merged
+from tandem.trainable.lora import Lora
+from tandem.trainer import pack
+from tandem.trainer.objective import Objective
+from tandem.trainer.pack import Micro, Packer, StepBatch
+from tandem.trainer.step import SingleRank, Step
+from tandem.trainer.work import LocalWork
+from tandem.types import UNKNOWN, Group, Rollout, Sample
+
+Patch = pytest.MonkeyPatch
+Plant = Callable[[Patch], None]
+
+WEIGHTS, TOKENS, ADVANTAGES, COUNTS = (
+    "weights that are trained",
+    "tokens that are trained",
+    "advantages",
+    "token counts",
+)
+LOGPROBS, BEFORE, LOSS, CORRECTIONS, PENALTY = "of the policy", "of the reference", "loss of", "corrections", "penalty"
+GRADIENT, FOLLOWS, RATES, APPLIED, NORMS = "whole gradient", "reference as", "rates", "two optimizer", "gradient norms"
+SMALL_STEP, NARROW, BIASED = "gradients as small as eps", "bfloat16 weights", "bfloat16 rounding"
+SIZES, ORDER, SHARED, THERE = "micro-batch sizes", "order of groups", "prompts shared", "the gradient is there"
+RANKS, PADDING, AGAIN = "3 ranks", "padding", "layers computed again"
+CUT = {SIZES, ORDER, SHARED, RANKS, PADDING, AGAIN}
+"""Lines about how a step is cut and computed, which take most of a certificate's time."""
+
+AVERAGE = "reference={kind: average, every: 3, beta: 0.01}"
+START = "reference={kind: start, beta: 0.01}"
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A defect that a certificate is to fail on."""
+
+    name: str
+    plant: Plant
+    fails: tuple[str, ...]
+    """Parts of the names of lines that fail."""
+    recipe: tuple[str, ...] = ()
+    source: str = "arithmetic"
+
+
+def attribute(owner: object, name: str, make: Callable[[Any], Any]) -> Plant:
+    """Put what ``make`` makes of an attribute in its place."""
+    return lambda patch: patch.setattr(owner, name, make(getattr(owner, name)))
+
+
+def batches(change: Callable[[StepBatch], Sequence[Micro]]) -> Plant:
+    """Change every batch that is packed."""
+
+    def make(whole: Any) -> Any:
+        def wrong(self: Packer, groups: Sequence[Group], *, version: int) -> StepBatch:
+            batch: StepBatch = whole(self, groups, version=version)
+            micro = tuple(change(batch))
+            left = [tuple(i if i in range(len(micro)) else None for i in dealt) for dealt in batch.rounds]
+            return dataclasses.replace(batch, micro=micro, rounds=tuple(left))
+
+        return wrong
+
+    return attribute(Packer, "__call__", make)
+
+
+def micros(change: Callable[[Micro], Micro]) -> Plant:
+    """Change every micro-batch."""
+    return batches(lambda batch: [change(micro) for micro in batch.micro])
+
+
+def samples(change: Callable[[Sample, Rollout], Sample]) -> Plant:
+    """Change every sample."""
+
+    def make(whole: Any) -> Any:
+        def wrong(rollout: Rollout, group: Group, advantage: float, **options: bool) -> Iterator[Sample]:
+            return (change(sample, rollout) for sample in whole(rollout, group, advantage, **options))
+
+        return wrong
+
+    return attribute(pack, "samples_of", make)
+
+
+def own_mean(micro: Micro) -> Micro:
+    weights_N = micro.weights_N / micro.weights_N.sum()
+    return dataclasses.replace(micro, weights_N=weights_N)
+
+
+def sides_swapped(whole: Any) -> Any:
+    return lambda ratio_N, advantages_N, low, high, dual: whole(ratio_N, advantages_N, high, low, dual)
+
+
+def k3_the_other_way(self: Reference, logprobs_N: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    assert micro.ref_logprobs_N is not None
+    d_N = micro.ref_logprobs_N - logprobs_N
+    kl_N = torch.expm1(-d_N) + d_N
+    return kl_N * (logprobs_N - micro.old_logprobs_N).exp(), kl_N.detach()
+
+
+def with_prompt(sample: Sample, rollout: Rollout) -> Sample:
+    value = next(a for a, trained in zip(sample.advantages, sample.mask, strict=True) if trained)
+    return dataclasses.replace(
+        sample, mask=(False, *(True for _ in sample.mask[1:])), advantages=(value,) * len(sample.mask)
+    )
+
+
+def with_replies(sample: Sample, rollout: Rollout) -> Sample:
+    """Trains what stands between turns."""
+    start = sample.begins[0]
+    value = sample.advantages[start]
+    after = len(sample.mask) - start
+    return dataclasses.replace(
+        sample,
+        mask=sample.mask[:start] + (True,) * after,
+        advantages=sample.advantages[:start] + (value,) * after,
+    )
+
+
+def last_turn_alone(sample: Sample, rollout: Rollout) -> Sample:
+    last = sample.begins[-1]
+    return dataclasses.replace(sample, mask=tuple(on and at >= last for at, on in enumerate(sample.mask)))
+
+
+def first_temperature(sample: Sample, rollout: Rollout) -> Sample:
+    return dataclasses.replace(sample, temperature=rollout.turns[0].temperature)
+
+
+def forgets_several_turns(whole: property) -> property:
+    return property(lambda rollout: len(rollout.turns) == 1 and whole.fget(rollout))  # type: ignore[misc]
+
+
+def out_of_the_baseline(whole: Any) -> Any:
+    """Truncated answers lose their place in their group's mean."""
+
+    def wrong(self: Packer, groups: Sequence[Group], *, version: int) -> StepBatch:
+        kept = [dataclasses.replace(g, rollouts=tuple(r for r in g.rollouts if not r.truncated)) for g in groups]
+        return whole(self, kept, version=version)  # type: ignore[no-any-return]
+
+    return wrong
+
+
+def mixed_the_other_way(self: Any) -> None:
+    for name, parameter in self._live.items():
+        share = 1 - self._options.mixup
+        self._own[name] = self._own[name] * (1 - share) + parameter.detach() * share
+
+
+def mixed_with_the_first(whole: Any) -> Any:
+    def wrong(self: Any) -> None:
+        if not hasattr(self, "first"):
+            self.first = {name: own.clone() for name, own in self._own.items()}
+        self._own = {name: own.clone() for name, own in self.first.items()}
+        whole(self)
+
+    return wrong
+
+
+class _Alias(ReferenceWeights):
+    """Holds the live weights instead of a copy."""
+
+    def __init__(self, live: Any):
+        super().__init__(live)
+        self._own = {name: parameter.data for name, parameter in self._live.items()}
+
+
+def without_scale(position: int) -> Callable[[Any], Any]:
+    """The gradient of one of an adapter's factors lacks alpha/rank."""
+
+    def make(whole: Any) -> Any:
+        def wrong(ctx: Any, dy: Tensor) -> Any:
+            gradients = list(whole(ctx, dy))
+            gradients[position] = gradients[position] / ctx.scale
+            return tuple(gradients)
+
+        return staticmethod(wrong)
+
+    return make
+
+
+def rank_stabilised(whole: Any) -> Any:
+    def wrong(x: Tensor, w: Tensor, bias: Any, a: Tensor, b: Tensor, scale: float) -> Any:
+        return whole(x, w, bias, a, b, scale * math.sqrt(a.shape[0]))
+
+    return wrong
+
+
+def fold_without_scale(self: Any) -> None:
+    with torch.no_grad():
+        self.weight.copy_(self._w0 + self.lora_B @ self.lora_A)
+
+
+def one_layer_less(whole: Any) -> Any:
+    return lambda self, model: [name for name in whole(self, model) if name != "v_proj"]
+
+
+def last_alone(self: Any, grad: Tensor) -> None:
+    self.buffer, self.started = grad.clone(), True
+
+
+def step_of(change: Callable[[Any, float, float], tuple[float, float]]) -> Plant:
+    """Another rate or another norm to clip to."""
+
+    def make(whole: Any) -> Any:
+        return lambda self, lr, most: whole(self, *change(self, lr, most))
+
+    return attribute(_precise.PreciseStepper, "step", make)
+
+
+def each_alone(whole: Any) -> Any:
+    """Every weight's gradient is clipped by its own norm."""
+
+    def wrong(self: Any, lr: float, most: float) -> Tensor:
+        for weight in self.weights:
+            if weight.started:
+                weight.gradient.mul_((most / weight.gradient.norm()).clamp(max=1.0))
+        norm: Tensor = whole(self, lr, most)
+        return norm
+
+    return wrong
+
+
+def each_micro_batch(whole: Any) -> Any:
+    def wrong(self: Any, grad: Tensor) -> None:
+        whole(self, grad * (0.01 / grad.norm()).clamp(max=1.0))
+
+    return wrong
+
+
+def adamw(**options: Any) -> Plant:
+    """Other options of the update than the recipe's."""
+
+    def make(whole: Any) -> Any:
+        def wrong(self: Any, *args: Any, **kwargs: Any) -> None:
+            kept = self._options
+            self._options = dataclasses.replace(kept, **options)
+            try:
+                whole(self, *args, **kwargs)
+            finally:
+                self._options = kept
+
+        return wrong
+
+    return attribute(_adam.FloatMoments, "_adamw", make)
+
+
+def not_counted(whole: Any) -> Any:
+    """Every step is corrected as the first."""
+
+    def wrong(self: Any, values: Any, grads: Any, means: Any, squares: Any, steps: Any, **kwargs: Any) -> None:
+        whole(self, values, grads, means, squares, [step.clone().zero_() for step in steps], **kwargs)
+
+    return wrong
+
+
+def not_forgotten(self: Any) -> None:
+    """The last update's gradient is in the next one's."""
+
+
+def masters_rounded(whole: Any) -> Any:
+    def wrong(self: Any, weights: Any) -> None:
+        whole(self, weights)
+        for weight in weights:
+            weight.master.detach().copy_(weight.parameter.detach())
+
+    return wrong
+
+
+def cut_off(self: Any, weights: Any) -> None:
+    """Bfloat16 weights are the upper half of their masters."""
+    for weight in weights:
+        weight.parameter.copy_((weight.master.detach().view(torch.int32) >> 16 << 16).view(torch.float32))
+
+
+def eps_within_the_root(whole: Any) -> Any:
+    """The root of v + eps^2 is nearly that of v plus eps, but where gradients are as small."""
+
+    def wrong(self: Any, values: Any, grads: Any, means: Any, squares: Any, steps: Any, **kwargs: Any) -> None:
+        before = [value.clone() for value in values]
+        whole(self, values, grads, means, squares, steps, **kwargs)
+        for value, old, square, step in zip(values, before, squares, steps, strict=True):
+            root = (square / (1 - self._options.beta2**step)).sqrt()
+            eps = self._options.eps
+            value.copy_(old + (value - old) * (root + eps) / (root.square() + eps**2).sqrt())
+
+    return wrong
+
+
+async def not_folded(self: SingleRank) -> None:
+    """Weights stay those that the step began with."""
+
+
+def told_clipped(whole: Any) -> Any:
+    async def wrong(self: Step, *args: Any) -> Any:
+        metrics = await whole(self, *args)
+        return {**metrics, "grad_norm": Sum(min(metrics["grad_norm"].value, 1.0))}
+
+    return wrong
+
+
+def no_slope_of_the_ratio(whole: Any) -> Any:
+    def wrong(self: Reference, logprobs_N: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        _, kl_N = whole(self, logprobs_N, micro)
+        bare = dataclasses.replace(self, ratio_corrected=False) if self.estimator != "k1" else self
+        slope_N, _ = whole(bare, logprobs_N, micro)
+        return slope_N * (logprobs_N.detach() - micro.old_logprobs_N).exp(), kl_N
+
+    return wrong
+
+
+def unknown_is_nothing(whole: Any) -> Any:
+    def wrong(self: Objective, batch: MicroBatch, known: Any) -> MicroBatch:
+        told_N = batch.behavior_logprobs_N
+        held = dataclasses.replace(batch, behavior_logprobs_N=torch.where(told_N == UNKNOWN, 0.0, told_N))
+        prepared: MicroBatch = whole(self, held, known)
+        return prepared
+
+    return wrong
+
+
+def token_ratios(self: Any, values_N: Tensor) -> Tensor:
+    """The first token's value instead of an answer's mean."""
+    firsts = torch.searchsorted(self.sample_N, torch.arange(self.num_samples))
+    return values_N[firsts]
+
+
+def others_with_oneself(whole: Any) -> Any:
+    """The mean that RLOO takes of the others has the answer in it."""
+    return lambda self, group: [value * (1 - 1 / len(group.scored)) for value in whole(self, group)]
+
+
+def shifted(by: int) -> Plant:
+    """Every token is predicted from another place."""
+    return micros(
+        lambda micro: dataclasses.replace(micro, predict_N=(micro.predict_N + by).clamp(0, len(micro.tokens_T) - 1))
+    )
+
+
+def prefix_twice(sample: Sample, rollout: Rollout) -> Sample:
+    n = sample.prompt_len
+    twice = {name: getattr(sample, name)[:n] + getattr(sample, name) for name in ("tokens", "mask", "logprobs")}
+    return dataclasses.replace(sample, **twice, advantages=(0.0,) * n + sample.advantages, prompt_len=2 * n)
+
+
+def parents_of(change: Callable[[tuple[int | None, ...]], Sequence[int | None]]) -> Plant:
+    """Another tree of what sequences share."""
+
+    def wrong(micro: Micro) -> Micro:
+        plan = dataclasses.replace(micro.plan, parents=tuple(change(micro.plan.parents)))
+        return dataclasses.replace(micro, plan=plan)
+
+    return micros(wrong)
+
+
+def first_part_alone(parents: tuple[int | None, ...]) -> list[int | None]:
+    """Of a history only the first part is seen; it takes a tree of more than two levels to notice."""
+    above = [None if parent is None else parents[parent] for parent in parents]
+    return [parent if higher is None else higher for parent, higher in zip(parents, above, strict=True)]
+
+
+def slightly_other(run: Callable[..., Any], *_: object) -> Callable[..., Any]:
+    """A layer that computes something a little different."""
+    return lambda layer, hidden, *args, **kwargs: run(layer, hidden * 1.001, *args, **kwargs)
+
+
+def support_ignored(whole: Any) -> Any:
+    def wrong(self: LocalWork, micro: Micro, **more: Any) -> Any:
+        kept = self.sampling
+        self.sampling = dataclasses.replace(kept, top_p=1.0)
+        try:
+            return whole(self, micro, **more)
+        finally:
+            self.sampling = kept
+
+    return wrong
+
+
+def whole_blocks_are_other(whole: Any) -> Any:
+    """Rows that fill their blocks of 64 tokens are computed a little differently."""
+
+    def wrong(self: LocalWork, micro: Micro, **more: Any) -> Any:
+        logprobs_N, entropy_N = whole(self, micro, **more)
+        return logprobs_N * (1.0 if len(micro.tokens_T) % 64 else 1.001), entropy_N
+
+    return wrong
+
+
+def penalties_of_neighbours(micro: Micro) -> Micro:
+    assert micro.history is not None
+    output = micro.history.output
+    output = output._replace(end_E=torch.full_like(output.end_E, len(micro.targets_N)))
+    return dataclasses.replace(micro, history=dataclasses.replace(micro.history, output=output))
+
+
+def old_is_now(whole: Any) -> Any:
+    def wrong(self: Objective, logprobs_N: Tensor, batch: Any, known: Any) -> Any:
+        return whole(self, logprobs_N, batch, dataclasses.replace(known, first_N=logprobs_N.detach()))
+
+    return wrong
+
+
+def scaled(by: float) -> Plant:
+    return micros(lambda micro: dataclasses.replace(micro, weights_N=micro.weights_N * by))
+
+
+def averaged(batch: StepBatch) -> list[Micro]:
+    """A mean over each micro-batch, and a mean of these: right where there is one."""
+    whole = sum(float(micro.weights_N.sum()) for micro in batch.micro)
+    each = [own_mean(micro) for micro in batch.micro]
+    return [dataclasses.replace(m, weights_N=m.weights_N * whole / len(batch.micro)) for m in each]
+
+
+NO_HISTORY = micros(lambda micro: dataclasses.replace(micro, history=None))
+
+PLANTED = (
+    Planted(
+        "the deviation that advantages are divided by is the population's",
+        attribute(
+            Standardised, "__call__", lambda w: lambda self, g: w(dataclasses.replace(self, std="population"), g)
+        ),
+        (ADVANTAGES, GRADIENT),
+        ("advantage=grpo",),
+    ),
+    Planted("clips swap their sides", attribute(loss_grpo, "clipped", sides_swapped), (LOSS, GRADIENT)),
+    Planted(
+        "no dual clip",
+        attribute(loss_grpo, "clipped", lambda w: lambda r, a, low, high, dual: w(r, a, low, high, None)),
+        (LOSS, GRADIENT),
+        ("max_lag=1",),
+    ),
+    Planted(
+        "the KL is that of the reference to the policy",
+        attribute(Reference, "divergence", lambda w: k3_the_other_way),
+        (PENALTY, GRADIENT),
+        (START,),
+    ),
+    Planted(
+        "a mean over each micro-batch",
+        micros(own_mean),
+        (SIZES, COUNTS, GRADIENT),
+        ("micro_batch_tokens=40",),
+    ),
+    Planted("the prompt is trained", samples(with_prompt), (TOKENS, GRADIENT)),
+    Planted(
+        "the temperature is ignored",
+        micros(lambda micro: dataclasses.replace(micro, temperature_N=torch.ones_like(micro.temperature_N))),
+        (LOGPROBS, GRADIENT),
+    ),
+    Planted(
+        "positions begin anew after what is shared",
+        attribute(pack, "sequential_positions", lambda w: lambda plan: [p for n in plan.lengths for p in range(n)]),
+        (LOGPROBS, GRADIENT),
+    ),
+    Planted(
+        "a correction that corrects nothing",
+        attribute(Opsm, "__call__", lambda w: lambda self, logprobs_N, micro: torch.ones_like(logprobs_N)),
+        (CORRECTIONS,),
+        ("corrections=[opsm]",),
+    ),
+    Planted(
+        "the average never follows",
+        attribute(average._Moving, "due", lambda w: lambda self, step: False),
+        (FOLLOWS,),
+        (AVERAGE,),
+    ),
+    Planted(
+        "the average mixes the wrong way round",
+        attribute(average._Moving, "move", lambda w: mixed_the_other_way),
+        (FOLLOWS,),
+        (AVERAGE, "reference.mixup=0.9"),
+    ),
+    Planted(
+        "truncated: mask forgets answers of several turns",
+        attribute(Rollout, "truncated", forgets_several_turns),
+        (TOKENS, COUNTS, GRADIENT),
+        ("truncated=mask",),
+    ),
+    Planted(
+        "the gradient of LoRA's A lacks alpha/rank",
+        attribute(_adapted._Sum, "backward", without_scale(3)),
+        (GRADIENT,),
+        source="lora",
+    ),
+    Planted(
+        "the gradient of a merged LoRA's A lacks alpha/rank",
+        attribute(_merged._Product, "backward", without_scale(3)),
+        (GRADIENT,),
+        ("trainable.merged=true",),
+        source="lora",
+    ),
+    Planted(
+        "the optimizer keeps only the last micro-batch",
+        attribute(_precise.TrainedWeight, "add", lambda w: last_alone),
+        (APPLIED, NORMS),
+    ),
+    Planted("clipping at twice the norm", step_of(lambda self, lr, most: (lr, 2 * most)), (APPLIED,)),
+    Planted(
+        "the gradient of LoRA's B lacks alpha/rank",
+        attribute(_adapted._Sum, "backward", without_scale(4)),
+        (GRADIENT,),
+        source="lora",
+    ),
+    Planted(
+        "an adapter's output is multiplied by alpha/sqrt(rank)",
+        attribute(_adapted, "_sum", rank_stabilised),
+        (LOGPROBS, GRADIENT),
+        source="lora",
+    ),
+    Planted(
+        "the merged sum lacks alpha/rank",
+        attribute(_merged.MergedLinear, "fold", lambda w: fold_without_scale),
+        (LOGPROBS, GRADIENT),
+        ("trainable.merged=true",),
+        source="lora",
+    ),
+    Planted(
+        "merged weights stay behind between the updates of a step",
+        attribute(SingleRank, "fold", lambda w: not_folded),
+        (GRADIENT,),
+        ("trainable.merged=true", "updates_per_batch=3"),
+        source="lora",
+    ),
+    Planted(
+        "one kind of layer has no adapter",
+        attribute(Lora, "targets", one_layer_less),
+        (WEIGHTS, GRADIENT),
+        source="lora",
+    ),
+    Planted(
+        "the average follows a step late",
+        attribute(average._Moving, "due", lambda w: lambda self, step: w(self, step - 1)),
+        (FOLLOWS,),
+        (AVERAGE,),
+    ),
+    Planted(
+        "the average follows at every step",
+        attribute(average._Moving, "due", lambda w: lambda self, step: True),
+        (FOLLOWS,),
+        (AVERAGE,),
+    ),
+    Planted(
+        "the average mixes with the model as loaded each time",
+        attribute(average._Moving, "move", mixed_with_the_first),
+        (FOLLOWS,),
+        (AVERAGE,),
+    ),
+    Planted(
+        "the average of an adapter never follows",
+        attribute(average._Moving, "move", lambda w: lambda self: None),
+        (FOLLOWS,),
+        (AVERAGE, "trainable.merged=true"),
+        source="lora",
+    ),
+    Planted(
+        "the reference is the policy itself",
+        attribute(Start, "hold", lambda w: lambda self, live: _Alias(live)),
+        (BEFORE, GRADIENT, FOLLOWS),
+        (START,),
+    ),
+    Planted(
+        "the penalty's ratio has no slope",
+        attribute(Reference, "divergence", no_slope_of_the_ratio),
+        (PENALTY, GRADIENT),
+        (START,),
+    ),
+    Planted(
+        "each weight is clipped by its own norm", attribute(_precise.PreciseStepper, "step", each_alone), (APPLIED,)
+    ),
+    Planted("each micro-batch is clipped", attribute(_precise.TrainedWeight, "add", each_micro_batch), (APPLIED,)),
+    Planted("nothing is clipped", step_of(lambda self, lr, most: (lr, 0.0)), (APPLIED,)),
+    Planted(
+        "all is clipped to 1, also what the recipe says is not",
+        step_of(lambda self, lr, most: (lr, 1.0)),
+        (APPLIED,),
+        ("optimizer.max_grad_norm=0",),
+    ),
+    Planted("betas are swapped", adamw(beta1=0.999, beta2=0.9), (APPLIED,)),
+    Planted("no weight decay", adamw(weight_decay=0.0), (APPLIED,), ("optimizer.weight_decay=0.1",)),
+    Planted("bias is corrected as in the first step", attribute(_adam.FloatMoments, "_adamw", not_counted), (APPLIED,)),
+    Planted(
+        "the gradient of the update before is not forgotten",
+        attribute(_precise.TrainedWeight, "forget", lambda w: not_forgotten),
+        (APPLIED,),
+    ),
+    Planted(
+        "the rate rises one step late",
+        attribute(Optimizer, "rate", lambda w: lambda self, step, total: w(self, max(1, step - 1), total)),
+        (RATES, APPLIED),
+        ("optimizer.warmup_steps=5",),
+    ),
+    Planted(
+        "the cosine is a line",
+        attribute(
+            Optimizer,
+            "rate",
+            lambda w: lambda self, s, total: w(dataclasses.replace(self, schedule="linear"), s, total),
+        ),
+        (RATES,),
+        ("optimizer.schedule=cosine",),
+    ),
+    Planted("the norm is told after clipping", attribute(Step, "apply", told_clipped), (NORMS,)),
+    Planted(
+        "adafactor's rate is no share of the weights",
+        attribute(adafactor, "_rms", lambda w: lambda values: torch.ones(())),
+        (APPLIED,),
+        ("optimizer=adafactor",),
+    ),
+    Planted(
+        "the master is rounded with its weight",
+        attribute(_adam.FloatMoments, "write", masters_rounded),
+        (NARROW,),
+        ("dtype=bfloat16",),
+    ),
+    Planted(
+        "what rounding took off a weight is forgotten",
+        attribute(_narrow, "join", lambda w: lambda weight, rest: w(weight, torch.zeros_like(rest))),
+        (NARROW,),
+        ("dtype=bfloat16", "optimizer.precision=kahan"),
+    ),
+    Planted(
+        "rounding at random always rounds to zero",
+        attribute(_narrow, "random_bits", lambda w: lambda key, like, first=0: torch.zeros_like(like)),
+        (NARROW,),
+        ("dtype=bfloat16", "optimizer.precision=stochastic"),
+    ),
+    Planted(
+        "bfloat16 weights are cut off",
+        attribute(_adam.FloatMoments, "write", lambda w: cut_off),
+        (BIASED,),
+        ("dtype=bfloat16",),
+    ),
+    Planted(
+        "rounding at random is a little more often to zero",
+        attribute(_narrow, "random_bits", lambda w: lambda key, like, first=0: w(key, like, first) * 63 // 64),
+        (BIASED,),
+        ("dtype=bfloat16", "optimizer.precision=stochastic"),
+    ),
+    Planted("eps is within the root", attribute(_adam.FloatMoments, "_adamw", eps_within_the_root), (SMALL_STEP,)),
+    Planted(
+        "dropout is left on",
+        attribute(made_up, "prepared", lambda w: lambda config, model: w(config, model).train()),
+        (LOGPROBS, GRADIENT),
+    ),
+    Planted("only the last turn is trained", samples(last_turn_alone), (TOKENS, COUNTS, GRADIENT)),
+    Planted("what stands between turns is trained", samples(with_replies), (TOKENS, GRADIENT)),
+    Planted("later turns have the first one's temperature", samples(first_temperature), (LOGPROBS, GRADIENT)),
+    Planted(
+        "answers that are masked leave their group's mean too",
+        attribute(Packer, "__call__", out_of_the_baseline),
+        (ADVANTAGES, GRADIENT),
+        ("truncated=mask",),
+    ),
+    Planted(
+        "RLOO's others have oneself among them",
+        attribute(rloo.Rloo, "__call__", others_with_oneself),
+        (ADVANTAGES, GRADIENT),
+        ("advantage=rloo",),
+    ),
+    Planted(
+        "an unknown logprob counts as certain",
+        attribute(Objective, "informed", unknown_is_nothing),
+        (LOSS, GRADIENT),
+        source="broker",
+    ),
+    Planted(
+        "GSPO's ratio is one token's",
+        attribute(MicroBatch, "means", lambda w: token_ratios),
+        (LOSS, GRADIENT),
+        ("loss=gspo",),
+    ),
+    Planted(
+        "SAPO's gates swap their temperatures",
+        attribute(
+            Sapo,
+            "__call__",
+            lambda w: (
+                lambda self, logprobs_N, micro: w(
+                    dataclasses.replace(
+                        self,
+                        temperature_positive=self.temperature_negative,
+                        temperature_negative=self.temperature_positive,
+                    ),
+                    logprobs_N,
+                    micro,
+                )
+            ),
+        ),
+        (LOSS, GRADIENT),
+        ("loss=sapo",),
+    ),
+    Planted(
+        "divided by the configured accumulation",
+        micros(lambda micro: dataclasses.replace(own_mean(micro), weights_N=own_mean(micro).weights_N / 4)),
+        (SIZES, GRADIENT),
+    ),
+    Planted("predicted from the token before", shifted(-1), (GRADIENT,)),
+    Planted("predicted from the token after", shifted(1), (GRADIENT,)),
+    Planted("a prefix is there twice", samples(prefix_twice), (GRADIENT,)),
+    Planted("siblings do not see what they share", parents_of(lambda parents: [None] * len(parents)), (GRADIENT,)),
+    Planted("of a history only the first part is seen", parents_of(first_part_alone), (SIZES, SHARED, GRADIENT)),
+    Planted(
+        "layers that are computed again are another function",
+        attribute(layers, "recomputed", lambda whole: slightly_other),
+        (AGAIN,),
+    ),
+    Planted(
+        "rows that fill their blocks are computed otherwise",
+        attribute(LocalWork, "_distribution", whole_blocks_are_other),
+        (PADDING,),
+    ),
+    Planted(
+        "the last micro-batch is lost",
+        batches(lambda batch: batch.micro[: max(1, len(batch.micro) - 1)]),
+        (SIZES, ORDER),
+    ),
+    Planted(
+        "truncated answers are trained against the recipe",
+        attribute(
+            Packer,
+            "__call__",
+            lambda w: (
+                lambda self, groups, *, version: w(
+                    dataclasses.replace(self, mask_truncated=False), groups, version=version
+                )
+            ),
+        ),
+        (GRADIENT,),
+        ("truncated=mask",),
+    ),
+    Planted(
+        "the support is ignored",
+        attribute(LocalWork, "_distribution", support_ignored),
+        (GRADIENT,),
+        ("sampling.top_p=0.8",),
+    ),
+    *(
+        Planted(f"{penalty} is not applied", NO_HISTORY, (GRADIENT,), (f"sampling.{penalty}",))
+        for penalty in ("repetition_penalty=1.2", "frequency_penalty=0.5", "presence_penalty=0.5", "min_tokens=4")
+    ),
+    Planted(
+        "penalties count turns before as the same answer",
+        samples(lambda sample, rollout: dataclasses.replace(sample, begins=sample.begins[:1], ends=sample.ends[-1:])),
+        (GRADIENT,),
+        ("sampling.frequency_penalty=0.5",),
+    ),
+    Planted(
+        "penalties of a sequence count for its neighbours",
+        micros(penalties_of_neighbours),
+        (SIZES, GRADIENT),
+        ("sampling.presence_penalty=0.5",),
+    ),
+    Planted(
+        "the old policy is the one of now",
+        attribute(Objective, "__call__", old_is_now),
+        (GRADIENT,),
+        ("updates_per_batch=2", "old_logprobs=recomputed"),
+    ),
+    Planted("there is no gradient", scaled(0.0), (THERE, GRADIENT)),
+    Planted("the gradient is no number", scaled(math.nan), (THERE, SIZES, SHARED, GRADIENT)),
+    Planted(
+        "the last round of ranks is not computed",
+        attribute(pack, "rounds_of", lambda w: lambda costs, ranks: w(costs, ranks)[:-1]),
+        (RANKS,),
+    ),
+    Planted("micro-batches are averaged", batches(averaged), (SIZES, RANKS), ("micro_batch_tokens=4096",)),
+)
