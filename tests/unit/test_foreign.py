@@ -339,8 +339,8 @@ def test_groups_that_say_that_they_were_sampled_otherwise_are_set_aside(options:
     run_like_it = Sampling(**{name: value})
     assert taken(same, 1, sampling=run_like_it)[0] == [["a", "b"]], "groups that say nothing are taken as they are"
     other = Local()
-    said = {where: [{}, options] if where == "overrides" else options}
-    other.put(*(sent(f"g{n}", **said) for n in range(8)))
+    fields = {where: [{}, options] if where == "overrides" else options}
+    other.put(*(sent(f"g{n}", **fields) for n in range(8)))
     own = getattr(Sampling(), name)
     with pytest.raises(Starved, match=rf"samples with {name} {value}, .* with {own:g}; .* sampling\.{name}"):
         taken(other, 1, max_dropped_batches=2)
