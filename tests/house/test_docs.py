@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import re
 import shlex
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,12 +22,12 @@ from tandem.config import loading as config
 from tandem.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 COMMAND = re.compile(r"^(?:\$ )?(?:\w+=\S+ )*(?:\.venv/bin/)?(?:python3? -m )?tandem (?P<rest>.+)$")
-OF_THE_PROJECT = re.compile(r"^(?:\.ci|benchmarks|docs|recipes|scripts|src|tests)/[\w./-]+$")
+OF_THE_PROJECT = re.compile(r"^(?:\.ci|benchmarks|docs|examples|recipes|scripts|src|tests)/[\w./-]+$")
 OWN_PART = re.compile(r"[\w.]+:[A-Za-z]")
 GLOSSARY = ROOT / "docs/reference/glossary.md"
-TOKEN = ROOT / "docs/design/life-of-a-token.md"
+TOKEN = ("life-of-a-token", "life-of-a-token-vllm")
 METRIC = re.compile(r"(Mean|Sum|Max|Share|Histogram|Pending)(\.of)?\(")
 AREAS = tuple(
     f"{area}/" for area in ("groups", "rollouts", "tokens", "samples", "seconds", "grading", "engine", "lag_control")
@@ -185,26 +183,28 @@ def test_every_metric_is_in_the_glossary() -> None:
     assert not missing, f"{shown(GLOSSARY)} lacks the metrics {sorted(missing)}"
 
 
-def lines_of(path: str, name: str) -> int:
-    """Lines of a function, or of a class, that a page names."""
-    node: Any = parsed(ROOT / "src/tandem" / path)
+def lines_of(place: str, name: str) -> int:
+    """Lines of a function or a class that a page names, in a file or somewhere in a package."""
+    path = ROOT / "src/tandem" / place
+    files = [path] if path.is_file() else sorted(path.glob("*.py"))
+    nodes: list[Any] = [parsed(file) for file in files]
     for part in name.split("."):
-        inner = [one for one in node.body if getattr(one, "name", None) == part]
-        assert inner, f"{path} has no {name}"
-        node = inner[0]
-    return int(node.end_lineno - node.lineno + 1)
+        nodes = [inner for node in nodes for inner in node.body if getattr(inner, "name", None) == part]
+        assert nodes, f"{place} has no {name}"
+    return int(nodes[0].end_lineno - nodes[0].lineno + 1)
 
 
 @pytest.mark.slow
-def test_the_life_of_a_token_names_code_that_exists() -> None:
+@pytest.mark.parametrize("name", TOKEN)
+def test_the_life_of_a_token_names_code_that_exists(name: str) -> None:
     """And little enough of it to be read."""
-    page = TOKEN.read_text()
-    named = re.findall(r"`([\w/]+\.py)`: ((?:`[\w.]+`(?:,\s+)?)+)", page)
-    lines = sum(lines_of(path, name) for path, names in named for name in re.findall(r"`([\w.]+)`", names))
+    page = (ROOT / f"docs/design/{name}.md").read_text()
+    named = re.findall(r"`([\w/]+(?:\.py|/))`:\s((?:`[\w.]+`(?:,\s+)?)+)", page)
+    lines = sum(lines_of(place, one) for place, names in named for one in re.findall(r"`([\w.]+)`", names))
     stated = re.search(r"about ([\d,]+) lines", page)
     assert stated, "the page says how many lines it names"
-    assert lines <= 1500, f"{shown(TOKEN)} names {lines} lines of code"
-    assert abs(lines - int(stated[1].replace(",", ""))) <= 100, f"{shown(TOKEN)} names {lines} lines of code"
+    assert lines <= 1500, f"{name} names {lines} lines of code"
+    assert abs(lines - int(stated[1].replace(",", ""))) <= 100, f"{name} names {lines} lines of code"
 
 
 def test_the_index_has_every_page() -> None:
@@ -216,29 +216,15 @@ def test_the_index_has_every_page() -> None:
     assert named == {page for page in PAGES if page.parent.parent == index.parent}
 
 
+def test_readme_is_read_in_minutes() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 900
+
+
 def test_readmes_first_recipe_is_one_that_learns() -> None:
     """What README says of its share of groups with signal was measured with that recipe."""
     first = next(body for language, body in fences((ROOT / "README.md").read_text()) if language == "yaml")
     recipe = yaml.safe_load((ROOT / "recipes/arithmetic.yaml").read_text())
     assert {key: recipe[key] for key in yaml.safe_load(first)} == yaml.safe_load(first)
-
-
-def test_readmes_environment_tells_siblings_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its reward differs between wrong answers, so a model that is never right has something to learn from."""
-    source = next(body for language, body in fences((ROOT / "README.md").read_text()) if body.startswith("# guess.py"))
-    (tmp_path / "readmes_guess.py").write_text(source)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    module = importlib.import_module("readmes_guess")
-    env = module.Guess()
-    task = env.tasks("train")[0]
-
-    def reward(reply: str) -> float:
-        score: float = module.near(SimpleNamespace(messages=[SimpleNamespace(content=reply)], task=task))
-        return score
-
-    assert env.default_rewards == {"guess:near": 1.0}
-    assert reward(env.check(task)) == 1.0
-    assert len({reward("no idea"), reward("I say 20."), reward("30"), reward(task.answer)}) == 4
 
 
 def test_the_page_on_python_names_every_public_name_and_no_other() -> None:
