@@ -232,7 +232,7 @@ def test_the_embedded_engine_may_not_leave_the_temperature_out_either(
         gaps = []
         async with (
             Embedded().open(policy, context=1024) as engine,
-            Shared().open(policy, engine, START, Full(), tmp_path) as session,
+            open_session(Shared(), policy, engine, START, Full(), tmp_path) as session,
         ):
             for step in range(1, 4):
                 if step > after:
