@@ -120,8 +120,8 @@ DEFECTS = (
     Defect(
         "warm-up ends a step late",
         "src/tandem/optimizers/base.py",
-        "self.lr * step / self.warmup_steps",
-        "self.lr * (step - 1) / self.warmup_steps",
+        "(1.0 - least) * step / self.warmup_steps",
+        "(1.0 - least) * (step - 1) / self.warmup_steps",
         OPTIMIZERS,
     ),
     Defect(
@@ -455,16 +455,16 @@ DEFECTS = (
     ),
     Defect(
         "alarms are told at once and always",
-        "src/tandem/observability/alarms/watch.py",
-        "step - episode.notified >= episode.again",
-        "step - episode.notified >= 0",
+        "src/tandem/observability/alarms.py",
+        "step - self.notified >= self.again",
+        "step - self.notified >= 0",
         "tests/unit/test_alarms.py",
     ),
     Defect(
         "off policy is judged as on policy",
-        "src/tandem/observability/alarms/ess.py",
-        "OFF_POLICY if history.recipe.off_policy else ON_POLICY",
-        "ON_POLICY",
+        "src/tandem/observability/alarms.py",
+        "least = 0.5 if recipe.off_policy else 0.8",
+        "least = 0.8",
         "tests/unit/test_alarms.py",
     ),
 )

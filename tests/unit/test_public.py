@@ -30,7 +30,7 @@ PAGE = Path(__file__).parents[2] / "docs/guide/python.md"
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Consoles that other tests of this process left open print nothing here, and modules made here are no others'."""
-    monkeypatch.setattr(progress, "_listeners", {})
+    monkeypatch.setattr(progress, "_listeners", [])
     yield
     for name, module in tuple(sys.modules.items()):
         if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
