@@ -28,7 +28,7 @@ from tandem.optimizers.adamw import AdamW
 from tandem.trainer.balance import rounds_of
 from tandem.trainer.objective import Objective
 from tandem.trainer.pack import Packer, StepBatch
-from tandem.trainer.rank_crew import RankWork
+from tandem.trainer.rank_crew import RankCrew, RankWork
 from tandem.trainer.rank_wire import metrics_of, metrics_to_plain, micro_of, micro_to_plain
 from tandem.trainer.work import LocalWork
 from tandem.types import Sampling
@@ -145,6 +145,40 @@ def test_every_micro_batch_is_dealt_once_and_ranks_have_equally_many() -> None:
         assert all(len(one) == world for one in batch.rounds)
         assert flatten(batch.metrics)["ranks/imbalance"] >= 1
     assert packed(REDUCTIONS["grpo token"], 1).rounds == ()
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_each_rank_gets_its_micro_batches_with_the_weights_of_the_whole_step(name: str) -> None:
+    """A rank that weighed its tokens by its own count would give a mean of the ranks' means."""
+    batch, received = packed(REDUCTIONS[name], 2), dict[int, Sequence[Any]]()
+
+    class Lead:
+        old_logprobs = ()
+
+        def take(self, plains: Sequence[Any]) -> None:
+            received[0] = plains
+
+        async def passed(self, queued: Any) -> tuple[list[dict[str, Any]], list[list[float]]]:
+            return results(received[0])
+
+    class Ranks:
+        world = 2
+
+        async def execute(self, command: str, body: Any, lead: Any) -> tuple[Any, list[Any]]:
+            received[1] = body(1)
+            metrics, logprobs = results(received[1])
+            return await lead, [{"metrics": [metrics_to_plain(one) for one in metrics], "logprobs": logprobs}]
+
+    def results(plains: Sequence[Any]) -> tuple[list[dict[str, Any]], list[list[float]]]:
+        count = sum(plain is not None for plain in plains)
+        return [{}] * count, [[]] * count
+
+    crew: Any = RankCrew(SimpleNamespace(policy=SimpleNamespace(compute=None)), Ranks())  # type: ignore[arg-type]
+    crew._mine = Lead()
+    asyncio.run(crew.passed(batch, (), lambda: None))
+    for rank, plains in received.items():
+        indices = [dealt[rank] for dealt in batch.rounds]
+        assert plains == [None if i is None else micro_to_plain(batch.micro[i]) for i in indices]
 
 
 def test_micro_batches_and_metrics_survive_the_wire() -> None:
