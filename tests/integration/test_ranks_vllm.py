@@ -62,3 +62,40 @@ def test_two_pairs_train_publish_and_prove(nursery: Nursery, tmp_path: Path, kin
     assert all(event["probe_gap"] is not None for event in published)
     assert len({event["digest"] for event in published}) == 3, "every step moved the weights"
     assert len(list((run / "logs").glob("*engine*"))) >= 2
+
+
+LORA = {"kind": "lora", "rank": 8}
+APART: dict[str, dict[str, Any]] = {
+    "broadcast": {"sync": "broadcast"},
+    "broadcast of cut weights": {"sync": "broadcast", "distributed": {"shard": "weights"}},
+    "broadcast of an adapter": {"sync": "broadcast", "trainable": LORA},
+    "broadcast of a merged adapter": {"sync": "broadcast", "trainable": {**LORA, "merged": True}},
+    "hotswap": {"sync": "hotswap", "trainable": LORA},
+    "restart": {"sync": {"kind": "restart", "every": 1}},
+    "restart of cut weights": {"sync": {"kind": "restart", "every": 1}, "distributed": {"shard": "weights"}},
+}
+
+
+@pytest.mark.parametrize("way", long_but(list(APART), "broadcast of cut weights", "hotswap"))
+def test_two_ranks_publish_to_an_engine_apart(nursery: Nursery, tmp_path: Path, way: str) -> None:
+    """One engine serves both ranks, and every publish is proven: it holds what they trained together."""
+    run = train_apart(nursery, tmp_path, wide_model(tmp_path), "apart", ranks=2, engine=vllm.engine(), **APART[way])
+    published = vllm.published(run)
+    assert list(published) == [1, 2, 3]
+    assert all(event["bytes"] > 0 and event["probe_gap"] is not None for event in published.values())
+    assert len({event["digest"] for event in published.values()}) == 3, "every step moved the weights"
+    assert len(list((run / "logs").glob("engine-*.log"))) == 1
+
+
+def train_apart(nursery: Nursery, folder: Path, model: Path, name: str, **options: Any) -> Path:
+    recipe = folder / f"{name}.yaml"
+    written = vllm.recipe(model, folder / "runs", name=name, **{"steps": 3, **options})
+    recipe.write_text(render(written), encoding="utf-8")
+    source = Path(__file__).parents[2]
+    env = {**os.environ, "PYTHONPATH": f"{source / 'src'}:{source / 'tests'}", "OMP_NUM_THREADS": "1"}
+    with nursery.start(
+        ["train", str(recipe)], cwd=folder, out=subprocess.PIPE, environment=env, children=True
+    ) as process:
+        output, _ = process.communicate(timeout=540)
+    assert process.returncode == 0, output
+    return folder / "runs" / name

@@ -50,7 +50,7 @@ from tandem.trainer.live import live_policy, model_of, rank_device, work_of
 from tandem.trainer.live import objective as objective
 from tandem.trainer.pack import Packer
 from tandem.trainer.pairs import check_pairs as check_pairs
-from tandem.trainer.pairs import has_slices, ranks_of_engine
+from tandem.trainer.pairs import has_engines_beside, has_slices, ranks_of_engine
 from tandem.trainer.rank_crew import RankCrew
 from tandem.trainer.rank_parts import RankParts, Together
 from tandem.trainer.rank_slices import RankSlices, Skeleton, SliceCrew
@@ -389,7 +389,7 @@ def engine_requirements(
         capability=config.sync.capability,
         versions=config.most_lag + 2,
         seed=config.seed,
-        hosts=None if together is None else together.hosts,
+        hosts=together.hosts if together is not None and has_engines_beside(config) else None,
     )
 
 

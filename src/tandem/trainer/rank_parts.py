@@ -30,13 +30,12 @@ from tandem.engines.base import (
     EngineSpec,
     RankEngine,
     RankHosts,
-    ReportsChecksums,
 )
 from tandem.model.policy import Policy
 from tandem.observability import waits
 from tandem.optimizers.base import UpdatesParts
 from tandem.trainer.live import rank_device
-from tandem.trainer.pairs import has_slices, ranks_of_engine
+from tandem.trainer.pairs import has_engines_apart, has_engines_beside, has_slices, ranks_of_engine
 from tandem.transport.daemon import on_daemon
 from tandem.transport.rendezvous import Rendezvous, open_group, own_address
 
@@ -59,14 +58,31 @@ def world_of(together: Together | None) -> int:
 
 
 def engines_of(config: RunConfig, together: Together | None) -> EngineSpec:
-    """The recipe's engine, where it is in a process of its own one beside each rank or group of ranks."""
+    """The recipe's engine; of those that share ranks' weights one beside each rank or group of ranks."""
     engine: Any = config.engine
-    if (world := world_of(together)) == 1 or ReportsChecksums not in engine.capabilities:
+    if (world := world_of(together)) == 1:
+        return config.engine
+    if has_engines_apart(config):
+        spec: EngineSpec = replace(engine, devices=devices_apart(config, world))
+        return spec
+    if not has_engines_beside(config):
         return config.engine
     each = ranks_of_engine(config)
     devices = tuple(engine_devices(first, each) for first in range(0, world, each)) if torch.cuda.is_available() else ()
-    spec: EngineSpec = replace(engine, replicas=world // each, devices=devices)
+    spec = replace(engine, replicas=world // each, devices=devices)
     return spec
+
+
+def devices_apart(config: RunConfig, local_ranks: int) -> tuple[str, ...]:
+    """CUDA_VISIBLE_DEVICES of each engine that is started apart from so many ranks of this host.
+
+    They are the recipe's ``engine.devices``, or else the GPUs after the ranks'.
+    """
+    engine: Any = config.engine
+    if engine.devices or engine.urls or config.distributed.share_gpus or not torch.cuda.is_available():
+        return tuple(engine.devices)
+    workers = engine.tensor_parallel_size
+    return tuple(engine_devices(local_ranks + number * workers, workers) for number in range(engine.replicas))
 
 
 def engine_devices(local_rank: int, ranks: int) -> str:
