@@ -13,6 +13,7 @@ import torch
 from conftest import build_tiny_model
 from integration import vllm_runs as vllm
 from nursery import Nursery
+from safetensors.torch import load_file
 from tiers import long_but
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -85,6 +86,26 @@ def test_two_ranks_publish_to_an_engine_apart(nursery: Nursery, tmp_path: Path, 
     assert all(event["bytes"] > 0 and event["probe_gap"] is not None for event in published.values())
     assert len({event["digest"] for event in published.values()}) == 3, "every step moved the weights"
     assert len(list((run / "logs").glob("engine-*.log"))) == 1
+
+
+@pytest.mark.parametrize("ranks", long_but([{"ranks": 2}, {"ranks": 2, "distributed": {"shard": "weights"}}]))
+def test_two_ranks_and_two_engines_train_what_one_rank_and_one_engine_train(
+    nursery: Nursery, tmp_path: Path, ranks: dict[str, Any]
+) -> None:
+    """Answers have random streams of their own, so that it is all the same which engine samples them."""
+    model, trained = wide_model(tmp_path), []
+    for name, options in {"one": {}, "two": {**ranks, "engine": vllm.engine(seeded=True, replicas=2)}}.items():
+        engine = {"engine": vllm.engine(seeded=True)}
+        # Where a gradient is all noise, its sign decides Adam's step: eps makes that step small.
+        optimizer = {"kind": "adamw", "lr": 1e-3, "eps": 1e-3}
+        run = train_apart(
+            nursery, tmp_path, model, name, **{**engine, "sync": "broadcast", "optimizer": optimizer, **options}
+        )
+        trained.append(load_file(run / "checkpoints/000003/model/model.safetensors"))
+    before, (one, two) = load_file(model / "model.safetensors"), trained
+    assert max(float((one[of] - before[of]).abs().max()) for of in before) > 1e-4
+    for of, tensor in one.items():
+        assert float((two[of] - tensor).abs().max()) < 3e-6, of
 
 
 def train_apart(nursery: Nursery, folder: Path, model: Path, name: str, **options: Any) -> Path:
