@@ -34,16 +34,16 @@ class Advantage(Protocol):
 
 @runtime_checkable
 class Rescales(Protocol):
-    """An advantage that looks at all groups of a step once each has its own."""
+    """An advantage that also depends on all groups of a step."""
 
     def rescale(self, groups: Sequence[Group], values: Sequence[Sequence[float]]) -> list[list[float]]:
-        """The groups' advantages, given what each got by itself."""
+        """The groups' advantages, given those computed group by group."""
         ...
 
 
 @runtime_checkable
 class Weighs(Protocol):
-    """An advantage that looks at single rewards, and so needs their weights."""
+    """An advantage that uses individual rewards, and so needs their weights."""
 
     def weighed(self, weights: Mapping[str, Mapping[str, float]]) -> Self:
         """The same with the weight of each reward, by environment and by its name."""
@@ -73,12 +73,12 @@ def _numbers(advantage: Advantage, group: Group) -> list[float]:
 
 
 def scores(group: Group) -> list[float]:
-    """Rewards of the scored rollouts: failed ones are in no mean and no deviation."""
+    """Rewards of the scored rollouts, without failed ones."""
     return [rollout.reward for rollout in group.scored if rollout.reward is not None]
 
 
 def centred(values: Sequence[float]) -> list[float]:
-    """Deviations from the mean; exactly 0 where all values are equal, so that nothing is computed for them."""
+    """Deviations from the mean; exactly 0 if all values are equal, so that nothing is computed for them."""
     if not values:
         return []
     mean = math.fsum(values) / len(values)

@@ -14,8 +14,8 @@ from tandem.types import Group
 class BatchStd:
     """Group mean, batch deviation (arXiv 2508.08221): A_i = (r_i - mean of its group) / (std of the step + eps).
 
-    One scale for every task of a step: unlike a group's own deviation it favours no task that is nearly always or
-    nearly never solved. std is over the rewards of all groups trained in the step, squares over n - 1, as TRL's is.
+    One scale for every task of a step: unlike a group's own deviation it does not favour tasks that are nearly always
+    or nearly never solved. std is over the rewards of all groups trained in the step, squares over n - 1, as TRL's is.
     """
 
     eps: float = 1e-4

@@ -12,7 +12,7 @@ from tandem.types import Group
 class DrGrpo:
     """Dr. GRPO (arXiv 2503.20783, section 3.2): A_i = r_i - mean(r).
 
-    Undivided, so that a task which nearly all siblings solve, or nearly none, weighs no more than the others.
+    Not divided by a deviation, so a task that nearly all siblings solve, or nearly none, weighs no more than others.
     """
 
     def __call__(self, group: Group) -> list[float]:

@@ -1,4 +1,4 @@
-"""Every reward standardised on its own, then summed, then scaled over the step."""
+"""Each reward standardised separately, then summed, then scaled over the step."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Gdpo:
     """GDPO (arXiv 2601.05242): z_ik = (r_ik - mean_k) / (std_k + eps) over the group; A = standardised sum_k w_k z_ik.
 
     k runs over the recipe's rewards, w_k are their weights, and the last standardisation is over all groups of the
-    step. Summed first, rewards of different scales drown one another, and answers that differ in which reward they got
-    become alike. What a rollout's reward has beyond its weighted parts (a penalty for truncation) is one more part. A
-    group of which every sum is the same does not come here unless zero_variance_groups is keep.
+    step. If they were summed first, large rewards would drown small ones, and answers with different rewards would look
+    alike. Whatever a rollout's reward has beyond its weighted parts (a penalty for truncation) is one more part. A
+    group whose sums are all equal is dropped before, unless zero_variance_groups is keep.
     """
 
     eps: float = 1e-4
@@ -54,7 +54,7 @@ class Gdpo:
 
 
 def _parts(rollout: Rollout, weights: Mapping[str, float]) -> dict[str, float]:
-    """A rollout's rewards by name, and what its sum has beside them."""
+    """A rollout's rewards by name, and the rest of its sum."""
     assert rollout.reward is not None
     known = math.fsum(weights.get(name, 1.0) * value for name, value in rollout.rewards.items())
     return {**rollout.rewards, "": rollout.reward - known}

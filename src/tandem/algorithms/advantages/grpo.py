@@ -17,7 +17,7 @@ class GroupStandardised:
     std: Literal["sample", "population"] = "sample"
     """sample divides squared deviations by n - 1, as torch and TRL do; population by n, as numpy does."""
     eps: float = 1e-4
-    """Added to the standard deviation; rewards that differ by less than this hardly count."""
+    """Added to the standard deviation; differences below it hardly count."""
 
     def __post_init__(self) -> None:
         if not 0 < self.eps < math.inf:

@@ -11,7 +11,7 @@ from tandem.types import Group
 
 @dataclass(frozen=True, kw_only=True)
 class MaxRl:
-    """MaxRL (arXiv 2602.02710): A_i = (r_i - mean(r)) / mean(r), and 0 where no sibling earned anything.
+    """MaxRL (arXiv 2602.02710): A_i = (r_i - mean(r)) / mean(r), and 0 if no sibling earned anything.
 
     For rewards of 0 and 1 the expected gradient is that of log p(solved), cut after as many terms as there are
     siblings: a task that is solved once in n weighs n times as much as one that is always solved.
@@ -21,7 +21,7 @@ class MaxRl:
         """Deviations in units of the mean; they sum to 0.
 
         Raises:
-            RewardError: a reward is negative, so that the mean measures no success.
+            RewardError: a reward is negative, so the mean does not measure success.
         """
         rewards = scores(group)
         if rewards and min(rewards) < 0:

@@ -12,7 +12,7 @@ from tandem.types import Group
 class Rloo:
     """REINFORCE leave-one-out (arXiv 2402.14740, equation 8): A_i = r_i - mean of r_j over j != i.
 
-    A baseline that a rollout's own reward is not in, hence unbiased: n / (n - 1) times the deviation from the mean.
+    The baseline excludes the rollout's own reward, so it is unbiased: n / (n - 1) times the deviation from the mean.
     """
 
     def __call__(self, group: Group) -> list[float]:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Beyond = Literal["truncate", "mask"]
-"""What becomes of a ratio out of bounds: it is set to the bound, or the weight is 0."""
+"""For a ratio out of bounds: set it to the bound, or set the weight to 0."""
 
 
 class Correction(Protocol):
@@ -20,7 +20,7 @@ class Correction(Protocol):
 
     @property
     def needs_recomputed(self) -> bool:
-        """True if its weights are ratios, which a loss against the sampler's logprobs has inside already."""
+        """True if its weights are ratios, which a loss against the sampler's logprobs already contains."""
         ...
 
     def __call__(self, logprobs_N: Tensor, micro: MicroBatch) -> Tensor:
@@ -29,17 +29,17 @@ class Correction(Protocol):
 
 
 def drift(logprobs_N: Tensor, micro: MicroBatch) -> Tensor:
-    """Log of how much likelier each token is than when it was sampled.
+    """Log ratio of the policy to the sampler, for each token.
 
-    Under the policy as the step began where its logprobs were recomputed (a loss takes over from there), else under
-    the policy of now.
+    The policy is that of the start of the step if its logprobs were recomputed (the loss covers the rest), else the
+    current one.
     """
     policy_N = logprobs_N.detach() if micro.recomputed_logprobs_N is None else micro.recomputed_logprobs_N
     return policy_N - micro.behavior_logprobs_N
 
 
 def bounded(log_ratio: Tensor, micro: MicroBatch, beyond: Beyond, low: float | None, high: float | None) -> Tensor:
-    """Ratios within bounds; 1 instead of each ratio where the loss itself is against the sampler."""
+    """Ratios within bounds; 1 for each if the loss itself is against the sampler."""
     lowest, highest = 0.0 if low is None else low, math.inf if high is None else high
     ratio = log_ratio.clamp(-80.0, 80.0).exp()  # finite in float32, and beyond any bound
     if beyond == "truncate":
@@ -49,7 +49,7 @@ def bounded(log_ratio: Tensor, micro: MicroBatch, beyond: Beyond, low: float | N
 
 
 def check_bounds(low: float | None, high: float | None) -> None:
-    """Raise ValueError unless the bounds hold 1, and there is one."""
+    """Raise ValueError unless there is a bound and 1 lies within."""
     if low is None and high is None:
         raise ValueError("high must be given where low is null: without bounds nothing is corrected")
     if low is not None and not 0 < low <= 1:

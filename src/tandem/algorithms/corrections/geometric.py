@@ -1,4 +1,4 @@
-"""Geometric-mean masking: drops answers whose sampler was too different a policy, whatever their length."""
+"""Geometric-mean masking: drops answers whose sampler differed too much from the policy, whatever their length."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Geometric:
     """w = 1 if the geometric mean over an answer's tokens of policy / sampler is within [low, high], else 0.
 
     Unlike the product of ``sequence`` it does not grow with length (Liu et al. 2025, "When speed kills stability"). It
-    is no importance weight, so it only drops; combine it with ``token``.
+    is not an importance weight, so it only masks; combine it with ``token``.
     """
 
     low: float | None = 0.99
@@ -30,7 +30,7 @@ class Geometric:
 
     @property
     def needs_recomputed(self) -> bool:
-        """It weighs nothing."""
+        """It only masks."""
         return False
 
     def __call__(self, logprobs_N: Tensor, micro: MicroBatch) -> Tensor:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Opsm:
     """Off-policy sequence mask (DeepSeek-V3.2, arXiv 2512.02556): w = 0 where A < 0 and KL > threshold, else 1.
 
-    KL is the mean over an answer's tokens of sampler's logprob minus policy's, at the policy of now. A policy learns
+    KL is the mean over an answer's tokens of the sampler's logprob minus the current policy's. A policy learns
     little from mistakes that it would no longer make, and pushing them away disturbs it.
     """
 
@@ -31,7 +31,7 @@ class Opsm:
 
     @property
     def needs_recomputed(self) -> bool:
-        """It weighs nothing."""
+        """It only masks."""
         return False
 
     def __call__(self, logprobs_N: Tensor, micro: MicroBatch) -> Tensor:

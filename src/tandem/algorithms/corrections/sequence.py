@@ -17,8 +17,8 @@ class Sequence:
     """w = product over an answer's tokens of policy / sampler, held within [low, high] or dropped beyond it.
 
     The unbiased weight of an answer (Liu et al. 2025, "When speed kills stability"). Products of many ratios explode:
-    for long answers prefer token or geometric. With old_logprobs: sampled, where the loss has the ratio inside, only
-    mask is possible and the weight is 1 within the bounds.
+    for long answers prefer token or geometric. With old_logprobs: sampled the loss already contains this ratio,
+    so only mask is allowed, with weight 1 within the bounds.
     """
 
     beyond: Beyond = "mask"

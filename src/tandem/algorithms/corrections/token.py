@@ -17,8 +17,8 @@ class TokenCorrection:
     """w = policy / sampler, token by token, held within [low, high] or dropped beyond it.
 
     Truncated it is TIS (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"),
-    masked MIS or IcePop (arXiv 2510.18855). With old_logprobs: sampled, where the loss has the ratio inside, only mask
-    is possible and the weight is 1 within the bounds.
+    masked MIS or IcePop (arXiv 2510.18855). With old_logprobs: sampled the loss already contains this ratio, so only
+    mask is allowed, with weight 1 within the bounds.
     """
 
     beyond: Beyond = "truncate"

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 from tandem.types import Task
 
 RECENT = 4
-"""Plays of a task that are remembered: the policy that older ones tell of is gone."""
+"""Plays of a task that are remembered: older ones are of a policy that has changed since."""
 
 
 class SolveCount(NamedTuple):
@@ -23,7 +23,7 @@ class TaskHistory(NamedTuple):
     """History of a task: plays, recent solve counts, last draw."""
 
     played: int = 0
-    """Groups of it that were judged."""
+    """Its groups that were scored."""
     recent: tuple[SolveCount, ...] = ()
     """The last ``RECENT`` of them, oldest first."""
     at: float = 0.0
@@ -36,7 +36,7 @@ class TaskHistory(NamedTuple):
         return sum(play.solved for play in self.recent) / answers if answers else None
 
     def after(self, play: SolveCount) -> TaskHistory:
-        """One more was played."""
+        """The history with one more play."""
         return self._replace(played=self.played + 1, recent=(*self.recent, play)[-RECENT:])
 
 
@@ -46,6 +46,6 @@ class Curriculum(Protocol):
     def weight(self, task: Task, seen: TaskHistory) -> float:
         """How often this task comes in an epoch, in the long run: 1 is once, 0 never again; it is finite.
 
-        A function of the two alone: it is asked when something new came of the task, and again when a run is resumed.
+        A pure function of its arguments: it is called after each play of the task, and again when a run is resumed.
         """
         ...

@@ -1,4 +1,4 @@
-"""Solve-rate curriculum: tasks that are solved now and then come before those always or never solved."""
+"""Solve-rate curriculum: tasks that are sometimes solved come more often than those always or never solved."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tandem.types import Task
 class SolveRate:
     """Weight (4 p (1 - p)) ^ sharpness by the share p of right answers in a task's last plays, and 1 before the first.
 
-    The advantages of a group vanish where all of its answers are right or wrong, and vary most where half of them are.
-    A batch then leans towards tasks near one half: more so the higher the sharpness.
+    A group's advantages vanish if all of its answers are right or wrong, and vary most if half of them are. A higher
+    sharpness prefers tasks near one half more strongly.
     """
 
     sharpness: float = 0.5
     """Exponent; 0 draws all tasks alike that are neither always nor never solved."""
     floor: float = 0.05
-    """Least weight: how often a task comes that was always or never solved of late, for that may change."""
+    """Least weight: how often a task comes that was always or never solved recently, since that may change."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.sharpness <= 8:

@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MOST = 80.0
-"""Log ratios are held within this, so that exp stays finite in float32; beyond it every ratio is absurd alike."""
+"""Bound of log ratios, so that exp stays finite in float32; no ratio beyond it is meaningful."""
 
 
 def ratio(log_ratio: Tensor) -> Tensor:
-    """exp, finite whatever it is given; where it is held, its gradient is 0."""
+    """exp of a log ratio clamped to stay finite; its gradient is 0 where it is clamped."""
     return log_ratio.clamp(-MOST, MOST).exp()
 
 
 def clipped(
     ratio_N: Tensor, advantages_N: Tensor, low: float, high: float, dual: float | None
 ) -> tuple[Tensor, PendingMetrics]:
-    """-min(r A, clip(r, 1 - low, 1 + high) A), where A < 0 at most -dual A, and the shares of what was clipped."""
+    """-min(r A, clip(r, 1 - low, 1 + high) A), where A < 0 at most -dual A, and the shares that were clipped."""
     # The ratio is clamped, not the loss: where a clamp binds, its gradient is 0 and nothing infinite meets a 0.
     most = math.inf if dual is None else dual
     lowest_N = torch.where(advantages_N < 0, 1.0 - low, 0.0)
@@ -37,7 +37,7 @@ def clipped(
 
 
 def counts(ratio_N: Tensor, below_N: Tensor, above_N: Tensor) -> PendingMetrics:
-    """Mean and largest ratio, and the shares of tokens whose gradient a bound took."""
+    """Mean and largest ratio, and the shares of tokens that lost their gradient to a bound."""
     n = ratio_N.numel()
     if n == 0:
         return {}

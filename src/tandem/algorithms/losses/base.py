@@ -18,7 +18,7 @@ its samples times ``max_tokens`` (Dr. GRPO)."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Trained tokens of some samples, flat over N tokens; no prompt token and no padding is in here.
+    """Trained tokens of some samples, flat over N tokens, without prompts and padding.
 
     Example:
         >>> import tandem, torch
@@ -41,13 +41,13 @@ class MicroBatch:
     num_samples: int
     """Samples in this micro-batch; all tokens of a sample are in one micro-batch."""
     recomputed_logprobs_N: Tensor | None = None
-    """float32; the trained policy's own logprobs when the step began, where ratios are to be against those."""
+    """float32; the trained policy's logprobs at the start of the step, if ratios are against those."""
     ref_logprobs_N: Tensor | None = None
-    """float32; a reference policy's, where an objective needs them."""
+    """float32; a reference policy's, if the objective needs them."""
 
     @property
     def old_logprobs_N(self) -> Tensor:
-        """What a ratio is against: the recomputed logprobs where there are any, else the sampling policy's."""
+        """Denominator of ratios: the recomputed logprobs if there are any, else the sampling policy's."""
         return self.behavior_logprobs_N if self.recomputed_logprobs_N is None else self.recomputed_logprobs_N
 
     def totals(self, values_N: Tensor) -> Tensor:
@@ -82,13 +82,13 @@ class TokenLoss:
     loss_N: Tensor
     """float32, differentiable in the policy's logprobs."""
     metrics: PendingMetrics = field(default_factory=dict)
-    """Values that add up over micro-batches; ``Pending`` where they are on a device, so that nothing waits for it."""
+    """Values that add up over micro-batches; ``Pending`` if they are on a device, so that nothing waits for it."""
 
 
 class Loss(Protocol):
     """The objective, per token; the step alone divides. A frozen dataclass whose fields are its options.
 
-    It may say by class variables which of its options change nothing when, and that a sample without advantage has no
+    Class variables may say which options change nothing and when, and that a sample without advantage has no
     gradient; ``RunConfig.inert`` reads them.
 
     Example:

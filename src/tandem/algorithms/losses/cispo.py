@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class Cispo:
     """CISPO (arXiv 2506.13585, equation 4): loss = -w A logprob, with w = min(r, cap) held constant.
 
-    r = exp(logprob - old logprob). A clip would silence the rare tokens whose ratio moves most; a cap only limits how
-    much they count. The default cap is that of ScaleRL (arXiv 2510.13786).
+    r = exp(logprob - old logprob). A clip would silence the rare tokens whose ratio moves most; a cap only limits their
+    weight. The default cap is that of ScaleRL (arXiv 2510.13786).
     """
 
     by_advantage: ClassVar[bool] = True

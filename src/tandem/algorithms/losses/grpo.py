@@ -30,7 +30,7 @@ class Grpo:
     clip_high: float = 0.28
     """A token of positive advantage stops pushing once its ratio is above 1 + clip_high."""
     dual_clip: float | None = 3.0
-    """A token of negative advantage stops pushing once its ratio is above this, as stale ones may be; null never."""
+    """A token of negative advantage stops pushing once its ratio is above this, as stale ones may be; null: never."""
     reduction: Reduction = "token"
     """token: mean over the step's trained tokens; sequence: over samples, each a mean over its tokens; constant: sum
     over tokens, divided by samples times max_tokens (Dr. GRPO)."""
@@ -44,7 +44,7 @@ class Grpo:
             raise ValueError("dual_clip must be above 1 and finite, or null")
 
     def __call__(self, logprobs_N: Tensor, micro: MicroBatch) -> TokenLoss:
-        """Per-token loss; the gradient is -r A where nothing clips and exactly 0 where something does."""
+        """Per-token loss; the gradient is -r A, or exactly 0 where it is clipped."""
         ratio_N = ratio(logprobs_N - micro.old_logprobs_N)
         loss_N, metrics = clipped(ratio_N, micro.advantages_N, self.clip_low, self.clip_high, self.dual_clip)
         return TokenLoss(loss_N=loss_N, metrics=metrics)

@@ -19,7 +19,7 @@ class Gspo:
 
     With s = exp(mean over the answer's tokens of logprob - old logprob) the objective is min(s A, clip(s, 1 - clip_low,
     1 + clip_high) A); the loss is its negative, for every token of the answer. The clips are far narrower than those of
-    a token's ratio, since means hardly move; their defaults are the paper's.
+    a token's ratio, since means hardly move; the defaults are the paper's.
     """
 
     by_advantage: ClassVar[bool] = True
@@ -31,8 +31,8 @@ class Gspo:
     clip_high: float = 4e-4
     """An answer of positive advantage stops pushing once its ratio is above 1 + clip_high."""
     gradient: Literal["sequence", "token"] = "sequence"
-    """sequence: every token of an answer is pushed by the mean of what its tokens want; token (GSPO-token): by its own
-    advantage, times the same s. They differ where the tokens of one answer have different advantages."""
+    """sequence: every token of an answer is pushed by the mean over its tokens; token (GSPO-token): by its own
+    advantage, times the same s. They differ if the tokens of one answer have different advantages."""
     reduction: Reduction = "sequence"
     """sequence: mean over answers, as in the paper; token: longer answers weigh more; constant: see grpo."""
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Reinforce:
     """REINFORCE (Williams 1992): loss = -A logprob, for tokens that the policy itself has just sampled.
 
-    It compares the policy with no older one. Where tokens are stale or the engine computes otherwise, weigh them by
+    It has no ratio to an older policy. If tokens are stale or the engine computes differently, weight them by
     ``corrections``.
     """
 

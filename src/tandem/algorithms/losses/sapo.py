@@ -1,4 +1,4 @@
-"""SAPO: a policy gradient with a soft gate where others clip."""
+"""SAPO: a policy gradient with a soft gate instead of a clip."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Sapo:
     """SAPO (arXiv 2511.20347): loss = -A (4 / t) sigmoid(t (r - 1)), with t by the sign of A.
 
     r = exp(logprob - old logprob). At r = 1 the gradient is that of -r A; away from it, it fades on both sides instead
-    of ending at an edge, the faster the larger t. Negative advantages spread over the whole vocabulary, so theirs is
+    of being cut off, faster for a larger t. Negative advantages spread over the whole vocabulary, so their t is
     larger.
     """
 
@@ -39,7 +39,7 @@ class Sapo:
                 raise ValueError(f"{name} must be above 0 and finite")
 
     def __call__(self, logprobs_N: Tensor, micro: MicroBatch) -> TokenLoss:
-        """Per-token loss; a token counts as clipped where less than half of the gradient is left."""
+        """Per-token loss; a token counts as clipped if less than half of its gradient is left."""
         ratio_N = ratio(logprobs_N - micro.old_logprobs_N)
         t_N = torch.where(micro.advantages_N > 0, self.temperature_positive, self.temperature_negative)
         x_N = t_N * (ratio_N - 1)

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 class Average(Reference):
     """TR-DPO's soft update (arXiv 2404.09656): every so many steps, reference = (1 - mixup) reference + mixup policy.
 
-    It begins as the model was loaded. The sum is taken in float32 and kept in the weights' type: of bfloat16 weights a
-    mixup below 0.01 moves few.
+    It starts from the model as loaded. The sum is computed in float32 and stored in the weights' type: with bfloat16 a
+    mixup below 0.01 changes few weights.
     """
 
     saved: ClassVar[bool] = True
 
     mixup: float = 0.6
-    """Share of the policy in each update; 1 replaces the reference by it."""
+    """Share of the policy in each update; 1 replaces the reference with it."""
     every: int = 512
     """Optimizer steps between updates."""
 

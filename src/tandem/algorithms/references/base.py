@@ -1,4 +1,4 @@
-"""The reference contract: an older policy that a KL penalty keeps the trained one close to."""
+"""The reference contract: an older policy that a KL penalty keeps the trained one near."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MOST = 40.0
-"""Log ratios are held within this, so that products of two of them stay finite in float32."""
+"""Bound of log ratios, so that products of two ratios stay finite in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +24,8 @@ class Reference(ABC):
     """A frozen dataclass whose fields are its options. Its penalty is added to every token's loss.
 
     With d = logprob - reference's logprob, k1 = d, k2 = d^2 / 2 and k3 = exp(-d) - 1 + d estimate KL(policy ||
-    reference) from the policy's own tokens (http://joschu.net/blog/kl-approx.html). Differentiated as they stand, k2
-    gives that KL's gradient on policy, k3 the gradient of the reverse one, and k1 nothing but noise. Times
+    reference) from the policy's own tokens (http://joschu.net/blog/kl-approx.html). Differentiated directly, k2
+    gives that KL's gradient on policy, k3 the gradient of the reverse KL, and k1 only noise. Times
     r = exp(logprob - old logprob), which is differentiated too, k1 and k3 both give the KL's gradient, on policy and
     off (DeepSeek-V3.2, arXiv 2512.02556).
     """
@@ -36,7 +36,7 @@ class Reference(ABC):
     beta: float = 0.001
     """The penalty's weight: loss + beta * KL per token."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Of the KL; k3 is never negative and varies least."""
+    """Estimator of the KL; k3 is never negative and has the least variance."""
     ratio_corrected: bool = True
     """Multiply by the ratio to the old policy, so that the gradient is the KL's own; false as in arXiv 2402.03300."""
 
@@ -63,7 +63,7 @@ class Reference(ABC):
 
     @abstractmethod
     def hold(self, live: Iterable[tuple[str, torch.nn.Parameter]]) -> ReferenceWeights:
-        """Keep what the live weights are now; ``live`` are those that training changes."""
+        """Copy the live weights; ``live`` are those that training changes."""
 
 
 class ReferenceWeights:
@@ -75,7 +75,7 @@ class ReferenceWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within, the model computes with the reference's weights. No storage is written: the engine may hold it."""
+        """Compute with the reference's weights in this context. No storage is written: the engine may hold it."""
         live = {name: parameter.data for name, parameter in self._live.items()}
         try:
             for name, parameter in self._live.items():
@@ -95,7 +95,7 @@ class ReferenceWeights:
         """Follow the live weights."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What a resume needs and cannot make anew."""
+        """What a resume needs and cannot recompute."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

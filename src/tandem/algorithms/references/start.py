@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 class Start(Reference):
     """The model as it was loaded: with ``trainable: full`` a second copy, with an adapter the adapter switched off.
 
-    An adapter begins as zero, so keeping its first tensors is to switch it off, and costs no more than they do.
+    An adapter starts at zero, so a copy of its first tensors switches it off.
     """
 
     def hold(self, live: Iterable[tuple[str, Parameter]]) -> ReferenceWeights:
-        """A resumed run loads the same model again before its checkpoint: nothing of it is saved."""
+        """Nothing is saved: a resumed run loads the same model again before its checkpoint."""
         return ReferenceWeights(live)
