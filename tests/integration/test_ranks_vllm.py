@@ -108,14 +108,38 @@ def test_two_ranks_and_two_engines_train_what_one_rank_and_one_engine_train(
         assert float((two[of] - tensor).abs().max()) < 3e-6, of
 
 
-def train_apart(nursery: Nursery, folder: Path, model: Path, name: str, **options: Any) -> Path:
-    recipe = folder / f"{name}.yaml"
-    written = vllm.recipe(model, folder / "runs", name=name, **{"steps": 3, **options})
-    recipe.write_text(render(written), encoding="utf-8")
+@pytest.mark.long
+def test_a_run_goes_on_with_other_ranks_and_engines(nursery: Nursery, tmp_path: Path) -> None:
+    """An engine beside each rank, then one apart from both, then one rank and two engines apart from it."""
+    model, layouts = wide_model(tmp_path), [
+        {"ranks": 2, "sync": "shared"},
+        {"ranks": 2, "sync": "broadcast", "distributed": {"shard": "weights"}},
+        {"ranks": 1, "sync": "broadcast", "engine": vllm.engine(replicas=2)},
+    ]  # fmt: skip
+    for steps, layout in enumerate(layouts, 1):
+        options = {"engine": vllm.engine(), **layout, "steps": steps}
+        run = train_apart(nursery, tmp_path, model, "turns", **options, resume=steps > 1)
+    assert list(vllm.published(run)) == [1, 2, 3]
+    vllm.groups_once(run, each=4)
+
+
+def train_apart(
+    nursery: Nursery, folder: Path, model: Path, name: str, *, resume: bool = False, **options: Any
+) -> Path:
+    target, changes = folder / f"{name}.yaml", [f"{option}={json.dumps(value)}" for option, value in options.items()]
+    if resume:
+        target = folder / "runs" / name
+    else:
+        written = vllm.recipe(model, folder / "runs", name=name, **{"steps": 3, **options})
+        target.write_text(render(written), encoding="utf-8")
     source = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": f"{source / 'src'}:{source / 'tests'}", "OMP_NUM_THREADS": "1"}
     with nursery.start(
-        ["train", str(recipe)], cwd=folder, out=subprocess.PIPE, environment=env, children=True
+        ["train", str(target), *(changes if resume else ())],
+        cwd=folder,
+        out=subprocess.PIPE,
+        environment=env,
+        children=True,
     ) as process:
         output, _ = process.communicate(timeout=540)
     assert process.returncode == 0, output
