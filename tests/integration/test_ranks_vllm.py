@@ -114,7 +114,7 @@ def test_a_run_goes_on_with_other_ranks_and_engines(nursery: Nursery, tmp_path: 
     model, layouts = wide_model(tmp_path), [
         {"ranks": 2, "sync": "shared"},
         {"ranks": 2, "sync": "broadcast", "distributed": {"shard": "weights"}},
-        {"ranks": 1, "sync": "broadcast", "engine": vllm.engine(replicas=2)},
+        {"ranks": 1, "distributed": {"shard": "states"}, "engine": vllm.engine(replicas=2)},
     ]  # fmt: skip
     for steps, layout in enumerate(layouts, 1):
         options = {"engine": vllm.engine(), **layout, "steps": steps}

@@ -50,9 +50,9 @@ def resumed(folder: Path, overrides: Sequence[str]) -> RunConfig:
         culprit = next(o for o in fixed if o not in free)
         raise ConfigError(
             f"command line: {culprit}: a resumed run keeps its {_option(culprit)!r}, for it would be another run; "
-            f"these may change: {', '.join(sorted(RESUMABLE))}, how weights travel (sync, but for sync.every) and where "
-            f"engines run (engine, but for {', '.join(sorted(ENGINE_KEEPS))}). To change more, start a new run from "
-            f"{recipe}"
+            f"these may change: {', '.join(sorted(RESUMABLE))}, how weights travel (sync, but for sync.every) and "
+            f"where engines run (engine, but for {', '.join(sorted(ENGINE_KEEPS))}). To change more, start a new run "
+            f"from {recipe}"
         )
     if without := re.search(rf"\w+://[^\s/]*:{re.escape(REDACTED)}@[^\s']*", str(loaded.options)):
         raise ConfigError(
