@@ -14,7 +14,7 @@ from conftest import build_tiny_model
 from integration import vllm_runs as vllm
 from nursery import Nursery
 from safetensors.torch import load_file
-from tiers import long_but
+from support.tiers import long_but
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.config.tree import render
