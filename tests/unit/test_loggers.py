@@ -322,7 +322,7 @@ def test_a_long_answer_is_cut_in_the_console(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_resumed_board_shows_alarms_that_are_open(tmp_path: Path) -> None:
-    rows = [{**ALARM, "event": "alarm"}, {**ALARM, "event": "alarm", "alarm": "ess", "step": 90}]
+    rows = [{**ALARM, "event": "alarm"}, {**ALARM, "event": "alarm", "alarm": "entropy", "step": 90}]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps({"time": 1.0, **row}) + "\n" for row in rows))
     assert set(RunBoard(info(tmp_path, resumed_step=60)).alarms) == {"length"}, "step 90 did not happen"
 

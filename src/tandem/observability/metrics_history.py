@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -182,6 +183,9 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %" if abs(share) < 0.1 and share else f"{100 * share:.0f} %"
 
 
+_BLANK = re.compile(r"\{([\w.]+?)(?:([*/])(\d+))?\}")
+
+
 class RecipeOptions:
     """A resolved recipe as plain data, and advice with its values."""
 
@@ -213,29 +217,35 @@ class RecipeOptions:
             value = value.get(key) if isinstance(value, Mapping) else None
         return value
 
-    def less(self, path: str, by: float = 4.0) -> str:
-        """``optimizer.lr=5e-06 (now 2e-05)``: an option divided by a number."""
-        value = self.get(path)
-        known = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return f"{path}={value / by:.2g} (now {value:.3g})" if known else f"a smaller {path}"
+    def advice(self, text: str) -> str:
+        """Fill in ``{optimizer.lr/4}`` as ``optimizer.lr=5e-06 (now 2e-05)``, and clauses that depend on the recipe."""
+        return _BLANK.sub(lambda match: self._scaled(*match.groups()) if match[2] else self._clause(match[1]), text)
 
-    def more(self, path: str) -> str:
-        """``sampling.max_tokens=400 (now 200)``: twice a whole number."""
-        value = self.get(path)
-        known = isinstance(value, int) and not isinstance(value, bool)
-        return f"{path}={2 * value} (now {value})" if known else f"a larger {path}"
+    def _scaled(self, path: str, sign: str, by: str) -> str:
+        value, wanted = self.get(path), "larger" if sign == "*" else "smaller"
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            return f"a {wanted} {path}"
+        return f"{path}={value * int(by) if sign == '*' else value / int(by):.4g} (now {value:.4g})"
 
-    def warmer(self) -> str:
-        """Advice to sample at temperature 1, where it is lower."""
-        now = self.get("sampling.temperature")
-        return f"sampling.temperature=1 (now {now:g}); " if isinstance(now, (int, float)) and now < 1 else ""
-
-    def fresher(self) -> str:
-        """Advice to train on newer data, where the recipe allows a lag."""
-        now = self.get("max_lag")
-        if now == "auto":
+    def _clause(self, name: str) -> str:
+        """Part of an advice; empty where the recipe leaves no room for it."""
+        temperature, clip, lag = self.get("sampling.temperature"), self.get("loss.clip_high"), self.get("max_lag")
+        if name == "warmer" and isinstance(temperature, (int, float)) and temperature < 1:
+            return f"sampling.temperature=1 (now {temperature:g}); "
+        if name == "clip_higher" and isinstance(clip, float):  # DAPO's clip-higher lets rare tokens grow
+            return f"loss.clip_high={clip + 0.1:.2g} (now {clip:g}); "
+        if name == "fresher" and lag == "auto":
             return "a smaller lag_control.max_lag or a higher lag_control.ess_floor; "
-        return f"a smaller max_lag (now {now}) or max_lag: auto, which keeps to lag_control.ess_floor; " if now else ""
+        if name == "fresher" and lag:
+            return f"a smaller max_lag (now {lag}) or max_lag: auto, which keeps to lag_control.ess_floor; "
+        if name == "without_bonuses" and self.bonuses:
+            return f"Take {' and '.join(self.bonuses)} out of rewards, or let them pay only beside a right answer. "
+        if name == "bonuses":
+            option = "envs.NAME.rewards" if self.shares else "rewards"
+            return ", ".join(
+                f"{option}.{name}={weight / 10:g} (now {weight:g})" for name, weight in self.bonuses.items()
+            )
+        return ""
 
 
 def _weight(spec: Json) -> float:
