@@ -25,6 +25,7 @@ from tandem.observability import json_lines, vitals, waits
 from tandem.observability.board import duration
 from tandem.observability.loggers.base import phase
 from tandem.observability.report.summary import failed
+from tandem.observability.waits import OpenWait
 from tandem.printable import printable
 from tandem.processes import alive_after, is_stopped
 from tandem.types import Json
@@ -38,26 +39,6 @@ _LINE = re.compile(r"(?P<time>\S+Z) (?P<level>[A-Z]+) +(?P<name>[\w.]+): (?P<tex
 _TAIL_BYTES = 1 << 16
 _ID = re.compile(r"\S*@\d+(/\d+)?(?=\)|$)")
 """A group's or rollout's id at the end of a party's name or of a reason, as 3+4@0/7."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenWait:
-    """One part's wait for another."""
-
-    number: int
-    """By which waits name one another in ``within``."""
-    within: int | None
-    """The wait that this one is part of."""
-    owner: str
-    """The part that waits."""
-    on: str
-    """The part that has to deliver."""
-    reason: str
-    """What for."""
-    seconds: float
-    """How long it has lasted."""
-    left: float | None
-    """Seconds until its deadline; None: it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,19 +199,16 @@ def _liveness(signs: Mapping[str, Json], age: float) -> tuple[str, str]:
 
 def _waits(signs: Mapping[str, Json], age: float) -> list[OpenWait]:
     """Waits of a sign of life that is so many seconds old, longest first."""
-    going = [
-        OpenWait(
-            number=row.get("number", -1 - place),
-            within=row.get("within"),
-            owner=row["owner"],
-            on=row["on"],
-            reason=row["reason"],
-            seconds=round(row["seconds"] + age, 3),
-            left=row["deadline"] and round(row["deadline"] - row.get("moved", row["seconds"]) - age, 3),
+    told = [OpenWait(**row) for row in signs["waits"]]
+    aged = [
+        dataclasses.replace(
+            one,
+            seconds=round(one.seconds + age, 3),
+            left=None if one.left is None else round(one.left - age, 3),
         )
-        for place, row in enumerate(signs["waits"])
+        for one in told
     ]
-    return sorted(going, key=lambda one: -one.seconds)
+    return sorted(aged, key=lambda one: -one.seconds)
 
 
 def _last_words(run: Path, events: Sequence[Mapping[str, Json]], now: float) -> Iterator[tuple[str, float | None, str]]:

@@ -46,50 +46,21 @@ _encoder = msgspec.json.Encoder(enc_hook=_plain)
 
 class _Metrics(TypedDict):
     step: int
-    time: NotRequired[float]
     metrics: dict[str, float | None]
 
 
 class _Event(TypedDict):
     event: str
     time: float
-    step: NotRequired[int]
 
 
-class _EvalNumbers(TypedDict):
-    mean: NotRequired[float | None]
-    mean_ci: NotRequired[tuple[float | None, float | None] | None]
-    pass_at: NotRequired[dict[str, float | None] | None]
-    pass_ci: NotRequired[tuple[float | None, float | None] | None]
-    truncated: NotRequired[float | None]
-    tokens: NotRequired[float | None]
-
-
-class _Evaluation(_EvalNumbers):
+class _Evaluation(TypedDict):
     step: int
-    env: NotRequired[str]
-    samples: NotRequired[int]
-    envs: NotRequired[dict[str, _EvalNumbers]]
-    rollouts: NotRequired[list[dict[str, Any]]]
+    mean: NotRequired[float | None]
 
 
-class _Rollout(TypedDict):
-    prompt: NotRequired[list[dict[str, Any]]]
-    messages: NotRequired[list[dict[str, Any]]]
-    rewards: NotRequired[dict[str, float | None] | None]
-    reward: NotRequired[float | None]
-    advantage: NotRequired[float | None]
-    text: NotRequired[str]
-    tokens: NotRequired[list[dict[str, Any]] | None]
-
-
-_SHAPES: Mapping[str, Any] = {
-    "metrics.jsonl": _Metrics,
-    "events.jsonl": _Event,
-    "eval.jsonl": _Evaluation,
-    "rollouts": _Rollout,
-}
-"""What readers rely on in the rows of a run's files, by name or folder; rows of others are any object."""
+_SHAPES: Mapping[str, Any] = {"metrics.jsonl": _Metrics, "events.jsonl": _Event, "eval.jsonl": _Evaluation}
+"""What readers rely on in the rows of a run's files; rows of others are any object."""
 
 
 def read(path: Path) -> Iterator[dict[str, Json]]:
@@ -108,7 +79,7 @@ def _read(path: Path, faults: list[str]) -> Iterator[dict[str, Json]]:
     """Rows that are whole; what is wrong with the rest is added to ``faults``."""
     if not path.exists():
         return
-    shape = _SHAPES.get(path.name) or _SHAPES.get(path.parent.name, dict[str, Any])
+    shape = _SHAPES.get(path.name, dict[str, Any])
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):

@@ -19,7 +19,7 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 from weakref import WeakSet
 
 from tandem.errors import Deadline
@@ -78,6 +78,14 @@ class Wait:
     def within(self) -> int | None:
         """Number of the wait that it began in."""
         return None if self.outer is None else self.outer.number
+
+    def told(self) -> OpenWait:
+        """As another process may know it."""
+        left = None if self.deadline is None else round(self.moved + self.deadline - time.monotonic(), 3)
+        return OpenWait(
+            number=self.number, within=self.within, owner=self.owner, on=self.on, reason=self.reason,
+            seconds=round(self.seconds, 3), left=left,
+        )  # fmt: skip
 
     def late(self) -> Deadline:
         """The error of a passed deadline."""
@@ -345,31 +353,27 @@ def _tell(wait: Wait, state: State) -> None:
         _telling.now = False
 
 
-class WaitLink(Protocol):
-    """As much of a wait as a chain needs."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenWait:
+    """A wait as a heartbeat tells it to other processes."""
 
-    @property
-    def number(self) -> int:
-        """Its name in this process."""
-
-    @property
-    def within(self) -> int | None:
-        """Number of the wait that it began in, if any."""
-
-    @property
-    def owner(self) -> str:
-        """What waits."""
-
-    @property
-    def on(self) -> str:
-        """The part that has to deliver."""
-
-    @property
-    def seconds(self) -> float:
-        """How long it has lasted."""
+    number: int
+    """By which waits name one another in ``within``."""
+    within: int | None
+    """The wait that this one is part of."""
+    owner: str
+    """The part that waits."""
+    on: str
+    """The part that has to deliver."""
+    reason: str
+    """What for."""
+    seconds: float
+    """How long it has lasted."""
+    left: float | None
+    """Seconds until its deadline; None: it has none."""
 
 
-L = TypeVar("L", bound=WaitLink)
+L = TypeVar("L", Wait, OpenWait)
 
 
 def chain(wait: L, every: Sequence[L]) -> list[L]:

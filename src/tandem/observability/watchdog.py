@@ -13,7 +13,6 @@ import contextlib
 import faulthandler
 import io
 import json
-import logging
 import os
 import sys
 import threading
@@ -31,8 +30,6 @@ LOOKS = 20
 """Looks at the waits within the shortest timeout, at most a second apart."""
 _DISK_SECONDS = 2.0
 """Longest time to write stacks: the disk may be what hangs."""
-_RECENT = 6
-"""Parts whose last log line an error quotes, 100 characters of each."""
 
 
 class Watchdog:
@@ -59,7 +56,6 @@ class Watchdog:
         self._stacks = ""
         self._late: Deadline | None = None
         self._over = threading.Event()
-        self._lines = _LastLines()
         # This thread's own time: what passed while the whole process was stopped does not count.
         self._clock = 0.0
         self._moved: dict[waits.Wait, tuple[float, float]] = {}
@@ -82,9 +78,10 @@ class Watchdog:
 
     def explain(self, late: Deadline) -> str:
         """The whole message on why a run was stopped."""
-        where = "" if self.folder is None else f". Stacks are in {vitals.stacks(self.folder)}"
-        again = "" if self.folder is None else f"; go on with: {command('train', self.folder)}"
-        return f"{late}{self._lines.sentence()}{where}{again}"
+        if self.folder is None:
+            return str(late)
+        stacks, log = vitals.stacks(self.folder), self.folder / "logs" / "run.log"
+        return f"{late}. Stacks are in {stacks}, the log in {log}; go on with: {command('train', self.folder)}"
 
     # The thread
 
@@ -92,16 +89,13 @@ class Watchdog:
     def watching(self) -> Iterator[None]:
         """Watch while the block lasts; afterwards too, if a deadline ended it and the process does not exit."""
         thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        logger = logging.getLogger("tandem")
         self._beat()
-        logger.addHandler(self._lines)
         thread.start()
         try:
             yield
         finally:
             if self._timer is not None:
                 self._timer.cancel()
-            logger.removeHandler(self._lines)
             self._over.set()
             thread.join()
             if self._late is not None:
@@ -230,26 +224,6 @@ class Watchdog:
         writer = threading.Thread(target=write, name="stacks", daemon=True)
         writer.start()
         writer.join(_DISK_SECONDS)
-
-
-class _LastLines(logging.Handler):
-    """Keeps the last line that each part logged."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self._last: dict[str, tuple[float, str]] = {}
-
-    def emit(self, record: logging.LogRecord) -> None:
-        part = ".".join(record.name.split(".")[:2]).removeprefix("tandem.")
-        text = " ".join(record.getMessage().split())
-        self._last.pop(part, None)
-        self._last[part] = (time.monotonic(), text[:100])
-
-    def sentence(self) -> str:
-        """Quote the latest of them."""
-        now, last = time.monotonic(), list(self._last.items())[-_RECENT:]
-        words = "; ".join(f"{part} {now - at:.0f} s ago: {text!r}" for part, (at, text) in reversed(last))
-        return f". Last words of {words}" if words else ""
 
 
 def _say(line: str) -> None:
