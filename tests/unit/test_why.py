@@ -270,7 +270,7 @@ def test_stacks_that_come_slowly_are_read_to_their_end(tmp_path: Path, monkeypat
     begin = path.stat().st_size
     writes = threading.Thread(target=write)
     writes.start()
-    assert why._until(why._whole(path, begin))
+    why._settle(path, begin)
     assert path.read_text()[begin:].split() == [str(i) for i in range(8)]
     writes.join()
 
