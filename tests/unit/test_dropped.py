@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -144,15 +143,3 @@ def test_the_line_of_a_step_counts_them(tmp_path: Path, capsys: pytest.CaptureFi
         1, {"groups/dropped_zero_variance": 30.0, "groups/dropped_failed": 3.0}
     )
     assert "dropped 33 groups" in capsys.readouterr().out
-
-
-def test_the_line_of_a_step_counts_groups_without_signal_that_were_kept(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    writer = Console(live="never").open(info(tmp_path))
-    played = {"env/a/zero_variance": 0.75, "env/a/groups": 8.0, "env/b/zero_variance": 0.5, "env/b/groups": 4.0}
-    writer.write(1, {**played, "groups/dropped_zero_variance": 0.0})
-    assert "no signal in 8 groups" in capsys.readouterr().out
-    writer.write(2, {**played, "groups/dropped_zero_variance": 8.0})
-    writer.write(3, {**played, "env/a/zero_variance": math.nan})
-    assert "no signal" not in capsys.readouterr().out

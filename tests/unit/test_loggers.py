@@ -115,8 +115,8 @@ def test_plain_console_is_one_line_per_step_and_per_evaluation(
     assert lines[0] == "gsm8k-run · SmolLM2-135M · gsm8k · full · shared · 4 × 8 a step · lag ≤ 1 · 200 steps"
     assert lines[1] == "evaluation at step 0: 25.0 % [19–31], pass@4 45.0 %, 40 tasks × 4"
     assert lines[2] == (
-        "  1/200  reward 0.412  acc 41%  len 64.2  cut 3.1%  lag 0.500  "
-        "kl 0.020  mismatch 1.2e-05  grad 0.340  1,812 tok/s  12.1 s"
+        "  1/200  reward 0.412  acc 41%  len 64.2  cut 3.1%  lag 0.5  "
+        "kl 0.02  mismatch 1.2e-05  grad 0.34  1,812 tok/s  12.1 s"
     )
     assert re.fullmatch(r"  2/200  reward .*  12\.1 s  \S+ .*left", lines[3])
     assert lines[4] == "checkpoint saved (step 2, seconds 1.5)"
@@ -220,24 +220,15 @@ def test_live_board_shows_what_matters_at_any_width(tmp_path: Path, width: int) 
             "█",
             "41 %",
             "3.1 % cut",
-            "at most 1.00",
+            "at most 1",
             "1,812",
             "1.2e-05",
             "60 % waiting, 40 % training",
             "rollout workers (the next batch) 12 s",
-            "25.0 % [19–31] step 0  →  50.0 % [44–56] step 30",
-            "45.0 %  →  70.0 %",
+            "evaluation at step 30: 50.0 % [44–56], pass@4 70.0 %",
             "checkpoint saved (step 30)",
         ):
             assert part in text, part
-
-
-def test_the_board_evaluates_no_longer_than_it_does(tmp_path: Path) -> None:
-    board = RunBoard(info(tmp_path))
-    board.event("eval_started", {"step": 0})
-    assert "evaluating" in "\n".join(drawn(board, 80))
-    board.event("eval_done", {"step": 0})
-    assert "evaluating" not in "\n".join(drawn(board, 80))
 
 
 @pytest.mark.parametrize(("lag", "name"), [(0, "sampling"), (1, "waiting"), ("auto", "waiting")])
@@ -248,7 +239,7 @@ def test_phases_have_the_names_that_a_user_gives_them(tmp_path: Path, lag: Any, 
     assert durations == {name: 6.0, "training": 2.0, "publish": 2.0}
     opened = dataclasses.replace(info(tmp_path), config=config)
     wait = Activity(phases=(("seconds/wait", 12.0),), waits=[waiting()])
-    assert f"{name}  trainer waits for" in "\n".join(
+    assert f"{name} 12 s  trainer waits for" in "\n".join(
         drawn(RunBoard(dataclasses.replace(opened, activity=lambda: wait)), 80)
     )
     step = Activity(phases=(("seconds/forward_backward", 3.0),))
@@ -402,13 +393,13 @@ def test_numbers_for_people() -> None:
     assert [number(x) for x in (0, 0.4125, 1.5, 12.34, 123.4, 1812.4, 999.9, 1.2e-5, -0.5)] == [
         "0",
         "0.412",
-        "1.50",
+        "1.5",
         "12.3",
         "123",
         "1,812",
         "1,000",
         "1.2e-05",
-        "-0.500",
+        "-0.5",
     ]
     assert [number(x, "accuracy") for x in (0.41, 0.031, 1.0, 0.0)] == ["41 %", "3.1 %", "100 %", "0.0 %"]
     assert number(float("nan")) == "nan"

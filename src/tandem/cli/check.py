@@ -58,13 +58,13 @@ def check(recipe: Path, overrides: Sequence[str], tasks: int) -> int:
 
 
 async def _check(loaded: Loaded, tasks: int) -> int:
-    look = _RecipeCheck(loaded.config, tasks, loaded.places)
+    check = _RecipeCheck(loaded.config, tasks, loaded.places)
     console = Console()
     problems: list[TandemError] = []
-    doubtful = 0
-    questions = look.all()
+    warned = 0
+    questions = check.questions()
     width = max(map(len, questions))
-    async with look.graders():
+    async with check.graders():
         for what, ask in questions.items():
             try:
                 with console.status(Text(f"{what} ...")):
@@ -75,15 +75,15 @@ async def _check(loaded: Loaded, tasks: int) -> int:
             else:
                 state = Text("skipped", "yellow") if text is None else Text("ok", "green")
                 console.print(_row(state, what, text or "what it needs is missing, see above", width))
-            doubtful += len(look.doubts)
-            while look.doubts:
-                console.print(_row(Text("warning", "yellow"), what, look.doubts.pop(0), width))
-    if look.plan:
-        typer.echo(f"\nmemory:\n{look.plan}\n")
+            warned += len(check.warnings)
+            while check.warnings:
+                console.print(_row(Text("warning", "yellow"), what, check.warnings.pop(0), width))
+    if check.plan:
+        typer.echo(f"\nmemory:\n{check.plan}\n")
     if problems:
         console.print(f"{len(problems)} problem{'s' * (len(problems) > 1)}", style="bold red")
         return problems[0].exit_code
-    console.print(f"ok, with {doubtful} warning{'s' * (doubtful > 1)}" if doubtful else "ok", style="green")
+    console.print(f"ok, with {warned} warning{'s' * (warned > 1)}" if warned else "ok", style="green")
     return 0
 
 
@@ -109,7 +109,7 @@ class _RecipeCheck:
         self._opening: dict[str, asyncio.Task[Graders]] = {}
         self.plan = ""
         """The memory plan as text, once it is made."""
-        self.doubts: list[str] = []
+        self.warnings: list[str] = []
         """Warnings: likely mistakes that need not be any."""
 
     @asynccontextmanager
@@ -138,7 +138,7 @@ class _RecipeCheck:
                         await ready.close()
                 warner.setLevel(level)
 
-    def all(self) -> dict[str, Question]:
+    def questions(self) -> dict[str, Question]:
         """Questions by name."""
         config, counts = self._config, memory.RankCounts.of(self._config)
         questions: tuple[tuple[str, Question, bool], ...] = (
@@ -161,7 +161,7 @@ class _RecipeCheck:
         from tandem.trainer import pairs
 
         pairs.check_pairs(self._config)
-        self.doubts += filter(None, [self._config.optimizer.doubt()])
+        self.warnings += filter(None, [self._config.optimizer.doubt()])
         envs = [_environment(name, source) for name, source in self._config.sources.items()]
         parts = {name: getattr(self._config, name) for name in _CATEGORIES}
         named = [
@@ -220,7 +220,7 @@ class _RecipeCheck:
         graded = await siblings(source.env, graders, self._tasks[name])
         require_right(name, graded)
         label = f"{name}: " if len(self._config.sources) > 1 else ""
-        self.doubts += [label + doubt for doubt in doubts(source.rewards, graded)]
+        self.warnings += [label + warning for warning in warnings_of(source.rewards, graded)]
         return graded_text(graders, graded)
 
     def _model_config(self) -> str:
@@ -279,11 +279,11 @@ class _RecipeCheck:
             chosen.append(f"distributed.gradients: {as_run.distributed.gradients}, which is auto's choice here")
         self.plan = "\n".join([plan.table(), *(f"  {line}" for line in chosen)])
         if not plan.within(1 / (1 + memory.MARGIN)):
-            self.doubts.append(f"the plan may be off by {memory.MARGIN:.0%}: this run may not fit")
+            self.warnings.append(f"the plan may be off by {memory.MARGIN:.0%}: this run may not fit")
         return f"about {machine.readable(plan.total)} at the peak of {machine.readable(plan.machine.free)} free"
 
     def _ranks(self) -> str | None:
-        """How many ranks would do, and what each of those that there are receives in a publish.
+        """What each of those that there are receives in a publish.
 
         Raises:
             UnsupportedPair: an option cannot be had with several.
@@ -305,18 +305,7 @@ class _RecipeCheck:
         else:
             received = weights // workers * (holders - 1) // holders
             publish = f"each rank receives {received / 1e9:.2f} GB a publish"
-        parts = [f"{world}", publish]
-        if not self._planner.machine.is_host:
-            parts.append(self._enough(self._planner, workers * self._config.distributed.replicas))
-        return "; ".join(parts)
-
-    def _enough(self, planner: memory.Planner, multiple: int) -> str:
-        """Which numbers of ranks fit this machine's GPUs, of multiples of a number."""
-        numbers = [number for number in (1, 2, 4, 8, 16) if number % multiple == 0]
-        counts = {number: memory.RankCounts.on_one_host(self._config, number) for number in numbers}
-        plans = {n: dataclasses.replace(planner, ranks=c).plan(self._config) for n, c in counts.items()}
-        enough = [str(number) for number, plan in plans.items() if plan.fits]
-        return f"of {', '.join(map(str, numbers))} ranks {', '.join(enough) or 'none'} fit this machine's GPUs"
+        return f"{world}; {publish}"
 
     def _disk(self) -> str | None:
         """Room for checkpoints: a new one is whole before an old one goes.
@@ -379,7 +368,7 @@ def graded_text(graders: Graders, graded: Sequence[GradedReplies]) -> str:
     return f"{len(known)} graded, each beside a wrong answer: {each}"
 
 
-def doubts(rewards: Mapping[str, RewardSpec], graded: Sequence[GradedReplies]) -> Iterator[str]:
+def warnings_of(rewards: Mapping[str, RewardSpec], graded: Sequence[GradedReplies]) -> Iterator[str]:
     """Warnings: likely mistakes that need not be any."""
     known = [(replies.right, replies.wrong) for replies in graded if replies.right]
     if not known:

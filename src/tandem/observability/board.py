@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from tandem.observability import json_lines
-from tandem.observability.loggers.base import RunInfo, kind, parts, phases
+from tandem.observability.loggers.base import RunInfo, kind, parts
 from tandem.printable import printable
 from tandem.types import Json
 
@@ -47,7 +47,6 @@ class RunBoard:
         self.news: deque[tuple[float, str]] = deque(maxlen=3)
         self.alarms: dict[str, Mapping[str, Json]] = {}
         """What each open alarm said, by name."""
-        self.phase = ""
         self.dropped = ""
         """What is known of groups that were dropped while the step under way is sampled."""
         self.closed = False
@@ -79,7 +78,6 @@ class RunBoard:
     def event(self, name: str, fields: Mapping[str, Json]) -> None:
         """Take in an event; only those that a person would want to hear of are shown."""
         with self.lock:
-            self.phase = {"eval_started": "evaluating", "eval_done": ""}.get(name, self.phase)
             if name in _ALARMS:
                 self._alarm(name, fields)
             if name == "groups_dropped":
@@ -164,19 +162,10 @@ def alarm_lines(fields: Mapping[str, Json]) -> list[str]:
 
 
 def number(value: float, metric: str = "") -> str:
-    """At most about four significant figures; shares as percent."""
-    if not math.isfinite(value):
-        return str(value)
+    """Three significant figures, whole numbers from a thousand on; shares as percent."""
     if metric in PERCENT:
         return f"{100 * value:.1f} %" if abs(value) < 0.0995 else f"{100 * value:.0f} %"
-    size = abs(value)
-    if size == 0:
-        return "0"
-    if size < 1e-3 or size >= 1e7:
-        return f"{value:.1e}"
-    if size >= 999.5:
-        return f"{value:,.0f}"
-    return f"{value:.{0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3}f}"
+    return f"{value:,.0f}" if 999.5 <= abs(value) < 1e7 else f"{value:.3g}"
 
 
 def duration(seconds: float) -> str:
@@ -218,24 +207,6 @@ def largest_pass(record: Mapping[str, Json]) -> tuple[str, float] | None:
     return None if k is None or int(k) < 2 else (str(k), float(table[k]))
 
 
-def time_shares(scalars: Mapping[str, float], config: Mapping[str, Json]) -> list[tuple[str, float]]:
-    """Shares of a step's time, as (phase, share of all), largest first; under one percent is left out."""
-    seconds = phases(scalars, config)
-    total = sum(seconds.values())
-    return [(name, value / total) for name, value in seconds.items() if value / total >= 0.01]
-
-
-def kept_without_signal(scalars: Mapping[str, float]) -> int:
-    """Groups of a step with zero variance that were not dropped (``zero_variance_groups: keep``)."""
-    zero_variance = sum(
-        share * scalars.get(f"{name.removesuffix('/zero_variance')}/groups", 0.0)
-        for name, share in scalars.items()
-        if name.startswith("env/") and name.endswith("/zero_variance")
-    )
-    kept = zero_variance - scalars.get("groups/dropped_zero_variance", 0.0)
-    return max(0, round(kept)) if math.isfinite(kept) else 0
-
-
 def step_line(board: RunBoard) -> str:
     """One step in one line."""
     metrics, steps = board.scalars, board.info.steps
@@ -248,14 +219,9 @@ def step_line(board: RunBoard) -> str:
     parts += shown(("cut", "rollouts/truncated"), ("lag", "lag"), zeros=False)
     if dropped := sum(metrics.get(f"groups/dropped_{why}", 0.0) for why in ("zero_variance", "stale", "failed")):
         parts.append(f"dropped {dropped:.0f} groups")
-    if kept := kept_without_signal(metrics):
-        parts.append(f"no signal in {kept} groups")
     parts += shown(("kl", "kl_reference"), ("mismatch", "kl_behavior"), ("grad", "grad_norm"))
-    parts += [
-        f"{number(metrics[metric])} {unit}"
-        for metric, unit in (("tokens_per_second", "tok/s"), ("seconds/step", "s"))
-        if metric in metrics
-    ]
+    units = (("tokens_per_second", "tok/s"), ("seconds/step", "s"))
+    parts += [f"{number(metrics[metric])} {unit}" for metric, unit in units if metric in metrics]
     if (left := board.seconds_left()) is not None:
         parts.append(f"{duration(left)} left")
     return "  ".join(parts).replace(" %", "%")

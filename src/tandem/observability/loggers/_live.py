@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rich.console import Console as Terminal
@@ -17,7 +17,7 @@ from rich.text import Text
 from tandem.observability import board as boards
 from tandem.observability import progress
 from tandem.observability.board import RunBoard, duration, number, sparkline
-from tandem.observability.loggers.base import RunInfo, phase
+from tandem.observability.loggers.base import RunInfo, phase, phases
 from tandem.observability.progress import LONG
 from tandem.types import Json
 
@@ -75,24 +75,27 @@ class Picture:
 
     def __rich_console__(self, terminal: Terminal, options: ConsoleOptions) -> RenderResult:
         """Draw at the terminal's width."""
-        with self._board.lock:
-            plain = options.ascii_only
-            blocks = [self._head(), self._progress(), self._now(), *self._under_way()]
-            blocks += [Text(), self._numbers(options.max_width, plain)]
-            blocks += [Text(), *self._evaluations()] if self._board.evaluations else []
-            blocks += [Text(), *self._alarms()] if self._board.alarms else []
-            blocks += [Text(), *self._news()] if self._board.news else []
+        board = self._board
+        with board.lock:
+            blocks = [_line(" · ".join(boards.settings(board.info.config))), self._progress(), self._now()]
+            if not board.closed:
+                blocks += [_line(board.dropped, ORANGE)] * bool(board.dropped)
+                blocks += [progress.bar(work) for work in progress.current() if work.seconds >= LONG]
+            blocks += [Text(), self._numbers(options.max_width)]
+            blocks += [Text(), _line(boards.evaluation_line(board), "bold")] if board.evaluations else []
+            for alarm in board.alarms.values():
+                head, *rest = boards.alarm_lines(alarm)
+                blocks += [Text(), Text(head, f"bold {ORANGE}"), *map(Text, rest)]
+            blocks += [Text()] if board.news else []
+            for at, what in board.news:
+                blocks.append(_line(f"{time.strftime('%H:%M:%S', time.localtime(at))} {what}"))
             yield Panel(
                 Group(*blocks),
-                title=Text.assemble((" tandem ", f"bold {BLUE}"), (f"{self._board.info.name} ", "bold")),
+                title=Text.assemble((" tandem ", f"bold {BLUE}"), (f"{board.info.name} ", "bold")),
                 title_align="left",
                 border_style="bright_black",
                 padding=(0, 1),
             )
-
-    def _head(self) -> RenderableType:
-        text = " · ".join(boards.settings(self._board.info.config))
-        return Text(text, style="bright_black", no_wrap=True, overflow="ellipsis")
 
     def _progress(self) -> RenderableType:
         board, steps = self._board, self._board.info.steps
@@ -105,29 +108,17 @@ class Picture:
     def _now(self) -> RenderableType:
         board = self._board
         if board.closed:
-            return Text("ended", style="bright_black")
+            return _line("ended")
         activity, config = board.info.activity(), board.info.config
-        text = Text(no_wrap=True, overflow="ellipsis")
-        spans = [span for span in activity.phases if span[0] != "seconds/wait"]
-        waits = len(spans) < len(activity.phases)  # of samples: what delivers them is told behind
-        phases = [f"{phase(name, config)} {duration(seconds)}" for name, seconds in spans[-2:]]
-        text.append(board.phase or (phase("seconds/wait", config) if waits else "now"), style="bold")
-        text.append("  " + (" › ".join(phases) or ("" if activity.waits or waits else "between two phases")))
-        for wait in list(activity.waits)[:1]:
-            text.append("  " if phases else "")
-            text.append(f"{wait.owner} waits for {wait.on}", style=ORANGE)
-            text.append(f" ({wait.reason}) {duration(wait.seconds)}")
-            if len(activity.waits) > 1:
-                text.append(f" +{len(activity.waits) - 1}", style="bright_black")
+        doing = " › ".join(f"{phase(name, config)} {duration(seconds)}" for name, seconds in activity.phases[-2:])
+        text = _line("" if doing or activity.waits else "between two phases").append(doing, "bold")
+        for wait in activity.waits[:1]:
+            text.append(f"  {wait.owner} waits for {wait.on}", ORANGE)
+            text.append(f" ({wait.reason}) {duration(wait.seconds)}", "default")
+            text.append(f" +{len(activity.waits) - 1}" * (len(activity.waits) > 1))
         return text
 
-    def _under_way(self) -> Iterator[RenderableType]:
-        """A bar for each thing that takes long."""
-        if self._board.dropped and not self._board.closed:
-            yield Text(self._board.dropped, style=ORANGE, no_wrap=True, overflow="ellipsis")
-        yield from (progress.bar(one) for one in progress.current() if one.seconds >= LONG and not self._board.closed)
-
-    def _numbers(self, width: int, plain: bool) -> RenderableType:
+    def _numbers(self, width: int) -> RenderableType:
         table = Table.grid(padding=(0, 1))
         table.add_column(width=12, no_wrap=True)
         table.add_column(width=9, justify="right", no_wrap=True)
@@ -138,7 +129,7 @@ class Picture:
         scalars = self._board.scalars
         for metric, label, unit in boards.ROWS:
             if metric in scalars:
-                line = "" if plain else sparkline(self._board.history(metric), spark)
+                line = sparkline(self._board.history(metric), spark)
                 value = Text(number(scalars[metric], metric), style="bold")
                 table.add_row(label, value, unit, line, self._note(metric))
         return table if scalars else Text("no step has finished yet", style="bright_black")
@@ -153,36 +144,12 @@ class Picture:
         if metric == "lag" and "lag/max" in scalars:
             return f"at most {number(scalars['lag/max'])}"
         if metric == "seconds/step":
-            shares = boards.time_shares(scalars, self._board.info.config)[:2]
-            return ", ".join(f"{100 * share:.0f} % {name}" for name, share in shares)
+            seconds = phases(scalars, self._board.info.config)
+            longest = list(seconds.items())[:2]
+            return ", ".join(f"{100 * value / sum(seconds.values()):.0f} % {name}" for name, value in longest)
         return ""
 
-    def _evaluations(self) -> Iterator[RenderableType]:
-        first, last = self._board.evaluations[0], self._board.evaluations[-1]
-        table = Table.grid(padding=(0, 1))
-        table.add_column(width=12, no_wrap=True)
-        ends = [first] if first["step"] == last["step"] else [first, last]
-        means = Text("  →  ", style="bright_black").join(
-            Text.assemble(
-                (boards.percent_with_interval(record), "bold" if record is first else f"bold {BLUE}"),
-                (f" step {record['step']}", "bright_black"),
-            )
-            for record in ends
-        )
-        table.add_row("held-out", means)
-        passes = [largest for largest in map(boards.largest_pass, ends) if largest]
-        if len(passes) == len(ends):
-            table.add_row(f"pass@{passes[-1][0]}", "  →  ".join(f"{100 * share:.1f} %" for _, share in passes))
-        yield table
 
-    def _alarms(self) -> Iterator[RenderableType]:
-        for fields in self._board.alarms.values():
-            head, means, change = boards.alarm_lines(fields)
-            yield Text(head, style=f"bold {ORANGE}")
-            yield Text(means, style="bright_black")
-            yield Text(change)
-
-    def _news(self) -> Iterator[RenderableType]:
-        for at, what in self._board.news:
-            clock = time.strftime("%H:%M:%S", time.localtime(at))
-            yield Text(f"{clock} {what}", style="bright_black", no_wrap=True, overflow="ellipsis")
+def _line(text: str, style: str = "bright_black") -> Text:
+    """A line that is cut where the terminal ends."""
+    return Text(text, style, no_wrap=True, overflow="ellipsis")
