@@ -433,7 +433,10 @@ def read_tensorboard(folder: Path) -> tuple[dict[str, list[tuple[int, float]]], 
     reader.Reload()
     tags = reader.Tags()
     scalars = {tag: [(event.step, event.value) for event in reader.Scalars(tag)] for tag in tags["scalars"]}
-    texts = {tag: reader.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in tags["tensors"]}
+    texts = {
+        tag.removesuffix("/text_summary"): reader.Tensors(tag)[0].tensor_proto.string_val[0].decode()
+        for tag in tags["tensors"]
+    }
     return scalars, texts
 
 

@@ -168,7 +168,7 @@ class Opening(MetricsLogger):
 @pytest.mark.parametrize(
     ("writer", "message"),
     [
-        (Misnamed, "Misnamed has a method 'evaluate', which nobody calls; did you mean 'evaluation'?"),
+        (Misnamed, "Misnamed has a method 'evaluate', which nobody calls; did you mean 'evaluation'"),
         (Bare, "Bare has no method 'evaluation'; a writer's methods are: write, evaluation, event"),
     ],
 )

@@ -295,19 +295,14 @@ def _check_methods(writer: Writer, name: str) -> None:
         ConfigError: one is missing; names the one that it may be.
     """
     expected = [method for method in vars(Writer) if not method.startswith("_")]
-    methods = f"a writer's methods are: {', '.join(expected)}"
     own = [name for base in type(writer).__mro__ if base not in (Writer, object) for name in vars(base)]
     for method in expected:
         close = difflib.get_close_matches(method, own, n=1, cutoff=0.6)
-        if method not in own and close:
+        if method not in own and (close or not hasattr(writer, method)):
+            wrong = f"a method {close[0]!r}, which nobody calls; did you mean" if close else "no method"
             raise ConfigError(
-                f"logger {name}: {type(writer).__name__} has a method {close[0]!r}, which nobody calls; did you mean "
-                f"{method!r}? {methods[0].upper()}{methods[1:]}"
-            )
-        if not callable(getattr(writer, method, None)):
-            raise ConfigError(
-                f"logger {name}: {type(writer).__name__} has no method {method!r}; {methods} (derive from Writer to "
-                "leave some out)"
+                f"logger {name}: {type(writer).__name__} has {wrong} {method!r}; a writer's methods are: "
+                f"{', '.join(expected)} (derive from Writer to leave some out)"
             )
 
 
