@@ -258,16 +258,6 @@ SICK: Mapping[str, tuple[str, Made]] = {
     "gradients peak": ("loss", replace(BASE, grad=spikes(0.5, 40.0, 4))),
     "the loss jumps": ("loss", replace(BASE, loss=spikes(0.0, 3.0, 5))),
     "the loss is not a number": ("loss", replace(BASE, loss=lambda step: math.nan if step >= ONSET else 0.0)),
-    "one environment gives nothing": (
-        "environments",
-        replace(
-            BASE,
-            shares={
-                "sums": lambda step: 1.0 if step >= ONSET else 0.5,
-                "words": lambda step: 0.0 if step >= ONSET else 0.5,
-            },
-        ),
-    ),
     "environments fail": ("environments", replace(BASE, failed=after(0.0, 0.5))),
     "graders time out": ("grading", replace(BASE, failed_grading=after(0.0, 0.4))),
 }

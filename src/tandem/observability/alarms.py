@@ -292,22 +292,6 @@ def _kl_behavior(*, off_policy: bool) -> Callable[[MetricsHistory], str]:
     return look
 
 
-def _starved(history: MetricsHistory) -> str:
-    """An environment of a mixture gave no group in ten steps, where five were due."""
-    window = history.now(10)
-    trained = window.total("groups/trained")
-    for name, share in history.recipe.shares.items():
-        if window.total(f"env/{name}/trained") or share * trained < 5:
-            continue
-        groups, zero_variance = window.total(f"env/{name}/groups"), window.mean(f"env/{name}/zero_variance")
-        without_variance = f", {percent(zero_variance)} with zero variance" if zero_variance else ""
-        return (
-            f"no group of environment {name} was trained on in {window}, of {trained:g} in all, where its share "
-            f"is {percent(share)}; {groups:g} groups of it were played{without_variance}"
-        )
-    return ""
-
-
 def _environment_failed(history: MetricsHistory) -> str:
     now = history.now()
     rollouts = _rollouts(history, now)
@@ -481,15 +465,8 @@ ALARMS: tuple[Alarm, ...] = (
     ),
     Alarm(
         name="environments",
-        metrics=("groups/trained", "rollouts/failed"),
+        metrics=("rollouts/failed",),
         patterns=(
-            Pattern(
-                _starved,
-                "The mixture goes on without it: its tasks are too hard or too easy for any variance, its rollouts "
-                "fail, or its episodes take much longer than the others'.",
-                "Look at its rewards and errors (events.jsonl, logs/run.log). Easier or harder tasks in its "
-                "envs.NAME.env; a larger envs.NAME.min_share; or take it out of envs.",
-            ),
             Pattern(
                 _environment_failed,
                 "An environment raises, or something it needs (a tool, a service, a sandbox) does not answer; failed "

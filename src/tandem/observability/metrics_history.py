@@ -87,7 +87,6 @@ class MetricsHistory:
         self._start: list[Row] = []
         self._rows: deque[Row] = deque(maxlen=KEPT)
         self._most: dict[str, float] = {}
-        self._earlier: tuple[Window, ...] = ()
 
     def add(self, step: int, scalars: Mapping[str, float]) -> None:
         """Append the metrics of a step; steps come in order."""
@@ -98,7 +97,6 @@ class MetricsHistory:
         for name in (self.recipe.goal, *(f"reward/{bonus}" for bonus in self.recipe.bonuses)):
             if math.isfinite(value := abs(row.get(name, 0.0))):
                 self._most[name] = max(self._most.get(name, 1.0), value)
-        self._earlier = tuple(self._windows())
 
     def newest(self, metric: str) -> float | None:
         """The newest step's value, finite or not."""
@@ -110,11 +108,11 @@ class MetricsHistory:
 
     def earlier(self) -> Sequence[Window]:
         """Windows to compare with: the nearest first, the start of the run last."""
-        return self._earlier
+        return list(self._windows())
 
     def stagnant(self) -> list[Window]:
         """Earlier windows since which the main reward has not risen."""
-        return [window for window in self._earlier if not self.rises(window)]
+        return [window for window in self.earlier() if not self.rises(window)]
 
     @property
     def start(self) -> Window:
@@ -199,8 +197,7 @@ class RecipeOptions:
             name: weight for each in weights for name, weight in each.items() if name not in goals and weight
         }
         """Weight of each reward that is not the largest of any environment."""
-        self.shares: Mapping[str, float] = _shares(sources)
-        """Share of the groups due from each environment of a mixture."""
+        self._rewards = "envs.NAME.rewards" if sources else "rewards"
         self.broker = bool(config.get("broker"))
         """True if a broker brings the groups."""
         self.goal = "reward" if not goals else "accuracy" if len(weights) > 1 else f"reward/{next(iter(goals))}"
@@ -241,22 +238,11 @@ class RecipeOptions:
         if name == "without_bonuses" and self.bonuses:
             return f"Take {' and '.join(self.bonuses)} out of rewards, or let them pay only beside a right answer. "
         if name == "bonuses":
-            option = "envs.NAME.rewards" if self.shares else "rewards"
             return ", ".join(
-                f"{option}.{name}={weight / 10:g} (now {weight:g})" for name, weight in self.bonuses.items()
+                f"{self._rewards}.{name}={weight / 10:g} (now {weight:g})" for name, weight in self.bonuses.items()
             )
         return ""
 
 
 def _weight(spec: Json) -> float:
     return float(spec.get("weight", 1.0)) if isinstance(spec, Mapping) else float(spec)
-
-
-def _shares(sources: Mapping[str, Json]) -> dict[str, float]:
-    """Shares by weight, none below its min_share."""
-    total = sum(float(source.get("weight", 1.0)) for source in sources.values())
-    return {
-        name: max(float(source.get("weight", 1.0)) / total, float(source.get("min_share") or 0.0))
-        for name, source in sources.items()
-        if total > 0
-    }
