@@ -248,12 +248,10 @@ class Telemetry:
 
     def _on_wait(self, wait: waits.Wait, state: waits.State) -> None:
         with self._lock:
-            alike = self._lasting.others(wait, state)
             # Another thread's wait may end while this closes.
-            if self._folder_writer is not None and alike is not None:
-                seconds = round(wait.seconds, 3)
+            if self._lasting.is_event(wait, state) and self._folder_writer is not None:
                 fields = {"owner": wait.owner, "reason": wait.reason, "on": wait.on, "deadline": wait.deadline}
-                self.event("wait", **fields, seconds=seconds, state=state, alike=alike)
+                self.event("wait", **fields, seconds=round(wait.seconds, 3), state=state)
 
 
 def activity() -> Activity:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import mmap
 import numbers
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -180,14 +181,7 @@ class JsonLinesFile:
         os.close(self._fd)
 
     def _cut_torn_line(self) -> None:
-        end = os.fstat(self._fd).st_size
-        at = end
-        while at > 0:
-            start = max(0, at - 4096)
-            newline = os.pread(self._fd, at - start, start).rfind(b"\n")
-            if newline >= 0:
-                at = start + newline + 1
-                break
-            at = start
-        if at != end:
-            os.ftruncate(self._fd, at)
+        if os.fstat(self._fd).st_size:
+            with mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ) as data:
+                end = data.rfind(b"\n") + 1
+            os.ftruncate(self._fd, end)

@@ -407,28 +407,22 @@ class LastingWaits:
     Example:
         >>> lasting = LastingWaits()
         >>> waits = [Wait(owner=f"rollout {n}", reason="an answer", on="engine 0") for n in range(3)]
-        >>> [lasting.others(wait, "waiting") for wait in waits]
-        [0, None, None]
-        >>> [lasting.others(wait, "done") for wait in waits]
-        [None, None, 2]
+        >>> [lasting.is_event(wait, "waiting") for wait in waits]
+        [True, False, False]
+        >>> [lasting.is_event(wait, "done") for wait in waits]
+        [False, False, True]
     """
 
     def __init__(self) -> None:
         self._open: dict[tuple[str, str], set[Wait]] = {}
-        self._counts: dict[tuple[str, str], int] = {}
 
-    def others(self, wait: Wait, state: State) -> int | None:
-        """How many others of its kind lasted meanwhile; None if it becomes no event, as a failure always does."""
+    def is_event(self, wait: Wait, state: State) -> bool:
+        """True if it becomes an event, as a failure always does."""
         kind = wait.owner.partition(" ")[0], wait.on.partition(" ")[0]
+        lasting = self._open.setdefault(kind, set())
         if state == "waiting":
-            self._open.setdefault(kind, set()).add(wait)
-            self._counts[kind] = self._counts.get(kind, 0) + 1
-            return 0 if self._counts[kind] == 1 else None
-        going = self._open.get(kind, set())
-        if wait not in going:  # a thread's wait is told only when it ends
-            return 0
-        going.remove(wait)
-        others = self._counts[kind] - 1
-        if not going:
-            del self._open[kind], self._counts[kind]
-        return others if not going or state in ("failed", "deadline") else None
+            lasting.add(wait)
+            return len(lasting) == 1
+        told = wait in lasting  # a thread's wait is told only when it ends
+        lasting.discard(wait)
+        return not told or not lasting or state in ("failed", "deadline")
