@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from plays import answered, make_group
 
-from tandem.observability.board import RunBoard
 from tandem.observability.completions import KEPT, DroppedGroups
 from tandem.observability.emit import Telemetry
 from tandem.observability.loggers.base import RunInfo
@@ -127,15 +126,6 @@ def test_a_resume_forgets_those_of_later_steps(tmp_path: Path) -> None:
     assert [(row["step"], row["why"]) for row in rows[-3:]] == [
         (2, "every reward 0"), (3, "every reward 1"), (3, "every reward 1"),
     ]  # fmt: skip
-
-
-def test_the_board_shows_them_until_the_step_is_there(tmp_path: Path) -> None:
-    events = drop(tmp_path, count=4)
-    board = RunBoard(info(tmp_path))
-    board.event("groups_dropped", events[-1])
-    assert board.dropped == "step 1: 4 groups dropped so far: 4 with every reward 0"
-    board.write(1, {"reward": 0.5})
-    assert not board.dropped
 
 
 def test_the_line_of_a_step_counts_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,6 @@ from tandem.types import Json
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 PERCENT = {"accuracy", "rollouts/truncated", "clip_fraction"}
-_ALARMS = ("alarm", "alarm_over")
 
 
 ROWS = (
@@ -31,6 +30,7 @@ ROWS = (
     ("kl_behavior", "mismatch", "nats"),
     ("grad_norm", "grad_norm", ""),
     ("seconds/step", "step", "s"),
+    ("alarms", "alarms", "open"),
 )
 """The board's table: metric, label and unit."""
 
@@ -43,12 +43,7 @@ class RunBoard:
         self.info = info
         self.step = info.resumed_step
         self.scalars: dict[str, float] = {}
-        self.evaluations: list[Mapping[str, Json]] = []
-        self.news: deque[tuple[float, str]] = deque(maxlen=3)
-        self.alarms: dict[str, Mapping[str, Json]] = {}
-        """What each open alarm said, by name."""
-        self.dropped = ""
-        """What is known of groups that were dropped while the step under way is sampled."""
+        self.evaluations = list(json_lines.read(info.folder / "eval.jsonl"))
         self.closed = False
         self.begun = time.monotonic()
         self.lock = threading.Lock()
@@ -56,17 +51,11 @@ class RunBoard:
         self._ends: deque[float] = deque(maxlen=21)
         for line in json_lines.read(info.folder / "metrics.jsonl"):
             self._remember({name: value for name, value in line["metrics"].items() if value is not None})
-        self.evaluations += json_lines.read(info.folder / "eval.jsonl")
-        if info.resumed_step:
-            for line in json_lines.read(info.folder / "events.jsonl"):
-                if line.get("event") in _ALARMS and line["step"] <= info.resumed_step:
-                    self._alarm(line["event"], line)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Take in the numbers of a step."""
         with self.lock:
             self.step = step
-            self.dropped = ""
             self._ends.append(time.monotonic())
             self._remember(scalars)
 
@@ -74,16 +63,6 @@ class RunBoard:
         """Take in an evaluation."""
         with self.lock:
             self.evaluations.append({**record, "step": step})
-
-    def event(self, name: str, fields: Mapping[str, Json]) -> None:
-        """Take in an event; only those that a person would want to hear of are shown."""
-        with self.lock:
-            if name in _ALARMS:
-                self._alarm(name, fields)
-            if name == "groups_dropped":
-                self.dropped = dropped_lines(fields)[0]
-            if text := event_text(name, fields):
-                self.news.append((time.time(), text))
 
     def history(self, metric: str) -> list[float]:
         """Values of a shown metric, oldest first."""
@@ -99,13 +78,6 @@ class RunBoard:
         if gone > each:  # it is a longer one than those before: what is left does not stand still, nor fall below 0
             each = statistics.fmean([*gaps, gone])
         return max(each * steps - gone, each * (steps - 1), 0.0)
-
-    def _alarm(self, name: str, fields: Mapping[str, Json]) -> None:
-        """An alarm opens, is told again, or is over."""
-        if name == "alarm":
-            self.alarms[fields["alarm"]] = fields
-        else:
-            self.alarms.pop(fields["alarm"], None)
 
     def _remember(self, scalars: Mapping[str, float]) -> None:
         self.scalars = dict(scalars)
@@ -124,31 +96,26 @@ def settings(config: Mapping[str, Json]) -> list[str]:
     return [text for text in (str(config.get("model", "")).rpartition("/")[2], *kinds, shape, lag) if text]
 
 
-def event_text(name: str, fields: Mapping[str, Json]) -> str:
-    """An event for people; empty for those that come too often."""
-    if name == "wait":
-        if fields.get("state") not in ("deadline", "failed"):
-            return ""
-        return f"{fields['owner']} gave up on {fields['on']} ({fields['reason']}) after {duration(fields['seconds'])}"
-    if name in ("eval_started", "eval_done", "published", "group_dropped", "groups_dropped", "completions"):
-        return ""
-    if name in _ALARMS:
-        head = f"alarm {fields['alarm']}"
-        return f"{head}: {fields['seen']}" if name == "alarm" else f"{head} is over at step {fields['step']}"
-    if name == "resumed":
-        return f"resumed from step {fields['step']}"
-    rest = ", ".join(f"{key} {value}" for key, value in fields.items() if isinstance(value, (str, int, float)))
-    return name.replace("_", " ") + (f" ({rest})" if rest else "")
-
-
-def lines_of(name: str, fields: Mapping[str, Json]) -> list[str]:
-    """An event that a person reads in full, such as an alarm or answers of the policy; no lines for others."""
+def event_lines(name: str, fields: Mapping[str, Json]) -> list[str]:
+    """An event for people; no lines for those that come too often."""
     if name == "alarm":
         return alarm_lines(fields)
+    if name == "alarm_over":
+        return [f"alarm {fields['alarm']} is over at step {fields['step']}"]
     if name == "completions":
         head = f"answer at step {fields['step']}"
         return [line for sample in fields["samples"] for line in answer_lines(sample, head)]
-    return dropped_lines(fields) if name == "groups_dropped" else []
+    if name == "groups_dropped":
+        return dropped_lines(fields)
+    if name == "resumed":
+        return [f"resumed from step {fields['step']}"]
+    if name == "wait" and fields.get("state") in ("deadline", "failed"):
+        gave_up = f"{fields['owner']} gave up on {fields['on']} ({fields['reason']})"
+        return [f"{gave_up} after {duration(fields['seconds'])}"]
+    if name in ("wait", "eval_started", "eval_done", "published", "group_dropped"):
+        return []
+    rest = ", ".join(f"{key} {value}" for key, value in fields.items() if isinstance(value, (str, int, float)))
+    return [name.replace("_", " ") + (f" ({rest})" if rest else "")]
 
 
 def alarm_lines(fields: Mapping[str, Json]) -> list[str]:

@@ -18,8 +18,8 @@ from tandem.observability import board as boards
 from tandem.observability import progress
 from tandem.observability.board import RunBoard, duration, number, sparkline
 from tandem.observability.loggers.base import RunInfo, phase, phases
+from tandem.observability.loggers.console import PlainWriter
 from tandem.observability.progress import LONG
-from tandem.types import Json
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 BLUE, ORANGE = "dodger_blue2", "dark_orange"  # told apart with any colour vision
 
 
-class LiveWriter:
-    """Redraws in place until it is closed; the last picture stays."""
+class LiveWriter(PlainWriter):
+    """A board below the lines, redrawn in place until it is closed; the last picture stays."""
 
     def __init__(self, info: RunInfo, terminal: Terminal, refresh: float) -> None:
         self.board = RunBoard(info)
@@ -47,24 +47,13 @@ class LiveWriter:
         """Show the numbers of a step from the next redraw on."""
         self.board.write(step, scalars)
 
-    def evaluation(self, step: int, record: Mapping[str, Json], scalars: Mapping[str, float]) -> None:
-        """Show an evaluation from the next redraw on; an answer of it stays above the board."""
-        self.board.evaluation(step, record)
-        if lines := boards.held_out_lines(record, self.board.info.config):
-            for line in [boards.evaluation_line(self.board), *lines]:
-                self._live.console.print(Text(line), highlight=False)
-
-    def event(self, name: str, fields: Mapping[str, Json]) -> None:
-        """Show an event from the next redraw on; answers of the policy stay above the board."""
-        self.board.event(name, fields)
-        if name == "completions" or (name == "groups_dropped" and "example" in fields):
-            for line in boards.lines_of(name, fields):
-                self._live.console.print(Text(line), highlight=False)
-
     def close(self) -> None:
         """Draw once more and give the cursor back."""
         self.board.closed = True
         self._live.stop()
+
+    def _say(self, line: str) -> None:
+        self._live.console.print(Text(line), highlight=False)
 
 
 class Picture:
@@ -79,16 +68,9 @@ class Picture:
         with board.lock:
             blocks = [_line(" · ".join(boards.settings(board.info.config))), self._progress(), self._now()]
             if not board.closed:
-                blocks += [_line(board.dropped, ORANGE)] * bool(board.dropped)
                 blocks += [progress.bar(work) for work in progress.current() if work.seconds >= LONG]
             blocks += [Text(), self._numbers(options.max_width)]
             blocks += [Text(), _line(boards.evaluation_line(board), "bold")] if board.evaluations else []
-            for alarm in board.alarms.values():
-                head, *rest = boards.alarm_lines(alarm)
-                blocks += [Text(), Text(head, f"bold {ORANGE}"), *map(Text, rest)]
-            blocks += [Text()] if board.news else []
-            for at, what in board.news:
-                blocks.append(_line(f"{time.strftime('%H:%M:%S', time.localtime(at))} {what}"))
             yield Panel(
                 Group(*blocks),
                 title=Text.assemble((" tandem ", f"bold {BLUE}"), (f"{board.info.name} ", "bold")),

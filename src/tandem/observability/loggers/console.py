@@ -45,33 +45,36 @@ class Console(MetricsLogger):
             from tandem.observability.loggers._live import LiveWriter
 
             return LiveWriter(info, terminal, self.refresh)
-        return _PlainWriter(info)
+        return PlainWriter(info)
 
 
-class _PlainWriter:
+class PlainWriter:
     """Lines. Written by hand: Rich would wrap them, and ends the process when a pipe is closed."""
 
     def __init__(self, info: RunInfo) -> None:
-        self._board = boards.RunBoard(info)
+        self.board = boards.RunBoard(info)
         self._say(" · ".join([info.name, *boards.settings(info.config), f"{info.steps} steps"]))
         self._stop = progress.listen(progress.ProgressLines(self._say))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._board.write(step, scalars)
-        self._say(boards.step_line(self._board))
+        """Tell the numbers of a step."""
+        self.board.write(step, scalars)
+        self._say(boards.step_line(self.board))
 
     def evaluation(self, step: int, record: Mapping[str, Json], scalars: Mapping[str, float]) -> None:
-        self._board.evaluation(step, record)
-        self._say(boards.evaluation_line(self._board))
-        for line in boards.held_out_lines(record, self._board.info.config):
+        """Tell an evaluation, with its first answer."""
+        self.board.evaluation(step, record)
+        self._say(boards.evaluation_line(self.board))
+        for line in boards.held_out_lines(record, self.board.info.config):
             self._say(line)
 
     def event(self, name: str, fields: Mapping[str, Json]) -> None:
-        for line in boards.lines_of(name, fields) or [boards.event_text(name, fields)]:
-            if line:
-                self._say(line)
+        """Tell an event."""
+        for line in boards.event_lines(name, fields):
+            self._say(line)
 
     def close(self) -> None:
+        """Show no more progress."""
         self._stop()
 
     def _say(self, line: str) -> None:
