@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from tandem.observability.loggers.base import option
 from tandem.types import Json
 
 NOW = 5
@@ -209,10 +210,7 @@ class RecipeOptions:
 
     def get(self, path: str) -> Json:
         """An option by its dotted path; None if there is none."""
-        value: Json = self._config
-        for key in path.split("."):
-            value = value.get(key) if isinstance(value, Mapping) else None
-        return value
+        return option(self._config, path)
 
     def advice(self, text: str) -> str:
         """Fill in ``{optimizer.lr/4}`` as ``optimizer.lr=5e-06 (now 2e-05)``, and clauses that depend on the recipe."""

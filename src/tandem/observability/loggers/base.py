@@ -136,6 +136,13 @@ def parts(sample: Mapping[str, Json]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in (sample.get("rewards") or {}).items())
 
 
+def option(config: Json, path: str) -> Json:
+    """An option of a resolved recipe by its dotted path; None if there is none."""
+    for key in path.split("."):
+        config = config.get(key) if isinstance(config, Mapping) else None
+    return config
+
+
 def kind(part: Json) -> str:
     """Display name of a part of a recipe: its kind, or of one outside the tree the data it reads, or its name."""
     named = str(part.get("kind") or "") if isinstance(part, Mapping) else str(part or "")
