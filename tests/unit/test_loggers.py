@@ -190,7 +190,7 @@ def waiting() -> Wait:
 def drawn(board: RunBoard, width: int) -> list[str]:
     from rich.console import Console as Terminal
 
-    from tandem.observability.loggers._live import Picture
+    from tandem.observability.loggers._terminal import Picture
 
     terminal = Terminal(file=io.StringIO(), width=width, force_terminal=True, color_system=None, legacy_windows=False)
     with terminal.capture() as capture:

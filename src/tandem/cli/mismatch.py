@@ -26,28 +26,28 @@ def mismatch(run: Path, *, step: int | None, as_json: bool) -> None:
         ConfigError: it is not a run's folder.
         TandemError: there is nothing to look at.
     """
-    found = look(run, load(recipe_of(run)).config, step=step)
+    result = look(run, load(recipe_of(run)).config, step=step)
     if as_json:
-        typer.echo(json.dumps(found.as_json(), indent=2))
+        typer.echo(json.dumps(result.as_json(), indent=2))
     else:
-        _show(found, Console())
+        _show(result, Console())
 
 
-def _show(found: Mismatch, console: Console) -> None:
-    gap = found.gap
+def _show(result: Mismatch, console: Console) -> None:
+    gap = result.gap
     lines = [
-        f"step {found.step}, which trained version {found.step - 1}: {found.rollouts} rollouts, {found.dtype}",
+        f"step {result.step}, which trained version {result.step - 1}: {result.rollouts} rollouts, {result.dtype}",
         f"trainer minus engine, nats: mean {gap['mean']:+.2g}, rms {gap['rms']:.2g}, widest {gap['max']:.2g}; "
         f"KL {gap['k3']:.2g}",
     ]
-    if found.without_gap:
-        lines.append(f"{found.without_gap} rollouts have no gap: not trained, or no logprobs of their sampler")
+    if result.without_gap:
+        lines.append(f"{result.without_gap} rollouts have no gap: not trained, or no logprobs of their sampler")
     for line in lines:
         console.print(line, markup=False, highlight=False)
     table = Table(box=None, pad_edge=False)
     for column in ("version", "place in turn", "tokens", "mean", "rms", "widest"):
         table.add_column(column, justify="left" if column == "place in turn" else "right")
-    for cell in found.table:
+    for cell in result.table:
         version = "any" if cell.version is None else str(cell.version)
         figures = (f"{cell.mean:+.1e}", f"{cell.rms:.1e}", f"{cell.max:.1e}")
         table.add_row(version if cell.where == "all" else "", cell.where, str(cell.tokens), *figures)

@@ -244,8 +244,8 @@ def _stacks(run: Path, rank: int = 0) -> str | None:
     path, request = vitals.stacks(run, rank), vitals.request(run, rank)
     begin = path.stat().st_size if path.exists() else 0
     request.touch()
-    patience = time.monotonic() + ANSWER_SECONDS
-    while request.exists() and time.monotonic() < patience:
+    until = time.monotonic() + ANSWER_SECONDS
+    while request.exists() and time.monotonic() < until:
         time.sleep(0.05)
     if request.exists():
         request.unlink(missing_ok=True)
@@ -260,9 +260,9 @@ def _stacks(run: Path, rank: int = 0) -> str | None:
 
 
 def _settle(path: Path, begin: int) -> None:
-    """Wait until a file has grown beyond ``begin`` and grows no more, for as long as there is patience."""
-    size, patience = begin, time.monotonic() + ANSWER_SECONDS
-    while time.monotonic() < patience:
+    """Wait until a file has grown beyond ``begin`` and grows no more, at most ``ANSWER_SECONDS``."""
+    size, until = begin, time.monotonic() + ANSWER_SECONDS
+    while time.monotonic() < until:
         time.sleep(SETTLED)
         before, size = size, path.stat().st_size
         if size == before > begin:

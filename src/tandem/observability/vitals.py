@@ -165,7 +165,7 @@ def _signs(me: Identity, lag: float | None) -> dict[str, Json]:
         "host": socket.gethostname(),
         "at": time.time(),
         "loop": lag,
-        "waits": [dataclasses.asdict(wait.told()) for wait in waits.current()],
+        "waits": [dataclasses.asdict(wait.snapshot()) for wait in waits.current()],
         "doing": [[name, round(seconds, 3)] for name, seconds in trace.current()],
     }
 

@@ -79,7 +79,7 @@ class Wait:
         """Number of the wait that it began in."""
         return None if self.outer is None else self.outer.number
 
-    def told(self) -> OpenWait:
+    def snapshot(self) -> OpenWait:
         """As another process may know it."""
         left = None if self.deadline is None else round(self.moved + self.deadline - time.monotonic(), 3)
         return OpenWait(
@@ -423,6 +423,6 @@ class LastingWaits:
         if state == "waiting":
             lasting.add(wait)
             return len(lasting) == 1
-        told = wait in lasting  # a thread's wait is told only when it ends
+        known = wait in lasting  # a thread's wait is told only when it ends
         lasting.discard(wait)
-        return not told or not lasting or state in ("failed", "deadline")
+        return not known or not lasting or state in ("failed", "deadline")

@@ -147,11 +147,11 @@ def place_tokens(messages: list[Row], tokens: list[Row], turns: Sequence[int] | 
         tokens: what was sampled, all turns in a row.
         turns: tokens of each turn, where the record says so.
     """
-    said = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+    turn_places = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
     ends = [min(end, len(tokens)) for end in accumulate(turns or [len(tokens)])]
-    if tokens and (len(ends) != len(said) or ends[-1] != len(tokens)):  # messages are no turns: show both
+    if tokens and (len(ends) != len(turn_places) or ends[-1] != len(tokens)):  # messages are no turns: show both
         return [*map(_message, messages), {"role": "sampled tokens", "tokens": [0, len(tokens)]}]
-    spans = dict(zip(said, zip([0, *ends], ends, strict=False), strict=True)) if tokens else {}
+    spans = dict(zip(turn_places, zip([0, *ends], ends, strict=False), strict=True)) if tokens else {}
     return [
         {"role": message.get("role", ""), "tokens": list(spans[i])} if i in spans else _message(message)
         for i, message in enumerate(messages)

@@ -1,7 +1,8 @@
-"""The live board, drawn with Rich. It reads a `RunBoard` a few times per second and keeps nothing itself."""
+"""What the console shows: lines, and on a terminal a live board below them, which Rich redraws from a `RunBoard`."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -18,13 +19,47 @@ from tandem.observability import board as boards
 from tandem.observability import progress
 from tandem.observability.board import RunBoard, duration, number, sparkline
 from tandem.observability.loggers.base import RunInfo, phase, phases
-from tandem.observability.loggers.console import PlainWriter
 from tandem.observability.progress import LONG
+from tandem.types import Json
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 BLUE, ORANGE = "dodger_blue2", "dark_orange"  # told apart with any colour vision
+
+
+class PlainWriter:
+    """Lines. Written by hand: Rich would wrap them, and ends the process when a pipe is closed."""
+
+    def __init__(self, info: RunInfo) -> None:
+        self.board = boards.RunBoard(info)
+        self._say(" · ".join([info.name, *boards.settings(info.config), f"{info.steps} steps"]))
+        self._stop = progress.listen(progress.ProgressLines(self._say))
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Tell the numbers of a step."""
+        self.board.write(step, scalars)
+        self._say(boards.step_line(self.board))
+
+    def evaluation(self, step: int, record: Mapping[str, Json], scalars: Mapping[str, float]) -> None:
+        """Tell an evaluation, with its first answer."""
+        self.board.evaluation(step, record)
+        self._say(boards.evaluation_line(self.board))
+        for line in boards.held_out_lines(record, self.board.info.config):
+            self._say(line)
+
+    def event(self, name: str, fields: Mapping[str, Json]) -> None:
+        """Tell an event."""
+        for line in boards.event_lines(name, fields):
+            self._say(line)
+
+    def close(self) -> None:
+        """Show no more progress."""
+        self._stop()
+
+    def _say(self, line: str) -> None:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
 
 
 class LiveWriter(PlainWriter):
