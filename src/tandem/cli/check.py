@@ -6,8 +6,7 @@ import asyncio
 import dataclasses
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -64,7 +63,7 @@ async def _check(loaded: Loaded, tasks: int) -> int:
     warned = 0
     questions = check.questions()
     width = max(map(len, questions))
-    async with check.graders():
+    with graders_log() as check.log:
         for what, ask in questions.items():
             try:
                 with console.status(Text(f"{what} ...")):
@@ -106,37 +105,12 @@ class _RecipeCheck:
         self._tasks: dict[str, Sequence[Task]] = {}
         self._model: Any = None
         self._planner: memory.Planner | None = None
-        self._opening: dict[str, asyncio.Task[Graders]] = {}
+        self.log = Path()
+        """Takes what rewards print."""
         self.plan = ""
         """The memory plan as text, once it is made."""
         self.warnings: list[str] = []
         """Warnings: likely mistakes that need not be any."""
-
-    @asynccontextmanager
-    async def graders(self) -> AsyncIterator[None]:
-        """Graders of each environment, whose processes start while the data is read."""
-        grading = self._config.grading
-
-        async def opened(source: EnvSource) -> Graders:
-            specs = {reward: (spec.reward, spec.weight) for reward, spec in source.rewards.items()}
-            graders = Graders(specs, workers=grading.workers or 1, timeout=grading.timeout_seconds, log=log)
-            await graders.open()
-            return graders
-
-        sources = self._config.sources if self._config.plays else {}
-        warner = logging.getLogger(Graders.__module__)  # what it warns of is among the findings
-        level = warner.level
-        warner.setLevel(logging.ERROR)
-
-        with graders_log() as log:
-            self._opening = {name: asyncio.create_task(opened(source)) for name, source in sources.items()}
-            try:
-                yield
-            finally:
-                for ready in await asyncio.gather(*self._opening.values(), return_exceptions=True):
-                    if not isinstance(ready, BaseException):
-                        await ready.close()
-                warner.setLevel(level)
 
     def questions(self) -> dict[str, Question]:
         """Questions by name."""
@@ -183,9 +157,9 @@ class _RecipeCheck:
             logger.check()
         return ", ".join(["run folder", *(resolve.kind_of("loggers", logger) for logger in self._config.loggers)])
 
-    async def _train_tasks(self) -> str:
+    def _train_tasks(self) -> str:
         """The data, of which the first tasks are kept for the other checks."""
-        splits = await asyncio.to_thread(self._read, "train")  # graders start meanwhile
+        splits = self._read("train")
         self._tasks = {name: list(islice(tasks, self._most)) for name, tasks in splits.items()}
         return _of_each({name: f"{len(tasks):,}" for name, tasks in splits.items()})
 
@@ -212,12 +186,20 @@ class _RecipeCheck:
         """
         if not self._tasks:
             return None
-        sources = self._config.sources
-        return _of_each({name: await self._gold_of(name, source) for name, source in sources.items()})
+        warner = logging.getLogger(Graders.__module__)
+        level = warner.level
+        warner.setLevel(logging.ERROR)  # what it warns of is among the findings
+        try:
+            return _of_each({name: await self._gold_of(name, env) for name, env in self._config.sources.items()})
+        finally:
+            warner.setLevel(level)
 
     async def _gold_of(self, name: str, source: EnvSource) -> str:
-        graders = await self._opening[name]
-        graded = await siblings(source.env, graders, self._tasks[name])
+        grading = self._config.grading
+        specs = {reward: (spec.reward, spec.weight) for reward, spec in source.rewards.items()}
+        opened = Graders(specs, workers=grading.workers or 1, timeout=grading.timeout_seconds, log=self.log)
+        async with opened as graders:
+            graded = await siblings(source.env, graders, self._tasks[name])
         require_right(name, graded)
         label = f"{name}: " if len(self._config.sources) > 1 else ""
         self.warnings += [label + warning for warning in warnings_of(source.rewards, graded)]
@@ -317,9 +299,9 @@ class _RecipeCheck:
             return "nothing is saved (checkpoint: none)"
         if self._planner is None:
             return None
-        folder, kept = self._config.runs, self._config.checkpoint.keep + 1
-        need, free = kept * self._planner.checkpoint_bytes(self._config), machine.free_disk(Path(folder))
-        room = f"{machine.readable(need)} for {kept} checkpoints, {machine.readable(free)} free"
+        folder, checkpoints = self._config.runs, self._config.checkpoint.keep + 1
+        need, free = checkpoints * self._planner.checkpoint_bytes(self._config), machine.free_disk(Path(folder))
+        room = f"{machine.readable(need)} for {checkpoints} checkpoints, {machine.readable(free)} free"
         if need > free:
             raise ConfigError(f"{room} in {folder}; free some, lower checkpoint.keep, or set runs to another disk")
         return room
@@ -375,10 +357,10 @@ def warnings_of(rewards: Mapping[str, RewardSpec], graded: Sequence[GradedReplie
         return
     for name, spec in rewards.items():
         right, wrong = (_values(name, some) for some in zip(*known, strict=True))
-        own = not isinstance(spec.reward, Reward) or isinstance(spec.reward, FunctionReward)
-        if own and not right:
+        is_function = not isinstance(spec.reward, Reward) or isinstance(spec.reward, FunctionReward)
+        if is_function and not right:
             yield f"{name} gives no gold reply anything (None)"
-        elif own and not any(right) and max(wrong, default=0.0) >= 0:
+        elif is_function and not any(right) and max(wrong, default=0.0) >= 0:
             yield f"{name} gives every gold reply 0: does it find the answer in its columns?"
     if all(right.reward == wrong.reward for right, wrong in known):
         yield (

@@ -104,11 +104,11 @@ def why(run: Path, *, stacks: bool, as_json: bool) -> int:
     else:
         console = Console()
         _print(console, state)
-        for rank in (0, *(one.rank for one in state.followers)) if stacks else ():
+        for rank in (0, *(follower.rank for follower in state.followers)) if stacks else ():
             name = f"rank {rank}: " if state.followers else ""
             text = traces.get(rank) or "no stacks: it does not run"
             typer.echo(f"{name}{text}")
-    healthy = state.state in ("alive", "ended") and all(one.state == "alive" for one in state.followers)
+    healthy = state.state in ("alive", "ended") and all(follower.state == "alive" for follower in state.followers)
     return 0 if healthy else 1
 
 
@@ -122,11 +122,11 @@ def read(run: Path, *, now: float) -> RunState:
     events = list(json_lines.read(run / "events.jsonl"))
     signs = vitals.read(run)
     lead = _ended(run, events, now) if signs is None else _running(run, signs, max(0.0, now - signs["at"]))
-    followers = ((rank, vitals.read(run, rank)) for rank in vitals.followers(run))
+    signs_of = {rank: vitals.read(run, rank) for rank in vitals.followers(run)}
     return dataclasses.replace(
         lead,
         last=tuple(_last_words(run, events, now)),
-        followers=tuple(_follower(rank, its, max(0.0, now - its["at"])) for rank, its in followers if its is not None),
+        followers=tuple(_follower(rank, its, max(0.0, now - its["at"])) for rank, its in signs_of.items() if its),
     )
 
 
@@ -148,7 +148,7 @@ def _running(run: Path, signs: Mapping[str, Json], age: float) -> RunState:
     """State of a run by its lead's sign of life, which is so many seconds old."""
     going = _waits(signs, age)
     links = waits.chain(going[0], going) if going else []
-    chain = [one for i, one in enumerate(links) if (one.owner, one.on) not in {(x.owner, x.on) for x in links[:i]}]
+    chain = [wait for i, wait in enumerate(links) if (wait.owner, wait.on) not in {(x.owner, x.on) for x in links[:i]}]
     doing = tuple((name, seconds + age) for name, seconds in signs["doing"])
     state, wrong = _liveness(signs, age)
     if wrong:
@@ -170,10 +170,10 @@ def _follower(rank: int, signs: Mapping[str, Json], age: float) -> FollowerState
     going = _waits(signs, age)
     spans = [(name.removeprefix(COMMANDS), since + age) for name, since in signs["doing"] if name.startswith(COMMANDS)]
     if spans:
-        inner = "; ".join(f"waiting for {one.on} ({one.reason}), for {duration(one.seconds)}" for one in going[:2])
+        inner = "; ".join(f"waiting for {wait.on} ({wait.reason}), for {duration(wait.seconds)}" for wait in going[:2])
         doing = f"in command {spans[0][0]!r} for {duration(spans[0][1])}; {inner or 'waiting for nothing'}"
     else:
-        since = "".join(f" for {duration(one.seconds)}" for one in going if one.reason == NEXT_COMMAND)
+        since = "".join(f" for {duration(wait.seconds)}" for wait in going if wait.reason == NEXT_COMMAND)
         doing = f"idle{since}: waiting for rank 0's next command"
     head = f"{wrong}; it was {doing}" if wrong else doing
     return FollowerState(rank=rank, host=signs.get("host", ""), pid=signs["pid"], state=state, headline=head)
@@ -199,8 +199,8 @@ def _liveness(signs: Mapping[str, Json], age: float) -> tuple[str, str]:
 def _waits(signs: Mapping[str, Json], age: float) -> list[OpenWait]:
     """Waits of a sign of life that is so many seconds old, longest first."""
     return [
-        dataclasses.replace(one, seconds=round(one.seconds + age, 3), left=one.left and round(one.left - age, 3))
-        for one in sorted((OpenWait(**row) for row in signs["waits"]), key=lambda one: -one.seconds)
+        dataclasses.replace(wait, seconds=round(wait.seconds + age, 3), left=wait.left and round(wait.left - age, 3))
+        for wait in sorted((OpenWait(**row) for row in signs["waits"]), key=lambda wait: -wait.seconds)
     ]
 
 
@@ -233,7 +233,7 @@ def _tail(path: Path) -> list[str]:
 
 def _all_stacks(run: Path, state: RunState) -> dict[int, str | None]:
     """Stacks of every rank that may answer, all asked at once."""
-    states = {0: state.state} | {one.rank: one.state for one in state.followers}
+    states = {0: state.state} | {follower.rank: follower.state for follower in state.followers}
     ranks = [rank for rank, its in states.items() if its in ("alive", "stuck")]
     with ThreadPoolExecutor(len(states)) as pool:
         return dict(zip(ranks, pool.map(lambda rank: _stacks(run, rank), ranks), strict=True))
@@ -275,8 +275,8 @@ def _print(console: Console, state: RunState) -> None:
     if len(state.chain) > 1:
         console.print(Text("  " + " \u2190 ".join([state.chain[0].owner, *(wait.on for wait in state.chain)])))
     _print_table(console, ("who waits", "for whom", "what for", "since", "deadline in"), _rows(state.waits))
-    each = [(f"{one.rank}", f"{one.pid} on {one.host}", one.state, one.headline) for one in state.followers]
-    _print_table(console, ("rank", "process", "", "what it does"), each)
+    ranks = [(f"{each.rank}", f"{each.pid} on {each.host}", each.state, each.headline) for each in state.followers]
+    _print_table(console, ("rank", "process", "", "what it does"), ranks)
     words = [(part, f"{duration(ago)} ago", printable(text[:300])) for part, ago, text in state.last]
     _print_table(console, ("part", "", "its last word"), words)
 
@@ -284,12 +284,12 @@ def _print(console: Console, state: RunState) -> None:
 def _rows(each: Sequence[OpenWait]) -> list[tuple[str, ...]]:
     """A row for all waits that differ by nothing but the group or rollout, so that those of a step fit a screen."""
     alike: dict[tuple[str, ...], list[OpenWait]] = {}
-    for one in each:
-        alike.setdefault(tuple(_ID.sub("…", text) for text in (one.owner, one.on, one.reason)), []).append(one)
+    for wait in each:
+        alike.setdefault(tuple(_ID.sub("…", text) for text in (wait.owner, wait.on, wait.reason)), []).append(wait)
     rows: list[tuple[str, ...]] = []
     for kind, some in alike.items():
         who, on, reason = kind if len(some) > 1 else (some[0].owner, some[0].on, some[0].reason)
-        left = min((one.left for one in some if one.left is not None), default=None)
+        left = min((wait.left for wait in some if wait.left is not None), default=None)
         deadline = "never" if left is None else duration(max(0.0, left))
         rows.append((f"{who} ({len(some)})" if len(some) > 1 else who, on, reason, duration(some[0].seconds), deadline))
     return rows

@@ -293,10 +293,10 @@ def _check_methods(writer: Writer, name: str) -> None:
         ConfigError: one is missing; names the one that it may be.
     """
     expected = [method for method in vars(Writer) if not method.startswith("_")]
-    own = [name for base in type(writer).__mro__ if base not in (Writer, object) for name in vars(base)]
+    defined = [name for base in type(writer).__mro__ if base not in (Writer, object) for name in vars(base)]
     for method in expected:
-        close = difflib.get_close_matches(method, own, n=1, cutoff=0.6)
-        if method not in own and (close or not hasattr(writer, method)):
+        close = difflib.get_close_matches(method, defined, n=1, cutoff=0.6)
+        if method not in defined and (close or not hasattr(writer, method)):
             wrong = f"a method {close[0]!r}, which nobody calls; did you mean" if close else "no method"
             raise ConfigError(
                 f"logger {name}: {type(writer).__name__} has {wrong} {method!r}; a writer's methods are: "

@@ -143,12 +143,12 @@ class _Beat:
 
 def _write(folder: Path, rank: int, beat: _Beat, out: TextIO, over: threading.Event) -> None:
     """The thread: a heartbeat each period, stacks on request."""
-    me = identity(os.getpid())
-    assert me is not None
+    process = identity(os.getpid())
+    assert process is not None
     while True:
         with contextlib.suppress(OSError):  # a full disk ends no run; the age of the file tells
             aside = file(folder, rank).with_suffix(".tmp")
-            aside.write_text(json.dumps(_signs(me, beat.lag())), encoding="utf-8")
+            aside.write_text(json.dumps(_signs(process, beat.lag())), encoding="utf-8")
             aside.replace(file(folder, rank))
             if request(folder, rank).exists():
                 write_stacks(out, beat.loop)
@@ -157,11 +157,11 @@ def _write(folder: Path, rank: int, beat: _Beat, out: TextIO, over: threading.Ev
             return
 
 
-def _signs(me: Identity, lag: float | None) -> dict[str, Json]:
+def _signs(process: Identity, lag: float | None) -> dict[str, Json]:
     """Contents of a heartbeat."""
     return {
-        "pid": me.pid,
-        "started": me.started,
+        "pid": process.pid,
+        "started": process.started,
         "host": socket.gethostname(),
         "at": time.time(),
         "loop": lag,

@@ -281,28 +281,21 @@ def _task() -> asyncio.Task[Any] | None:
 
 
 def _schedule_look(loop: asyncio.AbstractEventLoop) -> None:
-    """Look for long waits of an event loop by a single timer, due when the oldest has lasted ``LONG`` seconds."""
+    """Look for long waits of an event loop by a single timer, as long as there are any waits."""
     if loop not in _scheduled:
         _scheduled.add(loop)
-        loop.call_later(LONG, _look, loop)
+        loop.call_later(LONG / 10, _look, loop)
 
 
 def _look(loop: asyncio.AbstractEventLoop) -> None:
-    with _lock:
-        waits = [wait for wait in _open if not wait._reported and wait.give_up and _loop_of(wait) is loop]
+    _scheduled.discard(loop)
+    waits = [wait for wait in current() if wait.give_up and wait.task and wait.task.get_loop() is loop]
     for wait in waits:
-        if wait in _open and wait.seconds >= 0.99 * LONG:  # a timer may ring a clock tick early
+        if wait in _open and not wait._reported and wait.seconds >= LONG:
             wait._reported = True
             _tell(wait, "waiting")
-    left = [LONG - wait.seconds for wait in waits if not wait._reported and wait in _open]
-    if left:
-        loop.call_later(max(0.0, min(left)), _look, loop)
-    else:
-        _scheduled.discard(loop)
-
-
-def _loop_of(wait: Wait) -> asyncio.AbstractEventLoop | None:
-    return None if wait.task is None else wait.task.get_loop()
+    if waits:
+        _schedule_look(loop)
 
 
 def _begin(wait: Wait) -> Token[Wait | None]:
@@ -386,8 +379,8 @@ def chain(wait: L, every: Sequence[L]) -> list[L]:
     links = [wait]
     while True:
         last = links[-1]
-        inner = [one for one in every if one.within == last.number and one not in links]
-        named = inner or [one for one in every if one not in links and is_part(last.on, one.owner)]
+        inner = [wait for wait in every if wait.within == last.number and wait not in links]
+        named = inner or [wait for wait in every if wait not in links and is_part(last.on, wait.owner)]
         if not named:
             return links
         links.append(named[0])

@@ -179,9 +179,9 @@ class Watchdog:
         self._stacks = self._stacks or self._collect_stacks()
         self._write(why)
         _say(self.explain(Deadline(why)))
-        me = identity(os.getpid())
-        if me is not None:
-            kill(family(me) - {me})
+        process = identity(os.getpid())
+        if process is not None:
+            kill(family(process) - {process})
         self._leave(Deadline.exit_code)
 
     def _end_process(self) -> None:

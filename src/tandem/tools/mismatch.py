@@ -105,8 +105,8 @@ def look(path: Path, config: RunConfig, *, step: int | None = None) -> Mismatch:
         raise TandemError(f"{run.path} holds no rollouts: nothing was trained yet, or the folder rollouts/ was removed")
     step = run.rollout_steps[-1] if step is None else step
     if step not in run.rollout_steps:
-        kept = f"{run.rollout_steps[0]} to {run.rollout_steps[-1]}"
-        raise ConfigError(f"{run.path} holds no rollouts of step {step}; it has those of {kept}")
+        recorded = f"{run.rollout_steps[0]} to {run.rollout_steps[-1]}"
+        raise ConfigError(f"{run.path} holds no rollouts of step {step}; it has those of {recorded}")
     rows = run.rollouts(step)
     by_rollout = [list(sampled_tokens(row)) for row in rows if _has_gap(row)]
     tokens = [token for each in by_rollout for token in each]
@@ -150,11 +150,11 @@ def _table(tokens: Sequence[SampledToken]) -> Iterator[GapCell]:
     """A row for each place of each version, after those of all versions where there are several."""
     versions = sorted({token.version for token in tokens})
     for version in [None, *versions] if len(versions) > 1 else versions:
-        own = [token for token in tokens if version in (None, token.version)]
+        of_version = [token for token in tokens if version in (None, token.version)]
         for where, (first, last) in PLACES.items():
-            if gaps := [token.gap for token in own if first <= token.place <= last]:
+            if gaps := [token.gap for token in of_version if first <= token.place <= last]:
                 yield _cell(version, where, gaps)
-        yield _cell(version, f"last {END}", [token.gap for token in own if token.left <= END])
+        yield _cell(version, f"last {END}", [token.gap for token in of_version if token.left <= END])
 
 
 def _cell(version: int | None, where: str, gaps: Sequence[float]) -> GapCell:

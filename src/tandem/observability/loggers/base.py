@@ -146,8 +146,8 @@ def option(config: Json, path: str) -> Json:
 def kind(part: Json) -> str:
     """Display name of a part of a recipe: its kind, or of one outside the tree the data it reads, or its name."""
     named = str(part.get("kind") or "") if isinstance(part, Mapping) else str(part or "")
-    module, _, own = named.rpartition(":")
-    return named if not module else " + ".join(_paths(part)) or own
+    module, _, name = named.rpartition(":")
+    return named if not module else " + ".join(_paths(part)) or name
 
 
 def _paths(options: Json) -> list[str]:
