@@ -20,9 +20,9 @@ import pytest
 from tandem.compat.atropos.wandb import AtroposWandb
 from tandem.errors import ConfigError
 from tandem.observability import board as boards
-from tandem.observability import progress
+from tandem.observability import progress, trace, waits
 from tandem.observability.board import RunBoard, duration, number, sparkline
-from tandem.observability.loggers.base import COLUMNS, Activity, RunInfo, Writer, kind, phases
+from tandem.observability.loggers.base import COLUMNS, RunInfo, Writer, kind, phases
 from tandem.observability.loggers.console import Console
 from tandem.observability.loggers.tensorboard import Tensorboard
 from tandem.observability.loggers.trackio import Trackio
@@ -80,10 +80,8 @@ METRICS = {
 }
 
 
-def info(folder: Path, resumed_step: int = 0, activity: Any = Activity) -> RunInfo:
-    return RunInfo(
-        name="gsm8k-run", folder=folder, steps=200, config=CONFIG, resumed_step=resumed_step, activity=activity
-    )
+def info(folder: Path, resumed_step: int = 0) -> RunInfo:
+    return RunInfo(name="gsm8k-run", folder=folder, steps=200, config=CONFIG, resumed_step=resumed_step)
 
 
 def evaluation(step: int, mean: float) -> dict[str, Any]:
@@ -182,6 +180,12 @@ def test_a_board_that_cannot_be_redrawn_is_refused() -> None:
     assert Console(live="never").inert().keys() == {"refresh"}
 
 
+def does(monkeypatch: pytest.MonkeyPatch, span: str, seconds: float, *open_waits: Wait) -> None:
+    """Have the process do something."""
+    monkeypatch.setattr(trace, "current", lambda: [(span, seconds)])
+    monkeypatch.setattr(waits, "current", lambda: list(open_waits))
+
+
 def waiting() -> Wait:
     """A wait that has lasted for 12 seconds."""
     return Wait(owner="trainer", reason="the next batch", on="rollout workers", since=time.monotonic() - 12.0)
@@ -199,8 +203,11 @@ def drawn(board: RunBoard, width: int) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [80, 120, 40])
-def test_live_board_shows_what_matters_at_any_width(tmp_path: Path, width: int) -> None:
-    board = RunBoard(info(tmp_path, activity=lambda: Activity(phases=(("seconds/wait", 12.0),), waits=[waiting()])))
+def test_live_board_shows_what_matters_at_any_width(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    does(monkeypatch, "seconds/wait", 12.0, waiting())
+    board = RunBoard(info(tmp_path))
     board.evaluation(0, evaluation(0, 0.25))
     for step in range(1, 31):
         board.write(step, METRICS | {"reward": step / 30})
@@ -229,18 +236,18 @@ def test_live_board_shows_what_matters_at_any_width(tmp_path: Path, width: int) 
 
 
 @pytest.mark.parametrize(("lag", "name"), [(0, "sampling"), (1, "waiting"), ("auto", "waiting")])
-def test_phases_have_the_names_that_a_user_gives_them(tmp_path: Path, lag: Any, name: str) -> None:
+def test_phases_have_the_names_that_a_user_gives_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lag: Any, name: str
+) -> None:
     config = CONFIG | {"max_lag": lag}
     spans = {"wait": 6.0, "forward_backward": 1.0, "pack": 0.5, "optimizer": 0.5, "sync": 2.0}
     durations = phases({f"seconds/{part}": seconds for part, seconds in spans.items()}, config)
     assert durations == {name: 6.0, "training": 2.0, "publish": 2.0}
-    opened = dataclasses.replace(info(tmp_path), config=config)
-    wait = Activity(phases=(("seconds/wait", 12.0),), waits=[waiting()])
-    assert f"{name} 12 s  trainer waits for" in "\n".join(
-        drawn(RunBoard(dataclasses.replace(opened, activity=lambda: wait)), 80)
-    )
-    step = Activity(phases=(("seconds/forward_backward", 3.0),))
-    assert "training 3.0 s" in "\n".join(drawn(RunBoard(dataclasses.replace(opened, activity=lambda: step)), 80))
+    board = RunBoard(dataclasses.replace(info(tmp_path), config=config))
+    does(monkeypatch, "seconds/wait", 12.0, waiting())
+    assert f"{name} 12 s  trainer waits for" in "\n".join(drawn(board, 80))
+    does(monkeypatch, "seconds/forward_backward", 3.0)
+    assert "training 3.0 s" in "\n".join(drawn(board, 80))
 
 
 def test_what_is_left_of_the_time_goes_on_within_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

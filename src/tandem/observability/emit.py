@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import logging
 import math
@@ -14,9 +13,9 @@ from typing import Self
 
 from tandem.errors import ConfigError, TandemError
 from tandem.metrics import Metrics, flatten, merge
-from tandem.observability import json_lines, trace, waits
+from tandem.observability import json_lines, waits
 from tandem.observability.alarms import AlarmWatch
-from tandem.observability.loggers.base import Activity, MetricsLogger, RunInfo, Writer
+from tandem.observability.loggers.base import MetricsLogger, RunInfo, Writer
 from tandem.observability.loggers.jsonl import Jsonl
 from tandem.types import Json
 
@@ -50,14 +49,14 @@ class Telemetry:
         """Nothing is opened or written yet.
 
         Args:
-            info: the run; its ``activity`` is filled in here.
+            info: the run.
             loggers: where numbers go besides the run folder.
             alarms: look at every step's numbers; None: nothing does.
             on_step: called once a step is written; what it raises is raised by ``emit``.
         """
         self._on_step = on_step
         self._alarms = alarms
-        self._info = dataclasses.replace(info, activity=activity)
+        self._info = info
         self._loggers = [logger for logger in loggers if not isinstance(logger, Jsonl)]
         self._folder_writer: Writer | None = None
         self._writers: dict[str, Writer] = {}
@@ -252,11 +251,6 @@ class Telemetry:
             if self._lasting.is_event(wait, state) and self._folder_writer is not None:
                 fields = {"owner": wait.owner, "reason": wait.reason, "on": wait.on, "deadline": wait.deadline}
                 self.event("wait", **fields, seconds=round(wait.seconds, 3), state=state)
-
-
-def activity() -> Activity:
-    """Open spans and waits of this process."""
-    return Activity(phases=tuple(trace.current()), waits=waits.current())
 
 
 def evaluation_scalars(record: Mapping[str, Json], under: str = "eval") -> dict[str, float]:

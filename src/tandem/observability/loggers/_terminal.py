@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.observability import board as boards
-from tandem.observability import progress
+from tandem.observability import progress, trace, waits
 from tandem.observability.board import RunBoard, duration, number, sparkline
 from tandem.observability.loggers.base import RunInfo, phase, phases
 from tandem.observability.progress import LONG
@@ -126,13 +126,13 @@ class Picture:
         board = self._board
         if board.closed:
             return _line("ended")
-        activity, config = board.info.activity(), board.info.config
-        doing = " › ".join(f"{phase(name, config)} {duration(seconds)}" for name, seconds in activity.phases[-2:])
-        text = _line("" if doing or activity.waits else "between two phases").append(doing, "bold")
-        for wait in activity.waits[:1]:
+        waiting, config = waits.current(), board.info.config
+        doing = " › ".join(f"{phase(name, config)} {duration(seconds)}" for name, seconds in trace.current()[-2:])
+        text = _line("" if doing or waiting else "between two phases").append(doing, "bold")
+        for wait in waiting[:1]:
             text.append(f"  {wait.owner} waits for {wait.on}", ORANGE)
             text.append(f" ({wait.reason}) {duration(wait.seconds)}", "default")
-            text.append(f" +{len(activity.waits) - 1}" * (len(activity.waits) > 1))
+            text.append(f" +{len(waiting) - 1}" * (len(waiting) > 1))
         return text
 
     def _numbers(self, width: int) -> RenderableType:

@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from tandem.errors import ConfigError
-from tandem.observability.waits import Wait
 from tandem.types import Json
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Activity:
-    """Current activity of a run, for a live display."""
-
-    phases: tuple[tuple[str, float], ...] = ()
-    """Open spans, outermost first: name and seconds since it began."""
-    waits: Sequence[Wait] = ()
-    """Open waits, longest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +27,6 @@ class RunInfo:
     """The resolved recipe as plain JSON."""
     resumed_step: int = 0
     """Step the run starts from; 0 for a fresh one."""
-    activity: Callable[[], Activity] = Activity
-    """Asks what the run is doing now; safe from any thread. Telemetry fills it in."""
 
 
 class Writer(Protocol):
