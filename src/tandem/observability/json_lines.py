@@ -13,6 +13,7 @@ from typing import Any, NotRequired, TypedDict
 
 import msgspec
 
+from tandem.observability import waits
 from tandem.types import Json
 
 logger = logging.getLogger(__name__)
@@ -105,7 +106,8 @@ def mend(path: Path) -> str:
         OSError: it cannot be renamed.
     """
     faults: list[str] = []
-    rows = list(_read(path, faults))
+    with waits.blocking("trainer", f"{path.name} to be read", on=f"the disk of {path.parent}"):
+        rows = list(_read(path, faults))
     if not faults:
         return ""
     aside = set_aside(path)
