@@ -30,7 +30,7 @@ MANY_ATTRIBUTES: dict[str, int] = {
     # What was published last (version, adapters, slots, manifest), and how requests get to the fleet.
     "VllmEngine": 18,
     # Clocks of one thread, which are read together at every look.
-    "Watchdog": 18,
+    "Watchdog": 16,
     # Nine fields of its set-up, and what became of one environment's groups.
     "Producer": 18,
     # Indexes and sums over one set of tenants, which change together as one comes or goes.

@@ -463,8 +463,8 @@ DEFECTS = (
     Defect(
         "off policy is judged as on policy",
         "src/tandem/observability/alarms.py",
-        "least = 0.5 if recipe.off_policy else 0.8",
-        "least = 0.8",
+        "limit = 0.3 if off_policy else 0.05",
+        "limit = 0.05",
         "tests/unit/test_alarms.py",
     ),
 )

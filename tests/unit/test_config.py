@@ -928,11 +928,11 @@ def test_another_address_is_the_same_run() -> None:
 
 def test_alarms_are_one_word_or_a_mapping(here: Path) -> None:
     assert read(MINIMAL + "alarms: stop\n").alarms.action == "stop"
-    mapped = read(MINIMAL + "alarms: {action: stop, ignore: [length, ess]}\n").alarms
-    assert (mapped.action, mapped.ignore) == ("stop", ("length", "ess"))
+    mapped = read(MINIMAL + "alarms: {action: stop, ignore: [length, loss]}\n").alarms
+    assert (mapped.action, mapped.ignore) == ("stop", ("length", "loss"))
     assert read(MINIMAL).alarms.action == "warn"
     message = wrong(MINIMAL + "alarms: {ignore: [lenght]}\n")
-    assert "alarms.ignore: expected one of reward_hacking, length" in message
+    assert "alarms.ignore: expected one of loss, reward_hacking" in message
     assert "did you mean 'length'?" in message
     warned = read(MINIMAL + "alarms: stop\n", "alarms=warn")
     assert warned.alarms.action == "warn"

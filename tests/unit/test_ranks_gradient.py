@@ -33,7 +33,7 @@ from tandem.distributed.group import DataGroup
 from tandem.distributed.sharding import ShardedStepper
 from tandem.model.policy import Compute, Policy, load_model
 from tandem.optimizers.adamw import AdamW
-from tandem.tools.certify.made_up import Author
+from tandem.tools.certify.made_up import GroupMaker
 from tandem.trainer.objective import Objective
 from tandem.trainer.pack import Packer, StepBatch
 from tandem.trainer.rank_crew import RankWork
@@ -95,14 +95,16 @@ def four() -> Iterator[Run]:
 def groups(tiny_model: Path) -> list[Group]:
     """Sampled by the model itself, some tokens a little off and some far."""
     plain, sampling = reference(tiny_model), Sampling()
-    author = Author(sampling=sampling, vocabulary=256, ends=(257,), weights={}, from_broker=True, env_advantages=False)
+    maker = GroupMaker(
+        sampling=sampling, vocabulary=256, ends=(257,), weights={}, from_broker=True, env_advantages=False
+    )
 
     def own(prompt: Any, tokens: Any, temperature: float) -> list[float]:
         with torch.no_grad():
             options = replace(sampling, temperature=temperature)
             return logprobs_of(plain, prompt, tokens, options).tolist() if tokens else []
 
-    return author.groups(own)
+    return maker.groups(own)
 
 
 @pytest.fixture(scope="module")

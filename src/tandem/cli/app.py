@@ -203,8 +203,7 @@ def mismatch(
 ) -> None:
     """Show how far the trainer's logprobs are from the engine's.
 
-    By policy version and place in the turn, from a step's recorded tokens, with the widest gaps and turns whose prompt
-    is not what was expected.
+    By policy version and place in the turn, from a step's recorded tokens.
     """
     from tandem.cli.mismatch import mismatch
 

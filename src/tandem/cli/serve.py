@@ -61,9 +61,9 @@ def serve_engine(config: RunConfig, tell: Tell) -> None:
 
 
 async def _serve(config: RunConfig, engine: Vllm, tell: Tell) -> None:
-    me = asyncio.current_task()
-    assert me is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, me.cancel)
+    serving = asyncio.current_task()
+    assert serving is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, serving.cancel)
     runs, folder = Path(config.runs), _folder(config)
     requirements = run.engine_requirements(config, folder)
     context = memory.context(config, load_config(config.model))

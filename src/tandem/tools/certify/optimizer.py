@@ -68,10 +68,10 @@ class KnownGradients(SingleRank):
     def __init__(self, work: LocalWork, named: Mapping[str, Parameter], updates: Iterable[Sequence[Gradient]]):
         super().__init__(work)
         self._stepper, self._named, self._updates = work.stepper, named, iter(updates)
-        self.weights = [self._there()]
+        self.weights = [self._copied()]
         """Before the first update, and after each."""
 
-    def _there(self) -> dict[str, Tensor]:
+    def _copied(self) -> dict[str, Tensor]:
         return {name: parameter.detach().clone() for name, parameter in self._named.items()}
 
     async def passed(self, batch: StepBatch, known: Sequence[OldLogprobs], queued: Callable[[], None]) -> BatchPass:
@@ -85,7 +85,7 @@ class KnownGradients(SingleRank):
     async def apply(self, lr: float, max_grad_norm: float) -> Tensor:
         """As of any step; where the weights went is kept."""
         whole = await super().apply(lr, max_grad_norm)
-        self.weights.append(self._there())
+        self.weights.append(self._copied())
         return whole
 
 
