@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from tandem.errors import ConfigError
 from tandem.rewards.base import Reward
@@ -13,8 +13,6 @@ from tandem.types import Rollout
 @dataclass(frozen=True, kw_only=True)
 class LengthReward(Reward):
     """1 at the target length, falling in a straight line to 0 at ``span`` tokens from it."""
-
-    pure: ClassVar[bool] = True
 
     target: int
     """Wanted number of sampled tokens, all turns together."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from tandem.errors import ConfigError, RewardError
 from tandem.rewards.base import Failure, GroupReward, Verdict
@@ -21,8 +21,6 @@ class RewardModel(GroupReward):
 
     That is the logit as it is: no sigmoid, no normalisation. Every environment that uses one loads it once.
     """
-
-    pure: ClassVar[bool] = True
 
     model: str
     """Hugging Face id or a local folder, with a head for sequence classification."""
