@@ -955,30 +955,6 @@ def test_dtype_auto_is_what_the_machine_computes_and_said_where_it_is_not_bfloat
     assert load(Path("again.yaml")).config == loaded.config  # a run goes on with the type it began with
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("trains: lora", "'trains' is called 'trainable' now"),
-        ("sinks: [console]", "'sinks' is called 'loggers' now"),
-        ("patience: {wait_seconds: 9}", "'patience' is called 'timeouts' now"),
-        ("updates: 2", "'updates' is called 'updates_per_batch' now"),
-        ("rate: {max_lag: 2}", "'rate' is called 'lag_control' now"),
-        ("flat_groups: keep", "'flat_groups' is called 'zero_variance_groups' now"),
-        ("grading: {timeout: 3}", "'timeout' of grading is called 'timeout_seconds' now"),
-        ("sync: {kind: shared, prove_every: 2}", "'prove_every' of sync (shared) is called 'verify_every' now"),
-    ],
-)
-@pytest.mark.usefixtures("here")
-def test_an_old_name_of_an_option_is_a_mistake_that_says_the_new_one(old: str, new: str) -> None:
-    assert new in wrong(MINIMAL + old + "\n")
-
-
-@pytest.mark.usefixtures("here")
-def test_an_override_by_an_old_name_says_the_new_one() -> None:
-    message = wrong(MINIMAL, "trains.rank=8")
-    assert "command line: trains.rank: 'trains' is called 'trainable' now" in message
-
-
 def test_what_ranks_can_share_is_said(here: Path) -> None:
     assert "distributed.shard" in wrong(MINIMAL, "ranks=2", "distributed.shard=layers")
     assert "distributed.context_parallel must be at least 1" in wrong(

@@ -94,6 +94,11 @@ Tree = Leaf | Branch | Items
 _Locate = Callable[[yaml.Mark | None], str]
 
 
+def within(key: str, leaf: Leaf) -> Branch:
+    """The mapping that a single value stands for, where it is this option of it."""
+    return Branch(entries={key: leaf}, key_where={key: leaf.where}, where=leaf.where)
+
+
 class Problems:
     """All problems of a recipe, collected for one error."""
 

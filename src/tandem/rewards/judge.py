@@ -77,13 +77,13 @@ class Judge(GroupReward):
     """Environment variable with the API key; empty: none is sent."""
     concurrency: int = 8
     """Questions under way at once, in each of grading.workers processes."""
-    timeout_seconds: float = field(default=60.0, metadata={"formerly": "timeout"})
+    timeout_seconds: float = 60.0
     """Seconds that one request may take."""
     retries: int = 4
     """How often a question is asked again."""
-    backoff_seconds: float = field(default=1.0, metadata={"formerly": "backoff"})
+    backoff_seconds: float = 1.0
     """Seconds before it is asked again for the first time; each time they double."""
-    deadline_seconds: float = field(default=300.0, metadata={"formerly": "deadline"})
+    deadline_seconds: float = 300.0
     """Seconds that the questions about one group may take, with all that are asked again."""
     away: Literal["leave_out", "none", "stop"] = "leave_out"
     """If there is no answer in the end: leave the rollout out of its group, leave this reward out of the rollout's

@@ -7,7 +7,7 @@ import logging
 import re
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tandem.errors import ConfigError, RewardError
@@ -29,7 +29,7 @@ class MathVerify(Reward):
     least_working: int = 0
     """Characters, blanks left out, that must stand before the marker (without one, in the whole reply) for the answer
     to count: a bare answer is a guess."""
-    timeout_seconds: int = field(default=3, metadata={"formerly": "timeout"})
+    timeout_seconds: int = 3
     """Seconds for parsing and again for comparing, after which the reply counts as wrong."""
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -34,7 +34,7 @@ class RewardModel(GroupReward):
     """Conversations in one forward pass, those of like length together."""
     chat_template: str = ""
     """Jinja chat template, as text or the path of a file; empty: its tokenizer's own."""
-    timeout_seconds: float = field(default=120.0, metadata={"formerly": "timeout"})
+    timeout_seconds: float = 120.0
     """Seconds that all siblings of a task together may take."""
 
     def __post_init__(self) -> None:

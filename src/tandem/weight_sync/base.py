@@ -92,7 +92,7 @@ class WeightSync(ABC):
     """Whether the trainer's checksums are taken while the engine samples on: what it publishes lies in memory that only
     the trainer writes, and that no restart of the engine moves."""
 
-    verify_every: int = field(default=1, metadata={"formerly": "prove_every"})
+    verify_every: int = 1
     """Publishes between two verifications; the first publish of a run is always verified."""
     tolerance: float = 0.0
     """Largest rounding error of a logit between engine and trainer, nats, as the standard deviation over a probe's
