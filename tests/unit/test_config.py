@@ -130,16 +130,6 @@ def test_rewards_by_name_by_kind_and_by_import_path(here: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", ["chat_template_kwargs", "nobody_knows_this"])
-def test_aliases_of_aliases_are_refused_at_once(here: Path, key: str) -> None:
-    lines = ["model: m", "steps: 1", "env: arithmetic", f"{key}:", "  a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
-    lines += [f"  a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
-    (here / "recipe.yaml").write_text("\n".join(lines))
-    with pytest.raises(ConfigError, match=r"recipe.yaml: it holds more than 20,000 values, those that its aliases"):
-        load(Path("recipe.yaml"))
-
-
-@pytest.mark.slow
 def test_yaml_that_is_nested_too_deep_is_said_so(here: Path) -> None:
     (here / "recipe.yaml").write_text("model: m\nsteps: 1\nenv: arithmetic\nchat_template_kwargs: {a: " + "[" * 5000)
     with pytest.raises(ConfigError, match=r"recipe.yaml: this is nested too deep to be read"):
