@@ -155,17 +155,6 @@ def _from_rank_0(group: Any, piece: Tensor) -> Any:
 _SILENT = 15.0  # seconds without a beat after which a member is taken for dead
 
 
-class Timing(NamedTuple):
-    """Seconds that a member spent in one publish, phase by phase."""
-
-    ready: float
-    """Until every rank stood ready."""
-    wire: float
-    """From then until the last byte had arrived and was taken."""
-    done: float
-    """From then until every rank had said so."""
-
-
 class Member:
     """Member of a broadcast group.
 
@@ -212,8 +201,6 @@ class Member:
         self._others = [other for other in range(rendezvous.world) if other != rank]
         self._plan: BucketPlan | None = None
         self._publishes = 0
-        self.last = Timing(0.0, 0.0, 0.0)
-        """What the last publish that succeeded took here."""
         self._broken = ""
         self._connected = False
         self._server = server
@@ -254,17 +241,13 @@ class Member:
         tensors = {name: tensor.detach() for name, tensor in named}
         plan = self._planned(manifest(tensors.items()), bucket_bytes)
         with self._reporting("sending"):
-            marks = [time.perf_counter()]
             number = self._begin(plan)
-            marks.append(time.perf_counter())
             flying: deque[Flight] = deque()
             for index in range(len(plan.buckets)):
                 self._launch(plan, index, flying, tensors=tensors)
             while flying:
                 self._finish(flying.popleft())
-            marks.append(time.perf_counter())
             self._until(lambda: self._behind("done"), f"publish {number}, waiting for receivers to finish")
-            self.last = _timing(marks)
         return plan.bytes
 
     def receive(
@@ -289,9 +272,7 @@ class Member:
         """
         plan = self._planned([TensorEntry(name, tuple(shape), kind) for name, shape, kind in entries], bucket_bytes)
         with self._reporting("receiving"):
-            marks = [time.perf_counter()]
             number = self._begin(plan)
-            marks.append(time.perf_counter())
             flying: deque[Flight] = deque()
             posted: deque[Flight] = deque()
             for index in range(len(plan.buckets) + BUFFERS):
@@ -305,9 +286,7 @@ class Member:
                 self._finish(flying.popleft())
             if end := self._lane.mark():
                 self._until(lambda: [] if end.query() else [self.rank], f"publish {number}, copying out")
-            marks.append(time.perf_counter())
             self._board.say("done", str(number))
-            self.last = _timing(marks)
 
     def abort(self) -> None:
         """Give the group up, from any thread: calls in progress, here and at other members, raise. Idempotent."""
@@ -454,11 +433,6 @@ class Member:
 
     def _called(self, ranks: Iterable[int]) -> str:
         return ", ".join(f"rank {r} ({self._names[r]})" if self._names.get(r) else f"rank {r}" for r in ranks)
-
-
-def _timing(marks: list[float]) -> Timing:
-    now = time.perf_counter()
-    return Timing(*(b - a for a, b in zip(marks, [*marks[1:], now], strict=True)))
 
 
 def _resolve(answer: Future[Any], work: Callable[[], Any]) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from tandem.engines.base import Engine, LoraAdapter, ReportsChecksums
 from tandem.lazy import torch
-from tandem.together import together
 from tandem.transport.checksums import ChecksumCache, Shard, checksums
 from tandem.weight_sync.verify.probe import Checksums
 
@@ -92,10 +92,13 @@ class Trained:
             trainer_sums: those of the trainer's own bytes, where they are taken already.
         """
         assert isinstance(engine, ReportsChecksums)
-        reading: list[Awaitable[Any]] = [
-            self._sums_here(engine, trainer_sums), engine.checksums(self._trainable.payload)
-        ]  # fmt: skip
-        (sums, stored), engines = await together(reading)
+        here, there = self._sums_here(engine, trainer_sums), engine.checksums(self._trainable.payload)
+        # Both to their end, whatever the other does: every rank takes part in what is summed here.
+        results: Sequence[Any] = await asyncio.gather(here, there, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        (sums, stored), engines = results
         return PayloadSums(trainer=sums, stored=stored, engines=engines)
 
     async def _sums_here(self, engine: ReportsChecksums, trainer_sums: Checksums | None) -> tuple[Checksums, Checksums]:
