@@ -105,8 +105,8 @@ class Run:
         """
         read = self._read()
         if step not in read.rollout_steps:
-            kept = read.rollout_steps
-            steps = f"there are those of steps {kept[0]} to {kept[-1]}" if kept else "no step has any yet"
+            saved = read.rollout_steps
+            steps = f"there are those of steps {saved[0]} to {saved[-1]}" if saved else "no step has any yet"
             raise TandemError(f"{self.folder} has no rollouts of step {step}; {steps}")
         return read.rollouts(step)
 

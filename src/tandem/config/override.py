@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tandem.config.sources import own_rewards, spell_out
+from tandem.config.sources import spell_out, write_out_rewards
 from tandem.config.tree import SHELL, Branch, Leaf, Problems, Tree, parse_override, within
 
 _IMPORT_PATH = re.compile(r"((?:envs\.[\w-]+\.)?rewards)\.([\w.]+:\w+)(?:\.(.+))?$")
@@ -39,7 +39,7 @@ def apply(tree: Branch, cls: type, overrides: Sequence[str], problems: Problems)
     for key in sorted(values, key=lambda key: key in singles):
         if key in singles:
             spell_out(tree)
-            own_rewards(tree, paths[key], SHELL + key)
+            write_out_rewards(tree, paths[key], SHELL + key)
         _lay(tree, cls, paths[key], values[key], SHELL + key, problems)
     spell_out(tree)
 

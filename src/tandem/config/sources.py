@@ -86,7 +86,7 @@ def spell_out(tree: Branch) -> None:
             entry.put("env", Leaf(value=name, text=name, where=where), where)
 
 
-def own_rewards(tree: Branch, path: Sequence[str], where: str) -> None:
+def write_out_rewards(tree: Branch, path: Sequence[str], where: str) -> None:
     """Write out the environment's own rewards, of which ``path`` names one, unless the recipe gives any."""
     entries = tree.entries.get("envs")
     owner = entries.entries.get(path[1]) if isinstance(entries, Branch) and path[0] == "envs" else tree

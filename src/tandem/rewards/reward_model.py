@@ -122,7 +122,7 @@ class Classifier:
     def scores(self, conversations: Sequence[Sequence[Message]], batch: int) -> list[Verdict]:
         """The chosen output for each conversation; one that is longer than the model reads is a failure."""
         inputs = [self._inputs(messages) for messages in conversations]
-        lengths = [len(one["input_ids"]) for one in inputs]
+        lengths = [len(read["input_ids"]) for read in inputs]
         scores: list[Verdict] = [
             Failure("bad_value", f"cannot read {length} tokens, prompt included: {self._name} reads {self._most}")
             for length in lengths

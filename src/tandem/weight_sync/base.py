@@ -29,8 +29,8 @@ class OtherRanks(Protocol):
         """Have each write its adapter into its engine's slot, given rank by rank as plain data."""
         ...
 
-    async def fold(self, mine: Coroutine[Any, Any, None]) -> None:
-        """Have every rank bring what it computes with up to date with its parameters, this one by ``mine``."""
+    async def fold(self, folding: Coroutine[Any, Any, None]) -> None:
+        """Have every rank bring what it computes with up to date with its parameters, this one by ``folding``."""
         ...
 
 

@@ -14,7 +14,7 @@ from tandem.observability import waits
 from tandem.rewards.base import Reward
 from tandem.rewards.grading.calls import Outcome
 from tandem.rewards.grading.grader import Ability, Order, RewardCall
-from tandem.rewards.grading.process import Died, GradingProcess
+from tandem.rewards.grading.process import GradingProcess, WorkerDied
 from tandem.together import together
 
 RETRIES = 2
@@ -95,7 +95,7 @@ class Pool:
                     worker = await self._start()
                 try:
                     await self._collect(worker, rollouts, batches, outcomes, group)
-                except Died as death:
+                except WorkerDied as death:
                     worker = None
                     self._counts["restarts"] += 1
                     batch = batches.popleft()
@@ -116,7 +116,7 @@ class Pool:
     async def _collect(
         self, worker: GradingProcess, rollouts: bytes, batches: Batches, outcomes: dict[RewardCall, Outcome], group: str
     ) -> None:
-        """Make the calls, and move each from its batch to the outcomes when it is answered; raises ``Died``."""
+        """Make the calls, and move each from its batch to the outcomes when it is answered; raises ``WorkerDied``."""
         worker.submit(rollouts, batches)
         while batches:
             batch = batches[0]

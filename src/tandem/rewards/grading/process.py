@@ -33,7 +33,7 @@ _LONGEST = 16 << 20
 """Bytes of the longest message that is read."""
 
 
-class Died(Exception):
+class WorkerDied(Exception):
     """The process is gone or was killed; ``failure`` is what the call in progress gets."""
 
     def __init__(self, failure: Failure, *, killed: bool = False) -> None:
@@ -67,7 +67,7 @@ class GradingProcess:
             worker._send(pickle.dumps(order))
             until = time.monotonic() + seconds
             abilities = await worker.read(dict[str, Ability] | str, until, seconds, f"rewards {rewards} to be ready")
-        except Died as error:
+        except WorkerDied as error:
             seen = f"; see {log}" if log else ""
             raise RewardError(f"the grading process of {rewards} {error} while it started{seen}") from error
         except BaseException:
@@ -97,34 +97,35 @@ class GradingProcess:
             reason: what is waited for.
 
         Raises:
-            Died: the process crashed, passed the deadline, or sent something else and was killed.
+            WorkerDied: the process crashed, passed the deadline, or sent something else and was killed.
         """
         left = max(0.0, until - time.monotonic())
         reading = asyncio.ensure_future(self._stdout.readline())
-        # This registers the wait; what enforces its deadline is below, since the process has to be killed then.
-        with waits.blocking("grading", reason, self._name, left) as wait:
-            try:
-                for timeout in (left, _GRACE_SECONDS):
-                    done, _ = await asyncio.wait({reading}, timeout=timeout)
-                    if done:
-                        break
-                else:
-                    await self.kill()
-                    raise Died(Failure("timeout", f"took longer than {seconds:g} s and was stopped")) from wait.late()
-            finally:
-                reading.cancel()
         try:
-            line = reading.result()
+            # This registers the wait; what enforces its deadline is below, since the process has to be killed then.
+            with waits.blocking("grading", reason, self._name, left) as wait:
+                try:
+                    for timeout in (left, _GRACE_SECONDS):
+                        done, _ = await asyncio.wait({reading}, timeout=timeout)
+                        if done:
+                            break
+                    else:
+                        await self.kill()
+                        late = Failure("timeout", f"took longer than {seconds:g} s and was stopped")
+                        raise WorkerDied(late) from wait.late()
+                finally:
+                    reading.cancel()
+                line = reading.result()
             if not line.endswith(b"\n"):
                 raise await self._ended()
             return msgspec.json.decode(line, type=kind)
         except ValueError:  # a reward, or what it started, wrote there too
             raise await self.broken() from None
 
-    async def broken(self) -> Died:
+    async def broken(self) -> WorkerDied:
         """End a process whose messages make no sense; the error to raise."""
         await self.kill()
-        return Died(Failure("crashed", "wrote to the pipe on which its grading process answers"))
+        return WorkerDied(Failure("crashed", "wrote to the pipe on which its grading process answers"))
 
     async def kill(self) -> None:
         """End the process at once, and with it whatever its rewards started."""
@@ -159,16 +160,16 @@ class GradingProcess:
     def _send(self, body: bytes) -> None:
         self._stdin.write(HEADER.pack(len(body)) + body)  # not awaited: the answers have a deadline
 
-    async def _ended(self) -> Died:
+    async def _ended(self) -> WorkerDied:
         """What the end of the process means for the call in progress."""
         await self.close()
         code = self._process.returncode or 0
         if code >= 0:
-            return Died(Failure("crashed", f"ended its process with exit code {code}"))
+            return WorkerDied(Failure("crashed", f"ended its process with exit code {code}"))
         name = signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"
         killed = -code == signal.SIGKILL and not self._stopped
         why = ", sent from elsewhere: is the machine out of memory?" if killed else ""
-        return Died(Failure("crashed", f"crashed its process ({name}{why})"), killed=killed)
+        return WorkerDied(Failure("crashed", f"crashed its process ({name}{why})"), killed=killed)
 
 
 async def _spawn(log: Path | None) -> asyncio.subprocess.Process:
