@@ -35,7 +35,7 @@ def apply(tree: Branch, cls: type, overrides: Sequence[str], problems: Problems)
             values[key] = value
     spell_out(tree)
     paths = {key: _split(key) for key in values}
-    singles = {key for key, path in paths.items() if "rewards" in (path[0], *path[2:3]) and path[-1] != "rewards"}
+    singles = {key for key, path in paths.items() if _names_reward(path)}
     for key in sorted(values, key=lambda key: key in singles):
         if key in singles:
             spell_out(tree)
@@ -50,6 +50,12 @@ def _split(key: str) -> list[str]:
     if match:
         return [*match[1].split("."), match[2], *([match[3]] if match[3] else [])]
     return key.split(".")
+
+
+def _names_reward(path: list[str]) -> bool:
+    """Whether a path leads to a single reward, of the recipe or of one of its environments."""
+    within_entry = path[2:] if path[0] == "envs" else path
+    return len(within_entry) > 1 and within_entry[0] == "rewards"
 
 
 def _lay(tree: Branch, cls: type, path: list[str], value: Tree, where: str, problems: Problems) -> None:
