@@ -202,7 +202,6 @@ class TimedCompute(Compute):
     phases = {  # noqa: RUF012 - a table
         "fold": "fold",
         "checksums": "sum here",
-        "_as_stored": "sum here",
         "<lambda>": "sum here",
         "probe_gap": "probe here",
         "_write": "save",

@@ -207,8 +207,8 @@ def place_of(error: BaseException) -> str:
     """Place in the user's own code that an exception came through, `` (file.py:12 in name)``; empty if it did not."""
     frames = traceback.extract_tb(error.__traceback__)
     # Neither Tandem's nor a library's.
-    own = [f for f in frames if not f.filename.startswith((*_TANDEM, "<", *_LIBRARIES))][-_SHOWN_FRAMES:]
-    places = [f"{Path(f.filename).name}:{f.lineno} in {f.name}" for f in reversed(own)]
+    outside = [f for f in frames if not f.filename.startswith((*_TANDEM, "<", *_LIBRARIES))][-_SHOWN_FRAMES:]
+    places = [f"{Path(f.filename).name}:{f.lineno} in {f.name}" for f in reversed(outside)]
     return f" ({', from '.join(places)})" if places else ""
 
 

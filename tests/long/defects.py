@@ -224,8 +224,8 @@ DEFECTS = (
     Defect(
         "a resume forgets what it drew again",
         "src/tandem/rollout/data_state.py",
-        'again=tuple(Draw(*draw) for draw in data["again"]),',
-        "again=(),",
+        "return msgspec.convert(data, cls, str_keys=True)",
+        'return msgspec.convert({**data, "again": []}, cls, str_keys=True)',
         "tests/unit/test_buffer.py tests/unit/test_checkpoint.py tests/unit/test_reuse.py",
     ),
     Defect(
@@ -367,8 +367,8 @@ DEFECTS = (
     Defect(
         "a bucket overlaps the next tensor",
         "src/tandem/transport/buckets.py",
-        "self.size = starts[index] + size",
-        "self.size = starts[index] + size // 2",
+        "self.size = start + size",
+        "self.size = start + size // 2",
         "tests/unit/test_collective.py tests/contract/test_sync.py",
     ),
     # broker
@@ -419,7 +419,7 @@ DEFECTS = (
     Defect(
         "an override may come twice",
         "src/tandem/config/override.py",
-        "elif key in seen:",
+        "elif key in values:",
         "elif False:",
         "tests/unit/test_config.py",
     ),

@@ -115,8 +115,7 @@ class Worker(worker.WorkerExtension):
         assert joining.member is not None
         member = joining.member
 
-        def through(*arguments: Any, straight: Any = None, keep: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
-            """Nothing lands by itself, or no fault could come between."""
+        def through(*arguments: Any, keep: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
             arriving = (pair for bucket in member.receive(*arguments, keep=keep) for pair in bucket)
             return ([pair] for pair in self._tandem_through(arriving))
 

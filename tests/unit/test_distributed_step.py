@@ -62,9 +62,7 @@ def trained(
     with contextlib.ExitStack() as stack:
         with _loading:
             policy = stack.enter_context(live_policy(folder, trainable=trainable))
-        changing = [
-            (meta.name, policy.model.get_parameter(meta.name)) for meta in trainable.source(policy.model).manifest()
-        ]
+        changing = [(name, policy.model.get_parameter(name)) for name, _ in trainable.source(policy.model)]
         named, optimizer = trainable.parameters(policy.model), AdamW(lr=1e-3)
         stepper: Any = optimizer.bind(named)
         if group is not None:

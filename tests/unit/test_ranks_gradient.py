@@ -187,7 +187,7 @@ def gradients(
     with contextlib.closing(policy):
         named = list(trainable.parameters(policy.model))
         after = placed(named)
-        names = [meta.name for meta in trainable.source(policy.model).manifest()]
+        names = [name for name, _ in trainable.source(policy.model)]
         held = None
         if case.objective.reference is not None:
             held = case.objective.reference.hold([(name, policy.model.get_parameter(name)) for name in names])

@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from tandem.api.run import MetricsTable
-from tandem.errors import ConfigError, EngineError, TandemError
+from tandem.errors import ConfigError, EngineError
 from tandem.metrics import Histogram, Mean, Sum
 from tandem.observability import json_lines, waits
 from tandem.observability.alarms import AlarmWatch
@@ -443,13 +442,3 @@ heavy = {"torch", "rich", "tensorboard", "wandb", "trackio", "numpy"} & sys.modu
 assert not heavy, heavy
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [("groups/dropped_flat", "groups/dropped_zero_variance"), ("env/sums/flat", "env/sums/zero_variance")],
-)
-def test_a_metric_that_is_asked_for_by_an_old_name_is_named(old: str, new: str) -> None:
-    table = MetricsTable([{"step": 1, "time": 0.0, "metrics": {new: 1.0}}])
-    with pytest.raises(TandemError, match=f"'{old}' is called '{new}' now"):
-        table.column(old)

@@ -84,10 +84,6 @@ def test_a_recipe_for_training_is_taken_as_it_is(tmp_path: Path) -> None:
         (["model=m", "env=arithmetic", PLACES[0]], "missing 'engine'"),
         (["model=m", *PLACES], "missing 'env'"),
         (["model=m", "env=arithmetic", "broker=b:1", PLACES[1]], "http://"),
-        (
-            ["model=m", "env=arithmetic", *PLACES, "patience_seconds=9"],
-            "'patience_seconds' is called 'give_up_seconds' now",
-        ),
         (["model=m", "env=arithmetic", *PLACES, "n=0"], "n must be at least 1"),
         (["model=m", "env=arithmetic", *PLACES, "ahead=0.5"], "ahead must be at least 1"),
         (["model=m", "env=arithmetic", *PLACES, "min_share=2"], "min_share must be from 0 to 1"),

@@ -16,7 +16,6 @@ from tandem.api.recipe import Overrides, Recipe, override_texts
 from tandem.config.loading import RunConfig
 from tandem.config.registry import did_you_mean
 from tandem.errors import TandemError
-from tandem.metrics import new_name
 from tandem.observability.emit import OnStep
 from tandem.observability.report import folder as folders
 from tandem.observability.report.folder import Row, RunFolder
@@ -106,8 +105,8 @@ class Run:
         """
         read = self._read()
         if step not in read.rollout_steps:
-            kept = read.rollout_steps
-            steps = f"there are those of steps {kept[0]} to {kept[-1]}" if kept else "no step has any yet"
+            saved = read.rollout_steps
+            steps = f"there are those of steps {saved[0]} to {saved[-1]}" if saved else "no step has any yet"
             raise TandemError(f"{self.folder} has no rollouts of step {step}; {steps}")
         return read.rollouts(step)
 
@@ -274,8 +273,6 @@ class MetricsTable(Sequence[dict[str, float]]):
             TandemError: no step has it; names one that is alike.
         """
         if name not in self.names:
-            if now := new_name(name):
-                raise TandemError(f"the metric {name!r} is called {now!r} now")
             raise TandemError(f"no step has a metric {name!r}{did_you_mean(name, self.names)}; see names for all")
         return [row.get(name, math.nan) for row in self._rows]
 

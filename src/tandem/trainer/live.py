@@ -114,5 +114,4 @@ def objective(config: RunConfig) -> Objective:
 
 def changing(config: RunConfig, policy: Policy) -> list[tuple[str, torch.nn.Parameter]]:
     """The weights that training changes and the model computes with, as they are loaded: before any checkpoint."""
-    names = [meta.name for meta in config.trainable.source(policy.model).manifest()]
-    return [(name, policy.model.get_parameter(name)) for name in names]
+    return [(name, policy.model.get_parameter(name)) for name, _ in config.trainable.source(policy.model)]

@@ -29,8 +29,8 @@ class OtherRanks(Protocol):
         """Have each write its adapter into its engine's slot, given rank by rank as plain data."""
         ...
 
-    async def fold(self, mine: Coroutine[Any, Any, None]) -> None:
-        """Have every rank bring what it computes with up to date with its parameters, this one by ``mine``."""
+    async def fold(self, folding: Coroutine[Any, Any, None]) -> None:
+        """Have every rank bring what it computes with up to date with its parameters, this one by ``folding``."""
         ...
 
 
@@ -92,7 +92,7 @@ class WeightSync(ABC):
     """Whether the trainer's checksums are taken while the engine samples on: what it publishes lies in memory that only
     the trainer writes, and that no restart of the engine moves."""
 
-    verify_every: int = field(default=1, metadata={"formerly": "prove_every"})
+    verify_every: int = 1
     """Publishes between two verifications; the first publish of a run is always verified."""
     tolerance: float = 0.0
     """Largest rounding error of a logit between engine and trainer, nats, as the standard deviation over a probe's

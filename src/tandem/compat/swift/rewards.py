@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from tandem.errors import ConfigError
 from tandem.rewards.base import Reward
@@ -27,8 +27,6 @@ class ArgumentValues(Protocol):
 class SwiftFormat(Reward):
     """1 for a thought in think tags, then an answer in answer tags, and nothing before or after, be it a space."""
 
-    pure: ClassVar[bool] = True
-
     def __call__(self, rollout: Rollout) -> float:
         return float(_TAGGED.fullmatch(rollout.final_message) is not None)
 
@@ -36,8 +34,6 @@ class SwiftFormat(Reward):
 @dataclass(frozen=True, kw_only=True)
 class SwiftSoftOverlong(Reward):
     """0 up to ``max_tokens - cache`` tokens, then a straight line through -1 at ``max_tokens`` that goes on beyond."""
-
-    pure: ClassVar[bool] = True
 
     max_tokens: int
     """Sampled tokens at which the punishment is 1."""

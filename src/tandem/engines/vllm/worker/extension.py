@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tandem.engines.vllm.protocol import REFUSED
 from tandem.engines.vllm.worker.adapter import InPlaceAdapters
-from tandem.engines.vllm.worker.parameter_map import TensorPlace, places, share, uncovered, whole
+from tandem.engines.vllm.worker.parameter_map import TensorPlace, places, share, uncovered
 from tandem.errors import EngineError, TransportError
 from tandem.transport import sharing
 from tandem.transport.checksums import ChecksumCache, ChecksumTally, Shard
@@ -255,10 +255,8 @@ class WorkerExtension:
             places = self._tandem_current().places
             if unknown := [name for name, _, _ in entries if name not in places]:
                 raise EngineError(f"the engine has no weight {unknown[0]!r}, which the trainer wants to send")
-            straight = whole(places)
-            for bucket in receive(entries, bucket_bytes, straight=straight):
-                came = [(name, tensor) for name, tensor in bucket if tensor is not straight.get(name)]
-                pairs = [(p.tensor, share(tensor, p)) for name, tensor in came for p in places[name]]
+            for bucket in receive(entries, bucket_bytes):
+                pairs = [(p.tensor, share(tensor, p)) for name, tensor in bucket for p in places[name]]
                 if pairs:
                     torch._foreach_copy_([target for target, _ in pairs], [part for _, part in pairs])
         if self.tandem_device.type == "cuda":

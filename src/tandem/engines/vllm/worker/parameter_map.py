@@ -58,15 +58,6 @@ def share(tensor: Tensor, place: TensorPlace) -> Tensor:
     return rows if place.tensor.dim() < 2 else rows[:, place.first[1] : place.first[1] + place.tensor.shape[1]]
 
 
-def whole(placements: Mapping[str, list[TensorPlace]]) -> dict[str, Tensor]:
-    """The tensors that lie here whole and in one piece, and so can be written as they come."""
-    return {
-        name: only.tensor
-        for name, (only, *more) in placements.items()
-        if not more and only.tensor.shape == only.shape and only.tensor.is_contiguous()
-    }
-
-
 def places(model: nn.Module, *, rank: int, world: int) -> dict[str, list[TensorPlace]]:
     """Every Hugging Face tensor's places on this rank; tied ones once, under the name that comes first.
 
