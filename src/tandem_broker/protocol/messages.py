@@ -93,6 +93,17 @@ class EnvName(msgspec.Struct, kw_only=True, frozen=True):
     env_id: Annotated[int, Meta(ge=-(2**53), lt=2**53)]
 
 
+class BatchQuery(msgspec.Struct, kw_only=True, frozen=True):
+    """Parameters of ``GET /batch``, none of which Atropos knows."""
+
+    lease: Annotated[float, Meta(ge=0, lt=2**53)] | None = None
+    """Seconds after which it is served again unless it was acknowledged; null: it counts as trained."""
+    policy: Annotated[int, Meta(ge=0, lt=2**53)] | None = None
+    """The trainer's step."""
+    max_lag: Annotated[int, Meta(ge=0, lt=2**53)] | None = None
+    """Groups sampled more steps ago are dropped."""
+
+
 class BatchName(msgspec.Struct, kw_only=True, frozen=True):
     """Body of ``POST /ack`` and ``POST /release``."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -77,6 +77,14 @@ def read(body: bytes, kind: type[T]) -> T:
         return msgspec.json.decode(body, type=kind, strict=False)
     except (ValueError, RecursionError) as error:
         raise explain(error, body) from None
+
+
+def convert(query: Mapping[str, str], kind: type[T]) -> T:
+    """Read the parameters of a query; raises Malformed where one of them is wrong."""
+    try:
+        return msgspec.convert(query, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise explain(error, b"") from None
 
 
 def write_batch(payloads: Sequence[bytes] | None, lease: Any = None) -> bytes:

@@ -10,7 +10,6 @@ import base64
 import hashlib
 import ipaddress
 import logging
-import math
 import re
 import secrets
 import time
@@ -34,7 +33,6 @@ from tandem_broker.queue.store import GroupQueue
 from tandem_broker.server.bodies import MESSAGE_BYTES, Bodies, BodyLimits, RequestRejected
 from tandem_broker.server.keys import Keys, Role, may, scoped
 from tandem_broker.server.meter import Meter
-from tandem_broker.server.routes import ROUTES, Route, document
 
 log = logging.getLogger(f"tandem.{__name__}")
 
@@ -44,6 +42,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 RETRY_SECONDS = 5.0
 """When to come back after a failure of the broker's own, such as a full disk."""
 UNSHOWN = {"overrides", "group_overrides", "env_id", "distill_token_ids", "distill_logprobs"}
+ACTING = ("GET /batch", "GET /reset_data")
+"""Routes that change something although they are a GET."""
 EMPTY_EXAMPLE = dict.fromkeys(set(messages.FIELDS) - UNSHOWN, ())
 """``GET /latest_example`` before there is one."""
 
@@ -88,20 +88,6 @@ def idempotency_key(request: web.Request) -> str | None:
     if key is not None and not re.fullmatch(r"[!-~]{1,200}", key):
         raise RequestRejected(400, "an Idempotency-Key has 1 to 200 visible ASCII characters")
     return key
-
-
-def number(request: web.Request, name: str, kind: type[int] | type[float]) -> Any:
-    """Return a number of the query, None if it is missing; raises RequestRejected (422) for anything else."""
-    text = request.query.get(name)
-    if text is None:
-        return None
-    try:
-        value = kind(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < 2**53:
-        raise RequestRejected(422, f"{name} takes a number >= 0, not {text[:40]!r}")
-    return value
 
 
 def is_near(address: str | None) -> bool:
@@ -152,19 +138,45 @@ class BrokerServer:
 
     def application(self) -> web.Application:
         """Return the routes, ready to run. Give the runner ``auto_decompress=False``: bodies are inflated here."""
+        routes: dict[Role | None, dict[str, Handler]] = {
+            None: {"GET /": self._root},
+            "environment": {
+                "GET /info": self._info,
+                "GET /wandb_info": self._wandb_info,
+                "POST /register-env": self._register_env,
+                "POST /disconnect-env": self._disconnect_env,
+                "GET /status-env": self._status_env,
+                "POST /scored_data": self._scored_data,
+                "POST /scored_data_list": self._scored_data_list,
+                "GET /status": self._status,
+                "GET /metrics": self._metrics,
+            },
+            "trainer": {
+                "POST /register": self._register,
+                "GET /batch": self._batch,
+                "POST /ack": self._acknowledge,
+                "POST /renew": self._renew,
+                "POST /release": self._return_lease,
+                "GET /latest_example": self._latest_example,
+                "GET /reset_data": self._reset,
+            },
+        }
         app = web.Application(middlewares=[self._answered])
-        for route in ROUTES:
-            app.router.add_route(route.method, route.path, self._guarded(getattr(self, f"_{route.handler}"), route))
+        for role, handlers in routes.items():
+            for route, handler in handlers.items():
+                method, path = route.split()
+                guarded = self._guarded(handler, role, acts=method == "POST" or route in ACTING)
+                app.router.add_route(method, path, guarded)
         return app
 
-    def _guarded(self, handler: Handler, route: Route) -> Handler:
+    def _guarded(self, handler: Handler, role: Role | None, acts: bool) -> Handler:
         """Put a handler behind its key or, where there are none, behind the question whether a web page asks."""
 
         async def guarded(request: web.Request) -> web.StreamResponse:
-            if route.role is not None:
-                self._owner(request, route.role)
+            if role is not None:
+                self._owner(request, role)
             if not self.keys.trainer:
-                why = doors.from_a_page(request.method, request.headers, acts=route.acts, names=self._names)
+                why = doors.from_a_page(request.method, request.headers, acts=acts, names=self._names)
                 if why:
                     raise RequestRejected(403, why)
             return await handler(request)
@@ -202,7 +214,9 @@ class BrokerServer:
         except ConnectionError:  # a client that went away within a request leaves no trace in the log
             response = RequestRejected(400, "the connection broke").response()
         resource = request.match_info.route.resource
-        self.meter.request(resource.canonical if resource else "(none)", response.status, time.perf_counter() - start)
+        path = resource.canonical if resource else "(none)"
+        self.meter.answers[path, response.status] += 1
+        self.meter.seconds[path] += time.perf_counter() - start
         if not response.prepared:
             response.headers["Tandem"] = __version__
         return response
@@ -229,9 +243,6 @@ class BrokerServer:
             return reply({"message": "AtroposLib API"})
         text, policy = page()
         return web.Response(text=text, content_type="text/html", headers={"Content-Security-Policy": policy})
-
-    async def _openapi(self, request: web.Request) -> web.StreamResponse:
-        return reply(document())
 
     async def _register(self, request: web.Request) -> web.StreamResponse:
         uuid = self.store.register(await self._message(request, messages.RunParameters))
@@ -329,14 +340,15 @@ class BrokerServer:
         if self.store.run is None:
             message = "Trainer not registered. Call /register first."
             return reply({"status": "error", "message": message, "batch": []})
-        seconds = number(request, "lease", float)
+        query = wire.convert(dict(request.query), messages.BatchQuery)
+        is_leased = query.lease is not None
         batch = self.store.take(
             now,
             trainer=request.remote,
-            lease=seconds is not None,
-            seconds=seconds,
-            policy=number(request, "policy", int),
-            max_lag=number(request, "max_lag", int),
+            lease=is_leased,
+            seconds=query.lease,
+            policy=query.policy,
+            max_lag=query.max_lag,
         )
         if batch is None:
             await self._committed()
@@ -344,12 +356,12 @@ class BrokerServer:
         try:
             payloads = await read(batch.entries)
             await self._committed()
-            response = await self._send(request, batch, payloads, is_leased=seconds is not None)
+            response = await self._send(request, batch, payloads, is_leased)
         except BaseException:  # its client is gone, or it cannot be read: it returns to the queue
             self.store.return_lease(batch.id, self._clock())
             raise
         self.store.delivered(batch.id)
-        if seconds is None:
+        if not is_leased:
             self.store.acknowledge(batch.id, self._clock())  # nothing else will: it is out
         self.meter.totals.update(batches=1, groups=len(payloads), bytes=sum(map(len, payloads)))
         for entry in batch.entries:
@@ -402,7 +414,8 @@ class BrokerServer:
                 "uptime": now - self._started,
                 "polled": self._polled,
                 "failure": self._failure,
-                **self.meter.detail(),
+                "served": {name: self.meter.totals[name] for name in ("batches", "groups", "bytes")},
+                "refused": dict(self.meter.refused),
                 "received_bytes": self.bodies.received,
                 "version": __version__,
             }
