@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 
 from tandem_broker.journal.ledger import Ledger
-from tandem_broker.protocol.messages import RunParameters
+from tandem_broker.protocol.messages import EnvRegistration, RunParameters
 from tandem_broker.queue.records import StoreOptions
 from tandem_broker.queue.store import GroupQueue
 from tandem_broker.server.app import BrokerServer
@@ -38,6 +38,12 @@ ENV = {"max_token_length": 256, "desired_name": "e", "weight": 1.0, "group_size"
 def run_parameters(**changed: Any) -> RunParameters:
     """What a trainer registers: ``RUN`` with changes."""
     return RunParameters(**{**RUN, **changed})
+
+
+def env_spec(name: str, max_token_length: int = 8, **changed: Any) -> EnvRegistration:
+    """What an environment registers: groups of one sequence, and no share."""
+    spec = {"weight": 1.0, "group_size": 1, **changed}
+    return EnvRegistration(desired_name=name, max_token_length=max_token_length, **spec)
 
 
 def group(size: int = 4, **fields: Any) -> dict[str, Any]:

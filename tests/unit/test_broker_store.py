@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from brokers import run_parameters
+from brokers import env_spec, run_parameters
 
 from tandem_broker.protocol.messages import EnvAccepted, EnvStatus, RunParameters
 from tandem_broker.queue.records import (
     Acknowledgement,
     Busy,
-    EnvSpec,
     GroupEntry,
     GroupRefused,
     ServedBatch,
@@ -34,7 +33,7 @@ def joined(
     store: GroupQueue, name: str = "e", group_size: int = 4, weight: float = 1.0, context: int = 256,
     share: float | None = None, key: str | None = None, now: float = 0.0,
 ) -> int:  # fmt: skip
-    spec = EnvSpec(
+    spec = env_spec(
         name=name, max_token_length=context, weight=weight, group_size=group_size, min_batch_allocation=share
     )
     ticket = store.register_env(spec, now, key=key)
@@ -82,7 +81,7 @@ def test_status_of_the_recorded_example() -> None:
 
 def test_shares_and_weights_in_a_status() -> None:
     store = started(8)
-    assert store.register_env(EnvSpec(name="e", max_token_length=256, group_size=4), 0.0) == EnvAccepted(
+    assert store.register_env(env_spec(name="e", max_token_length=256, group_size=4), 0.0) == EnvAccepted(
         env_id=0, wandb_name="e_0", checkpoint_dir="/c", starting_step=0, checkpoint_interval=10, num_steps=100
     )
     joined(store, share=0.5)
@@ -114,7 +113,7 @@ def test_groups_are_buffered_until_they_add_up() -> None:
 
 def test_environments_wait_until_the_trainer_polls() -> None:
     store = GroupQueue()
-    spec = EnvSpec(name="e", max_token_length=8)
+    spec = env_spec(name="e", max_token_length=8)
     assert store.register_env(spec, 0.0) is None
     store.register(run(8))
     assert store.register_env(spec, 0.0) is None
@@ -223,7 +222,7 @@ def test_disconnecting_frees_a_share_at_once_and_for_good() -> None:
     store.disconnect(gone, 0.0)
     store.heartbeat(gone, 0.0)
     assert names(store.take(0.0)) == ["0", "1"]
-    assert [(env.connected, env.left) for env in store.status(0.0).envs] == [(False, True), (True, False)]
+    assert [(env["connected"], env["left"]) for env in store.status(0.0).envs] == [(False, True), (True, False)]
 
 
 def test_anonymous_groups_fill_batches_beside_a_minimum() -> None:
@@ -269,7 +268,7 @@ def test_after_a_reset_running_environments_live_on_and_ids_are_not_reused() -> 
     assert new != old
     assert store.status_env(new, 0.0).unallocated_fraction == 1.0  # the old one has not spoken
     assert store.status_env(old, 0.0).unallocated_fraction == 0.5
-    assert store.status(0.0).envs[-1].name == "e_0"
+    assert store.status(0.0).envs[-1]["name"] == "e_0"
 
 
 def test_after_a_reset_no_new_environment_has_the_name_of_one_that_lives_on() -> None:
@@ -280,7 +279,7 @@ def test_after_a_reset_no_new_environment_has_the_name_of_one_that_lives_on() ->
     store.take(0.0)
     store.status_env(old, 0.0)
     joined(store)
-    assert [env.name for env in store.status(0.0).envs] == ["e_0", "e_1"]
+    assert [env["name"] for env in store.status(0.0).envs] == ["e_0", "e_1"]
 
 
 def test_the_same_identity_is_the_same_environment() -> None:

@@ -15,7 +15,7 @@ from tandem.errors import BrokerError
 
 APPLICATION = 0x54414E44
 """Marks the file as the broker's: "TAND"."""
-FORMAT = 2
+FORMAT = 3
 SCHEMA = (
     """CREATE TABLE IF NOT EXISTS entries (place INTEGER PRIMARY KEY, id TEXT NOT NULL, env INTEGER,
     size INTEGER NOT NULL, version INTEGER, received REAL NOT NULL, state TEXT NOT NULL, batch TEXT,

@@ -21,7 +21,7 @@ from typing import Any
 from tandem.errors import BrokerError
 from tandem_broker.journal.database import Database, damaged, locked
 from tandem_broker.journal.restore import restore
-from tandem_broker.queue.records import GroupEntry, State, StoreOptions
+from tandem_broker.queue.records import GroupEntry, Journal, State, StoreOptions
 from tandem_broker.queue.store import GroupQueue
 
 TRIM_EVERY = 500
@@ -33,7 +33,7 @@ Event = tuple[Any, ...]
 
 
 class StoredPayload:
-    """A payload of the ledger: in memory until it is written and as long as there is room, else in the database."""
+    """A payload of the ledger: in memory until it is written, then in the database."""
 
     __slots__ = ("_database", "data", "num_bytes", "place")
 
@@ -52,7 +52,7 @@ class StoredPayload:
         return self._database.payload(self.place) if data is None else data
 
 
-class Ledger:
+class Ledger(Journal):
     """A journal in a folder, and the store that it restores. Made by ``Ledger.open``."""
 
     def __init__(self, folder: Path, options: StoreOptions) -> None:
@@ -66,8 +66,6 @@ class Ledger:
         except BaseException:
             os.close(self._lock)
             raise
-        self._payloads: dict[int, StoredPayload] = {}  # written ones by place
-        self._memory_bytes = 0
         self._turn = threading.Condition()
         self._events: list[Event] = []
         self._promise = _promise()
@@ -173,7 +171,7 @@ class Ledger:
             except Exception as error:
                 self._fail(promise, error)
                 return
-            del events  # and with it payloads that leave memory
+            del events  # and with it their payloads
             promise.set_result(None)
 
     def _fail(self, promise: Future[None], error: Exception) -> None:
@@ -194,9 +192,8 @@ class Ledger:
             self.transactions += 1
             if self.transactions % TRIM_EVERY == 0:
                 self._trim(sql)
-        for kind, *event in reversed(events):  # those that came first are served first
-            if kind == "added" and event[0] in self._payloads and self._memory_bytes > self._options.memory_bytes:
-                self._memory_bytes -= len(event[1])
+        for kind, *event in events:
+            if kind == "added":
                 event[1].data = None
 
     def _write_added(
@@ -208,17 +205,12 @@ class Ledger:
         sql.execute("INSERT INTO payloads VALUES (?, ?, ?)", (place, zlib.crc32(entry.payload), entry.payload))
         if key is not None:
             sql.execute("INSERT OR REPLACE INTO keys VALUES (?, ?)", (key, now))
-        self._payloads[place] = payload
-        self._memory_bytes += len(payload)
 
     def _write_moved(self, sql: sqlite3.Connection, places: list[int], state: State, batch: str | None) -> None:
         for place in places:
             if state in ("trained", "dropped"):
                 sql.execute("DELETE FROM entries WHERE place = ?", (place,))
                 sql.execute("DELETE FROM payloads WHERE place = ?", (place,))
-                payload = self._payloads.pop(place, None)
-                if payload is not None and payload.data is not None:
-                    self._memory_bytes -= len(payload)
             else:
                 sql.execute("UPDATE entries SET state = ?, batch = ? WHERE place = ?", (state, batch, place))
 
@@ -231,8 +223,6 @@ class Ledger:
     def _write_cleared(self, sql: sqlite3.Connection) -> None:
         for table in ("entries", "payloads", "facts", "keys"):
             sql.execute(f"DELETE FROM {table}")
-        self._payloads.clear()
-        self._memory_bytes = 0
 
     def _trim(self, sql: sqlite3.Connection) -> None:
         sql.execute(
@@ -250,7 +240,7 @@ class Ledger:
         for place, id, env, size, version, received, state, batch, num_bytes in sql.execute("SELECT * FROM entries"):
             if state not in ("buffered", "queued", "leased") or size < 1 or num_bytes < 0:
                 raise ValueError(f"a group of {size} sequences is {state}")
-            payload = self._payloads[place] = StoredPayload(self._database, place, num_bytes)
+            payload = StoredPayload(self._database, place, num_bytes)
             entry = GroupEntry(id=id, env=env, size=size, version=version, received=received, payload=payload)
             rows.append((place, entry, state, batch))
         restore(self.store, facts, rows, sql.execute("SELECT key, at FROM keys ORDER BY rowid"), now)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tandem_broker.protocol.messages import RunParameters
+from tandem_broker.protocol.messages import EnvRegistration, RunParameters
 from tandem_broker.queue.leases import lease_of
-from tandem_broker.queue.records import EnvSpec, GroupEntry, State
+from tandem_broker.queue.records import GroupEntry, State
 from tandem_broker.queue.store import PROGRESS, GroupQueue
 from tandem_broker.queue.tenants import Item, Tenant
 
@@ -51,12 +51,11 @@ def restore(
     for name, fact in facts.items():
         if name.startswith("lease:"):
             _lease(store, name.removeprefix("lease:"), fact, items, now)
-    store.tenants.recount()
 
 
 def _tenant(store: GroupQueue, env_id: int, fact: Mapping[str, Any], now: float) -> None:
     noted = {name: fact[name] for name in ("name", "key", "owner", "connected", "live")}
-    store.tenants.add(Tenant(env_id=env_id, spec=EnvSpec(**fact["spec"]), heard=now, **noted))
+    store.tenants.add(Tenant(env_id=env_id, spec=EnvRegistration(**fact["spec"]), heard=now, **noted))
 
 
 def _items(store: GroupQueue, rows: Iterable[tuple[int, GroupEntry, State, str | None]]) -> dict[int, Item]:

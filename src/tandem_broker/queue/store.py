@@ -14,16 +14,14 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import replace
 
-from tandem_broker.protocol.messages import EnvAccepted, EnvStatus, RunParameters
+from tandem_broker.protocol.messages import EnvAccepted, EnvRegistration, EnvStatus, RunParameters
 from tandem_broker.queue.leases import BatchLease, IdempotencyKeys, Leases
 from tandem_broker.queue.records import (
     Acknowledgement,
     Busy,
-    EnvSpec,
     GroupEntry,
     GroupRefused,
     Journal,
-    NoJournal,
     Receipt,
     Report,
     ServedBatch,
@@ -43,26 +41,30 @@ class GroupQueue:
 
     def __init__(self, options: StoreOptions | None = None, journal: Journal | None = None) -> None:
         self.options = options or StoreOptions()
+        self.journal = journal or Journal()
+        self.counts: Counter[str] = Counter()
+        """See ``Report.counts``."""
+        self.order = 0
+        """Place of the next group in the order of arrival."""
+        self._served = (0.0, 0.0)
+        """When the last batch was served, and the seconds between it and the one before."""
+        self._begin(Tenants(self.options, self.journal))
+
+    def _begin(self, tenants: Tenants) -> None:
+        """Nothing is queued, out or known but these environments."""
+        self.tenants = tenants
+        self.waiting = WaitingGroups(tenants, self.journal, self.options)
+        self.leases = Leases()
+        self.seen = IdempotencyKeys(self.options)
         self.run: RunParameters | None = None
         self.started = False
         self.step = 0
-        self.counts: Counter[str] = Counter()
-        """See ``Report.counts``."""
-        self.journal: Journal = journal or NoJournal()
-        self.tenants = Tenants(self.options, self.journal)
-        self.leases = Leases()
-        self.seen = IdempotencyKeys(self.options)
         self.policy: int | None = None
         """Policy step that the trainer last told."""
         self.took = False
         """A batch was served since the trainer told that step."""
         self.returned = 0
         """Batches that came back and will be served again without counting as a step."""
-        self.order = 0
-        """Place of the next group in the order of arrival."""
-        self.waiting = WaitingGroups(self.tenants, self.journal, self.options)
-        self._served = (0.0, 0.0)
-        """When the last batch was served, and the seconds between it and the one before."""
 
     def register(self, run: RunParameters) -> int:
         """A trainer begins, perhaps anew: queue and environments stay, batches it had out come back.
@@ -81,7 +83,7 @@ class GroupQueue:
         self.run, self.started, self.step, self.returned = run, False, run.starting_step, 0
         self.policy, self.took = None, False
         self.tenants.batch_size = run.batch_size
-        self.tenants.recount()
+        self.tenants.change += 1
         self._drop([item for item in self.waiting if item.size > run.batch_size])
         self.journal.noted("run", msgspec.structs.asdict(run))
         self.note_progress()
@@ -90,13 +92,9 @@ class GroupQueue:
     def reset(self) -> None:
         """Forget run, queue, batches and step. Environments that speak again keep their ids; ids are not reused."""
         self.counts["dropped"] += self.waiting.groups
-        fresh = self.tenants.after_reset()
-        self.tenants, self.leases, self.seen = fresh, Leases(), IdempotencyKeys(self.options)
-        self.waiting = WaitingGroups(fresh, self.journal, self.options)
-        self.run, self.started, self.step, self.returned = None, False, 0, 0
-        self.policy, self.took = None, False
+        self._begin(self.tenants.after_reset())
         self.journal.cleared()
-        for tenant in fresh.by_id.values():
+        for tenant in self.tenants.by_id.values():
             self.tenants.note(tenant)
         self.note_progress()
 
@@ -118,7 +116,9 @@ class GroupQueue:
             return self.policy
         return self.policy + self.took
 
-    def register_env(self, env: EnvSpec, now: float, *, key: str | None = None, owner: str = "") -> EnvAccepted | None:
+    def register_env(
+        self, env: EnvRegistration, now: float, *, key: str | None = None, owner: str = ""
+    ) -> EnvAccepted | None:
         """A new environment, or under a known ``key`` the one it was before. None: wait for the trainer to start.
 
         ``owner`` is whose key it was registered with.
@@ -152,7 +152,7 @@ class GroupQueue:
         tenant.heard = now
         if tenant.connected:
             tenant.connected = tenant.live = False
-            self.tenants.recount()
+            self.tenants.change += 1
             self.tenants.note(tenant)
         return True
 
@@ -324,7 +324,7 @@ class GroupQueue:
     @property
     def queued_groups(self) -> int:
         """Groups in the queue."""
-        return self.tenants.queued_groups
+        return sum(tenant.queue.groups for tenant in self.tenants)
 
     @property
     def latest(self) -> GroupEntry | None:

@@ -25,8 +25,7 @@ class WaitingGroups:
         self._latest = -1
         self._journal = journal
         self._options = options
-        self._change = 0
-        self._formed: tuple[tuple[int, int], list[Item] | None] = ((-1, -1), None)
+        self._formed: tuple[int, list[Item] | None] = (-1, None)
 
     def __iter__(self) -> Iterator[Item]:
         for tenant in self.tenants:
@@ -68,10 +67,7 @@ class WaitingGroups:
     def _completes(self, size: int) -> bool:
         """Whether sizes that cannot add up to a batch can with one group of this size more."""
         total = self.tenants.batch_size
-        counts = Counter(self.tenants.sizes)
-        for tenant in self.tenants:
-            counts.update({size: len(line) for size, line in tenant.buffer.lines.items()})
-        before = formation.reachable(counts, total)
+        before = formation.reachable(Counter(item.size for item in self), total)
         return not before >> total & 1 and bool(before >> (total - size) & 1)
 
     def hold(self, item: Item) -> None:
@@ -102,17 +98,16 @@ class WaitingGroups:
         """Into its environment's buffer."""
         item.state = "buffered"
         item.tenant.buffer.insert(item)
-        self._change += 1
+        self.tenants.change += 1
 
     def enqueue(self, items: Iterable[Item]) -> None:
         """Into their environments' queues, each in its place of the order of arrival."""
         for item in items:
             item.state, item.batch = "queued", None
             item.tenant.queue.insert(item)
-            self.tenants.queued(item, 1)
             if item.order > self._latest:
                 self._latest, self.latest = item.order, item.entry
-        self._change += 1
+        self.tenants.change += 1
 
     def sort_again(self, tenant: Tenant) -> None:
         """Its group size changed: what is buffered is looked at again."""
@@ -132,8 +127,7 @@ class WaitingGroups:
             item.tenant.buffer.remove(item)
         elif item.state == "queued":
             item.tenant.queue.remove(item)
-            self.tenants.queued(item, -1)
-        self._change += 1
+        self.tenants.change += 1
 
     def finish(self, items: Sequence[Item], dropped: bool, batch: str | None) -> None:
         """Trained by this batch, or dropped: their payloads are let go."""
@@ -150,9 +144,8 @@ class WaitingGroups:
 
     def next_batch(self) -> list[Item] | None:
         """The groups of the next batch, in order, still where they are; None if none can be formed."""
-        at = (self._change, self.tenants.change)
-        if self._formed[0] != at:
-            self._formed = (at, self._form())
+        if self._formed[0] != self.tenants.change:
+            self._formed = (self.tenants.change, self._form())
         return self._formed[1]
 
     def _form(self) -> list[Item] | None:

@@ -28,7 +28,7 @@ from tandem_broker.journal.ledger import read
 from tandem_broker.protocol import messages, wire
 from tandem_broker.protocol.submission import Submission, read_group, read_groups
 from tandem_broker.protocol.wire import Malformed
-from tandem_broker.queue.records import Busy, EnvSpec, GroupEntry, GroupRefused, Receipt, ServedBatch
+from tandem_broker.queue.records import Busy, GroupEntry, GroupRefused, Receipt, ServedBatch
 from tandem_broker.queue.store import GroupQueue
 from tandem_broker.server.bodies import MESSAGE_BYTES, Bodies, BodyLimits, RequestRejected
 from tandem_broker.server.keys import Keys, Role, may, scoped
@@ -267,14 +267,8 @@ class BrokerServer:
     # --- environments ---
 
     async def _register_env(self, request: web.Request) -> web.StreamResponse:
-        body = await self._message(request, messages.EnvRegistration)
-        spec = EnvSpec(
-            name=named(body.desired_name),
-            max_token_length=body.max_token_length,
-            weight=body.weight,
-            group_size=body.group_size,
-            min_batch_allocation=body.min_batch_allocation,
-        )
+        spec = await self._message(request, messages.EnvRegistration)
+        spec = msgspec.structs.replace(spec, desired_name=named(spec.desired_name))
         owner = self._owner(request)
         key = scoped(owner, idempotency_key(request))
         accepted = self.store.register_env(spec, self._clock(), key=key, owner=owner)

@@ -54,7 +54,7 @@ class Meter:
         for name in ("queued_groups", "queued_sequences", "buffered_sequences", "held_bytes", "connected", "accepted"):
             values: Counter[str] = Counter()
             for env in report.envs:  # several may have one name after a reset
-                values[env.name] += int(getattr(env, name))
+                values[env["name"]] += int(env[name])
             families["env_accepted_total" if name == "accepted" else f"env_{name}"] = _by("env", values)
         return "\n".join(line for name, samples in families.items() for line in _lines(name, samples)) + "\n"
 
