@@ -90,17 +90,13 @@ class Ledger(Journal):
         path = folder / "ledger.sqlite"
         try:
             ledger._restore(now)
-        except sqlite3.OperationalError as error:
+        except (sqlite3.DatabaseError, ValueError, KeyError, TypeError, AttributeError) as error:
             ledger._close()
+            if not isinstance(error, sqlite3.OperationalError):  # a damaged file, or rows that SQLite finds whole
+                raise damaged(path, f"{type(error).__name__}: {error}") from error
             raise BrokerError(
                 f"the ledger in {folder} cannot be opened ({error}); make room on its disk, or mend it, and start again"
             ) from error
-        except sqlite3.DatabaseError as error:
-            ledger._close()
-            raise damaged(path, str(error)) from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:  # rows that SQLite finds whole
-            ledger._close()
-            raise damaged(path, f"{type(error).__name__}: {error}") from error
         except BaseException:
             ledger._close()
             raise

@@ -30,7 +30,7 @@ from tandem_broker.queue.records import (
 from tandem_broker.queue.tenants import Item, Tenants
 from tandem_broker.queue.waiting import WaitingGroups
 
-MAX_BATCH = 1 << 16
+MAX_BATCH = 1 << 14
 """Most sequences of a batch."""
 PROGRESS = ("started", "step", "policy", "took", "returned", "order")
 """Attributes of the queue that a restart must know."""

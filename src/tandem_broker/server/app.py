@@ -179,7 +179,10 @@ class BrokerServer:
                 why = doors.from_a_page(request.method, request.headers, acts=acts, names=self._names)
                 if why:
                     raise RequestRejected(403, why)
-            return await handler(request)
+            response = await handler(request)
+            if acts and not response.prepared:  # what an answer promises is on disk before it leaves
+                await self._committed()
+            return response
 
         return guarded
 
@@ -246,7 +249,6 @@ class BrokerServer:
 
     async def _register(self, request: web.Request) -> web.StreamResponse:
         uuid = self.store.register(await self._message(request, messages.RunParameters))
-        await self._committed()
         return reply(messages.Registered(uuid=uuid))
 
     async def _info(self, request: web.Request) -> web.StreamResponse:
@@ -261,7 +263,6 @@ class BrokerServer:
 
     async def _reset(self, request: web.Request) -> web.StreamResponse:
         self.store.reset()
-        await self._committed()
         return web.Response(text="Reset successful")
 
     # --- environments ---
@@ -274,14 +275,12 @@ class BrokerServer:
         accepted = self.store.register_env(spec, self._clock(), key=key, owner=owner)
         if accepted is None:
             return reply({"status": "wait for trainer to start"})
-        await self._committed()
         return reply(accepted)
 
     async def _disconnect_env(self, request: web.Request) -> web.StreamResponse:
         body = await self._message(request, messages.EnvName)
         self._require_owner(request, body.env_id)
         is_known = self.store.disconnect(body.env_id, self._clock())
-        await self._committed()
         return reply(outcome(is_known, f"no environment has the id {body.env_id}"))
 
     async def _status_env(self, request: web.Request) -> web.StreamResponse:
@@ -291,21 +290,21 @@ class BrokerServer:
 
     async def _scored_data(self, request: web.Request) -> web.StreamResponse:
         submission = await self.bodies.read(request, read_group)
-        (receipt,) = await self._put([submission], request)
+        (receipt,) = self._put([submission], request)
         more = {"buffer_size": receipt.buffered} if receipt.kind == "buffered" else {}
         return reply({"status": "buffered" if more else "received", **more})
 
     async def _scored_data_list(self, request: web.Request) -> web.StreamResponse:
         most = self.bodies.limits.list_groups
-        receipts = await self._put(await self.bodies.read(request, partial(read_groups, most=most)), request)
+        receipts = self._put(await self.bodies.read(request, partial(read_groups, most=most)), request)
         answer: dict[str, Any] = {"status": "received", "groups_processed": len(receipts)}
         buffered = [receipt for receipt in receipts if receipt.kind == "buffered"]
         if buffered:
             answer |= {"buffered": len(buffered), "last_buffer_size": buffered[-1].buffered}
         return reply(answer)
 
-    async def _put(self, submissions: Sequence[Submission], request: web.Request) -> list[Receipt]:
-        """Hand groups to the store, all or none, and wait until they are safe."""
+    def _put(self, submissions: Sequence[Submission], request: web.Request) -> list[Receipt]:
+        """Hand groups to the store, all or none."""
         for env_id in {submission.env_id for submission in submissions}:
             self._require_owner(request, env_id)
         key, now = scoped(self._owner(request), idempotency_key(request)), self._clock()
@@ -324,7 +323,6 @@ class BrokerServer:
         receipts = self.store.put_all(list(zip(entries, keys, strict=True)), now)
         fresh = zip(entries, receipts, strict=True)
         self.meter.totals["accepted_bytes"] += sum(e.num_bytes for e, r in fresh if r.kind != "duplicate")
-        await self._committed()
         return receipts
 
     # --- trainers ---
@@ -345,7 +343,6 @@ class BrokerServer:
             max_lag=query.max_lag,
         )
         if batch is None:
-            await self._committed()
             return reply(wire.write_batch(None))
         try:
             payloads = await read(batch.entries)
@@ -381,7 +378,6 @@ class BrokerServer:
     async def _acknowledge(self, request: web.Request) -> web.StreamResponse:
         body = await self._message(request, messages.BatchName)
         acknowledgement = self.store.acknowledge(body.batch, self._clock())
-        await self._committed()
         return reply(outcome(bool(acknowledgement), acknowledgement.reason))
 
     async def _renew(self, request: web.Request) -> web.StreamResponse:
@@ -392,7 +388,6 @@ class BrokerServer:
     async def _return_lease(self, request: web.Request) -> web.StreamResponse:
         body = await self._message(request, messages.BatchName)
         is_returned = self.store.return_lease(body.batch, self._clock())
-        await self._committed()
         return reply(outcome(is_returned, f"no batch {body.batch} is leased"))
 
     # --- people ---
