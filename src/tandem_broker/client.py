@@ -243,17 +243,27 @@ class EnvClient(_Client):
     async def status(self) -> messages.EnvStatus:
         """How much is queued; registers again where the broker has forgotten this environment.
 
+        Atropos' broker comes back empty. What is handed in before its trainer has registered would block it for good;
+        and an id that it no longer knows could be given to another. One that runs backwards has started anew too.
+
         Raises:
             ServerAway: the broker stays away.
         """
-        await self._still_known()
         while True:
-            registrations = self.registrations
+            outages, registrations = self.connection.outages, self.registrations
             status = await self._ask_status()
             if status is not None and status.current_step >= self._step:
-                self._step = status.current_step
+                self._known, self._step = outages, status.current_step
                 return status
-            await self._register_again(registrations)
+            async with self._registering:
+                if self.registrations == registrations:
+                    log.warning(
+                        "%s does not know this environment any more, or went back to an earlier step; registering "
+                        "again",
+                        self.connection.name,
+                    )
+                    await asyncio.sleep(self._poll)
+                    await self.register()
 
     async def submit(self, group: Group, key: str, params: Mapping[str, Json] | None = None) -> Receipt:
         """Hand in a group, once.
@@ -281,7 +291,8 @@ class EnvClient(_Client):
             for name in ("tandem_version", "tandem_versions"):
                 scored.group_overrides.pop(name, None)
         while True:
-            await self._still_known()
+            if self._known != self.connection.outages:
+                await self.status()
             if self.ticket is not None:
                 scored.env_id = self.ticket.env_id
             outages = self.connection.outages
@@ -327,36 +338,6 @@ class EnvClient(_Client):
         except RequestLost:
             return None
         return parse(answer, messages.EnvStatus)
-
-    async def _still_known(self) -> None:
-        """After an outage, make sure that the broker knows this environment before anything is handed in.
-
-        Atropos' broker comes back empty. What is handed in before its trainer has registered would block it for good;
-        and an id that it no longer knows could be given to another. One that runs backwards has started anew too.
-        """
-        if self._known == self.connection.outages:
-            return
-        async with self._registering:
-            outages = self.connection.outages
-            if self._known == outages:
-                return
-            status = await self._ask_status()
-            if status is None or status.current_step < self._step:
-                await self._register_forgotten()
-            self._known = outages
-
-    async def _register_again(self, registrations: int) -> None:
-        async with self._registering:
-            if self.registrations == registrations:
-                await asyncio.sleep(self._poll)
-                await self._register_forgotten()
-
-    async def _register_forgotten(self) -> None:
-        log.warning(
-            "%s does not know this environment any more, or went back to an earlier step; registering again",
-            self.connection.name,
-        )
-        await self.register()
 
 
 class TakenBatch(msgspec.Struct, frozen=True, kw_only=True):

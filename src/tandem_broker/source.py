@@ -250,13 +250,10 @@ class BrokerSource:
     def _receive(self, taken: TakenBatch) -> None:
         """Read a batch's groups; what can be trained on waits for its turn, and what cannot is set aside."""
         notes, now = Notes(), self.version()
-        unsaid = [None] * len(taken.groups)
-        versions = taken.versions if len(taken.versions) == len(taken.groups) else unsaid
-        names = taken.ids if len(taken.ids) == len(taken.groups) else unsaid
         here = frozenset().union(*self._held.values())
         arrived: list[Group] = []
         refused = list(taken.malformed)
-        for scored, version, name in zip(taken.groups, versions, names, strict=True):
+        for scored, version, name in zip(taken.groups, taken.versions, taken.ids, strict=True):
             if name in here:  # it was not heard of us for as long as a lease lasts
                 self._say("again", f"group {name} came again while its first lease was held; it is trained once")
                 continue
