@@ -9,7 +9,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
@@ -22,6 +22,7 @@ from tandem_broker.server.bodies import BodyLimits
 from tandem_broker.server.keys import Keys
 from tandem_broker.server.serving import serving
 
+T = TypeVar("T")
 RUN = {
     "wandb_group": "g",
     "wandb_project": "p",
@@ -44,6 +45,12 @@ def env_spec(name: str, max_token_length: int = 8, **changed: Any) -> EnvRegistr
     """What an environment registers: groups of one sequence, and no share."""
     spec = {"weight": 1.0, "group_size": 1, **changed}
     return EnvRegistration(desired_name=name, max_token_length=max_token_length, **spec)
+
+
+def some(value: T | None) -> T:
+    """The batch or the registration that there must be."""
+    assert value is not None
+    return value
 
 
 def group(size: int = 4, **fields: Any) -> dict[str, Any]:

@@ -367,9 +367,9 @@ class TrainerClient(_Client):
         """True if batches can be leased and acknowledged."""
         return self.connection.speaks == "tandem"
 
-    async def register(self, run: messages.RunParameters) -> int:
+    async def register(self, run: messages.RunParameters) -> None:
         """Say what is trained. Atropos' broker ignores all but the first: ``info`` says what it goes on with."""
-        return parse(await self.connection.ask("POST", "/register", run), messages.Registered).uuid
+        await self.connection.ask("POST", "/register", run)
 
     async def batch(
         self, *, lease: float | None = None, policy: int | None = None, max_lag: int | None = None

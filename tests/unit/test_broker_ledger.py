@@ -152,8 +152,8 @@ def test_a_kill_between_two_events_strands_no_group(tmp_path: Path, monkeypatch:
             one.store.return_lease(second.id, 0.0)
         monkeypatch.setattr(Ledger, "_record", heard)
         with ledger(tmp_path / str(events)) as two:
-            out = [item for lease in two.store.leases.out.values() for item in lease.items]
-            assert two.store.waiting.groups == len(list(two.store.waiting)) + len(out)
+            out = [order for lease in two.store.leases.out.values() for order in lease.orders]
+            assert len(two.store.waiting.items) == len(list(two.store.waiting)) + len(out)
         return num_events
 
     all_events = cut_off(10_000)

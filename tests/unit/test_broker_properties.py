@@ -163,7 +163,7 @@ class Promises(RuleBasedStateMachine):
             tenant = self.store.tenants.of(env)
             waits = tenant.queue.sequences + tenant.buffer.sequences
             assert self.store.waiting.next_batch() is not None or waits >= batch_size
-            assert self.store.waiting.groups >= OPTIONS.max_groups or tenant.held_groups >= OPTIONS.max_env_groups
+            assert len(self.store.waiting.items) >= OPTIONS.max_groups or tenant.held_groups >= OPTIONS.max_env_groups
             return
         known = key is not None and self.now - self.keys.get(key, -1e9) <= OPTIONS.key_seconds
         assert (receipt.kind == "duplicate") == known
@@ -322,9 +322,10 @@ class Promises(RuleBasedStateMachine):
         if not hasattr(self, "store"):
             return
         for earlier in [one for one in self.store.leases.out.values() if one.expires is None]:
-            assert all(item.state in ("leased", "trained") for item in earlier.items)
-        out = [item for lease in self.store.leases.out.values() for item in lease.items if item.batch == lease.id]
-        names = [item.entry.id for item in self.waiting] + [i.entry.id for i in out if i.state == "leased"]
+            items = [self.store.waiting.items.get(order) for order in earlier.orders]
+            assert all(item is None or item.state == "leased" for item in items)
+        out = [item for lease in self.store.leases.out.values() for item in self.store.groups_out(lease)]
+        names = [item.entry.id for item in [*self.waiting, *out]]
         assert sorted(names) == sorted(self.held)
 
     @invariant()
@@ -333,7 +334,7 @@ class Promises(RuleBasedStateMachine):
             return
         queued = [item for tenant in self.store.tenants for item in tenant.queue]
         assert self.store.queued_groups == len(queued)
-        assert self.store.waiting.groups == len(self.held)
+        assert len(self.store.waiting.items) == len(self.held)
         assert self.store.waiting.bytes == 9 * len(self.held)
         for tenant in self.store.tenants:
             for queue in (tenant.queue, tenant.buffer):
@@ -350,7 +351,7 @@ class Promises(RuleBasedStateMachine):
         self.ledger.settled().result(30)
         assert all(item.entry.payload.data is None for item in self.waiting)
         tenants = len(self.store.tenants.by_id) + 1
-        assert self.store.waiting.groups <= OPTIONS.max_groups + tenants * 8
+        assert len(self.store.waiting.items) <= OPTIONS.max_groups + tenants * 8
         assert len(self.store.seen) <= OPTIONS.max_keys + 1
 
 

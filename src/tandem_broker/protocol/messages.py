@@ -42,13 +42,6 @@ class RunParameters(msgspec.Struct, kw_only=True, frozen=True):
     num_steps: Signed
 
 
-class Registered(msgspec.Struct, kw_only=True, frozen=True):
-    """Answer to ``POST /register``."""
-
-    uuid: int
-    """A number for this registration; no later call uses it."""
-
-
 class EnvRegistration(msgspec.Struct, kw_only=True, frozen=True):
     """Body of ``POST /register-env``."""
 
@@ -115,13 +108,6 @@ class Info(msgspec.Struct, kw_only=True, frozen=True):
 
     batch_size: int
     max_token_len: int
-
-
-class WandbInfo(msgspec.Struct, kw_only=True, frozen=True):
-    """Answer to ``GET /wandb_info``; nulls before a trainer registered."""
-
-    group: str | None
-    project: str | None
 
 
 class ScoredGroup(msgspec.Struct, kw_only=True):

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
 from tandem_broker.queue.records import Acknowledgement, StoreOptions
-from tandem_broker.queue.tenants import Item
 
 REMEMBERED = 1_000
 """Batches that are over and still known by name."""
-NOTED = ("step", "trainer", "seconds", "delivered")
-"""Attributes of a lease that a restart must know, beside its groups and its outcome."""
 
 
 class BatchLease(msgspec.Struct, eq=False):
-    """A batch that was served."""
+    """A batch that was served; a journal keeps it as it is."""
 
     id: str
-    items: list[Item]
-    """Its groups; empty once it is over and settled."""
+    orders: list[int]
+    """Places of its groups in the order of arrival; empty once it is acknowledged."""
     step: int
     """The broker's step with it."""
     trainer: str | None
@@ -31,29 +26,8 @@ class BatchLease(msgspec.Struct, eq=False):
     expires: float | None
     delivered: bool = False
     """Its answer went out whole: after a restart a trainer that never acknowledges still has it."""
-    gone: list[int] = msgspec.field(default_factory=list)
-    """Places of groups that another batch trained, or that were dropped, before a restart."""
     outcome: Acknowledgement | None = None
     """The answer to its acknowledgement, for one that is repeated."""
-
-    def facts(self) -> dict[str, Any]:
-        """What a journal keeps."""
-        orders = [item.order for item in self.items] + self.gone
-        facts = {name: getattr(self, name) for name in NOTED}
-        return {"orders": orders, "outcome": msgspec.to_builtins(self.outcome), **facts}
-
-
-def lease_of(name: str, facts: Mapping[str, Any], held: Mapping[int, Item], now: float) -> BatchLease:
-    """The lease a journal kept; its time begins anew. ``held`` is every group there is, by its place."""
-    seconds, outcome = facts["seconds"], facts["outcome"]
-    return BatchLease(
-        id=name,
-        items=[held[order] for order in facts["orders"] if order in held],
-        expires=None if seconds is None else now + seconds,
-        gone=[order for order in facts["orders"] if order not in held],
-        outcome=None if outcome is None else Acknowledgement(**outcome),
-        **{name: facts[name] for name in NOTED},
-    )
 
 
 class Leases:

@@ -91,7 +91,7 @@ class GroupQueue:
 
     def reset(self) -> None:
         """Forget run, queue, batches and step. Environments that speak again keep their ids; ids are not reused."""
-        self.counts["dropped"] += self.waiting.groups
+        self.counts["dropped"] += len(self.waiting.items)
         self._begin(self.tenants.after_reset())
         self.journal.cleared()
         for tenant in self.tenants.by_id.values():
@@ -258,9 +258,9 @@ class GroupQueue:
         if lease.outcome is not None:
             return lease.outcome
         late = batch_id in self.leases.over
-        trained = [item for item in lease.items if item.state in ("buffered", "queued", "leased")]
-        already = len(lease.items) - len(trained) + len(lease.gone)
-        self.waiting.finish(trained, dropped=False, batch=batch_id)
+        trained = [self.waiting.items[order] for order in lease.orders if order in self.waiting.items]
+        already = len(lease.orders) - len(trained)
+        self.waiting.finish(trained, "trained", batch_id)
         self.counts["trained"] += len(trained)
         self.counts["doubled"] += already
         if late:
@@ -271,7 +271,7 @@ class GroupQueue:
         elif late:
             reason = f"late: batch {batch_id} went back ({why}), but no other with its groups was acknowledged"
         lease.outcome = Acknowledgement(ok=not already, trained=len(trained), already=already, reason=reason)
-        lease.items, lease.gone = [], []
+        lease.orders = []
         self._end(lease)
         self.note_progress()
         return lease.outcome
@@ -290,7 +290,7 @@ class GroupQueue:
         lease = self.leases.out.get(batch_id)
         if lease is not None and lease.seconds is None:
             lease.delivered = True
-            self.journal.noted(f"lease:{lease.id}", lease.facts())
+            self.journal.noted(f"lease:{lease.id}", msgspec.to_builtins(lease))
 
     def return_lease(self, batch_id: str, now: float) -> bool:
         """The batch was not trained: its groups go back to the front, in order. False: it is not out."""
@@ -313,7 +313,7 @@ class GroupQueue:
             queued_groups=self.queued_groups,
             queued_sequences=sum(tenant.queue.sequences for tenant in everybody),
             buffered_groups=sum(tenant.buffer.groups for tenant in everybody),
-            leased_groups=sum(len(lease.items) for lease in self.leases.out.values()),
+            leased_groups=sum(item.state == "leased" for item in self.waiting.items.values()),
             held_bytes=self.waiting.bytes,
             leases=len(self.leases.out),
             counts=dict(self.counts),
@@ -362,7 +362,8 @@ class GroupQueue:
         else:
             self.step += 1
         expires = None if seconds is None else now + seconds
-        lease = BatchLease(secrets.token_hex(8), chosen, self.step, trainer, seconds, expires)
+        orders = [item.order for item in chosen]
+        lease = BatchLease(secrets.token_hex(8), orders, self.step, trainer, seconds, expires)
         for item in chosen:
             self.waiting.lift(item)
             item.state, item.batch = "leased", lease.id
@@ -370,15 +371,15 @@ class GroupQueue:
         self.took = True
         self._served = (now, now - self._served[0])
         # First: a group that is on disk as leased in no known lease would never be served again.
-        self.journal.noted(f"lease:{lease.id}", lease.facts())
-        self.journal.moved([item.order for item in chosen], "leased", lease.id)
+        self.journal.noted(f"lease:{lease.id}", msgspec.to_builtins(lease))
+        self.journal.moved(orders, "leased", lease.id)
         self.note_progress()
         return ServedBatch(id=lease.id, entries=tuple(i.entry for i in chosen), step=self.step, expires=expires)
 
     def _return(self, leases: list[BatchLease]) -> None:
         """Batches that were not trained: their groups go back in place, and serving them again is no new step."""
         for lease in leases:
-            back = [item for item in lease.items if item.batch == lease.id and item.state == "leased"]
+            back = self.groups_out(lease)
             self.waiting.enqueue(back)
             self.journal.moved([item.order for item in back], "queued", None)
             self.returned += bool(back)
@@ -386,13 +387,18 @@ class GroupQueue:
         if leases:
             self.note_progress()
 
+    def groups_out(self, lease: BatchLease) -> list[Item]:
+        """Groups that are out with this lease, and not trained or served with another meanwhile."""
+        items = [self.waiting.items.get(order) for order in lease.orders]
+        return [item for item in items if item and item.state == "leased" and item.batch == lease.id]
+
     def _end(self, lease: BatchLease) -> None:
-        self.journal.noted(f"lease:{lease.id}", lease.facts())
+        self.journal.noted(f"lease:{lease.id}", msgspec.to_builtins(lease))
         if forgotten := self.leases.end(lease):
             self.journal.noted(f"lease:{forgotten}", None)
 
     def _drop(self, items: list[Item]) -> None:
-        self.waiting.finish(items, dropped=True, batch=None)
+        self.waiting.finish(items, "dropped", None)
         self.counts["dropped"] += len(items)
         self.note_progress()
 

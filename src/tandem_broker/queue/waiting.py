@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from msgspec.structs import replace
-
 from tandem_broker.protocol.messages import MOST_STEP
 from tandem_broker.queue import formation
-from tandem_broker.queue.records import Busy, GroupEntry, GroupRefused, Journal, StoreOptions
+from tandem_broker.queue.records import Busy, GroupEntry, GroupRefused, Journal, State, StoreOptions
 from tandem_broker.queue.tenants import Item, SizeQueues, Tenant, Tenants
 
 
@@ -18,7 +16,8 @@ class WaitingGroups:
 
     def __init__(self, tenants: Tenants, journal: Journal, options: StoreOptions) -> None:
         self.tenants = tenants
-        self.groups = 0
+        self.items: dict[int, Item] = {}
+        """Every group that is neither trained nor dropped, by its place in the order of arrival."""
         self.bytes = 0
         self.latest: GroupEntry | None = None
         """The group that entered a queue last."""
@@ -51,14 +50,14 @@ class WaitingGroups:
             raise GroupRefused(
                 f"the group has {entry.size} sequences and a batch {batch_size}: no batch can ever hold it"
             )
-        everybody = self.groups >= limit.max_groups or self.bytes >= limit.max_bytes
+        everybody = len(self.items) >= limit.max_groups or self.bytes >= limit.max_bytes
         if not everybody and tenant.held_groups < limit.max_env_groups and tenant.held_bytes < limit.max_env_bytes:
             return
         short = tenant.queue.sequences + tenant.buffer.sequences < batch_size
         if batch_size and self.next_batch() is None and (short or self._completes(entry.size)):
             return
         who = "the broker" if everybody else f"environment {tenant.name}"
-        groups, held = (self.groups, self.bytes) if everybody else (tenant.held_groups, tenant.held_bytes)
+        groups, held = (len(self.items), self.bytes) if everybody else (tenant.held_groups, tenant.held_bytes)
         raise Busy(
             f"{who} holds {groups} groups of {held / 2**20:.0f} MiB that wait for the trainer; try again later",
             retry_after,
@@ -72,7 +71,7 @@ class WaitingGroups:
 
     def hold(self, item: Item) -> None:
         """It is counted until it is finished."""
-        self.groups += 1
+        self.items[item.order] = item
         self.bytes += item.num_bytes
         item.tenant.held_groups += 1
         item.tenant.held_bytes += item.num_bytes
@@ -129,18 +128,16 @@ class WaitingGroups:
             item.tenant.queue.remove(item)
         self.tenants.change += 1
 
-    def finish(self, items: Sequence[Item], dropped: bool, batch: str | None) -> None:
-        """Trained by this batch, or dropped: their payloads are let go."""
+    def finish(self, items: Sequence[Item], state: State, batch: str | None) -> None:
+        """Trained by this batch, or dropped: they are let go."""
         for item in items:
             self.lift(item)
-            item.state, item.batch = ("dropped" if dropped else "trained"), batch
-            item.entry = replace(item.entry, payload=None)
-            self.groups -= 1
+            del self.items[item.order]
             self.bytes -= item.num_bytes
             item.tenant.held_groups -= 1
             item.tenant.held_bytes -= item.num_bytes
         if items:
-            self._journal.moved([item.order for item in items], items[0].state, batch)
+            self._journal.moved([item.order for item in items], state, batch)
 
     def next_batch(self) -> list[Item] | None:
         """The groups of the next batch, in order, still where they are; None if none can be formed."""

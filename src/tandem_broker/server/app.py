@@ -249,7 +249,7 @@ class BrokerServer:
 
     async def _register(self, request: web.Request) -> web.StreamResponse:
         uuid = self.store.register(await self._message(request, messages.RunParameters))
-        return reply(messages.Registered(uuid=uuid))
+        return reply({"uuid": uuid})
 
     async def _info(self, request: web.Request) -> web.StreamResponse:
         run = self.store.run
@@ -258,8 +258,7 @@ class BrokerServer:
 
     async def _wandb_info(self, request: web.Request) -> web.StreamResponse:
         run = self.store.run
-        group, project = (None, None) if run is None else (run.wandb_group, run.wandb_project)
-        return reply(messages.WandbInfo(group=group, project=project))
+        return reply({"group": run and run.wandb_group, "project": run and run.wandb_project})
 
     async def _reset(self, request: web.Request) -> web.StreamResponse:
         self.store.reset()

@@ -11,7 +11,7 @@ import os
 import resource
 import socket
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -76,27 +76,16 @@ def descriptor_limits() -> ConnectionLimits:
     return ConnectionLimits(most=max(16, wanted - OTHER_DESCRIPTORS))
 
 
-class Gate:
-    """Makes the protocol of each connection, behind a guard."""
-
-    def __init__(self, make: Callable[[], Any], limits: ConnectionLimits) -> None:
-        """``make`` gives the protocol that serves a connection."""
-        self.limits = limits
-        self.guards: OrderedDict[_ConnectionGuard, None] = OrderedDict()
-        """Of open connections, the one that has been silent for longest first."""
-        self._make = make
-
-    def __call__(self) -> Any:
-        """Return the protocol of a new connection."""
-        return _ConnectionGuard(self, self._make())
-
-
 class _ConnectionGuard:
-    """Stands before the protocol of one connection, until it is closed."""
+    """Stands before the protocol of one connection, until it is closed.
 
-    def __init__(self, gate: Gate, inner: Any) -> None:
-        self._gate = gate
+    ``guards`` are those of open connections, the one that has been silent for longest first.
+    """
+
+    def __init__(self, inner: Any, limits: ConnectionLimits, guards: OrderedDict[_ConnectionGuard, None]) -> None:
         self._inner = inner
+        self._limits = limits
+        self._guards = guards
         self._loop = asyncio.get_running_loop()
         self._heard = self._loop.time()
         self._has_headers = False
@@ -110,7 +99,7 @@ class _ConnectionGuard:
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
-        guards, limits = self._gate.guards, self._gate.limits
+        guards, limits = self._guards, self._limits
         if len(guards) >= limits.most:
             silent = next(iter(guards))
             if silent._has_headers and self._loop.time() - silent._heard < limits.idle_seconds:
@@ -123,8 +112,8 @@ class _ConnectionGuard:
 
     def data_received(self, data: bytes) -> None:
         self._heard = self._loop.time()
-        if self in self._gate.guards:
-            self._gate.guards.move_to_end(self)
+        if self in self._guards:
+            self._guards.move_to_end(self)
         if not self._has_headers:
             seen = self._tail + data
             self._has_headers = b"\r\n\r\n" in seen or b"\n\n" in seen
@@ -134,13 +123,13 @@ class _ConnectionGuard:
         self._inner.data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._gate.guards.pop(self, None)
+        self._guards.pop(self, None)
         if self._timer is not None:  # else it was never let in
             self._timer.cancel()
             self._inner.connection_lost(exc)
 
     def _close(self) -> None:
-        self._gate.guards.pop(self, None)
+        self._guards.pop(self, None)
         self._transport.abort()
 
 
@@ -178,11 +167,16 @@ async def serving(
     servers: list[asyncio.Server] = []
     try:
         assert runner.server is not None
-        gate, loop = Gate(runner.server, limits or descriptor_limits()), asyncio.get_running_loop()
+        serve, limits, loop = runner.server, limits or descriptor_limits(), asyncio.get_running_loop()
+        guards: OrderedDict[_ConnectionGuard, None] = OrderedDict()
+
+        def guarded() -> Any:
+            return _ConnectionGuard(serve(), limits, guards)
+
         sockets = sockets or listening(host, port)
         address = sockets[0].getsockname()
         for opened in sockets:
-            servers.append(await loop.create_server(gate, sock=opened, backlog=BACKLOG))
+            servers.append(await loop.create_server(guarded, sock=opened, backlog=BACKLOG))
         yield http_url(host, address[1])
     finally:
         for server in servers:
