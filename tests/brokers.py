@@ -124,8 +124,6 @@ async def served(
     keys: Keys | None = None,
     **more: Any,
 ) -> AsyncIterator[Client]:
-    if ledger is not None:
-        more["committed"] = ledger.committed
     broker = BrokerServer(GroupQueue(options) if ledger is None else ledger.store, limits=limits, keys=keys, **more)
     async with serving(broker, "127.0.0.1", 0) as url, aiohttp.ClientSession(auto_decompress=False) as session:
         yield Client(url, broker, session)

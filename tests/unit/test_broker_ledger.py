@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from tandem.errors import BrokerError
 from tandem_broker.journal.database import Database
-from tandem_broker.journal.ledger import Event, Ledger, read
+from tandem_broker.journal.ledger import Ledger, Statement, StoredPayload, read
 from tandem_broker.queue.records import GroupEntry, GroupRefused, StoreOptions
 
 ROOT = Path(__file__).parents[2]
@@ -127,11 +127,11 @@ def test_a_kill_between_two_events_strands_no_group(tmp_path: Path, monkeypatch:
         """Kill it after so many events; returns how many there would have been."""
         num_events = 0
 
-        def record(self: Ledger, event: Event) -> None:
+        def record(self: Ledger, *statements: Statement, payload: StoredPayload | None = None) -> None:
             nonlocal num_events
             num_events += 1
             if num_events <= events:
-                heard(self, event)
+                heard(self, *statements, payload=payload)
 
         monkeypatch.setattr(Ledger, "_record", record)
         with ledger(tmp_path / str(events)) as one:
@@ -265,7 +265,7 @@ def test_a_ledger_that_cannot_write_promises_nothing_more(tmp_path: Path, monkey
         put(one, "kept")
         one.settled().result(10)
         with monkeypatch.context() as patch:
-            patch.setattr(Ledger, "_write_added", full)
+            patch.setattr(Ledger, "_write", full)
             put(one, "lost")
             with pytest.raises(BrokerError, match="disk is full"):
                 one.settled().result(10)

@@ -72,7 +72,6 @@ async def _serve(
     # Only now that clients can connect: loading these takes as long as everything else of the start.
     from tandem_broker.journal.ledger import opened
     from tandem_broker.queue.records import StoreOptions
-    from tandem_broker.queue.store import GroupQueue
     from tandem_broker.server.app import BrokerServer
     from tandem_broker.server.bodies import BodyLimits
     from tandem_broker.server.keys import Keys
@@ -83,11 +82,8 @@ async def _serve(
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     options = StoreOptions(max_bytes=held_bytes, max_env_bytes=held_bytes // 2)
     limits, roles = BodyLimits(body_bytes=body_bytes), Keys(trainer=keys[0], environments=keys[1])
-    with opened(data, options, time.time()) as ledger:
-        if ledger is None:
-            broker = BrokerServer(GroupQueue(options), limits=limits, keys=roles, host=host)
-        else:
-            broker = BrokerServer(ledger.store, committed=ledger.committed, limits=limits, keys=roles, host=host)
+    with opened(data, options, time.time()) as store:
+        broker = BrokerServer(store, limits=limits, keys=roles, host=host)
         async with serving(broker, host, 0, sockets) as url:
             _introduce(url, host, data, broker, tell)
             await asyncio.Event().wait()

@@ -158,3 +158,6 @@ class Journal:
 
     def cleared(self) -> None:
         """Everything was reset."""
+
+    async def committed(self) -> None:
+        """Wait until every change so far would survive a crash."""

@@ -98,10 +98,6 @@ def is_near(address: str | None) -> bool:
         return False
 
 
-async def _nothing() -> None:
-    """Without a ledger nothing is waited for."""
-
-
 class BrokerServer:
     """Routes over a store."""
 
@@ -109,7 +105,6 @@ class BrokerServer:
         self,
         store: GroupQueue,
         *,
-        committed: Callable[[], Awaitable[None]] = _nothing,
         limits: BodyLimits | None = None,
         keys: Keys | None = None,
         host: str = "",
@@ -119,7 +114,6 @@ class BrokerServer:
 
         Args:
             store: changed by this broker alone.
-            committed: waits until everything that the store told its journal so far is on disk.
             limits: bounds on bodies.
             keys: API keys. Without any, requests that pages in a browser make are refused (``tandem.doors``).
             host: a name by which it is reached, beside its addresses and this machine's name.
@@ -130,7 +124,6 @@ class BrokerServer:
         self.meter = Meter()
         self.keys = keys or Keys()
         self._names = (host,) if host else ()
-        self._committed = committed
         self._clock = clock
         self._polled = 0.0
         self._failure: dict[str, Any] | None = None
@@ -181,7 +174,7 @@ class BrokerServer:
                     raise RequestRejected(403, why)
             response = await handler(request)
             if acts and not response.prepared:  # what an answer promises is on disk before it leaves
-                await self._committed()
+                await self.store.journal.committed()
             return response
 
         return guarded
@@ -345,7 +338,7 @@ class BrokerServer:
             return reply(wire.write_batch(None))
         try:
             payloads = await read(batch.entries)
-            await self._committed()
+            await self.store.journal.committed()
             response = await self._send(request, batch, payloads, is_leased)
         except BaseException:  # its client is gone, or it cannot be read: it returns to the queue
             self.store.return_lease(batch.id, self._clock())
