@@ -101,7 +101,7 @@ class _EngineServer:
     context: int | None = None
     failed_attempts: int = 0
     outstanding: int = 0
-    rests_until: float = 0.0
+    away_until: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,26 +150,30 @@ class RemoteEngines:
             models, context = await _models(connection)
             info = await _probe(connection, "GET", "/bridge/info")
             probe = {"prompt": {"prompt_token_ids": [0]}, "max_tokens": 1, "logprobs": 0, "temperature": 1.0}
-            ours = info if isinstance(info, dict) and {"engine", "context", "logprobs"} <= set(info) else None
-            generates = ours or await _probe(connection, "POST", "/generate", probe) is not None
+            info_of_tandem = info if isinstance(info, dict) and {"engine", "context", "logprobs"} <= set(info) else None
+            generates = info_of_tandem or await _probe(connection, "POST", "/generate", probe) is not None
         except RequestRefused as error:
             raise EngineError(str(error)) from error
         except HttpError as error:
             raise EngineError(f"{error}; {self.waited}") from error
-        if models and self.model not in models and not (ours and ours["model"] == self.model):
+        if models and self.model not in models and not (info_of_tandem and info_of_tandem["model"] == self.model):
             raise ConfigError(
                 f"{connection.name} serves {', '.join(models)}, not {self.model}; if it is the same model under "
                 f"another name, say engine.model={models[0]}; otherwise change model or the engine's url"
             )
-        if ours and ours["logprobs"] != "processed_logprobs":
+        if info_of_tandem and info_of_tandem["logprobs"] != "processed_logprobs":
             raise EngineError(
-                f"{connection.name} gives {ours['logprobs']}, which leave the temperature out; start it with "
+                f"{connection.name} gives {info_of_tandem['logprobs']}, which leave the temperature out; start it with "
                 "--logprobs-mode processed_logprobs"
             )
         if not generates and not models:
             raise EngineError(f"{connection.name} has neither /generate nor /v1/models; look at the url")
-        dialect = Dialect("tandem" if ours else "atropos" if generates else "openai", self.model)
-        return _EngineServer(connection=connection, dialect=dialect, context=int(ours["context"]) if ours else context)
+        dialect = Dialect("tandem" if info_of_tandem else "atropos" if generates else "openai", self.model)
+        return _EngineServer(
+            connection=connection,
+            dialect=dialect,
+            context=int(info_of_tandem["context"]) if info_of_tandem else context,
+        )
 
 
 async def _models(connection: Connection) -> tuple[list[str], int | None]:
@@ -229,13 +233,13 @@ class RemoteEngine(Engine):
                 seconds = self._spec.request_seconds
                 answer = await server.connection.http.call("POST", server.dialect.path, body, JSON, seconds)
             except (ServerAway, ResponseLost) as error:
-                self._rest(server, f"{error}; is it running?")
+                self._put_aside(server, f"{error}; is it running?")
             except HttpStatusError as error:
                 # An engine whose scheduler has died says so for some seconds, and is then restarted.
                 failures += error.status == 500 and "EngineDeadError" not in str(error)
                 if (error.status < 500 and error.status != 429) or failures == TRIES:
                     raise EngineError(server.connection.advice(error)) from error
-                self._rest(server, str(error), error.retry_after or 0.0)
+                self._put_aside(server, str(error), error.retry_after or 0.0)
             else:
                 server.connection.outage.end()
                 server.failed_attempts = 0
@@ -255,14 +259,14 @@ class RemoteEngine(Engine):
         """The server with the fewest requests of those that answer; waits while none does."""
         while True:
             now = time.monotonic()
-            awake = [server for server in self._servers if server.rests_until <= now]
+            awake = [server for server in self._servers if server.away_until <= now]
             if awake:
                 return min(awake, key=lambda server: server.outstanding)
             names = ", ".join(server.connection.name for server in self._servers)
             async with waits.waiting(waits.actor("rollouts"), "to be asked again", on=names):
-                await asyncio.sleep(min(server.rests_until for server in self._servers) - now)
+                await asyncio.sleep(min(server.away_until for server in self._servers) - now)
 
-    def _rest(self, server: _EngineServer, what: str, at_least: float = 0.0) -> None:
+    def _put_aside(self, server: _EngineServer, what: str, at_least: float = 0.0) -> None:
         """Leave a server alone for a while.
 
         Raises:
@@ -270,7 +274,7 @@ class RemoteEngine(Engine):
         """
         if server.connection.outage.report(what) > self._spec.retry.give_up_seconds and not self._others(server):
             raise EngineError(f"{what}; {self._spec.waited}")
-        server.rests_until = time.monotonic() + max(at_least, self._spec.retry.seconds(server.failed_attempts))
+        server.away_until = time.monotonic() + max(at_least, self._spec.retry.seconds(server.failed_attempts))
         server.failed_attempts += 1
 
     def _others(self, server: _EngineServer) -> bool:
@@ -281,16 +285,16 @@ class RemoteEngine(Engine):
         return PolicyVersion(step=self._newest, digest="")
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
-        raise _not_ours("score")
+        raise _trainers_alone("score")
 
     async def set_version(self, version: PolicyVersion) -> None:
-        raise _not_ours("stamp")
+        raise _trainers_alone("stamp")
 
     async def pause(self, *, finish: bool = False, step: int | None = None) -> None:
-        raise _not_ours("pause")
+        raise _trainers_alone("pause")
 
     async def resume(self) -> float:
-        raise _not_ours("resume")
+        raise _trainers_alone("resume")
 
     async def health(self) -> Health:
         away = [server.connection.name for server in self._servers if server.connection.outage.ongoing]
@@ -306,7 +310,7 @@ def native(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-def _not_ours(what: str) -> EngineError:
+def _trainers_alone(what: str) -> EngineError:
     return EngineError(f"an engine that runs elsewhere is its trainer's to {what}")
 
 

@@ -130,12 +130,12 @@ def sequences(rollout: Rollout) -> list[Wired]:
             continue
         fits = [entry for entry in conversations if _continues(turn, entry[0][-1])]
         if fits:
-            turns, held = max(fits, key=lambda entry: len(_all_tokens(entry[0][-1])))
+            turns, places_so_far = max(fits, key=lambda entry: len(_all_tokens(entry[0][-1])))
         else:
-            turns, held = [], []
-            conversations.append((turns, held))
+            turns, places_so_far = [], []
+            conversations.append((turns, places_so_far))
         turns.append(turn)
-        held.extend(places)
+        places_so_far.extend(places)
     return [Wired(tuple(turns), tuple(places)) for turns, places in conversations]
 
 
