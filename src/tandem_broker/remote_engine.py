@@ -89,9 +89,9 @@ def _generated(reply: Any) -> Completion:
 
 def _chosen(choice: Any) -> Completion:
     """Token ids stand beside a choice, or in the texts of its tokens."""
-    told = choice["logprobs"] or {}
-    tokens = choice.get("token_ids") or [int(text.removeprefix("token_id:")) for text in told["tokens"]]
-    return _completion(tokens, told["token_logprobs"], choice["finish_reason"])
+    chosen = choice["logprobs"] or {}
+    tokens = choice.get("token_ids") or [int(text.removeprefix("token_id:")) for text in chosen["tokens"]]
+    return _completion(tokens, chosen["token_logprobs"], choice["finish_reason"])
 
 
 @dataclass(slots=True, kw_only=True)

@@ -39,8 +39,7 @@ def restore(
     for name in PROGRESS:
         setattr(store, name, progress.get(name, getattr(store, name)))
     store.tenants.names.update(facts.get("names", {}))
-    for key, at in keys:
-        store.seen.add(key, at)
+    store.seen.update(keys)
     envs = {int(name.removeprefix("env:")): fact for name, fact in facts.items() if name.startswith("env:")}
     for env_id in sorted(envs):
         _tenant(store, env_id, envs[env_id], now)

@@ -319,8 +319,8 @@ class _GroupReader:
     def _turns(self, at: int, sampled: Sequence[int]) -> Iterator[Turn]:
         """Runs of trained tokens, each after all the tokens before it."""
         tokens, temperature = tuple(self._scored.tokens[at]), self._temperature(at)
-        told = zip(sampled, self._logprobs(at, sampled), self._versions(at, sampled), strict=True)
-        for _, run in groupby(enumerate(told), key=lambda pair: pair[1][0] - pair[0]):
+        trained = zip(sampled, self._logprobs(at, sampled), self._versions(at, sampled), strict=True)
+        for _, run in groupby(enumerate(trained), key=lambda pair: pair[1][0] - pair[0]):
             places, logprobs, versions = zip(*(entry for _, entry in run), strict=True)
             start, end = places[0], places[-1] + 1
             finish = self._finish(at) if places[-1] == sampled[-1] else "stop"

@@ -87,14 +87,10 @@ def convert(query: Mapping[str, str], kind: type[T]) -> T:
         raise explain(error, b"") from None
 
 
-def write_batch(payloads: Sequence[bytes] | None, lease: Any = None) -> bytes:
-    """Encode the answer to ``GET /batch``.
+def write_batch(payloads: Sequence[bytes], lease: Any = None) -> bytes:
+    """Encode a batch of groups that are JSON already.
 
-    Args:
-        payloads: groups as JSON; None: there is no batch.
-        lease: what a trainer that asked for a lease is told beside the groups, under the key ``tandem``.
+    ``lease`` is what a trainer that asked for one is told beside the groups, under the key ``tandem``.
     """
-    if payloads is None:
-        return b'{"batch":null}'
     extra = b"" if lease is None else b',"tandem":' + write(lease)
     return b"".join((b'{"batch":[', b",".join(payloads), b"]", extra, b"}"))

@@ -53,27 +53,13 @@ class Leases:
         return [lease for lease in self.out.values() if lease.delivered and lease.trainer == trainer]
 
 
-class IdempotencyKeys:
-    """The keys of the last ``StoreOptions.key_seconds`` and the last ``StoreOptions.max_keys`` submissions."""
+class IdempotencyKeys(OrderedDict[str, float]):
+    """When each key was accepted: those of the last ``key_seconds``, and ``max_keys`` at most."""
 
-    def __init__(self, options: StoreOptions) -> None:
-        self._options = options
-        self._at: OrderedDict[str, float] = OrderedDict()
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._at
-
-    def __len__(self) -> int:
-        return len(self._at)
-
-    def add(self, key: str, now: float) -> None:
-        """A submission with this key was accepted."""
-        self._at[key] = now
-
-    def forget(self, now: float) -> None:
+    def forget(self, now: float, options: StoreOptions) -> None:
         """Those that are too old or too many."""
-        while self._at:
-            oldest, at = next(iter(self._at.items()))
-            if len(self._at) <= self._options.max_keys and now - at <= self._options.key_seconds:
+        while self:
+            oldest, at = next(iter(self.items()))
+            if len(self) <= options.max_keys and now - at <= options.key_seconds:
                 return
-            del self._at[oldest]
+            del self[oldest]

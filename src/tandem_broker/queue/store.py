@@ -55,7 +55,7 @@ class GroupQueue:
         self.tenants = tenants
         self.waiting = WaitingGroups(tenants, self.journal, self.options)
         self.leases = Leases()
-        self.seen = IdempotencyKeys(self.options)
+        self.seen = IdempotencyKeys()
         self.run: RunParameters | None = None
         self.started = False
         self.step = 0
@@ -185,7 +185,7 @@ class GroupQueue:
     def put_all(self, entries: Sequence[tuple[GroupEntry, str | None]], now: float) -> list[Receipt]:
         """Accept all of these ``(entry, key)`` or none; see ``put``."""
         self._advance(now)
-        self.seen.forget(now)
+        self.seen.forget(now, self.options)
         fresh = [(entry, key) for entry, key in entries if key is None or key not in self.seen]
         for tenant in {entry.env: self.tenants.of(entry.env) for entry, _ in entries}.values():
             self.tenants.hear(tenant, now)
@@ -350,7 +350,7 @@ class GroupQueue:
         if moved:
             self.journal.moved(moved, "queued", None)
         if key is not None:
-            self.seen.add(key, now)
+            self.seen[key] = now
         tenant.accepted += 1
         self.counts["accepted"] += 1
         buffered = tenant.env_id is not None and entry.size < tenant.spec.group_size

@@ -335,7 +335,7 @@ class BrokerServer:
             max_lag=query.max_lag,
         )
         if batch is None:
-            return reply(wire.write_batch(None))
+            return reply({"batch": None})
         try:
             payloads = await read(batch.entries)
             await self.store.journal.committed()

@@ -104,7 +104,12 @@ class Bodies:
             self.received += len(body)
             if not body:
                 raise refuse("missing", (), "Field required")
-            _require_json(request)
+            kind = request.content_type if "Content-Type" in request.headers else "(none)"
+            if kind not in ("application/json", "text/json") and not kind.endswith(
+                "+json"
+            ):  # any web page could send it
+                why = f"Content-Type {kind[:80]} is not read; send application/json"
+                raise refuse("model_attributes_type", (), why)
             if coding.endswith("gzip"):
                 return await self._threaded(lambda: parse(self._inflated(body, most)))
             return parse(body) if len(body) <= INLINE_BYTES else await self._threaded(lambda: parse(body))
@@ -182,10 +187,3 @@ def _too_large(size: int, most: int) -> RequestRejected:
 def _bad_gzip() -> RequestRejected:
     """In the words that Atropos' clients know."""
     return RequestRejected(400, "Invalid gzip payload", plain=True)
-
-
-def _require_json(request: web.Request) -> None:
-    """Raise Malformed for a content type that any web page could send."""
-    kind = request.content_type if "Content-Type" in request.headers else "(none)"
-    if kind not in ("application/json", "text/json") and not kind.endswith("+json"):
-        raise refuse("model_attributes_type", (), f"Content-Type {kind[:80]} is not read; send application/json")
