@@ -11,7 +11,6 @@ import logging
 import os
 from collections.abc import Mapping, Sequence, Set
 from itertools import count, zip_longest
-from types import TracebackType
 from typing import Literal, Self, TypeVar
 
 import msgspec
@@ -183,9 +182,7 @@ class _Client:
         await self.connection.open()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.connection.close()
 
     async def info(self) -> messages.Info:

@@ -40,6 +40,12 @@ MOST_NAMED = 8
 """Groups of one batch that are named where they cannot be read."""
 QUIET_SECONDS = 30.0
 """After so long without a batch, or twice as long as one took before, a run says what it waits for."""
+_COUNTED = (
+    *(f"groups/dropped_{reason}" for reason in ("zero_variance", "stale", "failed")),
+    *(f"rollouts/{kind}" for kind in ("malformed", "too_long", "untrained")),
+    "groups/malformed",
+)
+"""Metrics that count what arrived since the last look."""
 _READ_BY = {"advantages": "; broker.env_advantages: true trains on them"}
 """By field of the wire: how to have it read."""
 
@@ -74,22 +80,6 @@ class BrokerSourceOptions:
 
 
 @dataclass(slots=True)
-class _Arrivals:
-    """What arrived since the last look, for metrics."""
-
-    dropped: Counter[str] = field(default_factory=Counter)
-    failed: Counter[str] = field(default_factory=Counter)
-    malformed: int = 0
-    measured: list[Mapping[str, Value]] = field(default_factory=list)
-
-    def metrics(self) -> Mapping[str, Value]:
-        counts = {f"groups/dropped_{reason}": self.dropped[reason] for reason in ("zero_variance", "stale", "failed")}
-        counts |= {f"rollouts/{reason}": self.failed[reason] for reason in ("malformed", "too_long", "untrained")}
-        counts["groups/malformed"] = self.malformed
-        return merge([*self.measured, {name: Sum(float(count)) for name, count in counts.items()}])
-
-
-@dataclass(slots=True)
 class BrokerSource:
     """Rollout source of a broker's groups. ``version`` returns the policy step that training has reached."""
 
@@ -110,7 +100,8 @@ class BrokerSource:
     _ready: list[Group] = field(default_factory=list)
     _leased: dict[str, frozenset[str]] = field(default_factory=dict)
     _received: int = 0
-    _arrivals: _Arrivals = field(default_factory=_Arrivals)
+    _counts: Counter[str] = field(default_factory=Counter)
+    _measured: list[Mapping[str, Value]] = field(default_factory=list)
     _in_a_row: int = 0
     _logged: set[str] = field(default_factory=set)
     _envs: set[str] = field(default_factory=set)
@@ -144,7 +135,7 @@ class BrokerSource:
             self._drop_stale()
             if (groups := self._batch()) is not None:
                 del self._ready[: len(groups)]
-                self._arrivals.measured.append(measure(groups, self.solved))
+                self._measured.append(measure(groups, self.solved))
                 # Nothing waits for a step to end: environments elsewhere go on.
                 return Batch(groups, position=self.data_state, free=lambda: None)
             taken = await self._next()
@@ -177,8 +168,10 @@ class BrokerSource:
 
     def metrics(self) -> Mapping[str, Value]:
         """What was taken or dropped since the last call: rewards, lengths, and drops by reason."""
-        arrivals, self._arrivals = self._arrivals, _Arrivals()
-        return arrivals.metrics()
+        measured = [*self._measured, {name: Sum(float(self._counts[name])) for name in _COUNTED}]
+        self._counts.clear()
+        self._measured.clear()
+        return merge(measured)
 
     async def _register(self) -> None:
         """Say what is trained, and see that it was understood.
@@ -317,8 +310,8 @@ class BrokerSource:
 
     def _count(self, notes: Notes, malformed: Sequence[str], arrived: Sequence[Group]) -> None:
         """Count what could not be read, and tell each kind of it once."""
-        self._arrivals.failed.update(notes.failed)
-        self._arrivals.malformed += len(malformed)
+        self._counts.update({f"rollouts/{kind}": count for kind, count in notes.failed.items()})
+        self._counts["groups/malformed"] += len(malformed)
         for error in malformed[:MOST_NAMED]:
             log.warning("a group of the broker cannot be trained on and is set aside: %s", error)
         for name in sorted(notes.unread):
@@ -353,8 +346,8 @@ class BrokerSource:
         return self.version() - group.version_min > self.options.max_lag
 
     def _drop(self, reason: str, group: Group) -> None:
-        self._arrivals.dropped[reason] += 1
-        self._arrivals.measured.append(measure([group], self.solved))
+        self._counts[f"groups/dropped_{reason}"] += 1
+        self._measured.append(measure([group], self.solved))
         self.on_drop(reason, group)
         self._untrained(1, lambda: _advice(reason, group, self.version()))
 
