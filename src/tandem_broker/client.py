@@ -472,7 +472,5 @@ def key_in(variable: str, kind: Kind) -> str:
     """
     key = os.environ.get(variable, "") if variable else ""
     if variable and not key:
-        raise ConfigError(
-            f"{KEY_OPTION[kind]}: the environment variable {variable} is not set; export the {kind}'s key"
-        )
+        raise ConfigError(f"{KEY_OPTION[kind]}: {variable} is not set in the environment; export the {kind}'s key")
     return key
