@@ -33,8 +33,6 @@ MANY_ATTRIBUTES: dict[str, int] = {
     "Watchdog": 16,
     # Nine fields of its set-up, and what became of one environment's groups.
     "Producer": 18,
-    # Indexes and sums over one set of tenants, which change together as one comes or goes.
-    "Tenants": 16,
     # Model, cache and queues of one sampling loop.
     "EmbeddedEngine": 16,
 }

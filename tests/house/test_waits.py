@@ -43,7 +43,7 @@ ALLOWED = {
     "tandem/engines/vllm/server/asgi.py:unless": "it is done",
     "tandem/engines/vllm/client/fleet.py:_first_of": "it is done",
     "tandem/rewards/judge.py:_verdict": "it is done",
-    "tandem_broker/producer.py:_unless": "it is done",
+    "tandem_broker/producer.py:_unless_stopped": "it is done",
     "tandem/transport/collective.py:connect": "it is done",
     "tandem/transport/collective.py:behind": "on CUDA it queues; gloo's has the group's deadline",
     "tandem/model/context.py:_exchanged": "on CUDA it queues; gloo's has the group's deadline",

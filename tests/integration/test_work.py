@@ -48,9 +48,8 @@ def config(model: Path, broker: str, engine: FakeEngine, *more: str) -> recipes.
 
 @asynccontextmanager
 async def tandem_broker(folder: Path, port: int = 0) -> AsyncIterator[str]:
-    with opened(folder, StoreOptions(), time.time()) as ledger:
-        assert ledger is not None
-        async with serving(BrokerServer(ledger.store, committed=ledger.committed), "127.0.0.1", port) as url:
+    with opened(folder, StoreOptions(), time.time()) as store:
+        async with serving(BrokerServer(store), "127.0.0.1", port) as url:
             yield url
 
 

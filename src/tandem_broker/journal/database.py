@@ -15,7 +15,7 @@ from tandem.errors import BrokerError
 
 APPLICATION = 0x54414E44
 """Marks the file as the broker's: "TAND"."""
-FORMAT = 2
+FORMAT = 3
 SCHEMA = (
     """CREATE TABLE IF NOT EXISTS entries (place INTEGER PRIMARY KEY, id TEXT NOT NULL, env INTEGER,
     size INTEGER NOT NULL, version INTEGER, received REAL NOT NULL, state TEXT NOT NULL, batch TEXT,
@@ -89,12 +89,9 @@ class Database:
         for table in CHECKED if tables else ():
             if (verdict := self.sql.execute(f"PRAGMA quick_check({table})").fetchone()) != ("ok",):
                 raise damaged(self.path, str(verdict[0]))
-        self.sql.execute("BEGIN IMMEDIATE")
-        self.sql.execute(f"PRAGMA application_id = {APPLICATION}")
-        self.sql.execute(f"PRAGMA user_version = {FORMAT}")
-        for statement in SCHEMA:
-            self.sql.execute(statement)
-        self.sql.execute("COMMIT")
+        with self.transaction() as sql:
+            for statement in (f"PRAGMA application_id = {APPLICATION}", f"PRAGMA user_version = {FORMAT}", *SCHEMA):
+                sql.execute(statement)
         self._reader = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
         self._identities = {path: _identity(path) for path in (self.path, Path(f"{self.path}-wal"))}
 
@@ -106,12 +103,8 @@ class Database:
             FileNotFoundError: the files were deleted or replaced, so that further writes would be lost.
         """
         self.sql.execute("BEGIN IMMEDIATE")
-        try:
+        with self.sql:
             yield self.sql
-        except BaseException:
-            self.sql.execute("ROLLBACK")
-            raise
-        self.sql.execute("COMMIT")
         for path, identity in self._identities.items():
             if _identity(path) != identity:
                 raise FileNotFoundError(f"{path} was deleted or replaced while the broker ran")
