@@ -14,9 +14,9 @@ from typing import Any
 
 import yaml
 
-from tandem.compat import swift
-from tandem.compat.swift.options import RLHF
-from tandem.compat.table import ForeignOption
+from tandem_compat import swift
+from tandem_compat.swift.options import RLHF
+from tandem_compat.table import ForeignOption
 
 GOLDEN = Path(__file__).parent / "unit" / "compat_golden.json"
 

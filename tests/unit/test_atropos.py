@@ -16,16 +16,16 @@ import yaml
 import tandem
 from tandem.cli import app as cli
 from tandem.cli import atropos as verb
-from tandem.compat.atropos.checkpoints import CheckpointLayout, lay_out
-from tandem.compat.atropos.environment import from_file
-from tandem.compat.atropos.options import TRAINER, joined
-from tandem.compat.atropos.server import divided
-from tandem.compat.atropos.server import translate as translate_server
 from tandem.config.loading import RunConfig, from_options, load
 from tandem.errors import CheckpointError, ConfigError
 from tandem.observability.loggers.base import RunInfo
 from tandem.trainer.assemble import engine_requirements
 from tandem.transport.bridge import NCCL_FILE, write_json
+from tandem_compat.atropos.checkpoints import CheckpointLayout, lay_out
+from tandem_compat.atropos.environment import from_file
+from tandem_compat.atropos.options import TRAINER, joined
+from tandem_compat.atropos.server import divided
+from tandem_compat.atropos.server import translate as translate_server
 
 Run = Callable[..., tuple[int, str, str]]
 

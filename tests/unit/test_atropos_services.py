@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 from integration.atropos_peers import until
 
-from tandem.compat.atropos.rules import RunningEngine, read
-from tandem.compat.atropos.services import require_broker, running_engine, served_model
-from tandem.compat.table import Reader
 from tandem.errors import BrokerError, ConfigError, EngineError
 from tandem.ports import free_port
 from tandem.transport import bridge
 from tandem.transport.bridge import VllmBridge
+from tandem_compat.atropos.rules import RunningEngine, read
+from tandem_compat.atropos.services import require_broker, running_engine, served_model
+from tandem_compat.table import Reader
 
 INFO = {"engine": "abc", "model": "m", "context": 64, "logprobs": "processed_logprobs", "apart": True}
 

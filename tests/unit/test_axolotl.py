@@ -15,11 +15,11 @@ import pytest
 from compat_cases import axolotl_file, axolotl_files
 
 from tandem.cli import app as cli
-from tandem.compat.axolotl.options import DATASET, GROUPS, TOP, TRL, VLLM
-from tandem.compat.axolotl.rollout import FunctionTokenizer
-from tandem.compat.axolotl.templates import TEMPLATES
 from tandem.config.loading import Loaded, load
 from tandem.errors import ConfigError
+from tandem_compat.axolotl.options import DATASET, GROUPS, TOP, TRL, VLLM
+from tandem_compat.axolotl.rollout import FunctionTokenizer
+from tandem_compat.axolotl.templates import TEMPLATES
 
 Read = Callable[..., Loaded]
 

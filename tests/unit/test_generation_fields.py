@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.compat.generation import FIELDS, translated
 from tandem.types import Sampling
+from tandem_compat.generation import FIELDS, translated
 
 VLLM_SOURCES = sorted(
     (Path(__file__).parents[2] / ".venv-engine").glob("lib/python3*/site-packages/vllm/sampling_params.py")

@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 
-from tandem.compat.atropos.wandb import AtroposWandb
 from tandem.errors import ConfigError
 from tandem.observability import board as boards
 from tandem.observability import progress
@@ -29,6 +28,7 @@ from tandem.observability.loggers.tensorboard import Tensorboard
 from tandem.observability.loggers.trackio import Trackio
 from tandem.observability.loggers.wandb import Wandb
 from tandem.observability.waits import Wait
+from tandem_compat.atropos.wandb import AtroposWandb
 
 CONFIG = {
     "model": "org/SmolLM2-135M",

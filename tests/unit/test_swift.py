@@ -14,10 +14,10 @@ from compat_cases import SWIFT
 
 from tandem.cli import app as cli
 from tandem.cli import swift as swift_command
-from tandem.compat import swift
-from tandem.compat.swift.completions import CompletionsFile
-from tandem.compat.swift.datasets import SwiftDataset, row
 from tandem.observability.loggers.base import RunInfo
+from tandem_compat import swift
+from tandem_compat.swift.completions import CompletionsFile
+from tandem_compat.swift.datasets import SwiftDataset, row
 
 Run = Callable[..., tuple[int, str, str]]
 COLOCATE = "--use_vllm true --vllm_mode colocate"

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from tandem.compat import swift
-from tandem.compat.swift.datasets import SwiftDataset
-from tandem.compat.swift.plugin import PluginReward
-from tandem.compat.swift.rewards import SwiftFormat, SwiftSoftOverlong
 from tandem.config.loading import from_options
 from tandem.errors import ConfigError, RewardError
 from tandem.rewards.base import Reward
 from tandem.rewards.grading.workers import Graders
 from tandem.types import Completion, Message, Rollout, Task, Turn
+from tandem_compat import swift
+from tandem_compat.swift.datasets import SwiftDataset
+from tandem_compat.swift.plugin import PluginReward
+from tandem_compat.swift.rewards import SwiftFormat, SwiftSoftOverlong
 
 
 @pytest.fixture(autouse=True)

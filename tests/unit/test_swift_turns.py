@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tandem.compat.swift.schedulers import ScheduledDataset
 from tandem.errors import ConfigError, EnvError
 from tandem.types import Message
+from tandem_compat.swift.schedulers import ScheduledDataset
 
 PLUGIN = """
 from swift.plugin import ORM, orms

@@ -1,0 +1,175 @@
+"""Reward classes of ms-swift's plug-in files, which put them into ``swift.plugin.orms`` by name."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tandem.errors import ConfigError, RewardError, message_of
+from tandem.importing import importing
+from tandem.rewards.grading.calls import Called, FunctionReward
+from tandem.types import Json, Rollout
+from tandem_compat.swift.library import SwiftArguments, multi_turns, orms
+
+KIND = f"{__name__}:PluginReward"
+"""How a recipe names the reward."""
+
+
+class RegisteredReward(NamedTuple):
+    """A reward that a plug-in file has put into ``orms``."""
+
+    file: str
+    """The file."""
+    thing: Callable[..., Any]
+    """A class of rewards, or a function."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PluginReward(FunctionReward):
+    """A reward that a plug-in file has registered; completions and columns reach it as in ms-swift."""
+
+    registered: str
+    """Its name in ``orms``."""
+    files: tuple[str, ...]
+    """The plug-in files, run in order."""
+    arguments: dict[str, Json] = field(default_factory=dict)
+    """SwiftArguments of ms-swift's command line, which its class may look at; others have their defaults."""
+
+    def __post_init__(self) -> None:
+        if not self.files:
+            raise ConfigError("files must name the plug-in's files")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The options alone: what was made of the files stays in the process that ran them."""
+        return {name: value for name, value in vars(self).items() if name != "_called"}
+
+    def prepare(self) -> None:
+        """Run the files.
+
+        Raises:
+            RewardError: one fails, or none registers the name.
+        """
+        try:
+            self.called()
+        except RewardError:
+            raise
+        except Exception as error:  # user code may raise anything while it is run
+            raise RewardError(
+                f"reward {self.registered!r} of {', '.join(self.files)} fails: {message_of(error)}"
+            ) from error
+
+    def called(self) -> Called:
+        return self._called
+
+    @cached_property
+    def _called(self) -> Called:
+        rewards = registered(self.files)
+        if self.registered not in rewards:
+            known = ", ".join(sorted(rewards)) or "nothing"
+            raise RewardError(f"{', '.join(self.files)} registers no reward {self.registered!r}; in orms is: {known}")
+        reward = _made(rewards[self.registered].thing, self.arguments)
+        parameters = inspect.signature(reward).parameters.values()
+        accepts = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+        def call(completions: Sequence[str], **columns: Any) -> Any:
+            """Completions come first, whatever the reward calls them."""
+            return reward(completions, **columns)
+
+        return Called(
+            call=call,
+            shape="columns",
+            is_async=any(inspect.iscoroutinefunction(one) for one in (reward, type(reward).__call__)),
+            accepts=None if any_name else frozenset(accepts | {"completions"}),
+            text=True,
+            more=_columns,
+        )
+
+    @property
+    def full_marks(self) -> None:
+        return None
+
+
+def registered(files: Sequence[str]) -> Mapping[str, RegisteredReward]:
+    """Every reward that plug-in files register, by name; in one process they are run once.
+
+    Raises:
+        RewardError: there is no such file.
+    """
+    return _registrations(files)[0]
+
+
+def schedulers(files: Sequence[str]) -> Mapping[str, Callable[..., Any]]:
+    """Every multi-turn scheduler that plug-in files register, by name; raises as ``registered``."""
+    return _registrations(files)[1]
+
+
+def _registrations(files: Sequence[str]) -> tuple[Mapping[str, RegisteredReward], Mapping[str, Callable[..., Any]]]:
+    for file in files:
+        if not Path(file).is_file():
+            raise RewardError(f"there is no plug-in file {file}")
+    return _run(tuple((file, str(Path(file).absolute())) for file in files))
+
+
+@cache
+def _run(
+    files: tuple[tuple[str, str], ...],
+) -> tuple[Mapping[str, RegisteredReward], Mapping[str, Callable[..., Any]]]:
+    """By name, as given and in full: rewards and schedulers that they register; raises whatever they raise."""
+    registry = orms()
+    rewards: dict[str, RegisteredReward] = {}
+    for file, place in files:
+        before = dict(registry)
+        path = Path(place)
+        name = f"{path.stem}_{hashlib.blake2b(place.encode(), digest_size=4).hexdigest()}"
+        if str(path.parent) not in sys.path:
+            sys.path.append(str(path.parent))  # modules beside it
+        spec = importlib.util.spec_from_file_location(name, path)
+        if spec is None or spec.loader is None:
+            raise RewardError(f"{file} is no Python file")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # classes are looked up by the module they say
+        with importing():
+            spec.loader.exec_module(module)
+        own = {key: thing for key, thing in registry.items() if before.get(key) is not thing}
+        rewards |= {key: RegisteredReward(file, thing) for key, thing in own.items()}
+    return rewards, dict(multi_turns())
+
+
+def _made(thing: Callable[..., Any], values: Mapping[str, Json]) -> Callable[..., Any]:
+    """The reward itself; its class is given ``args``, and single arguments and the tokenizer if it names them."""
+    if not isinstance(thing, type):
+        return thing
+    if "__init__" not in {name for base in thing.__mro__[:-1] for name in vars(base)}:
+        return thing()  # type: ignore[no-any-return]
+    parameters = inspect.signature(thing).parameters
+    names = {name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    arguments = SwiftArguments(values)
+    options: dict[str, Any] = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+    if "args" in names or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        options["args"] = arguments
+    if "tokenizer" in names:
+        from tandem.model.policy import load_tokenizer
+
+        options["tokenizer"] = load_tokenizer(arguments["model"])
+    return thing(**options)  # type: ignore[no-any-return]
+
+
+def _columns(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """What ms-swift hands on beside the columns of the data: the conversation has the completion as its last turn."""
+    return {
+        "messages": [[m.as_dict() for m in r.messages] for r in rollouts],
+        "response_token_ids": [[t for turn in r.turns for t in turn.completion.tokens] for r in rollouts],
+        "prompt_id": [r.task.id for r in rollouts],
+        "request_id": [r.id for r in rollouts],
+        "finish_reason": [r.turns[-1].completion.finish if r.turns else None for r in rollouts],
+        "is_truncated": [r.truncated for r in rollouts],
+        "rollout_infos": [{**r.metrics, "num_turns": max(1, len(r.turns))} for r in rollouts],
+    }
