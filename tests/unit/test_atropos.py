@@ -15,7 +15,6 @@ import yaml
 
 import tandem
 from tandem.cli import app as cli
-from tandem.cli import atropos as verb
 from tandem.config.loading import RunConfig, from_options, load
 from tandem.errors import CheckpointError, ConfigError
 from tandem.observability.loggers.base import RunInfo
@@ -26,6 +25,7 @@ from tandem_compat.atropos.environment import from_file
 from tandem_compat.atropos.options import TRAINER, joined
 from tandem_compat.atropos.server import divided
 from tandem_compat.atropos.server import translate as translate_server
+from tandem_compat.commands import atropos as verb
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -15,7 +15,17 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from compat_cases import GOLDEN, OVERRIDES, SWIFT, axolotl_file, axolotl_files, cases, swift_files, swift_words
+from compat_cases import (
+    GOLDEN,
+    OVERRIDES,
+    SWIFT,
+    axolotl_file,
+    axolotl_files,
+    cases,
+    forget_swift,
+    swift_files,
+    swift_words,
+)
 
 from tandem.config.loading import from_options, load
 from tandem.errors import TandemError
@@ -44,6 +54,7 @@ def here(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: 
     for name, module in list(sys.modules.items()):
         if (getattr(module, "__file__", None) or "").startswith(others):
             monkeypatch.delitem(sys.modules, name)
+    forget_swift(monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path

@@ -1,25 +1,33 @@
-"""Reward classes of ms-swift's plug-in files, which put them into ``swift.plugin.orms`` by name."""
+"""Rewards and schedulers of ms-swift's plug-in files, which put them into registries of its by name."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from tandem.errors import ConfigError, RewardError, message_of
 from tandem.importing import importing
 from tandem.rewards.grading.calls import Called, FunctionReward
 from tandem.types import Json, Rollout
-from tandem_compat.swift.library import SwiftArguments, multi_turns, orms
+from tandem_compat.swift.options import RLHF
 
 KIND = f"{__name__}:PluginReward"
 """How a recipe names the reward."""
+_REGISTRIES = {
+    "orms": ("swift.rewards", "swift.plugin"),
+    "multi_turns": ("swift.rollout.multi_turn", "swift.plugin.multi_turn"),
+}
+"""Modules of ms-swift that have them, by release."""
 
 
 class RegisteredReward(NamedTuple):
@@ -40,7 +48,7 @@ class PluginReward(FunctionReward):
     files: tuple[str, ...]
     """The plug-in files, run in order."""
     arguments: dict[str, Json] = field(default_factory=dict)
-    """SwiftArguments of ms-swift's command line, which its class may look at; others have their defaults."""
+    """Those of ms-swift's command line, which its class may look at; others have their defaults."""
 
     def __post_init__(self) -> None:
         if not self.files:
@@ -101,7 +109,7 @@ def registered(files: Sequence[str]) -> Mapping[str, RegisteredReward]:
     """Every reward that plug-in files register, by name; in one process they are run once.
 
     Raises:
-        RewardError: there is no such file.
+        RewardError: there is no such file, or it needs ms-swift, which is not installed.
     """
     return _registrations(files)[0]
 
@@ -123,43 +131,69 @@ def _run(
     files: tuple[tuple[str, str], ...],
 ) -> tuple[Mapping[str, RegisteredReward], Mapping[str, Callable[..., Any]]]:
     """By name, as given and in full: rewards and schedulers that they register; raises whatever they raise."""
-    registry = orms()
     rewards: dict[str, RegisteredReward] = {}
     for file, place in files:
-        before = dict(registry)
         path = Path(place)
-        name = f"{path.stem}_{hashlib.blake2b(place.encode(), digest_size=4).hexdigest()}"
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))  # modules beside it
+        before = dict(_registry("orms"))
+        name = f"{path.stem}_{hashlib.blake2b(place.encode(), digest_size=4).hexdigest()}"
         spec = importlib.util.spec_from_file_location(name, path)
         if spec is None or spec.loader is None:
             raise RewardError(f"{file} is no Python file")
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module  # classes are looked up by the module they say
-        with importing():
-            spec.loader.exec_module(module)
-        own = {key: thing for key, thing in registry.items() if before.get(key) is not thing}
-        rewards |= {key: RegisteredReward(file, thing) for key, thing in own.items()}
-    return rewards, dict(multi_turns())
+        try:
+            with importing():
+                spec.loader.exec_module(module)
+        except ModuleNotFoundError as error:
+            if error.name != "swift":
+                raise
+            raise RewardError(
+                f"{file} imports ms-swift, which is not installed here; install it (pip install ms-swift), or write "
+                "the reward as a function and name it in a recipe's rewards (docs/guide/rewards.md)"
+            ) from error
+        put = {key: thing for key, thing in _registry("orms").items() if before.get(key) is not thing}
+        rewards |= {key: RegisteredReward(file, thing) for key, thing in put.items()}
+    return rewards, dict(_registry("multi_turns"))
 
 
-def _made(thing: Callable[..., Any], values: Mapping[str, Json]) -> Callable[..., Any]:
+def _registry(name: str) -> Mapping[str, Callable[..., Any]]:
+    """A registry of ms-swift, wherever its release has it; empty where it is not installed."""
+    for place in _REGISTRIES[name]:
+        with suppress(ImportError):
+            registry: Mapping[str, Callable[..., Any]] = getattr(importlib.import_module(place), name)
+            return registry
+    return {}
+
+
+def _made(thing: Any, values: Mapping[str, Json]) -> Callable[..., Any]:
     """The reward itself; its class is given ``args``, and single arguments and the tokenizer if it names them."""
-    if not isinstance(thing, type):
+    if not inspect.isclass(thing):
         return thing
-    if "__init__" not in {name for base in thing.__mro__[:-1] for name in vars(base)}:
-        return thing()  # type: ignore[no-any-return]
-    parameters = inspect.signature(thing).parameters
-    names = {name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    arguments = SwiftArguments(values)
-    options: dict[str, Any] = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
-    if "args" in names or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        options["args"] = arguments
-    if "tokenizer" in names:
-        from tandem.model.policy import load_tokenizer
+    options: dict[str, Any] = {}
+    if "__init__" in {name for base in thing.__mro__[:-1] for name in vars(base)}:
+        parameters = inspect.signature(thing).parameters
+        names = {name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        args = _arguments(values)
+        options = {name: value for name, value in vars(args).items() if name in names}
+        if "args" in names or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            options["args"] = args
+        if "tokenizer" in names:
+            from tandem.model.policy import load_tokenizer
 
-        options["tokenizer"] = load_tokenizer(arguments["model"])
-    return thing(**options)  # type: ignore[no-any-return]
+            options["tokenizer"] = load_tokenizer(args.model)
+    made: Callable[..., Any] = thing(**options)
+    return made
+
+
+def _arguments(values: Mapping[str, Json]) -> SimpleNamespace:
+    """ms-swift's arguments, by older names too; those that were not given have their defaults."""
+    known = {name: values.get(row.name, row.default) for row in RLHF for name in (row.name, *row.also)}
+    for name in ("cosine_max_len", "soft_max_length"):
+        known[name] = known[name] or known["max_completion_length"]
+    known["output_dir"] = known["output_dir"] or str(Path("output") / Path(known["model"] or "").name)
+    return SimpleNamespace(**known)
 
 
 def _columns(rollouts: Sequence[Rollout]) -> dict[str, Any]:

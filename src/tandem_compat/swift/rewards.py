@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar
 
 from tandem.errors import ConfigError
 from tandem.rewards.base import Reward
 from tandem.types import Json, Rollout
+from tandem_compat.table import Reader
 
 NAMES = ("accuracy", "format", "cosine", "repetition", "soft_overlong")
 """By which ``reward_funcs`` knows them."""
 
 _TAGGED = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>", re.DOTALL)
-
-
-class ArgumentValues(Protocol):
-    """The arguments of a command line, by name."""
-
-    def __getitem__(self, name: str) -> Any:
-        """An argument's value, or its default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +50,7 @@ class SwiftSoftOverlong(Reward):
         return None
 
 
-def built_in(name: str, args: ArgumentValues) -> dict[str, Json]:
+def built_in(name: str, args: Reader) -> dict[str, Json]:
     """Kind and options of the built-in reward of that name; ``scale`` multiplies its weight."""
     longest = args["max_completion_length"]
     match name:
