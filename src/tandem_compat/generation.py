@@ -11,11 +11,8 @@ from dataclasses import dataclass
 
 from tandem.config.registry import did_you_mean
 from tandem.types import Json
-from tandem_compat.table import ForeignOption, becomes, by_name, idle, refused
+from tandem_compat.table import ForeignOption, becomes, by_name, refused, unused
 
-_LOGPROBS = "Tandem asks for the logprobs that it needs"
-_TEXT = "token ids are trained on, and text is made of them by the tokenizer"
-_BACK = "it changes how an answer comes back, not what it is"
 _UNSEEN = "it changes probabilities by what the trainer does not see, so they would be missing in the logprobs"
 
 GRAMMAR = (
@@ -41,35 +38,20 @@ _SAME = (
 
 FIELDS: Mapping[str, ForeignOption] = by_name(
     *(becomes(name, "anything", name) for name in _SAME),
-    idle("seed", "anything", "every answer has a random stream of its own, which the run's seed fixes"),
-    idle("logprobs", "anything", _LOGPROBS),
-    idle("prompt_logprobs", "anything", _LOGPROBS),
-    idle("prompt_logprob_token_ids", "anything", _LOGPROBS),
-    idle("prompt_logprob_start", "anything", _LOGPROBS),
-    idle("logprob_token_ids", "anything", _LOGPROBS),
-    idle("flat_logprobs", "anything", _LOGPROBS),
-    idle("detokenize", "anything", _TEXT),
-    idle("skip_special_tokens", "anything", _TEXT),
-    idle("spaces_between_special_tokens", "anything", _TEXT),
-    idle("include_stop_str_in_output", "anything", "a stop text stays in an answer, since it was sampled"),
-    idle("output_kind", "anything", _BACK),
-    idle("stream_interval", "anything", _BACK),
-    idle("skip_clone", "anything", _BACK),
-    idle("routed_experts_prompt_start", "anything", _BACK),
-    idle("skip_reading_prefix_cache", "anything", "it decides what is computed anew, not what is sampled"),
+    *unused("anything",
+        "seed logprobs prompt_logprobs prompt_logprob_token_ids prompt_logprob_start logprob_token_ids flat_logprobs "
+        "detokenize skip_special_tokens spaces_between_special_tokens include_stop_str_in_output output_kind "
+        "stream_interval skip_clone routed_experts_prompt_start skip_reading_prefix_cache"),
     refused("n", "anything", "how many answers a task gets is the size of a group"),
     refused("ignore_eos", "anything", "what goes on after its end token is no turn of a conversation; min_tokens makes "
         "answers longer"),
-    refused("logit_bias", "anything", _UNSEEN),
-    refused("allowed_token_ids", "anything", _UNSEEN),
+    *(refused(name, "anything", _UNSEEN)
+      for name in ("logit_bias", "allowed_token_ids", "thinking_token_budget", "watermarking")),
     refused("bad_words", "anything", f"{_UNSEEN}; punish words by a reward"),
-    refused("structured_outputs", "anything", GRAMMAR),
-    refused("guided_decoding", "anything", GRAMMAR),
-    refused("thinking_token_budget", "anything", f"it forces the end of a thought; {_UNSEEN}"),
+    *(refused(name, "anything", GRAMMAR) for name in ("structured_outputs", "guided_decoding")),
     refused("trace_decode_token_ids", "anything", "it forces tokens that the policy did not choose"),
     refused("repetition_detection", "anything", "it ends answers by a rule of vLLM alone; punish repetition, "
         "or set a penalty"),
-    refused("watermarking", "anything", _UNSEEN),
     refused("extra_args", "anything", "what a plug-in of the engine does with them, the trainer cannot know"),
 )  # fmt: skip
 """By name, as of vLLM 0.26 to 0.32."""

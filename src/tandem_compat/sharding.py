@@ -8,8 +8,6 @@ own; whatever else they have is refused by name.
 from __future__ import annotations
 
 import json
-import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,42 +17,20 @@ from tandem.config.registry import did_you_mean
 from tandem.config.tree import Problems
 from tandem.distributed.placement import Placement, visible_accelerators
 from tandem.types import Json
-from tandem_compat.table import FILE, ForeignOption, Reader, becomes, by_name, idle, refused
+from tandem_compat.table import FILE, NO_USE, NOTHING, ForeignOption, Reader, becomes, by_name, refused, unused
 
 Shard = Literal["states", "weights"]
 
-_BUCKETS = "gradients and weights travel in pieces of Tandem's own"
-_FILES = "checkpoints are ordinary Hugging Face folders"
-_FP16 = "there is no fp16 here"
-_HOST = "whole weights stay on the device, where the engine samples from them"
-_LOADED = "every rank reads the model's files itself"
 _TRAINING = "the training's own options say it; write auto"
-_WRAPPED = "what is sharded are ranges of every tensor, not modules"
 _AUTO = ("auto",)
 
 DEEPSPEED: Mapping[str, ForeignOption] = by_name(
     becomes("zero_optimization.stage", "whole", "distributed.shard: 0, 1 and 2 states, 3 weights", 0),
     becomes("zero_optimization.offload_optimizer.device", "text", "optimizer: adamw_cpu for cpu", "none"),
     refused("zero_optimization.offload_optimizer.nvme_path", "text", "states are in host memory, not in files"),
-    idle("zero_optimization.offload_param.device", "text", _HOST, default="none", off=("none",)),
-    *(idle(f"zero_optimization.{name}", "anything", _BUCKETS, off=(False, 0, *_AUTO)) for name in (
-        "offload_optimizer.pin_memory", "offload_param.pin_memory", "overlap_comm", "contiguous_gradients",
-        "reduce_scatter", "allgather_partitions", "allgather_bucket_size", "reduce_bucket_size", "sub_group_size",
-        "round_robin_gradients", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold",
-        "stage3_max_live_parameters", "max_live_parameters", "stage3_max_reuse_distance", "max_reuse_distance",
-    )),
-    *(idle(f"zero_optimization.{name}", "anything", _FILES, off=(False,)) for name in (
-        "stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save",
-    )),
     *(refused(f"zero_optimization.{name}", "anything", "gradients and weights travel as they are", off=(False, 1))
       for name in ("zero_quantized_weights", "zero_quantized_gradients", "zero_hpz_partition_size")),
-    idle("zero_force_ds_cpu_optimizer", "anything", "optimizers are Tandem's own", off=(False,)),
-    idle("zero_allow_untested_optimizer", "anything", "optimizers are Tandem's own", off=(False,)),
-    idle("bf16.enabled", "anything", "the training's own options say the type of weights", off=(True, *_AUTO)),
     refused("fp16.enabled", "anything", "Tandem trains bfloat16 or float32 weights", off=(False, *_AUTO)),
-    *(idle(f"fp16.{name}", "anything", _FP16, off=(False, 0)) for name in (
-        "auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale",
-    )),
     *(refused(name, "anything", _TRAINING, off=_AUTO) for name in (
         "gradient_accumulation_steps", "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu",
         "optimizer.params.lr", "optimizer.params.betas", "optimizer.params.eps", "optimizer.params.weight_decay",
@@ -62,10 +38,16 @@ DEEPSPEED: Mapping[str, ForeignOption] = by_name(
     refused("optimizer.type", "text", "the training's own options name it; write AdamW", off=("AdamW", "Adam")),
     refused("optimizer.params.torch_adam", "anything", "optimizers are Tandem's own", off=(True, False)),
     refused("optimizer.params.adam_w_mode", "anything", "adamw decays weights apart from gradients", off=(True,)),
-    *(idle(f"compile.{name}", "anything", "compile says it, auto where it is left out", off=(False, True))
-      for name in ("disable", "backend")),
-    idle("steps_per_print", "anything", "every step is written down", off=(math.inf, "inf")),
-    idle("wall_clock_breakdown", "anything", "seconds of every part are among the metrics", off=(False,)),
+    *(row for prefix, names in {
+        "zero_optimization.": "offload_param.device offload_optimizer.pin_memory offload_param.pin_memory overlap_comm "
+        "contiguous_gradients reduce_scatter allgather_partitions allgather_bucket_size reduce_bucket_size "
+        "sub_group_size round_robin_gradients stage3_prefetch_bucket_size stage3_param_persistence_threshold "
+        "stage3_max_live_parameters max_live_parameters stage3_max_reuse_distance max_reuse_distance "
+        "stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save",
+        "fp16.": "auto_cast loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale",
+        "": "zero_force_ds_cpu_optimizer zero_allow_untested_optimizer bf16.enabled compile.disable compile.backend "
+        "steps_per_print wall_clock_breakdown",
+    }.items() for row in unused("anything", " ".join(prefix + name for name in names.split()))),
 )  # fmt: skip
 """Keys of DeepSpeed's file, those of inner mappings with a dot."""
 
@@ -76,17 +58,10 @@ FSDP: Mapping[str, ForeignOption] = by_name(
     becomes("offload_params", "truth", "optimizer: adamw_cpu; whole weights stay on the device", False),
     refused("mixed_precision_policy", "anything", "the training's own options say the type of weights",
         off=("bf16", "bfloat16", "no")),
-    idle("version", "anything", "sharding is Tandem's own", "fsdp_version", off=(1, 2)),
-    idle("cpu_offload_pin_memory", "anything", "memory of the host is pinned where that is of use", off=(True, False)),
-    *(idle(name, "anything", _FILES) for name in ("state_dict_type", "final_state_dict_type")),
-    *(idle(name, "anything", _WRAPPED, off=(True, False)) for name in (
-        "auto_wrap_policy", "transformer_layer_cls_to_wrap", "transformer_cls_to_wrap", "min_num_params",
-        "use_orig_params",
-    )),
-    *(idle(name, "anything", _LOADED, off=(False,)) for name in ("sync_module_states", "cpu_ram_efficient_loading")),
-    *(idle(name, "anything", _BUCKETS, off=(False,)) for name in (
-        "backward_prefetch", "backward_prefetch_policy", "forward_prefetch", "limit_all_gathers",
-    )),
+    *unused("anything",
+        "version fsdp_version cpu_offload_pin_memory state_dict_type final_state_dict_type auto_wrap_policy "
+        "transformer_layer_cls_to_wrap transformer_cls_to_wrap min_num_params use_orig_params sync_module_states "
+        "cpu_ram_efficient_loading backward_prefetch backward_prefetch_policy forward_prefetch limit_all_gathers"),
 )  # fmt: skip
 """Keys of ``fsdp_config``, without the ``fsdp_`` that older ones begin with."""
 
@@ -274,23 +249,21 @@ def _leaves(options: Mapping[str, Json], prefix: str = "") -> Iterator[tuple[str
 def _read(
     options: Iterator[tuple[str, Json]], table: Mapping[str, ForeignOption], where: str, refuse: Refuse
 ) -> tuple[Reader, tuple[str, ...]]:
-    """Options that were set, mistakes reported, and one note for all keys that change nothing for the same reason."""
+    """Options that were set, mistakes reported, and one note for all keys that change nothing."""
     problems = Problems()
     reader = Reader(table, problems, FILE)
-    names = {name: row.name for row in table.values() for name in (row.name, *row.also)}
-    changes_nothing: dict[str, list[str]] = defaultdict(list)
+    changes_nothing: list[str] = []
     for key, value in options:
         if value is None:
             continue
-        if key not in names:
-            refuse(f"{where}{key} is not known{did_you_mean(key, names) or '; leave it out'}")
+        if key not in table:
+            refuse(f"{where}{key} is not known{did_you_mean(key, table) or '; leave it out'}")
             continue
-        reader.read(names[key], value)
-        row = table[names[key]]
-        if row.idle and value not in row.off:
-            changes_nothing[row.idle].append(key)
-        elif names[key] in reader.values and row.refused:
-            reader.settle(names[key])
+        reader.read(key, value)
+        if table[key].idle and value not in (*NOTHING, "auto", "none"):
+            changes_nothing.append(key)
+        elif key in reader.values and table[key].refused:
+            reader.settle(key)
     for line in problems:
         refuse(where + line)
-    return reader, tuple(f"{where}{', '.join(keys)}: {why}" for why, keys in changes_nothing.items())
+    return reader, (f"{where}{', '.join(changes_nothing)}: {NO_USE}",) if changes_nothing else ()

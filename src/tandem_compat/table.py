@@ -24,6 +24,9 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "list": (list,),
     "mapping": (dict,),
 }
+NOTHING: tuple[Json, ...] = (False, "", "false", [], {})
+"""Values of an option that ask for nothing."""
+NO_USE = "Tandem has no use for it"
 _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
@@ -74,24 +77,22 @@ def copied(name: str, takes: Takes, path: str, default: Json = None, *also: str,
     return ForeignOption(name=name, takes=takes, becomes=path, path=path, default=default, also=also, where=where)
 
 
-def idle(
-    name: str,
-    takes: Takes,
-    why: str,
-    *also: str,
-    where: str = "",
-    default: Json = None,
-    off: tuple[Json, ...] = (),
-) -> ForeignOption:
+def idle(name: str, takes: Takes, why: str, *also: str, where: str = "", off: tuple[Json, ...] = ()) -> ForeignOption:
     """A row of an option that changes nothing here."""
-    return ForeignOption(name=name, takes=takes, idle=why, also=also, where=where, default=default, off=off)
+    return ForeignOption(name=name, takes=takes, idle=why, also=also, where=where, off=off)
+
+
+def unused(takes: Takes, names: str) -> tuple[ForeignOption, ...]:
+    """Rows of options that only the other system has a use for."""
+    return tuple(idle(name, takes, NO_USE, off=NOTHING) for name in names.split())
 
 
 def refused(
-    name: str, takes: Takes, why: str, default: Json = None, *also: str, off: tuple[Json, ...] = ()
+    name: str, takes: Takes, why: str, default: Json = None, *also: str, off: tuple[Json, ...] | None = None
 ) -> ForeignOption:
-    """A row of an option that would change the result and cannot be had."""
-    return ForeignOption(name=name, takes=takes, refused=why, default=default, also=also, off=off)
+    """A row of an option that would change the result and cannot be had, unless it is false or empty."""
+    asks_nothing = off if off is not None else NOTHING if takes == "anything" else ()
+    return ForeignOption(name=name, takes=takes, refused=why, default=default, also=also, off=asks_nothing)
 
 
 def by_name(*rows: ForeignOption) -> dict[str, ForeignOption]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tandem_compat.table import ForeignOption, Wording, becomes, by_name, idle, refused
+from tandem_compat.table import ForeignOption, Wording, becomes, by_name, idle, refused, unused
 
 WORDING = Wording(prefix="--", mistyped="it takes {wanted}, not {value}", refused="{why}", nothing="it changes nothing")
 
@@ -48,8 +48,8 @@ TRAINER: Mapping[str, ForeignOption] = by_name(
     becomes("weight-bridge-mode", "text", "none, shared_vllm, lora_only, lora_restart or lora_nccl", "none"),
     becomes("single-copy", "flag", "one copy of the weights, with shared_vllm; it is always so", False,
         where="shared"),
-    becomes("vllm-config-path", "text", "with shared_vllm, the file by which a running engine lends its weights; left "
-        "out: it is looked for in $LOGDIR, the working directory and /tmp/atropos_bridge", where="shared"),
+    becomes("vllm-config-path", "text", "with shared_vllm, the file by which the engine that runs at vllm-port "
+        "lends its weights", where="shared"),
     becomes("use-shared-memory", "flag", "with shared_vllm, broadcast weights to an engine on a GPU of its own", False,
         where="shared_vllm"),
     becomes("use-cuda-ipc", "flag", "with shared_vllm, one copy of the weights; it is always so", False,
@@ -112,17 +112,13 @@ SERVER: Mapping[str, ForeignOption] = by_name(
     becomes("max-num-seqs", "whole", "most answers sampled at once", 256),
     becomes("enforce-eager", "flag", "do without CUDA graphs; nothing here needs it", False),
     becomes("seed", "whole", "where sampling's random numbers begin", 0),
-    idle("log-level", "text", "the engine's log has its own"),
-    idle("root-path", "text", "no proxy rewrites paths"),
     *(refused(f"ssl-{name}", "text", _TLS) for name in ("keyfile", "certfile", "ca-certs")),
-    idle("ssl-cert-reqs", "whole", "there is no TLS"),
-    idle("enable-ssl-refresh", "flag", "there is no TLS"),
+    *unused("text", "log-level root-path"),
+    *unused("whole", "ssl-cert-reqs"),
+    *unused("flag", "enable-ssl-refresh"),
 )  # fmt: skip
 """Flags of the server; every other one is handed to vLLM."""
 
-_EVALUATES = "the trainer evaluates"
-_KEEPS = "the trainer keeps rollouts in its run's folder"
-_NO_TEACHER = "there is no teacher"
 
 ENVIRONMENT: Mapping[str, ForeignOption] = by_name(
     becomes("env.group_size", "whole", "answers sampled per task", 4),
@@ -140,38 +136,28 @@ ENVIRONMENT: Mapping[str, ForeignOption] = by_name(
     becomes("env.inference_weight", "number", "share of the generation against other environments'", 1.0),
     becomes("env.worker_timeout", "number", "seconds one group may take; -1: no limit", 600.0),
     becomes("env.wandb_name", "text", "name at the broker; left out: the environment's"),
-    idle("env.use_wandb", "truth", "the trainer logs; this environment does not", default=False),
-    idle("env.include_messages", "truth", "messages always travel with their tokens", default=True),
-    idle("env.batch_size", "whole", "the trainer says how large its batches are", default=-1),
-    idle("env.steps_per_eval", "whole", _EVALUATES),
-    idle("env.eval_handling", "text", _EVALUATES),
-    idle("env.eval_limit_ratio", "number", _EVALUATES),
-    idle("env.max_eval_workers", "whole", _EVALUATES),
-    idle("env.data_dir_to_save_evals", "text", _EVALUATES),
-    idle("env.data_path_to_save_groups", "text", _KEEPS),
-    idle("env.num_rollouts_to_keep", "whole", _KEEPS),
-    idle("env.num_rollouts_per_group_for_logging", "whole", _KEEPS),
-    idle("env.min_items_sent_before_logging", "whole", "how it goes is told every ten seconds"),
+    idle("env.batch_size", "whole", "the trainer says how large its batches are", off=(-1,)),
     becomes("openai.base_url", "text", "the engine; several are separated by commas", "http://localhost:9001/v1"),
     becomes("openai.model_name", "text", "what the engine calls the model; default, and left out: as the tokenizer"),
     becomes("openai.tokenizer_name", "text", "tokenizer of the engine's model, where env.tokenizer_name does not say"),
     becomes("openai.api_key", "text", "the engine's API key", ""),
     becomes("openai.server_type", "text", "vllm or openai; which it is, is found out", "vllm"),
     becomes("openai.timeout", "number", "seconds one answer may take", 1200.0),
-    idle("openai.num_max_requests_at_once", "whole", "the engine queues what it cannot sample at once"),
-    idle("openai.num_requests_for_eval", "whole", _EVALUATES),
-    idle("openai.n_kwarg_is_ignored", "text", "answers are asked for one by one"),
-    idle("openai.health_check", "text", "an engine that does not answer is left alone for a while, without being asked "
-        "for its health"),
-    idle("openai.rolling_buffer_length", "whole", "no times of requests are kept"),
-    idle("openai.tracing_enabled", "text", "nothing is traced"),
     refused("env.teacher_enabled", "truth", "no loss reads a teacher's logprobs; leave the teacher's flags out", False),
-    idle("env.teacher_top_k", "whole", _NO_TEACHER),
-    *(idle(f"teacher.{name}", "text", _NO_TEACHER)
-      for name in ("base_url", "model_name", "server_type", "tokenizer_name")),
     becomes("config", "text", "YAML file with the sections env and openai; flags go before it"),
     refused("slurm", "truth", "name the engines by --openai.base_url", False),
     refused("testing", "truth", "there is no pretended engine; run a real one: tandem serve engine RECIPE", False),
+    idle("env.use_wandb", "truth", "the trainer logs; this environment does not", off=(False,)),
+    *unused("truth", "env.include_messages"),
+    *unused("whole",
+        "env.steps_per_eval env.max_eval_workers env.num_rollouts_to_keep env.num_rollouts_per_group_for_logging "
+        "env.min_items_sent_before_logging openai.num_max_requests_at_once openai.num_requests_for_eval "
+        "openai.rolling_buffer_length env.teacher_top_k"),
+    *unused("text",
+        "env.eval_handling env.data_dir_to_save_evals env.data_path_to_save_groups openai.n_kwarg_is_ignored "
+        "openai.health_check openai.tracing_enabled teacher.base_url teacher.model_name teacher.server_type "
+        "teacher.tokenizer_name"),
+    *unused("number", "env.eval_limit_ratio"),
 )  # fmt: skip
 """Flags of the environments, such as ``gsm8k_server.py serve --env.group_size 8``."""
 

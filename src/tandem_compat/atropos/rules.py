@@ -29,9 +29,6 @@ DECAY = 0.01
 LAYOUT = "tandem_compat.atropos.checkpoints:CheckpointLayout"
 """The logger that gives checkpoints Atropos' names."""
 
-BOARD = "tandem_compat.atropos.wandb:AtroposWandb"
-"""The logger that gives numbers Atropos' names at Weights & Biases."""
-
 QUEUED = 4
 """Steps that a group of Atropos' environments may wait: they queue three batches by default and sample a fourth."""
 
@@ -393,6 +390,6 @@ class TrainerRecipe:
 
     def _loggers(self) -> list[Json]:
         named = {name: self.flags[f"wandb-{name}"] for name in ("project", "group")}
-        board = {"kind": BOARD, **{name: value for name, value in named.items() if value is not None}}
+        board = {"kind": "wandb", **{name: value for name, value in named.items() if value is not None}}
         layout = {"kind": LAYOUT, "save_path": self.flags["save-path"]}
         return ["console", *([board] if self.flags["use-wandb"] else []), layout]

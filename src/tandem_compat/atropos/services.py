@@ -10,15 +10,12 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
-from tandem.errors import BrokerError, ConfigError, EngineError, TransportError
+from tandem.errors import BrokerError, ConfigError, EngineError
 from tandem_compat.atropos.rules import RunningEngine
 from tandem_compat.table import Reader
-
-if TYPE_CHECKING:
-    from tandem.transport.bridge import VllmBridge
 
 log = logging.getLogger("tandem.compat.atropos")
 
@@ -33,72 +30,17 @@ BROKER_SECONDS = 25.0
 
 
 def running_engine(flags: Reader, environ: Mapping[str, str]) -> RunningEngine | None:
-    """The engine that the flags mean and that was started apart; None if it is the trainer's to start.
+    """The engine at --vllm-port, if one was started apart; None if it is the trainer's to start.
 
-    With shared_vllm it is the one whose file lies at --vllm-config-path, or else, if it answers, in $LOGDIR, the
-    working directory or /tmp/atropos_bridge; with every mode the one that answers at --vllm-port.
-
-    Raises:
-        ConfigError: the file at --vllm-config-path is no engine's, or one of another model.
+    With shared_vllm --vllm-config-path says that there is one, which may still be starting.
     """
-    if (
-        flags["vllm-url"]
-        or flags["num-inference-nodes"]
-        or environ.get("NUM_INFERENCE_NODES", "0").strip() not in ("", "0")
-    ):
+    nodes = flags["num-inference-nodes"] or environ.get("NUM_INFERENCE_NODES", "0").strip() not in ("", "0")
+    if flags["vllm-url"] or nodes:
         return None
-    url = f"http://localhost:{flags['vllm-port']}"
-    if flags["weight-bridge-mode"] == "shared_vllm" and not flags["use-shared-memory"]:
-        if flags["vllm-config-path"]:
-            return _named(flags, Path(flags["vllm-config-path"]), url)
-        if (engine := _lying_about(flags)) is not None:
-            return engine
+    url, file = f"http://localhost:{flags['vllm-port']}", flags["vllm-config-path"]
+    if file and flags["weight-bridge-mode"] == "shared_vllm" and not flags["use-shared-memory"]:
+        return RunningEngine(url=url, bridge=file if Path(file).exists() else None)
     return RunningEngine(url=url) if _is_engine(url) else None
-
-
-def _named(flags: Reader, path: Path, url: str) -> RunningEngine:
-    """The engine of a file that the flags name; one that has not written it yet is waited for, and asked itself."""
-    from tandem.transport.bridge import VLLM_FILE, VllmBridge, find
-
-    if not (path / VLLM_FILE if path.is_dir() else path).is_file():
-        flags.note("vllm-config-path", f"there is no file at {path} yet, so an engine that answers is looked for")
-        return _lying_about(flags) or RunningEngine(url=url)
-    try:
-        file = find(path)
-        bridge = VllmBridge.read(file)
-    except TransportError as error:
-        raise ConfigError(f"--vllm-config-path: {error}") from error
-    if not _same(bridge.model, model := flags["model-name"]):
-        raise ConfigError(
-            f"--vllm-config-path: {file} is of an engine that serves {bridge.model}, not {model}; name the "
-            f"{VLLM_FILE} of this model's engine, or start one"
-        )
-    return RunningEngine(url=_url(bridge) or url, bridge=str(file))
-
-
-def _lying_about(flags: Reader) -> RunningEngine | None:
-    """The engine of a file in one of the usual places: left by one that has ended, or of another model, it is none."""
-    from tandem.transport.bridge import VllmBridge, find
-
-    try:
-        file = find()
-        bridge = VllmBridge.read(file)
-    except TransportError:
-        return None
-    url = _url(bridge)
-    wanted = url and urlsplit(url).port == flags["vllm-port"] and _same(bridge.model, flags["model-name"])
-    return RunningEngine(url=url, bridge=str(file)) if wanted and _is_engine(url) else None
-
-
-def _url(bridge: VllmBridge) -> str:
-    """Where the engine of a file answers, where it says so."""
-    url = bridge.tandem.get("url")
-    return url if isinstance(url, str) else ""
-
-
-def _same(one: str, other: str) -> bool:
-    """Whether two names are of one model: two paths of one folder are."""
-    return one == other or (Path(one).is_dir() and Path(one).resolve() == Path(other).resolve())
 
 
 def _is_engine(url: str) -> bool:

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tandem_compat.table import ForeignOption, becomes, by_name, copied, idle, refused
+from tandem_compat.table import ForeignOption, becomes, by_name, copied, idle, refused, unused
 
-_ATTENTION = "Tandem has attention of its own"
-_SPEED = "it is a matter of speed, and Tandem has kernels of its own"
-_ROWS = "rows are read and transformed when a run starts"
-_PACKED = "samples are always packed by length, without padding"
 _WHOLE = "the trainer's ranks split no layer; engines do (vllm.tensor_parallel_size)"
 _QUANTISED = (
     "Tandem trains bfloat16 or float32 weights, since the engine samples from the very weights that are trained"
@@ -17,25 +13,11 @@ _QUANTISED = (
 _LORA = "PEFT's plain LoRA is what engines serve"
 _GYM = "NeMo Gym's servers are not asked; play with an environment (env), or grade by a reward function"
 _NEMO_GYM = ("enabled", "dir", "auto_start", "head_port", "multi_turn", "verify_timeout", "datasets")
-_KERNELS = (
-    *(f"lora_{name}_kernel" for name in ("mlp", "qkv", "o")),
-    *(f"liger_{name}" for name in ("rope", "rms_norm", "glu_activation", "layer_norm", "fused_linear_cross_entropy")),
-)
-_LOADING = (
-    "dataset_processes", "dataset_num_proc", "dataloader_num_workers", "dataloader_pin_memory",
-    "dataloader_prefetch_factor",
-)  # fmt: skip
 _SCOPE = "Tandem does not have SCOPE-RL"
 _ENTROPY = "no loss here has a term of the entropy"
-_ADAPTS = "it is read where use_adaptive_entropy is true"
 _SERVER = "tandem serve engine is the server"
 _TRUSTED = "Tandem runs no code from model repositories"
-_MEMORY = "memory is given back as it is freed, not every so many steps"
 _COLUMNS = "name the columns in a transform: type: module.function"
-_LOADED = "what base_model is, its config.json says"
-_TOKENIZED = "the tokenizer is what base_model's files say"
-_SAMPLED = "evaluation asks the engine as training does"
-_COLLECTIVES = "collectives are Tandem's own"
 
 TOP: Mapping[str, ForeignOption] = by_name(
     copied("base_model", "text", "model"),
@@ -48,28 +30,21 @@ TOP: Mapping[str, ForeignOption] = by_name(
     copied("lora_alpha", "whole", "trainable.alpha", where="adapter"),
     becomes("lora_target_linear", "truth", "trainable.target_modules: all-linear", where="adapter"),
     becomes("lora_target_modules", "anything", "trainable.target_modules", where="adapter"),
-    idle("lora_dropout", "anything", "Tandem has no dropout: the policy that is scored must be the one that sampled",
-        off=(0,)),
+    idle("lora_dropout", "anything", "Tandem has no dropout: the policy that is scored must be the one that sampled"),
     copied("peft_layers_to_transform", "list", "trainable.layers", where="adapter"),
-    refused("lora_modules_to_save", "anything", "Tandem trains the adapter alone", off=([],)),
+    refused("lora_modules_to_save", "anything", "Tandem trains the adapter alone"),
     refused("lora_model_dir", "anything", "to go on with a run of Tandem's: tandem train RUN"),
-    refused("lora_fan_in_fan_out", "anything", _LORA, off=(False,)),
-    refused("peft_use_dora", "anything", _LORA, off=(False,)),
-    refused("peft_use_rslora", "anything", "write the lora_alpha that it comes to: lora_alpha x sqrt(lora_r)",
-        off=(False,)),
-    *(idle(name, "anything", _SPEED, off=(False,)) for name in (*_KERNELS, "cut_cross_entropy")),
-    refused("load_in_8bit", "anything", _QUANTISED, off=(False,)),
-    refused("load_in_4bit", "anything", _QUANTISED, off=(False,)),
+    refused("lora_fan_in_fan_out", "anything", _LORA),
+    refused("peft_use_dora", "anything", _LORA),
+    refused("peft_use_rslora", "anything", "write the lora_alpha that it comes to: lora_alpha x sqrt(lora_r)"),
+    refused("load_in_8bit", "anything", _QUANTISED),
+    refused("load_in_4bit", "anything", _QUANTISED),
     becomes("datasets", "list", "env", []),
     becomes("test_datasets", "list", "env: held-out rows, for evaluate", []),
     becomes("val_set_size", "number", "env: the share of rows that is held out, for evaluate"),
-    idle("skip_prepare_dataset", "anything", _ROWS, off=(True, False)),
-    idle("dataset_prepared_path", "anything", _ROWS, off=(False,)),
-    *(idle(name, "anything", _ROWS) for name in _LOADING),
     idle("excess_length_strategy", "anything", "prompts of GRPO are neither dropped nor cut, in Axolotl too"),
-    refused("dataset_exact_deduplication", "anything", "every row is a task; take the equal ones out of the file",
-        off=(False,)),
-    refused("remove_unused_columns", "anything", "rewards get every column by name", off=(False,)),
+    refused("dataset_exact_deduplication", "anything", "every row is a task; take the equal ones out of the file"),
+    refused("remove_unused_columns", "anything", "rewards get every column by name"),
     refused("shuffle_merged_datasets", "anything", "tasks are always shuffled, anew in every epoch", off=(True,)),
     becomes("sequence_len", "whole",
         "micro_batch_tokens, with micro_batch_size; it bounds no prompt and no answer", 512),
@@ -92,34 +67,16 @@ TOP: Mapping[str, ForeignOption] = by_name(
     copied("adam_epsilon", "number", "optimizer.eps"),
     copied("max_grad_norm", "number", "optimizer.max_grad_norm"),
     becomes("bf16", "anything", "dtype"),
-    refused("fp16", "anything", "Tandem trains bfloat16 or float32; write bf16: true", off=(False,)),
-    idle("tf32", "anything", "products are in the type of the weights", off=(False, "auto")),
+    refused("fp16", "anything", "Tandem trains bfloat16 or float32; write bf16: true"),
     becomes("float32", "truth", "dtype", False),
     becomes("fp8", "truth", "matmul: fp8"),
     copied("torch_compile", "anything", "compile"),
     becomes("gradient_checkpointing", "anything", "checkpointing: full or none"),
-    idle("gradient_checkpointing_kwargs", "anything", "Tandem's checkpoints need no options",
-        off=({}, {"use_reentrant": False})),
-    idle("attn_implementation", "anything", _ATTENTION),
-    *(idle(f"{name}_attention", "anything", _ATTENTION, off=(False,))
-      for name in ("flash", "sdp", "xformers", "eager", "flex")),
-    idle("sample_packing", "anything", _PACKED, off=(False, True)),
-    idle("eval_sample_packing", "anything", _PACKED, off=(False, True)),
-    idle("pad_to_sequence_len", "anything", _PACKED, off=(False,)),
-    idle("group_by_length", "anything", _PACKED, off=(False,)),
-    refused("train_on_inputs", "anything", "only sampled tokens are trained", off=(False,)),
+    refused("train_on_inputs", "anything", "only sampled tokens are trained"),
     becomes("special_tokens", "mapping", "nothing: a pad token is not needed, others must be the tokenizer's own", {}),
-    refused("tokens", "anything", "the vocabulary is the model's own", off=([],)),
-    idle("model_type", "anything", _LOADED, off=("AutoModelForCausalLM",)),
-    idle("tokenizer_type", "anything", _LOADED, off=("AutoTokenizer",)),
-    idle("tokenizer_use_fast", "anything", _TOKENIZED, off=(True,)),
-    idle("tokenizer_legacy", "anything", _TOKENIZED),
-    idle("eot_tokens", "anything", "it says what of a data set's answers is trained, and GRPO's are sampled",
-        off=([],)),
-    idle("hf_use_auth_token", "anything", "the hub's own log-in of this machine is used", off=(False,)),
-    idle("low_cpu_mem_usage", "anything", "how weights are loaded changes no result", off=(True, False)),
+    refused("tokens", "anything", "the vocabulary is the model's own"),
     becomes("tokenizer_config", "text", "nothing: it must be base_model"),
-    refused("trust_remote_code", "anything", _TRUSTED, off=(False,)),
+    refused("trust_remote_code", "anything", _TRUSTED),
     copied("output_dir", "text", "runs", "model-out"),
     becomes("logging_steps", "number",
         "print_completions.every, with log_completions; numbers are logged every step", 1),
@@ -128,59 +85,51 @@ TOP: Mapping[str, ForeignOption] = by_name(
     idle("save_strategy", "anything", "checkpoints are written every save_steps and at the end", off=("steps",)),
     becomes("saves_per_epoch", "number", "checkpoint.every: all steps / (saves_per_epoch x num_epochs)"),
     refused("save_safetensors", "anything", "checkpoints are safetensors", off=(True,)),
-    refused("save_only_model", "anything", "a checkpoint is what a run is resumed from", off=(False,)),
+    refused("save_only_model", "anything", "a checkpoint is what a run is resumed from"),
     becomes("eval_steps", "number", "evaluate.every, divided by num_iterations; below 1 a share of all steps"),
     becomes("evals_per_epoch", "number", "evaluate.every: all steps / (evals_per_epoch x num_epochs)"),
-    *(idle(name, "anything", _SAMPLED) for name in ("eval_batch_size", "eval_table_size", "eval_max_new_tokens")),
     idle("eval_strategy", "anything", "held-out rows are looked at every eval_steps, before and after", off=("steps",)),
     copied("seed", "whole", "seed"),
     becomes("wandb_project", "text", "the wandb logger"),
     becomes("wandb_entity", "text", "the wandb logger's entity", where="wandb"),
     becomes("wandb_mode", "text", "the wandb logger's mode; disabled leaves it out", where="wandb"),
     copied("wandb_name", "text", "name"),
-    refused("wandb_run_id", "anything", "a run has an id of its own there, kept in its folder; its name is wandb_name",
-        off=("",)),
-    refused("wandb_watch", "anything", "it slows training down", off=("", "false", False)),
-    refused("wandb_log_model", "anything", "checkpoints stay in the run's folder", off=("", "false", False)),
+    refused("wandb_run_id", "anything", "a run has an id of its own there, kept in its folder; its name is wandb_name"),
+    refused("wandb_watch", "anything", "it slows training down"),
+    refused("wandb_log_model", "anything", "checkpoints stay in the run's folder"),
     becomes("use_wandb", "truth", "the wandb logger"),
     becomes("use_tensorboard", "truth", "the tensorboard logger"),
     becomes("use_trackio", "truth", "the trackio logger"),
     becomes("trackio_project_name", "text", "the trackio logger's project", where="trackio"),
     becomes("trackio_space_id", "text", "the trackio logger's space", where="trackio"),
-    refused("use_mlflow", "anything", "loggers are console, wandb, tensorboard and trackio", off=(False,)),
-    refused("use_comet", "anything", "loggers are console, wandb, tensorboard and trackio", off=(False,)),
-    refused("hub_model_id", "anything", "Tandem uploads nothing; tandem export writes the model's folder", off=("",)),
-    refused("resume_from_checkpoint", "anything", "a run is resumed by its folder: tandem train RUN", off=("", False)),
-    refused("auto_resume_from_checkpoints", "anything", "a run is resumed by its folder: tandem train RUN",
-        off=(False,)),
-    refused("early_stopping_patience", "anything", "a run ends after its steps, or by Ctrl-C", off=("",)),
-    *(idle(f"loss_watchdog_{name}", "anything", "alarms watch a run (docs/guide/alarms.md)", off=("",))
-      for name in ("threshold", "patience")),
-    idle("save_first_step", "anything", "checkpoints are written every save_steps and at the end", off=(False,)),
-    idle("eval_causal_lm_metrics", "anything", _SAMPLED, off=([],)),
-    idle("do_causal_lm_eval", "anything", _SAMPLED, off=(False,)),
-    idle("do_bench_eval", "anything", _SAMPLED, off=(False,)),
+    refused("use_mlflow", "anything", "loggers are console, wandb, tensorboard and trackio"),
+    refused("use_comet", "anything", "loggers are console, wandb, tensorboard and trackio"),
+    refused("hub_model_id", "anything", "Tandem uploads nothing; tandem export writes the model's folder"),
+    refused("resume_from_checkpoint", "anything", "a run is resumed by its folder: tandem train RUN"),
+    refused("auto_resume_from_checkpoints", "anything", "a run is resumed by its folder: tandem train RUN"),
+    refused("early_stopping_patience", "anything", "a run ends after its steps, or by Ctrl-C"),
     becomes("fsdp", "anything", "distributed.shard: full_shard weights, shard_grad_op states", []),
     becomes("fsdp_config", "mapping", "distributed.shard, checkpointing and optimizer: adamw_cpu", {}),
     becomes("fsdp_version", "whole", "nothing: sharding is Tandem's own, by the keys of either version"),
-    idle("fsdp_final_state_dict_type", "anything", "checkpoints are ordinary Hugging Face folders"),
     becomes("deepspeed", "anything", "distributed.shard and optimizer: adamw_cpu, by the file that it names"),
     becomes("dp_shard_size", "whole", "ranks, times dp_replicate_size", 1),
     becomes("dp_replicate_size", "whole", "ranks, times dp_shard_size; distributed.replicas", 1),
     becomes("context_parallel_size", "whole", "distributed.context_parallel", 1),
     becomes("sequence_parallel_degree", "whole", "distributed.context_parallel", 1),
     *(refused(name, "anything", _WHOLE, off=(1,)) for name in ("tensor_parallel_size", "expert_parallel_size")),
-    *(idle(f"ddp_{name}", "anything", _COLLECTIVES, off=(False,))
-      for name in ("timeout", "bucket_cap_mb", "broadcast_buffers", "find_unused_parameters")),
-    idle("local_rank", "anything", "a launcher says it by its environment", off=(0,)),
-    idle("gc_steps", "anything", _MEMORY, off=(-1,)),
-    idle("gc_collect_steps", "anything", _MEMORY, off=(-1,)),
-    idle("torch_empty_cache_steps", "anything", _MEMORY),
-    *(refused(f"nemo_gym_{name}", "anything", _GYM, off=(False,)) for name in _NEMO_GYM),
+    *(refused(f"nemo_gym_{name}", "anything", _GYM) for name in _NEMO_GYM),
     becomes("plugins", "list", "nothing: those that only make Axolotl faster are left out, others are refused", []),
-    idle("include_tokens_per_second", "anything", "tokens_per_second is among the metrics", off=(True, False)),
-    idle("strict", "anything", "unknown options are always refused", off=(True, False)),
-    idle("debug", "anything", "tandem --debug shows tracebacks", off=("", False)),
+    *unused("anything",
+        "lora_mlp_kernel lora_qkv_kernel lora_o_kernel liger_rope liger_rms_norm liger_glu_activation liger_layer_norm "
+        "liger_fused_linear_cross_entropy cut_cross_entropy skip_prepare_dataset dataset_prepared_path "
+        "dataset_processes dataset_num_proc dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor "
+        "tf32 gradient_checkpointing_kwargs attn_implementation flash_attention sdp_attention xformers_attention "
+        "eager_attention flex_attention sample_packing eval_sample_packing pad_to_sequence_len group_by_length "
+        "model_type tokenizer_type tokenizer_use_fast tokenizer_legacy eot_tokens hf_use_auth_token low_cpu_mem_usage "
+        "eval_batch_size eval_table_size eval_max_new_tokens eval_causal_lm_metrics do_causal_lm_eval do_bench_eval "
+        "loss_watchdog_threshold loss_watchdog_patience save_first_step fsdp_final_state_dict_type ddp_timeout "
+        "ddp_bucket_cap_mb ddp_broadcast_buffers ddp_find_unused_parameters local_rank gc_steps gc_collect_steps "
+        "torch_empty_cache_steps include_tokens_per_second strict debug"),
     becomes("trl", "mapping", "the next table"),
     becomes("vllm", "mapping", "the last table"),
 )  # fmt: skip
@@ -214,7 +163,7 @@ TRL: Mapping[str, ForeignOption] = by_name(
     becomes("mask_truncated_completions", "truth", "truncated: mask"),
     becomes("reward_funcs", "list", "rewards: functions by import path, models as reward_model", []),
     becomes("reward_weights", "list", "rewards: weights"),
-    refused("reward_processing_classes", "anything", "a reward model's own tokenizer is loaded", off=([],)),
+    refused("reward_processing_classes", "anything", "a reward model's own tokenizer is loaded"),
     becomes("multi_objective_aggregation", "text", "advantage: gdpo for normalize_then_sum"),
     becomes("rollout_func", "text", "env: rows that this function plays with model.generate"),
     copied("temperature", "number", "sampling.temperature"),
@@ -232,9 +181,6 @@ TRL: Mapping[str, ForeignOption] = by_name(
     becomes("prefetch_depth", "whole", "max_lag, with async_prefetch", 1, where="prefetch"),
     becomes("vllm_sync_interval", "whole", "sync.every and max_lag, with vllm_mode: server", 1, where="interval"),
     becomes("vllm_lora_sync", "truth", "sync: hotswap, else broadcast, with vllm_mode: server", False, where="vllm"),
-    idle("streaming_partial_batch", "anything", "groups are always scored one by one, as they finish",
-        off=(True, False)),
-    idle("streaming_min_groups", "anything", "groups are always scored one by one, as they finish", off=(1,)),
     becomes("skip_zero_advantage_batches", "truth",
         "zero_variance_groups: drop (others take their place), else keep", True),
     copied("reward_num_workers", "whole", "grading.workers"),
@@ -253,20 +199,18 @@ TRL: Mapping[str, ForeignOption] = by_name(
     becomes("replay_recompute_logps", "truth", "old_logprobs: sampled for false, where something is replayed", True),
     becomes("reroll_start_fraction", "number", "reroll.start_fraction", 1),
     becomes("reroll_max_groups", "whole", "reroll.max_groups, where reroll_start_fraction is below 1"),
-    refused("scope_rl", "anything", _SCOPE, off=(False,)),
-    *(idle(f"scope_{name}", "anything", _SCOPE) for name in ("target_entropy", "alpha", "positive_threshold")),
-    refused("entropy_coef", "anything", _ENTROPY, off=(0,)),
-    refused("use_adaptive_entropy", "anything", _ENTROPY, off=(False,)),
-    *(idle(f"entropy_{name}", "anything", _ADAPTS) for name in ("target", "coef_delta", "coef_min", "coef_max")),
+    refused("scope_rl", "anything", _SCOPE),
+    refused("entropy_coef", "anything", _ENTROPY),
+    refused("use_adaptive_entropy", "anything", _ENTROPY),
     becomes("sync_ref_model", "truth", "reference: average instead of start", False),
     becomes("ref_model_mixup_alpha", "number", "reference.mixup", 0.9, where="moving reference"),
     becomes("ref_model_sync_steps", "whole",
         "reference.every, divided by num_iterations", 64, where="moving reference"),
+    *unused("anything",
+        "streaming_partial_batch streaming_min_groups scope_target_entropy scope_alpha scope_positive_threshold "
+        "entropy_target entropy_coef_delta entropy_coef_min entropy_coef_max log_multimodal use_liger_loss"),
     becomes("log_completions", "truth", "print_completions, in the console and in loggers; false: never"),
     becomes("num_completions_to_print", "whole", "print_completions.count; default: all of a step's", where="shown"),
-    idle("log_multimodal", "anything", "there are no images", off=(True, False)),
-    idle("use_liger_loss", "anything", "logits are always computed chunk by chunk, which is what saves the memory",
-        off=(False,)),
 )  # fmt: skip
 """Options of the group ``trl``."""
 
@@ -280,8 +224,8 @@ VLLM: Mapping[str, ForeignOption] = by_name(
     becomes("data_parallel_size", "whole", "engine.replicas", 1, where="vllm"),
     becomes("enable_prefix_caching", "truth", "engine.enable_prefix_caching", where="vllm"),
     becomes("enforce_eager", "truth", "engine.enforce_eager", where="vllm"),
-    refused("enable_reasoning", "anything", "answers are token ids; rewards look at the whole text", off=(False,)),
-    refused("reasoning_parser", "anything", "answers are token ids; rewards look at the whole text", off=("",)),
+    refused("enable_reasoning", "anything", "answers are token ids; rewards look at the whole text"),
+    refused("reasoning_parser", "anything", "answers are token ids; rewards look at the whole text"),
     refused("serve_module", "anything", _SERVER),
     refused("worker_extension_cls", "anything", _SERVER),
     refused("device", "anything", "CUDA_VISIBLE_DEVICES says which GPUs the server has", off=("auto", "cuda")),
@@ -296,7 +240,7 @@ DATASET: Mapping[str, ForeignOption] = by_name(
     becomes("ds_type", "text", "nothing: it must be what the file's name says, json, csv or parquet"),
     becomes("data_files", "anything", "local files, read one after the other"),
     refused("revision", "anything", "Tandem reads a data set's newest revision"),
-    refused("trust_remote_code", "anything", _TRUSTED, off=(False,)),
+    refused("trust_remote_code", "anything", _TRUSTED),
     refused("shards", "anything", "name a split instead, or a smaller file"),
     refused("field_messages", "anything", _COLUMNS),
     refused("message_field_role", "anything", _COLUMNS, off=("role",)),

@@ -142,13 +142,15 @@ def _template(recipe: AxolotlRecipe) -> None:
         recipe.wrong("chat_template_jinja", "it is read with chat_template: jinja alone; write that, or leave this out")
     elif template in TEMPLATES:
         recipe.put("chat_template", TEMPLATES[template], "chat_template")
+    elif template.startswith("tokenizer_default"):
+        return
     elif brought_by(recipe["base_model"] or "", template):
         recipe.note("chat_template", f"{template} is what the model's own tokenizer has, which is used")
-    elif not template.startswith("tokenizer_default"):
+    else:
         recipe.wrong(
             "chat_template",
-            f"there is no {template} here; write tokenizer_default for the model's own, one of {', '.join(TEMPLATES)}, "
-            "or jinja with the template in chat_template_jinja",
+            f"{template} is no template of this model's family; write tokenizer_default for the model's own, "
+            f"{', '.join(TEMPLATES)}, or jinja with the template in chat_template_jinja",
         )
 
 

@@ -5,19 +5,15 @@ Where the text of an argument's ``becomes`` says what it is in a recipe, ``rules
 
 from __future__ import annotations
 
-from tandem_compat.table import ForeignOption, becomes, copied, idle, refused
+from tandem_compat.table import ForeignOption, becomes, copied, idle, refused, unused
 
-_GATHERED = "every rank holds whole weights, and a parameter without a gradient counts as zeros"
-_READ = "the model's folder says so"
 _ROWS = "rows are read once, when a run starts"
-_OWN = "Tandem has an attention, packing and kernels of its own"
 _GONE = "the engine's weights are the trainer's, so there is no second copy to move or release"
 _QUANTISED = "Tandem trains bfloat16 or float32 weights"
 _LORA = "Tandem trains PEFT's plain LoRA"
 _TURNS = "gyms are played by an environment (docs/guide/environments.md), or write a scheduler (multi_turn_scheduler)"
 _PLAYED = "the trainer plays, so give it to tandem swift rlhf"
 _RESUME = "to go on with a run: tandem train RUN"
-_SWANLAB = "numbers go to metrics.jsonl of the run's folder, and to wandb, trackio or tensorboard where named"
 
 ENGINE: tuple[ForeignOption, ...] = (
     copied("vllm_gpu_memory_utilization", "number", "engine.gpu_memory_utilization", None, "gpu_memory_utilization",
@@ -50,16 +46,13 @@ _BASE: tuple[ForeignOption, ...] = (
     becomes("torch_dtype", "text", "dtype: bfloat16 or float32", "bfloat16", "dtype"),
     becomes("seed", "whole", "seed", 42),
     becomes("max_length", "whole", "context, with max_completion_length added"),
-    idle("model_type", "text", _READ),
     idle("template", "text", "the tokenizer's chat template is used; chat_template names another"),
-    idle("task_type", "text", "it is always causal_lm", default="causal_lm"),
-    idle("use_hf", "truth", "models and data sets that are not on this machine come from the Hugging Face hub"),
-    idle("check_model", "truth", "safetensors files are read whole or not at all"),
-    idle("attn_impl", "text", _OWN),
     refused("adapters", "texts", "merge the adapter first and name the folder as model"),
     refused("quant_method", "text", _QUANTISED),
     refused("quant_bits", "whole", _QUANTISED),
     refused("model_revision", "text", "download that revision and name its folder as model"),
+    *unused("text", "model_type task_type attn_impl"),
+    *unused("truth", "use_hf check_model"),
 )  # fmt: skip
 
 _LEARNING: tuple[ForeignOption, ...] = (
@@ -128,27 +121,18 @@ _LEARNING: tuple[ForeignOption, ...] = (
     refused("freeze_parameters_ratio", "number", "trainable.layers names what is trained", 0.0),
     refused("trainable_parameters", "texts", "trainable.layers names what is trained"),
     idle("lora_dropout", "number", "Tandem has no dropout: the policy that is scored must be the one that sampled",
-        where="lora", default=0.0),
-    idle("lora_dtype", "text", "an adapter has its model's type, with float32 masters", where="lora"),
-    idle("freeze_vit", "truth", "there are no images"),
-    idle("freeze_llm", "truth", "there are no images"),
-    idle("freeze_aligner", "truth", "there are no images"),
+        where="lora", off=(0,)),
     becomes("deepspeed", "text", "distributed.shard and optimizer: adamw_cpu, by zero0 to zero3, zero2_offload or "
         "zero3_offload, or by a file of DeepSpeed's"),
     becomes("fsdp", "text", "distributed.shard and checkpointing, by fsdp2 or a file"),
-    idle("ddp_find_unused_parameters", "truth", _GATHERED),
-    idle("ds3_gather_for_generation", "truth", _GATHERED),
-    idle("ddp_backend", "text", "nccl on accelerators, gloo on processors"),
     idle("ddp_timeout", "whole", "distributed.timeout_seconds says how long a collective operation may take"),
-    idle("gradient_checkpointing_kwargs", "mapping", "checkpointing is Tandem's own"),
-    idle("padding_free", "truth", _OWN),
-    idle("packing", "truth", _OWN),
-    idle("use_liger_kernel", "truth", _OWN),
-    idle("use_logits_to_keep", "truth", _OWN),
-    idle("bf16", "truth", "torch_dtype says so"),
     refused("fp16", "truth", _QUANTISED, False),
-    idle("log_entropy", "truth", "entropy is always among the metrics"),
-    idle("log_rollout_offpolicy_metrics", "truth", "they are always among the metrics"),
+    *unused("text", "lora_dtype ddp_backend"),
+    *unused("truth",
+        "freeze_vit freeze_llm freeze_aligner ddp_find_unused_parameters ds3_gather_for_generation padding_free "
+        "packing use_liger_kernel use_logits_to_keep log_entropy log_rollout_offpolicy_metrics"),
+    *unused("mapping", "gradient_checkpointing_kwargs"),
+    idle("bf16", "truth", "torch_dtype says so"),
 )  # fmt: skip
 
 _DATA: tuple[ForeignOption, ...] = (
@@ -179,20 +163,14 @@ _DATA: tuple[ForeignOption, ...] = (
     becomes("soft_cache_length", "whole", "rewards.soft_overlong.cache", where="soft_overlong"),
     becomes("truncation_strategy", "text", "nothing: a prompt without room is an error", "raise"),
     becomes("columns", "mapping", "env.columns: names in the data, and what they are called here"),
-    idle("reward_model_type", "texts", _READ, where="reward model"),
     refused("reward_model_revision", "texts", "download that revision and name its folder as reward_model"),
     refused("reward_adapters", "texts", "merge the adapter first and name the folder as reward_model"),
     refused("dataset_shuffle", "truth", "tasks are always drawn in a shuffled order", True),
     refused("streaming", "truth", _ROWS, False),
-    idle("dataset_num_proc", "whole", _ROWS),
-    idle("dataloader_num_workers", "whole", _ROWS),
-    idle("dataloader_pin_memory", "truth", _ROWS),
-    idle("load_from_cache_file", "truth", _ROWS),
-    idle("lazy_tokenize", "truth", _ROWS),
-    idle("strict", "truth", "a wrong row is always an error"),
     idle("data_seed", "whole", "seed fixes the order of tasks, too"),
-    idle("remove_unused_columns", "truth", "rewards get every column by name"),
-    idle("per_device_eval_batch_size", "whole", "evaluation asks the engine as training does"),
+    *unused("texts", "reward_model_type"),
+    *unused("whole", "dataset_num_proc dataloader_num_workers per_device_eval_batch_size"),
+    *unused("truth", "dataloader_pin_memory load_from_cache_file lazy_tokenize strict remove_unused_columns"),
 )  # fmt: skip
 
 _SAMPLING: tuple[ForeignOption, ...] = (
@@ -220,22 +198,19 @@ _SAMPLING: tuple[ForeignOption, ...] = (
     becomes("num_infer_workers", "whole", "engine.devices, with vllm_device auto: so many", where="colocate"),
     becomes("sleep_level", "whole", "engine.sleep, where vllm_tensor_parallel_size is above 1; else " + _GONE, 0,
         where="colocate"),
-    idle("vllm_server_group_port", "texts", "the engine says at which port weights reach it", where="server"),
-    idle("enable_flattened_weight_sync", "truth", "weights always travel in large pieces", where="vllm"),
-    idle("vllm_max_lora_rank", "whole", "the engine is told the adapter's own rank", where="colocate"),
-    idle("vllm_mm_processor_cache_gb", "number", "there are no images", where="colocate"),
-    idle("move_model_batches", "whole", _GONE, where="colocate"),
-    idle("offload_model", "truth", _GONE, where="colocate"),
-    idle("gc_collect_after_offload", "truth", _GONE, where="colocate"),
     becomes("structured_outputs_regex", "text", "sampling.regex", None, "vllm_structured_outputs_regex", where="vllm"),
     becomes("multi_turn_scheduler", "text", "env: conversations that a scheduler of external_plugins goes on with"),
     becomes("max_turns", "whole", "env.max_turns", where="scheduler"),
     refused("multi_turn_func", "text", "write a scheduler (multi_turn_scheduler)"),
     refused("agent_template", "text", "tools are written by the tokenizer's chat template", None, "tools_prompt"),
     refused("use_gym_env", "truth", _TURNS, False),
-    idle("vllm_server_pass_dataset", "truth", "rewards and schedulers get every column by name"),
     refused("gym_env", "text", _TURNS),
     refused("use_lmdeploy", "truth", "engines are embedded and vllm", False),
+    *unused("texts", "vllm_server_group_port"),
+    *unused("truth", "enable_flattened_weight_sync offload_model gc_collect_after_offload vllm_server_pass_dataset"),
+    idle("vllm_max_lora_rank", "whole", "the engine is told the adapter's own rank", where="colocate"),
+    *unused("whole", "move_model_batches"),
+    *unused("number", "vllm_mm_processor_cache_gb"),
 )  # fmt: skip
 
 _RUN: tuple[ForeignOption, ...] = (
@@ -247,7 +222,6 @@ _RUN: tuple[ForeignOption, ...] = (
     becomes("log_completions", "truth", "loggers: completions.jsonl in the run's folder", True),
     becomes("report_to", "texts", "loggers: tensorboard, wandb or trackio", []),
     becomes("run_name", "text", "name"),
-    idle("wandb_log_unique_prompts", "truth", "every rollout is in the run's folder"),
     refused("resume_from_checkpoint", "text", _RESUME),
     refused("push_to_hub", "truth", "tandem export makes a folder to upload", False),
     becomes(
@@ -255,14 +229,13 @@ _RUN: tuple[ForeignOption, ...] = (
         "text",
         "evaluate.every: steps by eval_steps, epoch after each; no: none; default: save_strategy",
     ),
-    *(idle(f"swanlab_{name}", "text", _SWANLAB) for name in ("project", "workspace", "exp_name", "mode")),
     refused("load_best_model_at_end", "truth", "every checkpoint is kept: tandem export RUN DEST --step N", False),
     idle("logging_steps", "number", "every step is written down"),
-    idle("logging_first_step", "truth", "every step is written down"),
-    idle("logging_dir", "text", "loggers write into the run's folder"),
-    idle("save_only_model", "truth", "a checkpoint is what a run goes on from"),
-    idle("create_checkpoint_symlink", "truth", "checkpoints bear their step as name"),
-    idle("ignore_args_error", "truth", "no wrong argument is ignored"),
+    *unused(
+        "truth",
+        "wandb_log_unique_prompts logging_first_step save_only_model create_checkpoint_symlink ignore_args_error",
+    ),
+    *unused("text", "swanlab_project swanlab_workspace swanlab_exp_name swanlab_mode logging_dir"),
 )
 
 RLHF: tuple[ForeignOption, ...] = (*_BASE, *_DATA, *_LEARNING, *_SAMPLING, *ENGINE, *_RUN)
@@ -286,10 +259,10 @@ DEPLOY: tuple[ForeignOption, ...] = (
     idle("max_turns", "whole", _PLAYED),
     refused("use_gym_env", "truth", _TURNS, False),
     idle("external_plugins", "texts", _PLAYED, "plugin", "custom_register_path"),
-    idle("max_new_tokens", "whole", "a trainer says how long answers may be"),
-    idle("temperature", "number", "a trainer says how it samples"),
     idle("vllm_use_async_engine", "truth", "it always is", "use_async_engine"),
-    idle("log_interval", "whole", "vLLM's own log has it"),
-    idle("verbose", "truth", "vLLM's own log has it"),
+    idle("max_new_tokens", "whole", _PLAYED),
+    idle("temperature", "number", _PLAYED),
+    *unused("whole", "log_interval"),
+    *unused("truth", "verbose"),
 )  # fmt: skip
 """Of ``swift deploy`` and ``swift rollout``."""

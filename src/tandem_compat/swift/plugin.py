@@ -35,7 +35,7 @@ class RegisteredReward(NamedTuple):
 
     file: str
     """The file."""
-    thing: Callable[..., Any]
+    thing: Any
     """A class of rewards, or a function."""
 
 
@@ -82,7 +82,9 @@ class PluginReward(FunctionReward):
         if self.registered not in rewards:
             known = ", ".join(sorted(rewards)) or "nothing"
             raise RewardError(f"{', '.join(self.files)} registers no reward {self.registered!r}; in orms is: {known}")
-        reward = _made(rewards[self.registered].thing, self.arguments)
+        reward = rewards[self.registered].thing
+        if inspect.isclass(reward):
+            reward = reward(**_options(reward, self.arguments))
         parameters = inspect.signature(reward).parameters.values()
         accepts = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
         any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -167,24 +169,21 @@ def _registry(name: str) -> Mapping[str, Callable[..., Any]]:
     return {}
 
 
-def _made(thing: Any, values: Mapping[str, Json]) -> Callable[..., Any]:
-    """The reward itself; its class is given ``args``, and single arguments and the tokenizer if it names them."""
-    if not inspect.isclass(thing):
-        return thing
-    options: dict[str, Any] = {}
-    if "__init__" in {name for base in thing.__mro__[:-1] for name in vars(base)}:
-        parameters = inspect.signature(thing).parameters
-        names = {name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        args = _arguments(values)
-        options = {name: value for name, value in vars(args).items() if name in names}
-        if "args" in names or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            options["args"] = args
-        if "tokenizer" in names:
-            from tandem.model.policy import load_tokenizer
+def _options(made: type, values: Mapping[str, Json]) -> dict[str, Any]:
+    """What a class of rewards is made with: ``args``, and single arguments and the tokenizer if it names them."""
+    if "__init__" not in {name for base in made.__mro__[:-1] for name in vars(base)}:
+        return {}
+    parameters = inspect.signature(made).parameters
+    names = {name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    args = _arguments(values)
+    options = {name: value for name, value in vars(args).items() if name in names}
+    if "args" in names or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        options["args"] = args
+    if "tokenizer" in names:
+        from tandem.model.policy import load_tokenizer
 
-            options["tokenizer"] = load_tokenizer(args.model)
-    made: Callable[..., Any] = thing(**options)
-    return made
+        options["tokenizer"] = load_tokenizer(args.model)
+    return options
 
 
 def _arguments(values: Mapping[str, Json]) -> SimpleNamespace:
