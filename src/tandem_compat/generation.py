@@ -7,11 +7,12 @@ the field is an option of ``sampling``; where it is not, it is refused.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tandem.config.registry import did_you_mean
+from tandem.config.tree import Problems
 from tandem.types import Json
-from tandem_compat.table import ForeignOption, becomes, by_name, refused, unused
+from tandem_compat.table import ForeignOption, Reader, becomes, by_name, refused, unused
 
 _UNSEEN = "it changes probabilities by what the trainer does not see, so they would be missing in the logprobs"
 
@@ -57,36 +58,27 @@ FIELDS: Mapping[str, ForeignOption] = by_name(
 """By name, as of vLLM 0.26 to 0.32."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingOptions:
+class SamplingOptions(NamedTuple):
     """Sampling options that foreign fields translate to."""
 
-    sampling: Mapping[str, Json]
+    sampling: dict[str, Json]
     """Options of ``sampling``."""
-    notes: tuple[str, ...]
+    notes: list[str]
     """Of what changes nothing."""
-    wrong: tuple[str, ...]
+    wrong: list[str]
     """Of what is refused."""
 
 
 def translated(fields: Mapping[str, Json]) -> SamplingOptions:
     """Options of ``sampling`` that given fields are; a field that is null is left out."""
-    sampling: dict[str, Json] = {}
-    notes: list[str] = []
-    wrong: list[str] = []
+    reader = Reader(FIELDS, Problems())
     for name, value in fields.items():
-        field = FIELDS.get(name)
-        if field is None:
-            wrong.append(f"{name} is no field of vLLM's SamplingParams{did_you_mean(name, FIELDS)}")
-        elif value is None:
-            continue
-        elif field.refused:
-            wrong.append(f"{name}: {field.refused}")
-        elif field.idle:
-            notes.append(f"{name} changes nothing: {field.idle}")
-        else:
-            sampling[field.becomes] = _plain(name, value)
-    return SamplingOptions(sampling=sampling, notes=tuple(notes), wrong=tuple(wrong))
+        if name not in FIELDS:
+            reader.wrong(name, f"there is no such field of vLLM's SamplingParams{did_you_mean(name, FIELDS)}")
+        elif value is not None:
+            reader.read(name, value)
+    sampling = {name: _plain(name, value) for name, value in reader.values.items() if reader.settle(name)}
+    return SamplingOptions(sampling, reader.notes, list(reader.problems))
 
 
 def _plain(name: str, value: Json) -> Json:

@@ -17,7 +17,7 @@ from tandem.config.registry import did_you_mean
 from tandem.config.tree import Problems
 from tandem.distributed.placement import Placement, visible_accelerators
 from tandem.types import Json
-from tandem_compat.table import FILE, NO_USE, NOTHING, ForeignOption, Reader, becomes, by_name, refused, unused
+from tandem_compat.table import NO_USE, NOTHING, ForeignOption, Reader, becomes, by_name, refused, unused
 
 Shard = Literal["states", "weights"]
 
@@ -251,7 +251,7 @@ def _read(
 ) -> tuple[Reader, tuple[str, ...]]:
     """Options that were set, mistakes reported, and one note for all keys that change nothing."""
     problems = Problems()
-    reader = Reader(table, problems, FILE)
+    reader = Reader(table, problems)
     changes_nothing: list[str] = []
     for key, value in options:
         if value is None:

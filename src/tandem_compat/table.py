@@ -100,27 +100,6 @@ def by_name(*rows: ForeignOption) -> dict[str, ForeignOption]:
     return {row.name: row for row in rows}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wording:
-    """Names of a system's options in messages."""
-
-    prefix: str
-    """What stands before a name."""
-    mistyped: str
-    """Of a value of another type, with {wanted} and {value}."""
-    refused: str
-    """Of a refused option, with {value} and {why}."""
-    nothing: str = "changes nothing"
-    """Of an option where it does not count; why follows."""
-
-
-COMMAND = Wording(prefix="--", mistyped="it takes {wanted}, not {value}", refused="refused: {why}")
-"""Of command lines."""
-FILE = Wording(
-    prefix="", mistyped="expected {wanted}, got {value}", refused="it cannot be {value} here: {why}; leave it out"
-)
-"""Of files."""
-
 _WANTED = {
     "text": "text",
     "whole": "a whole number",
@@ -128,7 +107,7 @@ _WANTED = {
     "truth": "true or false",
     "numbers": "numbers",
     "list": "a list",
-    "mapping": "a mapping",
+    "mapping": 'a mapping such as {"a": 1}',
 }
 
 
@@ -147,24 +126,22 @@ class Translation:
 class Reader:
     """Options that were set, by name, each checked against its row; mistakes and notes are gathered."""
 
-    def __init__(self, table: Mapping[str, ForeignOption], problems: Problems, wording: Wording = COMMAND) -> None:
+    def __init__(self, table: Mapping[str, ForeignOption], problems: Problems, prefix: str = "") -> None:
         """Read nothing yet.
 
         Args:
             table: rows by name.
             problems: where mistakes go.
-            wording: how messages are worded.
+            prefix: what stands before a name in messages.
         """
         self.table = dict(table)
         self.problems = problems
-        self.wording = wording
+        self.prefix = prefix
         self.values: dict[str, Json] = {}
         self.notes: list[str] = []
 
     @classmethod
-    def of_command_line(
-        cls, table: Mapping[str, ForeignOption], values: Mapping[str, Json], wording: Wording = COMMAND
-    ) -> Self:
+    def of_command_line(cls, table: Mapping[str, ForeignOption], values: Mapping[str, Json]) -> Self:
         """The options of a command line: lists of words, or values; None and null leave one out.
 
         Raises:
@@ -172,7 +149,7 @@ class Reader:
         """
         from tandem.config.tree import Problems  # only now: help need not wait for yaml
 
-        reader = cls(table, Problems(), wording)
+        reader = cls(table, Problems(), "--")
         for name, value in values.items():
             if isinstance(value, (list, tuple)):
                 if list(value) not in (["None"], ["null"]):
@@ -196,7 +173,7 @@ class Reader:
 
     def place(self, name: str) -> str:
         """What messages about a mistake in an option begin with."""
-        return f"{self.wording.prefix}{name}"
+        return f"{self.prefix}{name}"
 
     def wrong(self, name: str, message: str) -> None:
         """Note that an option cannot be obeyed."""
@@ -204,7 +181,11 @@ class Reader:
 
     def note(self, name: str, message: str) -> None:
         """Note what a person should know of an option."""
-        self.notes.append(f"{self.wording.prefix}{name}: {message}")
+        self.notes.append(f"{self.prefix}{name}: {message}")
+
+    def nothing(self, name: str, why: str) -> None:
+        """Note that an option changes nothing."""
+        self.note(name, f"changes nothing: {why}")
 
     def only(self, name: str, choices: Mapping[str, Any]) -> Any:
         """What one of several texts stands for; None if it is none of them, which is a mistake."""
@@ -249,16 +230,20 @@ class Reader:
         row, value = self.table[name], self.values[name]
         asks = value != row.default and value not in row.off
         if elsewhere:
-            self.note(name, f"{self.wording.nothing} {elsewhere}")
+            self.note(name, f"changes nothing {elsewhere}")
         elif row.refused and asks:
-            self.wrong(name, self.wording.refused.format(value=shown(value), why=row.refused))
+            self.wrong(name, f"it cannot be {shown(value)} here: {row.refused}; leave it out")
         elif row.idle and asks:
-            self.note(name, f"{self.wording.nothing}: {row.idle}")
+            self.nothing(name, row.idle)
         return not (elsewhere or row.refused or row.idle)
 
+    def settle_all(self, places: Mapping[str, str]) -> None:
+        """Settle every option that is set; ``places`` says by condition why options of it change nothing."""
+        for name in self.values:
+            self.settle(name, places.get(self.table[name].where, ""))
+
     def _mistyped(self, row: ForeignOption, value: str) -> None:
-        wanted = "a JSON mapping" if self.wording is COMMAND and row.takes == "mapping" else _WANTED[row.takes]
-        self.wrong(row.name, self.wording.mistyped.format(wanted=wanted, value=value))
+        self.wrong(row.name, f"expected {_WANTED[row.takes]}, got {value}")
 
 
 def shown(value: Json) -> str:

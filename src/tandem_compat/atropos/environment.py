@@ -25,8 +25,7 @@ def translate(env: str, values: Mapping[str, Json]) -> Translation:
         ConfigError: with every flag that is wrong.
     """
     flags = Reader.of_command_line(ENVIRONMENT, values)
-    for name in flags.values:
-        flags.settle(name)
+    flags.settle_all({})
     if flags["openai.server_type"] not in ("vllm", "openai"):
         flags.wrong("openai.server_type", f"{flags['openai.server_type']} cannot be sampled from: it takes vllm or "
                     "openai, of a server that tells token ids and logprobs")  # fmt: skip

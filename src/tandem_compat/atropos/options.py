@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tandem_compat.table import ForeignOption, Wording, becomes, by_name, idle, refused, unused
-
-WORDING = Wording(prefix="--", mistyped="it takes {wanted}, not {value}", refused="{why}", nothing="it changes nothing")
+from tandem_compat.table import ForeignOption, becomes, by_name, idle, refused, unused
 
 TRAINER: Mapping[str, ForeignOption] = by_name(
     becomes("model-name", "text", "Hugging Face id or a local folder", None, "model"),
@@ -26,7 +24,7 @@ TRAINER: Mapping[str, ForeignOption] = by_name(
     becomes("seq-len", "whole", "most tokens of a prompt and its answer together", 2048),
     becomes("warmup-steps", "whole", "steps over which the learning rate rises", 0),
     becomes("clip-eps", "number", "the probability ratio is clipped to 1 - eps and 1 + eps", 0.2),
-    refused("kl-coef", "number", "no loss has a penalty on the distance to the weights that sampled; leave it out",
+    refused("kl-coef", "number", "no loss has a penalty on the distance to the weights that sampled",
         0.0),
     refused("no-reference-logprobs", "flag", "ratios are to sampling's logprobs; for a loss without: loss=reinforce",
         False),
@@ -143,7 +141,7 @@ ENVIRONMENT: Mapping[str, ForeignOption] = by_name(
     becomes("openai.api_key", "text", "the engine's API key", ""),
     becomes("openai.server_type", "text", "vllm or openai; which it is, is found out", "vllm"),
     becomes("openai.timeout", "number", "seconds one answer may take", 1200.0),
-    refused("env.teacher_enabled", "truth", "no loss reads a teacher's logprobs; leave the teacher's flags out", False),
+    refused("env.teacher_enabled", "truth", "no loss reads a teacher's logprobs", False),
     becomes("config", "text", "YAML file with the sections env and openai; flags go before it"),
     refused("slurm", "truth", "name the engines by --openai.base_url", False),
     refused("testing", "truth", "there is no pretended engine; run a real one: tandem serve engine RECIPE", False),

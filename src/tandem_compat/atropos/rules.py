@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from tandem.types import Json
-from tandem_compat.atropos.options import TRAINER, WORDING
+from tandem_compat.atropos.options import TRAINER
 from tandem_compat.table import Reader, Translation
 
 WAYS = {
@@ -52,7 +52,7 @@ def read(values: Mapping[str, Json]) -> Reader:
     Raises:
         ConfigError: with every value of another type.
     """
-    return Reader.of_command_line(TRAINER, values, WORDING)
+    return Reader.of_command_line(TRAINER, values)
 
 
 def translate(flags: Reader, environ: Mapping[str, str], running: RunningEngine | None = None) -> Translation:
@@ -89,9 +89,7 @@ class TrainerRecipe:
             return {}
         if not flags["model-name"]:
             flags.wrong("model-name", "it is missing: a Hugging Face id or a folder")
-        places = {"": "", **self._places()}
-        for name in flags.values:
-            flags.settle(name, places[flags.table[name].where])
+        flags.settle_all(self._places())
         every, size = self._every(), self._group_size()
         lag = every - 1 + (0 if flags["env"] else QUEUED)  # between two publishes, and in a server's queue
         if flags["env"] is None:

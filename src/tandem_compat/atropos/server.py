@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from tandem.types import Json
-from tandem_compat.atropos.options import SERVER, WORDING
+from tandem_compat.atropos.options import SERVER
 from tandem_compat.table import Reader, Translation
 
 _DTYPES = {"auto": "bfloat16", "bfloat16": "bfloat16", "float16": "bfloat16", "half": "bfloat16", "float32": "float32"}
@@ -23,11 +23,9 @@ def translate(values: Mapping[str, Json], rest: Mapping[str, Json], environ: Map
     Raises:
         ConfigError: with every flag that is wrong or asks for what cannot be had.
     """
-    flags = Reader.of_command_line(SERVER, values, WORDING)
+    flags = Reader.of_command_line(SERVER, values)
     dtype, lora, max_loras = flags["dtype"], flags["enable-lora"], max(2, flags["max-loras"])
-    adapter = "" if lora else "without --enable-lora"
-    for name in flags.values:
-        flags.settle(name, adapter if flags.table[name].where == "adapter" else "")
+    flags.settle_all({} if lora else {"adapter": "without --enable-lora"})
     shared = environ.get("VLLM_ENABLE_SHARED_WEIGHTS", "0").strip() == "1"
     if not flags["model"]:
         flags.wrong("model", "it is missing: a Hugging Face id or a folder")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import logging
 import time
@@ -17,7 +18,7 @@ from tandem.errors import BrokerError, ConfigError, EngineError
 from tandem_compat.atropos.rules import RunningEngine
 from tandem_compat.table import Reader
 
-log = logging.getLogger("tandem.compat.atropos")
+log = logging.getLogger(f"tandem.{__name__}")
 
 MOST_BYTES = 1 << 20
 """Of a response that is read."""
@@ -81,6 +82,19 @@ def _require_address(url: str, flag: str) -> None:
         raise ConfigError(f"--{flag}: {url} is no address; write it as http://HOST:PORT")
 
 
+def _answer(url: str, key: str, seconds: float) -> tuple[int, Any]:
+    """Status and JSON of a GET; for a server that is starting it is waited so long."""
+    deadline = time.monotonic() + seconds
+    for attempt in itertools.count():
+        status, answer = get_json(url, key)
+        if 0 < status < 500 or time.monotonic() >= deadline:
+            break
+        if attempt == 0:
+            log.warning("nothing answers at %s yet; it is waited for", url)
+        time.sleep(0.5)
+    return status, answer
+
+
 def served_model(url: str, key: str = "", seconds: float = ENGINE_SECONDS) -> str:
     """Name under which an engine serves its model, also its tokenizer's place; waits for an engine that is starting.
 
@@ -89,23 +103,17 @@ def served_model(url: str, key: str = "", seconds: float = ENGINE_SECONDS) -> st
         EngineError: no server responds, or it does not name its model.
     """
     _require_address(url, "openai.base_url")
-    root, deadline, waits = url.rstrip("/").removesuffix("/v1"), time.monotonic() + seconds, False
-    while True:
-        status, info = get_json(f"{root}/bridge/info", key)
-        if isinstance(info, dict) and isinstance(info.get("model"), str):
-            return str(info["model"])
-        if status and status < 500:
-            status, listed = get_json(f"{root}/v1/models", key)
-            models = listed.get("data") if isinstance(listed, dict) else None
-            if models:
-                return str(models[0].get("root") or models[0]["id"])
-            raise EngineError(f"engine {root} does not say what it serves (status {status}): give --env.tokenizer_name")
-        if time.monotonic() >= deadline:
-            raise EngineError(f"no engine answers at {root} (--openai.base_url) within {seconds:g} s")
-        if not waits:
-            log.warning("no engine answers at %s (--openai.base_url) yet; it is waited for", root)
-            waits = True
-        time.sleep(0.5)
+    root = url.rstrip("/").removesuffix("/v1")
+    status, info = _answer(f"{root}/bridge/info", key, seconds)
+    if isinstance(info, dict) and isinstance(info.get("model"), str):
+        return str(info["model"])
+    if not 0 < status < 500:
+        raise EngineError(f"no engine answers at {root} (--openai.base_url) within {seconds:g} s")
+    status, listed = get_json(f"{root}/v1/models", key)
+    models = listed.get("data") if isinstance(listed, dict) else None
+    if models:
+        return str(models[0].get("root") or models[0]["id"])
+    raise EngineError(f"engine {root} does not say what it serves (status {status}): give --env.tokenizer_name")
 
 
 def require_broker(url: str, seconds: float = BROKER_SECONDS) -> None:
@@ -116,12 +124,9 @@ def require_broker(url: str, seconds: float = BROKER_SECONDS) -> None:
         BrokerError: no server responds.
     """
     _require_address(url, "atropos-url")
-    deadline = time.monotonic() + seconds
-    while not get_json(url)[0]:
-        if time.monotonic() >= deadline:
-            port = urlsplit(url).port or 8000
-            raise BrokerError(
-                f"nobody answers at {url} (--atropos-url) within {seconds:g} s; start the broker first: "
-                f"tandem run-api --port {port}, or Atropos' run-api --port {port}"
-            )
-        time.sleep(0.5)
+    if not _answer(url, "", seconds)[0]:
+        port = urlsplit(url).port or 8000
+        raise BrokerError(
+            f"nobody answers at {url} (--atropos-url) within {seconds:g} s; start the broker first: "
+            f"tandem run-api --port {port}, or Atropos' run-api --port {port}"
+        )

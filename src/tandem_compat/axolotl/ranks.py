@@ -29,7 +29,7 @@ def read_ranks(recipe: AxolotlRecipe, environ: Mapping[str, str]) -> None:
     key, sharding = _sharding(recipe, environ)
     recipe.sharding = sharding or Sharding(shard="states")
     for note in recipe.sharding.notes:
-        recipe.note(key, f"changes nothing: {note}")
+        recipe.nothing(key, note)
     if recipe.sharding.checkpointing and recipe["gradient_checkpointing"] is None:
         recipe.put("checkpointing", "full", key)
     if recipe.serving:

@@ -11,7 +11,7 @@ from tandem.config.tree import Branch, Items, Leaf, Problems, from_plain, plain
 from tandem.types import Json
 from tandem_compat.axolotl.options import DATASET, GROUPS
 from tandem_compat.sharding import Sharding
-from tandem_compat.table import FILE, ForeignOption, Reader
+from tandem_compat.table import ForeignOption, Reader
 
 _RENAMED: Mapping[str, str] = {
     "evaluation_strategy": "eval_strategy",
@@ -37,7 +37,7 @@ class AxolotlRecipe(Reader):
             serving: True if an engine alone is to be started.
         """
         rows = {f"{group}.{name}".lstrip("."): row for group, rows in GROUPS.items() for name, row in rows.items()}
-        super().__init__({path: replace(row, name=path) for path, row in rows.items()}, problems, FILE)
+        super().__init__({path: replace(row, name=path) for path, row in rows.items()}, problems)
         self.file = file
         self.serving = serving
         self.sharding = Sharding(shard="states")
@@ -74,10 +74,6 @@ class AxolotlRecipe(Reader):
     def wrong(self, name: str, message: str) -> None:
         """Note a mistake."""
         self.problems.add(self.places.get(name, self.file.where), f"{name}: {message}")
-
-    def nothing(self, name: str, why: str) -> None:
-        """Note that an option changes nothing."""
-        self.note(name, f"changes nothing: {why}")
 
     def put(self, path: str | tuple[str, ...], value: Json, *options: str) -> None:
         """Set an option of the recipe, said to be where the first of these options of the file is written."""

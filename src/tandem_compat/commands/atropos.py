@@ -10,7 +10,6 @@ from typing import Any
 
 from tandem.api.blocking import run_to_end
 from tandem.cli.train import ended
-from tandem_compat.atropos.checkpoints import lay_out
 from tandem_compat.atropos.rules import read, translate
 from tandem_compat.atropos.server import divided
 from tandem_compat.atropos.server import translate as translate_server
@@ -47,7 +46,6 @@ def atropos(values: Mapping[str, Any], overrides: Sequence[str], *, show: bool, 
     from tandem.trainer import assemble as run  # only now: a mistake in the flags is told before the rest has loaded
 
     folder = run_to_end(run.train(config, resume=None))
-    lay_out(folder, Path(flags["save-path"]))  # the logger has done so, unless a full disk was in its way
     text = f"{ended(folder)}; checkpoints: {flags['save-path']}"
     return f"{text}\n\n{benchmark(folder)}" if flags["benchmark"] else text
 

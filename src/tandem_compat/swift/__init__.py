@@ -80,9 +80,7 @@ def deploy(words: Mapping[str, Sequence[str]]) -> Translation:
 
     args = Reader.of_command_line(by_name(*DEPLOY), words)
     lora = args["vllm_enable_lora"]
-    adapter = "" if lora else "without --vllm_enable_lora true: whole weights are received"
-    for name in args.values:
-        args.settle(name, adapter if args.table[name].where == "adapter" else "")
+    args.settle_all({} if lora else {"adapter": "without --vllm_enable_lora true: whole weights are received"})
     if not args["model"]:
         args.wrong("model", "it is missing: a Hugging Face id or a folder")
     if args["infer_backend"] != "vllm":

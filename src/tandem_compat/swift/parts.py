@@ -196,11 +196,8 @@ def _plugged(args: Reader) -> Collection[str]:
     except Exception as error:  # user code may raise anything while it is run
         args.wrong("external_plugins", f"running {', '.join(files)} {raised(error)}")
         return names
-    used = {known[name].file for name in names if name in known}
-    for file in files:
-        if file not in used and not args["multi_turn_scheduler"]:
-            own = ", ".join(name for name, one in known.items() if one.file == file) or "nothing"
-            args.note("external_plugins", f"{file} registers none of --reward_funcs ({own}), so it changes nothing")
+    if known.keys().isdisjoint(names) and not args["multi_turn_scheduler"]:
+        args.nothing("external_plugins", f"none of --reward_funcs is registered ({', '.join(known) or 'nothing'} is)")
     return tuple(known)
 
 
@@ -248,7 +245,7 @@ def _devices(args: Reader, visible: Sequence[str]) -> list[str]:
         return []
     if named not in ([], ["auto"]):
         if workers not in (None, len(named)):
-            args.note("num_infer_workers", f"changes nothing: vllm_device names {len(named)}")
+            args.nothing("num_infer_workers", f"vllm_device names {len(named)}")
         return named
     count = int(workers or 1)
     if count < len(visible):
@@ -269,7 +266,7 @@ def _sleep(args: Reader, devices: list[str], *, shared: bool) -> int:
     elif level and args["async_generate"]:
         args.note("sleep_level", "changes nothing with --async_generate true, which samples while a step is trained")
     elif level and devices and "0" not in devices:
-        args.note("sleep_level", "changes nothing: the engine is on other GPUs than the trainer")
+        args.nothing("sleep_level", "the engine is on other GPUs than the trainer")
     else:
         return level
     return 0
@@ -294,15 +291,13 @@ def _urls(args: Reader) -> list[str]:
     hosts, ports = args["vllm_server_host"] or [], args["vllm_server_port"]
     if not hosts:
         args.wrong("vllm_server_host", "--vllm_mode server needs it: where tandem swift deploy listens")
-    if wrong := [host for host in hosts if "/" in host or host.count(":") == 1]:
-        args.wrong(
-            "vllm_server_host", f"{wrong[0]} is more than a host; write it as --vllm_server_base_url http://HOST:PORT"
-        )
-        return []
-    if wrong := [port for port in ports if not port.isdecimal()]:
-        args.wrong("vllm_server_port", f"{wrong[0]!r} is no port")
-    if len(ports) not in (1, len(hosts)):
-        args.wrong("vllm_server_port", f"there are {len(ports)} for {len(hosts)} hosts; write one, or one for each")
+    for host in hosts:
+        if "/" in host or host.count(":") == 1:
+            why = f"{host} is more than a host; write it as --vllm_server_base_url http://HOST:PORT"
+            args.wrong("vllm_server_host", why)
+            return []
+    if not all(port.isdecimal() for port in ports) or len(ports) not in (1, len(hosts)):
+        args.wrong("vllm_server_port", f"{' '.join(ports)}: write one port, or one for each of the {len(hosts)} hosts")
         return []
     pairs = zip(hosts, ports * len(hosts) if len(ports) == 1 else ports, strict=True)
     return [http_url("127.0.0.1" if host == "0.0.0.0" else host, port) for host, port in pairs]

@@ -7,13 +7,13 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 from tandem.errors import ConfigError, RewardError, message_of
 from tandem.importing import importing
@@ -30,13 +30,8 @@ _REGISTRIES = {
 """Modules of ms-swift that have them, by release."""
 
 
-class RegisteredReward(NamedTuple):
-    """A reward that a plug-in file has put into ``orms``."""
-
-    file: str
-    """The file."""
-    thing: Any
-    """A class of rewards, or a function."""
+Registered = Mapping[str, Any]
+"""Classes and functions by the names that plug-in files register them under."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +77,7 @@ class PluginReward(FunctionReward):
         if self.registered not in rewards:
             known = ", ".join(sorted(rewards)) or "nothing"
             raise RewardError(f"{', '.join(self.files)} registers no reward {self.registered!r}; in orms is: {known}")
-        reward = rewards[self.registered].thing
+        reward = rewards[self.registered]
         if inspect.isclass(reward):
             reward = reward(**_options(reward, self.arguments))
         parameters = inspect.signature(reward).parameters.values()
@@ -107,7 +102,7 @@ class PluginReward(FunctionReward):
         return None
 
 
-def registered(files: Sequence[str]) -> Mapping[str, RegisteredReward]:
+def registered(files: Sequence[str]) -> Registered:
     """Every reward that plug-in files register, by name; in one process they are run once.
 
     Raises:
@@ -116,12 +111,12 @@ def registered(files: Sequence[str]) -> Mapping[str, RegisteredReward]:
     return _registrations(files)[0]
 
 
-def schedulers(files: Sequence[str]) -> Mapping[str, Callable[..., Any]]:
+def schedulers(files: Sequence[str]) -> Registered:
     """Every multi-turn scheduler that plug-in files register, by name; raises as ``registered``."""
     return _registrations(files)[1]
 
 
-def _registrations(files: Sequence[str]) -> tuple[Mapping[str, RegisteredReward], Mapping[str, Callable[..., Any]]]:
+def _registrations(files: Sequence[str]) -> tuple[Registered, Registered]:
     for file in files:
         if not Path(file).is_file():
             raise RewardError(f"there is no plug-in file {file}")
@@ -129,18 +124,13 @@ def _registrations(files: Sequence[str]) -> tuple[Mapping[str, RegisteredReward]
 
 
 @cache
-def _run(
-    files: tuple[tuple[str, str], ...],
-) -> tuple[Mapping[str, RegisteredReward], Mapping[str, Callable[..., Any]]]:
-    """By name, as given and in full: rewards and schedulers that they register; raises whatever they raise."""
-    rewards: dict[str, RegisteredReward] = {}
+def _run(files: tuple[tuple[str, str], ...]) -> tuple[Registered, Registered]:
+    """Rewards and schedulers that files register, named as given and in full; raises whatever they raise."""
+    sys.path += [folder for _, place in files if (folder := str(Path(place).parent)) not in sys.path]  # modules beside
+    before = dict(_registry("orms"))
     for file, place in files:
-        path = Path(place)
-        if str(path.parent) not in sys.path:
-            sys.path.append(str(path.parent))  # modules beside it
-        before = dict(_registry("orms"))
-        name = f"{path.stem}_{hashlib.blake2b(place.encode(), digest_size=4).hexdigest()}"
-        spec = importlib.util.spec_from_file_location(name, path)
+        name = f"{Path(place).stem}_{hashlib.blake2b(place.encode(), digest_size=4).hexdigest()}"
+        spec = importlib.util.spec_from_file_location(name, place)
         if spec is None or spec.loader is None:
             raise RewardError(f"{file} is no Python file")
         module = importlib.util.module_from_spec(spec)
@@ -155,16 +145,15 @@ def _run(
                 f"{file} imports ms-swift, which is not installed here; install it (pip install ms-swift), or write "
                 "the reward as a function and name it in a recipe's rewards (docs/guide/rewards.md)"
             ) from error
-        put = {key: thing for key, thing in _registry("orms").items() if before.get(key) is not thing}
-        rewards |= {key: RegisteredReward(file, thing) for key, thing in put.items()}
+    rewards = {key: thing for key, thing in _registry("orms").items() if before.get(key) is not thing}
     return rewards, dict(_registry("multi_turns"))
 
 
-def _registry(name: str) -> Mapping[str, Callable[..., Any]]:
+def _registry(name: str) -> Registered:
     """A registry of ms-swift, wherever its release has it; empty where it is not installed."""
     for place in _REGISTRIES[name]:
         with suppress(ImportError):
-            registry: Mapping[str, Callable[..., Any]] = getattr(importlib.import_module(place), name)
+            registry: Registered = getattr(importlib.import_module(place), name)
             return registry
     return {}
 

@@ -65,9 +65,8 @@ class SwiftRecipe:
     def recipe(self) -> tuple[dict[str, Json], list[str]]:
         """The whole recipe, and what to tell of it."""
         args = self.args
-        notes, places = args.notes, {"": "", **self._places()}
-        for name in args.values:
-            args.settle(name, places[args.table[name].where])
+        notes = args.notes
+        args.settle_all(self._places())
         self._check()
         if args.problems:
             return {}, notes
@@ -162,7 +161,7 @@ class SwiftRecipe:
             if args[name]:
                 sharding = sharding_of(args[name], partial(args.wrong, name)) or Sharding(shard="states")
                 for note in sharding.notes:
-                    args.note(name, f"changes nothing: {note}")
+                    args.nothing(name, note)
                 if self.ranks == 1:
                     args.note(name, "with one rank there is nothing to divide")
                 return sharding

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 from tandem.envs.base import Chat, Split
 from tandem.errors import ConfigError, EnvError
 from tandem.rollout.chat import EngineChat
-from tandem.types import Json, Message, Task
+from tandem.types import Message, Task
 from tandem_compat.swift.datasets import SwiftDataset
 from tandem_compat.swift.plugin import schedulers
 
@@ -20,42 +21,6 @@ KIND = f"{__name__}:ScheduledDataset"
 
 _BASES = ("RolloutScheduler", "MultiTurnScheduler")
 """ms-swift's own classes, whose ``run`` is what is done here."""
-
-
-@dataclass(slots=True)
-class RolloutRequest:
-    """ms-swift's request of a rollout: the conversation so far, to which a scheduler adds."""
-
-    messages: list[dict[str, Any]]
-    """Each with role and content."""
-    data_dict: dict[str, Json]
-    """The row's columns."""
-    uuid: str
-    """The task's id."""
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerMessage:
-    """One message of the policy."""
-
-    content: str
-    """Its text."""
-    role: str = "assistant"
-    """Role of its author."""
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The policy's answer, as a choice of OpenAI's response."""
-
-    message: AnswerMessage
-    """As text."""
-    finish_reason: str
-    """stop, or length where it was cut."""
-    token_ids: list[int] = field(default_factory=list)
-    """As sampled."""
-    logprobs: None = None
-    """They are recorded, and not told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +75,7 @@ class ScheduledDataset(SwiftDataset):
 
     async def play(self, task: Task, chat: Chat) -> Mapping[str, float]:
         """Answer until the scheduler has had enough; numbers among its ``rollout_infos`` are metrics."""
-        request = RolloutRequest(messages=_plain(chat.messages), data_dict=dict(task.meta), uuid=task.id)
+        request = SimpleNamespace(messages=_plain(chat.messages), data_dict=dict(task.meta), uuid=task.id)
         infos: dict[str, Any] = {}
         await self._made.on_trajectory_start([request])
         self._unchanged(request, chat)
@@ -135,14 +100,14 @@ class ScheduledDataset(SwiftDataset):
         numbers = {name: float(value) for name, value in infos.items() if isinstance(value, int | float)}
         return {**numbers, "num_turns": float(turn)}
 
-    async def _ends(self, request: RolloutRequest, choice: Choice, turn: int, infos: dict[str, Any]) -> bool:
+    async def _ends(self, request: SimpleNamespace, choice: SimpleNamespace, turn: int, infos: dict[str, Any]) -> bool:
         """Whether an answer was the last."""
         result = await self._made.on_turn_end(request, choice, turn) or {}
         infos |= result.get("rollout_infos") or {}
         ends = bool(result.get("done", self._made.check_finished(request, choice, turn)))
         return ends or (self.max_turns is not None and turn >= self.max_turns)
 
-    def _unchanged(self, request: RolloutRequest, chat: Chat, new: int = 0) -> None:
+    def _unchanged(self, request: SimpleNamespace, chat: Chat, new: int = 0) -> None:
         """Raise EnvError where a scheduler rewrites what was said: those tokens were sampled as they are."""
         kept = request.messages[: len(request.messages) - new]
         before = [(message["role"], message["content"]) for message in _plain(chat.messages)]
@@ -157,8 +122,12 @@ def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [message.as_dict() for message in messages]
 
 
-def _choice(chat: Chat, text: str) -> Choice:
-    """The last answer as ms-swift has it."""
+def _choice(chat: Chat, text: str) -> SimpleNamespace:
+    """The last answer as a choice of OpenAI's response, as ms-swift has it; logprobs are recorded, and not told."""
     turn = chat.turns[-1].completion if isinstance(chat, EngineChat) else None
-    ids = list(turn.tokens) if turn else []
-    return Choice(message=AnswerMessage(text), finish_reason=turn.finish if turn else "stop", token_ids=ids)
+    return SimpleNamespace(
+        message=SimpleNamespace(content=text, role="assistant"),
+        finish_reason=turn.finish if turn else "stop",
+        token_ids=list(turn.tokens) if turn else [],
+        logprobs=None,
+    )
