@@ -86,12 +86,12 @@ def from_file(path: Path) -> dict[str, Json]:
         raise ConfigError(f"--config {path} cannot be read: {error}") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"--config {path} is not a mapping of env, openai, slurm and testing")
-    own, servers = (settings.pop(section, None) or {} for section in ("env", "openai"))
+    env, servers = (settings.pop(section, None) or {} for section in ("env", "openai"))
     servers = servers if isinstance(servers, list) else [servers]
-    if not all(isinstance(options, dict) for options in (own, *servers)):
+    if not all(isinstance(options, dict) for options in (env, *servers)):
         raise ConfigError(f"--config {path}: env and openai are mappings of options, or openai a list of such")
     urls = [str(server["base_url"]) for server in servers if server.get("base_url")]
-    values = {f"env.{key}": value for key, value in own.items()}
+    values = {f"env.{key}": value for key, value in env.items()}
     values |= {f"openai.{key}": value for key, value in servers[0].items() if key != "weight"}
     values |= settings | ({"openai.base_url": ",".join(urls)} if urls else {})
     if unknown := [str(key) for key in values if key not in ENVIRONMENT]:

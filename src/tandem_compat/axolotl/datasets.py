@@ -25,11 +25,8 @@ _HARMLESS = {"num_proc", "desc", "load_from_cache_file", "keep_in_memory", "cach
 _EVERY = "__all__"
 """What a transform's remove_columns says for every column of the row."""
 
-_BUILDERS = ("json", "csv", "parquet")
-"""Names that stand for files rather than for a data set of the hub."""
-
 _SUFFIXES = {"json": (".json", ".jsonl"), "csv": (".csv",), "parquet": (".parquet",)}
-"""Names that files end in, by what Axolotl calls their kind."""
+"""Names that files end in, by what Axolotl calls their kind: names that as a path stand for data_files."""
 
 Change = Callable[[dict[str, Json]], dict[str, Json]]
 """A row's columns, changed."""
@@ -78,9 +75,9 @@ class AxolotlDatasets(Environment):
 
     def tasks(self, split: Split) -> Sequence[Task]:
         rows: list[DataRow] = []
-        for number, (entry, own) in enumerate(self._sets(split)):
+        for number, (entry, raw) in enumerate(self._sets(split)):
             change = _transform(self.cfg, entry, number)
-            rows += [_changed(row, change, entry) for row in own]
+            rows += [_changed(row, change, entry) for row in raw]
         part = _TransformedRows(path="-", answer="")
         tasks = [
             replace(part.task(row, split), id=f"{split}/{number}", env=self.name)
@@ -107,15 +104,15 @@ class AxolotlDatasets(Environment):
         Of val_set_size as many rows as Axolotl holds out, a share rounded up: those of the lowest hashes. Equal rows
         stay together.
         """
-        own = self.cfg.get("test_datasets")
-        entries = own if own and split == "test" else self.cfg["datasets"]
+        held_out = self.cfg.get("test_datasets")
+        entries = held_out if held_out and split == "test" else self.cfg["datasets"]
         sets = [(entry, _rows(entry)) for entry in entries]
-        if own:
+        if held_out:
             return [(entry, _even(rows)) for entry, rows in sets]
         hashes = [[digest(repr(sorted(row.columns.items()))) for row in rows] for _, rows in sets]
         last = self._last_held_out(sorted(chain.from_iterable(hashes)))
         return [
-            (entry, [row for row, its in zip(_even(rows), keys, strict=True) if (its <= last) == (split == "test")])
+            (entry, [row for row, key in zip(_even(rows), keys, strict=True) if (key <= last) == (split == "test")])
             for (entry, rows), keys in zip(sets, hashes, strict=True)
         ]
 
@@ -154,24 +151,20 @@ def _files(entry: Mapping[str, Any]) -> list[str]:
     Raises:
         ConfigError: there is neither, or a part of a local file is asked for.
     """
-    path, files = entry.get("path"), entry.get("data_files")
+    path, files = entry.get("path"), entry.get("data_files") or []
     if not isinstance(path, str) or not path:
         raise ConfigError("datasets: each entry needs a path: a local file, or a name on the hub")
-    if path in _BUILDERS and not files:
+    if path in _SUFFIXES and not files:
         raise ConfigError(f"datasets: path {path} needs data_files, or write the file itself as path")
-    listed: list[Any] = [] if files is None else files if isinstance(files, list) else [files]
+    listed = files if isinstance(files, list) else [files]
     if not all(isinstance(file, str) for file in listed):
         raise ConfigError(f"datasets: data_files must be a path or a list of paths, got {files!r}")
-    named = listed if files else []
-    if named and path not in _BUILDERS:
-        named = [str(Path(path) / name) for name in named]
-    paths = named or [path]
-    if entry.get("split") not in (None, "train") and any(DataSource(path=one).is_local for one in paths):
+    paths = (listed if path in _SUFFIXES else [str(Path(path) / name) for name in listed]) or [path]
+    local = [file for file in paths if DataSource(path=file).is_local]
+    if entry.get("split") not in (None, "train") and local:
         raise ConfigError(f"datasets: {paths[0]} is a local file and has no split {entry['split']}; leave split out")
-    suffixes = _SUFFIXES.get(ds_type) if (ds_type := entry.get("ds_type")) is not None else None
-    if ds_type is not None and any(
-        DataSource(path=one).is_local and Path(one).suffix not in (suffixes or ()) for one in paths
-    ):
+    ds_type = entry.get("ds_type")
+    if ds_type is not None and any(Path(file).suffix not in _SUFFIXES.get(ds_type, ()) for file in local):
         raise ConfigError(f"datasets: {paths[0]} is not read as ds_type {ds_type}; its name must end accordingly")
     kind = entry.get("type")
     if kind is not None and not (isinstance(kind, str) and "." in kind):
@@ -236,8 +229,8 @@ def _merge(
     returned = change(dict(row))
     if not isinstance(returned, Mapping):
         raise TypeError(f"{path} made a {type(returned).__name__} of it, expected a mapping with prompt")
-    kept = {} if _EVERY in removed else {key: value for key, value in row.items() if key not in removed}
-    return {**kept, **returned}
+    columns = {} if _EVERY in removed else {key: value for key, value in row.items() if key not in removed}
+    return {**columns, **returned}
 
 
 def _changed(row: DataRow, change: Change | None, entry: Mapping[str, Any]) -> DataRow:

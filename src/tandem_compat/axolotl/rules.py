@@ -125,9 +125,9 @@ def _model(recipe: AxolotlRecipe) -> None:
         else:
             recipe.wrong("plugins", f"{plugin} patches Axolotl; leave it out")
     _template(recipe)
-    own = {key: text for key, text in recipe["special_tokens"].items() if key != "pad_token" and text is not None}
-    if own:
-        _check_tokens(recipe, own)
+    tokens = {key: text for key, text in recipe["special_tokens"].items() if key != "pad_token" and text is not None}
+    if tokens:
+        _check_tokens(recipe, tokens)
     _adapter(recipe)
     _precision(recipe)
 
@@ -154,7 +154,7 @@ def _template(recipe: AxolotlRecipe) -> None:
         )
 
 
-def _check_tokens(recipe: AxolotlRecipe, own: Mapping[str, Json]) -> None:
+def _check_tokens(recipe: AxolotlRecipe, tokens: Mapping[str, Json]) -> None:
     """Special tokens must be the tokenizer's: what ends an answer is what the engine and the model were told."""
     from tandem.model.policy import load_tokenizer
 
@@ -163,9 +163,9 @@ def _check_tokens(recipe: AxolotlRecipe, own: Mapping[str, Json]) -> None:
     except TandemError as error:
         recipe.wrong("special_tokens", f"they cannot be compared with the tokenizer's: {error}")
         return
-    for key, text in own.items():
-        if (its := getattr(tokenizer, key, None)) != text:
-            recipe.wrong("special_tokens", f"{key} {text!r} is not the tokenizer's, {its!r}; leave it out")
+    for key, text in tokens.items():
+        if (expected := getattr(tokenizer, key, None)) != text:
+            recipe.wrong("special_tokens", f"{key} {text!r} is not the tokenizer's, {expected!r}; leave it out")
 
 
 def _adapter(recipe: AxolotlRecipe) -> None:

@@ -27,11 +27,11 @@ class _CompletionsWriter:
         self._model, self._template = info.config["model"], info.config.get("chat_template")
         self._tokenizer: Any = None
         path = info.folder / "completions.jsonl"
-        kept = [row for row in json_lines.read(path) if int(row["step"][0]) <= info.resumed_step]
+        rows = [row for row in json_lines.read(path) if int(row["step"][0]) <= info.resumed_step]
         if path.exists():
-            json_lines.replace(path, kept, durable=True)
+            json_lines.replace(path, rows, durable=True)
         self._lines = json_lines.JsonLinesFile(path)
-        self._written = int(kept[-1]["step"][0]) if kept else 0
+        self._written = int(rows[-1]["step"][0]) if rows else 0
         self._reached = info.resumed_step
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:

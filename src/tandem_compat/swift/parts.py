@@ -50,7 +50,7 @@ def datasets(args: Reader) -> dict[str, Json]:
     envs = [_dataset(args, name, validation) | ({"system": system} if system else {}) for name in names]
     if len(envs) == 1:
         return {"env": envs[0]}
-    own = rewards(args)
+    scored_by = rewards(args)
     if args.problems:
         return {}
     known = [_of(env).column_names() for env in envs]
@@ -59,7 +59,7 @@ def datasets(args: Reader) -> dict[str, Json]:
         env |= {"more_columns": more} if more else {}
     return {
         "envs": {
-            f"{_word(Path(env['path']).stem)}-{i}": {"env": env, "weight": rows(env), "rewards": own}
+            f"{_word(Path(env['path']).stem)}-{i}": {"env": env, "weight": rows(env), "rewards": scored_by}
             for i, env in enumerate(envs, 1)
         }
     }
@@ -274,10 +274,13 @@ def _sleep(args: Reader, devices: list[str], *, shared: bool) -> int:
 
 def started(args: Reader) -> dict[str, Json]:
     """Options of an engine that is started here."""
-    own = {row.path.removeprefix("engine."): args[row.name] for row in ENGINE if row.path and row.name in args}
+    options: dict[str, Json] = {}
     extra = dict(args["vllm_engine_kwargs"] or {})
-    extra |= {path.removeprefix("args."): value for path, value in own.items() if path.startswith("args.") and value}
-    options = {path: value for path, value in own.items() if not path.startswith("args.")}
+    for row in ENGINE:
+        if row.path.startswith("engine.args.") and args.get(row.name):
+            extra[row.path.removeprefix("engine.args.")] = args[row.name]
+        elif row.path and not row.path.startswith("engine.args.") and row.name in args:
+            options[row.path.removeprefix("engine.")] = args[row.name]
     return options | ({"args": extra} if extra else {})
 
 
@@ -337,10 +340,10 @@ def optimizer(args: Reader, steps: int, *, offloaded: bool) -> Json:
     options |= {"warmup_steps": warmup} if warmup else {}
     if args["lr_scheduler_kwargs"] or schedule == "warmup_stable_decay":
         kwargs, updates = args["lr_scheduler_kwargs"] or {}, int(args["num_iterations"])
-        own, wrong = schedules.arguments(
+        extra, wrong = schedules.arguments(
             schedule, kwargs, rate if args.positive("learning_rate") else None, lambda count: math.ceil(count / updates)
         )
-        options |= own
+        options |= extra
         for why in wrong:
             args.wrong("lr_scheduler_kwargs", why)
     options |= {"max_grad_norm": args["max_grad_norm"], "weight_decay": args["weight_decay"]}

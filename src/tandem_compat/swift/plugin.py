@@ -91,7 +91,7 @@ class PluginReward(FunctionReward):
         return Called(
             call=call,
             shape="columns",
-            is_async=any(inspect.iscoroutinefunction(one) for one in (reward, type(reward).__call__)),
+            is_async=any(inspect.iscoroutinefunction(function) for function in (reward, type(reward).__call__)),
             accepts=None if any_name else frozenset(accepts | {"completions"}),
             text=True,
             more=_columns,

@@ -234,7 +234,7 @@ class SwiftRecipe:
             "colocate": "with --vllm_mode colocate, whose engine is started here",
         }
         family = loss in _REDUCTIONS
-        one = "where rollout_importance_sampling_mode makes every ratio 1"
+        at_one = "where rollout_importance_sampling_mode makes every ratio 1"
         clipless = f"with --loss_type {loss}, which does not clip"
         names = args["reward_funcs"]
         reference = "" if args["beta"] else "with --beta 0, which has no reference"
@@ -242,14 +242,14 @@ class SwiftRecipe:
             "vllm": away["none"] if mode == "none" else "",
             "server": "" if mode == "server" else away.get(mode, ""),
             "colocate": "" if mode == "colocate" else away.get(mode, ""),
-            "clipped": one if self._at_ratio_one else "" if family else clipless,
-            "clipped high": one if self._at_ratio_one and family else clipless if loss == "sapo" else "",
-            "grpo's loss": one
+            "clipped": at_one if self._at_ratio_one else "" if family else clipless,
+            "clipped high": at_one if self._at_ratio_one and family else clipless if loss == "sapo" else "",
+            "grpo's loss": at_one
             if self._at_ratio_one
             else ""
             if family and args["importance_sampling_level"] == "token"
             else "with that loss, which has no second clip",
-            "sapo": one if self._at_ratio_one else "" if loss == "sapo" else f"with --loss_type {loss}",
+            "sapo": at_one if self._at_ratio_one else "" if loss == "sapo" else f"with --loss_type {loss}",
             "ratio": "" if family else f"with --loss_type {loss}, which has a ratio of its own",
             "correction": ""
             if args["rollout_importance_sampling_mode"]
@@ -411,11 +411,11 @@ class SwiftRecipe:
         args = self.args
         if not args["beta"]:
             return {}
-        own = {"beta": args["beta"], "estimator": "k3", "ratio_corrected": False}
+        penalty = {"beta": args["beta"], "estimator": "k3", "ratio_corrected": False}
         if not args["sync_ref_model"]:
-            return {"reference": {"kind": "start", **own}}
+            return {"reference": {"kind": "start", **penalty}}
         moving = {"mixup": args["ref_model_mixup_alpha"], "every": per_step(args, args["ref_model_sync_steps"])}
-        return {"reference": {"kind": "average", **own, **moving}}
+        return {"reference": {"kind": "average", **penalty, **moving}}
 
 
 _CHOICES: dict[str, Mapping[Any, Any]] = {

@@ -95,7 +95,7 @@ class ScheduledDataset(SwiftDataset):
             if not added:
                 raise EnvError(f"scheduler {self.scheduler} says nothing after the policy's answer, so it cannot go on")
             chat.add(
-                *(Message(role=one.pop("role"), content=one.pop("content"), fields=one) for one in map(dict, added))
+                *(Message(role=new.pop("role"), content=new.pop("content"), fields=new) for new in map(dict, added))
             )
         numbers = {name: float(value) for name, value in infos.items() if isinstance(value, int | float)}
         return {**numbers, "num_turns": float(turn)}
@@ -109,9 +109,9 @@ class ScheduledDataset(SwiftDataset):
 
     def _unchanged(self, request: SimpleNamespace, chat: Chat, new: int = 0) -> None:
         """Raise EnvError where a scheduler rewrites what was said: those tokens were sampled as they are."""
-        kept = request.messages[: len(request.messages) - new]
-        before = [(message["role"], message["content"]) for message in _plain(chat.messages)]
-        if [(one["role"], one["content"]) for one in kept] != before:
+        before = request.messages[: len(request.messages) - new]
+        said = [(message["role"], message["content"]) for message in _plain(chat.messages)]
+        if [(message["role"], message["content"]) for message in before] != said:
             raise EnvError(
                 f"scheduler {self.scheduler} changes what was said before; it may only add messages after the policy's "
                 "answer, which is trained as it was sampled"
