@@ -41,8 +41,8 @@ def translate(tree: Branch, serving: bool, problems: Problems) -> Translated:
     files; ``serving`` is true where an engine alone is to be started.
     """
     dialects = {} if "model" in tree.entries else _points("tandem.dialects")
-    foreign = next((dialect for option, dialect in dialects.items() if option in tree.entries), None)
-    translated: Translated = foreign(tree, serving, problems) if foreign else Translated(tree=tree)
+    read = next((dialect for option, dialect in dialects.items() if option in tree.entries), None)
+    translated: Translated = read(tree, serving, problems) if read else Translated(tree=tree)
     return translated
 
 

@@ -110,8 +110,8 @@ class ScheduledDataset(SwiftDataset):
     def _unchanged(self, request: SimpleNamespace, chat: Chat, new: int = 0) -> None:
         """Raise EnvError where a scheduler rewrites what was said: those tokens were sampled as they are."""
         before = request.messages[: len(request.messages) - new]
-        said = [(message["role"], message["content"]) for message in _plain(chat.messages)]
-        if [(message["role"], message["content"]) for message in before] != said:
+        history = [(message["role"], message["content"]) for message in _plain(chat.messages)]
+        if [(message["role"], message["content"]) for message in before] != history:
             raise EnvError(
                 f"scheduler {self.scheduler} changes what was said before; it may only add messages after the policy's "
                 "answer, which is trained as it was sampled"
