@@ -170,7 +170,7 @@ SHOWN_TEXT = 10_000
 
 _SHOWN_FRAMES = 2
 """Innermost places in the user's code that a message names."""
-_TANDEM = tuple(f"{Path(__file__).parent}{rest}{os.sep}" for rest in ("", "_broker"))
+_TANDEM = tuple(f"{Path(__file__).parent}{rest}{os.sep}" for rest in ("", "_broker", "_compat"))
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 

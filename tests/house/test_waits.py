@@ -25,7 +25,7 @@ ALLOWED = {
     # Beside something that is registered.
     "tandem/trainer/loop.py:_unless_stopped": "a stop, beside the work that is awaited",
     "tandem_broker/producer.py:run": "a stop, beside the playing",
-    "tandem/compat/atropos/checkpoints.py:_finish": "a logger's own thread; what a logger does is registered",
+    "tandem_compat/atropos/checkpoints.py:_finish": "a logger's own thread; what a logger does is registered",
     "tandem/envs/agent.py:_run": "the end by SIGKILL, within a rollout's wait",
     "tandem/engines/fake.py:generate": "within whoever asks it",
     "tandem/engines/fake.py:_sample": "within whoever asks it",

@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import yaml
 from atropos_document import HERMES, TRAINERS, command
-from compat_cases import OVERRIDES, axolotl_file, axolotl_files, examples, swift_files
+from compat_cases import OVERRIDES, axolotl_file, axolotl_files, examples, forget_swift, swift_files
 from conftest import build_tiny_model
 from documented import SHORT_RUN, STAND_IN, build_brief_model, build_reward_model, environment_elsewhere
 from integration.vllm_runs import lines, metrics
@@ -55,6 +55,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with modules in it."""
+    forget_swift(monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     axolotl_files(tmp_path)

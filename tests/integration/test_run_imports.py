@@ -10,7 +10,7 @@ from pathlib import Path
 from nursery import Nursery
 
 TESTS = Path(__file__).parents[1]
-OFF_THE_PATH = ("tandem.agents.server", "tandem_broker", "tandem.compat", "tandem.http", "tandem.tools")
+OFF_THE_PATH = ("tandem.agents.server", "tandem_broker", "tandem_compat", "tandem.http", "tandem.tools")
 
 
 def test_a_run_without_a_broker_imports_nothing_of_one(nursery: Nursery, tiny_model: Path, tmp_path: Path) -> None:

@@ -434,14 +434,14 @@ DEFECTS = (
     # compat, report, alarms
     Defect(
         "Axolotl's correction has another cap",
-        "src/tandem/compat/axolotl/rules.py",
+        "src/tandem_compat/axolotl/rules.py",
         "recipe.get(cap, 3.0)",
         "recipe.get(cap, 2.0)",
         "tests/unit/test_compat_golden.py",
     ),
     Defect(
         "ms-swift's overlong has no floor",
-        "src/tandem/compat/swift/rewards.py",
+        "src/tandem_compat/swift/rewards.py",
         "-max(0.0, (rollout.num_tokens",
         "-max(-1.0, (rollout.num_tokens",
         "tests/unit/test_swift.py tests/unit/test_swift_plugins.py",

@@ -31,7 +31,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine on which nothing of this runs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bridge, "LAST_RESORT", tmp_path / "nowhere")
-    monkeypatch.setattr("tandem.compat.atropos.services.get_json", lambda url, key="": (0, None))
+    monkeypatch.setattr("tandem_compat.atropos.services.get_json", lambda url, key="": (0, None))
     for name in ("LOGDIR", "NUM_INFERENCE_NODES", "MASTER_ADDR", "MASTER_PORT", "TANDEM_OPENAI_API_KEY"):
         monkeypatch.delenv(name, raising=False)
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from tandem.compat.atropos.wandb import AtroposWandb
 from tandem.errors import ConfigError
 from tandem.observability import board as boards
 from tandem.observability import progress, trace, waits
@@ -538,20 +537,6 @@ def test_wandb_continues_the_same_run_after_a_resume(tmp_path: Path, monkeypatch
         ({"step": 2, "eval/mean": 0.25}, None),
     ]
     assert calls[-1] == ("finish", None)
-
-
-def test_atropos_names_are_beside_ours_at_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = fake_library(monkeypatch, "wandb")
-    writer = AtroposWandb(project="p").open(info(tmp_path))
-    writer.write(1, {"loss": 0.5, "logprob/positive": -1.0, "memory/gpu_reserved_gb": 2.0, "reward": 0.25})
-    writer.evaluation(1, {}, {"eval/mean": 0.25})
-    writer.event("alarm", ALARM)
-    writer.close()
-    first, second = (what for name, what in calls if name == "log")
-    ours = {"step": 1, "loss": 0.5, "logprob/positive": -1.0, "memory/gpu_reserved_gb": 2.0, "reward": 0.25}
-    assert first[0] == {**ours, "train/loss": 0.5, "train/pos_logp": -1.0, "train/gpu_memory_reserved_gb": 2.0}
-    assert second[0] == {"step": 1, "eval/mean": 0.25}
-    assert [name for name, _ in calls[-2:]] == ["alert", "finish"]
 
 
 def test_wandb_alerts_of_an_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -281,10 +281,7 @@ VERBS = "tandem.verbs"
 
 @cache
 def with_all_verbs() -> typer.Typer:
-    """The app with the verbs of other packages, and those whose options are another system's: also for help."""
-    from tandem.cli._commands import register
-
-    register(app)
+    """The app with the verbs of other packages: also for help."""
     for point in entry_points(group=VERBS):
         point.load()(app)
     return app

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import typer
@@ -10,9 +10,10 @@ import typer
 from tandem import machine
 from tandem.api.blocking import run_to_end
 from tandem.api.targets import recipe_of, resumed
-from tandem.cli._translated import shown
-from tandem.config.loading import load
+from tandem.config.loading import Loaded, load
+from tandem.config.tree import render
 from tandem.errors import command
+from tandem.types import Json
 
 
 def train(target: Path, overrides: Sequence[str], *, show: bool, launcher: str | None = None) -> str:
@@ -49,3 +50,22 @@ def train(target: Path, overrides: Sequence[str], *, show: bool, launcher: str |
 def ended(folder: Path) -> str:
     """Message about a finished run: its folder and its report."""
     return f"done: {folder} ({command('show', folder)}); report: {folder / 'report.html'}"
+
+
+def shown(loaded: Loaded, notes: Iterable[str]) -> str:
+    """A recipe in YAML, with notes as comments.
+
+    Raises:
+        UnsupportedPair: its options cannot be had together, as ``tandem check`` says.
+        ConfigError: this machine lacks what an option needs.
+    """
+    from tandem.trainer import memory_plan, pairs, rank_checks  # which need torch
+
+    pairs.check_pairs(loaded.config)
+    rank_checks.check_division(loaded.config, memory_plan.RankCounts.of(loaded.config).world)
+    return with_notes(loaded.options, notes)
+
+
+def with_notes(options: Json, notes: Iterable[str]) -> str:
+    """A recipe in YAML, with notes as comments."""
+    return "".join(f"# {note}\n" for note in notes) + render(options).rstrip()
