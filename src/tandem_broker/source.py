@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -100,7 +99,6 @@ class BrokerSource:
     _ready: list[Group] = field(default_factory=list)
     _leased: dict[str, frozenset[str]] = field(default_factory=dict)
     _received: int = 0
-    _counts: Counter[str] = field(default_factory=Counter)
     _measured: list[Mapping[str, Value]] = field(default_factory=list)
     _in_a_row: int = 0
     _logged: set[str] = field(default_factory=set)
@@ -168,10 +166,8 @@ class BrokerSource:
 
     def metrics(self) -> Mapping[str, Value]:
         """What was taken or dropped since the last call: rewards, lengths, and drops by reason."""
-        measured = [*self._measured, {name: Sum(float(self._counts[name])) for name in _COUNTED}]
-        self._counts.clear()
-        self._measured.clear()
-        return merge(measured)
+        measured, self._measured = self._measured, []
+        return merge([*measured, {name: Sum(0.0) for name in _COUNTED}])
 
     async def _register(self) -> None:
         """Say what is trained, and see that it was understood.
@@ -310,8 +306,8 @@ class BrokerSource:
 
     def _count(self, notes: Notes, malformed: Sequence[str], arrived: Sequence[Group]) -> None:
         """Count what could not be read, and tell each kind of it once."""
-        self._counts.update({f"rollouts/{kind}": count for kind, count in notes.failed.items()})
-        self._counts["groups/malformed"] += len(malformed)
+        self._measured.append({f"rollouts/{kind}": Sum(float(count)) for kind, count in notes.failed.items()})
+        self._measured.append({"groups/malformed": Sum(float(len(malformed)))})
         for error in malformed[:MOST_NAMED]:
             log.warning("a group of the broker cannot be trained on and is set aside: %s", error)
         for name in sorted(notes.unread):
@@ -346,8 +342,7 @@ class BrokerSource:
         return self.version() - group.version_min > self.options.max_lag
 
     def _drop(self, reason: str, group: Group) -> None:
-        self._counts[f"groups/dropped_{reason}"] += 1
-        self._measured.append(measure([group], self.solved))
+        self._measured += [measure([group], self.solved), {f"groups/dropped_{reason}": Sum(1.0)}]
         self.on_drop(reason, group)
         self._untrained(1, lambda: _advice(reason, group, self.version()))
 
