@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import yaml
-from compat_cases import swift_package
 from conftest import build_tiny_model
 from integration.vllm_runs import DTYPE, HEAD_DIM, engine, lines, metrics, needs_engine, published, same_logprobs, until
+from support.compat_cases import swift_package
 
 from tandem.ports import free_port
 

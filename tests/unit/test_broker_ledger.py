@@ -14,8 +14,8 @@ from types import ModuleType
 
 import msgspec
 import pytest
-from brokers import env_spec, run_parameters, some
 from msgspec.structs import replace
+from support.brokers import env_spec, run_parameters, some
 
 from tandem.errors import BrokerError
 from tandem_broker.journal.database import Database

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from brokers import env_spec, run_parameters, some
+from support.brokers import env_spec, run_parameters, some
 
 from tandem_broker.protocol.messages import EnvAccepted, EnvStatus, RunParameters
 from tandem_broker.queue.records import (

@@ -15,7 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from compat_cases import (
+from support.compat_cases import (
     GOLDEN,
     OVERRIDES,
     SWIFT,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plays import answered, make_group
+from support.rollouts import answered, make_group
 
 from tandem.observability.completions import KEPT, DroppedGroups
 from tandem.observability.emit import Telemetry

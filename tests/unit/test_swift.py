@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from compat_cases import SWIFT, forget_swift, swift_package
+from support.compat_cases import SWIFT, forget_swift, swift_package
 
 from tandem.cli import app as cli
 from tandem.observability.loggers.base import RunInfo

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compat_cases import forget_swift, swift_package
+from support.compat_cases import forget_swift, swift_package
 
 from tandem.config.loading import from_options
 from tandem.errors import ConfigError, RewardError

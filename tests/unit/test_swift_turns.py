@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compat_cases import forget_swift, swift_package
+from support.compat_cases import forget_swift, swift_package
 
 from tandem.errors import ConfigError, EnvError
 from tandem.types import Message

@@ -20,7 +20,7 @@ from tandem_compat import swift
 from tandem_compat.swift.options import RLHF
 from tandem_compat.table import ForeignOption
 
-GOLDEN = Path(__file__).parent / "unit" / "compat_golden.json"
+GOLDEN = Path(__file__).parents[1] / "unit" / "compat_golden.json"
 
 
 def cases(system: str) -> dict[str, dict[str, Any]]:
