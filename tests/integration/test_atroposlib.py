@@ -31,7 +31,6 @@ from integration.atropos_peers import (
 from integration.test_broker_train import Place, hand_in, train_recipe, trained
 from integration.vllm_runs import DTYPE, GAP, groups_once, metrics, needs_engine, recipe, rollouts
 from integration.vllm_runs import engine as engine_options
-from nursery import Nursery
 from tiny import reference
 
 pytestmark = pytest.mark.slow
@@ -138,10 +137,8 @@ def test_minimum_share(played: Played) -> None:
         assert sum(key in managed for key in line["keys"]) >= 1
 
 
-def test_our_trainer_takes_what_others_handed_in_to_its_server(
-    tmp_path: Path, tiny_model: Path, host: Host, nursery: Nursery
-) -> None:
-    with Peers(tmp_path, tiny_model, host) as peers, Place(tmp_path, nursery, peers.run_api().url) as place:
+def test_our_trainer_takes_what_others_handed_in_to_its_server(tmp_path: Path, tiny_model: Path, host: Host) -> None:
+    with Peers(tmp_path, tiny_model, host) as peers, Place(tmp_path, peers.run_api().url) as place:
         path = train_recipe(place, tiny_model, broker=place.url, sampling={"temperature": 0.7})
         trainer = place.start("train", "train", str(path))
         asyncio.run(hand_in(place.url, 6))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import build_tiny_model
 from integration import vllm_runs as vllm
-from nursery import Nursery
+from support.processes import start
 from tiers import long_but
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -41,7 +41,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", long_but(list(KINDS), "full"))
-def test_two_pairs_train_publish_and_prove(nursery: Nursery, tmp_path: Path, kind: str) -> None:
+def test_two_pairs_train_publish_and_prove(tmp_path: Path, kind: str) -> None:
     """Every publish is proven on both engines, so each holds what its rank has; of whole weights nothing is copied."""
     model = wide_model(tmp_path)
     options = vllm.recipe(model, tmp_path / "runs", name="pairs", steps=3, ranks=2, engine=vllm.engine(), **KINDS[kind])
@@ -49,9 +49,7 @@ def test_two_pairs_train_publish_and_prove(nursery: Nursery, tmp_path: Path, kin
     recipe.write_text(render(options), encoding="utf-8")
     source = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": f"{source / 'src'}:{source / 'tests'}", "OMP_NUM_THREADS": "1"}
-    with nursery.start(
-        ["train", str(recipe)], cwd=tmp_path, out=subprocess.PIPE, environment=env, children=True
-    ) as process:
+    with start(["train", str(recipe)], cwd=tmp_path, out=subprocess.PIPE, environment=env) as process:
         output, _ = process.communicate(timeout=540)
     assert process.returncode == 0, output
     run = tmp_path / "runs" / "pairs"

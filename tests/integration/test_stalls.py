@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from nursery import Nursery
 from tiers import long_but
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "long"))
@@ -18,9 +17,9 @@ QUICK = ("lost rollout", "compute thread in native code", "broker never answers"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", long_but(QUICK, "engine ends as it starts"))
-def test_a_stalled_run_names_who_is_to_blame(name: str, tmp_path: Path, tiny_model: Path, nursery: Nursery) -> None:
+def test_a_stalled_run_names_who_is_to_blame(name: str, tmp_path: Path, tiny_model: Path) -> None:
     (case,) = (case for case in CASES if case.name == name)
-    outcome = measure(case, tmp_path / "place", tiny_model, nursery)
+    outcome = measure(case, tmp_path / "place", tiny_model)
     assert outcome.right, outcome
 
 

@@ -18,7 +18,6 @@ from typing import Literal
 import pytest
 from fake_broker import FakeBroker, quick, until
 from fake_engine import END, FakeEngine
-from nursery import Nursery
 
 from tandem.errors import ConfigError
 from tandem_broker.client import Connection, TakenBatch, TrainerClient
@@ -204,7 +203,7 @@ def test_an_engine_that_goes_away_costs_no_group(tiny_model: Path) -> None:
     asyncio.run(go())
 
 
-def test_ctrl_c_finishes_what_is_under_way(nursery: Nursery, tiny_model: Path, tmp_path: Path) -> None:
+def test_ctrl_c_finishes_what_is_under_way(tiny_model: Path, tmp_path: Path) -> None:
     """As a process: the groups being played are handed in, then it ends and says what it did."""
 
     async def go() -> tuple[int | None, str, str, int, int]:
@@ -227,8 +226,7 @@ def test_ctrl_c_finishes_what_is_under_way(nursery: Nursery, tiny_model: Path, t
             out, err = await child.communicate()
             return child.returncode, out.decode(), err.decode(), len(broker.groups), len(broker.envs)
 
-    with nursery.children():
-        code, out, err, groups, envs = asyncio.run(go())
+    code, out, err, groups, envs = asyncio.run(go())
     assert code == 0, err
     assert groups + out.count("zero-variance") > 0
     assert f"ended: {groups} groups sent" in out

@@ -32,8 +32,8 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from conftest import build_tiny_model  # type: ignore[import-not-found]
-from nursery import Nursery  # type: ignore[import-not-found]
 from stalls_cases import CASES, END, FULL, GRADING, LOOP, WAIT, Case
+from support.processes import start
 
 from tandem.ports import free_port
 
@@ -97,8 +97,8 @@ class Outcome:
 class Place:
     """A folder for one case, and everything that is started in it."""
 
-    def __init__(self, folder: Path, case: Case, model: Path, nursery: Nursery):
-        self.folder, self.case, self.nursery = folder, case, nursery
+    def __init__(self, folder: Path, case: Case, model: Path):
+        self.folder, self.case = folder, case
         self.port = free_port()
         self.mark = folder / "mark"
         self.tag = uuid.uuid4().hex
@@ -131,7 +131,7 @@ class Place:
         words = [self.case.helper, str(self.port)]
         env = self.environment(stalls=stalls, tag="helper")
         log = self.folder / "helper.log"
-        server = self.nursery.start(words, module="stalls_server", out=log, environment=env, cwd=self.folder)
+        server = start(words, module="stalls_server", out=log, environment=env, cwd=self.folder)
         try:
             _until(lambda: _listens(self.port) or server.poll() is not None, LIMIT)
             yield
@@ -143,7 +143,7 @@ class Place:
         case, out = self.case, self.folder / f"out-{uuid.uuid4().hex}.log"
         env = self.environment(stalls=stalls, tag=self.tag)
         limit = case.limit if stalls else 0
-        run = self.nursery.start(["train", str(target)], out=out, environment=env, cwd=self.folder, limit=limit)
+        run = start(["train", str(target)], out=out, environment=env, cwd=self.folder, limit=limit)
         code: list[int | None] = [None]
         timed_lines: list[tuple[float, str]] = []
 
@@ -174,9 +174,9 @@ class Place:
         return len(left)
 
 
-def measure(case: Case, folder: Path, model: Path, nursery: Nursery) -> Outcome:
+def measure(case: Case, folder: Path, model: Path) -> Outcome:
     """Let it stall, then go on without."""
-    place = Place(folder, case, model, nursery)
+    place = Place(folder, case, model)
     target = place.folder / "recipe.yaml"
     with place.helped(stalls=True):
         if case.spoil:
@@ -312,9 +312,9 @@ def main() -> None:
     if not model.exists():
         build_tiny_model(model)
     outcomes = []
-    with Nursery(os.environ | COMMON) as forks, ThreadPoolExecutor(options.at_once) as pool:
+    with ThreadPoolExecutor(options.at_once) as pool:
         folders = (root / re.sub(r"\W+", "-", case.name).strip("-") for case in chosen)
-        runs = [pool.submit(measure, case, folder, model, forks) for case, folder in zip(chosen, folders, strict=True)]
+        runs = [pool.submit(measure, case, folder, model) for case, folder in zip(chosen, folders, strict=True)]
         for run in runs:
             outcomes.append(run.result())
             show(outcomes[-1])
