@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from long.defects import DEFECTS, Defect
-from long.plants import CUT, PLANTED, Planted
+from defects import DEFECTS, Defect
+from plants import CUT, PLANTED, Planted
 from tiers import long_but
 from transformers import LlamaConfig
 
