@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.processes import start
+from tiers import long_but
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.config.tree import render
@@ -141,7 +142,7 @@ def wait_for_steps(run: Path) -> None:
     raise AssertionError(f"{run} has trained nothing")
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", long_but([signal.SIGKILL, signal.SIGSTOP], signal.SIGKILL))
 def test_a_follower_that_is_lost_ends_the_run_by_name(model: Path, tmp_path: Path, how: signal.Signals) -> None:
     endless = recipe(tmp_path, model, "run", ranks=2, steps=100_000)
     with training(tmp_path, endless, module="integration.impatient") as lead:
@@ -183,7 +184,7 @@ def test_a_rank_killed_while_it_saves_leaves_whole_checkpoints_alone(model: Path
     left = digests.steps_in(run / "checkpoints")
     assert left
     assert [digests.damage(path) for path in left.values()] == [""] * len(left)
-    trained(tmp_path, run, f"steps={max(left) + 1}", "ranks=3")
+    trained(tmp_path, run, f"steps={max(left) + 1}", "ranks=1")
     assert len(rows(run)) == max(left) + 1
 
 
