@@ -17,7 +17,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +30,8 @@ from tandem.ports import free_port
 BATCH = 4
 LEASE_SECONDS = 3
 PRODUCERS = 8
+OURS = "honest-"
+"""How the names of their groups begin."""
 RUN = {
     "batch_size": BATCH, "max_token_len": 64, "wandb_group": "", "wandb_project": "", "checkpoint_dir": "",
     "save_checkpoint_interval": 1, "starting_step": 0, "num_steps": 1,
@@ -41,6 +44,7 @@ class Clients:
 
     url: str
     session: aiohttp.ClientSession
+    broker: Child
     up: asyncio.Event = field(default_factory=asyncio.Event)
     accepted: set[str] = field(default_factory=set)
     acknowledged: Counter[str] = field(default_factory=Counter)
@@ -48,7 +52,12 @@ class Clients:
     """Batches to acknowledge; a call that was cut off is repeated."""
     served_again: set[str] = field(default_factory=set)
     """After their acknowledgement was answered: must stay empty."""
+    statuses: Counter[int] = field(default_factory=Counter)
     restart_seconds: list[float] = field(default_factory=list)
+    trainer: Mapping[str, str] = field(default_factory=dict)
+    """Headers of the trainer's requests."""
+    producer: Mapping[str, str] = field(default_factory=dict)
+    """Headers of the producers'."""
 
     @property
     def lost(self) -> int:
@@ -60,19 +69,17 @@ class Clients:
         """Groups served again, or acknowledged twice."""
         return len(self.served_again) + sum(n > 1 for n in self.acknowledged.values())
 
-    async def produce(self, names: Iterator[int]) -> None:
+    async def produce(self, numbers: Iterator[int]) -> None:
         """Submit one group after another, each until that is answered."""
-        for number in names:
-            group = {"tokens": [[1, number] * 20], "masks": [[-100, number] * 20], "scores": [float(number)]}
-            while str(number) not in self.accepted:
+        for number in numbers:
+            name = f"{OURS}{number}"
+            while name not in self.accepted:
                 await self.up.wait()
                 try:
-                    headers = {"Idempotency-Key": str(number)}
-                    async with self.session.post(f"{self.url}/scored_data", json=group, headers=headers) as answer:
-                        if answer.status == 200:
-                            self.accepted.add(str(number))
-                        else:
-                            await asyncio.sleep(0.05)
+                    if await self._submit(name, **{"Idempotency-Key": name}) == 200:
+                        self.accepted.add(name)
+                    else:
+                        await asyncio.sleep(0.05)
                 except aiohttp.ClientError:
                     await asyncio.sleep(0.01)
 
@@ -94,72 +101,94 @@ class Clients:
                 deadline = time.monotonic() + 5.0
             else:
                 await asyncio.sleep(0.2)
-        async with self.session.get(f"{self.url}/status") as answer:
-            left = (await answer.json())["queue_size"]
-        for number in range(-left % BATCH):  # fewer than a batch are left: others make it one
-            group = {"tokens": [[1]], "masks": [[1]], "scores": [-1.0 - number]}
-            async with self.session.post(f"{self.url}/scored_data", json=group) as answer:
-                answer.raise_for_status()
+        for _ in range(BATCH - 1):  # fewer than a batch may be left: others make it one
+            await self._submit("filler")
         while await self._take():
             pass
+
+    async def _submit(self, name: str, **headers: str) -> int:
+        """Hand a group in; the status."""
+        group = {"tokens": [[1, 5] * 20], "masks": [[-100, 5] * 20], "scores": [1.0]}
+        body = {**group, "group_overrides": {"tandem_task": name}}
+        headers = {**self.producer, **headers}
+        async with self.session.post(f"{self.url}/scored_data", json=body, headers=headers) as answer:
+            self.statuses[answer.status] += 1
+            return answer.status
 
     async def _take(self) -> bool:
         """Acknowledge what was cut off before, then take a batch and acknowledge it. False: none was there."""
         for earlier, names in list(self.pending.items()):
-            async with self.session.post(f"{self.url}/ack", json={"batch": earlier}) as answer:
+            body = {"batch": earlier}
+            async with self.session.post(f"{self.url}/ack", json=body, headers=self.trainer) as answer:
+                self.statuses[answer.status] += 1
                 if answer.status == 200 and (await answer.json())["status"] == "success":
                     self.acknowledged.update(names)
             del self.pending[earlier]
-        async with self.session.get(f"{self.url}/batch", params={"lease": str(LEASE_SECONDS)}) as answer:
-            batch, batch_id = (await answer.json())["batch"], answer.headers.get("Tandem-Batch")
+        lease = {"lease": str(LEASE_SECONDS)}
+        async with self.session.get(f"{self.url}/batch", params=lease, headers=self.trainer) as answer:
+            self.statuses[answer.status] += 1
+            batch = (await answer.json())["batch"] if answer.status == 200 else None
+            batch_id = answer.headers.get("Tandem-Batch")
         if batch is None or batch_id is None:
             return False
-        names = [str(int(group["scores"][0])) for group in batch]
+        tasks = [str((group["group_overrides"] or {}).get("tandem_task")) for group in batch]
+        names = [task for task in tasks if task.startswith(OURS)]
         self.served_again |= {name for name in names if self.acknowledged[name]}
         self.pending[batch_id] = names
         return True
 
 
-async def trial(folder: Path, kills: int, seed: int) -> Clients:
-    """Kill the broker so often, and compare what clients were told."""
-    chance, names, port = random.Random(seed), itertools.count(), free_port()
-    words = ["-m", "tandem", "serve", "broker", "--port", str(port), "--data", "data"]
-    broker = Child("broker", folder, lambda: words)
+@asynccontextmanager
+async def served(
+    folder: Path, *options: str, environment: Mapping[str, str] | None = None, **headers: Mapping[str, str]
+) -> AsyncIterator[tuple[Clients, Callable[[], Awaitable[None]]]]:
+    """A broker under load: its clients, and what kills it and starts it again. What is left is drained in the end."""
+    port = free_port()
+    words = ["-m", "tandem", "serve", "broker", "--port", str(port), "--data", "data", *options]
+    broker = Child("broker", folder, lambda: words, environment or {})
     async with aiohttp.ClientSession() as session:
-        clients = Clients(f"http://127.0.0.1:{port}", session)
+        clients = Clients(f"http://127.0.0.1:{port}", session, broker, **headers)
 
-        async def start() -> None:
+        async def kill() -> None:
+            clients.up.clear()
+            if broker.process is not None and not broker.alive:
+                raise Broken(f"the broker ended by itself: {broker.log_tail()}")
+            broker.kill()
             begun = time.monotonic()
             broker.start()
-            while True:
+            while not clients.up.is_set():
                 if not broker.alive:
                     raise Broken(f"the broker ended by itself: {broker.log_tail()}")
                 try:
-                    async with session.get(f"{clients.url}/info"):
-                        break
+                    async with session.get(f"{clients.url}/"):
+                        clients.up.set()
                 except aiohttp.ClientError:
                     await asyncio.sleep(0.02)
             clients.restart_seconds.append(time.monotonic() - begun)
-            clients.up.set()
 
         try:
-            await start()
-            async with session.post(f"{clients.url}/register", json=RUN) as answer:
+            await kill()
+            async with session.post(f"{clients.url}/register", json=RUN, headers=clients.trainer) as answer:
                 answer.raise_for_status()
-            tasks = [asyncio.create_task(clients.produce(names)) for _ in range(PRODUCERS)]
-            tasks.append(asyncio.create_task(clients.train()))
-            for number in range(kills):
-                await asyncio.sleep(chance.uniform(0.05, 0.4))
-                clients.up.clear()
-                broker.kill()
-                if number == kills - 1:
-                    for task in tasks:
-                        task.cancel()
-                    await asyncio.gather(*tasks, return_exceptions=True)
-                await start()
+            async with asyncio.TaskGroup() as load:
+                numbers = itertools.count()
+                tasks = [load.create_task(clients.produce(numbers)) for _ in range(PRODUCERS)]
+                tasks.append(load.create_task(clients.train()))
+                yield clients, kill
+                for task in tasks:
+                    task.cancel()
             await clients.drain()
         finally:
             broker.kill()
+
+
+async def trial(folder: Path, kills: int, seed: int) -> Clients:
+    """Kill the broker so often, and compare what clients were told."""
+    chance = random.Random(seed)
+    async with served(folder) as (clients, kill):
+        for _ in range(kills):
+            await asyncio.sleep(chance.uniform(0.05, 0.4))
+            await kill()
     return clients
 
 
