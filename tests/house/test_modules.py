@@ -10,7 +10,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-import sources
+from support import sources
 
 pytestmark = pytest.mark.slow
 

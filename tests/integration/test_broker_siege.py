@@ -21,8 +21,8 @@ from typing import Any
 import aiohttp
 import pytest
 from broker_kills import Clients, served
-from brokers import group
-from odd_messages import BODIES, damaged, mutated
+from support.brokers import group
+from support.odd_messages import BODIES, damaged, mutated
 
 pytestmark = pytest.mark.long
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import yaml
-from compat_cases import axolotl_files, swift_files
 from conftest import build_tiny_model
 from integration.vllm_runs import lines, metrics
 from safetensors.torch import load_file
+from support.compat_cases import axolotl_files, swift_files
 from support.processes import start
 
 from tandem.ports import free_port

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.processes import start
-from tiers import long_but
+from support.tiers import long_but
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.config.tree import render

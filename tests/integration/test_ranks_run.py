@@ -12,7 +12,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from support.processes import start
-from tiers import long_but
+from support.tiers import long_but
 
 RECIPE: dict[str, Any] = {
     "steps": 3,

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 from support.processes import start
-from tiers import long_but
+from support.tiers import long_but
 
 from tandem.envs.arithmetic import Arithmetic
 

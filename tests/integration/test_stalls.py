@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from stalls import measure
 from stalls_cases import CASES
-from tiers import long_but
+from support.tiers import long_but
 
 QUICK = ("lost rollout", "compute thread in native code", "broker never answers", "engine ends as it starts")
 

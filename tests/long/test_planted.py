@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from defects import DEFECTS, Defect
 from plants import CUT, PLANTED, Planted
-from tiers import long_but
+from support.tiers import long_but
 from transformers import LlamaConfig
 
 from tandem.config.loading import load
