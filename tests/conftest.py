@@ -107,8 +107,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 TOGETHER = (
-    # import vLLM
-    ("integration", ("broker_train", "ranks_vllm", "slices_vllm", "two_hosts", "vllm", "vllm_http")),
     # fork ranks
     ("unit", ("context_parallel", "rank_slices", "sharded_weights", "sharing")),
     # import torch's compiler

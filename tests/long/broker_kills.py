@@ -140,14 +140,18 @@ class Clients:
 
 @asynccontextmanager
 async def served(
-    folder: Path, *options: str, environment: Mapping[str, str] | None = None, **headers: Mapping[str, str]
+    folder: Path,
+    *options: str,
+    environment: Mapping[str, str] | None = None,
+    trainer: Mapping[str, str] | None = None,
+    producer: Mapping[str, str] | None = None,
 ) -> AsyncIterator[tuple[Clients, Callable[[], Awaitable[None]]]]:
     """A broker under load: its clients, and what kills it and starts it again. What is left is drained in the end."""
     port = free_port()
     words = ["-m", "tandem", "serve", "broker", "--port", str(port), "--data", "data", *options]
     broker = Child("broker", folder, lambda: words, environment or {})
     async with aiohttp.ClientSession() as session:
-        clients = Clients(f"http://127.0.0.1:{port}", session, broker, **headers)
+        clients = Clients(f"http://127.0.0.1:{port}", session, broker, trainer=trainer or {}, producer=producer or {})
 
         async def kill() -> None:
             clients.up.clear()
