@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from rank_kills import wide_model
 from safetensors.torch import load_file
 from support.processes import start
 from support.tiers import long_but
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.config.tree import render
 from tandem.distributed.state_shards import MOST_BOXES
@@ -30,15 +29,8 @@ END_SECONDS = 20.0
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As the tiny one, but with matrices that are large enough to be divided among ranks."""
-    folder = tmp_path_factory.mktemp("model") / "wide"
-    plain = AutoModelForCausalLM.from_pretrained(tiny_model)
-    plain.config.hidden_size, plain.config.intermediate_size = 128, 640
-    torch.manual_seed(0)
-    type(plain)(plain.config).float().save_pretrained(folder)
-    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
-    return folder
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return wide_model(tmp_path_factory.mktemp("model"))
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from processes import MARK, Child, kill, marked, tiny_model
@@ -106,13 +107,14 @@ class Account:
     wrong: list[str] = field(default_factory=list)
 
 
-def wide_model(folder: Path) -> Path:
+def wide_model(folder: Path, **options: Any) -> Path:
     """A tiny random model whose matrices are large enough to be divided among ranks."""
-    plain = AutoModelForCausalLM.from_pretrained(tiny_model(folder / "tiny"))
+    tiny = tiny_model(folder / "tiny", **options)
+    plain = AutoModelForCausalLM.from_pretrained(tiny)
     plain.config.hidden_size, plain.config.intermediate_size = 128, 640
     torch.manual_seed(0)
     type(plain)(plain.config).float().save_pretrained(folder / "wide")
-    AutoTokenizer.from_pretrained(folder / "tiny").save_pretrained(folder / "wide")
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(folder / "wide")
     return folder / "wide"
 
 
