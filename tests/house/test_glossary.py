@@ -67,10 +67,10 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 def bound_names(tree: ast.AST) -> Iterator[str]:
     """Variables, attributes that are assigned, arguments, functions, classes and names of imports."""
     for node in ast.walk(tree):
-        if not isinstance(getattr(node, "ctx", None), ast.Load):
-            yield from (
-                name for field in ("id", "attr", "arg", "asname", "name") if (name := getattr(node, field, None))
-            )
+        if isinstance(getattr(node, "ctx", None), ast.Load) or isinstance(node, ast.keyword):
+            continue
+        fields = ("asname",) if isinstance(node, ast.alias) else ("id", "attr", "arg", "name")
+        yield from (name for field in fields if (name := getattr(node, field, None)))
 
 
 def replacement(name: str) -> str | None:
