@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from nursery import Nursery
 from support.fake_broker import FakeBroker, quick, until
 from support.fake_engine import END, FakeEngine
 
@@ -203,7 +202,7 @@ def test_an_engine_that_goes_away_costs_no_group(tiny_model: Path) -> None:
     asyncio.run(go())
 
 
-def test_ctrl_c_finishes_what_is_under_way(nursery: Nursery, tiny_model: Path, tmp_path: Path) -> None:
+def test_ctrl_c_finishes_what_is_under_way(tiny_model: Path, tmp_path: Path) -> None:
     """As a process: the groups being played are handed in, then it ends and says what it did."""
 
     async def go() -> tuple[int | None, str, str, int, int]:
@@ -226,8 +225,7 @@ def test_ctrl_c_finishes_what_is_under_way(nursery: Nursery, tiny_model: Path, t
             out, err = await child.communicate()
             return child.returncode, out.decode(), err.decode(), len(broker.groups), len(broker.envs)
 
-    with nursery.children():
-        code, out, err, groups, envs = asyncio.run(go())
+    code, out, err, groups, envs = asyncio.run(go())
     assert code == 0, err
     assert groups + out.count("zero-variance") > 0
     assert f"ended: {groups} groups sent" in out

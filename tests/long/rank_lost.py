@@ -1,7 +1,7 @@
 """``tandem`` with one rank that is lost at a boundary, for ``rank_kills.py``: by a signal to itself, exactly there.
 
 ``RANK_LOST``: the rank, the boundary, ``before`` or ``after``, which time that it comes there, and the signal's number.
-``RANK_LOST_MARK``: a file into which the rank writes the monotonic time first; every process of a trial has it.
+``TANDEM_TRIAL``: a file into which the rank writes the monotonic time first; every process of a trial has it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def strike(boundary: str, moment: str = "before") -> None:
         return
     _times += 1
     if _times == int(TIMES):
-        aside = Path(f"{os.environ['RANK_LOST_MARK']}.{os.getpid()}")
+        aside = Path(f"{os.environ['TANDEM_TRIAL']}.{os.getpid()}")
         aside.write_text(f"{time.monotonic()}")
-        aside.rename(os.environ["RANK_LOST_MARK"])
+        aside.rename(os.environ["TANDEM_TRIAL"])
         os.kill(os.getpid(), int(SIGNAL))
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 
+import broker_kills
 import msgspec
 import pytest
 from msgspec.structs import replace
@@ -288,25 +287,13 @@ def test_keys_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert put(two, "x", key="19") == "duplicate"
 
 
-def kill_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("broker_kills", ROOT / "tests" / "long" / "broker_kills.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.slow
 def test_nothing_promised_is_lost_by_kill_minus_nine(tmp_path: Path, long: bool) -> None:
-    """Kills at random moments under load; a child process answers as the broker would."""
-    kills = 8 if long else 3
-    tally = kill_script().against_a_child(tmp_path, kills=kills, seed=0)
-    assert tally.kills == kills
-    assert tally.accepted > 30  # few, so that a busy machine manages them
-    assert tally.acknowledged > 5
-    assert tally.lost == tally.doubled == 0
+    """Kills of the server at random moments under load."""
+    clients = asyncio.run(broker_kills.trial(tmp_path, kills=8 if long else 3, seed=0))
+    assert len(clients.accepted) > 30  # few, so that a busy machine manages them
+    assert clients.acknowledged.total() > 5
+    assert clients.lost == clients.doubled == 0
 
 
 def test_a_broker_that_is_killed_lets_the_folder_go(tmp_path: Path) -> None:
