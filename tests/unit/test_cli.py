@@ -144,7 +144,7 @@ def test_a_broker_says_where_it_cannot_keep_its_ledger(run: Run, tmp_path: Path)
     (tmp_path / "file").touch()
     code, _, err = run("serve", "broker", "--port", "0", "--data", str(tmp_path / "file"))
     assert (code, err.count("\n")) == (7, 1)
-    assert "file: File exists; give --data a folder to write to" in err
+    assert "file: File exists; name another folder with --data" in err
 
 
 def test_the_version(run: Run) -> None:
