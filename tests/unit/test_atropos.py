@@ -24,7 +24,7 @@ from tandem.compat.atropos.server import translate as translate_server
 from tandem.config.loading import RunConfig, from_options, load
 from tandem.errors import CheckpointError, ConfigError
 from tandem.observability.loggers.base import RunInfo
-from tandem.trainer.assemble import engine_requirements
+from tandem.trainer.requirements import engine_requirements
 from tandem.transport.bridge import NCCL_FILE, write_json
 
 Run = Callable[..., tuple[int, str, str]]

@@ -32,6 +32,7 @@ from tandem.trainer import checkpoint
 from tandem.trainer.checkpoint import Checkpoints, restore_weights, saved_steps
 from tandem.trainer.staging import staging_of
 from tandem.trainer.state import TrainerState
+from tandem.trainer.world import World
 from tandem.types import Completion, Group, Message, PolicyVersion, Rollout, Task, Turn
 
 
@@ -44,6 +45,8 @@ def policy(tiny_model: Path) -> Iterator[Policy]:
 
 
 FULL = Full()
+CONFIG: Any = None
+"""A world of one rank asks its recipe nothing here."""
 
 
 @pytest.fixture(params=[False, True], ids=["waited for", "behind"])
@@ -77,7 +80,7 @@ class Saver:
             every=every,
             keep=keep,
             steps=steps,
-            policy=policy,
+            world=World(CONFIG, policy),
             trainable=trainable,
             stepper=self.stepper,
             held=held,
@@ -106,7 +109,9 @@ class Saver:
 
         async def both() -> TrainerState:
             folder = self.checkpoints.folder
-            restored = await restore_weights(folder, self.policy, self.checkpoints.trainable, state(0, digest))
+            restored = await restore_weights(
+                folder, self.checkpoints.world, self.checkpoints.trainable, state(0, digest)
+            )
             await self.checkpoints.restore(restored)
             return restored
 
@@ -191,7 +196,7 @@ def test_weights_are_restored_before_there_is_an_optimizer(policy: Policy, tmp_p
     before = saver.tensors()
     saver.train(2)
     moved = saver.stepper.state_dict()
-    restored = asyncio.run(restore_weights(saver.checkpoints.folder, policy, Full(), state(0)))
+    restored = asyncio.run(restore_weights(saver.checkpoints.folder, saver.checkpoints.world, Full(), state(0)))
     assert dataclasses.replace(restored, rng=()) == state(3)
     after = saver.tensors()
     names = dict(policy.model.named_parameters())
@@ -438,14 +443,11 @@ def test_failure_of_another_rank_leaves_the_old_checkpoint(
     saver = Saver(policy, tmp_path, asynchronous=asynchronous)
     before = content(saver.save(1))
 
-    class Others:
-        async def stage(self, folder: Path, mine: Any) -> Any:
-            return await mine
-
+    class Others(World):
         async def written(self) -> dict[str, str]:
             raise error
 
-    saver.checkpoints.others = Others()  # type: ignore[assignment]
+    saver.checkpoints.world = Others(CONFIG, policy)
     with pytest.raises(raised, match="rank 1"):
         saver.save(2)
     assert [path.name for path in saver.checkpoints.folder.iterdir()] == ["000001"]

@@ -34,10 +34,10 @@ from tandem.distributed.sharding import ShardedStepper
 from tandem.model.policy import Compute, Policy, load_model
 from tandem.optimizers.adamw import AdamW
 from tandem.tools.certify.made_up import Author
-from tandem.trainer.objective import Objective
+from tandem.trainer.objective import Objective, OldLogprobs
 from tandem.trainer.pack import Packer, StepBatch
-from tandem.trainer.rank_crew import RankWork
-from tandem.trainer.rank_wire import micro_to_plain
+from tandem.trainer.ranks.wire import to_plain
+from tandem.trainer.ranks.work import RankWork
 from tandem.trainer.work import LocalWork
 from tandem.types import Group, Sampling
 
@@ -198,10 +198,10 @@ def gradients(
         with torch.no_grad():  # the first step is already away from what was loaded
             for name, parameter in named:
                 parameter.copy_(after(0)[name])
-        work = LocalWork(
+        kind: type[LocalWork] = LocalWork if group is None else RankWork
+        work = kind(
             policy=policy, objective=case.objective, stepper=stepper, sampling=Sampling(), held=held,
-            fold=lambda: trainable.fold(policy.model), reduce=getattr(stepper, "flush", lambda: None),
-            end_pass=getattr(stepper, "end_pass", lambda: None),
+            fold=lambda: trainable.fold(policy.model),
         )  # fmt: skip
         asyncio.run(stepped(case, work, batch, group))
         if group is None:
@@ -211,13 +211,19 @@ def gradients(
 
 async def stepped(case: Case, work: LocalWork, batch: StepBatch, group: DataGroup | None) -> None:
     """As ``Step`` has ranks do it, this one's micro-batches through the wire."""
-    mine, compute = RankWork(work), work.policy.compute
-    order = list(range(len(batch.micro))) if group is None else [one[group.rank] for one in batch.rounds]
+    compute = work.policy.compute
     for step in range(1, case.steps + 1):
-        mine.take([None if i is None else micro_to_plain(batch.micro[i]) for i in order])
+        old: list[OldLogprobs] = []
+        if isinstance(work, RankWork):
+            assert group is not None
+            indices = [of_ranks[group.rank] for of_ranks in batch.rounds]
+            work.take([None if i is None else to_plain(batch.micro[i]) for i in indices])
         for _ in range(case.updates):
             await compute(work.fold)
-            await mine.passed()
+            if isinstance(work, RankWork):
+                await work.rounds()
+            else:
+                old = [*(await work.passed(batch, old, lambda: None)).old_logprobs]
             await compute(work.apply, 1e-3, 1.0)
         if work.held is not None and work.held.due(step):
             await compute(work.fold)
@@ -254,10 +260,8 @@ def trained(model: nn.Module, batches: list[StepBatch], group: DataGroup | None)
         stepper: Any = optimizer.bind(named)
         if group is not None:
             stepper = ShardedStepper(optimizer, named, group, smallest=0, bucket=1 << 14)
-        flush = getattr(stepper, "flush", lambda: None)
-        work = LocalWork(
-            policy=policy, objective=OBJECTIVES["grpo"], stepper=stepper, sampling=Sampling(), reduce=flush
-        )
+        kind: type[LocalWork] = LocalWork if group is None else RankWork
+        work = kind(policy=policy, objective=OBJECTIVES["grpo"], stepper=stepper, sampling=Sampling())
         for batch in batches:
             asyncio.run(stepped(Case(objective=OBJECTIVES["grpo"]), work, batch, group))
         return {name: parameter.detach() for name, parameter in named}

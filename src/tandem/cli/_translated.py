@@ -43,10 +43,11 @@ def shown(loaded: Loaded, notes: Iterable[str]) -> str:
         UnsupportedPair: its options cannot be had together, as ``tandem check`` says.
         ConfigError: this machine lacks what an option needs.
     """
-    from tandem.trainer import memory_plan, pairs, rank_checks  # which need torch
+    from tandem.trainer import memory_plan, pairs  # which need torch
+    from tandem.trainer.ranks import checks
 
     pairs.check_pairs(loaded.config)
-    rank_checks.check_division(loaded.config, memory_plan.RankCounts.of(loaded.config).world)
+    checks.check_division(loaded.config, memory_plan.RankCounts.of(loaded.config).world)
     return with_notes(loaded.options, notes)
 
 

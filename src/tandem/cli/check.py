@@ -230,7 +230,7 @@ class _RecipeCheck:
             ConfigError: ranks, or an engine's processes, cannot share its attention heads.
         """
         from tandem.model.policy import load_config
-        from tandem.trainer.heads import check_model_heads
+        from tandem.trainer.ranks.checks import check_model_heads
 
         self._model = load_config(self._config.model)
         check_model_heads(self._config, self._model)
@@ -288,13 +288,14 @@ class _RecipeCheck:
         Raises:
             UnsupportedPair: an option cannot be had with several.
         """
-        from tandem.trainer import pairs, rank_checks
+        from tandem.trainer import pairs
+        from tandem.trainer.ranks import checks
 
         counts = memory.RankCounts.of(self._config)
         if idle := counts.idle_options(self._config):
             return idle
         world = counts.world
-        rank_checks.check_ranks(self._config, world)
+        checks.check_ranks(self._config, world)
         if self._planner is None:
             return None
         weights = self._planner.modelled.counts.trainable * (2 if self._config.dtype == "bfloat16" else 4)

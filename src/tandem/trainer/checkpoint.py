@@ -9,12 +9,12 @@ import logging
 import os
 import shutil
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,17 +26,16 @@ from tandem.algorithms.references.base import ReferenceWeights
 from tandem.distributed import state_shards
 from tandem.distributed.state_shards import SharesStates
 from tandem.errors import CheckpointError, TandemError, command
-from tandem.model.policy import Policy
 from tandem.observability import trace, waits
 from tandem.optimizers.base import Stepper
 from tandem.trainable.base import Trainable
 from tandem.trainer import digests
 from tandem.trainer.staging import Staging
 from tandem.trainer.state import TrainerState
+from tandem.trainer.world import World
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Hold = Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
 """Tensors as they are now, as ``Staging.hold`` keeps them."""
 
@@ -53,23 +52,8 @@ def saved_steps(folder: Path) -> list[int]:
     return list(digests.steps_in(folder))
 
 
-class CheckpointRanks(Protocol):
-    """The other ranks of a run, which write their shares of the optimizer's states into the same checkpoint."""
-
-    async def stage(self, folder: Path, mine: Coroutine[Any, Any, T]) -> T:
-        """Have every rank stage its share, the lead by ``mine``, whose result this is; they go on to write it."""
-
-    async def written(self) -> Mapping[str, str]:
-        """Digests of the files of the other ranks, once all are written; raises OSError where one's disk refuses."""
-
-
 Write = Callable[[Path], object]
 """Writes what was staged into a folder."""
-
-
-async def _none_written() -> Mapping[str, str]:
-    """There are no other ranks."""
-    return {}
 
 
 async def _noop() -> None:
@@ -93,7 +77,8 @@ class Checkpoints:
     """Newest checkpoints that are kept."""
     steps: int
     """Last step of the run, which is always saved."""
-    policy: Policy
+    world: World
+    """The ranks, each with its share of the states; what of the weights this one has or can have."""
     trainable: Trainable
     stepper: Stepper
     held: ReferenceWeights | None = None
@@ -104,10 +89,6 @@ class Checkpoints:
     """Raises TandemError if the run's folder is not there any more."""
     on_saved: Callable[[int, Path], None]
     """Told of each finished checkpoint."""
-    whole: Callable[[], Awaitable[nn.Module]] | None = None
-    """Where ranks have a part of the weights each: has all of them in one model here, copied to host memory."""
-    others: CheckpointRanks | None = None
-    """Where several ranks have shares of the optimizer's states."""
     _writing: asyncio.Future[None] | None = field(default=None, init=False)
 
     def due(self, step: int) -> bool:
@@ -181,14 +162,8 @@ class Checkpoints:
     async def _stage(self, state: TrainerState, aside: Path) -> Write:
         """Have every rank stage its part of a checkpoint; this rank's."""
         await self.staging.write(_make_anew, aside)
-        model = self.policy.model if self.whole is None else await self.whole()
-        mine = self.policy.compute(self._staged, state, model)
-        return await (mine if self._shared is None else self._shared.stage(aside, mine))
-
-    @property
-    def _shared(self) -> CheckpointRanks | None:
-        """The ranks that have a part of what is saved beside this one."""
-        return self.others if self.contents == "all" else None
+        model = await self.world.model()
+        return await self.world.save(aside, self.world.policy.compute(self._staged, state, model))
 
     async def _write(self, step: int, write: Write, final: Path, then: Callable[[], Awaitable[None]]) -> None:
         """Write what was staged, tell of it, and remove old ones."""
@@ -202,11 +177,11 @@ class Checkpoints:
     async def _seal(self, write: Write, final: Path) -> None:
         """Give a checkpoint its name once the files of every rank are on disk."""
         aside = _aside(final)
-        theirs = _none_written() if self._shared is None else self._shared.written()
-        mine, known = await asyncio.gather(self.staging.write(write, aside), theirs, return_exceptions=True)
+        writing = asyncio.gather(self.staging.write(write, aside), self.world.written(), return_exceptions=True)
+        here, known = await writing
         # Now that no rank writes any more.
-        if isinstance(mine, BaseException):
-            raise mine
+        if isinstance(here, BaseException):
+            raise here
         if isinstance(known, BaseException):
             raise known
         await self.staging.write(_seal, aside, final, known)
@@ -240,7 +215,7 @@ class Checkpoints:
 
     def _staged(self, state: TrainerState, model: nn.Module) -> Write:
         """What writes this rank's files, as everything is now, the weights as ``model`` has them."""
-        hold, trainable, policy = self.staging.hold, self.trainable, self.policy
+        hold, trainable, policy = self.staging.hold, self.trainable, self.world.policy
         weights = trainable.live_tensors(model)
         if model is policy.model:
             weights = hold(weights)
@@ -262,8 +237,9 @@ class Checkpoints:
         path = self.folder / f"{state.step:06d}"
         if not path.is_dir():
             return
-        loading = self.policy.compute(load_states, path, self.stepper, self.held)
+        loading = self.world.policy.compute(load_states, path, self.stepper, self.held)
         await waits.wait(loading, owner="trainer", reason="its states", on=f"the checkpoint reader at {path}")
+        await self.world.load_states(path)
         if state.rng:
             torch.set_rng_state(torch.tensor(state.rng, dtype=torch.uint8))
         log.info("restored step %d from %s", state.step, path)
@@ -306,8 +282,8 @@ def load_states(path: Path, stepper: Stepper, held: ReferenceWeights | None) -> 
         _read_tensors(path / "reference.safetensors", held.load_state_dict)
 
 
-async def restore_weights(folder: Path, policy: Policy, trainable: Trainable, fresh: TrainerState) -> TrainerState:
-    """Load the weights of the newest checkpoint in ``folder``; its state, or ``fresh`` if there is none.
+async def restore_weights(folder: Path, world: World, trainable: Trainable, fresh: TrainerState) -> TrainerState:
+    """Load the weights of the newest checkpoint in ``folder`` on every rank; its state, or ``fresh`` if there is none.
 
     Every file of it is held against its digest first.
 
@@ -324,6 +300,7 @@ async def restore_weights(folder: Path, policy: Policy, trainable: Trainable, fr
         return fresh
     path = steps[max(steps)]
     reader = f"the checkpoint reader at {path}"
+    policy = world.policy
     looking = policy.compute(digests.damage, path)
     if damage := await waits.wait(looking, owner="trainer", reason="its files to be checked", on=reader):
         raise CheckpointError(f"{damage}; {digests.remedy(path)}")
@@ -340,6 +317,7 @@ async def restore_weights(folder: Path, policy: Policy, trainable: Trainable, fr
         )
     loading = policy.compute(trainable.load, policy.model, path / trainable.folder_name)
     await waits.wait(loading, owner="trainer", reason="its weights", on=reader)
+    await world.load_weights(path / trainable.folder_name)
     return state
 
 

@@ -13,6 +13,7 @@ from tandem.observability import progress, trace
 from tandem.observability.emit import Telemetry
 from tandem.rollout.measure import interval, pass_at
 from tandem.rollout.task_sampler import EnvRunner
+from tandem.trainer.environments import Tasks
 from tandem.types import Group, Json, Sampling, Task
 
 _SHOWN = 40
@@ -107,6 +108,11 @@ def evaluator(config: RunConfig, runners: Sequence[EnvRunner], telemetry: Teleme
         record=telemetry.evaluation if telemetry is not None else lambda record: None,
         happened=happened,
     )
+
+
+def held_out(config: RunConfig, tasks: Tasks) -> Tasks:
+    """The tasks that are evaluated; a sequence of a user's own may take no slices."""
+    return {name: [some[i] for i in range(min(config.evaluate.tasks, len(some)))] for name, some in tasks.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from tandem.tools.certify.made_up import certified
 from tandem.trainer import live
 from tandem.trainer.pack import Micro, StepBatch
 from tandem.trainer.step import Step
+from tandem.trainer.work import LocalWork
 
 Gradient = Mapping[str, Tensor]
 """By parameter name."""
@@ -89,7 +90,7 @@ class CertifiedPolicy:
         self._changing = live.changing(config, self.policy)
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._recorder = Recorder(names, lambda update: self._write(self.placed(update)))
-        self.work = live.work_of(config, self.policy, self._recorder, None)
+        self.work = LocalWork.of(config, self.policy, self._recorder, None)
         self._step = Step(
             work=self.work, optimizer=config.optimizer, steps=1, updates_per_batch=config.updates_per_batch
         )

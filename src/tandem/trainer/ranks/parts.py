@@ -1,17 +1,13 @@
-"""A run on several ranks: the groups that each is in, its part of the optimizer, and the engines beside them."""
+"""One of several ranks: the groups that it is in, and its part of the weights and the optimizer."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
-import os
-import sys
 import threading
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,30 +16,19 @@ from torch._C._distributed_c10d import ErrorType
 from tandem.config.loading import RunConfig
 from tandem.config.sections import Distributed
 from tandem.distributed import flight_recorder
-from tandem.distributed.crew import Ranks, lead
 from tandem.distributed.group import DataGroup
-from tandem.distributed.placement import Placement, visible_accelerators
 from tandem.distributed.shard_mesh import ShardMesh
 from tandem.distributed.sharding import ShardedStepper
-from tandem.engines.base import (
-    EngineRequirements,
-    EngineSpec,
-    RankEngine,
-    RankHosts,
-    ReportsChecksums,
-)
 from tandem.model.policy import Policy
 from tandem.observability import waits
 from tandem.optimizers.base import UpdatesParts
 from tandem.trainer.live import rank_device
-from tandem.trainer.pairs import has_slices, ranks_of_engine
+from tandem.trainer.pairs import ranks_of_engine
 from tandem.transport.daemon import on_daemon
 from tandem.transport.rendezvous import Rendezvous, open_group, own_address
 
 if TYPE_CHECKING:
     from tandem.distributed.weight_shards import ShardedPolicy, WeightShardStepper
-
-T = TypeVar("T")
 
 FAULT_POLL_SECONDS = 1.0
 """Between two looks at what NCCL's watchdog noted."""
@@ -51,33 +36,6 @@ _FAULTS = {
     ErrorType.TIMEOUT: "a collective of NCCL is not over after {seconds:g} s (distributed.timeout_seconds)",
     ErrorType.COMM_ERROR: "a collective of NCCL failed: the connection to another rank broke",
 }
-
-
-def world_of(together: Together | None) -> int:
-    """How many ranks a run has."""
-    return 1 if together is None else together.ranks.world
-
-
-def engines_of(config: RunConfig, together: Together | None) -> EngineSpec:
-    """The recipe's engine, where it is in a process of its own one beside each rank or group of ranks."""
-    engine: Any = config.engine
-    if (world := world_of(together)) == 1 or ReportsChecksums not in engine.capabilities:
-        return config.engine
-    each = ranks_of_engine(config)
-    devices = tuple(engine_devices(first, each) for first in range(0, world, each)) if torch.cuda.is_available() else ()
-    spec: EngineSpec = replace(engine, replicas=world // each, devices=devices)
-    return spec
-
-
-def engine_devices(local_rank: int, ranks: int) -> str:
-    """GPUs of so many ranks, the first of which is given, as CUDA_VISIBLE_DEVICES names them to their engine."""
-    return ",".join(_device_name(rank) for rank in range(local_rank, local_rank + ranks))
-
-
-def _device_name(local_rank: int) -> str:
-    index = rank_device(local_rank).index
-    visible = visible_accelerators(os.environ)
-    return visible[index] if index < len(visible) else str(index)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,17 +53,12 @@ class RankParts:
 
     @classmethod
     async def join(
-        cls,
-        rendezvous: Rendezvous,
-        rank: int,
-        device: torch.device,
-        distributed: Distributed,
-        logs: Path | None = None,
-        workers: int = 1,
+        cls, config: RunConfig, rendezvous: Rendezvous, rank: int, local_rank: int, folder: Path
     ) -> RankParts:
         """``connect`` on a thread that is left behind when a rank is lost: nothing ends gloo's wait for that rank."""
+        device, logs, workers = rank_device(local_rank), folder / "logs", ranks_of_engine(config)
         async with waits.waiting(waits.actor("trainer"), "their connection", on="the other ranks"):
-            return await on_daemon(cls.connect, rendezvous, rank, device, distributed, logs, workers)
+            return await on_daemon(cls.connect, rendezvous, rank, device, config.distributed, logs, workers)
 
     @classmethod
     def connect(
@@ -232,99 +185,3 @@ class RankParts:
                     if (error := backend.get_error()) != ErrorType.SUCCESS:
                         return _FAULTS.get(error, str(error)).format(seconds=self.rendezvous.seconds)
             await asyncio.sleep(FAULT_POLL_SECONDS)
-
-
-class Together:
-    """The lead's commands around a run; those of a step are ``RankCrew``'s."""
-
-    def __init__(self, ranks: Ranks, placement: Placement | None, *, ranks_of_engine: int = 1):
-        self.ranks, self._ranks_of_engine = ranks, ranks_of_engine
-        self.hosts: RankHosts | None = self if placement is not None and placement.has_several_hosts else None
-        """Itself, where each rank starts the engine on its own host."""
-
-    async def do(self, command: str, body: object, mine: Coroutine[object, object, T]) -> T:
-        """Have every rank execute a command, the lead by ``mine``."""
-        return (await self.ranks.execute(command, lambda rank: body, mine))[0]
-
-    async def attach(self, exports: Sequence[Any], fresh: bool) -> None:
-        """Have every other rank attach the weights of its engine."""
-        await self.ranks.execute("attach", lambda rank: [exports[rank - 1], fresh], _noop())
-
-    async def start_engines(self, requirements: EngineRequirements) -> Sequence[RankEngine]:
-        """Have the first rank of each other engine start it, all at once."""
-        body = {field: getattr(requirements, field) for field in _SENT_REQUIREMENTS}
-        body["weights"] = None if requirements.weights is None else str(requirements.weights)
-        _, replies = await self.ranks.execute("engine", lambda rank: body, _noop())
-        return [RankEngine(**reply) for reply in replies if reply is not None]
-
-    async def restart_engine(self, engine: int) -> RankEngine:
-        """Have the first rank of one engine start it again."""
-        rank = engine * self._ranks_of_engine
-        _, replies = await self.ranks.execute("engine", lambda other: {} if other == rank else None, _noop())
-        return RankEngine(**replies[rank - 1])
-
-    async def adapt(self, slots: Sequence[Any]) -> None:
-        """Have every other rank write its adapter into its engine's slot."""
-        await self.ranks.execute("adapt", lambda rank: slots[rank - 1], _noop())
-
-    async def fold(self, mine: Coroutine[Any, Any, None]) -> None:
-        """Have every rank's model follow its parameters, the lead's by ``mine``."""
-        await self.do("fold", None, mine)
-
-    async def stage(self, folder: Path, mine: Coroutine[Any, Any, T]) -> T:
-        """Have every rank stage its share of a checkpoint; the others then write theirs into its folder."""
-        return await self.do("save", str(folder), mine)
-
-    async def written(self) -> dict[str, str]:
-        """Digests of what the others have written of the checkpoint that was staged.
-
-        Raises:
-            OSError: a rank's disk refuses, which is said once none of them writes any more.
-        """
-        reports = await self.ranks.reports("their files to be written")
-        for rank, report in enumerate(reports, 1):
-            if "error" in report:
-                raise OSError(f"rank {rank}: {report['error']}")
-        return {name: digest for report in reports for name, digest in report["digests"].items()}
-
-
-_SENT_REQUIREMENTS = ("model", "dtype", "payload", "rank", "targets", "versions", "seed")
-"""Plain fields of an engine's requirements; what else there is, a rank has itself."""
-
-
-@asynccontextmanager
-async def opened(
-    config: RunConfig, world: int, placement: Placement | None, folder: Path
-) -> AsyncIterator[Together | None]:
-    """The other ranks of a run, connected; None where there are none."""
-    if world == 1:
-        yield None
-        return
-    # The folder's recipe: what the lead was given on its command line is in it.
-    command = [sys.executable, "-m", "tandem", "train", str(folder / "config.yaml")]
-    async with lead(world, placement, command, folder / "logs", config.distributed.timeout_seconds) as ranks:
-        yield Together(ranks, placement, ranks_of_engine=ranks_of_engine(config))
-
-
-async def load_weights(together: Together | None, config: RunConfig, folder: Path, step: int) -> None:
-    """Have other ranks load the weights of the run's checkpoint of a step, which the lead has loaded; 0: none.
-
-    Those whose weights are to be cut take them from the lead then.
-    """
-    if together is not None and not has_slices(config):
-        path = str(_checkpoint(folder, step) / config.trainable.folder_name) if step else None
-        await together.do("weights", path, _noop())
-
-
-async def load_states(together: Together | None, folder: Path, step: int) -> None:
-    """The same for their parts of the optimizer's states."""
-    if together is not None:
-        await together.do("restore", str(_checkpoint(folder, step)) if step else None, _noop())
-
-
-def _checkpoint(folder: Path, step: int) -> Path:
-    return folder / "checkpoints" / f"{step:06d}"
-
-
-async def _noop() -> None:
-    """The lead's part in a command that is for the others."""
