@@ -236,20 +236,8 @@ async def _assemble(
     # First: the weights may move into the engine's memory, and the optimizer writes where they are.
     await weight_sync.bind(fresh=started_on_ours(config, engine, state.step))
     work = await world.bind(reference)
-    checkpoints = Checkpoints(
-        folder=folder / "checkpoints",
-        contents=config.checkpoint.save,
-        every=config.checkpoint.every,
-        keep=config.checkpoint.keep,
-        steps=config.steps,
-        world=world,
-        trainable=config.trainable,
-        stepper=work.stepper,
-        held=reference,
-        staging=stack.enter_context(closing(staging_of(config.checkpoint.asynchronous, policy))),
-        still=lock.check,
-        on_saved=lambda step, path: telemetry.event("checkpoint_saved", step=step, path=str(path)),
-    )
+    staging = stack.enter_context(closing(staging_of(config.checkpoint.asynchronous, policy)))
+    checkpoints = Checkpoints.of(world, work, lock, staging, telemetry)
     await checkpoints.restore(state)
     template = _template(config, policy)
     trained = environments.StepCounter(state.step)

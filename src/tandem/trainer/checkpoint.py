@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,11 +27,14 @@ from tandem.distributed import state_shards
 from tandem.distributed.state_shards import SharesStates
 from tandem.errors import CheckpointError, TandemError, command
 from tandem.observability import trace, waits
+from tandem.observability.emit import Telemetry
 from tandem.optimizers.base import Stepper
 from tandem.trainable.base import Trainable
 from tandem.trainer import digests
+from tandem.trainer.run_lock import RunLock
 from tandem.trainer.staging import Staging
 from tandem.trainer.state import TrainerState
+from tandem.trainer.work import LocalWork
 from tandem.trainer.world import World
 
 log = logging.getLogger(__name__)
@@ -90,6 +93,25 @@ class Checkpoints:
     on_saved: Callable[[int, Path], None]
     """Told of each finished checkpoint."""
     _writing: asyncio.Future[None] | None = field(default=None, init=False)
+
+    @classmethod
+    def of(cls, world: World, work: LocalWork, lock: RunLock, staging: Staging, telemetry: Telemetry) -> Self:
+        """The checkpoints of a run in its locked folder."""
+        config = world.config
+        return cls(
+            folder=lock.folder / "checkpoints",
+            contents=config.checkpoint.save,
+            every=config.checkpoint.every,
+            keep=config.checkpoint.keep,
+            steps=config.steps,
+            world=world,
+            trainable=config.trainable,
+            stepper=work.stepper,
+            held=work.held,
+            staging=staging,
+            still=lock.check,
+            on_saved=lambda step, path: telemetry.event("checkpoint_saved", step=step, path=str(path)),
+        )
 
     def due(self, step: int) -> bool:
         """Whether the state after this step is to be saved."""

@@ -43,8 +43,8 @@ def of_plain(plain: Any, device: torch.device | None = None) -> Any:
         return plain
     if plain.get(_KIND) == "Tensor":
         # A copy: what came from the wire may not be written to.
-        flat = torch.frombuffer(bytearray(plain["data"]), dtype=getattr(torch, plain["dtype"]))
-        return flat.view(plain["shape"]).to(device)
+        elements = torch.frombuffer(bytearray(plain["data"]), dtype=getattr(torch, plain["dtype"]))
+        return elements.view(plain["shape"]).to(device)
     fields = {key: of_plain(each, device) for key, each in plain.items() if key != _KIND}
     return _KINDS[plain[_KIND]](**fields) if _KIND in plain else fields
 
