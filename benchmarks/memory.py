@@ -135,7 +135,7 @@ async def trained(case: Mapping[str, Any], note: Callable[[str], None]) -> None:
     stepper = await compute(config.optimizer.bind, config.trainable.parameters(policy.model))
     note("states")
     work = LocalWork.of(config, policy, stepper, None)
-    step = Step(work=work, optimizer=config.optimizer, steps=config.steps)
+    step = Step.of(config, work)
     shape = Shape("benchmark", config.groups_per_step, config.group_size, case["prompt"], case["answer"])
     batch = Packer.of(config, policy)(groups(shape, vocabulary=200, seed=0), version=0)
     assert len(batch.micro) == 2, [len(micro.tokens_T) for micro in batch.micro]

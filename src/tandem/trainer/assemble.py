@@ -243,19 +243,16 @@ async def _assemble(
     trained = environments.StepCounter(state.step)
     lag_control = environments.lag_control(config, state.rate, telemetry)
     runners = playing.runners(engine, template, tasks.get("train", {}))
+    tested = held_out(config, tasks.get("test", {}))
     run = loop.RunParts(
         steps=config.steps,
         policy=policy,
         weight_sync=weight_sync,
         source=environments.rollout_source(config, folder, policy, engine, runners, trained, telemetry, lag_control),
         pack=Packer.of(config, policy, ranks=world.size),
-        step=Step(
-            work=work, optimizer=config.optimizer, steps=config.steps, updates_per_batch=config.updates_per_batch
-        ),
+        step=Step.of(config, work),
         checkpoints=checkpoints,
-        evaluator=evaluator(
-            config, playing.runners(engine, template, held_out(config, tasks.get("test", {}))), telemetry
-        ),
+        evaluator=evaluator(config, playing.runners(engine, template, tested), telemetry),
         telemetry=telemetry,
         records=partial(records, template=template, skip_forced=bool(config.sampling.regex)),
         show=Completions(config.print_completions, telemetry),

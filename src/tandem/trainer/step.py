@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
+from tandem.config.loading import RunConfig
 from tandem.metrics import Mean, Sum, Value, merge
 from tandem.optimizers.base import Optimizer
 from tandem.trainer.objective import OldLogprobs
@@ -35,6 +37,13 @@ class Step:
     steps: int
     """Of the whole run; schedules end there."""
     updates_per_batch: int = 1
+
+    @classmethod
+    def of(cls, config: RunConfig, work: LocalWork) -> Self:
+        """The steps of a recipe."""
+        return cls(
+            work=work, optimizer=config.optimizer, steps=config.steps, updates_per_batch=config.updates_per_batch
+        )
 
     async def forward_backward(self, batch: StepBatch, queued: Callable[[], None] = lambda: None) -> StepStats:
         """Gradient of the step's loss, added up over its micro-batches.
