@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from itertools import islice
 from pathlib import Path
@@ -58,7 +58,7 @@ def check(recipe: Path, overrides: Sequence[str], tasks: int) -> int:
 
 
 async def _check(loaded: Loaded, tasks: int) -> int:
-    look = _RecipeCheck(loaded.config, tasks, loaded.places)
+    look = _RecipeCheck(loaded.config, tasks)
     console = Console()
     problems: list[TandemError] = []
     doubtful = 0
@@ -99,9 +99,8 @@ def _row(state: Text, what: str, text: str, width: int) -> Table:
 class _RecipeCheck:
     """The things looked at, in order; each returns what it found, or None if an earlier one failed."""
 
-    def __init__(self, config: RunConfig, most: int, set_options: Collection[str]):
+    def __init__(self, config: RunConfig, most: int):
         self._config = config
-        self._set_options = set_options
         self._most = most
         self._tasks: dict[str, Sequence[Task]] = {}
         self._model: Any = None
@@ -264,20 +263,15 @@ class _RecipeCheck:
         Raises:
             DoesNotFit: it exceeds the machine.
         """
-        planner, chosen = self._planner, list[str]()
+        planner = self._planner
         if planner is None:
             return None
-        if self._config.memory == "fit":
-            fitted = memory.fit(planner, self._config, self._set_options)
-            self._config, plan, chosen = fitted.config, fitted.plan, [fitted.message]
-        else:
-            plan = planner.plan(self._config)
-            plan.require()
-        if memory.chooses_gradients(self._config, planner.ranks):
-            as_run = memory.with_gradients(planner, self._config)
-            plan = planner.plan(as_run)
-            chosen.append(f"distributed.gradients: {as_run.distributed.gradients}, which is auto's choice here")
-        self.plan = "\n".join([plan.table(), *(f"  {line}" for line in chosen)])
+        planner.plan(self._config).require()
+        as_run = memory.with_gradients(planner, self._config)
+        plan = planner.plan(as_run)
+        self.plan = plan.table()
+        if as_run != self._config:
+            self.plan += f"\n  distributed.gradients: {as_run.distributed.gradients}, which is auto's choice here"
         if not plan.within(1 / (1 + memory.MARGIN)):
             self.doubts.append(f"the plan may be off by {memory.MARGIN:.0%}: this run may not fit")
         return f"about {machine.readable(plan.total)} at the peak of {machine.readable(plan.machine.free)} free"

@@ -28,12 +28,12 @@ def train(target: Path, overrides: Sequence[str], *, show: bool, launcher: str |
         loaded = load(recipe_of(target) if target.is_dir() else target, overrides)
         return shown(loaded, loaded.notes)
     if target.is_dir():
-        config, resume, set_options = resumed(target, overrides), target, frozenset[str]()
+        config, resume = resumed(target, overrides), target
     else:
         loaded = load(target, overrides)
         for note in loaded.notes:
             typer.echo(f"tandem: {note}", err=True)
-        config, resume, set_options = loaded.config, None, frozenset(loaded.places)
+        config, resume = loaded.config, None
     if launcher == "ray":
         from tandem.distributed.ray_cluster import launch
 
@@ -42,7 +42,7 @@ def train(target: Path, overrides: Sequence[str], *, show: bool, launcher: str |
     with machine.importing():  # only now: a mistake in the recipe is told before the rest has loaded
         from tandem.trainer import assemble as run
 
-    folder = run_to_end(run.train(config, resume=resume, set_options=set_options))
+    folder = run_to_end(run.train(config, resume=resume))
     return ended(folder)
 
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import tempfile
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
 from dataclasses import replace
 from functools import partial
@@ -51,7 +51,6 @@ async def train(
     config: RunConfig,
     *,
     resume: Path | None,
-    set_options: Collection[str] = (),
     on_step: OnStep | None = None,
     stop: asyncio.Event | None = None,
 ) -> Path:
@@ -60,7 +59,6 @@ async def train(
     Args:
         config: the recipe.
         resume: the folder of a run to go on with.
-        set_options: options that the recipe sets, by dotted path: ``memory: fit`` leaves them as they are.
         on_step: called after every step with its number and metrics; what it raises ends the run.
         stop: ends the run in order once it is set, as a signal does.
 
@@ -77,7 +75,7 @@ async def train(
     with watchdog.watching(config.timeouts) as dog, RunLock() as lock:
         if resume:
             lock.take(resume)
-        return await _train(config, placement, dog, lock, resume, set_options, on_step, stop or asyncio.Event())
+        return await _train(config, placement, dog, lock, resume, on_step, stop or asyncio.Event())
 
 
 async def _train(
@@ -86,7 +84,6 @@ async def _train(
     dog: watchdog.Watchdog,
     lock: RunLock,
     resume: Path | None,
-    set_options: Collection[str],
     on_step: OnStep | None,
     stop: asyncio.Event,
 ) -> Path:
@@ -102,7 +99,7 @@ async def _train(
             environments.longest_prompt(config, model, tasks["train"]) if "train" in tasks else memory.TYPICAL_PROMPT
         )
         planner = memory.planner(config, model, prompt_tokens=longest, resumed=resume)
-        config = memory.settled(planner, config, set_options)
+        planner.plan(config).require()
         as_divided = memory.with_gradients(planner, config)
     folder = dog.folder = resume or run_folder.new_folder(config)
     lock.take(folder)
