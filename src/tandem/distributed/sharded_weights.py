@@ -200,10 +200,6 @@ class ShardedWeights:
                 continue
             yield name, self._gathered(name, _local(parameter).to(self.dtype))
 
-    def state(self, name: str, local: Tensor) -> Tensor:
-        """An optimizer state of a parameter, whole on every rank, from this rank's part of it."""
-        return local if not local.dim() else self._gathered(name, local)
-
     def _gathered(self, name: str, local: Tensor) -> Tensor:
         """A whole tensor from every rank's part, in the dtype of the parts."""
         dimension = shard_dimension(name, self._shapes[name], self.ranks)

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from tandem.distributed.gradient_sums import BUCKET, GradientSums, LocalSums, ParameterCut, ScatteredSums
 from tandem.distributed.group import DataGroup
-from tandem.distributed.state_shards import Box, StateShare, matrix_shape, other_states, run_boxes
+from tandem.distributed.state_shards import Box, StateShare, matrix_shape, run_boxes
 from tandem.optimizers.base import BLOCK, ParameterPart, UpdatesParts, global_norm
 
 SMALL = 65_536
@@ -150,38 +150,7 @@ class ShardedStepper:
 
     # States
 
-    @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """The states of whole parameters, as one process would have them; all ranks call this together.
-
-        Rank 0 has them in host memory, one tensor after another; the others get nothing.
-        """
-        inner: dict[str, dict[str, Tensor]] = defaultdict(dict)
-        for key, value in self._inner.state_dict().items():
-            label, _, kind = key.rpartition("/")
-            inner[label][kind] = value
-        out: dict[str, Any] = {}
-        for (name, parameter), cut in zip(self._named, self._cuts, strict=True):
-            if cut.own is None:
-                out |= {f"{name}/{kind}": value for kind, value in inner[name].items()}
-                continue
-            for kind, mine in inner[cut.own.label].items():
-                rest = None if cut.rest is None else inner[cut.rest.label][kind]
-                whole = self._whole(mine, rest) if mine.dim() else mine
-                if whole.numel() == parameter.numel() and not kind.endswith(".codes"):
-                    whole = whole.view(parameter.shape)
-                if self._group.rank == 0:
-                    out[f"{name}/{kind}"] = whole.cpu()
-        return out if self._group.rank == 0 else {}
-
-    def _whole(self, mine: Tensor, rest: Tensor | None) -> Tensor:
-        """A state of a whole parameter, of the parts of all ranks and the rest."""
-        gathered = torch.empty(len(mine) * self._group.world, dtype=mine.dtype, device=self._group.device)
-        gathered.chunk(self._group.world)[self._group.rank].copy_(mine)
-        self._group.all_gather([gathered])
-        return gathered if rest is None else torch.cat([gathered, rest.to(gathered.device)])
-
-    def local_states(self) -> dict[str, Tensor]:
         """States of this rank's parts, and of what every rank updates; live tensors."""
         return self._inner.state_dict()
 
@@ -209,32 +178,6 @@ class ShardedStepper:
                 shares.append(StateShare(name=f"{name}/{kind}", shape=matrix_shape(shape), boxes=tuple(boxes)))
         return shares
 
-    def load_local_states(self, states: Mapping[str, Tensor]) -> None:
-        """Take over what ``local_states`` gave."""
-        self._inner.load_state_dict(dict(states))
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the own parts of what ``state_dict`` gave, with any number of ranks.
-
-        Raises:
-            CheckpointError: it is the state of other parameters, or of another optimizer.
-        """
-        sizes = {name: parameter.numel() for name, parameter in self._named}
-        parts = {part.label: part for cut in self._cuts for part in cut.parts}
-        own: dict[str, Any] = {}
-        taken: set[str] = set()
-        for key, mine in self._inner.state_dict().items():
-            label, _, kind = key.rpartition("/")
-            part = parts[label]
-            taken.add(name := f"{part.name}/{kind}")
-            whole = state.get(name)
-            per = BLOCK if kind.endswith(".scales") else 1
-            if whole is None or (mine.dim() and whole.numel() != -(-sizes[part.name] // per)):
-                raise other_states(name)
-            if part.of is None or not mine.dim():
-                own[key] = whole
-            else:
-                own[key] = whole.reshape(-1)[part.start // per :][: len(mine)]
-        if left := sorted(state.keys() - taken):
-            raise other_states(left[0])
-        self._inner.load_state_dict(own)
+        """Take over what ``state_dict`` gave."""
+        self._inner.load_state_dict(state)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tandem.distributed.sharded_weights import ShardedWeights
-from tandem.distributed.state_shards import Box, StateShare, matrix_shape, other_states
+from tandem.distributed.state_shards import Box, StateShare, matrix_shape
 from tandem.model.attention import Packed, Plan
 from tandem.model.logprobs import token_logprobs
 from tandem.model.policy import Policy
@@ -166,18 +166,7 @@ class WeightShardStepper:
             parameter.grad = None
         self._policy.has_computed = False
 
-    @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """The states of whole parameters, as one process would have them; rank 0 has them, the others get nothing."""
-        states = self.local_states()
-        out = {}
-        for key in sorted(states):
-            whole = self._weights.state(key.rpartition("/")[0], states[key])
-            if self._weights.rank == self._weights.replica == 0:
-                out[key] = whole.cpu()
-        return out
-
-    def local_states(self) -> dict[str, Tensor]:
         """States of this rank's shards, and the shards themselves where they are masters; live tensors."""
         states: dict[str, Tensor] = dict(self._inner.state_dict())
         if self._weights.dtype != torch.float32:
@@ -205,31 +194,10 @@ class WeightShardStepper:
         return shares
 
     @torch.no_grad()
-    def load_local_states(self, states: Mapping[str, Tensor]) -> None:
-        """Take over what ``local_states`` gave."""
-        own = dict(states)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what ``state_dict`` gave."""
+        own = dict(state)
         for name, parameter in self._local.items():
             if (master := own.pop(f"{name}/{MASTER}", None)) is not None:
                 parameter.copy_(master)
-        self._inner.load_state_dict(own)
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the own shards of what ``state_dict`` gave, with any number of ranks.
-
-        Raises:
-            CheckpointError: it is the state of other parameters, or of another optimizer.
-        """
-        own = {}
-        for key, whole in state.items():
-            name, _, kind = key.rpartition("/")
-            if name not in self._local:
-                raise other_states(key)
-            mine = self._weights.part(name).of(whole) if whole.dim() else whole
-            if mine.dim() and mine.shape != self._local[name].shape:
-                raise other_states(key)
-            if kind == MASTER:
-                self._local[name].copy_(mine)
-            else:
-                own[key] = mine
         self._inner.load_state_dict(own)

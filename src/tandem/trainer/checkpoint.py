@@ -272,10 +272,10 @@ def staged_states(stepper: Stepper, rank: int, hold: Hold) -> Callable[[Path], l
 
     It returns the files that it wrote, on disk.
     """
-    if isinstance(stepper, SharesStates):
-        shares = stepper.shares(hold(stepper.local_states()))
-        return lambda folder: state_shards.write(folder / SHARDS, shares, rank)
     states = hold(stepper.state_dict())
+    if isinstance(stepper, SharesStates):
+        shares = stepper.shares(states)
+        return lambda folder: state_shards.write(folder / SHARDS, shares, rank)
 
     def write(folder: Path) -> list[Path]:
         save_file(states, folder / WHOLE)
@@ -290,16 +290,14 @@ def load_states(path: Path, stepper: Stepper, held: ReferenceWeights | None) -> 
     Raises:
         CheckpointError: they cannot be read.
     """
-    if not (path / SHARDS).is_dir():
-        _read_tensors(path / WHOLE, stepper.load_state_dict)
-    elif isinstance(stepper, SharesStates):
-        own = _on_host(stepper.local_states())
-        state_shards.read(path / SHARDS, stepper.shares(own))
-        stepper.load_local_states(own)
-    else:
-        states = _on_host(stepper.state_dict())
-        state_shards.read(path / SHARDS, state_shards.whole_shares(states))
-        stepper.load_state_dict(states)
+    # Live where they are on the host: no second optimizer state is held there.
+    states = {
+        name: state if state.device.type == "cpu" else torch.empty_like(state, device="cpu")
+        for name, state in stepper.state_dict().items()
+    }
+    shares = stepper.shares(states) if isinstance(stepper, SharesStates) else state_shards.whole_shares(states)
+    state_shards.read(path / SHARDS if (path / SHARDS).is_dir() else path / WHOLE, shares)
+    stepper.load_state_dict(states)
     if held is not None and held.state_dict():
         _read_tensors(path / "reference.safetensors", held.load_state_dict)
 
@@ -341,11 +339,6 @@ async def restore_weights(folder: Path, world: World, trainable: Trainable, fres
     await waits.wait(loading, owner="trainer", reason="its weights", on=reader)
     await world.load_weights(path / trainable.folder_name)
     return state
-
-
-def _on_host(states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of the same shapes to read into."""
-    return {key: torch.empty_like(state, device="cpu") for key, state in states.items()}
 
 
 def _write_each(parts: deque[Write], aside: Path) -> None:
