@@ -23,11 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
-from tandem.distributed.rounded_sums import RoundedSums
 from tandem.distributed.slice_writer import SliceWriter
 from tandem.distributed.slices import EngineSlice, Slice, shard_dimension, shard_slice
 from tandem.errors import ConfigError
 from tandem.model.layers import decoder_layers
+from tandem.transport.checksums import ChecksumTally
 from tandem.transport.checksums import Shard as ChecksumShard
 
 BACKBONE = "tandem_backbone"
@@ -87,7 +87,6 @@ class ShardedWeights:
             self._cut(layer, reshard_after_forward=True)
         # Embeddings, last norm and head: needed at both ends of a pass, so they stay until the backward pass is over.
         self._cut(model, reshard_after_forward=False)
-        self._sums: RoundedSums | None = None
         setattr(model, BACKBONE, MethodType(_backbone, model))
         register_fsdp_forward_method(model, BACKBONE)
 
@@ -231,16 +230,18 @@ class ShardedWeights:
     @torch.no_grad()
     def checksums(self) -> dict[str, int]:
         """Checksum of every whole tensor as it is published, from every rank's part; the same on all ranks."""
-        if self._sums is None:
-            shards = [ChecksumShard(name, of, self.part(name).first) for name, of in self._shards().items()]
-            self._sums = RoundedSums(shards, self.dtype)
-        sums = self._sums.queue()
+        tallies = [
+            # Rounded one after the other: no second copy of a rank's weights is kept for it.
+            ChecksumTally([ChecksumShard(name, local.to(self.dtype), self.part(name).first)]).queue()
+            for name, local in self._shards().items()
+        ]
+        sums = torch.cat([tally.to(self.device) for tally in tallies])
         # Two halves of 32 bits: sums of int64 that overflow are defined for no backend.
         halves = torch.stack([(sums >> 32) & _LOW, sums & _LOW], dim=1)
         dist.all_reduce(halves, group=self.group)
         return {
             name: ((high << 32) + low) % (1 << 64)
-            for name, (high, low) in zip(self._sums.names, halves.tolist(), strict=True)
+            for name, (high, low) in zip(self._shards(), halves.tolist(), strict=True)
         }
 
 

@@ -34,7 +34,7 @@ class ShardedStepper:
         replicate: every rank updates everything, as for an adapter, which is small; gradients are summed all the same.
         local: each rank adds up its own micro-batches, and ranks sum once a pass, instead of after each.
         smallest: elements of a parameter that is divided; None: ``SMALL``.
-        bucket: elements of gradient that are summed by one call, unless ``local``; None: ``BUCKET``.
+        bucket: most elements of a gradient that are summed by one call; None: ``BUCKET``.
     """
 
     def __init__(
@@ -55,11 +55,9 @@ class ShardedStepper:
         self._index = {cut.parameter: i for i, cut in enumerate(self._cuts)}
         self._inner = optimizer.bind_parts([part for cut in self._cuts for part in cut.parts])
         widest = functools.reduce(torch.promote_types, (p.dtype for _, p in self._named), torch.float32)
-        self._sums: GradientSums
-        if local:
-            self._sums = LocalSums(self._cuts, group, self._inner.add, widest)
-        else:
-            self._sums = ScatteredSums(self._cuts, group, self._inner.add, widest, BUCKET if bucket is None else bucket)
+        kind = LocalSums if local else ScatteredSums
+        options = self._cuts, group, self._inner.add, widest, BUCKET if bucket is None else bucket
+        self._sums: GradientSums = kind(*options)
         self._started = [False] * len(self._cuts)
 
     def _cut(self, name: str, parameter: Parameter, *, replicate: bool) -> ParameterCut:
