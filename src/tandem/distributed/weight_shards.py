@@ -69,10 +69,6 @@ class WholeWeights:
                 self._whole[name].copy_(tensor)
 
 
-def _nothing() -> None:
-    """What follows an update where masters are published from where they are."""
-
-
 class WeightShardStepper:
     """A stepper over this rank's shards; but for ``accumulate`` all ranks call everything together.
 
@@ -88,7 +84,7 @@ class WeightShardStepper:
         self,
         optimizer: UpdatesParts,
         policy: ShardedPolicy,
-        updated: Callable[[], None] = _nothing,
+        updated: Callable[[], None] = lambda: None,
         *,
         local: bool = False,
     ):
