@@ -83,7 +83,7 @@ class Saver:
             world=World(CONFIG, policy),
             trainable=trainable,
             stepper=self.stepper,
-            held=held,
+            reference=held,
             staging=staging_of(asynchronous, policy),
             still=lambda: None,
             on_saved=lambda step, path: self.saved.append(step),
@@ -97,8 +97,8 @@ class Saver:
             self.stepper.accumulate(parameter)
         self.stepper.step(1e-2, 1.0)
         self.checkpoints.trainable.fold(self.policy.model)
-        if self.checkpoints.held is not None:
-            self.checkpoints.held.move()
+        if self.checkpoints.reference is not None:
+            self.checkpoints.reference.move()
 
     def save(self, step: int) -> Path:
         asyncio.run(self.checkpoints.save(state(step)))

@@ -70,7 +70,7 @@ def trained(
             "policy": policy,
             "objective": objective,
             "sampling": Sampling(),
-            "held": None if objective.reference is None else objective.reference.hold(changing),
+            "reference": None if objective.reference is None else objective.reference.hold(changing),
             "fold": lambda: trainable.fold(policy.model),
         }
 

@@ -199,7 +199,7 @@ def gradients(case: Case, model: nn.Module, batch: StepBatch, dtype: torch.dtype
                 parameter.copy_(after(0)[name])
         kind: type[LocalWork] = LocalWork if group is None else RankWork
         work = kind(
-            policy=policy, objective=case.objective, stepper=stepper, sampling=Sampling(), held=held,
+            policy=policy, objective=case.objective, stepper=stepper, sampling=Sampling(), reference=held,
             fold=lambda: trainable.fold(policy.model),
         )  # fmt: skip
         asyncio.run(stepped(case, work, batch, group))
@@ -224,7 +224,7 @@ async def stepped(case: Case, work: LocalWork, batch: StepBatch, group: DataGrou
             else:
                 old = [*(await work.passed(batch, old, lambda: None)).old_logprobs]
             await compute(work.apply, 1e-3, 1.0)
-        if work.held is not None and work.held.due(step):
+        if work.reference is not None and work.reference.due(step):
             await compute(work.fold)
             await compute(work.move)
 

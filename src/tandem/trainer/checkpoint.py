@@ -84,7 +84,7 @@ class Checkpoints:
     """The ranks, each with its share of the states; what of the weights this one has or can have."""
     trainable: Trainable
     stepper: Stepper
-    held: ReferenceWeights | None = None
+    reference: ReferenceWeights | None = None
     """The reference, whose weights may move too."""
     staging: Staging
     """Whether training goes on while one is written."""
@@ -107,7 +107,7 @@ class Checkpoints:
             world=world,
             trainable=config.trainable,
             stepper=work.stepper,
-            held=work.held,
+            reference=work.reference,
             staging=staging,
             still=lock.check,
             on_saved=lambda step, path: telemetry.event("checkpoint_saved", step=step, path=str(path)),
@@ -244,8 +244,8 @@ class Checkpoints:
         parts: deque[Write] = deque([partial(_write_weights, trainable, model, weights, policy.tokenizer)])
         if self.contents == "all":
             parts.append(staged_states(self.stepper, 0, hold))
-            if self.held is not None and (reference := hold(self.held.state_dict())):
-                parts.append(lambda aside: save_file(reference, aside / "reference.safetensors"))
+            if self.reference is not None and (saved := hold(self.reference.state_dict())):
+                parts.append(lambda aside: save_file(saved, aside / "reference.safetensors"))
             rng = tuple(torch.get_rng_state().tolist())
             parts.append(partial(_write_state, dataclasses.replace(state, rng=rng)))
         return partial(_write_each, parts)
@@ -259,7 +259,7 @@ class Checkpoints:
         path = self.folder / f"{state.step:06d}"
         if not path.is_dir():
             return
-        loading = self.world.policy.compute(load_states, path, self.stepper, self.held)
+        loading = self.world.policy.compute(load_states, path, self.stepper, self.reference)
         await waits.wait(loading, owner="trainer", reason="its states", on=f"the checkpoint reader at {path}")
         await self.world.load_states(path)
         if state.rng:
@@ -284,7 +284,7 @@ def staged_states(stepper: Stepper, rank: int, hold: Hold) -> Callable[[Path], l
     return write
 
 
-def load_states(path: Path, stepper: Stepper, held: ReferenceWeights | None) -> None:
+def load_states(path: Path, stepper: Stepper, reference: ReferenceWeights | None) -> None:
     """Load the optimizer's states of a checkpoint, and the reference's weights where it moves.
 
     Raises:
@@ -298,8 +298,8 @@ def load_states(path: Path, stepper: Stepper, held: ReferenceWeights | None) -> 
     shares = stepper.shares(states) if isinstance(stepper, SharesStates) else state_shards.whole_shares(states)
     state_shards.read(path / SHARDS if (path / SHARDS).is_dir() else path / WHOLE, shares)
     stepper.load_state_dict(states)
-    if held is not None and held.state_dict():
-        _read_tensors(path / "reference.safetensors", held.load_state_dict)
+    if reference is not None and reference.state_dict():
+        _read_tensors(path / "reference.safetensors", reference.load_state_dict)
 
 
 async def restore_weights(folder: Path, world: World, trainable: Trainable, fresh: TrainerState) -> TrainerState:

@@ -85,7 +85,7 @@ class Step:
             await self.work.every("fold")
             again.append((await self._pass(batch, first.old_logprobs)).metrics)
             queued.append(await self.work.every("apply", lr, most))
-        if self.work.held is not None and self.work.held.due(step):
+        if self.work.reference is not None and self.work.reference.due(step):
             await self.work.every("fold")
             await self.work.every("move")
         norms = await self.work.policy.compute(self.work.norms, queued)

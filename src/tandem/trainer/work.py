@@ -53,7 +53,7 @@ class LocalWork:
     """The optimizer bound to the trained parameters."""
     sampling: Sampling
     """Its support limits (top_p, top_k, min_p) are part of the distribution that was sampled."""
-    held: ReferenceWeights | None = None
+    reference: ReferenceWeights | None = None
     """The reference's weights, where the objective has a reference."""
     fold: Callable[[], None] = lambda: None
     """Brings what the model computes with up to date with what the optimizer wrote."""
@@ -63,7 +63,7 @@ class LocalWork:
 
     @classmethod
     def of(
-        cls, config: RunConfig, policy: Policy, stepper: Stepper, held: ReferenceWeights | None, **of_ranks: Any
+        cls, config: RunConfig, policy: Policy, stepper: Stepper, reference: ReferenceWeights | None, **of_ranks: Any
     ) -> Self:
         """The work of a recipe's steps."""
         return cls(
@@ -71,7 +71,7 @@ class LocalWork:
             objective=Objective.of(config),
             stepper=stepper,
             sampling=config.sampling,
-            held=held,
+            reference=reference,
             fold=lambda: config.trainable.fold(policy.model),
             **of_ranks,
         )
@@ -148,14 +148,14 @@ class LocalWork:
 
     def move(self) -> None:
         """Have the reference follow the policy."""
-        assert self.held is not None
-        self.held.move()
+        assert self.reference is not None
+        self.reference.move()
 
     def _reference(self, micro: Micro) -> Tensor | None:
         """The reference's logprob of each trained token, by the same pass as the policy's."""
-        if self.held is None:
+        if self.reference is None:
             return None
-        with torch.no_grad(), self.held.in_place():
+        with torch.no_grad(), self.reference.in_place():
             return self.logprobs(micro)
 
     def logprobs(self, micro: Micro) -> Tensor:

@@ -120,7 +120,7 @@ class CertifiedPolicy:
         """Be as a run is when its first step begins: moved away from what was loaded, which a reference holds."""
         self._place(-1)
         reference = self.config.reference
-        self.work.held = None if reference is None else reference.hold(self._changing)
+        self.work.reference = None if reference is None else reference.hold(self._changing)
         self._place(0)
 
     def gradients(self, batch: StepBatch) -> list[Gradient]:
@@ -161,8 +161,8 @@ class CertifiedPolicy:
         scores = []
         for micro in batch.micro:
             before_N = None
-            if self.work.held is not None:
-                with self.work.held.in_place():
+            if self.work.reference is not None:
+                with self.work.reference.in_place():
                     before_N = self.work.logprobs(micro)
             scores.append((micro, self.work.logprobs(micro), before_N))
         return scores
