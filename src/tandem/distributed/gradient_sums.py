@@ -55,7 +55,7 @@ class _Call(NamedTuple):
     cut: ParameterCut
     stop: int
     """Of this rank's run, the element after the last one that is summed."""
-    own: Tensor
+    run: Tensor
     rows: Tensor
 
 
@@ -111,9 +111,9 @@ class GradientSums(ABC):
         each = max(1, self._bucket // world)
         for start in range(0, cut.width, each):
             rows = elements[: cut.shared].view(world, cut.width)[:, start : start + each].to(self.dtype).contiguous()
-            own = torch.empty(rows.shape[1], dtype=self.dtype, device=rows.device)
-            work = self._group.reduce_scatter(own, rows)
-            self._flying.append(_Call(work, cut, start + rows.shape[1], own, rows))
+            run = torch.empty(rows.shape[1], dtype=self.dtype, device=rows.device)
+            work = self._group.reduce_scatter(run, rows)
+            self._flying.append(_Call(work, cut, start + rows.shape[1], run, rows))
             self._land(IN_FLIGHT)
 
     def _land(self, leave: int) -> None:
@@ -121,7 +121,7 @@ class GradientSums(ABC):
         while len(self._flying) > leave:
             call = self._flying.popleft()
             self._group.finish([call.work], "sums of gradients")
-            self._landed.append(call.own)
+            self._landed.append(call.run)
             if call.stop == call.cut.width:
                 assert call.cut.own is not None
                 self._deliver(call.cut.own.parameter, torch.cat(self._landed) if self._landed[1:] else self._landed[0])

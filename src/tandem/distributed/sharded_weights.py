@@ -115,12 +115,12 @@ class ShardedWeights:
             whole: the first rank's, whose parameters are emptied as they are taken; None on other ranks.
         """
         self.model.to_empty(device=self.device)
-        theirs = {} if whole is None else dict(whole.named_parameters())
+        parameters = {} if whole is None else dict(whole.named_parameters())
         for name, parameter in self.model.named_parameters():
-            tensor = self._sent(theirs.get(name), self._shapes[name], self.dtype)
+            tensor = self._sent(parameters.get(name), self._shapes[name], self.dtype)
             _local(parameter).copy_(self.part(name).of(tensor))
-            if name in theirs:
-                theirs[name].data = theirs[name].data.new_empty(0)
+            if name in parameters:
+                parameters[name].data = parameters[name].data.new_empty(0)
         buffers = {} if whole is None else dict(whole.named_buffers())
         for name, buffer in self.model.named_buffers():
             buffer.copy_(self._sent(buffers.get(name), buffer.shape, buffer.dtype))

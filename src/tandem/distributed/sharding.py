@@ -67,13 +67,13 @@ class ShardedStepper:
         if not width:
             all_of_it = ParameterPart(name=name, parameter=parameter)
             return ParameterCut(parameter=parameter, width=0, own=None, rest=all_of_it, shared=0)
-        shared, own = width * world, width * self._group.rank
+        shared, start = width * world, width * self._group.rank
         elements = parameter.detach().view(-1)
         rest = None
         if shared < num:
             rest = ParameterPart(name=name, parameter=Parameter(elements[shared:]), start=shared, of=num)
-        mine = ParameterPart(name=name, parameter=Parameter(elements[own : own + width]), start=own, of=num)
-        return ParameterCut(parameter=parameter, width=width, own=mine, rest=rest, shared=shared)
+        run = ParameterPart(name=name, parameter=Parameter(elements[start : start + width]), start=start, of=num)
+        return ParameterCut(parameter=parameter, width=width, own=run, rest=rest, shared=shared)
 
     # Gradients
 
@@ -119,11 +119,11 @@ class ShardedStepper:
 
     def _norm(self, gradients: Mapping[Parameter, Tensor]) -> Tensor:
         """Over the parts of all ranks, and once over what every rank has."""
-        own = {cut.own.parameter for cut in self._cuts if cut.own is not None}
-        mine = [gradient for parameter, gradient in gradients.items() if parameter in own]
-        same = [gradient for parameter, gradient in gradients.items() if parameter not in own]
+        runs = {cut.own.parameter for cut in self._cuts if cut.own is not None}
+        of_runs = [gradient for parameter, gradient in gradients.items() if parameter in runs]
+        same = [gradient for parameter, gradient in gradients.items() if parameter not in runs]
         home = next(iter(gradients.values())).device if gradients else self._group.device
-        square = global_norm(mine).square() if mine else torch.zeros((), dtype=torch.float64)
+        square = global_norm(of_runs).square() if of_runs else torch.zeros((), dtype=torch.float64)
         square = square.to(self._group.device)
         self._group.finish([self._group.all_reduce(square)], "the gradient's norm")
         square = square.to(home)

@@ -117,8 +117,8 @@ class SharedSlices(Shared):
         if not session.fresh:
             return
         sums = await session.trained.sums(engine, await ranks.checksums())
-        for name, theirs in sums.engines.items():
-            if wrong := differing(sums.stored, theirs):
+        for name, stored in sums.engines.items():
+            if wrong := differing(sums.stored, stored):
                 raise UnsupportedPair(
                     f"sync shared: {name} holds {wrong[0]!r} with other values than the ranks, or not at all: it is "
                     "laid out otherwise, or was loaded from elsewhere; use distributed.shard: states"

@@ -184,16 +184,16 @@ class WeightShardStepper:
                 continue
             name = key.rpartition("/")[0]
             shape = matrix_shape(weights.shape(name))
-            first, own = weights.part(name).first[: len(shape)], state.view(matrix_shape(state.shape))
-            boxes = (Box(offsets=first, tensor=own, is_written=is_ours),) if state.numel() else ()
+            first, shard = weights.part(name).first[: len(shape)], state.view(matrix_shape(state.shape))
+            boxes = (Box(offsets=first, tensor=shard, is_written=is_ours),) if state.numel() else ()
             shares.append(StateShare(name=key, shape=shape, boxes=boxes))
         return shares
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what ``state_dict`` gave."""
-        own = dict(state)
+        states = dict(state)
         for name, parameter in self._local.items():
-            if (master := own.pop(f"{name}/{MASTER}", None)) is not None:
+            if (master := states.pop(f"{name}/{MASTER}", None)) is not None:
                 parameter.copy_(master)
-        self._inner.load_state_dict(own)
+        self._inner.load_state_dict(states)

@@ -229,9 +229,9 @@ class Checkpoints:
             if not isinstance(error, (OSError, SafetensorError)) and type(error) is not Exception:
                 raise
             newest = saved_steps(self.folder)
-            kept = f"the newest checkpoint is step {newest[-1]}" if newest else "there is no checkpoint yet"
+            newest_text = f"the newest checkpoint is step {newest[-1]}" if newest else "there is no checkpoint yet"
             raise CheckpointError(
-                f"checkpoint of step {step} cannot be written to {self.folder}: {error}; {kept}. "
+                f"checkpoint of step {step} cannot be written to {self.folder}: {error}; {newest_text}. "
                 f"Free disk space or mend the folder, then go on with: {command('train', self.folder.parent)}"
             ) from error
 

@@ -139,8 +139,8 @@ class Packer:
         for group, values in zip(groups, advantages(self.advantage, groups), strict=True):
             siblings: list[Sample] = []
             for rollout, value in zip(group.scored, values, strict=True):
-                own = rollout.advantages
-                by_rollout[rollout.id] = value if own is None else math.fsum(own) / len(own)
+                of_tokens = rollout.advantages
+                by_rollout[rollout.id] = value if of_tokens is None else math.fsum(of_tokens) / len(of_tokens)
                 if rollout.trained and not (self.mask_truncated and rollout.truncated):
                     siblings.extend(samples_of(rollout, value, skip_forced=self.skip_forced))
             samples.append(siblings)

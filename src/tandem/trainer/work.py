@@ -120,8 +120,8 @@ class LocalWork:
         loss.backward()
         self.reduce()
         assert entropy_N is not None
-        own = {"loss": Pending(Sum, loss), "entropy": Pending(Mean, entropy_N.sum(), entropy_N.numel())}
-        return {**metrics, **own}, logprobs_N.detach(), old
+        of_step = {"loss": Pending(Sum, loss), "entropy": Pending(Mean, entropy_N.sum(), entropy_N.numel())}
+        return {**metrics, **of_step}, logprobs_N.detach(), old
 
     def reduce(self) -> None:
         """Nothing: gradients are whole where there are no other ranks."""

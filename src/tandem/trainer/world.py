@@ -79,9 +79,9 @@ class World:
     async def adapt(self, slots: Sequence[Any]) -> None:
         """Have every other rank write its adapter into its engine's slot."""
 
-    async def fold(self, mine: Coroutine[Any, Any, None]) -> None:
-        """Have every rank's model follow its parameters, that of this one by ``mine``."""
-        await mine
+    async def fold(self, here: Coroutine[Any, Any, None]) -> None:
+        """Have every rank's model follow its parameters, that of this one by ``here``."""
+        await here
 
     # The step
 
@@ -103,9 +103,9 @@ class World:
         """The model with all its weights: that of the policy, or a copy in host memory."""
         return self.policy.model
 
-    async def save(self, folder: Path, mine: Coroutine[Any, Any, T]) -> T:
-        """Have every rank stage its share of a checkpoint, this one by ``mine``; the others then write theirs."""
-        return await mine
+    async def save(self, folder: Path, here: Coroutine[Any, Any, T]) -> T:
+        """Have every rank stage its share of a checkpoint, this one by ``here``; the others then write theirs."""
+        return await here
 
     async def written(self) -> Mapping[str, str]:
         """Digests of what other ranks have written of the staged checkpoint, once they have.

@@ -109,8 +109,8 @@ class MemoryPlan:
         """What is there at the peak, largest first: where the weights are, or on the host beside it."""
         turns = [("sampling", "training")] if self.overlap else [("sampling",), ("training",)]
         moments = [("always", "starting"), *(("always", "running", *turn) for turn in turns)]
-        lines = sorted((one for one in self.lines if one.beside is beside), key=lambda one: -one.bytes)
-        return max(([one for one in lines if one.when in moment] for moment in moments), key=_sum)
+        lines = sorted((line for line in self.lines if line.beside is beside), key=lambda line: -line.bytes)
+        return max(([line for line in lines if line.when in moment] for moment in moments), key=_sum)
 
     @property
     def fits(self) -> bool:
@@ -434,8 +434,8 @@ def with_gradients(run: Planner, config: RunConfig) -> RunConfig:
 
 def context(config: RunConfig, model_config: Any) -> int:
     """Most tokens of a prompt and its answer together."""
-    own: int = model_config.get_text_config().max_position_embeddings
-    return own if config.context is None else min(config.context, own)
+    most: int = model_config.get_text_config().max_position_embeddings
+    return most if config.context is None else min(config.context, most)
 
 
 def _width(config: RunConfig) -> int:

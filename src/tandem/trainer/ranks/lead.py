@@ -85,9 +85,9 @@ class ManyRanks(World):
         """Await training, and give it up as soon as a rank is lost."""
         return await self.ranks.watch(training)
 
-    async def _all(self, command: str, body: Any, mine: Coroutine[Any, Any, T]) -> T:
-        """Have every rank execute a command, this one by ``mine``."""
-        return (await self.ranks.execute(command, lambda rank: body, mine))[0]
+    async def _all(self, command: str, body: Any, here: Coroutine[Any, Any, T]) -> T:
+        """Have every rank execute a command, this one by ``here``."""
+        return (await self.ranks.execute(command, lambda rank: body, here))[0]
 
     async def _others(self, command: str, body: Callable[[int], Any]) -> list[Any]:
         """Have every other rank execute a command."""
@@ -125,9 +125,9 @@ class ManyRanks(World):
         """Have every other rank write its adapter into its engine's slot."""
         await self._others("adapt", lambda rank: slots[rank - 1])
 
-    async def fold(self, mine: Coroutine[Any, Any, None]) -> None:
-        """Have every rank's model follow its parameters, that of this one by ``mine``."""
-        await self._all("fold", None, mine)
+    async def fold(self, here: Coroutine[Any, Any, None]) -> None:
+        """Have every rank's model follow its parameters, that of this one by ``here``."""
+        await self._all("fold", None, here)
 
     # The step
 
@@ -148,9 +148,9 @@ class ManyRanks(World):
         """Have every other rank load its part of the optimizer's states."""
         await self._others("restore", lambda rank: str(checkpoint))
 
-    async def save(self, folder: Path, mine: Coroutine[Any, Any, T]) -> T:
-        """Have every rank stage its share of the states, this one by ``mine``; the others then write theirs."""
-        return await (self._all("save", str(folder), mine) if self._saves_states else mine)
+    async def save(self, folder: Path, here: Coroutine[Any, Any, T]) -> T:
+        """Have every rank stage its share of the states, this one by ``here``; the others then write theirs."""
+        return await (self._all("save", str(folder), here) if self._saves_states else here)
 
     async def written(self) -> Mapping[str, str]:
         """Digests of what other ranks have written of the staged checkpoint, once they have.

@@ -123,14 +123,14 @@ def _with_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
 class LeadSlices:
     """All ranks with slices of the weights, as the lead's weight sync and checkpoints see them."""
 
-    def __init__(self, mine: RankSlices, skeleton: Skeleton, ranks: Ranks):
-        self._mine, self._skeleton, self._ranks = mine, skeleton, ranks
+    def __init__(self, slices: RankSlices, skeleton: Skeleton, ranks: Ranks):
+        self._slices, self._skeleton, self._ranks = slices, skeleton, ranks
 
     async def _all(self, command: str, function: Callable[..., T], *arguments: Any) -> list[T]:
         """Have every rank execute a command, this one ``function``; results in order of rank."""
-        here = self._mine.policy.compute(function, *arguments)
-        mine, others = await self._ranks.execute(command, lambda rank: list(arguments), here)
-        return [mine, *others]
+        here = self._slices.policy.compute(function, *arguments)
+        result, others = await self._ranks.execute(command, lambda rank: list(arguments), here)
+        return [result, *others]
 
     async def attach(self, exports: Sequence[Sequence[Any]]) -> None:
         """Have each rank attach the memory of its own worker: neighbours have those of one engine.
@@ -147,26 +147,26 @@ class LeadSlices:
                     "engine.linger_seconds"
                 )
         of_ranks = [export for workers in exports for export in workers]
-        here = self._mine.policy.compute(self._mine.attach, of_ranks[0])
+        here = self._slices.policy.compute(self._slices.attach, of_ranks[0])
         why, others = await self._ranks.execute("attach_slices", lambda rank: [of_ranks[rank]], here)
         if failed := [f"rank {rank}: {reason}" for rank, reason in enumerate((why, *others)) if reason]:
             raise TransportError(failed[0])
 
     async def publish(self) -> int:
         """Every rank writes its worker's slices; bytes that all of them received from each other."""
-        return sum(await self._all("publish_slices", self._mine.publish))
+        return sum(await self._all("publish_slices", self._slices.publish))
 
     async def checksums(self) -> Checksums:
         """Of all weights as they are published."""
-        return (await self._all("checksum_slices", self._mine.checksums))[0]
+        return (await self._all("checksum_slices", self._slices.checksums))[0]
 
     async def scores(self, tokens: Sequence[int], temperatures: Sequence[float]) -> list[list[float]]:
         """Logprobs of tokens by the weights of all ranks."""
-        return (await self._all("score_slices", self._mine.scores, list(tokens), list(temperatures)))[0]
+        return (await self._all("score_slices", self._slices.scores, list(tokens), list(temperatures)))[0]
 
     async def finite(self) -> bool:
         """True if all values of all ranks are finite."""
-        return all(await self._all("check_slices", self._mine.finite))
+        return all(await self._all("check_slices", self._slices.finite))
 
     async def whole(self) -> nn.Module:
         """The model with all its weights, in this process's host memory."""
@@ -175,27 +175,27 @@ class LeadSlices:
         def take(name: str, tensor: Tensor) -> None:
             weights[name] = tensor.cpu()
 
-        await self._ranks.execute("gather_slices", None, self._mine.policy.compute(self._mine.gather, take))
+        await self._ranks.execute("gather_slices", None, self._slices.policy.compute(self._slices.gather, take))
         return self._skeleton.filled(weights)
 
 
-def slice_handlers(mine: RankSlices) -> dict[str, Handler]:
+def slice_handlers(slices: RankSlices) -> dict[str, Handler]:
     """A follower's part in each of these commands; what all ranks have alike is the lead's to tell."""
 
     def of(function: Callable[..., Any], *, replies: bool) -> Handler:
         async def handle(body: Any) -> Any:
-            result = await mine.policy.compute(function, *(body or ()))
+            result = await slices.policy.compute(function, *(body or ()))
             return result if replies else None
 
         return handle
 
     return {
-        "attach_slices": of(mine.attach, replies=True),
-        "publish_slices": of(mine.publish, replies=True),
-        "checksum_slices": of(mine.checksums, replies=False),
-        "score_slices": of(mine.scores, replies=False),
-        "check_slices": of(mine.finite, replies=True),
-        "gather_slices": of(mine.gather, replies=False),
+        "attach_slices": of(slices.attach, replies=True),
+        "publish_slices": of(slices.publish, replies=True),
+        "checksum_slices": of(slices.checksums, replies=False),
+        "score_slices": of(slices.scores, replies=False),
+        "check_slices": of(slices.finite, replies=True),
+        "gather_slices": of(slices.gather, replies=False),
     }
 
 
