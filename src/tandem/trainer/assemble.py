@@ -215,7 +215,7 @@ async def _assemble(
     with progress.under_way("grading the first gold answers"):
         await playing.check_gold()
     reference = await reference_of(config, world.policy)
-    state = await restore_weights(folder / "checkpoints", world, config.trainable, TrainerState.fresh(config))
+    state = await restore_weights(folder / "checkpoints", world, TrainerState.fresh(config))
     requirements = engine_requirements(config, folder, restored=state.step)
     with progress.under_way("starting the engine"):
         engine = await world.start_engine(stack, requirements)
@@ -234,7 +234,7 @@ async def _assemble(
     await weight_sync.bind(fresh=started_on_ours(config, engine, state.step))
     work = await world.bind(reference)
     staging = stack.enter_context(closing(staging_of(config.checkpoint.asynchronous, policy)))
-    checkpoints = Checkpoints.of(world, work, lock, staging, telemetry)
+    checkpoints = Checkpoints(world=world, work=work, lock=lock, staging=staging, telemetry=telemetry)
     await checkpoints.restore(state)
     template = _template(config, policy)
     trained = environments.StepCounter(state.step)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -70,52 +70,33 @@ class Checkpoints:
     A checkpoint is staged first: what it holds is as it was then, whatever is trained while it is written.
     """
 
-    folder: Path
-    """The run's ``checkpoints`` folder."""
-    contents: Literal["all", "weights", "none"] = "all"
-    """What is saved; a run goes on from all of it only."""
-    every: int
-    """Steps between checkpoints."""
-    keep: int
-    """Newest checkpoints that are kept."""
-    steps: int
-    """Last step of the run, which is always saved."""
     world: World
     """The ranks, each with its share of the states; what of the weights this one has or can have."""
-    trainable: Trainable
-    stepper: Stepper
-    reference: ReferenceWeights | None = None
-    """The reference, whose weights may move too."""
+    work: LocalWork
+    """That of a step: it has the optimizer, and the reference, whose weights may move too."""
+    lock: RunLock
+    """Of the run's folder, which must be there as long as something is saved."""
     staging: Staging
-    """Whether training goes on while one is written."""
-    still: Callable[[], None]
-    """Raises TandemError if the run's folder is not there any more."""
-    on_saved: Callable[[int, Path], None]
+    """Whether training goes on while a checkpoint is written."""
+    telemetry: Telemetry
     """Told of each finished checkpoint."""
     _writing: asyncio.Future[None] | None = field(default=None, init=False)
 
-    @classmethod
-    def of(cls, world: World, work: LocalWork, lock: RunLock, staging: Staging, telemetry: Telemetry) -> Self:
-        """The checkpoints of a run in its locked folder."""
-        config = world.config
-        return cls(
-            folder=lock.folder / "checkpoints",
-            contents=config.checkpoint.save,
-            every=config.checkpoint.every,
-            keep=config.checkpoint.keep,
-            steps=config.steps,
-            world=world,
-            trainable=config.trainable,
-            stepper=work.stepper,
-            reference=work.reference,
-            staging=staging,
-            still=lock.check,
-            on_saved=lambda step, path: telemetry.event("checkpoint_saved", step=step, path=str(path)),
-        )
+    @property
+    def folder(self) -> Path:
+        """The run's ``checkpoints`` folder."""
+        return self.lock.folder / "checkpoints"
+
+    @property
+    def contents(self) -> Literal["all", "weights", "none"]:
+        """What is saved; a run goes on from all of it only."""
+        return self.world.config.checkpoint.save
 
     def due(self, step: int) -> bool:
         """Whether the state after this step is to be saved."""
-        return self.contents != "none" and (step % self.every == 0 or step >= self.steps)
+        return self.contents != "none" and (
+            step % self.world.config.checkpoint.every == 0 or step >= self.world.config.steps
+        )
 
     async def begin(self, state: TrainerState, then: Callable[[], Awaitable[None]] = _noop) -> None:
         """Stage a checkpoint of this state, unless its step has one, and begin to write it.
@@ -132,7 +113,7 @@ class Checkpoints:
             TandemError: the run's folder is gone, and is not made anew for it.
         """
         with trace.span("seconds/checkpoint"):
-            self.still()
+            self.lock.check()
             await self._settle()
             final = self.folder / f"{state.step:06d}"
             if self.contents == "none" or final.exists():
@@ -143,7 +124,7 @@ class Checkpoints:
                     self._stage(state, _aside(final)), owner="trainer", reason=reason, on=self._writer
                 )
             self._writing = asyncio.ensure_future(self._write(state.step, write, final, then))
-            if self.staging.waits or state.step >= self.steps:
+            if self.staging.waits or state.step >= self.world.config.steps:
                 await self._settle()
 
     async def save(self, state: TrainerState) -> None:
@@ -159,7 +140,7 @@ class Checkpoints:
 
     async def check(self) -> None:
         """See that a write that has ended did not fail, and that the folder is there; raises what ``begin`` does."""
-        self.still()
+        self.lock.check()
         if self._writing is not None and self._writing.done():
             await self._settle()
 
@@ -192,7 +173,7 @@ class Checkpoints:
         with self._whole_or_none(step, _aside(final)):
             reason = f"step {step} to be written"
             await waits.wait(self._seal(write, final), owner="checkpoint", reason=reason, on=self._writer)
-        self.on_saved(step, final)
+        self.telemetry.event("checkpoint_saved", step=step, path=str(final))
         await then()
         await self.staging.write(self._tidy)
 
@@ -211,7 +192,7 @@ class Checkpoints:
     def _tidy(self) -> None:
         """Remove the oldest; renamed first, since half of a checkpoint must not bear its name."""
         machine.trim()  # what is written was copied to the host first
-        for step in saved_steps(self.folder)[: -self.keep]:
+        for step in saved_steps(self.folder)[: -self.world.config.checkpoint.keep]:
             old = self.folder / f"{step:06d}"
             try:
                 shutil.rmtree(old.rename(_aside(old)))
@@ -237,14 +218,14 @@ class Checkpoints:
 
     def _staged(self, state: TrainerState, model: nn.Module) -> Write:
         """What writes this rank's files, as everything is now, the weights as ``model`` has them."""
-        hold, trainable, policy = self.staging.hold, self.trainable, self.world.policy
+        hold, trainable, policy = self.staging.hold, self.world.config.trainable, self.world.policy
         weights = trainable.live_tensors(model)
         if model is policy.model:
             weights = hold(weights)
         parts: deque[Write] = deque([partial(_write_weights, trainable, model, weights, policy.tokenizer)])
         if self.contents == "all":
-            parts.append(staged_states(self.stepper, 0, hold))
-            if self.reference is not None and (saved := hold(self.reference.state_dict())):
+            parts.append(staged_states(self.work.stepper, 0, hold))
+            if self.work.reference is not None and (saved := hold(self.work.reference.state_dict())):
                 parts.append(lambda aside: save_file(saved, aside / "reference.safetensors"))
             rng = tuple(torch.get_rng_state().tolist())
             parts.append(partial(_write_state, dataclasses.replace(state, rng=rng)))
@@ -259,7 +240,7 @@ class Checkpoints:
         path = self.folder / f"{state.step:06d}"
         if not path.is_dir():
             return
-        loading = self.world.policy.compute(load_states, path, self.stepper, self.reference)
+        loading = self.world.policy.compute(load_states, path, self.work.stepper, self.work.reference)
         await waits.wait(loading, owner="trainer", reason="its states", on=f"the checkpoint reader at {path}")
         await self.world.load_states(path)
         if state.rng:
@@ -302,7 +283,7 @@ def load_states(path: Path, stepper: Stepper, reference: ReferenceWeights | None
         _read_tensors(path / "reference.safetensors", reference.load_state_dict)
 
 
-async def restore_weights(folder: Path, world: World, trainable: Trainable, fresh: TrainerState) -> TrainerState:
+async def restore_weights(folder: Path, world: World, fresh: TrainerState) -> TrainerState:
     """Load the weights of the newest checkpoint in ``folder`` on every rank; its state, or ``fresh`` if there is none.
 
     Every file of it is held against its digest first.
@@ -320,7 +301,7 @@ async def restore_weights(folder: Path, world: World, trainable: Trainable, fres
         return fresh
     path = steps[max(steps)]
     reader = f"the checkpoint reader at {path}"
-    policy = world.policy
+    policy, trainable = world.policy, world.config.trainable
     looking = policy.compute(digests.damage, path)
     if damage := await waits.wait(looking, owner="trainer", reason="its files to be checked", on=reader):
         raise CheckpointError(f"{damage}; {digests.remedy(path)}")
