@@ -29,7 +29,7 @@ from tandem.rollout.template import Template
 from tandem.trainer import environments, loop, out_of_memory, run_folder, user_code
 from tandem.trainer import memory_plan as memory
 from tandem.trainer.checkpoint import Checkpoints, restore_weights, saved_steps
-from tandem.trainer.evaluate import evaluator, held_out
+from tandem.trainer.evaluate import Evaluator, held_out
 from tandem.trainer.live import live_policy, model_of, reference_of
 from tandem.trainer.pack import Packer
 from tandem.trainer.pairs import check_pairs, has_slices
@@ -140,7 +140,7 @@ async def _train(
 async def evaluate(config: RunConfig, *, weights: Path | None) -> dict[str, Json]:
     """Evaluate the recipe's model, or the trained ``weights`` of a checkpoint; an ``eval.jsonl`` record."""
     async with playing(config, held_out(config, environments.tasks(config, "test")), weights) as runners:
-        return await evaluator(config, runners)(int(weights.parent.name) if weights else 0)
+        return await Evaluator(config, runners)(int(weights.parent.name) if weights else 0)
 
 
 @asynccontextmanager
@@ -249,7 +249,7 @@ async def _assemble(
         pack=Packer.of(config, policy, ranks=world.size),
         step=Step.of(config, work),
         checkpoints=checkpoints,
-        evaluator=evaluator(config, playing.runners(engine, template, tested), telemetry),
+        evaluator=Evaluator(config, playing.runners(engine, template, tested), telemetry),
         telemetry=telemetry,
         records=partial(records, template=template, skip_forced=bool(config.sampling.regex)),
         show=Completions(config.print_completions, telemetry),
