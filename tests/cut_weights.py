@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tandem.distributed import slice_writer, state_shards
 from tandem.distributed.sharded_weights import ShardedWeights
 from tandem.distributed.slices import EngineSlice, Slice
-from tandem.distributed.weight_shards import ShardedPolicy, WeightShardStepper, WholeWeights
+from tandem.distributed.weight_shards import ShardedPolicy, WeightShardStepper
 from tandem.engines.vllm.worker.parameter_map import places
 from tandem.model import attention
 from tandem.model.layers import decoder_layers
@@ -296,7 +296,7 @@ def stepping(
     policy = Policy(model, None, name=name, compute=None)  # type: ignore[arg-type]
     whole = {of: p.detach() for of, p in copy.deepcopy(model).named_parameters()} if rank == 0 else {}
     sharded = ShardedPolicy(policy, ShardedWeights(model, mesh_of(shape)))
-    mine = WeightShardStepper(optimizer, sharded, WholeWeights(sharded.weights, whole).refresh, local=local)
+    mine = WeightShardStepper(optimizer, sharded, lambda: sharded.weights.copy_to(whole), local=local)
     for parameter in sharded.model.parameters():
         parameter.register_post_accumulate_grad_hook(mine.accumulate)
     norms = []

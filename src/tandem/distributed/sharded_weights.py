@@ -199,6 +199,13 @@ class ShardedWeights:
                 continue
             yield name, self._gathered(name, _local(parameter).to(self.dtype))
 
+    @torch.no_grad()
+    def copy_to(self, parameters: Mapping[str, Tensor]) -> None:
+        """Copy what is trained to the lead's whole parameters, wherever these lie by then; other ranks have none."""
+        for name, tensor in self.whole([name for name, _ in self.local_parameters]):
+            if name in parameters:
+                parameters[name].copy_(tensor)
+
     def _gathered(self, name: str, local: Tensor) -> Tensor:
         """A whole tensor from every rank's part, in the dtype of the parts."""
         dimension = shard_dimension(name, self._shapes[name], self.ranks)

@@ -50,25 +50,6 @@ class ShardedPolicy(Policy):
         return self.weights.hidden(tokens_BT, positions_BT, plan)
 
 
-class WholeWeights:
-    """The lead's whole parameters, which are copies of all ranks' shards after each update.
-
-    Args:
-        weights: sharded.
-        whole: the lead's parameters by name, wherever they lie by then; none on other ranks.
-    """
-
-    def __init__(self, weights: ShardedWeights, whole: Mapping[str, Tensor]):
-        self._weights, self._whole = weights, whole
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Gather what is trained, tensor by tensor; all ranks call this together."""
-        for name, tensor in self._weights.whole([name for name, _ in self._weights.local_parameters]):
-            if name in self._whole:
-                self._whole[name].copy_(tensor)
-
-
 class WeightShardStepper:
     """A stepper over this rank's shards; but for ``accumulate`` all ranks call everything together.
 

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import threading
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,7 +149,7 @@ class RankParts:
         it is: a copy of it is cut.
         """
         from tandem.distributed.sharded_weights import ShardedWeights
-        from tandem.distributed.weight_shards import ShardedPolicy, WeightShardStepper, WholeWeights
+        from tandem.distributed.weight_shards import ShardedPolicy, WeightShardStepper
 
         if isinstance(policy, ShardedPolicy):
             return policy, WeightShardStepper(optimizer, policy, local=is_local)
@@ -159,8 +160,8 @@ class RankParts:
             model = copy.deepcopy(model)
         assert self.mesh is not None
         sharded = ShardedPolicy(policy, ShardedWeights(model, self.mesh.ranks))
-        refresh = WholeWeights(sharded.weights, whole).refresh
-        return sharded, WeightShardStepper(optimizer, sharded, refresh, local=is_local)
+        updated = partial(sharded.weights.copy_to, whole)
+        return sharded, WeightShardStepper(optimizer, sharded, updated, local=is_local)
 
     def abort(self) -> None:
         """Give up what is under way in every group, so that nothing waits for a rank that is gone, and leave them."""
