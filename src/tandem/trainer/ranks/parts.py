@@ -8,7 +8,7 @@ import threading
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -81,14 +81,8 @@ class RankParts:
             logs: folder for the last collectives of NCCL, should a rank be lost; None: they are not recorded.
             workers: how many neighbouring ranks share an engine, each the slices of a worker; 1: none does.
         """
-        data = Rendezvous(
-            host=rendezvous.host,
-            port=rendezvous.port,
-            world=rendezvous.world,
-            backend="nccl" if device.type == "cuda" and not distributed.share_gpus else "gloo",
-            name=f"{rendezvous.name}-data",
-            seconds=rendezvous.seconds,
-        )
+        backend: Literal["gloo", "nccl"] = "nccl" if device.type == "cuda" and not distributed.share_gpus else "gloo"
+        data = replace(rendezvous, backend=backend, name=f"{rendezvous.name}-data")
         if data.backend == "nccl" and logs is not None:
             flight_recorder.record(logs)
         group = DataGroup(data, rank, device)  # the first, since it tells this thread its device
@@ -96,10 +90,10 @@ class RankParts:
         if context_parallel > 1:
             some = replace(data, world=context_parallel, name=f"{rendezvous.name}-context-{rank // context_parallel}")
             context = open_group(some, rank % context_parallel, own_address(some), watched=True)
-        parts = cls(group=group, rendezvous=data, context=context)
+        mesh = None
         if distributed.shard == "weights":
-            parts.mesh = ShardMesh.of(data, group, data.world // distributed.replicas, workers)
-        return parts
+            mesh = ShardMesh.of(data, group, data.world // distributed.replicas, workers)
+        return cls(group=group, rendezvous=data, context=context, mesh=mesh)
 
     def cut(self, policy: Policy, bare: nn.Module, whole: nn.Module | None) -> ShardedPolicy:
         """The policy cut, for an engine whose workers hold slices; all ranks call this together.
