@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,40 +56,26 @@ WALK, SIGMAS = 2.0, 4.0
 """Deviation of what as many roundings at random leave, in last bits, and so many deviations of its mean are chance."""
 
 
+@dataclass(kw_only=True)
 class KnownGradients(LocalWork):
-    """Work of one rank, whose passes hand the optimizer known gradients instead of computing them.
+    """Work of one rank, whose passes hand the optimizer known gradients instead of computing them."""
 
-    Args:
-        live: whose compute thread it is done on.
-        optimizer: bound to ``named``.
-        named: what it updates.
-        updates: the gradients of every update's micro-batches.
-    """
+    named: Mapping[str, Parameter]
+    """What the optimizer updates."""
+    updates: Iterator[Sequence[Gradient]]
+    """The gradients of every update's micro-batches."""
 
-    def __init__(
-        self,
-        live: CertifiedPolicy,
-        optimizer: Optimizer,
-        named: Mapping[str, Parameter],
-        updates: Iterable[Sequence[Gradient]],
-    ):
-        super().__init__(
-            policy=live.policy,
-            objective=live.work.objective,
-            stepper=optimizer.bind(list(named.items())),
-            sampling=live.config.sampling,
-        )
-        self._named, self._updates = named, iter(updates)
+    def __post_init__(self) -> None:
         self.weights = [self._there()]
         """Before the first update, and after each."""
 
     def _there(self) -> dict[str, Tensor]:
-        return {name: parameter.detach().clone() for name, parameter in self._named.items()}
+        return {name: parameter.detach().clone() for name, parameter in self.named.items()}
 
     async def passed(self, batch: StepBatch, known: Sequence[OldLogprobs], queued: Callable[[], None]) -> BatchPass:
         """The next update's gradient, micro-batch by micro-batch."""
-        for micro in next(self._updates):
-            for name, parameter in self._named.items():
+        for micro in next(self.updates):
+            for name, parameter in self.named.items():
                 parameter.grad = micro[name].to(parameter.dtype, copy=True)
                 self.stepper.accumulate(parameter)
         return BatchPass(metrics=(), logprobs=(), old_logprobs=())
@@ -149,7 +135,8 @@ def applied(
     every = live.config.updates_per_batch
     numbered = [(number, each) for number, each in enumerate(gradients, 1) for _ in range(every)]
     micros = ([{name: g * share for name, g in each.items()} for share in shares] for _, each in numbered)
-    work = KnownGradients(live, optimizer, named, micros)
+    stepper = optimizer.bind(list(named.items()))
+    work = KnownGradients.of(live.config, live.policy, stepper, None, named=named, updates=micros)
     step = Step(work=work, optimizer=optimizer, steps=total, updates_per_batch=every)
     empty = StepBatch(micro=(), groups=(), advantages={}, num_loss_tokens=0, num_samples=0)
     reported: list[float] = []
