@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from rank_states import load_whole, shares_of, whole_states
-from ranked import on_ranks
+from support.rank_threads import on_ranks
 from torch import Tensor
 from torch.nn import Parameter
 

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
-from tiny import penalised, support
+from support.tiny_policy import penalised, support
 
 from tandem.engines.fake import Fake
 from tandem.types import Completion, Sampling

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from ranked import on_ranks
 from safetensors.torch import save_file
+from support.rank_threads import on_ranks
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.nn import Parameter

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from fake_vllm import FakeClient, Models, install
+from support.fake_vllm import FakeClient, Models, install
 
 from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.client.engine import Pauses
