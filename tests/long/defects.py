@@ -195,7 +195,7 @@ DEFECTS = (
     Defect(
         "a checkpoint forgets the optimizer",
         "src/tandem/trainer/checkpoint.py",
-        "_read_tensors(path / WHOLE, stepper.load_state_dict)",
+        "stepper.load_state_dict(states)",
         "pass",
         "tests/unit/test_checkpoint.py",
     ),

@@ -59,7 +59,7 @@ def planted() -> None:
     """Put the boundaries into both sides of ranks."""
     from tandem.distributed.crew import Ranks, lead
     from tandem.distributed.follower import Follower
-    from tandem.trainer import rank_parts
+    from tandem.trainer.ranks import lead as ranks_lead
 
     join, serve = Follower.join, Follower.serve
     execute, come, end = Ranks.execute, Ranks.wait_for_all, Ranks.end
@@ -96,7 +96,7 @@ def planted() -> None:
         (Ranks, "execute", executed),
         (Ranks, "wait_for_all", waited),
         (Ranks, "end", ended),
-        (rank_parts, "lead", led),
+        (ranks_lead, "lead", led),
     ):
         setattr(owner, name, new)
 

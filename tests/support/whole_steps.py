@@ -86,7 +86,7 @@ def whole_step(policy: Policy, trainable: Trainable, objective: Objective, **opt
         objective=objective,
         stepper=optimizer.bind(trainable.parameters(policy.model)),
         sampling=Sampling(),
-        held=None if objective.reference is None else objective.reference.hold(changing),
+        reference=None if objective.reference is None else objective.reference.hold(changing),
         fold=lambda: trainable.fold(policy.model),
     )
     step = Step(work=work, optimizer=optimizer, steps=4, **options)

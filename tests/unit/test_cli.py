@@ -59,7 +59,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     """Stands in for the composition root; remembers what it was asked for and can be told to fail."""
     fake = types.SimpleNamespace(calls=[], error=None)
 
-    async def train(config: RunConfig, *, resume: Path | None, set_options: Any = ()) -> Path:
+    async def train(config: RunConfig, *, resume: Path | None) -> Path:
         fake.calls.append((config, resume))
         if fake.error is not None:
             raise fake.error

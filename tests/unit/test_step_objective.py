@@ -122,7 +122,7 @@ class Live:
             objective=objective,
             stepper=optimizer.bind(self.trainable.parameters(policy.model)),
             sampling=SAMPLING,
-            held=self.held,
+            reference=self.held,
             fold=lambda: self.trainable.fold(policy.model),
         )
         self.step = Step(work=work, optimizer=optimizer, steps=10, **step)

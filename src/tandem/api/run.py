@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import math
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -130,7 +130,7 @@ class Run:
             TandemError: as for ``train``.
         """
         config = targets.resumed(self.folder, override_texts(overrides))
-        return _trained(config, self.folder, (), on_step)
+        return _trained(config, self.folder, on_step)
 
     def _read(self) -> RunFolder:
         return folders.load(self.folder)
@@ -172,7 +172,7 @@ def train(
         True
     """
     loaded = Recipe.load(recipe, overrides)
-    return _trained(loaded.config, None, loaded.set_options, on_step)
+    return _trained(loaded.config, None, on_step)
 
 
 def evaluate(
@@ -218,7 +218,7 @@ def evaluate(
     return run_to_end(run.evaluate(config, weights=weights))
 
 
-def _trained(config: RunConfig, resume: Path | None, set_options: Collection[str], on_step: OnStep | None) -> Run:
+def _trained(config: RunConfig, resume: Path | None, on_step: OnStep | None) -> Run:
     if inspect.iscoroutinefunction(on_step):
         raise TandemError("on_step is an async function, which nothing awaits; write it as a plain def")
     if not _training.acquire(blocking=False):
@@ -230,7 +230,7 @@ def _trained(config: RunConfig, resume: Path | None, set_options: Collection[str
         from tandem.trainer import assemble as run  # only now: a mistake in the recipe is told before the rest loads
 
         stop = asyncio.Event()
-        training = run.train(config, resume=resume, set_options=set_options, on_step=on_step, stop=stop)
+        training = run.train(config, resume=resume, on_step=on_step, stop=stop)
         return Run(run_to_end(training, stop))
     finally:
         _training.release()

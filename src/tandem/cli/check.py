@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def check(recipe: Path, overrides: Sequence[str], tasks: int) -> int:
 
 
 async def _check(loaded: Loaded, tasks: int) -> int:
-    check = _RecipeCheck(loaded.config, tasks, loaded.places)
+    check = _RecipeCheck(loaded.config, tasks)
     console = Console()
     problems: list[TandemError] = []
     warned = 0
@@ -98,9 +98,8 @@ def _row(state: Text, what: str, text: str, width: int) -> Table:
 class _RecipeCheck:
     """The things looked at, in order; each returns what it found, or None if an earlier one failed."""
 
-    def __init__(self, config: RunConfig, most: int, set_options: Collection[str]):
+    def __init__(self, config: RunConfig, most: int):
         self._config = config
-        self._set_options = set_options
         self._most = most
         self._tasks: dict[str, Sequence[Task]] = {}
         self._model: Any = None
@@ -212,7 +211,7 @@ class _RecipeCheck:
             ConfigError: ranks, or an engine's processes, cannot share its attention heads.
         """
         from tandem.model.policy import load_config
-        from tandem.trainer.heads import check_model_heads
+        from tandem.trainer.ranks.checks import check_model_heads
 
         self._model = load_config(self._config.model)
         check_model_heads(self._config, self._model)
@@ -246,20 +245,15 @@ class _RecipeCheck:
         Raises:
             DoesNotFit: it exceeds the machine.
         """
-        planner, chosen = self._planner, list[str]()
+        planner = self._planner
         if planner is None:
             return None
-        if self._config.memory == "fit":
-            fitted = memory.fit(planner, self._config, self._set_options)
-            self._config, plan, chosen = fitted.config, fitted.plan, [fitted.message]
-        else:
-            plan = planner.plan(self._config)
-            plan.require()
-        if memory.chooses_gradients(self._config, planner.ranks):
-            as_run = memory.with_gradients(planner, self._config)
-            plan = planner.plan(as_run)
-            chosen.append(f"distributed.gradients: {as_run.distributed.gradients}, which is auto's choice here")
-        self.plan = "\n".join([plan.table(), *(f"  {line}" for line in chosen)])
+        planner.plan(self._config).require()
+        as_run = memory.with_gradients(planner, self._config)
+        plan = planner.plan(as_run)
+        self.plan = plan.table()
+        if as_run != self._config:
+            self.plan += f"\n  distributed.gradients: {as_run.distributed.gradients}, which is auto's choice here"
         if not plan.within(1 / (1 + memory.MARGIN)):
             self.warnings.append(f"the plan may be off by {memory.MARGIN:.0%}: this run may not fit")
         return f"about {machine.readable(plan.total)} at the peak of {machine.readable(plan.machine.free)} free"
@@ -270,13 +264,14 @@ class _RecipeCheck:
         Raises:
             UnsupportedPair: an option cannot be had with several.
         """
-        from tandem.trainer import pairs, rank_checks
+        from tandem.trainer import pairs
+        from tandem.trainer.ranks import checks
 
         counts = memory.RankCounts.of(self._config)
         if idle := counts.idle_options(self._config):
             return idle
         world = counts.world
-        rank_checks.check_ranks(self._config, world)
+        checks.check_ranks(self._config, world)
         if self._planner is None:
             return None
         weights = self._planner.modelled.counts.trainable * (2 if self._config.dtype == "bfloat16" else 4)

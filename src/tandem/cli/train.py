@@ -29,12 +29,12 @@ def train(target: Path, overrides: Sequence[str], *, show: bool, launcher: str |
         loaded = load(recipe_of(target) if target.is_dir() else target, overrides)
         return shown(loaded, loaded.notes)
     if target.is_dir():
-        config, resume, set_options = resumed(target, overrides), target, frozenset[str]()
+        config, resume = resumed(target, overrides), target
     else:
         loaded = load(target, overrides)
         for note in loaded.notes:
             typer.echo(f"tandem: {note}", err=True)
-        config, resume, set_options = loaded.config, None, frozenset(loaded.places)
+        config, resume = loaded.config, None
     if launcher == "ray":
         from tandem.distributed.ray_cluster import launch
 
@@ -43,7 +43,7 @@ def train(target: Path, overrides: Sequence[str], *, show: bool, launcher: str |
     with machine.importing():  # only now: a mistake in the recipe is told before the rest has loaded
         from tandem.trainer import assemble as run
 
-    folder = run_to_end(run.train(config, resume=resume, set_options=set_options))
+    folder = run_to_end(run.train(config, resume=resume))
     return ended(folder)
 
 
@@ -59,10 +59,11 @@ def shown(loaded: Loaded, notes: Iterable[str]) -> str:
         UnsupportedPair: its options cannot be had together, as ``tandem check`` says.
         ConfigError: this machine lacks what an option needs.
     """
-    from tandem.trainer import memory_plan, pairs, rank_checks  # which need torch
+    from tandem.trainer import memory_plan, pairs  # which need torch
+    from tandem.trainer.ranks import checks
 
     pairs.check_pairs(loaded.config)
-    rank_checks.check_division(loaded.config, memory_plan.RankCounts.of(loaded.config).world)
+    checks.check_division(loaded.config, memory_plan.RankCounts.of(loaded.config).world)
     return with_notes(loaded.options, notes)
 
 

@@ -117,12 +117,8 @@ class RunConfig:
     dtype: Literal["bfloat16", "float32", "auto"] = "bfloat16"
     """Type of the weights; optimizers keep float32 masters where it is narrower. auto: float32 on a processor without
     instructions for bfloat16, else bfloat16; the run's own recipe has what it was."""
-    memory: Literal["check", "fit"] = "check"
-    """What a run does with its memory plan, before weights load: check it against what is free, or also choose
-    micro_batch_tokens, checkpointing and the states of adamw so that it fits. What the recipe sets is kept."""
     micro_batch_tokens: int = 1024
-    """Most tokens that a rank computes in one forward and backward; lowers memory, changes no result. With memory: fit
-    the most it may choose, where it is set."""
+    """Most tokens that a rank computes in one forward and backward; lowers memory, changes no result."""
     compile: bool | Literal["auto"] = "auto"
     """Compile the model's layers for the training pass: auto where they run on CUDA and the machine has a compiler."""
     checkpointing: Literal["none", "selective", "full"] = "none"

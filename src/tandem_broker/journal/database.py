@@ -40,7 +40,9 @@ def locked(folder: Path) -> int:
     try:
         handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise BrokerError(f"{folder / 'lock'} cannot be opened: {error.strerror}; name another folder with --data") from error
+        raise BrokerError(
+            f"{folder / 'lock'} cannot be opened: {error.strerror}; name another folder with --data"
+        ) from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -51,7 +53,9 @@ def locked(folder: Path) -> int:
 
 def damaged(path: Path, why: str) -> BrokerError:
     """The error for a ledger that cannot be used."""
-    return BrokerError(f"{path} is damaged or no broker's ledger ({' '.join(why.split())}); name another folder with --data")
+    return BrokerError(
+        f"{path} is damaged or no broker's ledger ({' '.join(why.split())}); name another folder with --data"
+    )
 
 
 class Database:

@@ -87,7 +87,9 @@ class Ledger(Journal):
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
-            raise BrokerError(f"no ledger can be kept in {folder}: {error.strerror}; name another folder with --data") from error
+            raise BrokerError(
+                f"no ledger can be kept in {folder}: {error.strerror}; name another folder with --data"
+            ) from error
         ledger = cls(folder, options)
         path = folder / "ledger.sqlite"
         try:

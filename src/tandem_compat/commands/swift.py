@@ -42,7 +42,7 @@ def rlhf(arguments: Mapping[str, Sequence[str]], overrides: Sequence[str], *, sh
         assemble as run,  # only now: a mistake in the arguments is told before the rest has loaded
     )
 
-    folder = run_to_end(run.train(recipe.config, resume=None, set_options=frozenset(recipe.places)))
+    folder = run_to_end(run.train(recipe.config, resume=None))
     return ended(folder)
 
 

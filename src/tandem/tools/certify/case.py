@@ -22,7 +22,6 @@ from tandem.tools.certify.made_up import GroupMaker
 from tandem.tools.certify.parts import EXACT, FORMULA, PENALTY
 from tandem.tools.certify.policy import CertifiedPolicy, Gradient, distance, norm
 from tandem.tools.certify.variations import VARIATIONS
-from tandem.trainer import assemble as run
 from tandem.trainer.pack import Packer
 from tandem.types import Group
 
@@ -60,7 +59,7 @@ def _lines(live: CertifiedPolicy, slack: float) -> Iterator[CertificateLine]:
         env: {name: spec.weight for name, spec in source.rewards.items()} for env, source in config.sources.items()
     }
     known = oracle.formula(recipes.as_json(config), weights, live.policy.end_tokens)
-    groups, pack = _groups(live, known), run.packer(config, live.policy)
+    groups, pack = _groups(live, known), Packer.of(config, live.policy)
     batch = pack(groups, version=0)
     base = live.gradients(batch)
     size = norm(base)

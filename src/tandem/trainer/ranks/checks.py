@@ -1,4 +1,4 @@
-"""What several ranks cannot do, refused by the name of the option before anything is loaded."""
+"""What several ranks, or processes that share a model, cannot do: refused by the option's name before weights load."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from tandem.config.loading import RunConfig
 from tandem.distributed.placement import Placement
 from tandem.engines.base import ExportsWeights, ReportsChecksums
 from tandem.errors import UnsupportedPair
+from tandem.model.context import CONTEXT_PARALLEL, check_heads
 from tandem.model.penalties import Penalties
 from tandem.optimizers.base import UpdatesParts
 from tandem.trainer.pairs import has_slices, ranks_of_engine, shards_of
@@ -129,6 +130,28 @@ def _refused_slices(config: RunConfig, world: int, placement: Placement | None) 
             placement is not None and not _within_host(placement, workers)
         ),
     }
+
+
+def check_model_heads(config: RunConfig, model_config: Any) -> None:
+    """Refuse ranks of a sequence, or an engine's tensor-parallel workers, that cannot share the model's heads.
+
+    A model whose configuration gives no one number of heads is not judged: its engine refuses it itself.
+
+    Args:
+        config: the recipe.
+        model_config: transformers' configuration of its model.
+
+    Raises:
+        ConfigError: names the option and the numbers that would do.
+    """
+    text = model_config.get_text_config()
+    query_heads = getattr(text, "num_attention_heads", None)
+    if not isinstance(query_heads, int):
+        return
+    key_heads = getattr(text, "num_key_value_heads", None) or query_heads
+    check_heads(query_heads, key_heads, config.distributed.context_parallel, option=CONTEXT_PARALLEL)
+    workers = getattr(config.engine, "tensor_parallel_size", 1)
+    check_heads(query_heads, key_heads, workers, option="engine.tensor_parallel_size")
 
 
 def check_host(config: RunConfig, placement: Placement) -> None:

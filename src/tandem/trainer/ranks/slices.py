@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from tandem.distributed.crew import Ranks
 from tandem.distributed.follower import Handler
+from tandem.distributed.shared_slices import SharedSlices, TrainedSlices
 from tandem.distributed.slices import EngineSlice, Slice
+from tandem.engines.base import Engine, EngineRequirements
 from tandem.errors import TransportError
+from tandem.trainer.ranks.lead import ManyRanks
 from tandem.transport.parts import AttachedPart, attach_parts
 from tandem.transport.sharing import finish
+from tandem.weight_sync.base import WeightSync
+from tandem.weight_sync.transaction.trained import Trained
 from tandem.weight_sync.verify.probe import Checksums
 
 if TYPE_CHECKING:
     from tandem.distributed.slice_writer import SliceWriter
     from tandem.distributed.weight_shards import ShardedPolicy
+
+T = TypeVar("T")
 
 
 class RankSlices:
@@ -73,7 +82,7 @@ class RankSlices:
         """True if all values of this rank's shards are finite."""
         return all(bool(torch.isfinite(local).all()) for _, local in self._weights.local_parameters)
 
-    def gather(self, take: Callable[[str, Tensor], None]) -> None:
+    def gather(self, take: Callable[[str, Tensor], None] = lambda name, tensor: None) -> None:
         """Gather all weights, one after another, and hand each over."""
         for name, tensor in self._weights.whole([name for name, _ in self._weights.model.named_parameters()]):
             take(name, tensor)
@@ -111,12 +120,17 @@ def _with_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-class SliceCrew:
+class LeadSlices:
     """All ranks with slices of the weights, as the lead's weight sync and checkpoints see them."""
 
-    def __init__(self, mine: RankSlices, skeleton: Skeleton, ranks: Ranks):
-        self._mine, self._skeleton, self._ranks = mine, skeleton, ranks
-        self._compute = mine.policy.compute
+    def __init__(self, slices: RankSlices, skeleton: Skeleton, ranks: Ranks):
+        self._slices, self._skeleton, self._ranks = slices, skeleton, ranks
+
+    async def _all(self, command: str, function: Callable[..., T], *arguments: Any) -> list[T]:
+        """Have every rank execute a command, this one ``function``; results in order of rank."""
+        here = self._slices.policy.compute(function, *arguments)
+        result, others = await self._ranks.execute(command, lambda rank: list(arguments), here)
+        return [result, *others]
 
     async def attach(self, exports: Sequence[Sequence[Any]]) -> None:
         """Have each rank attach the memory of its own worker: neighbours have those of one engine.
@@ -132,32 +146,27 @@ class SliceCrew:
                     "run's trainer when engines had as many as it has. Go on once it has ended, which it does after "
                     "engine.linger_seconds"
                 )
-        every = [export for workers in exports for export in workers]
-        own = self._compute(self._mine.attach, every[0])
-        why, others = await self._ranks.execute("attach_slices", lambda rank: every[rank], own)
+        of_ranks = [export for workers in exports for export in workers]
+        here = self._slices.policy.compute(self._slices.attach, of_ranks[0])
+        why, others = await self._ranks.execute("attach_slices", lambda rank: [of_ranks[rank]], here)
         if failed := [f"rank {rank}: {reason}" for rank, reason in enumerate((why, *others)) if reason]:
             raise TransportError(failed[0])
 
     async def publish(self) -> int:
         """Every rank writes its worker's slices; bytes that all of them received from each other."""
-        own = self._compute(self._mine.publish)
-        received, others = await self._ranks.execute("publish_slices", None, own)
-        return int(received + sum(others))
+        return sum(await self._all("publish_slices", self._slices.publish))
 
     async def checksums(self) -> Checksums:
         """Of all weights as they are published."""
-        return (await self._ranks.execute("checksum_slices", None, self._compute(self._mine.checksums)))[0]
+        return (await self._all("checksum_slices", self._slices.checksums))[0]
 
     async def scores(self, tokens: Sequence[int], temperatures: Sequence[float]) -> list[list[float]]:
         """Logprobs of tokens by the weights of all ranks."""
-        own = self._compute(self._mine.scores, tokens, temperatures)
-        body = [list(tokens), list(temperatures)]
-        return (await self._ranks.execute("score_slices", lambda rank: body, own))[0]
+        return (await self._all("score_slices", self._slices.scores, list(tokens), list(temperatures)))[0]
 
     async def finite(self) -> bool:
         """True if all values of all ranks are finite."""
-        mine, others = await self._ranks.execute("check_slices", None, self._compute(self._mine.finite))
-        return mine and all(others)
+        return all(await self._all("check_slices", self._slices.finite))
 
     async def whole(self) -> nn.Module:
         """The model with all its weights, in this process's host memory."""
@@ -166,37 +175,57 @@ class SliceCrew:
         def take(name: str, tensor: Tensor) -> None:
             weights[name] = tensor.cpu()
 
-        await self._ranks.execute("gather_slices", None, self._compute(self._mine.gather, take))
+        await self._ranks.execute("gather_slices", None, self._slices.policy.compute(self._slices.gather, take))
         return self._skeleton.filled(weights)
 
 
-def slice_handlers(mine: RankSlices) -> dict[str, Handler]:
-    """What a follower does for each of these commands."""
-    compute = mine.policy.compute
+def slice_handlers(slices: RankSlices) -> dict[str, Handler]:
+    """A follower's part in each of these commands; what all ranks have alike is the lead's to tell."""
 
-    async def attach(body: Any) -> str:
-        return await compute(mine.attach, body)
+    def of(function: Callable[..., Any], *, replies: bool) -> Handler:
+        async def handle(body: Any) -> Any:
+            result = await slices.policy.compute(function, *(body or ()))
+            return result if replies else None
 
-    async def publish(body: Any) -> int:
-        return await compute(mine.publish)
-
-    async def checksums(body: Any) -> None:
-        await compute(mine.checksums)
-
-    async def scores(body: Any) -> None:
-        await compute(mine.scores, *body)
-
-    async def finite(body: Any) -> bool:
-        return await compute(mine.finite)
-
-    async def gather(body: Any) -> None:
-        await compute(mine.gather, lambda name, tensor: None)
+        return handle
 
     return {
-        "attach_slices": attach,
-        "publish_slices": publish,
-        "checksum_slices": checksums,
-        "score_slices": scores,
-        "check_slices": finite,
-        "gather_slices": gather,
+        "attach_slices": of(slices.attach, replies=True),
+        "publish_slices": of(slices.publish, replies=True),
+        "checksum_slices": of(slices.checksums, replies=False),
+        "score_slices": of(slices.scores, replies=False),
+        "check_slices": of(slices.finite, replies=True),
+        "gather_slices": of(slices.gather, replies=False),
     }
+
+
+class SlicedRanks(ManyRanks):
+    """Several ranks, each with the slices of one worker of an engine: none of them has all weights."""
+
+    _slices: LeadSlices
+
+    async def start_engine(self, stack: AsyncExitStack, requirements: EngineRequirements) -> Engine:
+        """Start the engines, and cut the policy among the ranks where each worker has its slices now."""
+        engine = await super().start_engine(stack, requirements)
+        whole = self.policy
+        skeleton = await whole.compute(Skeleton, whole.model)
+        cutting = whole.compute(self.parts.cut, whole, skeleton.bare(), whole.model)
+        self.policy = cut = await self._all("cut", None, cutting)
+        self._slices = LeadSlices(RankSlices(cut), skeleton, self.ranks)
+        return engine
+
+    @property
+    def sync(self) -> WeightSync:
+        """The recipe's, by slices."""
+        return SharedSlices.of(self.config.sync)
+
+    def trained(self) -> Trained:
+        """The weights of all ranks."""
+        return TrainedSlices(self.config.trainable, self.policy, self._slices)
+
+    async def load_weights(self, path: Path) -> None:
+        """Nothing: other ranks take theirs from this one when it is cut."""
+
+    async def model(self) -> nn.Module:
+        """A copy of the model with all weights, gathered from all ranks, in host memory."""
+        return await self._slices.whole()

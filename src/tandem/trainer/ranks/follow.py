@@ -23,7 +23,6 @@ from tandem.config.tree import Branch, Problems, parse, plain
 from tandem.distributed import flight_recorder
 from tandem.distributed.follower import Follower, Handler
 from tandem.distributed.placement import Placement
-from tandem.distributed.sharding import ShardedStepper
 from tandem.engines.base import EngineRequirements
 from tandem.errors import RankError
 from tandem.model.policy import Policy
@@ -31,12 +30,12 @@ from tandem.observability import vitals
 from tandem.trainable.base import Trainable
 from tandem.trainer import digests, memory_plan
 from tandem.trainer.checkpoint import load_states, staged_states
-from tandem.trainer.live import changing, live_policy, rank_device, work_of
+from tandem.trainer.live import live_policy, reference_of
 from tandem.trainer.pairs import has_slices, ranks_of_engine
-from tandem.trainer.rank_checks import check_host
-from tandem.trainer.rank_crew import handlers
-from tandem.trainer.rank_parts import RankParts, engine_devices
-from tandem.trainer.rank_slices import RankSlices, slice_handlers
+from tandem.trainer.ranks.checks import check_host
+from tandem.trainer.ranks.engines import engine_devices
+from tandem.trainer.ranks.parts import RankParts
+from tandem.trainer.ranks.work import RankWork, handlers
 from tandem.trainer.staging import Staging, staging_of
 from tandem.transport.rendezvous import own_address
 from tandem.transport.sharing import finish
@@ -44,7 +43,6 @@ from tandem.weight_sync.shared import attach_export
 from tandem.weight_sync.transaction.trained import Trained
 
 if TYPE_CHECKING:
-    from tandem.distributed.weight_shards import WeightShardStepper
     from tandem.engines.vllm.client.fleet import Fleet
 
 GRACE_SECONDS = 3.0
@@ -89,13 +87,13 @@ class _Rank:
         self.folder = Path()
         self._config: RunConfig
         self._policy: Policy
+        self._reference: ReferenceWeights | None
+        self._parts: RankParts
+        self._work: RankWork
         self._staging: Staging
         self._writing: asyncio.Task[None] | None = None
-        self._held: ReferenceWeights | None = None
         self._adapter: AdapterOfRank | None = None
         self._fleet: Fleet | None = None
-        self._parts: RankParts
-        self._stepper: ShardedStepper | WeightShardStepper
         self.handlers: dict[str, Handler] = {
             "begin": self._begin,
             "connect": self._connect,
@@ -111,38 +109,27 @@ class _Rank:
 
     async def _begin(self, body: Any) -> None:
         """Load the policy of the lead's recipe, as the lead does at the same time."""
-        self.folder = Path(body["folder"])
-        self._signs.enter_context(vitals.shown(self.folder, self._placement.rank))
+        self.folder, place = Path(body["folder"]), self._placement
+        self._signs.enter_context(vitals.shown(self.folder, place.rank))
         tree = parse(body["recipe"], "the lead's recipe", Problems())
         assert isinstance(tree, Branch)
         self._config = config = from_options(plain(tree), (), Path("the lead's recipe")).config
-        place = self._placement
         check_host(config, place)
-        self._policy = policy = await self._stack.enter_async_context(
-            live_policy(
-                config, local_rank=place.local_rank, local_ranks=place.local_world_size, bare=has_slices(config)
-            )
-        )
-        if config.reference is not None:
-            self._held = await policy.compute(config.reference.hold, changing(config, policy))
+        is_bare = has_slices(config)
+        loading = live_policy(config, local_rank=place.local_rank, local_ranks=place.local_world_size, bare=is_bare)
+        self._policy = await self._stack.enter_async_context(loading)
+        self._reference = await reference_of(config, self._policy)
 
     async def _connect(self, body: Any) -> None:
         place = self._placement
-        rendezvous, device = self._follower.rendezvous, rank_device(place.local_rank)
         self._parts = await RankParts.join(
-            rendezvous,
-            place.rank,
-            device,
-            self._config.distributed,
-            self.folder / "logs",
-            ranks_of_engine(self._config),
+            self._config, self._follower.rendezvous, place.rank, place.local_rank, self.folder
         )
         self._stack.callback(self._parts.abort)
 
     async def _weights(self, body: Any) -> None:
-        """Load a checkpoint's weights, which the lead has checked; None: there is none."""
-        if body is not None:
-            await self._policy.compute(self._config.trainable.load, self._policy.model, Path(body))
+        """Load a checkpoint's weights, which the lead has checked."""
+        await self._policy.compute(self._config.trainable.load, self._policy.model, Path(body))
 
     async def _engine(self, body: Any) -> dict[str, Any] | None:
         """Start the engine of this rank on its host; again where it died, and None where another's has.
@@ -165,7 +152,7 @@ class _Rank:
         each = ranks_of_engine(config)
         assert isinstance(engine, Vllm)
         weights = None if body["weights"] is None else Path(body["weights"])
-        plain = {**body, "targets": tuple(body["targets"]), "weights": weights}
+        sent = {**body, "targets": tuple(body["targets"]), "weights": weights}
         if torch.cuda.is_available():
             engine = replace(engine, devices=(engine_devices(place.local_rank, each),))
         return engine.beside_ranks(
@@ -173,15 +160,15 @@ class _Rank:
             engines=place.world_size // each,
             host=await asyncio.to_thread(own_address, self._follower.rendezvous),
             context=memory_plan.context(config, self._policy.config),
-            requirements=EngineRequirements(**plain, folder=self.folder, capability=config.sync.capability),
+            requirements=EngineRequirements(**sent, folder=self.folder, capability=config.sync.capability),
         )
 
     async def _attach(self, body: Any) -> None:
         """Share the weights of this rank's engine; again where that was started anew."""
         export, fresh = body
         model = self._policy.model
-        own = self._config.trainable.base_names(model)
-        await self._policy.compute(attach_export, model, own, export, fresh=fresh)
+        names = self._config.trainable.base_names(model)
+        await self._policy.compute(attach_export, model, names, export, fresh=fresh)
         await self._policy.compute(finish, self._policy.device)
 
     async def _adapt(self, body: Any) -> None:
@@ -193,6 +180,8 @@ class _Rank:
 
     async def _cut(self, body: Any) -> None:
         """Take this rank's slices of the weights from the lead."""
+        from tandem.trainer.ranks.slices import RankSlices, slice_handlers
+
         bare = self._policy
         self._policy = policy = await bare.compute(self._parts.cut, bare, bare.model, None)
         self.handlers |= slice_handlers(RankSlices(policy))
@@ -200,21 +189,19 @@ class _Rank:
     async def _bind(self, body: Any) -> None:
         policy, config = self._policy, self._config
         trained, stepper = await policy.compute(self._parts.bind, config, policy)
-        self._stepper = stepper
         # Now that the weights lie where they are trained: they may have been loaded on the host.
         self._staging = self._stack.enter_context(closing(staging_of(config.checkpoint.asynchronous, policy)))
-        work = work_of(config, trained, stepper, self._held, stepper.begin_pass, stepper.flush, stepper.end_pass)
-        work.context = self._parts.context
-        self.handlers |= handlers(work)
+        self._work = RankWork.of(config, trained, stepper, self._reference, context=self._parts.context)
+        self.handlers |= handlers(self._work)
 
     async def _restore(self, body: Any) -> None:
-        if body is not None:
-            await self._policy.compute(load_states, Path(body), self._stepper, self._held)
+        """Load this rank's part of a checkpoint's states."""
+        await self._policy.compute(load_states, Path(body), self._work.stepper, self._reference)
 
     async def _save(self, body: Any) -> None:
         """Stage this rank's share of the optimizer's states, and begin to write it."""
-        staging, rank = self._staging, self._placement.rank
-        write = await self._policy.compute(staged_states, self._stepper, rank, staging.hold)
+        rank, hold = self._placement.rank, self._staging.hold
+        write = await self._policy.compute(staged_states, self._work.stepper, rank, hold)
         self._writing = asyncio.create_task(self._write(write, Path(body)), name="checkpoint")
 
     async def _write(self, write: Callable[[Path], list[Path]], folder: Path) -> None:
