@@ -32,6 +32,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_vllm_fleet, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(_vllm_fleet, "HEALTH_SECONDS", 0.01)
     monkeypatch.setattr(_vllm_client, "GONE_SECONDS", 0.0)
 
 
