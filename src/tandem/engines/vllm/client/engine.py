@@ -84,7 +84,6 @@ class VllmEngine(Engine):
         self._slots: dict[int, _ExportedSlot] = {}
         self._written = WrittenSlot()
         self._bridge: Path | None = None
-        self._manifest: Sequence[tuple[str, tuple[int, ...], str]] = ()
         self._pauses = Pauses()
         self._waves = Waves()
 
@@ -407,7 +406,6 @@ class VllmEngine(Engine):
 
     async def connect(self, rendezvous: Mapping[str, Any], first: Sequence[int]) -> None:
         """Every server's workers join a group; ``first`` is the rank of each server's first worker."""
-        self._manifest = ()
         for server, rank in zip(self.servers, first, strict=True):
             body = wire.StartReceiver(
                 init_method=f"tcp://{rendezvous['host']}:{rendezvous['port']}",
@@ -443,11 +441,10 @@ class VllmEngine(Engine):
         self, manifest: Sequence[tuple[str, tuple[int, ...], str]], bucket_bytes: int, adapter: LoraAdapter | None
     ) -> None:
         """Take one publish from the process group into the weights, or into the adapter."""
-        body = wire.Receive(bucket_bytes=bucket_bytes, config=None if adapter is None else dict(adapter.config))
-        if manifest != self._manifest:  # they remember it as long as they are connected
-            body.manifest = [(name, list(shape), dtype) for name, shape, dtype in manifest]
+        entries = [(name, list(shape), dtype) for name, shape, dtype in manifest]
+        config = None if adapter is None else dict(adapter.config)
+        body = wire.Receive(manifest=entries, bucket_bytes=bucket_bytes, config=config)
         await self.fleet.all("/nccl/receive", body)
-        self._manifest = manifest
 
     async def disconnect(self) -> None:
         """Leave the process group."""

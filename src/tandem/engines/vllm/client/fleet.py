@@ -247,6 +247,11 @@ class Fleet:
             raise EngineError(f"{server.name} takes {info.context} tokens and this run needs {self.least}")
         self.context = min(self.context or info.context, info.context)
 
+    def dead(self) -> list[EngineProcess]:
+        """Processes started here that have ended."""
+        processes = [server.process for server in self.servers if server.process is not None]
+        return [process for process in processes if not process.alive()]
+
     def restarts_of(self, server: EngineServer) -> bool:
         """Whether a server is started again where it dies: here, or by its rank."""
         return server.process is not None or (self._hosts is not None and self.ours)

@@ -245,7 +245,8 @@ class WorkerExtension:
         joining = self._tandem_joining
         if joining is None or joining.member is None:
             raise EngineError(f"engine worker {self.tandem_rank} is in no process group: start the receiver first")
-        receive, entries = joining.member.receive, self._tandem_listed(manifest)
+        entries = [(name, tuple(shape), dtype) for name, shape, dtype in json.loads(manifest)]
+        receive = joining.member.receive
         if lora_id:
             buckets = list(receive(entries, bucket_bytes, keep=True))
             self._tandem_in_place().put(
@@ -263,15 +264,6 @@ class WorkerExtension:
                     torch._foreach_copy_([target for target, _ in pairs], [part for _, part in pairs])
         if self.tandem_device.type == "cuda":
             torch.cuda.synchronize()
-
-    _tandem_list: tuple[str, list[tuple[str, tuple[int, ...], str]]] = ("", [])
-
-    def _tandem_listed(self, manifest: str) -> list[tuple[str, tuple[int, ...], str]]:
-        """A manifest, read when it is not the last one again."""
-        if manifest != self._tandem_list[0]:
-            entries = [(name, tuple(shape), dtype) for name, shape, dtype in json.loads(manifest)]
-            self._tandem_list = manifest, entries
-        return self._tandem_list[1]
 
     _tandem_joining: _Joining | None = None
     _tandem_joins: tuple[_Joining, ...] = ()
