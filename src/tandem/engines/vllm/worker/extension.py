@@ -111,7 +111,7 @@ class WorkerExtension:
         Raises:
             EngineError: a parameter has no place, or a place does not cover it.
         """
-        placements = places(self.tandem_model, rank=self.tandem_rank, world=self.tandem_world)
+        placements = places(self.tandem_model, world=self.tandem_world)
         if rest := uncovered(self.tandem_model, placements):
             raise EngineError(
                 f"{len(rest)} of the engine's parameters belong to no tensor that travels, first {rest[0]}"
