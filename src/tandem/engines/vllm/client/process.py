@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import http.client
 import importlib.util
-import json
 import os
 import re
 import signal
@@ -14,9 +13,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
+
+import msgspec
 
 import tandem
 from tandem.errors import ConfigError, Deadline, EngineError
@@ -69,8 +69,7 @@ _SET = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineRecord:
+class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Record by which a later trainer finds a running engine; it holds the key, so its file is the owner's alone."""
 
     pid: int
@@ -87,8 +86,8 @@ class EngineRecord:
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_name(f"{path.name}.{os.getpid()}.new")
         new.unlink(missing_ok=True)
-        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump(asdict(self), file)
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(msgspec.json.encode(self))
         new.replace(path)
 
     @classmethod
@@ -99,12 +98,10 @@ class EngineRecord:
             EngineError: the file is no such record.
         """
         try:
-            fields = json.loads(path.read_text())
-            started = tuple(Identity(int(pid), str(when)) for pid, when in fields.pop("family", ()))
-            return cls(**fields, family=started)
+            return msgspec.json.decode(path.read_bytes(), type=cls)
         except FileNotFoundError:
             return None
-        except (AttributeError, TypeError, ValueError) as error:
+        except msgspec.DecodeError as error:
             raise EngineError(
                 f"{path} is not the record of an engine ({error}); end that engine, if it runs, and remove the file"
             ) from error
