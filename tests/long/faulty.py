@@ -233,8 +233,8 @@ class Routes(routes.Routes):
                 return {"step": request.step, "engine": live.frontend.id}
 
             live.routes |= {
-                "/fault": routes.Route("POST", fault, dict),
-                "/bridge/stamp": routes.Route("POST", lost, wire.SetVersion),
+                "/fault": routes.Endpoint("POST", fault, dict),
+                "/bridge/stamp": routes.Endpoint("POST", lost, wire.SetVersion),
             }
         return live
 

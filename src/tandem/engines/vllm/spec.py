@@ -247,10 +247,10 @@ class Vllm(EngineSpec):
         _separable(adapters)
         launch = self._launch(requirements, context)
         folders = str(adapters.absolute())
-        own = {"TANDEM_API_KEY": key, "TANDEM_ADAPTER_FOLDERS": folders, "TANDEM_LINGER": "0", "TANDEM_APART": "1"}
+        extra = {"TANDEM_API_KEY": key, "TANDEM_ADAPTER_FOLDERS": folders, "TANDEM_LINGER": "0", "TANDEM_APART": "1"}
         fleet = Fleet(
             [self._server(i) for i in range(self.replicas)],
-            launch=replace(launch, records=None, environment=lambda i, key: {**launch.environment(i, key), **own}),
+            launch=replace(launch, records=None, environment=lambda i, key: {**launch.environment(i, key), **extra}),
             options=self,
             requirements=requirements,
         )
@@ -275,11 +275,11 @@ class Vllm(EngineSpec):
             context: most tokens of a prompt and completion.
             requirements: the run's.
         """
-        own = replace(self, host=host, replicas=1, port=self.port + number if self.port else 0)
+        spec = replace(self, host=host, replicas=1, port=self.port + number if self.port else 0)
         fleet = Fleet(
-            [own._server(0)],
-            launch=own._launch(requirements, context),
-            options=own,
+            [spec._server(0)],
+            launch=spec._launch(requirements, context),
+            options=spec,
             requirements=requirements,
             first=number,
             every=engines,
@@ -411,8 +411,8 @@ class Vllm(EngineSpec):
 
 def _process_identity() -> str:
     """This process, for the engine to watch."""
-    me = identity(os.getpid())
-    return "" if me is None else f"{me.pid}:{me.started}"
+    process = identity(os.getpid())
+    return "" if process is None else f"{process.pid}:{process.started}"
 
 
 def _first_device() -> str:

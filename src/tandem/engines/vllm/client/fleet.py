@@ -281,16 +281,16 @@ class Fleet:
         """Start a dead server again, or have its rank do so."""
         server = self.servers[index]
         if server.process is None:
-            fate, words = "does not answer", ""
+            reason, summary = "does not answer", ""
         else:
             alive = server.process.alive()  # vLLM's server outlives its scheduler by some seconds
-            fate = "lost the process of its scheduler" if alive else server.process.exit_reason()
-            words = server.process.log_summary()
+            reason = "lost the process of its scheduler" if alive else server.process.exit_reason()
+            summary = server.process.log_summary()
         if self._restarts > self._options.restarts:
             raise EngineError(
-                f"{server.name} {fate}, and engine.restarts allows {self._options.restarts} restarts{words}"
+                f"{server.name} {reason}, and engine.restarts allows {self._options.restarts} restarts{summary}"
             )
-        log.warning("%s %s; starting it again", server.name, fate)
+        log.warning("%s %s; starting it again", server.name, reason)
         if server.process is not None:
             await server.process.stop()
             await self._spawn(index)
@@ -311,15 +311,15 @@ class Fleet:
         before = [(server.url, server.instance_id) for server in self.servers]
         every = [*self.servers, *self._away]
         answers = await asyncio.gather(*(self._answers(server, patient=server in self.servers) for server in every))
-        there = [server for server, does in zip(every, answers, strict=True) if does]
-        if not there:
-            there = [await self._first_of(every)]
-        elif names := ", ".join(server.name for server in self.servers if server not in there):
+        reachable = [server for server, does in zip(every, answers, strict=True) if does]
+        if not reachable:
+            reachable = [await self._first_of(every)]
+        elif names := ", ".join(server.name for server in self.servers if server not in reachable):
             log.warning("%s does not answer; the other engines take over until it does", names)
-        self._away = [server for server in every if server not in there]
-        if before == [(server.url, server.instance_id) for server in there]:
+        self._away = [server for server in every if server not in reachable]
+        if before == [(server.url, server.instance_id) for server in reachable]:
             return False
-        self.servers[:] = there
+        self.servers[:] = reachable
         self.ready.clear()
         self.restart_count += 1
         return True
@@ -345,9 +345,9 @@ class Fleet:
         try:
             while True:
                 done, arriving = await asyncio.wait(arriving, return_when=asyncio.FIRST_COMPLETED)
-                well = [task for task in done if task.exception() is None]
-                if well or not arriving:
-                    return next(iter(well or done)).result()
+                arrived = [task for task in done if task.exception() is None]
+                if arrived or not arriving:
+                    return next(iter(arrived or done)).result()
         finally:
             for task in arriving:
                 task.cancel()

@@ -111,14 +111,20 @@ class EngineProcess:
     """An engine's process and, while it runs, whatever that started."""
 
     def __init__(
-        self, me: Identity, *, log: Path, grace: float, child: subprocess.Popen[bytes] | None = None, log_start: int = 0
+        self,
+        engine: Identity,
+        *,
+        log: Path,
+        grace: float,
+        child: subprocess.Popen[bytes] | None = None,
+        log_start: int = 0,
     ) -> None:
-        self._me = me
+        self._identity = engine
         self._log = log
         self._log_start = log_start
         self._grace = grace
         self._child = child
-        self._known = {me}
+        self._known = {engine}
         self._stopped = False
         self._killed = False
 
@@ -156,9 +162,9 @@ class EngineProcess:
                     f"the engine cannot be started: {error}; engine.python is {command[0]}, and must be an interpreter "
                     "that has vLLM"
                 ) from error
-        me = identity(child.pid)
-        assert me is not None  # it stays there, dead or alive, until it is waited for
-        return cls(me, log=log, grace=grace, child=child, log_start=log_start)
+        engine = identity(child.pid)
+        assert engine is not None  # it stays there, dead or alive, until it is waited for
+        return cls(engine, log=log, grace=grace, child=child, log_start=log_start)
 
     @classmethod
     def reattach(cls, record: EngineRecord, grace: float = 15.0) -> EngineProcess | None:
@@ -176,19 +182,19 @@ class EngineProcess:
     @property
     def pid(self) -> int:
         """The engine's own process, leader of its session."""
-        return self._me.pid
+        return self._identity.pid
 
     def record(self, url: str, key: str) -> EngineRecord:
         """How to find it again; taken once it is healthy, it knows the processes that the engine started."""
-        others = tuple(sorted(self._family() - {self._me}))
+        others = tuple(sorted(self._family() - {self._identity}))
         log = str(self._log.absolute())
-        return EngineRecord(pid=self.pid, started=self._me.started, url=url, key=key, log=log, family=others)
+        return EngineRecord(pid=self.pid, started=self._identity.started, url=url, key=key, log=log, family=others)
 
     def alive(self) -> bool:
         """False once the engine's process ended, whatever became of those it started."""
         if self._child is not None:
             return self._exit() is None
-        return alive_after(*self._me)
+        return alive_after(*self._identity)
 
     async def wait_healthy(self, url: str, seconds: float) -> None:
         """Return once ``GET url/health`` answers 200. A late engine is left running; its owner stops it.
@@ -224,7 +230,7 @@ class EngineProcess:
         try:
             if self.alive():
                 os.kill(self.pid, signal.SIGTERM)
-                await gone({self._me}, self._grace)
+                await gone({self._identity}, self._grace)
             if not self.alive():
                 await gone(started := started | self._family(), _STRAGGLER_SECONDS)
         finally:  # also if the wait was cancelled
@@ -304,7 +310,7 @@ class EngineProcess:
 
     def _family(self) -> set[Identity]:
         """The process and all that it started, as far as they are alive and were ever seen or can be found."""
-        self._known = family(self._me, self._known)
+        self._known = family(self._identity, self._known)
         return self._known
 
 

@@ -143,8 +143,8 @@ SAMPLE = frozenset({"/generate", "/bridge/probe"})
 """Routes of ours whose work ends with their client; the others, once begun, leave nothing half done."""
 
 
-class Route(NamedTuple):
-    """A route of ours, with one method."""
+class Endpoint(NamedTuple):
+    """What answers a route of ours."""
 
     method: str
     handler: Callable[[Any], Awaitable[Any]]
@@ -201,7 +201,7 @@ class Routes:
             self._live = _Live(engine, scope["app"].state, self._watch, self._app)
         return self._live
 
-    async def _handled(self, live: _Live, path: str, route: Route, method: str, receive: Receive) -> Any:
+    async def _handled(self, live: _Live, path: str, route: Endpoint, method: str, receive: Receive) -> Any:
         if method != route.method:
             allow = [(b"allow", route.method.encode())]
             raise Refusal(405, f"{path} answers {route.method}, not {method}", allow)
@@ -227,32 +227,32 @@ class _Live:
         self.receiver = Receiver(self.frontend, self.adapters)
         self.sleeper = Sleeper(self.frontend)
         self.many = ManyAnswers(self.frontend, self.adapters, self.limits)
-        self.routes: dict[str, Route] = {
-            "/health": Route("GET", self.health),
-            "/generate": Route("POST", self.generate, wire.Generate),
-            "/generate/take_back": Route("POST", self.many.take_back, wire.TakeBack),
-            "/bridge/info": Route("GET", self.info),
-            "/bridge/state_dict_info": Route("GET", self.state_dict_info),
-            "/bridge/notify_update": Route("POST", self.notify_update, wire.Notify),
-            "/bridge/pause": Route("POST", self.pause, wire.Pause),
-            "/bridge/resume": Route("POST", self.resume, wire.Body),
-            "/bridge/lend": Route("POST", self.export_weights, wire.Body),
-            "/bridge/checksums": Route("POST", self.checksums, wire.Checksums),
-            "/bridge/probe": Route("POST", self.probe, wire.ProbeRequest),
-            "/bridge/stamp": Route("POST", self.set_version, wire.SetVersion),
-            "/bridge/stop": Route("POST", self.stop, wire.Stop),
-            "/bridge/sleep": Route("POST", self.sleeper.sleep, wire.Sleep),
-            "/bridge/wake": Route("POST", self.sleeper.wake, wire.Wake),
-            "/bridge/lend_slot": Route("POST", self.export_adapter, wire.ExportAdapter),
-            "/bridge/adapt": Route("POST", self.adapt, wire.Adapt),
-            "/bridge/adopt": Route("POST", self.reattach, wire.Reattach),
-            "/lora/status": Route("GET", self.adapters.status),
-            "/lora/load": Route("POST", self.adapters.load, wire.LoadAdapter),
-            "/lora/unload": Route("POST", self.adapters.unload, wire.UnloadAdapter),
-            "/nccl/start_receiver": Route("POST", self.receiver.start, wire.StartReceiver),
-            "/nccl/status": Route("GET", self.receiver.status),
-            "/nccl/stop_receiver": Route("POST", self.receiver.stop),
-            "/nccl/receive": Route("POST", self.receiver.receive, wire.Receive),
+        self.routes: dict[str, Endpoint] = {
+            "/health": Endpoint("GET", self.health),
+            "/generate": Endpoint("POST", self.generate, wire.Generate),
+            "/generate/take_back": Endpoint("POST", self.many.take_back, wire.TakeBack),
+            "/bridge/info": Endpoint("GET", self.info),
+            "/bridge/state_dict_info": Endpoint("GET", self.state_dict_info),
+            "/bridge/notify_update": Endpoint("POST", self.notify_update, wire.Notify),
+            "/bridge/pause": Endpoint("POST", self.pause, wire.Pause),
+            "/bridge/resume": Endpoint("POST", self.resume, wire.Body),
+            "/bridge/lend": Endpoint("POST", self.export_weights, wire.Body),
+            "/bridge/checksums": Endpoint("POST", self.checksums, wire.Checksums),
+            "/bridge/probe": Endpoint("POST", self.probe, wire.ProbeRequest),
+            "/bridge/stamp": Endpoint("POST", self.set_version, wire.SetVersion),
+            "/bridge/stop": Endpoint("POST", self.stop, wire.Stop),
+            "/bridge/sleep": Endpoint("POST", self.sleeper.sleep, wire.Sleep),
+            "/bridge/wake": Endpoint("POST", self.sleeper.wake, wire.Wake),
+            "/bridge/lend_slot": Endpoint("POST", self.export_adapter, wire.ExportAdapter),
+            "/bridge/adapt": Endpoint("POST", self.adapt, wire.Adapt),
+            "/bridge/adopt": Endpoint("POST", self.reattach, wire.Reattach),
+            "/lora/status": Endpoint("GET", self.adapters.status),
+            "/lora/load": Endpoint("POST", self.adapters.load, wire.LoadAdapter),
+            "/lora/unload": Endpoint("POST", self.adapters.unload, wire.UnloadAdapter),
+            "/nccl/start_receiver": Endpoint("POST", self.receiver.start, wire.StartReceiver),
+            "/nccl/status": Endpoint("GET", self.receiver.status),
+            "/nccl/stop_receiver": Endpoint("POST", self.receiver.stop),
+            "/nccl/receive": Endpoint("POST", self.receiver.receive, wire.Receive),
         }
 
     async def health(self, _: None) -> Any:

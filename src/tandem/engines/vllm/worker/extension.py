@@ -205,9 +205,9 @@ class WorkerExtension:
     def tandem_adapter_checksums(self, lora_id: int, names: list[str], config: str) -> dict[str, str]:
         """Checksums of what an adapter's slot really holds; ``names`` are given for one that vLLM loaded itself."""
         adapters = self._tandem_in_place()
-        held = list(adapters.loaded(lora_id, names, json.loads(config)) if names else adapters.stored(lora_id))
-        shards = (Shard(_part(part.name, part.first), part.tensor, part.first) for part in held)
-        return _hexadecimal(self._tandem_standing(held[0].tensor.data_ptr()).take(shards))
+        parts = list(adapters.loaded(lora_id, names, json.loads(config)) if names else adapters.stored(lora_id))
+        shards = (Shard(_part(part.name, part.first), part.tensor, part.first) for part in parts)
+        return _hexadecimal(self._tandem_standing(parts[0].tensor.data_ptr()).take(shards))
 
     def tandem_forget(self, lora_id: int) -> None:
         """Free an adapter's slot."""

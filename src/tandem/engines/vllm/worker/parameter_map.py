@@ -134,8 +134,8 @@ def _require_plain(name: str, leaf: str, parameter: Tensor, layer: nn.Module) ->
 
 def _parts(owner: str, layer: Any, parameter: Tensor, packed: Mapping[str, list[str]]) -> Iterator[_Part]:
     """The rows of a parameter, tensor by tensor."""
-    parent, _, own = owner.rpartition(".")
-    names = [f"{parent}.{name}" if parent else name for name in packed.get(own, [own])]
+    parent, _, leaf = owner.rpartition(".")
+    names = [f"{parent}.{name}" if parent else name for name in packed.get(leaf, [leaf])]
     rows = parameter.shape[0]
     if hasattr(layer, "total_num_kv_heads"):  # QKVParallelLinear
         yield from _qkv(names, layer)
