@@ -48,6 +48,9 @@ class Launch:
 class Fleet:
     """One or more servers of one policy; ``launch`` is None for servers that the trainer did not start.
 
+    Start, recovery and health checks share one list of servers, one lock and one flag that says whether the current
+    weights are everywhere.
+
     Args:
         servers: where they are, or will be.
         launch: how they are started.
