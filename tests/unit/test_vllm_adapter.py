@@ -22,7 +22,6 @@ from tandem.engines.vllm.adapters import (
     AdapterWriter,
     AttachedAdapter,
     StoredAdapter,
-    scale_,
     scaling,
 )
 from tandem.engines.vllm.client.engine import VllmEngine
@@ -479,9 +478,8 @@ def test_whatever_multiplies_b_gives_the_bits_of_one_float32_product(
     one_by_one = [tensor * factor for tensor in tensors]  # what vLLM does when it loads a file
     config = {"r": 1, "lora_alpha": factor}
     stored = StoredAdapter().of([(f"{n}.lora_B.default.weight", t.view(1, -1)) for n, t in enumerate(tensors)], config)
-    scale_(tensors, factor)
     for n, expected in enumerate(want):
-        for product in (one_by_one[n], tensors[n], stored[n][1].flatten()):
+        for product in (one_by_one[n], stored[n][1].flatten(), tensors[n].mul_(factor)):
             assert torch.equal(product, expected)
 
 

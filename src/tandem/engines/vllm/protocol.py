@@ -474,11 +474,6 @@ class SiblingRequests(Body):
     """Of each answer; null: it draws from the engine's stream."""
 
 
-def siblings(request: Generate) -> SiblingRequests:
-    """Answers to a prompt, none yet."""
-    return SiblingRequests(request=msgspec.Raw(msgspec.json.encode(request)), seeds=[])
-
-
 class Many(Body):
     """POST /generate/many: answered by a frame for each answer, within 20 ms of its end."""
 

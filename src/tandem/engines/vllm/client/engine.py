@@ -157,6 +157,7 @@ class VllmEngine(Engine):
                 "shorten the prompt or raise context"
             )
         seed, least = key % 2**63 if self._seeded else None, self._least
+        request = wire.completion_request(prompt, sampling, limit=room, ends=self._ends, flat=True, min_step=least)
         tries = 0
         while True:
             if not self.fleet.ready.is_set():
@@ -167,15 +168,7 @@ class VllmEngine(Engine):
             restart_count, server = self.restart_count, min(self.servers, key=lambda s: s.outstanding)
             later = self._pause_seconds if least > self._version.step else 0.0  # it waits for the trainer first
             try:
-                sampled = await self._waves.answer(
-                    server,
-                    lambda: wire.completion_request(
-                        prompt, sampling, limit=room, ends=self._ends, flat=True, min_step=least
-                    ),
-                    (prompt, sampling, least),
-                    seed=seed,
-                    later=later,
-                )
+                sampled = await self._waves.answer(server, request, seed=seed, later=later)
                 return self._completion(server, sampled, least)
             except EngineUnreachable:
                 tries += 1

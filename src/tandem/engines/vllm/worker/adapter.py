@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.engines.vllm.adapters import ExportedAdapter, rank_of, scale_, scaling
+from tandem.engines.vllm.adapters import ExportedAdapter, rank_of, scaling
 from tandem.errors import EngineError
 
 _PEFT = "base_model.model."
@@ -124,7 +124,9 @@ class InPlaceAdapters:
         views = {name: target.view(adapter.slot) for name, target in adapter.targets.items()}
         parts = [named[name][t.rows.slice, t.columns.slice] for name, t in adapter.targets.items()]
         torch._foreach_copy_(list(views.values()), parts)
-        scale_([view for name, view in views.items() if ".lora_B." in name], scaling(config))
+        for name, view in views.items():
+            if ".lora_B." in name:
+                view.mul_(scaling(config))  # as vLLM does when it loads a file: in float32, and rounded once
 
     def export(
         self, lora_id: int, config: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path
