@@ -458,7 +458,7 @@ _STARTING = (
 )  # fmt: skip
 
 
-_OURS = frozenset((
+_SET_BY_TANDEM = frozenset((
     "--model", "--served-model-name", "--host", "--port", "--dtype", "--seed", "--max-model-len", "--max-num-seqs",
     "--tensor-parallel-size", "--logprobs-mode", "--worker-extension-cls", "--middleware", "--enforce-eager",
     "--enable-prefix-caching", "--gpu-memory-utilization", "--limit-mm-per-prompt", "--enable-lora",
@@ -486,6 +486,8 @@ def not_free(name: str, value: Any) -> str:
     if value is None:
         return "is null, which vLLM's server knows no word for; leave it out for the default"
     plain = name.replace("_", "-").removeprefix("no-").partition(".")[0]
-    if any(option.startswith(f"--{plain}") for option in _OURS):  # it takes the beginning of a name for the whole
+    if any(
+        option.startswith(f"--{plain}") for option in _SET_BY_TANDEM
+    ):  # it takes the beginning of a name for the whole
         return "is set by Tandem or is an option of its own; remove it from args"
     return ""

@@ -217,12 +217,7 @@ class VllmEngine(Engine):
             )
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
-        request = wire.Generate(
-            prompt=wire.Ids(prompt_token_ids=list(tokens)), max_tokens=1, prompt_logprobs=0, detokenize=False
-        )
-        response = await self.servers[0].generate(request)
-        prompt = response.prompt_logprobs or []
-        return [p[t] for t, p in zip(tokens[1:], prompt[1:], strict=True) if p is not None]
+        return list((await self._probe(self.servers[0], tokens, 1)).scored or ())
 
     async def probe(self, tokens: Sequence[int], *, samples: int = PROBE_SAMPLES) -> Sequence[ProbeResult]:
         return await asyncio.gather(*(self._probe(server, tokens, samples) for server in self.servers))

@@ -164,8 +164,8 @@ class _Wave:
         if answer.done():  # taken back meanwhile
             return
         if isinstance(frame, Failed):
-            fallen = frame.title == "EngineDeadError"
-            answer.set_exception(self.server.refusal("/generate", frame.status, frame.detail, fallen=fallen))
+            engine_dead = frame.title == "EngineDeadError"
+            answer.set_exception(self.server.refusal("/generate", frame.status, frame.detail, engine_dead=engine_dead))
         else:
             answer.set_result(frame)
 

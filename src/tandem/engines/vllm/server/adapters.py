@@ -84,7 +84,7 @@ class Adapters:
         self.require_enabled()
         folder = allowed(request.adapter_path)
         name = request.adapter_name or folder.name
-        not_kept(name)
+        require_free_name(name)
         if name in self._loaded:
             raise Refusal(409, f"there is an adapter {name!r} already: give a new version a new name, or unload it")
         self._loaded[name] = await self._load(name, folder)
@@ -121,7 +121,7 @@ class Adapters:
         return {"status": "ok", "unloaded": names}
 
 
-def not_kept(name: str) -> None:
+def require_free_name(name: str) -> None:
     """Raise Refusal where loading an adapter of this name would replace the one that is trained."""
     if name == IN_PLACE:
         raise Refusal(409, f"the name {IN_PLACE!r} is kept for the adapter that is written in place")
