@@ -149,14 +149,21 @@ class AttachedAdapter:
         return sum(tensor.nbytes for tensor in values)
 
 
-class WrittenSlot:
-    """A slot that this process writes: attached when it is first described, and anew when it is lent anew."""
+class AdapterWriter:
+    """A process's end of the slot of its engine: its adapter as it is stored there, and where."""
 
     def __init__(self) -> None:
+        self._stored = StoredAdapter()
         self._attached: AttachedAdapter | None = None
 
-    def write(self, description: Mapping[str, Any], stored: Sequence[tuple[str, Tensor]]) -> int:
-        """Copy a version into the slot that an engine described; returns its bytes. The engine must stand still.
+    def stored(self, adapter: LoraAdapter) -> list[tuple[str, Tensor]]:
+        """The adapter's tensors under the names and with the values that the engine stores them."""
+        return self._stored.of(adapter.tensors, adapter.config)
+
+    def copy(self, description: Mapping[str, Any], stored: Sequence[tuple[str, Tensor]]) -> int:
+        """Copy a version into the slot that an engine described, attached anew when it is lent anew; returns its bytes.
+
+        The engine must stand still.
 
         Raises:
             TransportError, EngineError: as ``AttachedAdapter``.
@@ -165,17 +172,10 @@ class WrittenSlot:
             self._attached = AttachedAdapter(description, stored)
         return self._attached.write(stored)
 
-    def close(self) -> None:
-        """Let go of it."""
-        self._attached = None
-
-
-class AdapterWriter:
-    """One rank's end of the slot of its own engine: its adapter as it is stored there, and where."""
-
-    def __init__(self) -> None:
-        self._stored, self._slot = StoredAdapter(), WrittenSlot()
-
     def write(self, description: Mapping[str, Any], adapter: LoraAdapter) -> int:
-        """Write what the adapter holds now; as ``WrittenSlot.write``."""
-        return self._slot.write(description, self._stored.of(adapter.tensors, adapter.config))
+        """Copy what the adapter holds now; as ``copy``."""
+        return self.copy(description, self.stored(adapter))
+
+    def close(self) -> None:
+        """Let go of the slot."""
+        self._attached = None

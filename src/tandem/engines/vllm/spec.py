@@ -256,11 +256,8 @@ class Vllm(EngineSpec):
         )
         for server in fleet.servers:
             server.key = key
-        try:
-            await fleet.start()
+        async with fleet.running():
             yield fleet
-        finally:
-            await fleet.close()
 
     @asynccontextmanager
     async def beside_ranks(
@@ -284,11 +281,8 @@ class Vllm(EngineSpec):
             first=number,
             every=engines,
         )
-        try:
-            await fleet.start()
+        async with fleet.running():
             yield fleet
-        finally:
-            await fleet.close()
 
     def _key(self) -> str:
         """The key that the recipe names; empty where it names none.
@@ -313,9 +307,13 @@ class Vllm(EngineSpec):
             port = self.port + index if reservation is None else reservation.getsockname()[1]
             key = self._key() or (secrets.token_urlsafe(24) if self.require_api_key else "")
             url = http_url(self.host, port)
-        server = EngineServer(url, key, control_seconds=self.control_seconds, request_seconds=self.request_seconds)
+        server = self.client(url, key)
         server.reservation = reservation
         return server
+
+    def client(self, url: str, key: str) -> EngineServer:
+        """A client of an engine, with this recipe's deadlines."""
+        return EngineServer(url, key, control_seconds=self.control_seconds, request_seconds=self.request_seconds)
 
     def _launch(self, requirements: EngineRequirements, context: int) -> Launch:
         """How each engine is started; the model folder may differ from start to start."""

@@ -27,7 +27,7 @@ from tandem.engines.base import (
     ProbeResult,
 )
 from tandem.engines.vllm import protocol as wire
-from tandem.engines.vllm.adapters import StoredAdapter, WrittenSlot
+from tandem.engines.vllm.adapters import AdapterWriter
 from tandem.engines.vllm.client.fleet import Fleet
 from tandem.engines.vllm.client.http import EngineReplaced, EngineServer, EngineUnreachable
 from tandem.engines.vllm.client.waves import Waves
@@ -80,9 +80,8 @@ class VllmEngine(Engine):
         self._swapped: list[str] = []
         self._pending: str | None = None
         self._adapter: LoraAdapter | None = None
-        self._stored = StoredAdapter()
+        self._writer = AdapterWriter()
         self._slots: dict[int, _ExportedSlot] = {}
-        self._written = WrittenSlot()
         self._bridge: Path | None = None
         self._pauses = Pauses()
         self._waves = Waves()
@@ -122,7 +121,7 @@ class VllmEngine(Engine):
         self.fleet.watch(republish)
 
     async def close(self) -> None:
-        self._written.close()
+        self._writer.close()
         await self.fleet.close()
         if self._bridge is not None:
             self._bridge.unlink(missing_ok=True)  # the memory that it names is gone
@@ -334,7 +333,7 @@ class VllmEngine(Engine):
 
     def as_stored(self, adapter: LoraAdapter) -> Iterable[tuple[str, Any]]:
         """An adapter's tensors under the names and with the values that the engine stores them."""
-        return self._stored.of(adapter.tensors, adapter.config)
+        return self._writer.stored(adapter)
 
     async def adapt(self, adapter: LoraAdapter) -> int:
         """Sample with this adapter from now on. The first server's slot is written; those of others by their ranks.
@@ -342,12 +341,12 @@ class VllmEngine(Engine):
         Returns:
             Bytes copied.
         """
-        stored = self._stored.of(adapter.tensors, adapter.config)
-        return self._written.write(await self._slot(0, _slot_request(adapter, stored)), stored)
+        stored = self._writer.stored(adapter)
+        return self._writer.copy(await self._slot(0, _slot_request(adapter, stored)), stored)
 
     async def slots_of_ranks(self, adapter: LoraAdapter) -> Sequence[Any]:
         """Where each server but the first has this adapter, as plain data: ``AdapterWriter`` takes it."""
-        request = _slot_request(adapter, self._stored.of(adapter.tensors, adapter.config))
+        request = _slot_request(adapter, self._writer.stored(adapter))
         return list(await asyncio.gather(*(self._slot(index, request) for index in range(1, len(self.servers)))))
 
     async def _slot(self, index: int, request: wire.ExportAdapter) -> Mapping[str, Any]:

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,15 @@ class Fleet:
         here = 1 if self._hosts is not None else len(self.servers)
         await together([*(self._begin(i) for i in range(here)), self._begin_elsewhere()])
 
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Fleet]:
+        """Started or found with the block, and closed with it."""
+        try:
+            await self.start()
+            yield self
+        finally:
+            await self.close()
+
     async def _begin_elsewhere(self) -> None:
         """Have ranks on other hosts start theirs."""
         if self._hosts is not None:
@@ -115,14 +125,10 @@ class Fleet:
     async def _meet(self, index: int, engine: RankEngine) -> None:
         """Go on with the engine that a rank has started on its host."""
         await self.servers[index].close()
-        server = self._client(engine.url, engine.key)
+        server = self._options.client(engine.url, engine.key)
         await self._check_server(server)
         self.servers[index] = server
         self.started_elsewhere = self.started_elsewhere or engine.reattached
-
-    def _client(self, url: str, key: str) -> EngineServer:
-        options = self._options
-        return EngineServer(url, key, control_seconds=options.control_seconds, request_seconds=options.request_seconds)
 
     async def _begin(self, index: int) -> None:
         if self._launch is None:
@@ -162,7 +168,7 @@ class Fleet:
         process = None if record is None else EngineProcess.reattach(record)
         if record is None or process is None:
             return False
-        server = self._client(record.url, record.key)
+        server = self._options.client(record.url, record.key)
         server.process = process
         try:
             await server.get("/health", dict)
