@@ -283,7 +283,7 @@ class VllmEngine(Engine):
             if version.digest and (answer["step"], answer["digest"]) != (version.step, version.digest):
                 raise StaleWeights(
                     f"{server.name} was stamped with version {version.step} and goes on with {answer['step']}: "
-                    "somebody else publishes to it, or the stamp was lost. Resume the run: its weights are then "
+                    "another client publishes to it, or the stamp was lost. Resume the run: its weights are then "
                     "published again"
                 )
         self.fleet.ready.set()
@@ -361,9 +361,9 @@ class VllmEngine(Engine):
                 )
             if (await server.post("/bridge/adapt", wire.Adapt(key=exported.description["key"])))["held"]:
                 return exported.description
-            del self._slots[index]  # the engine was restarted behind our back, or its adapter unloaded
+            del self._slots[index]  # the engine was restarted externally, or its adapter unloaded
         raise EngineError(
-            f"{server.name} lent its adapter's slot to somebody else as soon as it had lent it here: another trainer "
+            f"{server.name} lent its adapter's slot to another client right after lending it here: another trainer "
             "publishes to it; end one of the two"
         )
 

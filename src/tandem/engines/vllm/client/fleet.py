@@ -391,7 +391,7 @@ class Fleet:
         answers = await asyncio.gather(*(self._answers(server) for server in self._away))
         names = ", ".join(server.name for server, does in zip(self._away, answers, strict=True) if does)
         if names:
-            log.warning("%s answers again; the weights of now are published to it", names)
+            log.warning("%s answers again; publishing the current weights to it", names)
         return bool(names)
 
     async def _lost_weights(self) -> bool:
@@ -473,6 +473,6 @@ def _unused(url: str) -> None:
     except OSError:
         return
     raise EngineError(
-        f"somebody else listens at {url}, where the engine is to; if that is an engine for this trainer, name it by "
+        f"another process listens at {url}, where the engine should; if that is an engine for this trainer, name it by "
         f"engine.urls: [{url}], otherwise choose another engine.port"
     )
