@@ -47,8 +47,7 @@ def by_tandem(engine: Any) -> Ask:
             flat_logprobs=True,
             detokenize=False,
         )
-        answer: wire.Generated = await engine.servers[0].post("/generate", request, wire.Generated)
-        return len(answer.token_ids[0])
+        return len((await engine.servers[0].post("/generate", request, wire.Generated)).token_ids[0])
 
     return ask
 
