@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import live_policy
+from support.tiny_policy import live_policy
 
 from tandem.config.registry import find, names
 from tandem.engines.base import (

@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 import torch
-from tiny import plain_metrics
+from support.tiny_policy import plain_metrics
 
 from tandem.algorithms.losses.base import Loss, MicroBatch, Reduction, TokenLoss
 from tandem.config.registry import find, names

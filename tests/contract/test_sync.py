@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from scripted import Scripted, Wire, scripted
-from tiers import long_but
-from tiny import live_policy
+from support.scripted_engine import Scripted, Wire, scripted
+from support.tiers import long_but
+from support.tiny_policy import live_policy
 
 from tandem.config.loading import RunConfig
 from tandem.config.registry import find, names

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import plain_metrics
+from support.tiny_policy import plain_metrics
 
 from tandem.algorithms.advantages.base import Advantage, advantages
 from tandem.algorithms.advantages.batch_std import BatchStd

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import typer.main
 import yaml
-from sources import parsed
+from support.sources import parsed
 
 import tandem
 from tandem.cli.app import with_all_verbs

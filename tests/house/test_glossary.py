@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from sources import parsed
+from support.sources import parsed
 
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src"

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import sources
+from support import sources
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from sources import parsed
+from support.sources import parsed
 
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src"

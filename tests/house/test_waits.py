@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sources import parsed
+from support.sources import parsed
 
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src"

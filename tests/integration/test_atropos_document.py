@@ -18,10 +18,10 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
-from atropos_document import BROKERS, ENGINES, ENVIRONMENTS, HERMES, TRAINERS, command
 from conftest import build_tiny_model
 from integration.atropos_peers import Process, ask, until
 from integration.vllm_runs import CUDA, HEAD_DIM, REPOSITORY, engine, metrics, needs_engine
+from support.atropos_document import BROKERS, ENGINES, ENVIRONMENTS, HERMES, TRAINERS, command
 
 from tandem.ports import free_port
 

@@ -32,7 +32,7 @@ from integration.test_broker_train import Place, hand_in, train_recipe, trained
 from integration.vllm_runs import DTYPE, GAP, groups_once, metrics, needs_engine, recipe, rollouts
 from integration.vllm_runs import engine as engine_options
 from nursery import Nursery
-from tiny import reference
+from support.tiny_policy import reference
 
 pytestmark = pytest.mark.slow
 

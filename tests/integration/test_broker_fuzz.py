@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import hypothesis.strategies as st
 import pytest
-from brokers import Client, group, play, served
 from hypothesis import given, settings
-from odd_messages import BODIES, damaged, mutated
-from tiers import examples, long_but
+from support.brokers import Client, group, play, served
+from support.odd_messages import BODIES, damaged, mutated
+from support.tiers import examples, long_but
 
 from tandem_broker.server import routes
 from tandem_broker.server.bodies import BodyLimits

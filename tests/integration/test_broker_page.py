@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from brokers import Client, group, play
+from support.brokers import Client, group, play
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (path := shutil.which(name))),

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from brokers import ENV, RUN, group
+from support.brokers import ENV, RUN, group
 
 
 @contextmanager

@@ -26,8 +26,8 @@ from typing import Any
 
 import aiohttp
 import pytest
-from brokers import RUN, group
-from odd_messages import BODIES, damaged, mutated
+from support.brokers import RUN, group
+from support.odd_messages import BODIES, damaged, mutated
 
 from tandem_broker.server.serving import listening
 

@@ -17,12 +17,12 @@ from unittest import mock
 
 import pytest
 import yaml
-from atropos_document import HERMES, TRAINERS, command
-from compat_cases import OVERRIDES, axolotl_file, axolotl_files, examples, swift_files
 from conftest import build_tiny_model
-from documented import SHORT_RUN, STAND_IN, build_brief_model, build_reward_model, environment_elsewhere
 from integration.vllm_runs import lines, metrics
-from tiers import long_but
+from support.atropos_document import HERMES, TRAINERS, command
+from support.compat_cases import OVERRIDES, axolotl_file, axolotl_files, examples, swift_files
+from support.documents import SHORT_RUN, STAND_IN, build_brief_model, build_reward_model, environment_elsewhere
+from support.tiers import long_but
 from unit.test_loggers import fake_library
 
 from tandem.cli import app as cli

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import yaml
-from compat_cases import axolotl_files, swift_files
 from conftest import build_tiny_model
 from integration.vllm_runs import lines, metrics
 from nursery import Nursery
 from safetensors.torch import load_file
+from support.compat_cases import axolotl_files, swift_files
 
 from tandem.ports import free_port
 

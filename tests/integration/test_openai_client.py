@@ -6,9 +6,9 @@ import asyncio
 import subprocess
 from pathlib import Path
 
-from fake_engine import END
 from integration.atropos_peers import HERE, atropos_python
-from proxied import Scripted
+from support.fake_engine import END
+from support.proxy_sessions import Scripted
 
 from tandem.agents.server import Proxy
 from tandem.rollout.template import Template

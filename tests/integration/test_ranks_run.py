@@ -12,7 +12,7 @@ import torch
 import yaml
 from nursery import Nursery
 from safetensors.torch import load_file
-from tiers import long_but
+from support.tiers import long_but
 
 RECIPE: dict[str, Any] = {
     "steps": 3,

@@ -13,7 +13,7 @@ import torch
 from conftest import build_tiny_model
 from integration import vllm_runs as vllm
 from nursery import Nursery
-from tiers import long_but
+from support.tiers import long_but
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.config.tree import render

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import yaml
 from nursery import Forked, Nursery
-from tiers import long_but
+from support.tiers import long_but
 
 from tandem.envs.arithmetic import Arithmetic
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from nursery import Nursery
-from tiers import long_but
+from support.tiers import long_but
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "long"))
 from stalls import measure

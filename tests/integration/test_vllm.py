@@ -27,7 +27,7 @@ from integration.vllm_runs import (
     rollouts,
     same_logprobs,
 )
-from tiers import long_but
+from support.tiers import long_but
 from transformers import AutoModelForCausalLM
 
 from tandem.cli.app import main

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import odd_requests as odd
 import pytest
 import yaml
 from conftest import build_tiny_model
 from integration.vllm_runs import HEAD_DIM, alive, engine, needs_engine, recipe, serving
 from nursery import Forked, Nursery
+from support import odd_requests as odd
 
 from tandem.ports import free_port
 

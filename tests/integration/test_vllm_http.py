@@ -37,8 +37,8 @@ from integration.vllm_runs import (
     until,
 )
 from nursery import Forked, Nursery
-from plays import make_group, make_rollout
-from tiny import live_policy, reference
+from support.rollouts import make_group, make_rollout
+from support.tiny_policy import live_policy, reference
 
 from tandem.algorithms.advantages.dr_grpo import DrGrpo
 from tandem.algorithms.losses.grpo import Grpo

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from fake_broker import FakeBroker, quick, until
-from fake_engine import END, FakeEngine
 from nursery import Nursery
+from support.fake_broker import FakeBroker, quick, until
+from support.fake_engine import END, FakeEngine
 
 from tandem.errors import ConfigError
 from tandem_broker.client import Connection, TakenBatch, TrainerClient

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiers import long_but
+from support.tiers import long_but
 
 from tandem.config import loading as config
 from tandem.trainer import assemble as run

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from long.defects import DEFECTS, Defect
 from long.plants import CUT, PLANTED, Planted
-from tiers import long_but
+from support.tiers import long_but
 from transformers import LlamaConfig
 
 from tandem.config.loading import load

@@ -13,7 +13,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import Linear as PeftLinear
-from tiers import long_but
+from support.tiers import long_but
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from alarming import BASE, HEALTHY, ONSET, SICK, Made, after, flat, slope, watched
-from tiers import long_but
+from support.alarms import BASE, HEALTHY, ONSET, SICK, Made, after, flat, slope, watched
+from support.tiers import long_but
 
 from tandem.observability.alarms import ALARMS, AlarmWatch, Finding, Name, Notice, _Episode
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from atropos_document import BROKERS, ENGINES, ENVIRONMENTS, REFUSED, TRAINERS, command
+from support.atropos_document import BROKERS, ENGINES, ENVIRONMENTS, REFUSED, TRAINERS, command
 
 from tandem.cli import app as cli
 from tandem.config.loading import RunConfig, from_options

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import live_policy
+from support.tiny_policy import live_policy
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import (

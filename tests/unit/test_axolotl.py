@@ -12,7 +12,7 @@ from typing import Any
 
 import jinja2.sandbox
 import pytest
-from compat_cases import axolotl_file, axolotl_files
+from support.compat_cases import axolotl_file, axolotl_files
 
 from tandem.cli import app as cli
 from tandem.compat.axolotl.options import DATASET, GROUPS, TOP, TRL, VLLM

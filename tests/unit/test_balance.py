@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import examples
+from support.tiers import examples
 
 from tandem.trainer import balance, prefix_tree
 from tandem.trainer.balance import Balance, GroupSamples, Load

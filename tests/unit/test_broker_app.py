@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any
 
 import pytest
-from brokers import ENV, RUN, Client, group, play
+from support.brokers import ENV, RUN, Client, group, play
 
 from tandem.errors import BrokerError
 from tandem_broker.queue.records import StoreOptions

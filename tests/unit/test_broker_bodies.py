@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from brokers import Client, group, play
+from support.brokers import Client, group, play
 
 from tandem_broker.protocol.wire import write
 from tandem_broker.server.bodies import INLINE_BYTES, BodyLimits

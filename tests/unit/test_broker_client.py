@@ -8,8 +8,8 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import pytest
-from fake_broker import FakeBroker, quick, until
-from plays import make_group, make_rollout
+from support.fake_broker import FakeBroker, quick, until
+from support.rollouts import make_group, make_rollout
 
 from tandem.errors import BrokerError, ConfigError
 from tandem.http import OutageLog, RetryPolicy, ServerAway

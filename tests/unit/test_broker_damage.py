@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from brokers import RUN, group, served
+from support.brokers import RUN, group, served
 
 from tandem.errors import BrokerError
 from tandem_broker.journal.ledger import Ledger

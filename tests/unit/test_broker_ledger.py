@@ -14,8 +14,8 @@ from types import ModuleType
 
 import msgspec
 import pytest
-from brokers import run_parameters
 from msgspec.structs import replace
+from support.brokers import run_parameters
 
 from tandem.errors import BrokerError
 from tandem_broker.journal.database import Database

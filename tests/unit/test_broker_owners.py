@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from brokers import ENV, Client, group, play, run_parameters, served
+from support.brokers import ENV, Client, group, play, run_parameters, served
 
 from tandem_broker.journal.ledger import Ledger
 from tandem_broker.queue.records import EnvSpec, StoreOptions

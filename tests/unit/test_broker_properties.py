@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from brokers import run_parameters
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec.structs import replace as changed
-from tiers import examples
+from support.brokers import run_parameters
+from support.tiers import examples
 
 from tandem_broker.journal.ledger import Ledger, read
 from tandem_broker.protocol.messages import EnvStatus, RunParameters

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from brokers import run_parameters
+from support.brokers import run_parameters
 
 from tandem_broker.protocol.messages import EnvAccepted, EnvStatus, RunParameters
 from tandem_broker.queue.records import (

@@ -8,8 +8,8 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from brokers import ENV, RUN, group
 from hypothesis import given
+from support.brokers import ENV, RUN, group
 
 from tandem_broker.protocol import submission, wire
 from tandem_broker.protocol.messages import FIELDS, EnvRegistration, RunParameters, ScoredGroup

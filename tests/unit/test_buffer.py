@@ -12,10 +12,10 @@ from itertools import chain, product, repeat
 from typing import Any
 
 import pytest
-from buffering import Kind, Mixture, Trainer, always_good, ids, makeup, mixed, rollout, run, tasks, trained
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import examples
+from support.buffering import Kind, Mixture, Trainer, always_good, ids, makeup, mixed, rollout, run, tasks, trained
+from support.tiers import examples
 
 from tandem.errors import EngineError, EnvError, Starved
 from tandem.metrics import flatten

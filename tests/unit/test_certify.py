@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tiers import long_but
+from support.tiers import long_but
 from torch import Tensor
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from typer.testing import CliRunner

@@ -15,7 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from compat_cases import GOLDEN, OVERRIDES, SWIFT, axolotl_file, axolotl_files, cases, swift_files, swift_words
+from support.compat_cases import GOLDEN, OVERRIDES, SWIFT, axolotl_file, axolotl_files, cases, swift_files, swift_words
 
 from tandem.compat import swift
 from tandem.compat.atropos.environment import translate as translate_environment

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plays import answered, make_group
+from support.rollouts import answered, make_group
 
 from tandem.config.loading import digest, from_options
 from tandem.errors import ConfigError

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import cut_context
 import pytest
-from ranks import on_ranks
-from tiers import long_but
+from support import cut_context
+from support.rank_processes import on_ranks
+from support.tiers import long_but
 
 from tandem.errors import ConfigError
 from tandem.model.context import check_heads

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plays import make_group, make_rollout
+from support.rollouts import make_group, make_rollout
 
 from tandem.errors import BrokerError
 from tandem.types import UNKNOWN_LOGPROB, Group, Message, Rollout

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
+from support.rank_threads import on_ranks
 from torch import Tensor
 
 from tandem.distributed import group as data_group

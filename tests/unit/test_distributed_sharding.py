@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
+from support.rank_threads import on_ranks
 from torch import Tensor
 from torch.nn import Parameter
 

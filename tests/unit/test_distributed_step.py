@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
-from stepped import OBJECTIVES, TRAINABLE, groups
-from tiny import live_policy
+from support.rank_threads import on_ranks
+from support.tiny_policy import live_policy
+from support.whole_steps import OBJECTIVES, TRAINABLE, groups
 from torch import Tensor
 
 from tandem.algorithms.advantages.dr_grpo import DrGrpo

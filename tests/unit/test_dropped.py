@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plays import answered, make_group
+from support.rollouts import answered, make_group
 
 from tandem.observability.board import RunBoard
 from tandem.observability.completions import KEPT, DroppedGroups

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import live_policy, logprobs_of, penalised, reference, support
+from support.tiny_policy import live_policy, logprobs_of, penalised, reference, support
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tandem.engines.base import Engine

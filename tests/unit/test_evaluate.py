@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiers import long_but
+from support.tiers import long_but
 
 from tandem.config.loading import from_options
 from tandem.rollout.measure import Solved, interval, measure, pass_at

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from stepped import TRAINABLE
-from tiny import live_policy
+from support.tiny_policy import live_policy
+from support.whole_steps import TRAINABLE
 from torch import Tensor
 
 from tandem.config.loading import RunConfig

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 import msgspec
 import pytest
-from brokers import Client, run_parameters, served
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import examples
+from support.brokers import Client, run_parameters, served
+from support.tiers import examples
 
 from tandem.config.loading import from_options
 from tandem.engines.base import Engine

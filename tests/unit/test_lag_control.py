@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import examples
+from support.tiers import examples
 
 from tandem.config.loading import RunConfig, from_options
 from tandem.errors import ConfigError, UnsupportedPair

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from layered import PLANS, distance, gradients, hidden
-from stepped import OBJECTIVES, TRAINABLE, whole_step
-from tiny import live_policy
+from support.packed_layers import PLANS, distance, gradients, hidden
+from support.tiny_policy import live_policy
+from support.whole_steps import OBJECTIVES, TRAINABLE, whole_step
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode

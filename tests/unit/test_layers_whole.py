@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import standing
 import torch
-from layered import PLANS, distance, gradients, hidden
-from stepped import TRAINABLE
-from tiny import live_policy
+from support import naive_attention
+from support.packed_layers import PLANS, distance, gradients, hidden
+from support.tiny_policy import live_policy
+from support.whole_steps import TRAINABLE
 from torch._dynamo.utils import counters
 
 from tandem.model import _varlen, compilation, layers
@@ -24,12 +24,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::U
 def _kernel_of_tests(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernel takes everything on any device, and nothing has been compiled."""
     monkeypatch.setattr(compilation, "missing", lambda device: None)
-    monkeypatch.setattr(_varlen, "_KERNEL", _varlen.Kernel(standing.operation))
+    monkeypatch.setattr(_varlen, "_KERNEL", _varlen.Kernel(naive_attention.operation))
     monkeypatch.setattr(_varlen, "unsupported_input", lambda dtype, device: None)
     torch._dynamo.reset()
     counters.clear()
     compilation.decide.cache_clear()
-    standing.calls.clear()
+    naive_attention.calls.clear()
     yield
     torch._dynamo.reset()
     compilation.decide.cache_clear()
@@ -41,21 +41,23 @@ def test_gradients_are_those_of_eager_layers(tiny_model: Path, trainable: str, h
     with live_policy(tiny_model, trainable=TRAINABLE[trainable]) as policy:
         plans = PLANS[:2] + PLANS[-1:]
         want = [gradients(policy, plan) for plan in plans]
-        assert not standing.calls
+        assert not naive_attention.calls
         layers.tune(policy.model, compile=True, checkpointing=how, backend="aot_eager")
         for plan, expected in zip(plans, want, strict=True):
             assert distance(gradients(policy, plan), expected) < 1e-6
         assert not counters["graph_break"]
         num = len(layers.decoder_layers(policy.model)) * len(plans)
-        assert standing.calls.count("backward") == num
-        assert standing.calls.count("forward") == num * (2 if how == "full" else 1), "selective keeps what it gives"
+        assert naive_attention.calls.count("backward") == num
+        assert naive_attention.calls.count("forward") == num * (2 if how == "full" else 1), (
+            "selective keeps what it gives"
+        )
 
 
 @pytest.mark.slow
 def test_one_code_for_all_layers_and_all_plans(tiny_model: Path) -> None:
     with live_policy(tiny_model) as policy:
         want = [gradients(policy, plan) for plan in PLANS]
-        assert not standing.calls
+        assert not naive_attention.calls
         layers.tune(policy.model, compile=True, backend="aot_eager")
         for plan, expected in zip(PLANS, want, strict=True):
             assert distance(gradients(policy, plan), expected) < 1e-6
@@ -76,7 +78,7 @@ def test_what_the_kernel_cannot_take_is_computed_between_two_graphs(
         want = gradients(policy, PLANS[1])
         layers.tune(policy.model, compile=True, backend="aot_eager")
         assert distance(gradients(policy, PLANS[1]), want) < 1e-6
-        assert not standing.calls
+        assert not naive_attention.calls
 
 
 @pytest.mark.slow

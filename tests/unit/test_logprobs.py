@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import long_but
-from tiny import Largest
+from support.tiers import long_but
+from support.tiny_policy import Largest
 from torch import Tensor
 from torch._dynamo.utils import counters
 

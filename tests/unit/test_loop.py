@@ -12,8 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from buffering import Trainer, ids
-from buffering import run as limited
+from support.buffering import Trainer, ids
+from support.buffering import run as limited
 
 from tandem.errors import Deadline, EngineError, StaleWeights, TandemError
 from tandem.rollout.data_state import DataState

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import plain_metrics
+from support.tiny_policy import plain_metrics
 
 from tandem.algorithms.losses.base import MicroBatch, TokenLoss
 from tandem.algorithms.losses.grpo import Grpo

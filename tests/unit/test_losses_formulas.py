@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import plain_metrics
+from support.tiny_policy import plain_metrics
 
 from tandem.algorithms.losses.base import Loss, MicroBatch
 from tandem.algorithms.losses.cispo import Cispo

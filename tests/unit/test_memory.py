@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import live_policy
+from support.tiny_policy import live_policy
 
 from tandem import machine
 from tandem.config import registry as resolve

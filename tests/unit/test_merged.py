@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import long_but
+from support.tiers import long_but
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint

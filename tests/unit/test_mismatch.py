@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mismatch_runs import STEPS, altered, exact, told_by, trained
+from support.mismatch_runs import STEPS, altered, exact, told_by, trained
 
 from tandem.cli import app as cli
 from tandem.config import loading as config

@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import nccl_ranks
 import pytest
 import torch
-from ranked import on_ranks
+from support import nccl_ranks
+from support.rank_threads import on_ranks
 
 from tandem.distributed.group import DataGroup
 from tandem.transport.rendezvous import Rendezvous, serve

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import plain_metrics
+from support.tiny_policy import plain_metrics
 from torch import Tensor
 
 from tandem.algorithms.corrections.opsm import Opsm

@@ -12,8 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plays import make_group, make_rollout
-from tiers import examples
+from support.rollouts import make_group, make_rollout
+from support.tiers import examples
 
 from tandem.algorithms.advantages.dr_grpo import DrGrpo
 from tandem.metrics import flatten

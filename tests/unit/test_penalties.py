@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiers import long_but
-from tiny import Largest, penalised, support
+from support.tiers import long_but
+from support.tiny_policy import Largest, penalised, support
 from torch import Tensor
 from torch._dynamo.utils import counters
 

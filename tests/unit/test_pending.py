@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from stepped import OBJECTIVES, TRAINABLE, whole_step
-from tiny import live_policy
+from support.tiny_policy import live_policy
+from support.whole_steps import OBJECTIVES, TRAINABLE, whole_step
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import Scripted, scripted
-from tiers import long_but
-from tiny import live_policy
+from support.scripted_engine import Scripted, scripted
+from support.tiers import long_but
+from support.tiny_policy import live_policy
 from torch import Tensor
 
 from tandem.engines.base import PROBE_SAMPLES, PROBE_TEMPERATURE, ProbeResult

@@ -13,8 +13,8 @@ from typing import Any
 
 import aiohttp
 import pytest
-from fake_engine import END
-from proxied import USER, Scripted, message_of, served
+from support.fake_engine import END
+from support.proxy_sessions import USER, Scripted, message_of, served
 
 from tandem.agents import server
 from tandem.agents.schema import BadRequest, ChatRequest

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_engine import END
-from proxied import USER, Scripted, message_of, served
+from support.fake_engine import END
+from support.proxy_sessions import USER, Scripted, message_of, served
 
 from tandem.agents import schema as _openai
 from tandem.agents.server import Proxy, Session

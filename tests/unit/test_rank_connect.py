@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import on_ranks
+from support.rank_threads import on_ranks
 
 from tandem.config.loading import load
 from tandem.distributed import crew

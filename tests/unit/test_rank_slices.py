@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import cut_slices
 import pytest
 import torch
-from ranks import on_ranks
+from support import cut_slices
+from support.rank_processes import on_ranks
 from torch import nn
 
 from tandem.distributed.shared_slices import SharedSlices

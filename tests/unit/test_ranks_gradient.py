@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-from rank_records import Recording, of_updates
-from ranked import rank_threads
-from stepped import OBJECTIVES, TRAINABLE
-from tiers import long_but
-from tiny import logprobs_of, reference
+from support.rank_records import Recording, of_updates
+from support.rank_threads import rank_threads
+from support.tiers import long_but
+from support.tiny_policy import logprobs_of, reference
+from support.whole_steps import OBJECTIVES, TRAINABLE
 from torch import Tensor, nn
 from torch.nn import Parameter
 

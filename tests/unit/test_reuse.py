@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from buffering import Kind, Mixture, Trainer, ids, makeup, mixed, run, tasks, trained
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import examples
+from support.buffering import Kind, Mixture, Trainer, ids, makeup, mixed, run, tasks, trained
+from support.tiers import examples
 
 from tandem.algorithms.curricula.base import RECENT, SolveCount, TaskHistory
 from tandem.algorithms.curricula.solve_rate import SolveRate

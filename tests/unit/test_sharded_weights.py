@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import cut_weights
 import pytest
 import torch
-from ranks import on_ranks
 from safetensors.torch import load_file
+from support import cut_weights
+from support.rank_processes import on_ranks
 from torch import nn
 
 from tandem.distributed import state_shards

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from lending import second_process
+from support.second_process import second_process
 from torch import Tensor
 
 from tandem.errors import TransportError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from served import Worker, served, trained
+from support.vllm_workers import Worker, served, trained
 
 from tandem.distributed.slices import Slice, shard_dimension, shard_slice
 from tandem.engines.vllm.worker.parameter_map import places

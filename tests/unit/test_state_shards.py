@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from ranked import on_ranks
+from support.rank_threads import on_ranks
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.nn import Parameter

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from plays import make_group, make_rollout
-from stepped import Keep
-from tiny import distributions_of, live_policy, logprobs_of, reference
+from support.rollouts import make_group, make_rollout
+from support.tiny_policy import distributions_of, live_policy, logprobs_of, reference
+from support.whole_steps import Keep
 from torch import Tensor
 
 from tandem.algorithms.advantages.dr_grpo import DrGrpo

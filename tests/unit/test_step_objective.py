@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from plays import make_group, make_rollout
-from tiny import live_policy, logprobs_of, reference
+from support.rollouts import make_group, make_rollout
+from support.tiny_policy import live_policy, logprobs_of, reference
 from torch import Tensor
 
 from tandem.algorithms.advantages.dr_grpo import DrGrpo

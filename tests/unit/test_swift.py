@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from compat_cases import SWIFT
+from support.compat_cases import SWIFT
 
 from tandem.cli import app as cli
 from tandem.cli import swift as swift_command

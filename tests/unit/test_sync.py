@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Literal
 import pytest
 import torch
 from peft import PeftModel
-from scripted import Scripted, Wire, scripted
-from tiny import live_policy, logprobs_of, reference
+from support.scripted_engine import Scripted, Wire, scripted
+from support.tiny_policy import live_policy, logprobs_of, reference
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
-from scripted import Scripted
-from tiny import live_policy
+from support.scripted_engine import Scripted
+from support.tiny_policy import live_policy
 
 from tandem.config.loading import RunConfig, from_options
 from tandem.engines.base import (

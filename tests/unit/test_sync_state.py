@@ -7,8 +7,8 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from scripted import scripted
-from tiny import live_policy
+from support.scripted_engine import scripted
+from support.tiny_policy import live_policy
 
 from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from standing import naive
+from support.naive_attention import naive
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_vllm import SEQUENCES, FakeClient, FlatLogprobs, LoRARequest, install, settle
+from support.fake_vllm import SEQUENCES, FakeClient, FlatLogprobs, LoRARequest, install, settle
 
 from tandem.engines.vllm.protocol import IN_PLACE, Refusal
 from tandem.engines.vllm.server.frontend import ANSWERED, Frontend, PartialCompletion, RequestRecord, Stopped

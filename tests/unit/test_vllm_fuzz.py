@@ -6,9 +6,9 @@ import asyncio
 import random
 from typing import Any
 
-import odd_requests as odd
 import pytest
-from fake_vllm import install
+from support import odd_requests as odd
+from support.fake_vllm import install
 from unit.test_vllm_routes import Client
 
 pytestmark = pytest.mark.slow

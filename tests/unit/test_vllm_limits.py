@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_vllm import LIMIT, VOCABULARY, install, settle
+from support.fake_vllm import LIMIT, VOCABULARY, install, settle
 from unit.test_vllm_routes import Client, run
 
 from tandem.engines.vllm.server import routes as _vllm_routes

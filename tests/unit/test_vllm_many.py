@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from aiohttp import web
-from fake_vllm import FakeClient, install, settle
+from support.fake_vllm import FakeClient, install, settle
 
 from tandem.engines.vllm.client import waves as _vllm_wave
 from tandem.engines.vllm.client.http import EngineCoreDied, EngineServer

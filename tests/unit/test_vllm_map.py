@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from served import HEAD, HIDDEN, MLP, PACKED, VOCABULARY, Fp8LinearMethod, Worker, norm, served, trained
+from support.vllm_workers import HEAD, HIDDEN, MLP, PACKED, VOCABULARY, Fp8LinearMethod, Worker, norm, served, trained
 from torch import Tensor, nn
 
 from tandem.engines.vllm.worker.parameter_map import TensorPlace, places, uncovered

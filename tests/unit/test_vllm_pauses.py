@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_vllm import FakeClient, Models, install
+from support.fake_vllm import FakeClient, Models, install
 
 from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.client.engine import Pauses

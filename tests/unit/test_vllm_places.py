@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_vllm import FakeClient, LoRARequest, install, settle
+from support.fake_vllm import FakeClient, LoRARequest, install, settle
 
 from tandem.engines.vllm.server.frontend import Frontend, Stopped
 from tandem.engines.vllm.server.places import PROBES, Places

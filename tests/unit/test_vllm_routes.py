@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_vllm import LIMIT, FakeClient, Models, SamplingParams, install, settle
+from support.fake_vllm import LIMIT, FakeClient, Models, SamplingParams, install, settle
 
 from tandem.engines.vllm.server import asgi
 from tandem.engines.vllm.server.adapters import FOLDERS, IN_PLACE_ID

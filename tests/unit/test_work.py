@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from fake_broker import FakeBroker, quick, until
-from fake_engine import END, FakeEngine
-from plays import make_group, make_rollout
+from support.fake_broker import FakeBroker, quick, until
+from support.fake_engine import END, FakeEngine
+from support.rollouts import make_group, make_rollout
 
 from tandem.cli import app as cli
 from tandem.config.loading import RunConfig

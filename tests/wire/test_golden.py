@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from brokers import ENV, Client, Reply, play
+from support.brokers import ENV, Client, Reply, play
 
 SAMPLES = Path(__file__).parent / "samples"
 ELIDED = re.compile(r"\.\.\. (\d+) more \.\.\.")

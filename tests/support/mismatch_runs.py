@@ -107,7 +107,7 @@ def exact(weights: Path, *, temperature: bool = True) -> Engine:
     from dataclasses import replace
 
     import torch
-    from tiny import logprobs_of, reference
+    from support.tiny_policy import logprobs_of, reference
 
     model = reference(weights, torch.float64)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from ranks import forkserver
+from support.rank_processes import forkserver
 from torch import Tensor
 
 from tandem.transport.sharing import attach, export_host

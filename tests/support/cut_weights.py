@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from served import Worker, served, trained
+from support.vllm_workers import Worker, served, trained
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor

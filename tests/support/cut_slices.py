@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cut_weights import made, mesh_of
-from served import Worker, served
+from support.cut_weights import made, mesh_of
+from support.vllm_workers import Worker, served
 
 from tandem.distributed.sharded_weights import ShardedWeights
 from tandem.distributed.weight_shards import ShardedPolicy

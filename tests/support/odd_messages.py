@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from brokers import ENV, RUN, group
+from support.brokers import ENV, RUN, group
 
 BODIES: dict[tuple[str, str], Any] = {
     ("POST", "/register"): RUN,

@@ -18,7 +18,7 @@ from tandem.compat import swift
 from tandem.compat.swift.options import RLHF
 from tandem.compat.table import ForeignOption
 
-GOLDEN = Path(__file__).parent / "unit" / "compat_golden.json"
+GOLDEN = Path(__file__).parents[1] / "unit" / "compat_golden.json"
 
 
 def cases(system: str) -> dict[str, dict[str, Any]]:

@@ -11,8 +11,8 @@ from pathlib import Path
 from threading import Thread
 
 import torch
-from brokers import served
 from conftest import build_tiny_model
+from support.brokers import served
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import aiohttp
-from fake_engine import END
+from support.fake_engine import END
 
 from tandem.agents.server import Proxy, Session
 from tandem.rollout.template import Template

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from tiny import live_policy
+from support.tiny_policy import live_policy
 from torch import Tensor
 
 from tandem.engines.base import PROBE_SAMPLES, Engine, Health, LoraAdapter, ProbeResult

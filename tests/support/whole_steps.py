@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from plays import make_group, make_rollout
+from support.rollouts import make_group, make_rollout
 from torch import Tensor
 from torch.nn import Parameter
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import patch
 
-import standing
 import torch
 import torch.distributed as dist
-from cut_weights import mesh_of, plain
-from served import trained
+from support import naive_attention
+from support.cut_weights import mesh_of, plain
+from support.vllm_workers import trained
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -57,7 +57,7 @@ def in_one_graph(rank: int, name: str, rows: list[str]) -> tuple[list[dict[str, 
     errors = []
     with (
         patch.object(compilation, "missing", lambda device: None),
-        patch.object(_varlen, "_KERNEL", _varlen.Kernel(standing.operation)),
+        patch.object(_varlen, "_KERNEL", _varlen.Kernel(naive_attention.operation)),
         patch.object(_varlen, "unsupported_input", lambda dtype, device: None),
     ):
         tune(model, compile=True, checkpointing="full", backend="aot_eager")
@@ -65,7 +65,7 @@ def in_one_graph(rank: int, name: str, rows: list[str]) -> tuple[list[dict[str, 
             errors.append(compared(rank, model, made(name), ROWS[row], (0, 1000), False))
             model.zero_grad()
     counts = {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
-    return errors, counts | {"layers": len(decoder_layers(model)), "backward": standing.calls.count("backward")}
+    return errors, counts | {"layers": len(decoder_layers(model)), "backward": naive_attention.calls.count("backward")}
 
 
 def compared(rank: int, model: Any, whole: Any, plan: Packed, only: tuple[int, int], sharded: bool) -> dict[str, float]:
