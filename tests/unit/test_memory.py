@@ -211,9 +211,9 @@ def test_an_engine_that_runs_already_is_not_taken_from_what_is_free(model_config
     assert "engine" not in lines(planned(replace(shared, engine=vllm(urls=("http://h:9",))), model_config, CARD))
     me = identity(os.getpid())
     assert me is not None
-    record = EngineRecord(pid=me.pid, started="another", url="", key="", log="")
     for started, is_there in (("another", True), (me.started, False)):
-        replace(record, started=started).write(tmp_path / "engine-0.json")
+        record = EngineRecord(pid=me.pid, started=started, url="", key="", log="")
+        record.write(tmp_path / "engine-0.json")
         assert ("engine" in lines(planned(shared, model_config, CARD, resumed=tmp_path))) is is_there
 
 

@@ -90,7 +90,7 @@ def test_an_engine_that_falls_says_why(tmp_path: Path, tiny_model: Path, monkeyp
         try:
             while process.alive():
                 await asyncio.sleep(0.02)
-            yield SimpleNamespace(servers=[SimpleNamespace(url="http://x:1", process=process)], dead=lambda: [0])
+            yield SimpleNamespace(servers=[SimpleNamespace(url="http://x:1", process=process)], dead=lambda: [process])
         finally:
             await process.stop()
 

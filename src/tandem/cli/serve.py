@@ -78,8 +78,7 @@ async def _serve(config: RunConfig, engine: Vllm, tell: Tell) -> None:
         finally:
             if bridge is not None:
                 bridge.unlink(missing_ok=True)  # the memory that it names is going
-        process = fleet.servers[fleet.dead()[0]].process
-        assert process is not None
+        process = fleet.dead()[0]
         raise EngineError(f"the engine {process.exit_reason()}{process.log_summary()}")
 
 
