@@ -47,7 +47,7 @@ def by_tandem(engine: Any) -> Ask:
             flat_logprobs=True,
             detokenize=False,
         )
-        return len((await engine.servers[0].generate(request)).token_ids[0])
+        return len((await engine.servers[0].post("/generate", request, wire.Generated)).token_ids[0])
 
     return ask
 
@@ -202,7 +202,6 @@ class TimedCompute(Compute):
     phases = {  # noqa: RUF012 - a table
         "fold": "fold",
         "checksums": "sum here",
-        "_as_stored": "sum here",
         "<lambda>": "sum here",
         "probe_gap": "probe here",
         "_write": "save",

@@ -41,7 +41,7 @@ from tandem.model import layers
 from tandem.model.attention import NAME
 from tandem.model.policy import Compute, Policy
 from tandem.trainer import memory_plan as memory
-from tandem.trainer.assemble import objective, packer
+from tandem.trainer.pack import Packer
 from tandem.trainer.step import Step
 from tandem.trainer.work import LocalWork
 from tandem.types import Sampling
@@ -134,16 +134,10 @@ async def trained(case: Mapping[str, Any], note: Callable[[str], None]) -> None:
     note("weights")
     stepper = await compute(config.optimizer.bind, config.trainable.parameters(policy.model))
     note("states")
-    work = LocalWork(
-        policy=policy,
-        objective=objective(config),
-        stepper=stepper,
-        sampling=config.sampling,
-        fold=lambda: config.trainable.fold(policy.model),
-    )
-    step = Step(work=work, optimizer=config.optimizer, steps=config.steps)
+    work = LocalWork.of(config, policy, stepper, None)
+    step = Step.of(config, work)
     shape = Shape("benchmark", config.groups_per_step, config.group_size, case["prompt"], case["answer"])
-    batch = packer(config, policy)(groups(shape, vocabulary=200, seed=0), version=0)
+    batch = Packer.of(config, policy)(groups(shape, vocabulary=200, seed=0), version=0)
     assert len(batch.micro) == 2, [len(micro.tokens_T) for micro in batch.micro]
     for number in (1, 2):
         stats = await step.forward_backward(batch)

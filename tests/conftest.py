@@ -6,13 +6,12 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
-from nursery import Nursery
 
 from tandem import machine
 
@@ -108,8 +107,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 TOGETHER = (
-    # import vLLM
-    ("integration", ("broker_train", "ranks_vllm", "slices_vllm", "two_hosts", "vllm", "vllm_http")),
     # fork ranks
     ("unit", ("context_parallel", "rank_slices", "sharded_weights", "sharing")),
     # import torch's compiler
@@ -214,15 +211,6 @@ def _byte_tokenizer(context: int):  # type: ignore[no-untyped-def]
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny random model and its tokenizer, as ``from_pretrained`` takes it. Never write into it."""
     return build_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    """Starts whole runs as processes of their own without their imports."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # runs are hung up on, also where tests run under nohup
-    with Nursery() as nursery:
-        signal.signal(signal.SIGHUP, before)
-        yield nursery
 
 
 @pytest.fixture(scope="session")

@@ -170,7 +170,7 @@ SHOWN_TEXT = 10_000
 
 _SHOWN_FRAMES = 2
 """Innermost places in the user's code that a message names."""
-_TANDEM = tuple(f"{Path(__file__).parent}{rest}{os.sep}" for rest in ("", "_broker"))
+_TANDEM = tuple(f"{Path(__file__).parent}{rest}{os.sep}" for rest in ("", "_broker", "_compat"))
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
@@ -207,8 +207,8 @@ def place_of(error: BaseException) -> str:
     """Place in the user's own code that an exception came through, `` (file.py:12 in name)``; empty if it did not."""
     frames = traceback.extract_tb(error.__traceback__)
     # Neither Tandem's nor a library's.
-    own = [f for f in frames if not f.filename.startswith((*_TANDEM, "<", *_LIBRARIES))][-_SHOWN_FRAMES:]
-    places = [f"{Path(f.filename).name}:{f.lineno} in {f.name}" for f in reversed(own)]
+    outside = [f for f in frames if not f.filename.startswith((*_TANDEM, "<", *_LIBRARIES))][-_SHOWN_FRAMES:]
+    places = [f"{Path(f.filename).name}:{f.lineno} in {f.name}" for f in reversed(outside)]
     return f" ({', from '.join(places)})" if places else ""
 
 

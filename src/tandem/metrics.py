@@ -10,25 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
-_RENAMED = (
-    ("groups/dropped_flat", "groups/dropped_zero_variance"),
-    ("groups/kept_flat", "groups/kept_zero_variance"),
-    ("rate/ahead", "lag_control/groups_ahead"),
-    ("rate/lag", "lag_control/lag"),
-)
-
-
-def new_name(metric: str) -> str | None:
-    """Name of a metric that had another one once; None for every other.
-
-    Example:
-        >>> new_name("groups/dropped_flat"), new_name("env/gsm8k/flat"), new_name("reward")
-        ('groups/dropped_zero_variance', 'env/gsm8k/zero_variance', None)
-    """
-    if metric.startswith("env/") and metric.endswith("/flat"):
-        return f"{metric.removesuffix('flat')}zero_variance"
-    return dict(_RENAMED).get(metric)
-
 
 class Value(Protocol):
     """A number that merges with its own kind."""

@@ -65,7 +65,7 @@ def is_stopped(pid: int, started: str) -> bool:
 def family(leader: Identity, known: Iterable[Identity] = ()) -> set[Identity]:
     """The living among ``known``, the leader's session and its group, and the descendants of all these."""
     table = {stat.me.pid: stat for pid in _pids() if (stat := _stat(pid)) is not None and stat.living}
-    pids = {one.pid for one in known if one.pid in table and table[one.pid].me == one}
+    pids = {process.pid for process in known if process.pid in table and table[process.pid].me == process}
     # A pid is not given anew while a session or group bears it: another process there means that both are gone.
     if identity(leader.pid) in (leader, None):
         pids |= {pid for pid, stat in table.items() if leader.pid in (pid, stat.session, stat.group)}
@@ -78,17 +78,17 @@ async def gone(processes: Iterable[Identity], seconds: float) -> set[Identity]:
     """Wait until all have ended; returns those that have not after ``seconds``."""
     deadline = time.monotonic() + seconds
     left = set(processes)
-    while (left := {one for one in left if alive_after(*one)}) and time.monotonic() < deadline:
+    while (left := {process for process in left if alive_after(*process)}) and time.monotonic() < deadline:
         await asyncio.sleep(_POLL_SECONDS)
     return left
 
 
 def kill(processes: Iterable[Identity]) -> None:
     """SIGKILL to those that still run."""
-    for one in processes:
-        if alive_after(*one):
+    for process in processes:
+        if alive_after(*process):
             with contextlib.suppress(ProcessLookupError):  # it ended in this very moment
-                os.kill(one.pid, signal.SIGKILL)
+                os.kill(process.pid, signal.SIGKILL)
 
 
 def _stat(pid: int) -> _Stat | None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Mapping, Sequence, Set
 from itertools import count, zip_longest
-from types import TracebackType
 from typing import Literal, Self, TypeVar
 
 import msgspec
 
-from tandem.errors import BrokerError
+from tandem.errors import BrokerError, ConfigError
 from tandem.http import HttpClient, HttpResponse, HttpStatusError, OutageLog, ResponseLost, RetryPolicy, ServerAway
 from tandem.observability import waits
 from tandem.printable import printable
@@ -26,6 +26,10 @@ from tandem_broker.protocol.convert import group_to_wire
 log = logging.getLogger(f"tandem.{__name__}")
 
 T = TypeVar("T")
+Kind = Literal["broker", "engine"]
+STARTED_BY: dict[Kind, str] = {"broker": "tandem serve broker", "engine": "tandem serve engine RECIPE"}
+KEY_OPTION: dict[Kind, str] = {"broker": "broker.key_variable", "engine": "engine.api_key_variable"}
+"""Options that name the variable with a server's key."""
 Speaks = Literal["tandem", "atropos"]
 Fate = Literal["unsent", "broken", "failed"]
 """Of a request without an answer: it did not arrive, it may have arrived, or the broker failed at it (5xx)."""
@@ -53,22 +57,23 @@ class RequestLost(BrokerError):
 
 
 class Connection:
-    """A client's connection to the broker: address, key, dialect and retries."""
+    """A client's connection to a broker or an engine: address, key and retries."""
 
-    def __init__(self, url: str, key: str = "", *, retry: RetryPolicy | None = None):
+    def __init__(self, url: str, key: str = "", *, kind: Kind = "broker", retry: RetryPolicy | None = None):
         """Nothing is opened yet: ``url`` is such as http://127.0.0.1:8000; an empty ``key`` sends none."""
-        self._http = HttpClient(url, key, kind="broker", most_bytes=BATCH_BYTES)
+        self.http = HttpClient(url, key, kind=kind, most_bytes=BATCH_BYTES)
+        self.outage = OutageLog(self.name)
+        self._kind = kind
         self._retry = retry or RetryPolicy()
-        self._outage = OutageLog(self.name)
         self.speaks: Speaks = "atropos"
         """Whose broker it is; known once opened."""
         self.outages = 0
-        """Times that the broker was found away; after each it may have forgotten its clients."""
+        """Times that the server was found away; after each it may have forgotten its clients."""
 
     @property
     def name(self) -> str:
         """For messages."""
-        return self._http.name
+        return self.http.name
 
     async def open(self) -> Connection:
         """Wait for the broker and find out whose it is.
@@ -92,7 +97,7 @@ class Connection:
 
     async def close(self) -> None:
         """Close connections."""
-        await self._http.close()
+        await self.http.close()
 
     async def ask(
         self,
@@ -117,70 +122,52 @@ class Connection:
             RequestRefused: it answers with an error that asking again will not mend.
             RequestLost: it may have been done, or it failed, and such requests are not repeated.
         """
-        async with waits.waiting(waits.actor("client"), f"{method} {path.partition('?')[0]}", on=self.name):
-            return await self._ask(method, path, body, headers or {}, repeat)
-
-    async def _ask(
-        self, method: str, path: str, body: object, headers: Mapping[str, str], repeat: Set[Fate]
-    ) -> HttpResponse:
         data = None if body is None else wire.write(body)
-        sent_headers = {"Accept": JSON, **({} if data is None else {"Content-Type": JSON}), **headers}
-        for attempt in count():
-            try:
-                answer = await self._http.call(method, path, data, sent_headers, SECONDS)
-            except ServerAway as error:
-                await self._wait(error, "unsent" in repeat, attempt)
-            except ResponseLost as error:
-                if "broken" not in repeat:
-                    self._note(error)
-                    raise RequestLost(f"{error}; it is not sent again, since it may have arrived") from error
-                await self._wait(error, True, attempt)
-            except HttpStatusError as error:
-                if error.status < 500 and error.status != 429:
-                    raise RequestRefused(_advice(error), error.status) from error
-                if error.status in (429, 503):
-                    await self._put_off(error, "unsent" in repeat, attempt)
-                elif "failed" not in repeat:
-                    raise RequestLost(f"{error}; it is not sent again, since it may have been carried out") from error
+        sent_headers = {"Accept": JSON, **({} if data is None else {"Content-Type": JSON}), **(headers or {})}
+        async with waits.waiting(waits.actor("client"), f"{method} {path.partition('?')[0]}", on=self.name):
+            for attempt in count():
+                try:
+                    answer = await self.http.call(method, path, data, sent_headers, SECONDS)
+                except (ServerAway, ResponseLost, HttpStatusError) as error:
+                    await self._fail(error, repeat, attempt)
                 else:
-                    await self._wait(error, True, attempt)
-            else:
-                self._outage.end()
-                return answer
+                    self.outage.end()
+                    return answer
         raise AssertionError("attempts have no end")
 
-    def _note(self, error: BrokerError) -> float:
-        """Remember that the broker is away; returns the seconds since it went."""
-        self.outages += not self._outage.ongoing
-        return self._outage.report(f"{error}; is it running? (tandem serve broker)")
-
-    async def _wait(self, error: BrokerError, again: bool, attempt: int) -> None:
-        if self._note(error) > self._retry.give_up_seconds:
+    async def _fail(self, error: ServerAway | ResponseLost | HttpStatusError, repeat: Set[Fate], attempt: int) -> None:
+        """Wait before a request that failed is made again; raises where it is not."""
+        status = error.status if isinstance(error, HttpStatusError) else None
+        if status is not None and status < 500 and status != 429:
+            raise RequestRefused(self.advice(error), status) from error
+        is_put_off = status in (429, 503)
+        fate: Fate = "unsent" if is_put_off or isinstance(error, ServerAway) else "failed" if status else "broken"
+        if fate != "unsent" and fate not in repeat:
+            if fate == "broken":
+                self._seconds_away(error)
+            raise RequestLost(f"{error}; it is not sent again, since it may have been carried out") from error
+        if is_put_off:  # it is there and says when to come back, however often
+            log.info("%s", error)
+        elif self._seconds_away(error) > self._retry.give_up_seconds:
             raise error
-        await self._retry.pause(attempt)
-        if not again:
-            raise error
-
-    async def _put_off(self, error: HttpStatusError, again: bool, attempt: int) -> None:
-        """It is there and says when to come back, however often."""
-        log.info("%s", error)
-        await self._retry.pause(attempt, error.retry_after or 0.0)
-        if not again:
+        await self._retry.pause(attempt, getattr(error, "retry_after", None) or 0.0)
+        if fate not in repeat:
             raise ServerAway(str(error), error.reason) from error
 
+    def _seconds_away(self, error: BrokerError) -> float:
+        """Remember that the server is away; returns the seconds since it went."""
+        self.outages += not self.outage.ongoing
+        return self.outage.report(f"{error}; is it running? ({STARTED_BY[self._kind]})")
 
-class _RegistrationReply(msgspec.Struct, kw_only=True, frozen=True):
-    """Answer to /register-env; a status other than success has nothing else."""
-
-    status: str
-    env_id: int = -1
-    wandb_name: str = ""
-    starting_step: int = 0
-    num_steps: int = -1
+    def advice(self, error: Exception) -> str:
+        """An error's message, and what to do about a key that is missing or wrong."""
+        if getattr(error, "status", None) not in (401, 403):
+            return str(error)
+        return f"{error}; name the variable that holds the {self._kind}'s API key ({KEY_OPTION[self._kind]})"
 
 
 class _StatusReply(msgspec.Struct, kw_only=True, frozen=True):
-    status: str
+    status: str = ""
     error: str | None = None
 
 
@@ -195,9 +182,7 @@ class _Client:
         await self.connection.open()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.connection.close()
 
     async def info(self) -> messages.Info:
@@ -240,7 +225,7 @@ class EnvClient(_Client):
             outages = self.connection.outages
             headers = {"Idempotency-Key": self._key} if self.connection.speaks == "tandem" else {}
             answer = await self.connection.ask("POST", "/register-env", self.spec, headers=headers)
-            reply = parse(answer, _RegistrationReply)
+            reply = parse(answer, _StatusReply)
             if reply.status == "success":
                 self.ticket = parse(answer, messages.EnvAccepted)
                 self._known, self._step = outages, self.ticket.starting_step
@@ -255,17 +240,27 @@ class EnvClient(_Client):
     async def status(self) -> messages.EnvStatus:
         """How much is queued; registers again where the broker has forgotten this environment.
 
+        Atropos' broker comes back empty. What is handed in before its trainer has registered would block it for good;
+        and an id that it no longer knows could be given to another. One that runs backwards has started anew too.
+
         Raises:
             ServerAway: the broker stays away.
         """
-        await self._still_known()
         while True:
-            registrations = self.registrations
+            outages, registrations = self.connection.outages, self.registrations
             status = await self._ask_status()
             if status is not None and status.current_step >= self._step:
-                self._step = status.current_step
+                self._known, self._step = outages, status.current_step
                 return status
-            await self._register_again(registrations)
+            async with self._registering:
+                if self.registrations == registrations:
+                    log.warning(
+                        "%s does not know this environment any more, or went back to an earlier step; registering "
+                        "again",
+                        self.connection.name,
+                    )
+                    await asyncio.sleep(self._poll)
+                    await self.register()
 
     async def submit(self, group: Group, key: str, params: Mapping[str, Json] | None = None) -> Receipt:
         """Hand in a group, once.
@@ -293,7 +288,8 @@ class EnvClient(_Client):
             for name in ("tandem_version", "tandem_versions"):
                 scored.group_overrides.pop(name, None)
         while True:
-            await self._still_known()
+            if self._known != self.connection.outages:
+                await self.status()
             if self.ticket is not None:
                 scored.env_id = self.ticket.env_id
             outages = self.connection.outages
@@ -340,36 +336,6 @@ class EnvClient(_Client):
             return None
         return parse(answer, messages.EnvStatus)
 
-    async def _still_known(self) -> None:
-        """After an outage, make sure that the broker knows this environment before anything is handed in.
-
-        Atropos' broker comes back empty. What is handed in before its trainer has registered would block it for good;
-        and an id that it no longer knows could be given to another. One that runs backwards has started anew too.
-        """
-        if self._known == self.connection.outages:
-            return
-        async with self._registering:
-            outages = self.connection.outages
-            if self._known == outages:
-                return
-            status = await self._ask_status()
-            if status is None or status.current_step < self._step:
-                await self._register_forgotten()
-            self._known = outages
-
-    async def _register_again(self, registrations: int) -> None:
-        async with self._registering:
-            if self.registrations == registrations:
-                await asyncio.sleep(self._poll)
-                await self._register_forgotten()
-
-    async def _register_forgotten(self) -> None:
-        log.warning(
-            "%s does not know this environment any more, or went back to an earlier step; registering again",
-            self.connection.name,
-        )
-        await self.register()
-
 
 class TakenBatch(msgspec.Struct, frozen=True, kw_only=True):
     """A batch that a trainer was given."""
@@ -398,9 +364,9 @@ class TrainerClient(_Client):
         """True if batches can be leased and acknowledged."""
         return self.connection.speaks == "tandem"
 
-    async def register(self, run: messages.RunParameters) -> int:
+    async def register(self, run: messages.RunParameters) -> None:
         """Say what is trained. Atropos' broker ignores all but the first: ``info`` says what it goes on with."""
-        return parse(await self.connection.ask("POST", "/register", run), messages.Registered).uuid
+        await self.connection.ask("POST", "/register", run)
 
     async def batch(
         self, *, lease: float | None = None, policy: int | None = None, max_lag: int | None = None
@@ -498,7 +464,13 @@ def parse(answer: HttpResponse, kind: type[T]) -> T:
         raise BrokerError(f"the broker answers with something else than was asked for: {error}") from error
 
 
-def _advice(error: HttpStatusError) -> str:
-    if error.status in (401, 403):
-        return f"{error}; name the variable that holds the broker's API key (broker.key_variable)"
-    return str(error)
+def key_in(variable: str, kind: Kind) -> str:
+    """The key in an environment variable; empty where none is named.
+
+    Raises:
+        ConfigError: it is not set.
+    """
+    key = os.environ.get(variable, "") if variable else ""
+    if variable and not key:
+        raise ConfigError(f"{KEY_OPTION[kind]}: {variable} is not set in the environment; export the {kind}'s key")
+    return key

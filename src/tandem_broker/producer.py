@@ -48,7 +48,7 @@ class PlayPace:
     """How long groups under way may take to finish after a stop; the rest is dropped."""
     group_seconds: float = 1800.0
     """How long one group may take; then it is dropped."""
-    tell_seconds: float = 10.0
+    log_seconds: float = 10.0
     """Between two lines about how it goes."""
 
 
@@ -121,13 +121,13 @@ class Producer:
     tally: GroupTally = field(default_factory=GroupTally)
     """What became of it."""
     _info: Info = field(default_factory=lambda: Info(batch_size=-1, max_token_len=-1))
-    _informed: int = -1
+    _info_of_registration: int = -1
     _running: set[asyncio.Task[None]] = field(default_factory=set)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _in_a_row: int = 0
     _finished: int = 0
     _failure: BaseException | None = None
-    _reported: float = -math.inf
+    _logged_at: float = -math.inf
     _nonce: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @property
@@ -145,8 +145,8 @@ class Producer:
         """
         waiting = asyncio.ensure_future(stop.wait())
         try:
-            if await _unless(waiting, self._register()):
-                await _unless(waiting, self._play_on())
+            if await _unless_stopped(waiting, self._register()):
+                await _unless_stopped(waiting, self._keep_playing())
             if stop.is_set():
                 await self._drain()
         finally:
@@ -160,29 +160,29 @@ class Producer:
         ticket = await self.client.register()
         self.tasks.name = f"{ticket.wandb_name}/{ticket.starting_step}"
 
-    async def _play_on(self) -> None:
+    async def _keep_playing(self) -> None:
         while self._failure is None:
             status = await self.client.status()
-            await self._inform()
-            if self._over(status):
+            await self._refresh_info()
+            if self._is_finished(status):
                 name = self.client.spec.desired_name
                 log.info("%s: the trainer has taken %d steps: %s", name, status.current_step, self.tally.line())
                 return
             for _ in range(self.wanted(status) - len(self._running)):
                 self._start()
-            self._tell(status)
+            self._log_progress(status)
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.pace.poll_seconds):
                     await self._changed.wait()
         raise self._failure
 
-    async def _inform(self) -> None:
+    async def _refresh_info(self) -> None:
         """Learn the run's parameters, again where the broker or the trainer may have changed."""
-        if self._informed == self.client.registrations and self._info.batch_size > 0:
+        if self._info_of_registration == self.client.registrations and self._info.batch_size > 0:
             return
         self._info = await self.client.info()
-        self._informed = self.client.registrations
+        self._info_of_registration = self.client.registrations
         batch = self._info.batch_size
         if self._info.max_token_len > 0:
             self.limit(self._info.max_token_len)
@@ -199,7 +199,7 @@ class Producer:
                 self._size,
             )
 
-    def _over(self, status: EnvStatus) -> bool:
+    def _is_finished(self, status: EnvStatus) -> bool:
         most = self.pace.total_steps
         if most is None and self.client.ticket is not None:
             most = self.client.ticket.num_steps
@@ -210,16 +210,18 @@ class Producer:
         batch, share = self._info.batch_size, self.client.spec.min_batch_allocation or 0.0
         if batch <= 0:
             return 0
-        open_to_us = int(batch * min(1.0, status.unallocated_fraction + share))
-        room = int(self.pace.ahead * open_to_us / self._size) - status.queue_size
+        allowed = int(batch * min(1.0, status.unallocated_fraction + share))
+        room = int(self.pace.ahead * allowed / self._size) - status.queue_size
         # A guaranteed share is filled even while others fill the queue.
-        owed = math.ceil(self.pace.ahead * int(batch * share) / self._size) - status.self_queue_size if share else 0
+        guaranteed = (
+            math.ceil(self.pace.ahead * int(batch * share) / self._size) - status.self_queue_size if share else 0
+        )
         most = max(1, round(self.pace.n * min(1.0, status.env_weight)))
-        return max(0, min(most, max(room, owed)))
+        return max(0, min(most, max(room, guaranteed)))
 
     def _start(self) -> None:
         draw, task, name = self.tasks.draw()
-        playing = asyncio.create_task(self._one(draw, task, name), name=f"group {draw}")
+        playing = asyncio.create_task(self._play(draw, task, name), name=f"group {draw}")
         self._running.add(playing)
         playing.add_done_callback(self._ended)
 
@@ -229,11 +231,11 @@ class Producer:
             self._failure = self._failure or task.exception()
         self._changed.set()
 
-    async def _one(self, draw: int, task: Task, name: str) -> None:
+    async def _play(self, draw: int, task: Task, name: str) -> None:
         """Consumes: a task. Waits for: the engine, the graders, the broker."""
         finished, in_a_row = self._finished, self._in_a_row
         try:
-            await self._hand_in(self.postprocess_rewards(await self._played(task, name, draw)))
+            await self._hand_in(self.postprocess_rewards(await self._run_group(task, name, draw)))
         except Deadline as error:
             # Those that were late together count as one, and not at all where others came through meanwhile.
             late = in_a_row + 1 if self._finished == finished else 0
@@ -241,7 +243,7 @@ class Producer:
         except (EngineError, BrokerError) as error:
             self._failed("refused" if isinstance(error, RequestRefused) else "failed", name, error, self._in_a_row + 1)
 
-    async def _played(self, task: Task, name: str, draw: int) -> Group:
+    async def _run_group(self, task: Task, name: str, draw: int) -> Group:
         """Play a group.
 
         Raises:
@@ -303,11 +305,11 @@ class Producer:
             log.info("finishing %d groups, for %g s at most; Ctrl-C again drops them", len(self._running), seconds)
             await asyncio.wait(self._running, timeout=seconds)
 
-    def _tell(self, status: EnvStatus) -> None:
+    def _log_progress(self, status: EnvStatus) -> None:
         now = time.monotonic()
-        if now - self._reported < self.pace.tell_seconds:
+        if now - self._logged_at < self.pace.log_seconds:
             return
-        self._reported = now
+        self._logged_at = now
         (count, total), self.tally.rewards = self.tally.rewards, (0, 0.0)
         mean = f"; mean reward {total / count:.3f}" if count else ""
         queued = f"{status.queue_size} queued of {self.pace.ahead * max(0, self._info.batch_size) / self._size:g}"
@@ -315,7 +317,7 @@ class Producer:
                  self.tally.line(), len(self._running), queued, mean)  # fmt: skip
 
 
-async def _unless(stopped: asyncio.Future[Literal[True]], work: Coroutine[Any, Any, None]) -> bool:
+async def _unless_stopped(stopped: asyncio.Future[Literal[True]], work: Coroutine[Any, Any, None]) -> bool:
     """Do the work unless it is to stop first; True if it was done."""
     task = asyncio.ensure_future(work)
     both: set[asyncio.Future[Any]] = {task, stopped}

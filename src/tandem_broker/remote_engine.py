@@ -13,43 +13,54 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from itertools import count
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import msgspec
 
 from tandem.engines.base import Engine, Health
 from tandem.engines.vllm import protocol as wire
 from tandem.errors import ConfigError, EngineError
-from tandem.http import HttpClient, HttpStatusError, OutageLog, ResponseLost, RetryPolicy, ServerAway
+from tandem.http import HttpError, HttpStatusError, ResponseLost, RetryPolicy, ServerAway
 from tandem.observability import waits
 from tandem.types import UNKNOWN_VERSION, Completion, Finish, Json, PolicyVersion, Sampling
+from tandem_broker.client import Connection, RequestRefused
 
 log = logging.getLogger(f"tandem.{__name__}")
 
-PROBE_SECONDS = 60.0
-"""Timeout of the request that finds out an engine's kind."""
 TRIES = 3
 """Attempts at a request that an engine fails with an internal error (500)."""
 JSON = {"Content-Type": "application/json"}
 
 
 _FINISH: dict[str, Finish] = {"stop": "stop", "length": "length"}
-_ODD = (msgspec.DecodeError, AttributeError, LookupError, TypeError, ValueError)
-"""Errors of taking apart an answer of another form than expected."""
 
 
-class Dialect(Protocol):
+@dataclass(frozen=True, slots=True)
+class Dialect:
     """HTTP dialect of one kind of engine."""
+
+    kind: Literal["tandem", "atropos", "openai"]
+    """tandem: started by ``tandem serve engine`` or by a trainer; atropos: Atropos' example server, whose answers
+    carry no policy step; openai: stock vLLM, whose /v1/completions takes and gives token ids."""
+    model: str = ""
+    """What the server calls the model."""
 
     @property
     def path(self) -> str:
         """Route that samples."""
-        ...
+        return "/v1/completions" if self.kind == "openai" else "/generate"
 
     def request(self, prompt: Sequence[int], sampling: Sampling, limit: int, ends: Sequence[int]) -> bytes:
         """The body that asks for one completion of at most ``limit`` tokens."""
-        ...
+        fields = _sampling_fields(sampling, limit, ends)
+        if self.kind == "tandem":
+            return msgspec.json.encode(wire.completion_request(prompt, sampling, limit=limit, ends=ends))
+        if self.kind == "atropos":  # what such a server does not know, it answers with an error
+            return msgspec.json.encode({"prompt": {"prompt_token_ids": list(prompt)}, "logprobs": 0, **fields})
+        # Here what is off is said: where nothing is, vLLM takes what the model's own generation_config.json recommends.
+        # And token ids are asked for in both ways that vLLM's releases know.
+        ids = {"logprobs": 1, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        return msgspec.json.encode({**_OFF, **fields, **ids, "model": self.model, "prompt": list(prompt)})
 
     def completion(self, body: bytes) -> Completion:
         """What the answer says.
@@ -57,97 +68,40 @@ class Dialect(Protocol):
         Raises:
             EngineError: it lacks token ids or logprobs.
         """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class TandemDialect:
-    """An engine started by ``tandem serve engine`` or by a trainer."""
-
-    path: str = "/generate"
-    """Route that samples."""
-
-    def request(self, prompt: Sequence[int], sampling: Sampling, limit: int, ends: Sequence[int]) -> bytes:
-        """As the trainer's own client asks."""
-        return msgspec.json.encode(wire.completion_request(prompt, sampling, limit=limit, ends=ends))
-
-    def completion(self, body: bytes) -> Completion:
-        """Token ids, logprobs and the policy step of each token."""
-        try:
-            reply = msgspec.json.decode(body, type=wire.Generated)
-            tokens = reply.token_ids[0]
-            logprobs = [p[0][t] for t, p in zip(tokens, (reply.logprobs or [[]])[0], strict=True)]
-            # Before its first publish an engine holds the model as loaded, which is version 0.
-            versions = [max(0, step) for step in wire.steps(reply.versions[0])]
-            finish = reply.finish_reasons[0]
-        except (msgspec.DecodeError, LookupError, ValueError) as error:
-            raise EngineError(f"/generate answers with something else than was asked for: {error}") from error
-        return _completion(tokens, logprobs, finish, versions)
-
-
-@dataclass(frozen=True, slots=True)
-class AtroposDialect:
-    """The /generate of Atropos' example server, whose responses carry no policy step."""
-
-    path: str = "/generate"
-    """Route that samples."""
-
-    def request(self, prompt: Sequence[int], sampling: Sampling, limit: int, ends: Sequence[int]) -> bytes:
-        """Only what is asked for is sent: what such a server does not know, it answers with an error."""
-        prompt_ids = {"prompt_token_ids": list(prompt)}
-        return msgspec.json.encode({"prompt": prompt_ids, "logprobs": 0, **_sampling_fields(sampling, limit, ends)})
-
-    def completion(self, body: bytes) -> Completion:
-        """Of each position the first entry of the first mapping: the sampled token and its logprob."""
         try:
             reply = msgspec.json.decode(body)
-            firsts = [_first(place) for place in reply["logprobs"][0]]
-            finish = reply["finish_reasons"][0]
-            return _completion([token for token, _ in firsts], [logprob for _, logprob in firsts], finish)
-        except _ODD as error:
-            raise EngineError(f"/generate answers without the logprobs that were asked for ({error!r})") from error
-
-
-@dataclass(frozen=True, slots=True)
-class OpenAiDialect:
-    """Stock vLLM's /v1/completions, which accepts and returns token ids."""
-
-    model: str
-    """What the server calls the model."""
-    path: str = "/v1/completions"
-    """Route that samples."""
-
-    def request(self, prompt: Sequence[int], sampling: Sampling, limit: int, ends: Sequence[int]) -> bytes:
-        """Token ids are asked for in both ways that vLLM's releases know."""
-        ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
-        # Here what is off is said: where nothing is, vLLM takes what the model's own generation_config.json recommends.
-        fields = {**_OFF, **_sampling_fields(sampling, limit, ends)}
-        fields |= {"model": self.model, "prompt": list(prompt), "logprobs": 1, **ids}
-        return msgspec.json.encode(fields)
-
-    def completion(self, body: bytes) -> Completion:
-        """Token ids beside the choice, or in the texts of its tokens."""
-        try:
-            choice = msgspec.json.decode(body)["choices"][0]
-            logprobs_of = choice["logprobs"] or {}
-            tokens = choice.get("token_ids") or [int(t.removeprefix("token_id:")) for t in logprobs_of["tokens"]]
-            return _completion(tokens, logprobs_of["token_logprobs"], choice["finish_reason"])
-        except _ODD as error:
+            return _chosen(reply["choices"][0]) if self.kind == "openai" else _generated(reply)
+        except (msgspec.DecodeError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise EngineError(
-                f"/v1/completions answers without token ids or logprobs ({error!r}), and text cannot be trained on; "
+                f"{self.path} answers without token ids or logprobs ({error!r}), and text cannot be trained on; "
                 "use vLLM, or an engine started by: tandem serve engine RECIPE"
             ) from error
 
 
+def _generated(reply: Any) -> Completion:
+    """The first entry of each position's mapping is the sampled token; Tandem's engines tell policy steps too."""
+    firsts = [_first(place) for place in reply["logprobs"][0]]
+    # Before its first publish an engine holds the model as loaded, which is version 0.
+    versions = [max(0, step) for step in wire.steps(reply["versions"][0])] if "versions" in reply else ()
+    tokens, logprobs = [token for token, _ in firsts], [logprob for _, logprob in firsts]
+    return _completion(tokens, logprobs, reply["finish_reasons"][0], versions)
+
+
+def _chosen(choice: Any) -> Completion:
+    """Token ids stand beside a choice, or in the texts of its tokens."""
+    chosen = choice["logprobs"] or {}
+    tokens = choice.get("token_ids") or [int(text.removeprefix("token_id:")) for text in chosen["tokens"]]
+    return _completion(tokens, chosen["token_logprobs"], choice["finish_reason"])
+
+
 @dataclass(slots=True, kw_only=True)
 class _EngineServer:
-    http: HttpClient
+    connection: Connection
     dialect: Dialect
-    outage: OutageLog
     context: int | None = None
     failed_attempts: int = 0
     outstanding: int = 0
-    rests_until: float = 0.0
+    away_until: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,66 +136,65 @@ class RemoteEngines:
             EngineError: one stays away, or cannot be sampled from.
             ConfigError: one serves another model.
         """
-        https = [HttpClient(native(url), self.key, kind="engine") for url in self.urls]
+        connections = [Connection(native(url), self.key, kind="engine", retry=self.retry) for url in self.urls]
         try:
-            servers = await asyncio.gather(*(self._identify(http) for http in https))
+            servers = await asyncio.gather(*map(self._identify, connections))
             limits = [server.context for server in servers if server.context is not None]
             yield RemoteEngine(self, servers, context=min([context, *limits]), ends=ends)
         finally:
-            await asyncio.gather(*(http.close() for http in https))
+            await asyncio.gather(*(connection.close() for connection in connections))
 
-    async def _identify(self, http: HttpClient) -> _EngineServer:
-        outage = OutageLog(http.name)
-        for attempt in count():
-            try:
-                dialect, context = await self._kind(http)
-            except (ServerAway, ResponseLost) as error:
-                error_text = f"{error}; is it running? (tandem serve engine RECIPE)"
-                if outage.report(error_text) > self.retry.give_up_seconds:
-                    raise EngineError(f"{error_text}; {self.waited}") from error
-                await self.retry.pause(attempt)
-            except HttpStatusError as error:
-                if error.status < 500:
-                    raise EngineError(_advice(error)) from error
-                if outage.report(str(error)) > self.retry.give_up_seconds:
-                    raise EngineError(f"{error}; {self.waited}") from error
-                await self.retry.pause(attempt, error.retry_after or 0.0)
-            else:
-                outage.end()
-                return _EngineServer(http=http, dialect=dialect, context=context, outage=outage)
-        raise AssertionError("attempts have no end")
-
-    async def _kind(self, http: HttpClient) -> tuple[Dialect, int | None]:
+    async def _identify(self, connection: Connection) -> _EngineServer:
         """How a server is spoken to, and its context where it tells."""
-        models, context = await self._models(http)
-        info = await _probe(http, "GET", "/bridge/info")
-        ours = isinstance(info, dict) and {"engine", "context", "logprobs"} <= set(info)
-        if models and self.model not in models and not (ours and info and info["model"] == self.model):
+        try:
+            models, context = await _models(connection)
+            info = await _probe(connection, "GET", "/bridge/info")
+            probe = {"prompt": {"prompt_token_ids": [0]}, "max_tokens": 1, "logprobs": 0, "temperature": 1.0}
+            info_of_tandem = info if isinstance(info, dict) and {"engine", "context", "logprobs"} <= set(info) else None
+            generates = info_of_tandem or await _probe(connection, "POST", "/generate", probe) is not None
+        except RequestRefused as error:
+            raise EngineError(str(error)) from error
+        except HttpError as error:
+            raise EngineError(f"{error}; {self.waited}") from error
+        if models and self.model not in models and not (info_of_tandem and info_of_tandem["model"] == self.model):
             raise ConfigError(
-                f"{http.name} serves {', '.join(models)}, not {self.model}; if it is the same model under another "
-                f"name, say engine.model={models[0]}; otherwise change model or the engine's url"
+                f"{connection.name} serves {', '.join(models)}, not {self.model}; if it is the same model under "
+                f"another name, say engine.model={models[0]}; otherwise change model or the engine's url"
             )
-        if ours and isinstance(info, dict):
-            if info["logprobs"] != "processed_logprobs":
-                raise EngineError(
-                    f"{http.name} gives {info['logprobs']}, which leave the temperature out; start it with "
-                    "--logprobs-mode processed_logprobs"
-                )
-            return TandemDialect(), int(info["context"])
-        probe = {"prompt": {"prompt_token_ids": [0]}, "max_tokens": 1, "logprobs": 0, "temperature": 1.0}
-        if await _probe(http, "POST", "/generate", probe) is not None:
-            return AtroposDialect(), context
-        if models:
-            return OpenAiDialect(self.model), context
-        raise EngineError(f"{http.name} has neither /generate nor /v1/models; look at the url")
+        if info_of_tandem and info_of_tandem["logprobs"] != "processed_logprobs":
+            raise EngineError(
+                f"{connection.name} gives {info_of_tandem['logprobs']}, which leave the temperature out; start it with "
+                "--logprobs-mode processed_logprobs"
+            )
+        if not generates and not models:
+            raise EngineError(f"{connection.name} has neither /generate nor /v1/models; look at the url")
+        dialect = Dialect("tandem" if info_of_tandem else "atropos" if generates else "openai", self.model)
+        return _EngineServer(
+            connection=connection,
+            dialect=dialect,
+            context=int(info_of_tandem["context"]) if info_of_tandem else context,
+        )
 
-    async def _models(self, http: HttpClient) -> tuple[list[str], int | None]:
-        """What /v1/models lists, and the smallest context in it; nothing of a server without it."""
-        reply = await _probe(http, "GET", "/v1/models")
-        listed = reply.get("data") if isinstance(reply, dict) else None
-        entries = [entry for entry in listed or () if isinstance(entry, dict) and "id" in entry]
-        limits = [entry["max_model_len"] for entry in entries if isinstance(entry.get("max_model_len"), int)]
-        return [str(entry["id"]) for entry in entries], min(limits, default=None)
+
+async def _models(connection: Connection) -> tuple[list[str], int | None]:
+    """What /v1/models lists, and the smallest context in it; nothing of a server without it."""
+    reply = await _probe(connection, "GET", "/v1/models")
+    listed = reply.get("data") if isinstance(reply, dict) else None
+    entries = [entry for entry in listed or () if isinstance(entry, dict) and "id" in entry]
+    limits = [entry["max_model_len"] for entry in entries if isinstance(entry.get("max_model_len"), int)]
+    return [str(entry["id"]) for entry in entries], min(limits, default=None)
+
+
+async def _probe(connection: Connection, method: str, path: str, body: Json = None) -> Any:
+    """An answer's JSON; None where the server has no such route."""
+    try:
+        return msgspec.json.decode((await connection.ask(method, path, body)).body)
+    except msgspec.DecodeError:
+        return None
+    except RequestRefused as error:
+        if error.status in (404, 405):
+            return None
+        raise
 
 
 class RemoteEngine(Engine):
@@ -265,7 +218,7 @@ class RemoteEngine(Engine):
     @property
     def tells_versions(self) -> bool:
         """True if tokens bear the policy step that sampled them."""
-        return all(isinstance(server.dialect, TandemDialect) for server in self._servers)
+        return all(server.dialect.kind == "tandem" for server in self._servers)
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling, key: int) -> Completion:
         room = self._context - len(prompt)
@@ -277,17 +230,18 @@ class RemoteEngine(Engine):
             body = server.dialect.request(prompt, sampling, limit, self._ends)
             server.outstanding += 1
             try:
-                answer = await server.http.call("POST", server.dialect.path, body, JSON, self._spec.request_seconds)
+                seconds = self._spec.request_seconds
+                answer = await server.connection.http.call("POST", server.dialect.path, body, JSON, seconds)
             except (ServerAway, ResponseLost) as error:
-                self._rest(server, f"{error}; is it running?")
+                self._put_aside(server, f"{error}; is it running?")
             except HttpStatusError as error:
                 # An engine whose scheduler has died says so for some seconds, and is then restarted.
                 failures += error.status == 500 and "EngineDeadError" not in str(error)
                 if (error.status < 500 and error.status != 429) or failures == TRIES:
-                    raise EngineError(_advice(error)) from error
-                self._rest(server, str(error), error.retry_after or 0.0)
+                    raise EngineError(server.connection.advice(error)) from error
+                self._put_aside(server, str(error), error.retry_after or 0.0)
             else:
-                server.outage.end()
+                server.connection.outage.end()
                 server.failed_attempts = 0
                 completion = self._read(server, answer.body)
                 self._newest = max(self._newest, completion.version_max)
@@ -299,51 +253,51 @@ class RemoteEngine(Engine):
         try:
             return server.dialect.completion(body)
         except EngineError as error:
-            raise EngineError(f"{server.http.name}: {error}") from error
+            raise EngineError(f"{server.connection.name}: {error}") from error
 
     async def _next(self) -> _EngineServer:
         """The server with the fewest requests of those that answer; waits while none does."""
         while True:
             now = time.monotonic()
-            awake = [server for server in self._servers if server.rests_until <= now]
+            awake = [server for server in self._servers if server.away_until <= now]
             if awake:
                 return min(awake, key=lambda server: server.outstanding)
-            names = ", ".join(server.http.name for server in self._servers)
+            names = ", ".join(server.connection.name for server in self._servers)
             async with waits.waiting(waits.actor("rollouts"), "to be asked again", on=names):
-                await asyncio.sleep(min(server.rests_until for server in self._servers) - now)
+                await asyncio.sleep(min(server.away_until for server in self._servers) - now)
 
-    def _rest(self, server: _EngineServer, what: str, at_least: float = 0.0) -> None:
+    def _put_aside(self, server: _EngineServer, what: str, at_least: float = 0.0) -> None:
         """Leave a server alone for a while.
 
         Raises:
             EngineError: patience is at its end.
         """
-        if server.outage.report(what) > self._spec.retry.give_up_seconds and not self._others(server):
+        if server.connection.outage.report(what) > self._spec.retry.give_up_seconds and not self._others(server):
             raise EngineError(f"{what}; {self._spec.waited}")
-        server.rests_until = time.monotonic() + max(at_least, self._spec.retry.seconds(server.failed_attempts))
+        server.away_until = time.monotonic() + max(at_least, self._spec.retry.seconds(server.failed_attempts))
         server.failed_attempts += 1
 
     def _others(self, server: _EngineServer) -> bool:
-        return any(not other.outage.ongoing for other in self._servers if other is not server)
+        return any(not other.connection.outage.ongoing for other in self._servers if other is not server)
 
     def version(self) -> PolicyVersion:
         """The newest version that sampled something here."""
         return PolicyVersion(step=self._newest, digest="")
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
-        raise _not_ours("score")
+        raise _trainers_alone("score")
 
     async def set_version(self, version: PolicyVersion) -> None:
-        raise _not_ours("stamp")
+        raise _trainers_alone("stamp")
 
     async def pause(self, *, finish: bool = False, step: int | None = None) -> None:
-        raise _not_ours("pause")
+        raise _trainers_alone("pause")
 
     async def resume(self) -> float:
-        raise _not_ours("resume")
+        raise _trainers_alone("resume")
 
     async def health(self) -> Health:
-        away = [server.http.name for server in self._servers if server.outage.ongoing]
+        away = [server.connection.name for server in self._servers if server.connection.outage.ongoing]
         running = sum(server.outstanding for server in self._servers)
         return Health(ok=len(away) < len(self._servers), running=running, waiting=0, detail=", ".join(away))
 
@@ -356,27 +310,7 @@ def native(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-async def _probe(http: HttpClient, method: str, path: str, body: Json = None) -> Json:
-    """An answer's JSON; None where the server has no such route."""
-    data = None if body is None else msgspec.json.encode(body)
-    try:
-        answer = await http.call(method, path, data, JSON if data else {}, PROBE_SECONDS)
-        return msgspec.json.decode(answer.body)
-    except msgspec.DecodeError:
-        return None
-    except HttpStatusError as error:
-        if error.status in (404, 405):
-            return None
-        raise
-
-
-def _advice(error: HttpStatusError) -> str:
-    if error.status in (401, 403):
-        return f"{error}; name the variable that holds the engine's API key (engine.api_key_variable)"
-    return str(error)
-
-
-def _not_ours(what: str) -> EngineError:
+def _trainers_alone(what: str) -> EngineError:
     return EngineError(f"an engine that runs elsewhere is its trainer's to {what}")
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 
 from tandem.config.loading import RunConfig
 from tandem.engines.base import Engine, ReportsChecksums
-from tandem.errors import ConfigError
 from tandem.observability.emit import Telemetry
 from tandem.observability.loggers.wandb import Wandb
 from tandem.rollout.template import Template
 from tandem.trainer.environments import StepCounter, dropped
-from tandem_broker.client import Connection, TrainerClient
+from tandem_broker.client import Connection, TrainerClient, key_in
 from tandem_broker.protocol.convert import Rules
 from tandem_broker.protocol.messages import RunParameters
 from tandem_broker.source import BrokerSource, BrokerSourceOptions, full_marks
@@ -63,7 +61,7 @@ def broker_source(
         decode=template.decode,
     )
     return BrokerSource(
-        broker=TrainerClient(Connection(options.url, _key(options.key_variable))),
+        broker=TrainerClient(Connection(options.url, key_in(options.key_variable, "broker"))),
         run=_parameters(config, folder, context),
         options=BrokerSourceOptions(
             groups_per_step=config.groups_per_step,
@@ -93,11 +91,3 @@ def _parameters(config: RunConfig, folder: Path, context: int) -> RunParameters:
         starting_step=0,
         num_steps=config.steps,
     )
-
-
-def _key(variable: str) -> str:
-    if variable and not os.environ.get(variable):
-        raise ConfigError(
-            f"broker.key_variable: the environment variable {variable} is not set; export the broker's key"
-        )
-    return os.environ.get(variable, "") if variable else ""

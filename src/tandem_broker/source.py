@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -40,7 +39,13 @@ MOST_NAMED = 8
 """Groups of one batch that are named where they cannot be read."""
 QUIET_SECONDS = 30.0
 """After so long without a batch, or twice as long as one took before, a run says what it waits for."""
-_MENDED = {"advantages": "; broker.env_advantages: true trains on them"}
+_COUNTED = (
+    *(f"groups/dropped_{reason}" for reason in ("zero_variance", "stale", "failed")),
+    *(f"rollouts/{kind}" for kind in ("malformed", "too_long", "untrained")),
+    "groups/malformed",
+)
+"""Metrics that count what arrived since the last look."""
+_READ_BY = {"advantages": "; broker.env_advantages: true trains on them"}
 """By field of the wire: how to have it read."""
 
 
@@ -74,22 +79,6 @@ class BrokerSourceOptions:
 
 
 @dataclass(slots=True)
-class _Arrivals:
-    """What arrived since the last look, for metrics."""
-
-    dropped: Counter[str] = field(default_factory=Counter)
-    failed: Counter[str] = field(default_factory=Counter)
-    malformed: int = 0
-    measured: list[Mapping[str, Value]] = field(default_factory=list)
-
-    def metrics(self) -> Mapping[str, Value]:
-        counts = {f"groups/dropped_{reason}": self.dropped[reason] for reason in ("zero_variance", "stale", "failed")}
-        counts |= {f"rollouts/{reason}": self.failed[reason] for reason in ("malformed", "too_long", "untrained")}
-        counts["groups/malformed"] = self.malformed
-        return merge([*self.measured, {name: Sum(float(count)) for name, count in counts.items()}])
-
-
-@dataclass(slots=True)
 class BrokerSource:
     """Rollout source of a broker's groups. ``version`` returns the policy step that training has reached."""
 
@@ -108,9 +97,9 @@ class BrokerSource:
     failure: Callable[[], Exception | None] = lambda: None
     """Error after which no engine samples from the policy, so that no more groups come; None while one does."""
     _ready: list[Group] = field(default_factory=list)
-    _held: dict[str, frozenset[str]] = field(default_factory=dict)
+    _leased: dict[str, frozenset[str]] = field(default_factory=dict)
     _received: int = 0
-    _arrivals: _Arrivals = field(default_factory=_Arrivals)
+    _measured: list[Mapping[str, Value]] = field(default_factory=list)
     _in_a_row: int = 0
     _logged: set[str] = field(default_factory=set)
     _envs: set[str] = field(default_factory=set)
@@ -119,7 +108,7 @@ class BrokerSource:
     @asynccontextmanager
     async def open(self, data_state: DataState) -> AsyncIterator[BrokerSource]:
         """Tell the broker what the checkpoint remembers, and register where ``data_state`` stands."""
-        self._received, self._held = data_state.admitted, dict.fromkeys(data_state.batches, frozenset())
+        self._received, self._leased = data_state.admitted, dict.fromkeys(data_state.batches, frozenset())
         self._ready = [group for _, group in data_state.ready]
         async with self.broker:
             # First: registering sends back every batch that is still leased, and these were trained on.
@@ -144,7 +133,7 @@ class BrokerSource:
             self._drop_stale()
             if (groups := self._batch()) is not None:
                 del self._ready[: len(groups)]
-                self._arrivals.measured.append(measure(groups, self.solved))
+                self._measured.append(measure(groups, self.solved))
                 # Nothing waits for a step to end: environments elsewhere go on.
                 return Batch(groups, position=self.data_state, free=lambda: None)
             taken = await self._next()
@@ -158,13 +147,13 @@ class BrokerSource:
         return DataState(
             admitted=self._received,
             ready=tuple((Draw(group.env, group.index), group) for group in self._ready),
-            batches=tuple(self._held),
+            batches=tuple(self._leased),
         )
 
     async def saved(self, data_state: DataState) -> None:
         """Acknowledge the batches of which the checkpoint knows what became."""
         for batch in data_state.batches:
-            if batch in self._held and (reason := await self.broker.acknowledge(batch)):
+            if batch in self._leased and (reason := await self.broker.acknowledge(batch)):
                 log.warning(
                     "the broker does not count batch %s as trained by this run: %s. If another trainer uses this "
                     "broker, give each its own; if leases run out before a checkpoint is saved, raise "
@@ -173,12 +162,12 @@ class BrokerSource:
                     reason,
                     self.options.lease_seconds,
                 )
-        self._held = {batch: names for batch, names in self._held.items() if batch not in data_state.batches}
+        self._leased = {batch: names for batch, names in self._leased.items() if batch not in data_state.batches}
 
     def metrics(self) -> Mapping[str, Value]:
         """What was taken or dropped since the last call: rewards, lengths, and drops by reason."""
-        arrivals, self._arrivals = self._arrivals, _Arrivals()
-        return arrivals.metrics()
+        measured, self._measured = self._measured, []
+        return merge([*measured, {name: Sum(0.0) for name in _COUNTED}])
 
     async def _register(self) -> None:
         """Say what is trained, and see that it was understood.
@@ -200,7 +189,7 @@ class BrokerSource:
         """Keep what is held from being served to others. Each lease is renewed twice before it would run out."""
         while True:
             await asyncio.sleep(self.options.lease_seconds / 3)
-            for batch in tuple(self._held):
+            for batch in tuple(self._leased):
                 with contextlib.suppress(BrokerError, Deadline):  # one that is away is told of when a batch is needed
                     await self.broker.renew(batch)
 
@@ -214,13 +203,13 @@ class BrokerSource:
                     if (failure := self.failure()) is not None:
                         raise failure
                     await asyncio.wait((polling,), timeout=self.options.poll_seconds)
-                    self._say_waiting(time.monotonic() - began)
+                    self._warn_waiting(time.monotonic() - began)
                 return await polling
             finally:
                 polling.cancel()
                 await asyncio.gather(polling, return_exceptions=True)
 
-    def _say_waiting(self, seconds: float) -> None:
+    def _warn_waiting(self, seconds: float) -> None:
         if seconds > self._quiet_seconds:
             self._quiet_seconds = 2 * seconds
             log.warning(
@@ -250,15 +239,12 @@ class BrokerSource:
     def _receive(self, taken: TakenBatch) -> None:
         """Read a batch's groups; what can be trained on waits for its turn, and what cannot is set aside."""
         notes, now = Notes(), self.version()
-        unsaid = [None] * len(taken.groups)
-        versions = taken.versions if len(taken.versions) == len(taken.groups) else unsaid
-        names = taken.ids if len(taken.ids) == len(taken.groups) else unsaid
-        here = frozenset().union(*self._held.values())
+        here = frozenset().union(*self._leased.values())
         arrived: list[Group] = []
         refused = list(taken.malformed)
-        for scored, version, name in zip(taken.groups, versions, names, strict=True):
+        for scored, version, name in zip(taken.groups, taken.versions, taken.ids, strict=True):
             if name in here:  # it was not heard of us for as long as a lease lasts
-                self._say("again", f"group {name} came again while its first lease was held; it is trained once")
+                self._warn_once("again", f"group {name} came again while its first lease was held; it is trained once")
                 continue
             index = self._received + len(arrived)
             task = named(str((scored.group_overrides or {}).get("tandem_task") or "group"))
@@ -277,7 +263,7 @@ class BrokerSource:
                 refused.append(str(error) if isinstance(error, BrokerError) else message_of(error))
                 continue
             if version is not None and version > now:
-                self._say(
+                self._warn_once(
                     "ahead",
                     f"group {group.id} was sampled at step {version} and this run is at {now}: the broker kept it from "
                     "another run, or from steps that this one lost when it was killed, and max_lag leaves out none of "
@@ -286,8 +272,8 @@ class BrokerSource:
             arrived.append(self._known(group))
         self._received += len(arrived)
         if taken.id is not None:
-            self._held[taken.id] = frozenset(filter(None, taken.ids))
-        self._note(notes, refused, arrived)
+            self._leased[taken.id] = frozenset(filter(None, taken.ids))
+        self._count(notes, refused, arrived)
         if refused:
             self._untrained(len(refused), lambda: f"malformed); the last one: {refused[-1]}")
         for group in arrived:
@@ -318,18 +304,20 @@ class BrokerSource:
                     "broker, or GET /reset_data, which drops what is queued"
                 )
 
-    def _note(self, notes: Notes, malformed: Sequence[str], arrived: Sequence[Group]) -> None:
+    def _count(self, notes: Notes, malformed: Sequence[str], arrived: Sequence[Group]) -> None:
         """Count what could not be read, and tell each kind of it once."""
-        self._arrivals.failed.update(notes.failed)
-        self._arrivals.malformed += len(malformed)
+        self._measured.append({f"rollouts/{kind}": Sum(float(count)) for kind, count in notes.failed.items()})
+        self._measured.append({"groups/malformed": Sum(float(len(malformed)))})
         for error in malformed[:MOST_NAMED]:
             log.warning("a group of the broker cannot be trained on and is set aside: %s", error)
         for name in sorted(notes.unread):
-            self._say(name, f"environments send {name}, which nothing here reads{_MENDED.get(name, '')}")
+            self._warn_once(name, f"environments send {name}, which nothing here reads{_READ_BY.get(name, '')}")
         for whose, rollout in ((group.env, r) for group in arrived for r in group.rollouts if r.error):
-            self._say(f"failed in {whose}", f"sequence {rollout.id} of {whose} is not trained on: {rollout.error}")
+            self._warn_once(
+                f"failed in {whose}", f"sequence {rollout.id} of {whose} is not trained on: {rollout.error}"
+            )
 
-    def _say(self, what: str, message: str) -> None:
+    def _warn_once(self, what: str, message: str) -> None:
         if what not in self._logged:
             self._logged.add(what)
             log.warning("%s (told once)", message)
@@ -354,8 +342,7 @@ class BrokerSource:
         return self.version() - group.version_min > self.options.max_lag
 
     def _drop(self, reason: str, group: Group) -> None:
-        self._arrivals.dropped[reason] += 1
-        self._arrivals.measured.append(measure([group], self.solved))
+        self._measured += [measure([group], self.solved), {f"groups/dropped_{reason}": Sum(1.0)}]
         self.on_drop(reason, group)
         self._untrained(1, lambda: _advice(reason, group, self.version()))
 

@@ -137,13 +137,6 @@ def test_pages_that_sources_name_exist() -> None:
     assert [f"{shown(path)}: {name}" for name, path in sorted(named) if not (ROOT / name).exists()] == []
 
 
-def test_every_environment_is_in_its_table() -> None:
-    kinds = {path.stem for path in (ROOT / "src/tandem/envs").glob("[a-z]*.py")} - {"base"}
-    page = (ROOT / "docs/guide/environments.md").read_text()
-    assert not [kind for kind in kinds if f"| `{kind}` |" not in page]
-    assert "kind: agent" in (ROOT / "README.md").read_text()
-
-
 def metric_names(tree: ast.AST) -> Iterator[str]:
     """Keys that hold a metric's value, or that name one of an area, and names of spans; ``*`` for what varies."""
     pairs: list[tuple[ast.expr | None, ast.expr]] = []
@@ -183,28 +176,18 @@ def test_every_metric_is_in_the_glossary() -> None:
     assert not missing, f"{shown(GLOSSARY)} lacks the metrics {sorted(missing)}"
 
 
-def lines_of(place: str, name: str) -> int:
-    """Lines of a function or a class that a page names, in a file or somewhere in a package."""
-    path = ROOT / "src/tandem" / place
-    files = [path] if path.is_file() else sorted(path.glob("*.py"))
-    nodes: list[Any] = [parsed(file) for file in files]
-    for part in name.split("."):
-        nodes = [inner for node in nodes for inner in node.body if getattr(inner, "name", None) == part]
-        assert nodes, f"{place} has no {name}"
-    return int(nodes[0].end_lineno - nodes[0].lineno + 1)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TOKEN)
 def test_the_life_of_a_token_names_code_that_exists(name: str) -> None:
-    """And little enough of it to be read."""
     page = (ROOT / f"docs/design/{name}.md").read_text()
-    named = re.findall(r"`([\w/]+(?:\.py|/))`:\s((?:`[\w.]+`(?:,\s+)?)+)", page)
-    lines = sum(lines_of(place, one) for place, names in named for one in re.findall(r"`([\w.]+)`", names))
-    stated = re.search(r"about ([\d,]+) lines", page)
-    assert stated, "the page says how many lines it names"
-    assert lines <= 1500, f"{name} names {lines} lines of code"
-    assert abs(lines - int(stated[1].replace(",", ""))) <= 100, f"{name} names {lines} lines of code"
+    for place, names in re.findall(r"`([\w/]+(?:\.py|/))`:\s((?:`[\w.]+`(?:,\s+)?)+)", page):
+        path = ROOT / "src/tandem" / place
+        trees = [parsed(file) for file in ([path] if path.is_file() else sorted(path.glob("*.py")))]
+        for one in re.findall(r"`([\w.]+)`", names):
+            nodes: list[Any] = trees
+            for part in one.split("."):
+                nodes = [inner for node in nodes for inner in node.body if getattr(inner, "name", None) == part]
+            assert nodes, f"{place} has no {one}"
 
 
 def test_the_index_has_every_page() -> None:
@@ -214,17 +197,6 @@ def test_the_index_has_every_page() -> None:
         for link in re.findall(r"^- \[[^]]+\]\(([^)]+)\): ", index.read_text(), re.MULTILINE)
     }
     assert named == {page for page in PAGES if page.parent.parent == index.parent}
-
-
-def test_readme_is_read_in_minutes() -> None:
-    assert len((ROOT / "README.md").read_text().split()) <= 900
-
-
-def test_readmes_first_recipe_is_one_that_learns() -> None:
-    """What README says of its share of groups with signal was measured with that recipe."""
-    first = next(body for language, body in fences((ROOT / "README.md").read_text()) if language == "yaml")
-    recipe = yaml.safe_load((ROOT / "recipes/arithmetic.yaml").read_text())
-    assert {key: recipe[key] for key in yaml.safe_load(first)} == yaml.safe_load(first)
 
 
 def test_the_page_on_python_names_every_public_name_and_no_other() -> None:

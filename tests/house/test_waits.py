@@ -25,7 +25,7 @@ ALLOWED = {
     # Beside something that is registered.
     "tandem/trainer/loop.py:_unless_stopped": "a stop, beside the work that is awaited",
     "tandem_broker/producer.py:run": "a stop, beside the playing",
-    "tandem/compat/atropos/checkpoints.py:_finish": "a logger's own thread; what a logger does is registered",
+    "tandem_compat/atropos/checkpoints.py:_finish": "a logger's own thread; what a logger does is registered",
     "tandem/envs/agent.py:_run": "the end by SIGKILL, within a rollout's wait",
     "tandem/engines/fake.py:generate": "within whoever asks it",
     "tandem/engines/fake.py:_sample": "within whoever asks it",
@@ -36,6 +36,7 @@ ALLOWED = {
     "tandem/engines/vllm/server/frontend.py:standing": "whoever asks the engine has a deadline",
     "tandem/engines/vllm/server/many.py:give_out": "whoever asks the engine has a deadline",
     "tandem/engines/vllm/server/places.py:empty": "whoever asks the engine has a deadline",
+    "tandem/engines/vllm/server/places.py:taken": "whoever asks the engine has a deadline",
     "tandem_broker/journal/ledger.py:close": "the broker ends when its disk has what it accepted",
     "tandem/distributed/ray_cluster.py:run": "a rank runs as long as it does, in a process that Ray watches",
     # Over already: these do not wait.
@@ -43,7 +44,7 @@ ALLOWED = {
     "tandem/engines/vllm/server/asgi.py:unless": "it is done",
     "tandem/engines/vllm/client/fleet.py:_first_of": "it is done",
     "tandem/rewards/judge.py:_verdict": "it is done",
-    "tandem_broker/producer.py:_unless": "it is done",
+    "tandem_broker/producer.py:_unless_stopped": "it is done",
     "tandem/transport/collective.py:connect": "it is done",
     "tandem/transport/collective.py:behind": "on CUDA it queues; gloo's has the group's deadline",
     "tandem/model/context.py:_exchanged": "on CUDA it queues; gloo's has the group's deadline",

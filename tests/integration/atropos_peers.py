@@ -32,7 +32,7 @@ from tandem.ports import free_port
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
-START = 60.0
+START = 180.0
 """Seconds within which a process of Atropos' must be ready; its imports take several."""
 
 
@@ -85,7 +85,9 @@ class Process:
     def __init__(self, command: list[str], log: Path, *, close_fds: bool = True):
         self.log = log
         with log.open("ab") as out:
-            self.child = subprocess.Popen(command, stdout=out, stderr=out, cwd=log.parent, close_fds=close_fds)
+            self.child = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=log.parent, close_fds=close_fds
+            )
         self.pid = self.child.pid
 
     @property
@@ -111,53 +113,12 @@ class Process:
         self.kill()
 
 
-class Hosted(Process):
-    """A child of ``peer_host.py``."""
-
-    def __init__(self, host: Host, role: str, argv: list[str], log: Path):
-        self.log = log
-        self.pid = host.fork(role, argv, log)
-
-    def status(self) -> int | None:
-        path = Path(f"{self.log}.exit")
-        text = path.read_text() if path.exists() else ""
-        return int(text) if text else None  # there, but not written yet
-
-
-class Host:
-    """The process of which Atropos' are forks."""
-
-    def __init__(self, log: Path):
-        command = [str(atropos_python()), str(HERE / "peer_host.py")]
-        with log.open("wb") as errors:
-            self.child = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
-            )
-        self.log = log
-
-    def __enter__(self) -> Host:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.child.communicate(timeout=20)
-
-    def fork(self, role: str, argv: list[str], log: Path) -> int:
-        """Start a process; its id."""
-        assert self.child.stdin is not None
-        assert self.child.stdout is not None
-        print(json.dumps({"role": role, "argv": argv, "log": str(log)}), file=self.child.stdin, flush=True)
-        for line in self.child.stdout:
-            if line.strip().isdigit():
-                return int(line)
-        pytest.fail(self.log.read_text(), pytrace=False)
-
-
 class Peers(contextlib.ExitStack):
     """Starts processes in a folder; they end with the block."""
 
-    def __init__(self, place: Path, model: Path, host: Host):
+    def __init__(self, place: Path, model: Path):
         super().__init__()
-        self.place, self.model, self.host = place, model, host
+        self.place, self.model = place, model
         self._number = itertools.count()
 
     def start(self, name: str, *command: str | Path, listener: socket.socket | None = None) -> Process:
@@ -172,7 +133,8 @@ class Peers(contextlib.ExitStack):
 
     def peer(self, role: str, *argv: str | Path) -> Process:
         """A process of Atropos'."""
-        process = Hosted(self.host, role, [str(word) for word in argv], self._log(role))
+        program = ["-m", "atroposlib.cli.run_api"] if role == "run-api" else [str(HERE / f"{role}.py")]
+        process = Process([str(atropos_python()), *program, *map(str, argv)], self._log(role))
         self.callback(process.end)
         return process
 

@@ -19,7 +19,6 @@ from integration.atropos_peers import (
     START,
     Broker,
     Environment,
-    Host,
     Peers,
     Trainer,
     ask,
@@ -31,19 +30,12 @@ from integration.atropos_peers import (
 from integration.test_broker_train import Place, hand_in, train_recipe, trained
 from integration.vllm_runs import DTYPE, GAP, groups_once, metrics, needs_engine, recipe, rollouts
 from integration.vllm_runs import engine as engine_options
-from nursery import Nursery
 from support.tiny_policy import reference
 
 pytestmark = pytest.mark.slow
 
 STEPS = 12
 """Batches that the example trainer takes."""
-
-
-@pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    with Host(tmp_path_factory.mktemp("host") / "said.txt") as host:
-        yield host
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +62,10 @@ class Played:
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, engine: str, host: Host) -> Iterator[Played]:
+def played(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, engine: str) -> Iterator[Played]:
     """Three environments, one for each way of collecting, and the example trainer's client."""
     place = tmp_path_factory.mktemp("peers")
-    with Peers(place, tiny_model, host) as peers:
+    with Peers(place, tiny_model) as peers:
         broker = peers.tandem_broker()
         record = place / "trainer.jsonl"
         options = {"batch_size": 4, "gradient_accumulation_steps": 4, "seq_len": 512, "training_steps": STEPS}
@@ -138,10 +130,8 @@ def test_minimum_share(played: Played) -> None:
         assert sum(key in managed for key in line["keys"]) >= 1
 
 
-def test_our_trainer_takes_what_others_handed_in_to_its_server(
-    tmp_path: Path, tiny_model: Path, host: Host, nursery: Nursery
-) -> None:
-    with Peers(tmp_path, tiny_model, host) as peers, Place(tmp_path, nursery, peers.run_api().url) as place:
+def test_our_trainer_takes_what_others_handed_in_to_its_server(tmp_path: Path, tiny_model: Path) -> None:
+    with Peers(tmp_path, tiny_model) as peers, Place(tmp_path, peers.run_api().url) as place:
         path = train_recipe(place, tiny_model, broker=place.url, sampling={"temperature": 0.7})
         trainer = place.start("train", "train", str(path))
         asyncio.run(hand_in(place.url, 6))
@@ -156,11 +146,9 @@ def test_our_trainer_takes_what_others_handed_in_to_its_server(
 
 
 @pytest.mark.long
-def test_an_environment_lives_through_the_death_of_the_broker(
-    tmp_path: Path, tiny_model: Path, engine: str, host: Host
-) -> None:
+def test_an_environment_lives_through_the_death_of_the_broker(tmp_path: Path, tiny_model: Path, engine: str) -> None:
     """It dies after three calls in a row that were refused, which may be well within a second of each other."""
-    with Peers(tmp_path, tiny_model, host) as peers:
+    with Peers(tmp_path, tiny_model) as peers:
         broker = peers.tandem_broker(held=True)
         trainer = Trainer(broker.url, 16).register()
         trainer.take()
@@ -198,9 +186,9 @@ def sent(output: str) -> range:
 
 @pytest.mark.long
 @pytest.mark.parametrize("verb", ["work", "env"])
-def test_our_environment_on_run_api(tmp_path: Path, tiny_model: Path, engine: str, host: Host, verb: str) -> None:
+def test_our_environment_on_run_api(tmp_path: Path, tiny_model: Path, engine: str, verb: str) -> None:
     """Every group that it says it handed in comes out once, by the flags of Atropos' environments too."""
-    with Peers(tmp_path, tiny_model, host) as peers:
+    with Peers(tmp_path, tiny_model) as peers:
         broker = peers.run_api()
         trainer = Trainer(broker.url, 16).register(num_steps=20)
         trainer.take()
@@ -234,7 +222,7 @@ def test_our_environment_on_run_api(tmp_path: Path, tiny_model: Path, engine: st
 
 
 @pytest.mark.long
-def test_our_trainer_on_run_api(tmp_path: Path, tiny_model: Path, engine: str, host: Host) -> None:
+def test_our_trainer_on_run_api(tmp_path: Path, tiny_model: Path, engine: str) -> None:
     """A BaseEnv plays, run-api hands on, ours trains: no group twice, and whole ones alone."""
     steps = 4
     recipe = {
@@ -251,7 +239,7 @@ def test_our_trainer_on_run_api(tmp_path: Path, tiny_model: Path, engine: str, h
         "loggers": [],
         "checkpoint": {"every": 2},
     }
-    with Peers(tmp_path, tiny_model, host) as peers:
+    with Peers(tmp_path, tiny_model) as peers:
         broker = peers.run_api()
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "broker": broker.url}))
         train = peers.start("train", "train", "recipe.yaml")
@@ -270,7 +258,7 @@ def test_our_trainer_on_run_api(tmp_path: Path, tiny_model: Path, engine: str, h
 
 @needs_engine
 @pytest.mark.long
-def test_real_engine(tmp_path: Path, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A BaseEnv and an environment of ours sample from our vLLM, whose logprobs are those of the model."""
     model = build_tiny_model(tmp_path / "model", head_dim=32)
     monkeypatch.setenv("ENGINE_KEY", "x")
@@ -278,7 +266,7 @@ def test_real_engine(tmp_path: Path, host: Host, monkeypatch: pytest.MonkeyPatch
     own = engine_options(api_key_variable="ENGINE_KEY", max_num_seqs=16)
     options = recipe(model, Path("runs"), engine=own, rewards={"number": 1.0})
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(options))
-    with Peers(tmp_path, model, host) as peers:
+    with Peers(tmp_path, model) as peers:
         served = peers.start("engine", "serve", "engine", "recipe.yaml")
         broker = peers.tandem_broker()
         trainer = Trainer(broker.url, 16).register()

@@ -15,10 +15,12 @@ from support.brokers import Client, group, play, served
 from support.odd_messages import BODIES, damaged, mutated
 from support.tiers import examples, long_but
 
-from tandem_broker.server import routes
+from tandem_broker.queue.store import GroupQueue
+from tandem_broker.server.app import BrokerServer
 from tandem_broker.server.bodies import BodyLimits
 
-PATHS = sorted({(method.upper(), path) for path, ways in routes.document()["paths"].items() for method in ways})
+ROUTES = BrokerServer(GroupQueue()).application().router.routes()
+PATHS = sorted((route.method, route.resource.canonical) for route in ROUTES if route.resource)
 LIMITS = BodyLimits(body_bytes=300_000, idle_seconds=1.0)
 
 FINE = {200, 400, 401, 403, 404, 405, 408, 413, 422, 429, 503}

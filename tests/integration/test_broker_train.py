@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from integration.vllm_runs import (
     rollouts,
     same_logprobs,
 )
-from nursery import Forked, Nursery
+from support.processes import start
 
 from tandem.ports import free_port
 from tandem_broker.client import Connection, EnvClient
@@ -41,21 +42,20 @@ class Place:
     """A folder, and the processes that were started in it."""
 
     path: Path
-    nursery: Nursery
     url: str = ""
-    started: list[Forked] = field(default_factory=list)
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
 
-    def start(self, name: str, *words: str) -> Forked:
+    def start(self, name: str, *words: str) -> subprocess.Popen[str]:
         """``tandem`` with these words."""
         environment = {**os.environ, **KEYS, "PYTHONPATH": str(Path(__file__).parents[1])}
-        process = self.nursery.start(words, cwd=self.path, out=self.path / f"{name}.log", environment=environment)
+        process = start(words, cwd=self.path, out=self.path / f"{name}.log", environment=environment)
         self.started.append(process)
         return process
 
     def log_of(self, name: str) -> str:
         return (self.path / f"{name}.log").read_text()
 
-    def until(self, condition: Callable[[], bool], process: Forked, seconds: float = 60) -> None:
+    def until(self, condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 60) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert process.poll() is None, f"it ended by itself: {self.logs()}"
@@ -65,7 +65,7 @@ class Place:
     def logs(self) -> str:
         return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in self.path.glob("*.log"))
 
-    def broker(self) -> Forked:
+    def broker(self) -> subprocess.Popen[str]:
         port = int(self.url.rpartition(":")[2]) if self.url else free_port()
         self.url = f"http://127.0.0.1:{port}"
         before = len(self.log_of("broker")) if (self.path / "broker.log").exists() else 0
@@ -90,8 +90,8 @@ class Place:
 
 
 @pytest.fixture
-def place(nursery: Nursery, tmp_path: Path) -> Iterator[Place]:
-    with Place(tmp_path, nursery) as place:
+def place(tmp_path: Path) -> Iterator[Place]:
+    with Place(tmp_path) as place:
         yield place
 
 

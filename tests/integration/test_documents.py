@@ -20,7 +20,7 @@ import yaml
 from conftest import build_tiny_model
 from integration.vllm_runs import lines, metrics
 from support.atropos_document import HERMES, TRAINERS, command
-from support.compat_cases import OVERRIDES, axolotl_file, axolotl_files, examples, swift_files
+from support.compat_cases import OVERRIDES, axolotl_file, axolotl_files, examples, forget_swift, swift_files
 from support.documents import SHORT_RUN, STAND_IN, build_brief_model, build_reward_model, environment_elsewhere
 from support.tiers import long_but
 from unit.test_loggers import fake_library
@@ -55,6 +55,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with modules in it."""
+    forget_swift(monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     axolotl_files(tmp_path)

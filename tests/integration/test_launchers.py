@@ -13,9 +13,9 @@ import pytest
 import yaml
 from conftest import build_tiny_model
 from integration.vllm_runs import lines, metrics
-from nursery import Nursery
 from safetensors.torch import load_file
 from support.compat_cases import axolotl_files, swift_files
+from support.processes import start
 
 from tandem.ports import free_port
 
@@ -55,11 +55,9 @@ def environment(**own: str) -> dict[str, str]:
     return plain | {"PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | own
 
 
-def run(nursery: Nursery, place: Path, words: Sequence[str], *, module: str = "tandem", **own: str) -> str:
+def run(place: Path, words: Sequence[str], *, module: str = "tandem", **own: str) -> str:
     """What a program prints, which ends well."""
-    started = nursery.start(
-        words, cwd=place, out=subprocess.PIPE, environment=environment(**own), module=module, children=True
-    )
+    started = start(words, cwd=place, out=subprocess.PIPE, environment=environment(**own), module=module)
     with started as process:
         try:
             printed, _ = process.communicate(timeout=240)
@@ -69,19 +67,17 @@ def run(nursery: Nursery, place: Path, words: Sequence[str], *, module: str = "t
     return printed
 
 
-def torchrun(nursery: Nursery, place: Path, words: Sequence[str]) -> str:
+def torchrun(place: Path, words: Sequence[str]) -> str:
     """What two ranks of torchrun print, which end well."""
     options = ["--nproc-per-node", "2", "--master-port", str(free_port())]
-    return run(nursery, place, [*options, "-m", "tandem", *words], module="torch.distributed.run")
+    return run(place, [*options, "-m", "tandem", *words], module="torch.distributed.run")
 
 
-def tandem(nursery: Nursery, place: Path, words: Sequence[str], *environs: Mapping[str, str]) -> None:
+def tandem(place: Path, words: Sequence[str], *environs: Mapping[str, str]) -> None:
     """Processes of one command line, each with an environment of its own, which run side by side and end well."""
     with contextlib.ExitStack() as stack:
         started = [
-            stack.enter_context(
-                nursery.start(words, cwd=place, out=subprocess.PIPE, environment=environment(**environ), children=True)
-            )
+            stack.enter_context(start(words, cwd=place, out=subprocess.PIPE, environment=environment(**environ)))
             for environ in environs
         ]
         for process in started:
@@ -107,20 +103,20 @@ def same(place: Path, name: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def reference(nursery: Nursery, place: Path) -> Path:
+def reference(place: Path) -> Path:
     """A run that started its second rank itself; its weights have moved."""
-    tandem(nursery, place, train("reference", "ranks=2"), {})
+    tandem(place, train("reference", "ranks=2"), {})
     before = load_file(place / "tiny/model.safetensors")
     assert any(not weights(place, "reference")[key].equal(before[key]) for key in before)
     return place
 
 
-def test_torchrun_gives_the_same_bits(nursery: Nursery, reference: Path) -> None:
-    torchrun(nursery, reference, train("torchrun"))
+def test_torchrun_gives_the_same_bits(reference: Path) -> None:
+    torchrun(reference, train("torchrun"))
     assert same(reference, "torchrun")
 
 
-def test_srun_gives_the_same_bits(nursery: Nursery, reference: Path) -> None:
+def test_srun_gives_the_same_bits(reference: Path) -> None:
     """With the variables that srun sets for two tasks of one host; SLURM itself is not here."""
     step = {
         "SLURM_NTASKS": "2",
@@ -130,13 +126,13 @@ def test_srun_gives_the_same_bits(nursery: Nursery, reference: Path) -> None:
         "MASTER_PORT": str(free_port()),
     }
     tasks = [step | {"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)} for task in range(2)]
-    tandem(nursery, reference, train("srun", "ranks=2"), *tasks)
+    tandem(reference, train("srun", "ranks=2"), *tasks)
     assert same(reference, "srun")
 
 
-def test_ranks_that_disagree_with_the_launcher_end_the_run(nursery: Nursery, reference: Path) -> None:
+def test_ranks_that_disagree_with_the_launcher_end_the_run(reference: Path) -> None:
     with pytest.raises(AssertionError, match=r"ranks: 3, but torchrun started 2 processes"):
-        torchrun(nursery, reference, train("disagree", "ranks=3"))
+        torchrun(reference, train("disagree", "ranks=3"))
 
 
 QUICK = (
@@ -166,9 +162,7 @@ FSDP2 = {
     [(FSDP2, "weights"), ({"deepspeed": "deepspeed_configs/zero1.json"}, "states")],
     ids=["FSDP2", "DeepSpeed zero1"],
 )
-def test_an_axolotl_file_trains_on_the_ranks_of_torchrun(
-    nursery: Nursery, shared: dict[str, Any], shard: str, tmp_path: Path
-) -> None:
+def test_an_axolotl_file_trains_on_the_ranks_of_torchrun(shared: dict[str, Any], shard: str, tmp_path: Path) -> None:
     """With accelerate's or DeepSpeed's keys as they are; its batch is that of one rank."""
     build_tiny_model(tmp_path / "tiny")
     axolotl_files(tmp_path)
@@ -183,7 +177,7 @@ def test_an_axolotl_file_trains_on_the_ranks_of_torchrun(
         **shared,
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(options))
-    printed = torchrun(nursery, tmp_path, ["train", "config.yaml", *QUICK])
+    printed = torchrun(tmp_path, ["train", "config.yaml", *QUICK])
     assert "ranks: 2; a step has" in printed
     assert list(metrics(tmp_path / "runs/run")) == [1, 2]
     assert [len(lines(tmp_path / f"runs/run/rollouts/{step:06d}.jsonl")) for step in (1, 2)] == [8, 8]
@@ -191,7 +185,7 @@ def test_an_axolotl_file_trains_on_the_ranks_of_torchrun(
     assert (saved["ranks"], saved["groups_per_step"], saved["distributed"]["shard"]) == (2, 2, shard)
 
 
-def test_ms_swifts_command_line_starts_its_own_ranks(nursery: Nursery, tmp_path: Path) -> None:
+def test_ms_swifts_command_line_starts_its_own_ranks(tmp_path: Path) -> None:
     """``NPROC_PER_NODE=2 swift rlhf --deepspeed zero2``."""
     build_tiny_model(tmp_path / "tiny")
     swift_files(tmp_path)
@@ -200,7 +194,7 @@ def test_ms_swifts_command_line_starts_its_own_ranks(nursery: Nursery, tmp_path:
         "--train_type full --per_device_train_batch_size 4 --max_completion_length 6 --max_steps 2 --beta 0 "
         "--torch_dtype float32 --deepspeed zero2 --output_dir runs --run_name run"
     )
-    run(nursery, tmp_path, ["swift", "rlhf", *line.split(), "threads=1"], NPROC_PER_NODE="2")
+    run(tmp_path, ["swift", "rlhf", *line.split(), "threads=1"], NPROC_PER_NODE="2")
     assert list(metrics(tmp_path / "runs/run")) == [1, 2]
     assert [len(lines(tmp_path / f"runs/run/rollouts/{step:06d}.jsonl")) for step in (1, 2)] == [8, 8]
     assert (tmp_path / "runs/run/logs/rank-1.log").exists()

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from nursery import Nursery
 from safetensors.torch import load_file
+from support.processes import start
 from support.tiers import long_but
 
 RECIPE: dict[str, Any] = {
@@ -38,7 +38,7 @@ CLOSE = 3e-6
 
 
 @pytest.fixture(scope="module")
-def train(nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
+def train(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "marks.py").write_text(REWARD)
 
@@ -46,7 +46,7 @@ def train(nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathF
         recipe = folder / f"{name}.yaml"
         recipe.write_text(yaml.safe_dump({**RECIPE, "model": str(tiny_model), "runs": str(folder), "name": name}))
         what = folder / name if resume else recipe
-        with nursery.start(["train", str(what), *overrides], cwd=folder, out=subprocess.PIPE, children=True) as process:
+        with start(["train", str(what), *overrides], cwd=folder, out=subprocess.PIPE) as process:
             output, _ = process.communicate(timeout=300)
         assert process.returncode == 0, output
         return folder / name

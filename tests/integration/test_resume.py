@@ -1,8 +1,4 @@
-"""A run that was ended at any moment and resumed is the run that was never ended, bit for bit.
-
-Runs are forked from a process that has loaded torch; those that go on from another, which has another hash seed: each
-draws its own.
-"""
+"""A run that was ended at any moment and resumed is the run that was never ended, bit for bit."""
 
 from __future__ import annotations
 
@@ -10,6 +6,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,7 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
-from nursery import Forked, Nursery
+from support.processes import start
 from support.tiers import long_but
 
 from tandem.envs.arithmetic import Arithmetic
@@ -54,7 +51,7 @@ RECIPE: dict[str, Any] = {
 class Started:
     """A run in a process of its own."""
 
-    process: Forked
+    process: subprocess.Popen[str]
     folder: Path
     output: Path
 
@@ -125,16 +122,13 @@ class Place:
     """A folder to run in."""
 
     path: Path
-    nurseries: tuple[Nursery, Nursery]
-    """Of what begins and of what goes on."""
     started: list[Started] = field(default_factory=list)
 
     def start(self, target: str, *overrides: str, name: str, slow: float = 0.0) -> Started:
-        nursery = self.nurseries[target.startswith("runs/")]
         output = self.path / f"{name}-{len(self.started)}.txt"
         words = ["train", target, *overrides]
         environment = {**os.environ, "SLOW": str(slow)}
-        process = nursery.start(words, out=output, environment=environment, cwd=self.path)
+        process = start(words, out=output, environment=environment, cwd=self.path)
         self.started.append(Started(process, self.path / "runs" / name, output))
         return self.started[-1]
 
@@ -146,17 +140,16 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def place(tiny_model: Path, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def place(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     path = tmp_path_factory.mktemp("resume")
     (path / "marks.py").write_text(REWARD)
     (path / "recipe.yaml").write_text(yaml.safe_dump({"model": str(tiny_model), **RECIPE}))
     assert "PYTHONHASHSEED" not in os.environ, "both would have that one"
-    with Nursery() as gone_on:
-        place = Place(path, (nursery, gone_on))
-        yield place
-        for run in place.started:
-            if run.code() is None:  # of a test that failed
-                os.kill(run.pid, signal.SIGKILL)
+    place = Place(path)
+    yield place
+    for run in place.started:
+        if run.code() is None:  # of a test that failed
+            os.kill(run.pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from nursery import Forked, Nursery
+from support.processes import start
 
 REWARD = """
 import time
@@ -42,14 +43,13 @@ class Place:
     """A folder in which ``tandem train`` is run."""
 
     path: Path
-    nursery: Nursery
 
     @property
     def run(self) -> Path:
         return self.path / "runs" / "a"
 
-    def start(self, *words: str, out: str = "out.txt") -> Forked:
-        return self.nursery.start(["train", *words], out=self.path / out, cwd=self.path)
+    def start(self, *words: str, out: str = "out.txt") -> subprocess.Popen[str]:
+        return start(["train", *words], out=self.path / out, cwd=self.path)
 
     def output(self, out: str = "out.txt") -> str:
         return (self.path / out).read_text()
@@ -64,16 +64,16 @@ class Place:
         file = self.run / "metrics.jsonl"
         return len(file.read_bytes().splitlines()) if file.exists() else 0
 
-    def code(self, run: Forked) -> int:
+    def code(self, run: subprocess.Popen[str]) -> int:
         self.until(lambda: run.poll() is not None)
         return run.wait()
 
 
 @pytest.fixture
-def place(nursery: Nursery, tiny_model: Path, tmp_path: Path) -> Place:
+def place(tiny_model: Path, tmp_path: Path) -> Place:
     (tmp_path / "marks.py").write_text(REWARD)
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"model": str(tiny_model), **RECIPE}))
-    return Place(tmp_path, nursery)
+    return Place(tmp_path)
 
 
 @pytest.mark.long
@@ -112,20 +112,19 @@ def test_a_run_whose_folder_is_gone_is_an_error(place: Place, moved: bool) -> No
 
 @pytest.mark.long
 def test_a_sighup_saves_however_many_come_and_one_that_is_ignored_stays_ignored(place: Place) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # programs inherit it, as from nohup
     try:
-        nohup = Nursery()
-        run = nohup.start(["train", "recipe.yaml"], out=place.path / "out.txt", cwd=place.path)
+        run = place.start("recipe.yaml")
         place.until(lambda: place.steps() >= 1)
         run.send_signal(signal.SIGHUP)
         reached = place.steps()
         place.until(lambda: place.steps() >= reached + 3)
         run.send_signal(signal.SIGTERM)
         place.until(lambda: run.poll() == 130)
-        nohup.close()
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        run = place.start("runs/a", out="again.txt")
     finally:
         signal.signal(signal.SIGHUP, before)
-    run = place.start("runs/a", out="again.txt")
     reached = place.steps()
     place.until(lambda: place.steps() > reached)
     for _ in range(3):  # the kernel's, the shell's and the multiplexer's

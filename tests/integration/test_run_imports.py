@@ -7,14 +7,13 @@ import os
 import subprocess
 from pathlib import Path
 
-from nursery import Nursery
+from support.processes import start
 
 TESTS = Path(__file__).parents[1]
-OFF_THE_PATH = ("tandem.agents.server", "tandem_broker", "tandem.compat", "tandem.http", "tandem.tools")
+OFF_THE_PATH = ("tandem.agents.server", "tandem_broker", "tandem_compat", "tandem.http", "tandem.tools")
 
 
-def test_a_run_without_a_broker_imports_nothing_of_one(nursery: Nursery, tiny_model: Path, tmp_path: Path) -> None:
-    """Of the process that it is forked from neither, which has imported the command and what trains."""
+def test_a_run_without_a_broker_imports_nothing_of_one(tiny_model: Path, tmp_path: Path) -> None:
     recipe = {
         "model": str(tiny_model),
         "runs": str(tmp_path),
@@ -34,7 +33,7 @@ def test_a_run_without_a_broker_imports_nothing_of_one(nursery: Nursery, tiny_mo
     file = tmp_path / "recipe.yaml"
     file.write_text(json.dumps(recipe))
     environment = {**os.environ, "PYTHONPATH": f"{TESTS.parent / 'src'}:{TESTS}"}
-    started = nursery.start(
+    started = start(
         ["train", str(file)],
         cwd=tmp_path,
         out=subprocess.PIPE,

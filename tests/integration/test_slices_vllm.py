@@ -14,8 +14,8 @@ import pytest
 import torch
 from conftest import build_tiny_model
 from integration import vllm_runs as vllm
-from nursery import Nursery
 from safetensors.torch import load_file
+from support.processes import start
 
 from tandem.config.tree import render
 from tandem.errors import RankError
@@ -35,17 +35,17 @@ needs_two_gpus = pytest.mark.skipif(vllm.CUDA and torch.cuda.device_count() < 2,
 
 
 @needs_two_gpus
-def test_ranks_write_the_slices_of_their_workers(nursery: Nursery, tmp_path: Path) -> None:
+def test_ranks_write_the_slices_of_their_workers(tmp_path: Path) -> None:
     """Every publish is proven on the bytes of both workers; a run that is killed goes on, with the engine it left."""
     model = build_tiny_model(tmp_path / "tiny", head_dim=vllm.HEAD_DIM)
     options = vllm.recipe(model, tmp_path / "runs", name="slices", steps=100, engine=vllm.engine(**WORKERS), **CUT)
     run = tmp_path / "runs" / "slices"
-    with started(nursery, tmp_path, written(tmp_path, options)) as process:
+    with started(tmp_path, written(tmp_path, options)) as process:
         saved = run / "checkpoints" / "000002"
         vllm.until(lambda: saved.exists() or process.poll() is not None, "step 2", 400)
         process.kill()
     newest = max(int(folder.name) for folder in saved.parent.glob("[0-9]*"))
-    with started(nursery, tmp_path, run, f"steps={newest + 1}") as process:
+    with started(tmp_path, run, f"steps={newest + 1}") as process:
         ended(process)
     events = [event for event in vllm.lines(run / "events.jsonl") if event["event"] == "published"]
     assert {event["step"] for event in events} == set(range(1, newest + 2))
@@ -59,25 +59,23 @@ def test_ranks_write_the_slices_of_their_workers(nursery: Nursery, tmp_path: Pat
 @needs_two_gpus
 @pytest.mark.long
 @pytest.mark.parametrize("context", [1, 2], ids=["each its own rows", "shared rows"])
-def test_slices_train_what_one_rank_trains_and_outlive_their_engine(
-    nursery: Nursery, tmp_path: Path, context: int
-) -> None:
+def test_slices_train_what_one_rank_trains_and_outlive_their_engine(tmp_path: Path, context: int) -> None:
     """A killed engine is started again, attached by both ranks and published to; the weights are one rank's."""
     model = build_tiny_model(tmp_path / "tiny", head_dim=vllm.HEAD_DIM)
     # Where a gradient is all noise, its sign decides Adam's step: eps makes that step small.
     same = {"steps": 4, "seed": 3, "optimizer": {"lr": 1.0e-3, "eps": 1.0e-3}}
-    engine = vllm.engine(forks=False, seeded=True, **WORKERS)
+    engine = vllm.engine(seeded=True, **WORKERS)
     distributed = {"shard": "weights", "context_parallel": context}
     cut = vllm.recipe(
         model, tmp_path / "runs", name="cut", engine=engine, **{**CUT, "distributed": distributed}, **same
     )
     alone = vllm.recipe(model, tmp_path / "runs", name="alone", engine=vllm.engine(seeded=True), **same)
     run = tmp_path / "runs" / "cut"
-    with started(nursery, tmp_path, written(tmp_path, cut)) as process:
+    with started(tmp_path, written(tmp_path, cut)) as process:
         vllm.until(lambda: vllm.published(run) or process.poll() is not None, "the first publish", 400)
         os.kill(json.loads((run / "engine-0.json").read_text())["pid"], signal.SIGKILL)
         ended(process)
-    with started(nursery, tmp_path, written(tmp_path, alone)) as process:
+    with started(tmp_path, written(tmp_path, alone)) as process:
         ended(process)
     assert sorted(vllm.published(run)) == [1, 2, 3, 4]
     one, two = weights(tmp_path / "runs" / "alone", 4), weights(run, 4)
@@ -91,23 +89,21 @@ def test_slices_train_what_one_rank_trains_and_outlive_their_engine(
 @pytest.mark.skipif(vllm.CUDA and torch.cuda.device_count() < 4, reason="four ranks need four GPUs")
 @pytest.mark.long
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_four_ranks_share_two_engines_and_go_on_as_two_with_one(
-    nursery: Nursery, tmp_path: Path, replicas: int
-) -> None:
+def test_four_ranks_share_two_engines_and_go_on_as_two_with_one(tmp_path: Path, replicas: int) -> None:
     """Shards of all, or replicas: a killed engine is started again, both are proven, the weights are one rank's."""
     model = build_tiny_model(tmp_path / "tiny", head_dim=vllm.HEAD_DIM)
     same = {"steps": 2, "seed": 3, "optimizer": {"lr": 1.0e-3, "eps": 1.0e-3}}
-    engine = vllm.engine(forks=False, seeded=True, **WORKERS)
+    engine = vllm.engine(seeded=True, **WORKERS)
     of_four = {**CUT, "ranks": 4, "distributed": {"shard": "weights", "replicas": replicas}}
     cut = vllm.recipe(model, tmp_path / "runs", name="cut", engine=engine, **of_four, **same)
     alone = vllm.recipe(model, tmp_path / "runs", name="alone", engine=vllm.engine(seeded=True), **same)
     run = tmp_path / "runs" / "cut"
-    with started(nursery, tmp_path, written(tmp_path, cut)) as process:
+    with started(tmp_path, written(tmp_path, cut)) as process:
         vllm.until(lambda: vllm.published(run) or process.poll() is not None, "the first publish", 500)
-        # All of its processes at once: those that were forked hold its port.
+        # All of its processes at once: its core holds its port.
         os.killpg(json.loads((run / "engine-1.json").read_text())["pid"], signal.SIGKILL)
         ended(process)
-    with started(nursery, tmp_path, written(tmp_path, alone)) as process:
+    with started(tmp_path, written(tmp_path, alone)) as process:
         ended(process)
     assert not (run / "engine-2.json").exists(), "one for each two ranks"
     events = vllm.published(run)
@@ -118,7 +114,7 @@ def test_four_ranks_share_two_engines_and_go_on_as_two_with_one(
     for name, tensor in one.items():
         assert float((tensor - started_from[name]).abs().max()) > 30 * CLOSE, name
         assert float((tensor - four[name]).abs().max()) < CLOSE, name
-    with started(nursery, tmp_path, run, "ranks=2", "distributed.replicas=1", "steps=3") as process:
+    with started(tmp_path, run, "ranks=2", "distributed.replicas=1", "steps=3") as process:
         ended(process)
     assert sorted(vllm.published(run)) == [1, 2, 3]
     vllm.same_logprobs(run)
@@ -126,7 +122,7 @@ def test_four_ranks_share_two_engines_and_go_on_as_two_with_one(
 
 @pytest.mark.skipif(vllm.CUDA, reason="ranks of two hosts would each take the first GPU")
 @pytest.mark.long
-def test_ranks_of_two_hosts_have_an_engine_on_each_and_end_with_one_of_them(nursery: Nursery, tmp_path: Path) -> None:
+def test_ranks_of_two_hosts_have_an_engine_on_each_and_end_with_one_of_them(tmp_path: Path) -> None:
     """Each host's first rank starts its engine; when a rank is killed all end by its name, and its run goes on."""
     model = build_tiny_model(tmp_path / "tiny", head_dim=vllm.HEAD_DIM)
     engine = vllm.engine(**WORKERS)
@@ -136,7 +132,7 @@ def test_ranks_of_two_hosts_have_an_engine_on_each_and_end_with_one_of_them(nurs
     for rank in range(4):
         place = {"RANK": rank, "LOCAL_RANK": rank % 2, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
         place_text = {"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in place.items()}}
-        ranks.append(started(nursery, tmp_path, written(tmp_path, recipe), **place_text))
+        ranks.append(started(tmp_path, written(tmp_path, recipe), **place_text))
     with contextlib.ExitStack() as stack:
         for process in ranks:
             stack.enter_context(process)
@@ -151,7 +147,7 @@ def test_ranks_of_two_hosts_have_an_engine_on_each_and_end_with_one_of_them(nurs
         assert all(process.returncode for process in ranks), "a collective broke, or the lead said so"
         assert "rank 3 (pid" in str(outputs[0])
     newest = max(int(folder.name) for folder in (run / "checkpoints").glob("[0-9]*"))
-    with started(nursery, tmp_path, run, f"steps={newest + 1}") as process:
+    with started(tmp_path, run, f"steps={newest + 1}") as process:
         ended(process)
     assert len({record["pid"] for record in records}) == 2
     events = [event for event in vllm.lines(run / "events.jsonl") if event["event"] == "published"]
@@ -165,12 +161,10 @@ def written(folder: Path, options: dict[str, Any]) -> Path:
     return recipe
 
 
-def started(nursery: Nursery, folder: Path, what: Path, *overrides: str, **variables: str) -> Any:
+def started(folder: Path, what: Path, *overrides: str, **variables: str) -> Any:
     source = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": f"{source / 'src'}:{source / 'tests'}", "OMP_NUM_THREADS": "1", **variables}
-    return nursery.start(
-        ["train", str(what), *overrides], cwd=folder, out=subprocess.PIPE, environment=env, children=True
-    )
+    return start(["train", str(what), *overrides], cwd=folder, out=subprocess.PIPE, environment=env)
 
 
 def ended(process: Any) -> None:

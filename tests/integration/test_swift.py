@@ -16,6 +16,7 @@ import pytest
 import yaml
 from conftest import build_tiny_model
 from integration.vllm_runs import DTYPE, HEAD_DIM, engine, lines, metrics, needs_engine, published, same_logprobs, until
+from support.compat_cases import swift_package
 
 from tandem.ports import free_port
 
@@ -44,6 +45,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"messages": [{"role": "user", "content": f"{i}+2="}], "solution": str(i + 2)} for i in range(8)]
     (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (place / "plugin.py").write_text(PLUGIN)
+    swift_package(place)
     return place
 
 

@@ -22,7 +22,6 @@ import pytest
 import yaml
 from conftest import build_tiny_model
 from integration.vllm_runs import CUDA, HEAD_DIM, SLOW, engine, metrics, needs_engine, published, recipe, until
-from nursery import Nursery
 
 pytestmark = [
     needs_engine,
@@ -89,13 +88,6 @@ def hosts() -> Iterator[Hosts]:
             host.communicate()
 
 
-@pytest.fixture
-def forked(nursery: Nursery) -> Iterator[None]:
-    """Programs are forked from one that has imported them; not for tests that kill what those start."""
-    with nursery.children():
-        yield
-
-
 def _start(
     host: subprocess.Popen[bytes], place: Path, log_name: str, *command: str, **variables: str
 ) -> subprocess.Popen[bytes]:
@@ -122,7 +114,6 @@ def _end(*processes: subprocess.Popen[bytes] | None) -> None:
         pytest.param({"kind": "lora", "rank": 8}, id="adapter", marks=pytest.mark.long),
     ],
 )
-@pytest.mark.usefixtures("forked")
 def test_an_engine_on_another_host_is_trained(hosts: Hosts, tmp_path: Path, trainable: dict[str, Any]) -> None:
     """Served there, named by its address here, and nothing said of the trainer's own."""
     model = build_tiny_model(tmp_path / "tiny", head_dim=HEAD_DIM)

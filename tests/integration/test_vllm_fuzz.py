@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 import random
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,6 @@ import pytest
 import yaml
 from conftest import build_tiny_model
 from integration.vllm_runs import HEAD_DIM, alive, engine, needs_engine, recipe, serving
-from nursery import Forked, Nursery
 from support import odd_requests as odd
 
 from tandem.ports import free_port
@@ -38,7 +38,7 @@ class Engine:
 
     port: int
     model: str
-    process: Forked
+    process: subprocess.Popen[str]
     log: Path
 
     def ask(self, path: str, body: Any = None) -> tuple[int, bytes]:
@@ -88,13 +88,13 @@ def _family(pid: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def served(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     place, port = tmp_path_factory.mktemp("fuzz"), free_port()
     model = build_tiny_model(place / "model", head_dim=HEAD_DIM)
-    own = {"engine": engine(forks=False, port=port, max_num_seqs=16), "sync": {"kind": "shared"}, "context": 256}
+    own = {"engine": engine(port=port, max_num_seqs=16), "sync": {"kind": "shared"}, "context": 256}
     options = recipe(model, place / "runs", trainable={"kind": "lora", "rank": 8}, rewards={"number": 1.0}, **own)
     (place / "recipe.yaml").write_text(yaml.safe_dump(options))
-    with serving(nursery, place) as process:
+    with serving(place) as process:
         yield Engine(port, str(model), process, place / "said.txt")
 
 

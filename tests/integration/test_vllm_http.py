@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
 import warnings
@@ -36,7 +37,6 @@ from integration.vllm_runs import (
     serving,
     until,
 )
-from nursery import Forked, Nursery
 from support.rollouts import make_group, make_rollout
 from support.tiny_policy import live_policy, reference
 
@@ -71,7 +71,7 @@ class Served:
     url: str
     place: Path
     model: Path
-    process: Forked
+    process: subprocess.Popen[str]
     step: int = 0
     output: Callable[[], str] = field(default=lambda: "")
 
@@ -129,7 +129,7 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     place = tmp_path_factory.mktemp("serve")
     model = build_tiny_model(place / "model", head_dim=HEAD_DIM)
     own = engine(api_key_variable="SERVE_KEY", max_num_seqs=16)
@@ -139,7 +139,7 @@ def served(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     )
     (place / "recipe.yaml").write_text(yaml.safe_dump(options))
     environment = {**os.environ, "SERVE_KEY": KEY, "LOGDIR": str(place / "logdir")}
-    with serving(nursery, place, environment) as process:
+    with serving(place, environment) as process:
         text = (place / "said.txt").read_text
         url = text().partition("serving at ")[2].partition(";")[0].strip()
         yield Served(url, place, model, process, output=text)

@@ -32,7 +32,6 @@ from integration.vllm_runs import (
     same_logprobs,
     until,
 )
-from nursery import Nursery
 
 from tandem.engines.base import EngineRequirements
 from tandem.engines.vllm.spec import Vllm
@@ -61,7 +60,7 @@ def checked(folder: Path, *, steps: int, each: int = 4) -> None:
     same_logprobs(folder)
 
 
-APART = engine() if CUDA else engine(forks=False, args={})
+APART = engine() if CUDA else engine(args={})
 """The worker has a process of its own, as it has by default."""
 KILLED: dict[str, tuple[Callable[[Left], int], dict[str, Any]]] = {
     "server": (lambda left: left.pid, {"trainable": {"kind": "full"}, "sync": "shared"}),
@@ -74,12 +73,10 @@ KILLED: dict[str, tuple[Callable[[Left], int], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("process", KILLED)
-def test_killed_engine_is_started_again_and_nothing_is_trained_twice(
-    nursery: Nursery, model: Path, tmp_path: Path, process: str
-) -> None:
+def test_killed_engine_is_started_again_and_nothing_is_trained_twice(model: Path, tmp_path: Path, process: str) -> None:
     """The HTTP server's process, that of the scheduler or that of the model dies while requests are in flight."""
     which, changes = KILLED[process]
-    run = Trainer.fresh(nursery, tmp_path, model, steps=STEPS, **changes)
+    run = Trainer.fresh(tmp_path, model, steps=STEPS, **changes)
     try:
         left = run.sampling(after=2)
         os.kill(which(left), signal.SIGKILL)
@@ -93,13 +90,11 @@ def test_killed_engine_is_started_again_and_nothing_is_trained_twice(
 
 
 @pytest.mark.timeout(1500)  # twenty starts of an engine, half a minute each on two slow cores
-def test_an_engine_is_killed_at_any_moment_again_and_again(nursery: Nursery, model: Path, tmp_path: Path) -> None:
+def test_an_engine_is_killed_at_any_moment_again_and_again(model: Path, tmp_path: Path) -> None:
     """Whatever the run is at: sampling, a publish, a checkpoint."""
     kills, draw = 20, random.Random(1)
-    own = engine(forks=False, restarts=2 * kills)
-    run = Trainer.fresh(
-        nursery, tmp_path, model, steps=100_000, trainable={"kind": "full"}, sync="broadcast", engine=own
-    )
+    own = engine(restarts=2 * kills)
+    run = Trainer.fresh(tmp_path, model, steps=100_000, trainable={"kind": "full"}, sync="broadcast", engine=own)
     try:
         for _ in range(kills):
             left = run.sampling(after=run.steps() + 2 if run.folder.exists() else 2)
@@ -118,14 +113,12 @@ def test_an_engine_is_killed_at_any_moment_again_and_again(nursery: Nursery, mod
 
 
 @pytest.fixture(scope="module")
-def orphaned(
-    nursery: Nursery, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Trainer, Left, int]]:
+def orphaned(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Trainer, Left, int]]:
     """A trainer killed while its engine was sampling; the engine, and the step whose weights it holds."""
     place, waits = tmp_path_factory.mktemp("orphaned"), engine(linger_seconds=240.0)
     long = {"max_tokens": 160}  # so that requests are in flight for most of a step, whatever else this machine does
     run = Trainer.fresh(
-        nursery, place, model, steps=STEPS, trainable={"kind": "full"}, sync="shared", engine=waits, sampling=long
+        place, model, steps=STEPS, trainable={"kind": "full"}, sync="shared", engine=waits, sampling=long
     )
     try:
         left, step = run.kill_between_publishes(after=2)
@@ -190,10 +183,10 @@ def _by_transformers(model: Path) -> list[list[int]]:
     return out
 
 
-def test_resumed_trainer_adopts_the_engine_and_finishes(nursery: Nursery, orphaned: tuple[Trainer, Left, int]) -> None:
+def test_resumed_trainer_adopts_the_engine_and_finishes(orphaned: tuple[Trainer, Left, int]) -> None:
     run, left, step = orphaned
     assert step < STEPS
-    resumed = Trainer(nursery, run.place, "runs/run")
+    resumed = Trainer(run.place, "runs/run")
     try:
         resumed.until(lambda: resumed.steps() > step, "a step after the resume")
         assert Left.of(run.folder) == left or Left.of(run.folder).pid == left.pid

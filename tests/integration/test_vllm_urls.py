@@ -23,7 +23,6 @@ from integration.vllm_runs import (
     rollouts,
     same_logprobs,
 )
-from nursery import Nursery
 
 from tandem.ports import free_port
 
@@ -66,16 +65,12 @@ def _family(pid: int) -> list[int]:
     return [pid, *(other for child in children for other in _family(int(child)))]
 
 
-def test_the_other_takes_over_until_it_is_back(
-    nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_other_takes_over_until_it_is_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY, "secret")
     model = build_tiny_model(tmp_path / "tiny", head_dim=HEAD_DIM)
     served = [Served(tmp_path, model, free_port()) for _ in range(2)]
     urls = {"kind": "vllm", "urls": [each.url for each in served], "api_key_variable": KEY, "start_seconds": 240.0}
-    run = Trainer.fresh(
-        nursery, tmp_path, model, steps=100_000, sync="broadcast", engine=urls, checkpoint={"every": 50}
-    )
+    run = Trainer.fresh(tmp_path, model, steps=100_000, sync="broadcast", engine=urls, checkpoint={"every": 50})
     try:
 
         def steps() -> int:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from nursery import Nursery
 from support.fake_broker import FakeBroker, quick, until
 from support.fake_engine import END, FakeEngine
 
@@ -48,9 +47,8 @@ def config(model: Path, broker: str, engine: FakeEngine, *more: str) -> recipes.
 
 @asynccontextmanager
 async def tandem_broker(folder: Path, port: int = 0) -> AsyncIterator[str]:
-    with opened(folder, StoreOptions(), time.time()) as ledger:
-        assert ledger is not None
-        async with serving(BrokerServer(ledger.store, committed=ledger.committed), "127.0.0.1", port) as url:
+    with opened(folder, StoreOptions(), time.time()) as store:
+        async with serving(BrokerServer(store), "127.0.0.1", port) as url:
             yield url
 
 
@@ -204,7 +202,7 @@ def test_an_engine_that_goes_away_costs_no_group(tiny_model: Path) -> None:
     asyncio.run(go())
 
 
-def test_ctrl_c_finishes_what_is_under_way(nursery: Nursery, tiny_model: Path, tmp_path: Path) -> None:
+def test_ctrl_c_finishes_what_is_under_way(tiny_model: Path, tmp_path: Path) -> None:
     """As a process: the groups being played are handed in, then it ends and says what it did."""
 
     async def go() -> tuple[int | None, str, str, int, int]:
@@ -227,8 +225,7 @@ def test_ctrl_c_finishes_what_is_under_way(nursery: Nursery, tiny_model: Path, t
             out, err = await child.communicate()
             return child.returncode, out.decode(), err.decode(), len(broker.groups), len(broker.envs)
 
-    with nursery.children():
-        code, out, err, groups, envs = asyncio.run(go())
+    code, out, err, groups, envs = asyncio.run(go())
     assert code == 0, err
     assert groups + out.count("zero-variance") > 0
     assert f"ended: {groups} groups sent" in out

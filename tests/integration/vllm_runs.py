@@ -1,13 +1,11 @@
 """What the tests against a real vLLM share: its options on this machine, a recipe, and runs looked at from outside.
 
-On a CPU the engine has an environment of its own, ``.venv-engine`` or what TANDEM_ENGINE_PYTHON names; by
-``forking-python`` it is forked from a process that has imported vLLM, which takes a tenth of the time. Where CUDA and
+On a CPU the engine has an environment of its own, ``.venv-engine`` or what TANDEM_ENGINE_PYTHON names. Where CUDA and
 vLLM are in this very interpreter, the engine runs on it: with CUDA graphs, in bfloat16, its weights shared by CUDA IPC.
 """
 
 from __future__ import annotations
 
-import atexit
 import importlib.util
 import json
 import os
@@ -20,17 +18,15 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from nursery import Forked, Nursery
+from support.processes import start
 
 REPOSITORY = Path(__file__).parents[2]
-FORKING = Path(__file__).with_name("forking-python")
 CUDA = torch.cuda.is_available() and importlib.util.find_spec("vllm") is not None
 DTYPE = "bfloat16" if CUDA else "float32"
 HEAD_DIM = 64 if CUDA else 32
@@ -56,16 +52,8 @@ def engine_python() -> str | None:
     return str(path)
 
 
-@cache
-def _engines(python: str) -> Nursery:
-    """What engines are forked from; it ends with this process."""
-    nursery = Nursery(python=python, loads="vllm")
-    atexit.register(nursery.close)
-    return nursery
-
-
-def engine(*, forks: bool = True, **changes: Any) -> dict[str, Any]:
-    """Options of a small engine on this machine; on a CPU its server forks it unless told otherwise, see there."""
+def engine(**changes: Any) -> dict[str, Any]:
+    """Options of a small engine on this machine."""
     # On a GPU with CUDA graphs, but without compilation, which would take most of the time of each start; and with so
     # little memory that several tests can run beside each other.
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}
@@ -81,11 +69,7 @@ def engine(*, forks: bool = True, **changes: Any) -> dict[str, Any]:
     )
     # A test must not wait for minutes where something hangs, and leave no engine behind for long.
     waits = {"start_seconds": 240.0, "request_seconds": 60.0, "control_seconds": 60.0, "linger_seconds": 60.0}
-    python = engine_python()
-    if forks and python:
-        os.environ["TANDEM_ENGINE_DOOR"] = _engines(python).door
-        python = str(FORKING)
-    return {"kind": "vllm", "python": python, "max_num_seqs": 32, **here, **waits, **changes}
+    return {"kind": "vllm", "python": engine_python(), "max_num_seqs": 32, **here, **waits, **changes}
 
 
 def recipe(model: Path, runs: Path, **changes: Any) -> dict[str, Any]:
@@ -236,11 +220,11 @@ def letters(completions, **columns):
 
 
 @contextmanager
-def serving(nursery: Nursery, place: Path, environment: Mapping[str, str] = os.environ) -> Iterator[Forked]:
+def serving(place: Path, environment: Mapping[str, str] = os.environ) -> Iterator[subprocess.Popen[str]]:
     """``tandem serve engine recipe.yaml`` in a folder while the block lasts; what it says goes to said.txt there."""
     log = place / "said.txt"
     log.touch()
-    process = nursery.start(["serve", "engine", "recipe.yaml"], cwd=place, out=log, environment=environment)
+    process = start(["serve", "engine", "recipe.yaml"], cwd=place, out=log, environment=environment)
 
     def up() -> bool:
         assert process.poll() is None, log.read_text()
@@ -261,20 +245,20 @@ def serving(nursery: Nursery, place: Path, environment: Mapping[str, str] = os.e
 class Trainer:
     """``tandem train`` in a process of its own, in a folder of its own."""
 
-    def __init__(self, nursery: Nursery, place: Path, target: str, *overrides: str):
+    def __init__(self, place: Path, target: str, *overrides: str):
         self.place, self.folder = place, place / "runs" / "run"
         self._log = place / "said.txt"
-        self.process = nursery.start(["train", target, *overrides], cwd=place, out=self._log)
+        self.process = start(["train", target, *overrides], cwd=place, out=self._log)
 
     @classmethod
-    def fresh(cls, nursery: Nursery, place: Path, model: Path, **changes: Any) -> Trainer:
+    def fresh(cls, place: Path, model: Path, **changes: Any) -> Trainer:
         """A run of several steps whose rewards are slow, and of which anything may be killed."""
         place.mkdir(parents=True, exist_ok=True)
         (place / "marks.py").write_text(SLOW)
-        slow = {"rewards": {"marks:letters": 1.0}, "sampling": {"max_tokens": 64}, "engine": engine(forks=False)}
+        slow = {"rewards": {"marks:letters": 1.0}, "sampling": {"max_tokens": 64}, "engine": engine()}
         options = recipe(model, Path("runs"), **{**slow, **changes})
         (place / "recipe.yaml").write_text(yaml.safe_dump(options))
-        return cls(nursery, place, "recipe.yaml")
+        return cls(place, "recipe.yaml")
 
     def output(self) -> str:
         return self._log.read_text()

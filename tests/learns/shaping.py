@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 
@@ -24,9 +23,3 @@ def letters(completions: list[list[dict[str, str]]], **columns: Any) -> list[flo
     """Share of the text's characters that are letters: siblings of a random model nearly always differ in it."""
     texts = [completion[0]["content"] for completion in completions]
     return [sum(c.isalpha() for c in text) / max(1, len(text)) for text in texts]
-
-
-def sleepy(completions: list[list[dict[str, str]]], **columns: Any) -> list[float]:
-    """A slow service: the same for everybody, after a while."""
-    time.sleep(0.2)
-    return [0.0 for _ in completions]

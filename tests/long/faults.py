@@ -44,7 +44,7 @@ from tandem.model.policy import Compute, Policy, load_model, load_tokenizer
 from tandem.trainable.base import Trainable
 from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
-from tandem.trainer.follow import AdapterOfRank
+from tandem.trainer.ranks.follow import AdapterOfRank
 from tandem.transport.bridge import VllmBridge
 from tandem.types import Completion, PolicyVersion, Sampling
 from tandem.weight_sync import shared
@@ -53,6 +53,7 @@ from tandem.weight_sync.broadcast import Broadcast
 from tandem.weight_sync.hotswap import Hotswap
 from tandem.weight_sync.shared import Shared
 from tandem.weight_sync.transaction.session import WeightSyncSession
+from tandem.weight_sync.transaction.trained import Trained
 from tandem.weight_sync.verify.noise import LogprobComparison, scale
 
 HERE = Path(__file__).parent
@@ -114,18 +115,22 @@ class Outcome:
 class SecondRank:
     """Rank 1 of two, a follower: a policy of its own, by the parts that do it in a follower's process."""
 
-    def __init__(self, policy: Policy, trainable: Trainable):
-        self.policy, self.trainable = policy, trainable
+    def __init__(self, lead: Policy, policy: Policy, trainable: Trainable):
+        self.lead, self.policy, self.trainable = lead, policy, trainable
         self.adapter = AdapterOfRank(trainable, policy)
 
     @property
     def slot(self) -> Any:
         """Where it writes its adapter."""
-        return self.adapter._writer._slot._attached
+        return self.adapter._writer._attached
 
     def views(self, export: Any) -> Mapping[str, torch.Tensor]:
         """Its engine's weights."""
         return dict(msgspec.convert(export, VllmBridge).attach())
+
+    def trained(self) -> Trained:
+        """What the lead has."""
+        return Trained(self.trainable, self.lead)
 
     async def attach(self, exports: Sequence[Any], fresh: bool) -> None:
         """As of a follower."""
@@ -188,7 +193,7 @@ class Bench:
     @property
     def slot(self) -> Any:
         """Where its adapter is written."""
-        return self.engine._written._attached if self.second is None else self.second.slot
+        return self.engine._writer._attached if self.second is None else self.second.slot
 
     def gather(self) -> None:
         """Have every rank hold what the lead does."""
@@ -370,7 +375,7 @@ async def way(
     try:
         policy, second = await loaded(), None
         if how == "shared" and len(engine.servers) > 1:
-            second = SecondRank(await loaded(), trainable)
+            second = SecondRank(policy, await loaded(), trainable)
         bench = Bench(engine, policy, trainable, sync, folder, nudge=NUDGES[kind][what], second=second)
         await bench.link.bind(fresh=False)
         await compute(bench.nudge)  # an adapter that is all zeros would prove nothing

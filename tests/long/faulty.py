@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.server import routes
 from tandem.engines.vllm.server.frontend import Frontend
 from tandem.engines.vllm.worker import extension as worker
@@ -115,8 +116,7 @@ class Worker(worker.WorkerExtension):
         assert joining.member is not None
         member = joining.member
 
-        def through(*arguments: Any, straight: Any = None, keep: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
-            """Nothing lands by itself, or no fault could come between."""
+        def through(*arguments: Any, keep: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
             arriving = (pair for bucket in member.receive(*arguments, keep=keep) for pair in bucket)
             return ([pair] for pair in self._tandem_through(arriving))
 
@@ -218,21 +218,23 @@ class Routes(routes.Routes):
         live: Any = super()._engine(scope)
         if fresh:
             live.frontend.__class__ = FaultyFrontend
-            stamp = live.handlers["/bridge/stamp"]["POST"]
+            stamp = live.routes["/bridge/stamp"].handler
 
-            async def fault(body: bytes) -> Any:
-                request = json.loads(body)
+            async def fault(request: dict[str, Any]) -> Any:
                 struck = live.frontend.misbehave(request["fault"], request["options"])
                 ranks = await live.frontend.rpc("tandem_misbehave", request["fault"], json.dumps(request["options"]))
                 return {"struck": struck + max(ranks)}
 
-            async def lost(body: bytes) -> Any:
+            async def lost(request: wire.SetVersion) -> Any:
                 if live.frontend.fault != "lost stamp":
-                    return await stamp(body)
+                    return await stamp(request)
                 live.frontend.struck += 1
-                return {"step": json.loads(body)["step"], "engine": live.frontend.id}
+                return {"step": request.step, "engine": live.frontend.id}
 
-            live.handlers |= {"/fault": {"POST": fault}, "/bridge/stamp": {"POST": lost}}
+            live.routes |= {
+                "/fault": routes.Endpoint("POST", fault, dict),
+                "/bridge/stamp": routes.Endpoint("POST", lost, wire.SetVersion),
+            }
         return live
 
 

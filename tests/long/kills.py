@@ -18,24 +18,25 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import sys
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = "1"  # read as torch loads: a process that is forked may have no other thread
+os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TQDM_DISABLE"] = "1"
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from kills_processes import Child, adopt_orphans, load
-from kills_soak import soaked
-from kills_systems import until
-from kills_trials import Lane, TrialResult
+from kills_account import equals
+from kills_systems import Apart, System, choose, kind
+from processes import Broken, kill, marked, tiny_model
 
 LAGS = {"together": (0, 2), "apart": (1, 3)}
 """What max_lag is of either half of the kills; with a broker it cannot be 0."""
@@ -47,11 +48,159 @@ VLLM = {
     "args": {"distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor"},
 }
 """A real one on a CPU; its worker in the process of its scheduler, whose start takes long enough."""
+QUIET_SECONDS = 240.0
+"""A system that nobody disturbs must get on within this time."""
+
+
+@dataclass
+class TrialResult:
+    """What the trials of one lane showed."""
+
+    name: str
+    kills: Counter[str] = field(default_factory=Counter)
+    trained: int = 0
+    lost: int = 0
+    doubled: int = 0
+    resumes: int = 0
+    runs: int = 0
+    seconds: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+
+    @property
+    def fine(self) -> bool:
+        """Nothing was lost, doubled or otherwise wrong."""
+        return not (self.lost or self.doubled or self.wrong)
+
+
+@dataclass
+class Killer:
+    """Kills parts of a system at random moments, starts them again, and sees that it goes on."""
+
+    chance: random.Random
+    kills: int
+    """How many are left."""
+    pace: float
+    """Most seconds from one restart to the next kill."""
+    done: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def more(self) -> bool:
+        """Whether there is more to come."""
+        return self.kills > 0
+
+    def run(self, system: System) -> None:
+        """From the start of a run to its end.
+
+        Raises:
+            Broken: a part ended that nobody killed, or nothing gets on.
+        """
+        system.start()
+        progress, since, moment = system.progress(), time.monotonic(), self._next()
+        while system.trainer.alive or system.trainer.code != 0:
+            self.tend(system)
+            if fallen := [name for name in system.fallen() if not self.excuses(system, name)]:
+                raise Broken("\n".join(map(system.end_of, fallen)))
+            now = time.monotonic()
+            if (latest := system.progress()) != progress:
+                progress, since = latest, now
+                moment = moment or now + self.chance.uniform(0.0, self.pace / 4)
+            if now - since > QUIET_SECONDS:
+                raise Broken(f"nothing has happened for {QUIET_SECONDS:g} s at step {progress[0]}")
+            if self.more and moment and now >= moment:
+                self.strike(system)
+                since, moment = time.monotonic(), self._next()
+            time.sleep(0.005)
+        system.finish()
+
+    def _next(self) -> float:
+        """When: a third soon after a start, when there is much that can be half done, else (0) after the next step."""
+        return time.monotonic() + self.chance.uniform(0.0, self.pace) if self.chance.random() < 1 / 3 else 0.0
+
+    def tend(self, system: System) -> None:
+        """Called again and again while a run goes on."""
+
+    def excuses(self, system: System, name: str) -> bool:
+        """Whether a part may have ended by itself."""
+        return False
+
+    def strike(self, system: System) -> None:
+        """Kill a part and start it again."""
+        victims = system.victims()
+        if not victims:
+            return
+        name = choose(self.chance, victims)
+        kill(victims[name], self.chance.choice([0.0, self.chance.uniform(0.0, 0.6)]))
+        self.kills -= 1
+        self.done[kind(name)] += 1
+        time.sleep(self.chance.choice([0.0, self.chance.uniform(0.0, 0.5)]))
+        system.restart(name)
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One way to set a system up, killed again and again."""
+
+    set_up: str
+    lag: int
+    kills: int
+    steps: int
+    pace: float
+    model: Path
+    engine: dict[str, object] = field(default_factory=dict)
+
+    def system(self, place: Path) -> System:
+        """A fresh one."""
+        made = Apart if self.set_up == "apart" else System
+        return made(place, lag=self.lag, steps=self.steps, model=self.model, engine=self.engine)
+
+    def trial(self, folder: Path, seed: int) -> TrialResult:
+        """Runs until there were enough kills; where it must be, each is compared with one that had none."""
+        result = TrialResult(f"{self.set_up}, max_lag {self.lag}")
+        begun = time.monotonic()
+        reference = self._reference(folder, result) if self.set_up == "together" and self.lag == 0 else None
+        killer = Killer(random.Random(f"{seed}/{result.name}"), self.kills, self.pace)
+        while killer.more and result.fine:
+            result.runs += 1
+            system = self.system(folder / f"run-{result.runs}")
+            run_once(system, killer, result)
+            if reference is not None and result.fine:
+                result.wrong += equals(system.folder, reference, bits=not self.engine)
+        result.kills, result.seconds = killer.done, time.monotonic() - begun
+        return result
+
+    def _reference(self, folder: Path, result: TrialResult) -> Path:
+        system = self.system(folder / "uninterrupted")
+        run_once(system, Killer(random.Random(0), 0, 1.0), result)
+        result.trained = 0
+        return system.folder
+
+
+def run_once(system: System, killer: Killer, result: TrialResult) -> None:
+    """One run and what came of it; nothing that belonged to it may be left."""
+    try:
+        killer.run(system)
+        account = system.account()
+    except Broken as error:
+        result.wrong.append(f"{system.place}: {error}\n{system.logs()}")
+    else:
+        result.trained += len(account.trained)
+        result.lost += len(account.lost)
+        result.doubled += account.doubled
+        result.wrong += [f"{system.place}: {what}" for what in account.wrong]
+        if account.lost:
+            result.wrong.append(f"{system.place}: lost {', '.join(sorted(account.lost)[:10])}")
+    result.resumes += system.resumes()
+    left = marked(system.place)
+    result.wrong += [f"{system.place}: left running: {variables['']}" for variables in left.values() if result.fine]
+    for process in left:
+        kill(process)
 
 
 def trials(options: argparse.Namespace, model: Path) -> list[Callable[[Path], TrialResult]]:
     """What the command line asks for; each wants a folder."""
     if options.soak:
+        from kills_soak import soaked
+
         return [lambda folder: soaked(folder, model, 60 * options.soak, options.seed)]
     half, engine = options.kills // 2, {"python": options.vllm, **VLLM} if options.vllm else {}
     return [
@@ -75,40 +224,21 @@ def table(results: list[TrialResult]) -> str:
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 
-def tiny_model(folder: Path) -> Path:
-    """Made by a process of its own: writing it begins threads, and who forks may have none."""
-
-    def build() -> None:
-        from conftest import build_tiny_model  # type: ignore[import-not-found]
-
-        build_tiny_model(folder / "tiny", head_dim=32)
-
-    folder.mkdir(parents=True, exist_ok=True)
-    maker = Child("model", folder, lambda: build)
-    maker.start()
-    until(lambda: not maker.alive, "the model", 120)
-    if maker.code:
-        raise SystemExit(maker.log_tail())
-    return folder / "tiny"
-
-
 def main() -> int:
     """Run the trials and print what they found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100, help="of each set-up")
     parser.add_argument("--set-ups", nargs="+", choices=("together", "apart"), default=["together", "apart"])
     parser.add_argument("--steps", type=int, default=16, help="of each run")
-    parser.add_argument("--pace", type=float, default=3.0, help="most seconds from one restart to the next kill")
+    parser.add_argument("--pace", type=float, default=10.0, help="most seconds from one restart to the next kill")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--vllm", metavar="PYTHON", help="interpreter of a real vLLM, for together")
     parser.add_argument("--keep", type=Path, help="folder for the runs, which is then kept")
     parser.add_argument("--soak", type=float, metavar="MINUTES", help="random faults of all kinds for so long instead")
     options = parser.parse_args()
-    adopt_orphans()
-    load()
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
-        model = tiny_model(folder)
+        model = tiny_model(folder / "tiny", head_dim=32)
         results = []
         for number, trial in enumerate(trials(options, model)):
             results.append(trial(folder / f"lane-{number}"))

@@ -1,4 +1,4 @@
-"""An engine without vLLM: Tandem's own parts of one, over a Llama of one page, started as vLLM is.
+"""An engine without vLLM: Tandem's own parts of one, over the Llama of transformers, started as vLLM is.
 
 ``package`` writes a folder that Python finds as ``vllm``, so ``python -m vllm.entrypoints.openai.api_server`` runs
 ``main`` here. Routes, frontend and worker extension are the real ones: weights in shared memory, versions, proofs and
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -21,9 +20,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from aiohttp import web
-from safetensors.torch import load_file
+from transformers import DynamicCache, LlamaForCausalLM
 
 os.environ.pop("TANDEM_IN_PLACE", None)  # it speaks of vLLM's own kernels, and there are none here
 
@@ -37,70 +35,6 @@ FILES = {
     "entrypoints/openai/api_server.py": "import sys\nfrom kills_engine import main\nmain(sys.argv[1:])\n",
 }
 """Of the folder that is found as ``vllm``."""
-
-
-class Llama(torch.nn.Module):
-    """The model of the trials with parameters named as Hugging Face names them; transformers takes seconds to load."""
-
-    def __init__(self, folder: Path):
-        super().__init__()
-        self._config = json.loads((folder / "config.json").read_text())
-        for name, value in load_file(folder / "model.safetensors").items():
-            *path, leaf = name.split(".")
-            owner: Any = self
-            for part in path:
-                if part not in owner._modules:
-                    owner.add_module(part, torch.nn.Module())
-                owner = owner._modules[part]
-            owner.register_parameter(leaf, torch.nn.Parameter(value.float(), requires_grad=False))
-        self._width = self._config["head_dim"]
-        self._heads, self._keys = self._config["num_attention_heads"], self._config["num_key_value_heads"]
-        rope = self._config.get("rope_parameters") or self._config
-        theta = rope.get("rope_theta") or 10_000.0
-        self._turns = theta ** -(torch.arange(0, self._width, 2, dtype=torch.float64) / self._width)
-
-    def forward(self, ids: list[int], cache: list[Any]) -> torch.Tensor:
-        """Logits of each token, after those whose keys and values are in the cache, which is extended."""
-        body: Any = self.model
-        before = cache[0][0].shape[1] if cache else 0
-        x = body.embed_tokens.weight[torch.tensor(ids)]
-        places = torch.arange(before, before + len(ids), dtype=torch.float64)
-        angles = torch.cat([places[:, None] * self._turns] * 2, -1)
-        rotary = angles.cos().float(), angles.sin().float()
-        for number, layer in enumerate(body.layers.children()):
-            x = x + self._attention(layer.self_attn, self._norm(x, layer.input_layernorm), rotary, cache, number)
-            y, mlp = self._norm(x, layer.post_attention_layernorm), layer.mlp
-            x = x + (F.silu(y @ mlp.gate_proj.weight.T) * (y @ mlp.up_proj.weight.T)) @ mlp.down_proj.weight.T
-        head: Any = self.lm_head if "lm_head" in self._modules else body.embed_tokens
-        logits: torch.Tensor = self._norm(x, body.norm) @ head.weight.T
-        return logits
-
-    def _norm(self, x: torch.Tensor, norm: Any) -> torch.Tensor:
-        scale: torch.Tensor = (x.pow(2).mean(-1, keepdim=True) + self._config["rms_norm_eps"]).rsqrt()
-        scaled: torch.Tensor = scale * x * norm.weight
-        return scaled
-
-    def _attention(self, own: Any, x: torch.Tensor, rotary: Any, cache: list[Any], number: int) -> torch.Tensor:
-        q, k, v = (
-            (x @ part.weight.T).view(len(x), heads, self._width).transpose(0, 1)
-            for part, heads in ((own.q_proj, self._heads), (own.k_proj, self._keys), (own.v_proj, self._keys))
-        )
-        q, k = _turned(q, *rotary), _turned(k, *rotary)
-        if number < len(cache):
-            k, v = torch.cat([cache[number][0], k], 1), torch.cat([cache[number][1], v], 1)
-            cache[number] = k, v
-        else:
-            cache.append((k, v))
-        k, v = (t.repeat_interleave(self._heads // self._keys, 0) for t in (k, v))
-        seen = torch.ones(len(x), k.shape[1], dtype=torch.bool).tril(k.shape[1] - len(x))
-        out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=seen)[0]
-        projected: torch.Tensor = out.transpose(0, 1).reshape(len(x), -1) @ own.o_proj.weight.T
-        return projected
-
-
-def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat([-second, first], -1) * sin
 
 
 def package(folder: Path) -> list[str]:
@@ -159,7 +93,7 @@ class Request:
     params: SamplingParams
     generator: torch.Generator
     outputs: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
-    cache: list[Any] = field(default_factory=list)
+    cache: DynamicCache = field(default_factory=DynamicCache)
     tokens: list[int] = field(default_factory=list)
 
 
@@ -262,7 +196,7 @@ class Client:
         """One forward pass and one token."""
         params, first = request.params, not request.tokens
         ids = request.prompt if first else request.tokens[-1:]
-        logits = self._model(ids, request.cache)
+        logits = self._model(torch.tensor([ids]), past_key_values=request.cache).logits[0]
         scored = _scored(logits, request.prompt) if first and params.prompt_logprobs is not None else None
         logprobs = (logits[-1] / (params.temperature or 1.0)).log_softmax(-1)
         if params.temperature:
@@ -302,7 +236,8 @@ async def serve(options: argparse.Namespace) -> None:
     from tandem.engines.vllm.server.routes import Routes
 
     torch.set_num_threads(1)
-    state = SimpleNamespace(engine_client=Client(Llama(Path(options.model)), options))
+    model: Any = LlamaForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    state = SimpleNamespace(engine_client=Client(model.eval().requires_grad_(False), options))
     app = SimpleNamespace(state=state)
     routes = Routes(_nothing_else)
 

@@ -9,20 +9,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import json
 import os
 import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kills_processes import Child
+from kills import Killer, TrialResult, run_once
 from kills_systems import Apart, System, choose
-from kills_trials import Killer, TrialResult, run_once
+from processes import Child
 
 from tandem.ports import free_port
 
@@ -124,8 +125,8 @@ class Exposed(Apart):
         super().__post_init__()
         self.children = {"proxy": Child("proxy", self.place, self._proxy, self.environment), **self.children}
 
-    def _proxy(self) -> Callable[[], None]:
-        return Proxy(list(zip(self.near, self.ports, strict=True))).run
+    def _proxy(self) -> list[str]:
+        return [__file__, json.dumps(list(zip(self.near, self.ports, strict=True)))]
 
     def broker_url(self) -> str:
         return f"http://127.0.0.1:{self.near[0]}"
@@ -260,3 +261,7 @@ def soaked(folder: Path, model: Path, seconds: float, seed: int) -> TrialResult:
                 unmount(disk)
     result.kills, result.seconds = weather.done, time.monotonic() - begun
     return result
+
+
+if __name__ == "__main__":
+    Proxy(json.loads(sys.argv[1])).run()

@@ -6,22 +6,20 @@ import json
 import os
 import random
 import shutil
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 from kills_account import Account, Expected, foreign, played, remember, resumes, saved, steps, watch
-from kills_engine import main as engine_main
 from kills_engine import package
-from kills_processes import Child, Stranger, tandem
+from processes import MARK, Broken, Child, until
 
 from tandem.ports import free_port
+from tandem.processes import Identity, alive_after
 
 REWARD = '''
 import os, time
@@ -43,12 +41,9 @@ def odd(completions, **columns):
 '''
 ENVIRONMENT = {"max_number": 60}
 WORKERS = 2
+TANDEM = ("-m", "tandem")
 WAITS = {"request_seconds": 60.0, "control_seconds": 60.0}
 """Of an engine: nothing here takes as long."""
-
-
-class Broken(Exception):
-    """Something that no kill explains."""
 
 
 @dataclass
@@ -72,7 +67,7 @@ class System:
         self.place.mkdir(parents=True, exist_ok=True)
         (self.place / "marks.py").write_text(REWARD)
         paths = [str(self.place), *package(self.place / "stand-in")]
-        self.environment = {"PYTHONPATH": os.pathsep.join(paths), **self.environment}
+        self.environment = {"PYTHONPATH": os.pathsep.join(paths), MARK: str(self.place), **self.environment}
         self.children["trainer"] = Child("trainer", self.place, self._train, self.environment)
 
     @property
@@ -121,36 +116,36 @@ class System:
         ours = {"start_seconds": 120.0, "linger_seconds": 60.0, "restarts": 10_000}
         return {"kind": "vllm", "seeded": True, **WAITS, **ours, **self.engine}
 
-    def _train(self) -> Any:
+    def _train(self) -> list[str]:
         if (self.folder / "config.yaml").exists():
             if saved(self.folder):
                 remember(self.folder)
-            return tandem(["train", "runs/run"])
+            return [*TANDEM, "train", "runs/run"]
         # Killed before its folder had a recipe: there is nothing yet to go on with.
         shutil.rmtree(self.folder, ignore_errors=True)
         (self.place / "recipe.yaml").write_text(yaml.safe_dump(self.recipe()))
-        return tandem(["train", "recipe.yaml"])
+        return [*TANDEM, "train", "recipe.yaml"]
 
     def start(self) -> None:
         """Start every part."""
         for child in self.children.values():
             child.start()
 
-    def victims(self) -> dict[str, Child | Stranger]:
+    def victims(self) -> dict[str, Identity]:
         """What runs now and can be killed, by what it is."""
-        running: dict[str, Child | Stranger] = {name: child for name, child in self.children.items() if child.alive}
+        running = {name: process for name, child in self.children.items() if (process := child.identity)}
         if engine := self._engine():
             running["engine"] = engine
         return running
 
-    def _engine(self) -> Stranger | None:
+    def _engine(self) -> Identity | None:
         """The process that the trainer's record names."""
         try:
             record = json.loads((self.folder / "engine-0.json").read_text())
         except (OSError, ValueError):
             return None
-        engine = Stranger(record["pid"], record["started"])
-        return engine if engine.alive else None
+        engine = Identity(record["pid"], record["started"])
+        return engine if alive_after(*engine) else None
 
     def restart(self, victim: str) -> None:
         """Start what was killed; the trainer sees to its own engine."""
@@ -258,14 +253,14 @@ class Apart(System):
         except OSError:
             return False
 
-    def _broker(self) -> Any:
-        return tandem(["serve", "broker", "--port", str(self.ports[0]), "--data", "ledger"])
+    def _broker(self) -> list[str]:
+        return [*TANDEM, "serve", "broker", "--port", str(self.ports[0]), "--data", "ledger"]
 
-    def _serve(self) -> Any:
-        words = ["--model", str(self.model), "--port", str(self.ports[1]), "--max-model-len", "128"]
-        return lambda: engine_main(words)
+    def _serve(self) -> list[str]:
+        options = ["--model", str(self.model), "--port", str(self.ports[1]), "--max-model-len", "128"]
+        return ["-m", "vllm.entrypoints.openai.api_server", *options]
 
-    def _work(self) -> Any:
+    def _work(self) -> list[str]:
         """Environments pause when two batches wait, so that few groups are too old."""
         words = [
             f"model={self.model}", f"broker={self.broker_url()}", f"engine={self.engine_url()}",
@@ -274,11 +269,7 @@ class Apart(System):
             "context=128", "grading.timeout_seconds=3",
         ]  # fmt: skip
         words += [f"env.{name}={value}" for name, value in ENVIRONMENT.items()]
-        return tandem(["work", *words])
-
-    def victims(self) -> dict[str, Child | Stranger]:
-        """Both workers are one kind of victim."""
-        return {name: child for name, child in self.children.items() if child.alive}
+        return [*TANDEM, "work", *words]
 
     def finish(self) -> None:
         """Environments end when the trainer has what it wanted; broker and engine serve on."""
@@ -288,26 +279,12 @@ class Apart(System):
             child = self.children[name]
             if child.alive:
                 os.kill(child.pid, 15)
-                until(partial(_ended, child), f"the end of the {name}", 30)
-                if child.code not in (0, -15):
+                if child.wait(30) not in (0, -15):
                     raise Broken(f"the {name} ended with code {child.code}: {child.log_tail()}")
 
     def account(self) -> Account:
         """By the broker's ledger."""
         return foreign(self.folder, self.expected, self.ledger)
-
-
-def _ended(child: Child) -> bool:
-    return not child.alive
-
-
-def until(condition: Any, what: str, seconds: float) -> None:
-    """Wait for something."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise Broken(f"{what} did not come in {seconds:g} s")
-        time.sleep(0.02)
 
 
 def kind(victim: str) -> str:

@@ -31,7 +31,7 @@ from tandem.trainable.lora import Lora
 from tandem.trainer import pack
 from tandem.trainer.objective import Objective
 from tandem.trainer.pack import Micro, Packer, StepBatch
-from tandem.trainer.step import SingleRank, Step
+from tandem.trainer.step import Step
 from tandem.trainer.work import LocalWork
 from tandem.types import UNKNOWN_LOGPROB, Group, Rollout, Sample
 
@@ -309,8 +309,13 @@ def eps_within_the_root(whole: Any) -> Any:
     return wrong
 
 
-async def not_folded(self: SingleRank) -> None:
+def not_folded(whole: Any) -> Any:
     """Weights stay those that the step began with."""
+
+    async def wrong(self: LocalWork, verb: str, *arguments: Any) -> Any:
+        return None if verb == "fold" else await whole(self, verb, *arguments)
+
+    return wrong
 
 
 def told_clipped(whole: Any) -> Any:
@@ -538,7 +543,7 @@ PLANTED = (
     ),
     Planted(
         "merged weights stay behind between the updates of a step",
-        attribute(SingleRank, "fold", lambda w: not_folded),
+        attribute(LocalWork, "every", not_folded),
         (GRADIENT,),
         ("trainable.merged=true", "updates_per_batch=3"),
         source="lora",

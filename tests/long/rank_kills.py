@@ -18,9 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,17 +26,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
+from typing import Any
 
 import torch
-from conftest import build_tiny_model  # type: ignore[import-not-found]
+from processes import MARK, Child, kill, marked, tiny_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.config.tree import render
 from tandem.errors import RankError
-from tandem.processes import Identity, alive_after, identity
+from tandem.processes import Identity, alive_after
 
 ROOT = Path(__file__).resolve().parents[2]
 END_SECONDS = 20.0
@@ -110,13 +107,14 @@ class Account:
     wrong: list[str] = field(default_factory=list)
 
 
-def wide_model(folder: Path) -> Path:
+def wide_model(folder: Path, **options: Any) -> Path:
     """A tiny random model whose matrices are large enough to be divided among ranks."""
-    plain = AutoModelForCausalLM.from_pretrained(build_tiny_model(folder / "tiny"))
+    tiny = tiny_model(folder / "tiny", **options)
+    plain = AutoModelForCausalLM.from_pretrained(tiny)
     plain.config.hidden_size, plain.config.intermediate_size = 128, 640
     torch.manual_seed(0)
     type(plain)(plain.config).float().save_pretrained(folder / "wide")
-    AutoTokenizer.from_pretrained(folder / "tiny").save_pretrained(folder / "wide")
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(folder / "wide")
     return folder / "wide"
 
 
@@ -134,35 +132,25 @@ def recipe(folder: Path, model: Path, name: str, ranks: int) -> Path:
 
 
 @contextlib.contextmanager
-def training(
-    folder: Path, target: Path, *overrides: str, lost: Mapping[str, str] | None = None
-) -> Iterator[subprocess.Popen[str]]:
+def training(folder: Path, target: Path, *overrides: str, lost: Mapping[str, str] | None = None) -> Iterator[Child]:
     """The lead of a run under way, with the variables of a rank that will be lost."""
-    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", **(lost or {})}
+    env = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", **(lost or {})}
     program = ["-m", "tandem"] if lost is None else [str(ROOT / "tests/long/rank_lost.py")]
-    with (folder / "lead.log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, *program, "train", str(target), *overrides],
-            cwd=folder, env=env, stdout=log, stderr=log, text=True,
-        )  # fmt: skip
+    (folder / "lead.log").unlink(missing_ok=True)
+    lead = Child("lead", folder, lambda: [*program, "train", str(target), *overrides], env)
+    lead.start()
     try:
-        yield process
+        yield lead
     finally:
-        process.kill()
-        process.wait()
+        lead.kill()
 
 
-def processes(mark: Path) -> dict[Identity, int | None]:
+def ranks_of(mark: Path) -> dict[Identity, int | None]:
     """Processes of a trial, and the rank of those that are one."""
-    ranks: dict[Identity, int | None] = {}
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError):
-            pid, environment = int(entry.name), (entry / "environ").read_bytes().split(b"\0")
-            if f"RANK_LOST_MARK={mark}".encode() in environment and (one := identity(pid)) is not None:
-                numbers = [int(word[5:]) for word in environment if word.startswith(b"RANK=")] or [0]
-                is_rank = b"rank_lost.py" in (entry / "cmdline").read_bytes()
-                ranks[one] = numbers[0] if is_rank else None
-    return ranks
+    return {
+        process: int(variables.get("RANK", 0)) if "rank_lost.py" in variables[""] else None
+        for process, variables in marked(mark).items()
+    }
 
 
 def steps(run: Path) -> list[int]:
@@ -178,28 +166,29 @@ def lose(folder: Path, trial: Trial, account: Account, limit: float) -> Outcome 
     logs = [run / f"logs/rank-{rank}.log" for rank in range(1, 32)]
     sizes = {log: log.stat().st_size for log in logs if log.exists()}
     until = max(steps(run)) + 2 if trial.boundary == "end" else 1_000_000
-    variables = {"RANK_LOST": trial.words, "RANK_LOST_MARK": str(mark)}
+    variables = {"RANK_LOST": trial.words, MARK: str(mark)}
     with training(folder, run, f"steps={until}", lost=variables) as lead:
         deadline = time.monotonic() + START_SECONDS
         while not mark.exists():
-            if lead.poll() is not None or time.monotonic() > deadline:
-                text = (folder / "lead.log").read_text()[-2000:]
-                account.wrong.append(f"{trial.name}: that boundary did not come:\n{text}")
+            if not lead.alive or time.monotonic() > deadline:
+                account.wrong.append(f"{trial.name}: that boundary did not come:\n{lead.log_tail(2000)}")
                 return None
             time.sleep(0.02)
-        since, all_of_it = float(mark.read_text()), processes(mark)
+        since, all_of_it = float(mark.read_text()), ranks_of(mark)
         lost = [one for one, rank in all_of_it.items() if rank == trial.rank]
         others = [one for one, rank in all_of_it.items() if rank not in (None, trial.rank)]
-        while any(running(other, lead) for other in others) and time.monotonic() < since + 3 * limit:
+        while any(alive_after(*other) for other in others) and time.monotonic() < since + 3 * limit:
             time.sleep(0.02)
         seconds = time.monotonic() - since
-        end(lost)  # one that is stopped; its own children, such as graders, end with it
+        for process in lost:
+            kill(process)  # one that is stopped; its own children, such as graders, end with it
         deadline = time.monotonic() + CHILDREN_SECONDS
         while (
-            left := [one for one in all_of_it | processes(mark) if running(one, lead)]
+            left := [one for one in all_of_it | ranks_of(mark) if alive_after(*one)]
         ) and time.monotonic() < deadline:
             time.sleep(0.02)
-        end(left)
+        for process in left:
+            kill(process)
         code = lead.wait(limit)
     texts = [log.read_bytes()[sizes.get(log, 0) :].decode(errors="replace") for log in logs if log.exists()]
     output = (folder / "lead.log").read_text() if trial.rank else "".join(texts)
@@ -223,25 +212,13 @@ def lose(folder: Path, trial: Trial, account: Account, limit: float) -> Outcome 
     return outcome
 
 
-def end(some: Sequence[Identity]) -> None:
-    """Send SIGKILL to those that still run."""
-    for process in some:
-        if alive_after(*process):
-            os.kill(process.pid, signal.SIGKILL)
-
-
-def running(process: Identity, lead: subprocess.Popen[str]) -> bool:
-    """Whether a rank still runs; the lead is this process's child, and a zombie until it is waited for."""
-    return lead.poll() is None if process.pid == lead.pid else alive_after(*process)
-
-
 def compare(folder: Path, model: Path, ranks: int, account: Account) -> None:
     """Train the killed run and an undisturbed one to the same step, and compare every step of both."""
     run, last = folder / "runs" / "run", max(steps(folder / "runs" / "run")) + 2
     for target in (run, recipe(folder, model, "undisturbed", ranks)):
         with training(folder, target, f"steps={last}") as lead:
             if lead.wait(START_SECONDS + 2.0 * last):
-                account.wrong.append(f"{target} did not end: {(folder / 'lead.log').read_text()[-2000:]}")
+                account.wrong.append(f"{target} did not end: {lead.log_tail(2000)}")
                 return
     runs = [run, folder / "runs" / "undisturbed"]
     rows = [[json.loads(line) for line in (r / "metrics.jsonl").read_text().splitlines()] for r in runs]
@@ -281,7 +258,7 @@ def main() -> int:
         model = wide_model(folder / "model")
         with training(folder, recipe(folder, model, "run", args.ranks), "steps=2") as lead:
             if lead.wait(START_SECONDS):
-                raise SystemExit(f"the run trains nothing:\n{(folder / 'lead.log').read_text()[-3000:]}")
+                raise SystemExit(f"the run trains nothing:\n{lead.log_tail()}")
         for trial in islice(cycle(wanted), args.trials):
             if (outcome := lose(folder, trial, account, args.seconds)) is not None:
                 account.outcomes.append(outcome)

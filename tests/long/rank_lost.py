@@ -1,7 +1,7 @@
 """``tandem`` with one rank that is lost at a boundary, for ``rank_kills.py``: by a signal to itself, exactly there.
 
 ``RANK_LOST``: the rank, the boundary, ``before`` or ``after``, which time that it comes there, and the signal's number.
-``RANK_LOST_MARK``: a file into which the rank writes the monotonic time first; every process of a trial has it.
+``TANDEM_TRIAL``: a file into which the rank writes the monotonic time first; every process of a trial has it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def strike(boundary: str, moment: str = "before") -> None:
         return
     _times += 1
     if _times == int(TIMES):
-        aside = Path(f"{os.environ['RANK_LOST_MARK']}.{os.getpid()}")
+        aside = Path(f"{os.environ['TANDEM_TRIAL']}.{os.getpid()}")
         aside.write_text(f"{time.monotonic()}")
-        aside.rename(os.environ["RANK_LOST_MARK"])
+        aside.rename(os.environ["TANDEM_TRIAL"])
         os.kill(os.getpid(), int(SIGNAL))
 
 
@@ -59,7 +59,7 @@ def planted() -> None:
     """Put the boundaries into both sides of ranks."""
     from tandem.distributed.crew import Ranks, lead
     from tandem.distributed.follower import Follower
-    from tandem.trainer import rank_parts
+    from tandem.trainer.ranks import lead as ranks_lead
 
     join, serve = Follower.join, Follower.serve
     execute, come, end = Ranks.execute, Ranks.wait_for_all, Ranks.end
@@ -96,7 +96,7 @@ def planted() -> None:
         (Ranks, "execute", executed),
         (Ranks, "wait_for_all", waited),
         (Ranks, "end", ended),
-        (rank_parts, "lead", led),
+        (ranks_lead, "lead", led),
     ):
         setattr(owner, name, new)
 

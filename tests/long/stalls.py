@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -28,11 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from conftest import build_tiny_model  # type: ignore[import-not-found]
-from nursery import Nursery  # type: ignore[import-not-found]
+from processes import MARK, Child, kill, marked, tiny_model
 from stalls_cases import CASES, END, FULL, GRADING, LOOP, WAIT, Case
 
 from tandem.ports import free_port
@@ -97,8 +94,8 @@ class Outcome:
 class Place:
     """A folder for one case, and everything that is started in it."""
 
-    def __init__(self, folder: Path, case: Case, model: Path, nursery: Nursery):
-        self.folder, self.case, self.nursery = folder, case, nursery
+    def __init__(self, folder: Path, case: Case, model: Path):
+        self.folder, self.case = folder, case
         self.port = free_port()
         self.mark = folder / "mark"
         self.tag = uuid.uuid4().hex
@@ -119,7 +116,7 @@ class Place:
         return self.folder / "run"
 
     def environment(self, *, stalls: bool, tag: str) -> dict[str, str]:
-        stall = {"STALL": self.case.name if stalls else "", "STALL_MARK": str(self.mark), "STALL_TAG": tag}
+        stall = {"STALL": self.case.name if stalls else "", "STALL_MARK": str(self.mark), MARK: tag}
         return {**os.environ, **COMMON, **stall}
 
     @contextmanager
@@ -128,55 +125,53 @@ class Place:
         if not self.case.helper:
             yield
             return
-        words = [self.case.helper, str(self.port)]
-        env = self.environment(stalls=stalls, tag="helper")
-        log = self.folder / "helper.log"
-        server = self.nursery.start(words, module="stalls_server", out=log, environment=env, cwd=self.folder)
+        words = [str(HERE / "stalls_server.py"), self.case.helper, str(self.port)]
+        server = Child("helper", self.folder, lambda: words, self.environment(stalls=stalls, tag="helper"))
+        server.start()
         try:
-            _until(lambda: _listens(self.port) or server.poll() is not None, LIMIT)
+            _until(lambda: _listens(self.port) or not server.alive, LIMIT)
             yield
         finally:
             server.kill()
 
     def train(self, target: Path, *, stalls: bool) -> tuple[int | None, list[tuple[float, str]]]:
         """Run it; exit code, None if it was killed, and each line that it wrote, with the time."""
-        case, out = self.case, self.folder / f"out-{uuid.uuid4().hex}.log"
+        case, words = self.case, ["-m", "tandem", "train", str(target)]
         env = self.environment(stalls=stalls, tag=self.tag)
-        limit = case.limit if stalls else 0
-        run = self.nursery.start(["train", str(target)], out=out, environment=env, cwd=self.folder, limit=limit)
-        code: list[int | None] = [None]
+        run = Child(f"out-{uuid.uuid4().hex}", self.folder, lambda: words, env)
+        run.start()
+        if stalls and case.limit:
+            resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (case.limit, case.limit))
         timed_lines: list[tuple[float, str]] = []
 
         def over() -> bool:
-            lines = out.read_text(errors="replace").splitlines() if out.exists() else []
+            ended = not run.alive
+            lines = run.log.read_text(errors="replace").splitlines()
             timed_lines.extend((time.time(), line) for line in lines[len(timed_lines) :])
-            code[0] = run.poll()
-            return code[0] is not None
+            return ended
 
         if stalls and case.stop:
             _until(lambda: (self.run / "vitals.json").exists() or over(), LIMIT)
-            run.send_signal(signal.SIGSTOP)
+            os.kill(run.pid, signal.SIGSTOP)
             time.sleep(case.stop)
-            run.send_signal(signal.SIGCONT)
+            os.kill(run.pid, signal.SIGCONT)
         _until(over, LIMIT)
-        if code[0] is None:
-            run.kill()
-            return None, timed_lines
-        lines = out.read_text(errors="replace").splitlines()
-        return code[0], [*timed_lines, *((time.time(), line) for line in lines[len(timed_lines) :])]
+        code = run.code
+        run.kill()
+        return code, timed_lines
 
     def orphans(self) -> int:
         """Processes of the run that outlive it by more than a grader's grace; they are killed."""
-        _until(lambda: not _tagged(self.tag), 4)
-        left = _tagged(self.tag)
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
+        _until(lambda: not marked(self.tag), 4)
+        left = marked(self.tag)
+        for process in left:
+            kill(process)
         return len(left)
 
 
-def measure(case: Case, folder: Path, model: Path, nursery: Nursery) -> Outcome:
+def measure(case: Case, folder: Path, model: Path) -> Outcome:
     """Let it stall, then go on without."""
-    place = Place(folder, case, model, nursery)
+    place = Place(folder, case, model)
     target = place.folder / "recipe.yaml"
     with place.helped(stalls=True):
         if case.spoil:
@@ -262,19 +257,6 @@ def _mend(run: Path) -> None:
     (run / "events.kept").rename(run / "events.jsonl")
 
 
-def _tagged(tag: str) -> list[int]:
-    """Living processes that were started with this tag."""
-    pids = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-            if state != "Z" and f"STALL_TAG={tag}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                pids.append(int(folder.name))
-        except OSError:
-            continue
-    return pids
-
-
 def _listens(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
@@ -308,13 +290,11 @@ def main() -> None:
     options = parser.parse_args()
     chosen = [case for case in CASES if not options.names or case.name in options.names]
     root = options.folder or Path(tempfile.mkdtemp(prefix="tandem-stalls-"))
-    model = root / "tiny"
-    if not model.exists():
-        build_tiny_model(model)
+    model = tiny_model(root / "tiny")
     outcomes = []
-    with Nursery(os.environ | COMMON) as forks, ThreadPoolExecutor(options.at_once) as pool:
+    with ThreadPoolExecutor(options.at_once) as pool:
         folders = (root / re.sub(r"\W+", "-", case.name).strip("-") for case in chosen)
-        runs = [pool.submit(measure, case, folder, model, forks) for case, folder in zip(chosen, folders, strict=True)]
+        runs = [pool.submit(measure, case, folder, model) for case, folder in zip(chosen, folders, strict=True)]
         for run in runs:
             outcomes.append(run.result())
             show(outcomes[-1])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from nursery import Nursery
+from support.processes import start
 
 from tandem.distributed.placement import VARIABLES, Placement
 
@@ -57,7 +57,7 @@ def trainjob() -> tuple[list[str], list[dict[str, str]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("read", [jobset, trainjob], ids=["jobset", "trainjob"])
-def test_what_a_manifest_starts_are_the_ranks_of_one_run(nursery: Nursery, read: Any, tmp_path: Path) -> None:
+def test_what_a_manifest_starts_are_the_ranks_of_one_run(read: Any, tmp_path: Path) -> None:
     """torchrun is run as the manifest says, every pod on this machine and with one process in place of eight."""
     command, pods = read()
     tail = ["-m", "tandem", "train", "/shared/recipe.yaml"]
@@ -77,7 +77,7 @@ def test_what_a_manifest_starts_are_the_ranks_of_one_run(nursery: Nursery, read:
         if "PET_NNODES" in here:
             here |= {"PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
         words += [str(tmp_path / "says.py"), json.dumps([*VARIABLES, "TORCHELASTIC_RUN_ID"]), str(tmp_path)]
-        pod_process = nursery.start(
+        pod_process = start(
             words,
             cwd=tmp_path,
             out=tmp_path / "said.txt",

@@ -33,11 +33,6 @@ def recipe(path: Path) -> RunConfig:
     return load(path.relative_to(ROOT)).config
 
 
-def test_the_recipes_that_the_documentation_names_are_there() -> None:
-    names = {path.stem for path in RECIPES}
-    assert {"quickstart", "gsm8k", "arithmetic", "countdown", "gsm_symbolic", "calculator", "dataset", "lora"} <= names
-
-
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_says_what_it_is_for_and_loads(path: Path) -> None:
     comment = [line for line in path.read_text().splitlines() if line.startswith("# ")]

@@ -253,25 +253,12 @@ SICK: Mapping[str, tuple[str, Made]] = {
         "zero_variance",
         replace(BASE, flat_share=after(0.4, 0.92), accuracy=after(0.4, 0.02)),
     ),
+    "data are too old": ("kl_behavior", replace(BASE, config={"max_lag": 4}, kl=after(0.02, 0.5))),
     "engine and trainer disagree": ("kl_behavior", replace(BASE, kl=after(0.001, 0.08))),
-    "ratios run away": ("ess", replace(BASE, config={"max_lag": 4}, ess=after(0.9, 0.3))),
-    "gradients peak": ("grad_norm", replace(BASE, grad=spikes(0.5, 40.0, 4))),
-    "gradients grow": ("grad_norm", replace(BASE, grad=after(0.5, 30.0))),
+    "gradients peak": ("loss", replace(BASE, grad=spikes(0.5, 40.0, 4))),
     "the loss jumps": ("loss", replace(BASE, loss=spikes(0.0, 3.0, 5))),
     "the loss is not a number": ("loss", replace(BASE, loss=lambda step: math.nan if step >= ONSET else 0.0)),
-    "one environment gives nothing": (
-        "environments",
-        replace(
-            BASE,
-            shares={
-                "sums": lambda step: 1.0 if step >= ONSET else 0.5,
-                "words": lambda step: 0.0 if step >= ONSET else 0.5,
-            },
-        ),
-    ),
-    "environments become slow": ("environments", replace(BASE, wait=after(6.0, 40.0))),
     "environments fail": ("environments", replace(BASE, failed=after(0.0, 0.5))),
-    "graders become slow": ("grading", replace(BASE, busy=after(0.2, 20.0), wait=after(6.0, 22.0))),
     "graders time out": ("grading", replace(BASE, failed_grading=after(0.0, 0.4))),
 }
 """What goes wrong: the alarm that must name it, and the run."""

@@ -181,17 +181,17 @@ TRAINERS = {
 REFUSED = {
     "2026-02-03, a penalty": (
         f"python -m example_trainer.grpo --model-name {HERMES} --kl-coef 0.1 --clip-eps 0.2",
-        "--kl-coef: no loss has a penalty on the distance to the weights that sampled",
+        "--kl-coef: it cannot be 0.1 here: no loss has a penalty on the distance to the weights that sampled",
     ),
     "script, distillation": (
         "python3 -m example_trainer.grpo --model-name Qwen/Qwen3-4B --distill-enabled --distill-coef 0.2",
-        "--distill-enabled: no loss reads a teacher's",
+        "--distill-enabled: it cannot be true here: no loss reads a teacher's",
     ),
     "newest, a teacher": (
         f"""python environments/gsm8k_server_teacher_distill.py serve --env.teacher_enabled true
             --teacher.base_url "http://localhost:9003/v1" --teacher.model_name {HERMES} --teacher.server_type vllm
             --env.teacher_top_k 8 --openai.model_name {HERMES}""",
-        "--env.teacher_enabled: refused: no loss reads a teacher's logprobs",
+        "--env.teacher_enabled: it cannot be true here: no loss reads a teacher's logprobs",
     ),
 }
 """What asks for another objective than there is, and why it is refused."""

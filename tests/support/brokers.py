@@ -9,12 +9,12 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
 from tandem_broker.journal.ledger import Ledger
-from tandem_broker.protocol.messages import RunParameters
+from tandem_broker.protocol.messages import EnvRegistration, RunParameters
 from tandem_broker.queue.records import StoreOptions
 from tandem_broker.queue.store import GroupQueue
 from tandem_broker.server.app import BrokerServer
@@ -22,6 +22,7 @@ from tandem_broker.server.bodies import BodyLimits
 from tandem_broker.server.keys import Keys
 from tandem_broker.server.serving import serving
 
+T = TypeVar("T")
 RUN = {
     "wandb_group": "g",
     "wandb_project": "p",
@@ -38,6 +39,18 @@ ENV = {"max_token_length": 256, "desired_name": "e", "weight": 1.0, "group_size"
 def run_parameters(**changed: Any) -> RunParameters:
     """What a trainer registers: ``RUN`` with changes."""
     return RunParameters(**{**RUN, **changed})
+
+
+def env_spec(name: str, max_token_length: int = 8, **changed: Any) -> EnvRegistration:
+    """What an environment registers: groups of one sequence, and no share."""
+    spec = {"weight": 1.0, "group_size": 1, **changed}
+    return EnvRegistration(desired_name=name, max_token_length=max_token_length, **spec)
+
+
+def some(value: T | None) -> T:
+    """The batch or the registration that there must be."""
+    assert value is not None
+    return value
 
 
 def group(size: int = 4, **fields: Any) -> dict[str, Any]:
@@ -111,8 +124,6 @@ async def served(
     keys: Keys | None = None,
     **more: Any,
 ) -> AsyncIterator[Client]:
-    if ledger is not None:
-        more["committed"] = ledger.committed
     broker = BrokerServer(GroupQueue(options) if ledger is None else ledger.store, limits=limits, keys=keys, **more)
     async with serving(broker, "127.0.0.1", 0) as url, aiohttp.ClientSession(auto_decompress=False) as session:
         yield Client(url, broker, session)

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
-from tandem.compat import swift
-from tandem.compat.swift.options import RLHF
-from tandem.compat.table import ForeignOption
+from tandem_compat import swift
+from tandem_compat.swift.options import RLHF
+from tandem_compat.table import ForeignOption
 
 GOLDEN = Path(__file__).parents[1] / "unit" / "compat_golden.json"
 
@@ -193,8 +195,43 @@ for name in ("math_acc", "math_format", "r1v_acc", "countdown", "code_reward", "
 """
 
 
+def swift_package(folder: Path) -> None:
+    """As much of ms-swift as its documents' plug-ins import, in place of an installed one."""
+    modules = {
+        "__init__": "",
+        "rewards": "class ORM:\n    def __init__(self, args=None, **_): self.args = args\nAsyncORM = ORM\norms = {}\n",
+        "plugin": "from swift.rewards import AsyncORM, ORM, orms\n",
+        "utils": "import logging\nget_logger = logging.getLogger\n",
+        "rollout/__init__": "",
+        "rollout/multi_turn": SCHEDULERS,
+    }
+    for name, text in modules.items():
+        path = folder / f"swift/{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+SCHEDULERS = """
+multi_turns = {}
+
+class MultiTurnScheduler:
+    def __init__(self, infer_engine=None, max_turns=None, **_): self.max_turns = max_turns
+    async def on_trajectory_start(self, requests): ...
+    async def on_turn_end(self, infer_request, response_choice, current_turn): return {}
+    def check_finished(self, infer_request, response_choice, current_turn):
+        return response_choice.finish_reason == "length" or current_turn == self.max_turns
+"""
+
+
+def forget_swift(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Import ms-swift anew: from another folder, or not at all."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "swift"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
 def swift_files(folder: Path) -> None:
     """What ms-swift's examples name."""
+    swift_package(folder)
     deepspeed_files(folder)
     examples = folder / "examples/train/grpo"
     (examples / "plugin").mkdir(parents=True)

@@ -17,7 +17,7 @@ from tandem.distributed.sharded_weights import ShardedWeights
 from tandem.distributed.weight_shards import ShardedPolicy
 from tandem.engines.vllm.worker.extension import WorkerExtension
 from tandem.model.policy import Policy
-from tandem.trainer.rank_slices import RankSlices, Skeleton
+from tandem.trainer.ranks.slices import RankSlices, Skeleton
 from tandem.transport.checksums import checksums, joined
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from support.rank_states import load_whole, shares_of, whole_states
 from support.vllm_workers import Worker, served, trained
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -19,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tandem.distributed import slice_writer, state_shards
 from tandem.distributed.sharded_weights import ShardedWeights
 from tandem.distributed.slices import EngineSlice, Slice
-from tandem.distributed.weight_shards import ShardedPolicy, WeightShardStepper, WholeWeights
+from tandem.distributed.weight_shards import ShardedPolicy, WeightShardStepper
 from tandem.engines.vllm.worker.parameter_map import places
 from tandem.model import attention
 from tandem.model.layers import decoder_layers
@@ -88,7 +90,7 @@ def gradient(rank: int, name: str, shape: Sequence[int], dtype: str) -> dict[str
     for of, parameter in model.named_parameters():
         local = parameter.grad.to_local()
         assert local.shape == weights.part(of).of(expected[of]).shape
-        errors[of] = float((weights.state(of, local).double() - expected[of]).abs().max()) / largest
+        errors[of] = float((weights._gathered(of, local).double() - expected[of]).abs().max()) / largest
     return errors
 
 
@@ -224,7 +226,7 @@ class Dealt:
         largest = max(float(grad.abs().max()) for grad in expected.values())
         wrong = []
         for of, local in self.stepper._local.items():
-            whole = self.weights.state(of, self.sums[local])
+            whole = self.weights._gathered(of, self.sums[local])
             wrong.append(float((whole.double() - expected[of]).abs().max()) / largest)
         return max(wrong)
 
@@ -294,7 +296,7 @@ def stepping(
     policy = Policy(model, None, name=name, compute=None)  # type: ignore[arg-type]
     whole = {of: p.detach() for of, p in copy.deepcopy(model).named_parameters()} if rank == 0 else {}
     sharded = ShardedPolicy(policy, ShardedWeights(model, mesh_of(shape)))
-    mine = WeightShardStepper(optimizer, sharded, WholeWeights(sharded.weights, whole).refresh, local=local)
+    mine = WeightShardStepper(optimizer, sharded, lambda: sharded.weights.copy_to(whole), local=local)
     for parameter in sharded.model.parameters():
         parameter.register_post_accumulate_grad_hook(mine.accumulate)
     norms = []
@@ -309,7 +311,14 @@ def stepping(
             mine.flush()
         mine.end_pass()
         norms.append((float(mine.step(1e-2, 0.5)), float(stepper.step(1e-2, 0.5))))
-    expected, states = stepper.state_dict(), mine.state_dict()
+
+    def gathered(stepper: WeightShardStepper) -> dict[str, torch.Tensor]:
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, shares_of(stepper))
+        return whole_states(of_ranks, expected)
+
+    expected = stepper.state_dict()
+    states = gathered(mine)
     masters = {of: expected.get(f"{of}/master", p.detach()) for of, p in lone.named_parameters()}
     shards = {of: local.detach().clone() for of, local in mine._local.items()}
     lost = max(
@@ -318,20 +327,19 @@ def stepping(
         if shards[of].numel()
     )
     if folder is not None:
-        state_shards.write(folder, mine.shares(mine.local_states()), rank)
-    shared = [states if rank == 0 else None]
-    dist.broadcast_object_list(shared, src=0)
+        state_shards.write(folder, mine.shares(mine.state_dict()), rank)
     fresh = WeightShardStepper(optimizer, sharded)
     with torch.no_grad():
         for local in fresh._local.values():
             if dtype != "float32":  # masters are states; float32 weights are loaded as weights
                 local.zero_()
-    fresh.load_state_dict(shared[0])  # type: ignore[arg-type]
-    again = {key: value for key, value in fresh.state_dict().items() if not torch.equal(value, states[key])}
+    with tempfile.TemporaryDirectory() as place:
+        load_whole(fresh, states, Path(place))
+    again = [key for key, value in gathered(fresh).items() if not torch.equal(value, states[key])]
     return {
         "norms": norms,
         "lost": lost,
-        "keys": sorted(states) == (sorted(expected) if rank == 0 else []),
+        "keys": sorted(states) == sorted(expected),
         "states": states,
         "norm": mine._weights.global_norm(torch.tensor(1.0 + rank)).item(),
         "far": max((float((whole[of].float() - masters[of]).abs().max()) for of in whole), default=0.0),

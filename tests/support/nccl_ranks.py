@@ -25,7 +25,7 @@ from tandem.distributed.group import DataGroup
 from tandem.distributed.sharding import ShardedStepper
 from tandem.model.context import heads_of_row, joined, named, tokens_of_rank
 from tandem.optimizers.adamw import AdamW
-from tandem.trainer.rank_parts import RankParts
+from tandem.trainer.ranks.parts import RankParts
 from tandem.transport.rendezvous import Rendezvous, serve
 
 SHAPES = ((640, 256), (70_001,), (33, 7))

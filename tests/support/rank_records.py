@@ -1,4 +1,4 @@
-"""An optimizer that keeps the gradients of ranks' parts, as states that the lead gathers, and moves weights alike."""
+"""An optimizer that keeps the gradients of ranks' parts, as states, and moves weights alike."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class RecordedParts:
 
 
 def of_updates(states: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """The gradient of each update by parameter name, of states that were gathered."""
+    """The gradient of each update by parameter name, of whole states."""
     updates: dict[int, dict[str, Tensor]] = {}
     for key, gradient in states.items():
         name, _, ending = key.rpartition("/")

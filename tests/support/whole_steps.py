@@ -80,15 +80,13 @@ def groups() -> list[Group]:
 
 def whole_step(policy: Policy, trainable: Trainable, objective: Objective, **options: Any) -> tuple[Step, StepBatch]:
     optimizer = AdamW(lr=1e-3)
-    changing = [
-        (meta.name, policy.model.get_parameter(meta.name)) for meta in trainable.source(policy.model).manifest()
-    ]
+    changing = [(name, policy.model.get_parameter(name)) for name, _ in trainable.source(policy.model)]
     work = LocalWork(
         policy=policy,
         objective=objective,
         stepper=optimizer.bind(trainable.parameters(policy.model)),
         sampling=Sampling(),
-        held=None if objective.reference is None else objective.reference.hold(changing),
+        reference=None if objective.reference is None else objective.reference.hold(changing),
         fold=lambda: trainable.fold(policy.model),
     )
     step = Step(work=work, optimizer=optimizer, steps=4, **options)

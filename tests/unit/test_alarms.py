@@ -51,9 +51,6 @@ def planted(row: dict[str, Any], **metrics: float) -> dict[str, float]:
         ("length", {"length": 3.0, "reward/number": 0.5, "accuracy": 0.5}),
         ("entropy", {"entropy": 0.02, "reward/number": 0.5, "accuracy": 0.5}),
         ("kl_behavior", {"kl_behavior": 300.0}),
-        ("ess", {"ess": 0.5}),
-        ("grad_norm", {"grad_norm": 50.0}),
-        ("environments", {"seconds/wait": 8.0, "seconds/step": 6.0}),
     ],
 )
 def test_what_is_planted_in_a_recorded_run_is_named(alarm: str, metrics: dict[str, float]) -> None:
@@ -134,8 +131,8 @@ def test_ignored_alarms_are_not_looked_for() -> None:
 
 def test_how_much_of_the_policy_a_grammar_allows_is_no_disagreement_with_the_engine() -> None:
     """As SmolLM2-135M has them that is held to a number, before it has learned the form and after."""
-    made = replace(BASE, kl=slope(0.8, 0.05, 40), ess=slope(0.6, 0.95, 40))
-    assert {notice.alarm for notice in watched(made, 60)} == {"kl_behavior", "ess"}
+    made = replace(BASE, kl=slope(0.8, 0.05, 40))
+    assert {notice.alarm for notice in watched(made, 60)} == {"kl_behavior"}
     assert watched(replace(made, config={"sampling": {"max_tokens": 512, "regex": "[0-9]+"}}), 60) == []
 
 
@@ -163,7 +160,7 @@ def test_advice_names_options_with_values() -> None:
     _, made = SICK["a format reward saturates while nothing is solved"]
     hacked = next(n.finding for n in watched(made, ONSET + SOON) if n.alarm == "reward_hacking")
     assert hacked is not None
-    assert "rewards.format (now 0.1) to 0.01" in hacked.change
+    assert "rewards.format=0.01 (now 0.1)" in hacked.change
     assert "optimizer.lr=2.5e-06 (now 1e-05)" in hacked.change
 
 
@@ -183,11 +180,9 @@ def test_a_penalty_that_grows_is_no_rise_of_the_main_reward() -> None:
 @pytest.mark.parametrize(
     ("name", "lag", "advice"),
     [
-        ("ratios run away", 0, None),
-        ("ratios run away", 4, "a smaller max_lag (now 4) or max_lag: auto"),
-        ("ratios run away", "auto", "a smaller lag_control.max_lag or a higher lag_control.ess_floor"),
-        ("graders become slow", 0, "max_lag=1, so that"),
-        ("graders become slow", 2, None),
+        ("data are too old", 0, None),
+        ("data are too old", 4, "a smaller max_lag (now 4) or max_lag: auto"),
+        ("data are too old", "auto", "a smaller lag_control.max_lag or a higher lag_control.ess_floor"),
     ],
 )
 def test_advice_on_max_lag_fits_what_it_is(name: str, lag: int | str, advice: str | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import shutil
 import sys
 import types
 from collections.abc import Callable
@@ -15,17 +15,17 @@ import yaml
 
 import tandem
 from tandem.cli import app as cli
-from tandem.cli import atropos as verb
-from tandem.compat.atropos.checkpoints import CheckpointLayout, lay_out
-from tandem.compat.atropos.environment import from_file
-from tandem.compat.atropos.options import TRAINER, joined
-from tandem.compat.atropos.server import divided
-from tandem.compat.atropos.server import translate as translate_server
 from tandem.config.loading import RunConfig, from_options, load
-from tandem.errors import CheckpointError, ConfigError
+from tandem.errors import ConfigError
 from tandem.observability.loggers.base import RunInfo
-from tandem.trainer.assemble import engine_requirements
+from tandem.trainer.requirements import engine_requirements
 from tandem.transport.bridge import NCCL_FILE, write_json
+from tandem_compat.atropos.checkpoints import CheckpointLayout
+from tandem_compat.atropos.environment import from_file
+from tandem_compat.atropos.options import TRAINER, joined
+from tandem_compat.atropos.server import divided
+from tandem_compat.atropos.server import translate as translate_server
+from tandem_compat.commands import atropos as verb
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -181,7 +181,7 @@ def test_a_file_that_gives_none_is_refused(text: str, message: str, tmp_path: Pa
 # Checkpoints
 
 
-def fake_run(folder: Path, *steps: int, kind: str = "full", every: int = 2, last: int = 4) -> Path:
+def fake_run(folder: Path, *steps: int, kind: str = "full") -> Path:
     """A run's folder with checkpoints in which only the files' names are real."""
     inside = {"full": "model", "lora": "adapter"}[kind]
     prefix = {"full": "", "lora": "adapter_"}[kind]
@@ -192,13 +192,20 @@ def fake_run(folder: Path, *steps: int, kind: str = "full", every: int = 2, last
         for name in (weights, f"{prefix}config.json", "README.md", "tokenizer.json", "tokenizer_config.json"):
             (checkpoint / name).write_text(f"{name} of {folder.name} {step}")
         (checkpoint / "chat_template.jinja").write_text("{{ messages }}")
-    recipe = {"steps": last, "checkpoint": {"every": every}, "trainable": {"kind": kind}}
-    (folder / "config.yaml").write_text(json.dumps(recipe))
     return folder
 
 
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
+
+
+def lay_out(folder: Path, save: Path, *, kind: str = "full", every: int = 2, last: int = 4) -> None:
+    """Save a run's checkpoints, one after the other."""
+    config = {"steps": last, "checkpoint": {"every": every}, "trainable": {"kind": kind}}
+    writer = CheckpointLayout(save_path=str(save)).open(RunInfo(name="run", folder=folder, steps=last, config=config))
+    for checkpoint in sorted((folder / "checkpoints").glob("[0-9]*")):
+        writer.event("checkpoint_saved", {"step": int(checkpoint.name), "path": str(checkpoint)})
+    writer.close()
 
 
 @pytest.mark.parametrize(
@@ -210,29 +217,21 @@ def names(folder: Path) -> set[str]:
 )
 def test_checkpoints_get_their_names(tmp_path: Path, kind: str, expected: set[str]) -> None:
     folder, save = fake_run(tmp_path / "run", 2, 4, kind=kind), tmp_path / "a" / "save"
-    written = lay_out(folder, save)
-    assert {path.name for path in written} == names(save) == expected
+    lay_out(folder, save, kind=kind)
+    assert names(save) == expected
     assert names(save / "tokenizer") == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     final = save / min(expected, key=lambda name: not name.startswith("final"))
     assert (final / "tokenizer.json").read_text() == "tokenizer.json of run 4"
     assert (save / "tokenizer" / "tokenizer.json").read_text() == "tokenizer.json of run 4"
-    assert lay_out(folder, save) == []
 
 
 def test_the_last_step_alone_where_no_interval_asks_for_more(tmp_path: Path) -> None:
-    lay_out(fake_run(tmp_path / "a", 4, every=4), tmp_path / "s")
+    lay_out(fake_run(tmp_path / "a", 4), tmp_path / "s", every=4)
     assert names(tmp_path / "s") == {"final_model", "tokenizer"}
-    lay_out(fake_run(tmp_path / "b", 3, 4, every=3), tmp_path / "t")
+    lay_out(fake_run(tmp_path / "b", 3, 4), tmp_path / "t", every=3)
     assert names(tmp_path / "t") == {"step_3", "final_model", "tokenizer"}
     lay_out(fake_run(tmp_path / "c", 1), tmp_path / "u")  # stopped by hand
     assert names(tmp_path / "u") == {"step_1", "tokenizer"}
-
-
-def test_half_a_checkpoint_is_no_checkpoint(tmp_path: Path) -> None:
-    folder = fake_run(tmp_path / "run", 2)
-    (folder / "checkpoints" / ".000003.tmp" / "model").mkdir(parents=True)
-    lay_out(folder, tmp_path / "s")
-    assert names(tmp_path / "s") == {"step_2", "tokenizer"}
 
 
 def test_a_folder_of_another_run_is_replaced_whole(tmp_path: Path) -> None:
@@ -243,29 +242,27 @@ def test_a_folder_of_another_run_is_replaced_whole(tmp_path: Path) -> None:
     lay_out(fake_run(tmp_path / "run", 2), save)
     assert "stale.safetensors" not in names(save / "step_2")
     assert not [name for name in names(save) if name.startswith(".")]
-    # Of the same sizes too.
-    other = fake_run(tmp_path / "nur", 2)
-    os.utime(other / "checkpoints" / "000002" / "model" / "model.safetensors", ns=(1, 1))
-    lay_out(other, save)
-    assert (save / "step_2" / "model.safetensors").read_text() == "model.safetensors of nur 2"
 
 
-def test_a_copy_that_fails_leaves_nothing_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_fails_is_told_and_leaves_nothing_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next one is made all the same."""
+    copy = shutil.copytree
+
     def full_disk(source: Path, target: Path, **options: Any) -> None:
+        if "000002" not in str(source):
+            copy(source, target, **options)
+            return
         target.mkdir(parents=True)
         raise OSError(28, "No space left on device")
 
-    folder, save = fake_run(tmp_path / "run", 2), tmp_path / "s"
+    folder, save = fake_run(tmp_path / "run", 2, 4), tmp_path / "s"
     monkeypatch.setattr("shutil.copytree", full_disk)
-    with pytest.raises(CheckpointError, match="No space left on device"):
-        lay_out(folder, save)
-    assert not names(save)
-
-
-def test_a_damaged_checkpoint_is_told(tmp_path: Path) -> None:
-    (tmp_path / "run" / "checkpoints" / "000002").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match="000002/model cannot be copied"):
-        lay_out(fake_run(tmp_path / "run"), tmp_path / "s")
+    lay_out(folder, save)
+    assert names(save) == {"step_4", "final_model", "tokenizer"}
+    assert "000002/model cannot be copied to" in caplog.text
+    assert "No space left on device" in caplog.text
 
 
 def test_the_logger_copies_while_the_run_goes_on(tmp_path: Path) -> None:
@@ -291,22 +288,6 @@ def test_the_file_of_the_process_group_is_copied_as_it_is_formed_anew(tmp_path: 
         writer.event("published", {"step": port})
         assert json.loads((save / NCCL_FILE).read_text()) == group
     writer.close()
-    (save / NCCL_FILE).unlink()
-    assert save / NCCL_FILE in lay_out(folder, save)
-    assert json.loads((save / NCCL_FILE).read_text()) == group
-    assert save / NCCL_FILE not in lay_out(folder, save)
-
-
-def test_the_logger_tells_what_it_could_not_copy(tmp_path: Path) -> None:
-    config = {"steps": 4, "checkpoint": {"every": 2}, "trainable": {"kind": "full"}}
-    (tmp_path / "s").write_text("a file in the way")
-    writer = CheckpointLayout(save_path=str(tmp_path / "s")).open(
-        RunInfo(name="r", folder=tmp_path, steps=4, config=config)
-    )
-    folder = fake_run(tmp_path / "run", 2)
-    writer.event("checkpoint_saved", {"step": 2, "path": str(folder / "checkpoints" / "000002")})
-    with pytest.raises(CheckpointError, match="cannot be copied"):
-        writer.close()
 
 
 def test_other_trainings_have_no_name(tmp_path: Path) -> None:
@@ -337,7 +318,7 @@ def test_the_benchmark_sums_up_what_was_written_down(tmp_path: Path) -> None:
 # A run
 
 
-def test_what_the_logger_missed_is_copied_at_the_end(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_ends_with_where_its_checkpoints_are(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     async def train(config: RunConfig, *, resume: Path | None) -> Path:
         assert (config.steps, config.seed, resume) == (4, 3, None)
         return fake_run(Path("run"), 4)
@@ -351,7 +332,6 @@ def test_what_the_logger_missed_is_copied_at_the_end(run: Run, monkeypatch: pyte
     )  # fmt: skip
     assert (code, err) == (0, "")
     assert out == "done: run (tandem show run); report: run/report.html; checkpoints: saved\n"
-    assert names(Path("saved")) == {"step_4", "final_model", "tokenizer"}
 
 
 @pytest.mark.slow

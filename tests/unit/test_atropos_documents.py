@@ -12,7 +12,7 @@ from support.atropos_document import BROKERS, ENGINES, ENVIRONMENTS, REFUSED, TR
 from tandem.cli import app as cli
 from tandem.config.loading import RunConfig, from_options
 from tandem.engines.vllm.spec import Vllm
-from tandem.trainer import assemble as run
+from tandem.trainer.pairs import check_pairs
 from tandem.transport import bridge
 from tandem_broker.commands.recipe import Work
 
@@ -31,7 +31,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine on which nothing of this runs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bridge, "LAST_RESORT", tmp_path / "nowhere")
-    monkeypatch.setattr("tandem.compat.atropos.services.get_json", lambda url, key="": (0, None))
+    monkeypatch.setattr("tandem_compat.atropos.services.get_json", lambda url, key="": (0, None))
     for name in ("LOGDIR", "NUM_INFERENCE_NODES", "MASTER_ADDR", "MASTER_PORT", "TANDEM_OPENAI_API_KEY"):
         monkeypatch.delenv(name, raising=False)
 
@@ -54,7 +54,7 @@ def recipe(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     printed = capsys.readouterr()
     assert code == 0, printed.err
     config = from_options(yaml.safe_load(printed.out), (), Path("the document")).config
-    run.check_pairs(config)
+    check_pairs(config)
     return config
 
 

@@ -17,13 +17,11 @@ from typing import Any
 import pytest
 from integration.atropos_peers import until
 
-from tandem.compat.atropos.rules import RunningEngine, read
-from tandem.compat.atropos.services import require_broker, running_engine, served_model
-from tandem.compat.table import Reader
 from tandem.errors import BrokerError, ConfigError, EngineError
 from tandem.ports import free_port
-from tandem.transport import bridge
-from tandem.transport.bridge import VllmBridge
+from tandem_compat.atropos.rules import RunningEngine, read
+from tandem_compat.atropos.services import require_broker, running_engine, served_model
+from tandem_compat.table import Reader
 
 INFO = {"engine": "abc", "model": "m", "context": 64, "logprobs": "processed_logprobs", "apart": True}
 
@@ -55,21 +53,6 @@ def listening(status: int, answer: Any) -> Iterator[int]:
 def flags(port: int, mode: str = "lora_only", **options: Any) -> Reader:
     named = {"model_name": "m", "vllm_port": port, "weight_bridge_mode": mode, **options}
     return read({name.replace("_", "-"): value for name, value in named.items()})
-
-
-def lend(folder: Path, url: str, model: str = "m") -> str:
-    """The file of an engine at ``url``; where it is."""
-    places = {"w": [{"device": "cpu"}]}
-    lent = {"kind": "host", "tensors": {"w": {"shape": [1], "dtype": "torch.float32"}}}
-    return str(VllmBridge.of_places(model, lent, places, url=url).write(folder))
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No engine of somebody else's is found."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("LOGDIR", raising=False)
-    monkeypatch.setattr(bridge, "LAST_RESORT", tmp_path / "last resort")
 
 
 @pytest.mark.slow
@@ -133,40 +116,13 @@ def test_engines_that_are_named_are_not_looked_for() -> None:
         assert running_engine(flags(port), {"NUM_INFERENCE_NODES": "0"}) is not None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("place", ["logdir", ".", "last resort"])
-def test_its_file_is_looked_for_where_atropos_looks(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LOGDIR", str(tmp_path / "logdir"))
-    with listening(200, INFO) as port:
-        url = f"http://127.0.0.1:{port}"
-        file = lend(tmp_path / place, url)
-        assert running_engine(flags(port, "shared_vllm"), {}) == RunningEngine(url=url, bridge=file)
-        assert running_engine(flags(port, "lora_only"), {}) == RunningEngine(url=f"http://localhost:{port}")
-        lend(tmp_path / place, url, model="other")
-        assert running_engine(flags(port, "shared_vllm"), {}) == RunningEngine(url=f"http://localhost:{port}")
-    assert running_engine(flags(port, "shared_vllm"), {}) is None, "the file of an engine that has ended is no engine"
-
-
-def test_a_file_that_is_named_says_where_its_engine_is(tmp_path: Path) -> None:
-    file = lend(tmp_path / "there", "http://127.0.0.1:7")
-    engine = running_engine(flags(9, "shared_vllm", vllm_config_path=file), {})
-    assert engine == RunningEngine(url="http://127.0.0.1:7", bridge=file)
-    with pytest.raises(ConfigError, match="of an engine that serves m, not other"):
-        running_engine(flags(9, "shared_vllm", model_name="other", vllm_config_path=file), {})
-    Path(file).write_text("{")
-    with pytest.raises(ConfigError, match=r"--vllm-config-path: .* is not as expected"):
-        running_engine(flags(9, "shared_vllm", vllm_config_path=file), {})
-
-
-def test_a_file_that_is_not_there_yet_is_of_the_engine_at_the_port() -> None:
-    named = flags(9, "shared_vllm", vllm_config_path="/no/where.json")
-    engine = running_engine(named, {})
-    assert engine == RunningEngine(url="http://localhost:9")
-    assert "--vllm-config-path: there is no file at /no/where.json yet" in named.notes[0]
-    lend(Path("last resort"), "http://127.0.0.1:9")  # of an engine that has ended
-    assert running_engine(flags(9, "shared_vllm", vllm_config_path="/no/where.json"), {}) == engine
+def test_a_file_that_is_named_is_of_the_engine_at_the_port(tmp_path: Path) -> None:
+    """One that is still starting writes it later, and is asked itself."""
+    file = tmp_path / "vllm_bridge_config.json"
+    named = flags(9, "shared_vllm", vllm_config_path=str(file))
+    assert running_engine(named, {}) == RunningEngine(url="http://localhost:9")
+    file.write_text("{}")
+    assert running_engine(named, {}) == RunningEngine(url="http://localhost:9", bridge=str(file))
 
 
 # The engine of an environment

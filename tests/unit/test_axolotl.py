@@ -15,11 +15,11 @@ import pytest
 from support.compat_cases import axolotl_file, axolotl_files
 
 from tandem.cli import app as cli
-from tandem.compat.axolotl.options import DATASET, GROUPS, TOP, TRL, VLLM
-from tandem.compat.axolotl.rollout import FunctionTokenizer
-from tandem.compat.axolotl.templates import TEMPLATES
 from tandem.config.loading import Loaded, load
 from tandem.errors import ConfigError
+from tandem_compat.axolotl.options import DATASET, GROUPS, TOP, TRL, VLLM
+from tandem_compat.axolotl.rollout import FunctionTokenizer
+from tandem_compat.axolotl.templates import TEMPLATES
 
 Read = Callable[..., Loaded]
 
@@ -94,38 +94,26 @@ def test_a_server_may_be_at_an_ipv6_address(read: Read) -> None:
 
 RENDERED = {
     "chatml": "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n",
-    "qwen_25": "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n",
-    "llama3": "<s><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n"
-    "U<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
-    "gemma": "<s><start_of_turn>user\nU<end_of_turn>\n<start_of_turn>model\n",
-    "phi_3": "<s><|system|>\nS<|end|>\n<|user|>\nU<|end|>\n<|assistant|>\n",
-    "phi_35": "<|system|>\nS<|end|>\n<|user|>\nU<|end|>\n<|assistant|>\n",
     "alpaca": "<s>S\n\n### Instruction:\nU\n\n### Response:\n",
 }
-"""By a template's name: a system message S (gemma has none) and a user's U, up to where the policy speaks."""
+"""By a template's name: a system message S and a user's U, up to where the policy speaks."""
 
 
-def rendered(name: str, *messages: tuple[str, str], prompt: bool = True) -> str:
+def rendered(name: str, *messages: tuple[str, str]) -> str:
     """Messages by a template, as transformers renders them."""
     env = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     conversation = [{"role": role, "content": content} for role, content in messages]
     tokens = {"bos_token": "<s>", "eos_token": "</s>"}
-    return env.from_string(TEMPLATES[name]).render(messages=conversation, add_generation_prompt=prompt, **tokens)
+    return env.from_string(TEMPLATES[name]).render(messages=conversation, add_generation_prompt=True, **tokens)
 
 
 @pytest.mark.parametrize("name", RENDERED)
 def test_named_templates(name: str) -> None:
-    messages = [("system", "S"), ("user", "U")][name == "gemma" :]
+    messages = [("system", "S"), ("user", "U")]
     assert rendered(name, *messages) == RENDERED[name]
     longer = rendered(name, *messages, ("assistant", "A"), ("user", "V"))
     assert longer.startswith(RENDERED[name] + "A")  # what a template writes before an answer is the policy's prompt
     assert longer.count("V") == 1
-
-
-def test_the_system_message_of_qwen() -> None:
-    assert rendered("qwen_25", ("user", "U"), prompt=False).startswith(
-        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>"
-    )
 
 
 def test_merge_keys_are_merged(read: Read) -> None:

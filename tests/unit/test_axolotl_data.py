@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from tandem.compat.axolotl.datasets import AxolotlDatasets, TransformOptions
-from tandem.compat.axolotl.options import DATASET
-from tandem.compat.axolotl.rollout import RolloutFunction
 from tandem.envs.data import rows as data_rows
 from tandem.errors import ConfigError, EnvError
 from tandem.types import TEXT, Message
+from tandem_compat.axolotl.datasets import AxolotlDatasets, TransformOptions
+from tandem_compat.axolotl.options import DATASET
+from tandem_compat.axolotl.rollout import RolloutFunction
 
 Write = Callable[[str], str]
 

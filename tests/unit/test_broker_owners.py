@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.brokers import ENV, Client, group, play, run_parameters, served
+from support.brokers import ENV, Client, env_spec, group, play, run_parameters, served, some
 
 from tandem_broker.journal.ledger import Ledger
-from tandem_broker.queue.records import EnvSpec, StoreOptions
+from tandem_broker.queue.records import StoreOptions
 from tandem_broker.queue.store import GroupQueue
 from tandem_broker.server.keys import Keys
 
@@ -100,13 +100,10 @@ def test_names_of_environments_are_printable_and_forgotten(tmp_path: Path) -> No
     store = GroupQueue(StoreOptions(max_environments=20))
     store.register(run_parameters(batch_size=4, max_token_len=8))
     store.take(0.0)
-    ticket = store.register_env(EnvSpec(name="stays", max_token_length=8), 0.0)
-    assert ticket is not None
+    assert store.register_env(env_spec(name="stays", max_token_length=8), 0.0)
     for place in range(500):
-        other = store.register_env(EnvSpec(name=f"n{place}", max_token_length=8), 0.0)
-        assert other is not None
+        other = some(store.register_env(env_spec(name=f"n{place}", max_token_length=8), 0.0))
         store.disconnect(other.env_id, 0.0)
     assert len(store.tenants.names) <= 21
-    again = store.register_env(EnvSpec(name="stays", max_token_length=8), 0.0)
-    assert again is not None
+    again = some(store.register_env(env_spec(name="stays", max_token_length=8), 0.0))
     assert again.wandb_name == "stays_1", "one that is there keeps its count"

@@ -7,7 +7,6 @@ import math
 import shutil
 import tempfile
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec.structs import replace as changed
-from support.brokers import run_parameters
+from support.brokers import env_spec, run_parameters
 from support.tiers import examples
 
 from tandem_broker.journal.ledger import Ledger, read
@@ -25,7 +24,6 @@ from tandem_broker.queue import formation
 from tandem_broker.queue.records import (
     Acknowledgement,
     Busy,
-    EnvSpec,
     GroupEntry,
     GroupRefused,
     StoreOptions,
@@ -77,13 +75,11 @@ def status_by_hand(store: GroupQueue, env_id: int) -> EnvStatus:
 class Promises(RuleBasedStateMachine):
     """``self.held`` are accepted and neither trained nor dropped; ``self.served`` is what each batch held."""
 
-    @initialize(batch_size=RUNS, in_memory=st.sampled_from([0, 3]))
-    def begin(self, batch_size: int, in_memory: int) -> None:
-        """``in_memory``: groups that may be in memory; the others are read back from the disk."""
+    @initialize(batch_size=RUNS)
+    def begin(self, batch_size: int) -> None:
         self.folder = Path(tempfile.mkdtemp())
-        self.options = replace(OPTIONS, memory_bytes=in_memory * 9)
         self.now = 1000.0
-        self.ledger = Ledger.open(self.folder, self.options, self.now)
+        self.ledger = Ledger.open(self.folder, OPTIONS, self.now)
         self.store = self.ledger.store
         self.held: dict[str, int] = {}
         self.trained: set[str] = set()
@@ -129,7 +125,7 @@ class Promises(RuleBasedStateMachine):
         key=st.sampled_from([None, "k1", "k2"]),
     )
     def environment_registers(self, group_size: int, share: float | None, weight: float, key: str | None) -> None:
-        spec = EnvSpec(name="e", max_token_length=8, weight=weight, group_size=group_size, min_batch_allocation=share)
+        spec = env_spec(name="e", max_token_length=8, weight=weight, group_size=group_size, min_batch_allocation=share)
         known = self.store.tenants.by_key.get(key or "")
         try:
             ticket = self.store.register_env(spec, self.now, key=key)
@@ -167,7 +163,7 @@ class Promises(RuleBasedStateMachine):
             tenant = self.store.tenants.of(env)
             waits = tenant.queue.sequences + tenant.buffer.sequences
             assert self.store.waiting.next_batch() is not None or waits >= batch_size
-            assert self.store.waiting.groups >= OPTIONS.max_groups or tenant.held_groups >= OPTIONS.max_env_groups
+            assert len(self.store.waiting.items) >= OPTIONS.max_groups or tenant.held_groups >= OPTIONS.max_env_groups
             return
         known = key is not None and self.now - self.keys.get(key, -1e9) <= OPTIONS.key_seconds
         assert (receipt.kind == "duplicate") == known
@@ -300,7 +296,7 @@ class Promises(RuleBasedStateMachine):
         unsent = sum(lease.seconds is None and not lease.delivered for lease in self.store.leases.out.values())
         places = {(item.order, item.state) for item in self.waiting}
         self.ledger.close()
-        self.ledger = Ledger.open(self.folder, self.options, self.now)
+        self.ledger = Ledger.open(self.folder, OPTIONS, self.now)
         self.store = self.ledger.store
         after = self.store.status(self.now)
         assert (after.step, after.run, after.started) == (before.step, before.run, before.started)
@@ -308,8 +304,8 @@ class Promises(RuleBasedStateMachine):
         assert after.counts.get("trained", 0) == before.counts.get("trained", 0)
         assert after.counts.get("accepted", 0) == before.counts.get("accepted", 0)
         assert places <= {(item.order, item.state) for item in self.waiting}
-        assert [env.env_id for env in after.envs if env.env_id is not None] == [
-            env.env_id for env in before.envs if env.env_id is not None
+        assert [env["env_id"] for env in after.envs if env["env_id"] is not None] == [
+            env["env_id"] for env in before.envs if env["env_id"] is not None
         ]
 
     @precondition(lambda self: len(self.served) > 3)
@@ -326,9 +322,10 @@ class Promises(RuleBasedStateMachine):
         if not hasattr(self, "store"):
             return
         for earlier in [one for one in self.store.leases.out.values() if one.expires is None]:
-            assert all(item.state in ("leased", "trained") for item in earlier.items)
-        out = [item for lease in self.store.leases.out.values() for item in lease.items if item.batch == lease.id]
-        names = [item.entry.id for item in self.waiting] + [i.entry.id for i in out if i.state == "leased"]
+            items = [self.store.waiting.items.get(order) for order in earlier.orders]
+            assert all(item is None or item.state == "leased" for item in items)
+        out = [item for lease in self.store.leases.out.values() for item in self.store.groups_out(lease)]
+        names = [item.entry.id for item in [*self.waiting, *out]]
         assert sorted(names) == sorted(self.held)
 
     @invariant()
@@ -336,9 +333,8 @@ class Promises(RuleBasedStateMachine):
         if not hasattr(self, "store"):
             return
         queued = [item for tenant in self.store.tenants for item in tenant.queue]
-        assert self.store.tenants.sizes == Counter(item.size for item in queued)
         assert self.store.queued_groups == len(queued)
-        assert self.store.waiting.groups == len(self.held)
+        assert len(self.store.waiting.items) == len(self.held)
         assert self.store.waiting.bytes == 9 * len(self.held)
         for tenant in self.store.tenants:
             for queue in (tenant.queue, tenant.buffer):
@@ -353,12 +349,9 @@ class Promises(RuleBasedStateMachine):
         if not hasattr(self, "store"):
             return
         self.ledger.settled().result(30)
-        out = [item for lease in self.store.leases.out.values() for item in lease.items if item.batch == lease.id]
-        held = [item.entry.payload for item in self.waiting + [item for item in out if item.state == "leased"]]
-        in_memory = sum(payload.data is not None for payload in held)
-        assert self.ledger._memory_bytes == 9 * in_memory <= self.options.memory_bytes
+        assert all(item.entry.payload.data is None for item in self.waiting)
         tenants = len(self.store.tenants.by_id) + 1
-        assert self.store.waiting.groups <= OPTIONS.max_groups + tenants * 8
+        assert len(self.store.waiting.items) <= OPTIONS.max_groups + tenants * 8
         assert len(self.store.seen) <= OPTIONS.max_keys + 1
 
 

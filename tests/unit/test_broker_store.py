@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from support.brokers import run_parameters
+from support.brokers import env_spec, run_parameters, some
 
 from tandem_broker.protocol.messages import EnvAccepted, EnvStatus, RunParameters
 from tandem_broker.queue.records import (
     Acknowledgement,
     Busy,
-    EnvSpec,
     GroupEntry,
     GroupRefused,
     ServedBatch,
@@ -34,11 +33,10 @@ def joined(
     store: GroupQueue, name: str = "e", group_size: int = 4, weight: float = 1.0, context: int = 256,
     share: float | None = None, key: str | None = None, now: float = 0.0,
 ) -> int:  # fmt: skip
-    spec = EnvSpec(
+    spec = env_spec(
         name=name, max_token_length=context, weight=weight, group_size=group_size, min_batch_allocation=share
     )
-    ticket = store.register_env(spec, now, key=key)
-    assert ticket is not None
+    ticket = some(store.register_env(spec, now, key=key))
     return ticket.env_id
 
 
@@ -82,7 +80,7 @@ def test_status_of_the_recorded_example() -> None:
 
 def test_shares_and_weights_in_a_status() -> None:
     store = started(8)
-    assert store.register_env(EnvSpec(name="e", max_token_length=256, group_size=4), 0.0) == EnvAccepted(
+    assert store.register_env(env_spec(name="e", max_token_length=256, group_size=4), 0.0) == EnvAccepted(
         env_id=0, wandb_name="e_0", checkpoint_dir="/c", starting_step=0, checkpoint_interval=10, num_steps=100
     )
     joined(store, share=0.5)
@@ -114,7 +112,7 @@ def test_groups_are_buffered_until_they_add_up() -> None:
 
 def test_environments_wait_until_the_trainer_polls() -> None:
     store = GroupQueue()
-    spec = EnvSpec(name="e", max_token_length=8)
+    spec = env_spec(name="e", max_token_length=8)
     assert store.register_env(spec, 0.0) is None
     store.register(run(8))
     assert store.register_env(spec, 0.0) is None
@@ -139,12 +137,11 @@ def test_a_second_registration_counts() -> None:
     store = started(8)
     Names(store).put(4, 4, 4)
     env = joined(store)
-    batch = store.take(0.0, lease=True)
+    assert store.take(0.0, lease=True)
     store.register(run(4, starting_step=7))
     assert (store.step, store.started) == (7, False)
     assert names(store.take(1.0)) == ["0"]  # the lease of the trainer before came back
     assert store.step == 8
-    assert batch is not None
     assert store.status_env(env, 1.0).current_step == 8
 
 
@@ -223,7 +220,7 @@ def test_disconnecting_frees_a_share_at_once_and_for_good() -> None:
     store.disconnect(gone, 0.0)
     store.heartbeat(gone, 0.0)
     assert names(store.take(0.0)) == ["0", "1"]
-    assert [(env.connected, env.left) for env in store.status(0.0).envs] == [(False, True), (True, False)]
+    assert [(env["connected"], env["left"]) for env in store.status(0.0).envs] == [(False, True), (True, False)]
 
 
 def test_anonymous_groups_fill_batches_beside_a_minimum() -> None:
@@ -245,8 +242,7 @@ def test_shares_are_relaxed_only_if_sizes_allow_nothing_else() -> None:
     put(3, env=b)
     assert store.take(0.0) is None  # b has less than its share: wait for it
     put(3, env=b)
-    batch = store.take(0.0)
-    assert batch is not None
+    batch = some(store.take(0.0))
     assert {entry.env for entry in batch.entries} == {a, b}
 
 
@@ -269,7 +265,7 @@ def test_after_a_reset_running_environments_live_on_and_ids_are_not_reused() -> 
     assert new != old
     assert store.status_env(new, 0.0).unallocated_fraction == 1.0  # the old one has not spoken
     assert store.status_env(old, 0.0).unallocated_fraction == 0.5
-    assert store.status(0.0).envs[-1].name == "e_0"
+    assert store.status(0.0).envs[-1]["name"] == "e_0"
 
 
 def test_after_a_reset_no_new_environment_has_the_name_of_one_that_lives_on() -> None:
@@ -280,7 +276,7 @@ def test_after_a_reset_no_new_environment_has_the_name_of_one_that_lives_on() ->
     store.take(0.0)
     store.status_env(old, 0.0)
     joined(store)
-    assert [env.name for env in store.status(0.0).envs] == ["e_0", "e_1"]
+    assert [env["name"] for env in store.status(0.0).envs] == ["e_0", "e_1"]
 
 
 def test_the_same_identity_is_the_same_environment() -> None:
@@ -298,22 +294,19 @@ def test_the_same_identity_is_the_same_environment() -> None:
 def test_a_batch_not_acknowledged_in_time_comes_back_to_the_front() -> None:
     store = started(8)
     Names(store).put(4, 4, 4, 4)
-    batch = store.take(0.0, lease=True, seconds=10.0)
+    batch = some(store.take(0.0, lease=True, seconds=10.0))
     assert names(store.take(9.0, lease=True)) == ["2", "3"]
     assert store.take(9.0, lease=True) is None
-    again = store.take(10.0, lease=True)
+    again = some(store.take(10.0, lease=True))
     assert names(again) == ["0", "1"]
     assert store.step == 2  # served again is not another step
-    assert batch is not None
-    assert again is not None
     assert again.id != batch.id
 
 
 def test_renewing_keeps_a_lease() -> None:
     store = started(4)
     Names(store).put(4)
-    batch = store.take(0.0, lease=True, seconds=10.0)
-    assert batch is not None
+    batch = some(store.take(0.0, lease=True, seconds=10.0))
     assert store.renew(batch.id, 9.0)
     assert store.take(18.0, lease=True) is None
     assert store.take(19.0, lease=True) is not None
@@ -323,10 +316,8 @@ def test_renewing_keeps_a_lease() -> None:
 def test_of_two_leases_with_the_same_groups_the_first_acknowledgement_wins() -> None:
     store = started(4)
     Names(store).put(4)
-    first = store.take(0.0, lease=True, seconds=10.0)
-    second = store.take(10.0, lease=True)
-    assert first is not None
-    assert second is not None
+    first = some(store.take(0.0, lease=True, seconds=10.0))
+    second = some(store.take(10.0, lease=True))
     late = store.acknowledge(first.id, 11.0)
     assert (late.ok, late.trained, late.already) == (True, 1, 0)
     assert "late" in late.reason
@@ -340,10 +331,8 @@ def test_of_two_leases_with_the_same_groups_the_first_acknowledgement_wins() -> 
 def test_groups_trained_late_do_not_come_back_with_another_lease(release: bool) -> None:
     store = started(4)
     Names(store).put(4)
-    first = store.take(0.0, lease=True, seconds=10.0)
-    second = store.take(10.0, lease=True, seconds=10.0)
-    assert first is not None
-    assert second is not None
+    first = some(store.take(0.0, lease=True, seconds=10.0))
+    second = some(store.take(10.0, lease=True, seconds=10.0))
     store.acknowledge(first.id, 11.0)
     if release:
         store.return_lease(second.id, 12.0)
@@ -354,8 +343,7 @@ def test_groups_trained_late_do_not_come_back_with_another_lease(release: bool) 
 def test_acknowledging_twice_gives_the_same_answer() -> None:
     store = started(4)
     Names(store).put(4)
-    batch = store.take(0.0, lease=True)
-    assert batch is not None
+    batch = some(store.take(0.0, lease=True))
     assert store.acknowledge(batch.id, 0.0) == store.acknowledge(batch.id, 0.0) == Acknowledgement(ok=True, trained=1)
     assert not store.acknowledge("never", 0.0)
     assert store.status(0.0).held_bytes == 0
@@ -364,8 +352,7 @@ def test_acknowledging_twice_gives_the_same_answer() -> None:
 def test_a_released_batch_is_served_next() -> None:
     store = started(4)
     Names(store).put(4, 4)
-    batch = store.take(0.0, lease=True)
-    assert batch is not None
+    batch = some(store.take(0.0, lease=True))
     assert store.return_lease(batch.id, 0.0)
     assert not store.return_lease(batch.id, 0.0)
     assert names(store.take(0.0)) == ["0"]
@@ -374,11 +361,9 @@ def test_a_released_batch_is_served_next() -> None:
 def test_a_plain_trainers_batch_is_trained_when_its_answer_went_out_and_it_asks_again() -> None:
     store = started(4)
     Names(store).put(4, 4, 4)
-    lost = store.take(0.0, trainer="a")
-    assert lost is not None
+    lost = some(store.take(0.0, trainer="a"))
     assert store.return_lease(lost.id, 0.0)  # the answer could not be delivered
-    again = store.take(0.0, trainer="a")
-    assert again is not None
+    again = some(store.take(0.0, trainer="a"))
     assert names(again) == ["0"]
     assert names(store.take(1e6, trainer="b")) == ["1"]  # another poller settles nothing of a's
     assert store.status(1e6).leases == 2
@@ -438,10 +423,9 @@ def test_too_much_is_put_off_and_memory_stays_flat() -> None:
             put(4)
         assert 0.5 <= busy.value.retry_after <= 30.0
     assert (store.queued_groups, store.status(0.0).counts["busy"]) == (10, 90)
-    batch = store.take(0.0, lease=True)
+    batch = some(store.take(0.0, lease=True))
     with pytest.raises(Busy, match="holds 10 groups"):  # leased ones are held too
         put(4)
-    assert batch is not None
     store.acknowledge(batch.id, 0.0)
     put(4)
 

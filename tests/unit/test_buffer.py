@@ -20,7 +20,7 @@ from support.tiers import examples
 from tandem.errors import EngineError, EnvError, Starved
 from tandem.metrics import flatten
 from tandem.rollout.buffer import TRANSITIONS, Entry, EntryState, RolloutBuffer
-from tandem.rollout.data_state import DataState, Draw, group_from_json, group_to_json
+from tandem.rollout.data_state import DataState, Draw
 from tandem.rollout.group_runner import penalise_truncated
 from tandem.rollout.lag_control import LagControl
 from tandem.rollout.mixture import REST, SAME, MixtureSchedule
@@ -685,11 +685,6 @@ def test_who_is_left_out_survives_a_resume() -> None:
 
 
 # Resume
-
-
-def test_groups_survive_json() -> None:
-    group = group_of("t5@0", index=3, version=2)
-    assert group_from_json(json.loads(json.dumps(group_to_json(group)))) == group
 
 
 def test_on_policy_resume_between_steps_goes_on_as_if_nothing_had_been() -> None:

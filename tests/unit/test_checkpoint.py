@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from tandem.trainer import checkpoint
 from tandem.trainer.checkpoint import Checkpoints, restore_weights, saved_steps
 from tandem.trainer.staging import staging_of
 from tandem.trainer.state import TrainerState
+from tandem.trainer.world import World
 from tandem.types import Completion, Group, Message, PolicyVersion, Rollout, Task, Turn
 
 
@@ -71,31 +73,25 @@ class Saver:
         self.saved: list[int] = []
         self.policy = policy
         self.stepper = AdamW(lr=1e-2).bind(trainable.parameters(policy.model))
-        self.checkpoints = Checkpoints(
-            folder=folder / "checkpoints",
-            contents=contents,
-            every=every,
-            keep=keep,
-            steps=steps,
-            policy=policy,
-            trainable=trainable,
-            stepper=self.stepper,
-            held=held,
-            staging=staging_of(asynchronous, policy),
-            still=lambda: None,
-            on_saved=lambda step, path: self.saved.append(step),
-        )
+        saved = SimpleNamespace(save=contents, every=every, keep=keep)
+        config: Any = SimpleNamespace(checkpoint=saved, steps=steps, trainable=trainable)
+        work: Any = SimpleNamespace(stepper=self.stepper, reference=held)
+        lock: Any = SimpleNamespace(folder=folder, check=lambda: None)
+        telemetry: Any = SimpleNamespace(event=lambda name, *, step, path: self.saved.append(step))
+        self.trainable, self.held = trainable, held
+        staging, world = staging_of(asynchronous, policy), World(config, policy)
+        self.checkpoints = Checkpoints(world=world, work=work, lock=lock, staging=staging, telemetry=telemetry)
 
     def train(self, seed: int) -> None:
         """Some optimizer step."""
         draw = torch.Generator().manual_seed(seed)
-        for _, parameter in self.checkpoints.trainable.parameters(self.policy.model):
+        for _, parameter in self.trainable.parameters(self.policy.model):
             parameter.grad = torch.randn(parameter.shape, generator=draw).to(parameter.dtype)
             self.stepper.accumulate(parameter)
         self.stepper.step(1e-2, 1.0)
-        self.checkpoints.trainable.fold(self.policy.model)
-        if self.checkpoints.held is not None:
-            self.checkpoints.held.move()
+        self.trainable.fold(self.policy.model)
+        if self.held is not None:
+            self.held.move()
 
     def save(self, step: int) -> Path:
         asyncio.run(self.checkpoints.save(state(step)))
@@ -106,7 +102,7 @@ class Saver:
 
         async def both() -> TrainerState:
             folder = self.checkpoints.folder
-            restored = await restore_weights(folder, self.policy, self.checkpoints.trainable, state(0, digest))
+            restored = await restore_weights(folder, self.checkpoints.world, state(0, digest))
             await self.checkpoints.restore(restored)
             return restored
 
@@ -191,7 +187,7 @@ def test_weights_are_restored_before_there_is_an_optimizer(policy: Policy, tmp_p
     before = saver.tensors()
     saver.train(2)
     moved = saver.stepper.state_dict()
-    restored = asyncio.run(restore_weights(saver.checkpoints.folder, policy, Full(), state(0)))
+    restored = asyncio.run(restore_weights(saver.checkpoints.folder, saver.checkpoints.world, state(0)))
     assert dataclasses.replace(restored, rng=()) == state(3)
     after = saver.tensors()
     names = dict(policy.model.named_parameters())
@@ -438,14 +434,11 @@ def test_failure_of_another_rank_leaves_the_old_checkpoint(
     saver = Saver(policy, tmp_path, asynchronous=asynchronous)
     before = content(saver.save(1))
 
-    class Others:
-        async def stage(self, folder: Path, mine: Any) -> Any:
-            return await mine
-
+    class Others(World):
         async def written(self) -> dict[str, str]:
             raise error
 
-    saver.checkpoints.others = Others()  # type: ignore[assignment]
+    saver.checkpoints.world = Others(saver.checkpoints.world.config, policy)
     with pytest.raises(raised, match="rank 1"):
         saver.save(2)
     assert [path.name for path in saver.checkpoints.folder.iterdir()] == ["000001"]
@@ -554,7 +547,7 @@ def test_what_is_written_while_training_goes_on_is_the_step_that_was_saved(
     torch.manual_seed(5)
     want = content(saver.save(2))
     behind = Saver(moving, tmp_path / "behind", trainable=trainable, held=held, asynchronous=True)
-    behind.checkpoints.stepper = saver.stepper
+    behind.checkpoints.work.stepper = saver.stepper
     writers = Held(monkeypatch)
 
     async def overlapped() -> None:

@@ -59,7 +59,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     """Stands in for the composition root; remembers what it was asked for and can be told to fail."""
     fake = types.SimpleNamespace(calls=[], error=None)
 
-    async def train(config: RunConfig, *, resume: Path | None, set_options: Any = ()) -> Path:
+    async def train(config: RunConfig, *, resume: Path | None) -> Path:
         fake.calls.append((config, resume))
         if fake.error is not None:
             raise fake.error
@@ -144,7 +144,7 @@ def test_a_broker_says_where_it_cannot_keep_its_ledger(run: Run, tmp_path: Path)
     (tmp_path / "file").touch()
     code, _, err = run("serve", "broker", "--port", "0", "--data", str(tmp_path / "file"))
     assert (code, err.count("\n")) == (7, 1)
-    assert "file: File exists; give --data a folder to write to" in err
+    assert "file: File exists; name another folder with --data" in err
 
 
 def test_the_version(run: Run) -> None:
@@ -410,12 +410,7 @@ def test_a_new_environment_passes_its_check(run: Run, trainer: types.SimpleNames
 
 
 @pytest.mark.slow
-def test_check_plans_for_every_rank_and_says_what_a_publish_takes(
-    run: Run, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tandem import machine
-    from tandem.trainer import memory_plan as memory
-
+def test_check_plans_for_every_rank_and_says_what_a_publish_takes(run: Run, tiny_model: Path) -> None:
     run("new", "env", "my_sums")
     words = ("check", "my_sums.yaml", f"model={tiny_model}", "--tasks", "2")
     code, out, err = run(*words, "ranks=2", "distributed.gradients=scattered")
@@ -426,13 +421,9 @@ def test_check_plans_for_every_rank_and_says_what_a_publish_takes(
     slices = ("ranks=2", "distributed.shard=weights", "engine={kind: vllm, tensor_parallel_size: 2, python: sys}")
     code, out, _ = run(*words, *slices)
     assert "ranks 2; each rank writes the slices of its engine's worker" in " ".join(out.split())
-    card = machine.Machine(name="card", free=10**11, total=10**11, is_host=False)
-    monkeypatch.setattr(memory.plan, "accelerator", lambda: card)
-    monkeypatch.setattr(memory.plan, "host", lambda: machine.Machine(name="h", free=10**12, total=10**12, is_host=True))
     for replicas, text in ((1, "each rank receives 0.00 GB a publish"), (2, "each rank writes the slices")):
         code, out, _ = run(*words, *slices[1:], "ranks=4", f"distributed.replicas={replicas}")
         assert f"ranks 4; {text}" in " ".join(out.split())
-    assert "of 4, 8, 16 ranks 4, 8, 16 fit this machine's GPUs" in " ".join(out.split())
     code, out, _ = run(*words, "ranks=2", "optimizer=adafactor")
     assert code == 2
     assert "ranks: 2 cannot go with optimizer" in " ".join(out.split())

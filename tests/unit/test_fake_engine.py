@@ -1,16 +1,13 @@
-"""The engine without a model draws from what it says: penalties and limits included."""
+"""The engine without a model draws uniformly, and refuses what would not be."""
 
 from __future__ import annotations
 
 import asyncio
-import math
-from collections import Counter
 
 import pytest
-import torch
-from support.tiny_policy import penalised, support
 
 from tandem.engines.fake import Fake
+from tandem.errors import EngineError
 from tandem.types import Completion, Sampling
 
 VOCABULARY = 8
@@ -26,36 +23,11 @@ def drawn(sampling: Sampling, count: int = 1) -> list[Completion]:
 
 
 @pytest.mark.parametrize(
-    "sampling",
-    [
-        Sampling(presence_penalty=1.5, max_tokens=24),
-        Sampling(frequency_penalty=0.7, temperature=0.5, repetition_penalty=1.2, max_tokens=24),
-        Sampling(presence_penalty=1.0, top_k=3, max_tokens=24),
-        Sampling(min_tokens=20, stop_token_ids=(2,), max_tokens=24),
-    ],
-    ids=["presence", "frequency", "top_k", "min_tokens"],
+    "sampling", [Sampling(presence_penalty=1.5), Sampling(repetition_penalty=1.2), Sampling(min_tokens=2)]
 )
-def test_logprobs_are_those_of_the_penalised_distribution(sampling: Sampling) -> None:
-    for answer in drawn(sampling, 8):
-        assert len(answer.tokens) >= sampling.min_tokens or answer.tokens[-1] == VOCABULARY - 1
-        for i, (token, logprob) in enumerate(zip(answer.tokens, answer.logprobs, strict=True)):
-            row = penalised(torch.zeros(VOCABULARY).double(), PROMPT, answer.tokens[:i], sampling)
-            row /= sampling.temperature
-            if i < sampling.min_tokens:
-                row[[VOCABULARY - 1, *sampling.stop_token_ids]] = -math.inf
-            least = min(row[list(support(row, sampling))])
-            kept = row.masked_fill(row < least, -math.inf)  # tokens that tie at the edge are all in
-            assert logprob == pytest.approx(kept.log_softmax(-1)[token].item(), abs=1e-6)
-
-
-@pytest.mark.slow
-def test_tokens_are_drawn_with_their_probabilities() -> None:
-    sampling = Sampling(frequency_penalty=1.0, max_tokens=2, min_tokens=2)
-    answers = drawn(sampling, 2000)
-    again = sum(a.tokens[0] == a.tokens[1] for a in answers) / len(answers)
-    expected = math.exp(-1) / (math.exp(-1) + VOCABULARY - 2)
-    assert again == pytest.approx(expected, abs=0.02)
-    assert VOCABULARY - 1 not in Counter(token for a in answers for token in a.tokens)
+def test_sampling_that_is_not_uniform_is_refused(sampling: Sampling) -> None:
+    with pytest.raises(EngineError, match="fake draws uniformly"):
+        drawn(sampling)
 
 
 def test_a_token_that_stops_ends_an_answer() -> None:

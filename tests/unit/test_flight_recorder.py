@@ -20,8 +20,8 @@ from tandem.distributed import crew, flight_recorder
 from tandem.distributed.crew import Ranks
 from tandem.errors import RankError
 from tandem.tools import doctor
-from tandem.trainer import rank_parts
-from tandem.trainer.rank_parts import RankParts
+from tandem.trainer.ranks import parts as rank_parts
+from tandem.trainer.ranks.parts import RankParts
 from tandem.transport import rendezvous as meeting
 from tandem.transport.rendezvous import Rendezvous
 

@@ -19,7 +19,7 @@ from tandem.errors import ConfigError, UnsupportedPair
 from tandem.metrics import Metrics, Share, Sum, flatten
 from tandem.rollout.lag_control import HOLD, WINDOW, LagControl, LagController, RateState, StepTiming
 from tandem.trainer import environments
-from tandem.trainer.assemble import check_pairs
+from tandem.trainer.pairs import check_pairs
 
 GROUPS = 8
 

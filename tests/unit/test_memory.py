@@ -1,8 +1,7 @@
-"""The memory plan: counted without weights, held against what the machine has; and what ``memory: fit`` chooses."""
+"""The memory plan: counted without weights, held against what the machine has."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -14,15 +13,14 @@ from support.tiny_policy import live_policy
 
 from tandem import machine
 from tandem.config import registry as resolve
-from tandem.config.loading import RunConfig, load
+from tandem.config.loading import RunConfig
 from tandem.config.sections import Checkpoint, Distributed
 from tandem.envs.arithmetic import Arithmetic
-from tandem.errors import ConfigError, DoesNotFit
+from tandem.errors import DoesNotFit
 from tandem.machine import Machine
 from tandem.model.attention import Packed, sequential_positions
 from tandem.trainer import memory_plan as memory
 from tandem.trainer.memory_plan import plan as plan_module
-from tandem.trainer.memory_plan.fitting import ROOM
 from tandem.types import Sampling
 
 HOST = Machine(name="this machine", free=10**13, total=10**13, is_host=True)
@@ -213,9 +211,9 @@ def test_an_engine_that_runs_already_is_not_taken_from_what_is_free(model_config
     assert "engine" not in lines(planned(replace(shared, engine=vllm(urls=("http://h:9",))), model_config, CARD))
     me = identity(os.getpid())
     assert me is not None
-    record = EngineRecord(pid=me.pid, started="another", url="", key="", log="")
     for started, is_there in (("another", True), (me.started, False)):
-        replace(record, started=started).write(tmp_path / "engine-0.json")
+        record = EngineRecord(pid=me.pid, started=started, url="", key="", log="")
+        record.write(tmp_path / "engine-0.json")
         assert ("engine" in lines(planned(shared, model_config, CARD, resumed=tmp_path))) is is_there
 
 
@@ -256,81 +254,6 @@ def test_gradients_are_summed_once_a_pass_where_there_is_room_and_several_rounds
     assert chosen(CARD.free, micro_batch_tokens=1 << 20) == "scattered", "one micro-batch for each rank"
     assert chosen(10**6, **few) == "scattered"
     assert chosen(CARD.free, **few, ranks=None) == "auto", "nothing is summed"
-
-
-# What ``memory: fit`` chooses
-
-
-@pytest.fixture(scope="module")
-def run(model_config: Any) -> memory.Planner:
-    config = recipe(sampling=Sampling(max_tokens=800), engine=part("engines", "embedded", max_rows=1))
-    deep = type(model_config)(**{**model_config.to_dict(), "num_hidden_layers": 8})
-    return memory.planner(config, deep, CARD, HOST, prompt_tokens=100)
-
-
-def fitted(run: memory.Planner, free: int, config: RunConfig, *set_options: str) -> RunConfig:
-    return memory.fit(replace(run, machine=replace(CARD, free=free)), config, set_options).config
-
-
-def test_fit_goes_down_a_ladder_until_the_plan_fits(run: memory.Planner) -> None:
-    config = recipe(memory="fit", sampling=Sampling(max_tokens=800), engine=part("engines", "embedded", max_rows=1))
-    ample = fitted(run, CARD.free, config)
-    assert ample == replace(config, memory="check", micro_batch_tokens=run.step_tokens(config))
-    peak, seen = run.plan(ample).total, [("none", ample.micro_batch_tokens)]
-    for share in (0.8, 0.45, 0.3, 0.2, 0.15):
-        room = plan_module.DRIVER + share * (peak - plan_module.DRIVER)
-        chosen = fitted(run, int(room / ROOM) + 1, config)
-        assert run.plan(chosen).total <= room
-        seen.append((chosen.checkpointing, chosen.micro_batch_tokens))
-    assert len(set(seen)) > 3, "less room, other settings"
-    assert {how for how, _ in seen} > {"none"}
-    with pytest.raises(DoesNotFit, match="smallest settings that memory: fit may choose"):
-        fitted(run, 10**6, config)
-
-
-def test_fit_keeps_what_the_recipe_sets(run: memory.Planner) -> None:
-    config = recipe(micro_batch_tokens=1200, checkpointing="full", sampling=Sampling(max_tokens=800))
-    chosen = fitted(run, CARD.free, config, "micro_batch_tokens", "checkpointing")
-    assert (chosen.micro_batch_tokens, chosen.checkpointing) == (1200, "full")
-    other = replace(config, optimizer=part("optimizers", "adafactor"))
-    assert fitted(run, CARD.free, other).optimizer == other.optimizer
-    with pytest.raises(DoesNotFit):
-        fitted(run, 10**6, other)
-
-
-def test_smaller_states_keep_the_other_options(run: memory.Planner) -> None:
-    from tandem.trainer.memory_plan.fitting import _optimizers
-
-    config = recipe(optimizer=part("optimizers", "adamw", lr=3e-5, beta2=0.98))
-    tried = list(_optimizers(config, (), False))
-    kinds = [(resolve.kind_of("optimizers", one), getattr(one, "precision", "")) for one in tried]
-    assert kinds == [("adamw", "masters"), ("adamw8bit", "masters"), ("adamw_cpu", "")]
-    assert {(one.lr, getattr(one, "beta2", 0)) for one in tried} == {(3e-5, 0.98)}
-    kept = _optimizers(config, ("optimizer.precision",), False)
-    assert {getattr(one, "precision", "") for one in kept} == {"masters"}
-
-
-@pytest.mark.slow
-def test_a_run_is_saved_as_it_was_fitted_and_goes_on_so(tiny_model: Path, tmp_path: Path) -> None:
-    from tandem.api.targets import resumed
-    from tandem.trainer import assemble as run
-
-    file = tmp_path / "recipe.yaml"
-    lines = [f"model: {tiny_model}", "steps: 2", "env: arithmetic", "memory: fit", "groups_per_step: 2"]
-    lines += ["group_size: 2", "dtype: float32", f"runs: {tmp_path}", "name: r", "sampling: {max_tokens: 8}"]
-    lines += ["loggers: []", "evaluate: {tasks: 0}", "zero_variance_groups: keep"]
-    file.write_text("\n".join(lines))
-    loaded = load(file, ["steps=1"])
-    folder = asyncio.run(run.train(loaded.config, resume=None, set_options=frozenset(loaded.places)))
-    saved = load(folder / "config.yaml").config
-    assert saved.memory == "check"
-    assert saved.micro_batch_tokens != RunConfig.micro_batch_tokens
-    again = resumed(folder, ["steps=2"])
-    assert again.micro_batch_tokens == saved.micro_batch_tokens
-    asyncio.run(run.train(again, resume=folder))
-    assert load(folder / "config.yaml").config.micro_batch_tokens == saved.micro_batch_tokens
-    with pytest.raises(ConfigError, match="keeps its 'memory'"):
-        resumed(folder, ["memory=fit"])
 
 
 # What else is asked of it

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tandem.compat.names import meant
 from tandem.config import loading as config
 from tandem.errors import ConfigError
+from tandem_compat.names import meant
 
 PAGE = Path(__file__).parents[2] / "docs/guide/trl.md"
 RECIPE = "model: m\nsteps: 1\nenv: arithmetic\n"

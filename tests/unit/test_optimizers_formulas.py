@@ -154,9 +154,9 @@ def test_what_is_written_is_read_back_within_half_a_step(num: int, moment: str) 
     value[600:800] *= 1e-20
     blocks = math.ceil(num / 256)
     state = {f"{moment}.codes": torch.zeros(num, dtype=torch.uint8), f"{moment}.scales": torch.zeros(blocks)}
-    kept = adamw8bit._kept(state, moment, slice(0, num))
-    adamw8bit._write(kept, value)
-    back = adamw8bit._read(kept)
+    stored = adamw8bit._moment(state, moment, slice(0, num))
+    adamw8bit._write(stored, value)
+    back = adamw8bit._read(stored)
     book = adamw8bit._book(signed=moment == "exp_avg", device=CPU)
     scale = torch.stack([block.abs().max() for block in value.split(256)]).repeat_interleave(256)[:num]
     nearest = (value[:, None] / scale.clamp_min(1e-38)[:, None] - book).abs().min(1).values * scale

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tandem.config import loading as config
 from tandem.errors import ConfigError
 from tandem.optimizers import _narrow, _precise
 from tandem.optimizers._adam import Adam
@@ -167,19 +164,6 @@ def test_large_tensors_go_piece_by_piece(monkeypatch: pytest.MonkeyPatch, kind: 
         assert torch.allclose(tensor.double(), with_pieces[name].double(), rtol=1e-5, atol=1.5), name
     assert torch.allclose(whole.float(), pieces.float(), rtol=2**-6, atol=1e-3)
     assert not torch.equal(whole, pieces)
-
-
-def test_plain_rounding_is_refused_with_the_reason(tmp_path: Path) -> None:
-    for kind in ("adamw", "adamw8bit", "adafactor"):
-        recipe = {"model": "x", "steps": 1, "env": "arithmetic", "optimizer": {"kind": kind, "precision": "plain"}}
-        with pytest.raises(
-            ConfigError, match=r"optimizer\.precision: plain rounding loses the update.*masters or stochastic"
-        ):
-            config.from_options(recipe, [], tmp_path)
-        with pytest.raises(ConfigError, match=r"optimizer\.precision: expected one of masters, stochastic.*'kahan'"):
-            config.from_options({**recipe, "optimizer": {"kind": kind, "precision": "kahan"}}, [], tmp_path)
-    with pytest.raises(ConfigError, match="precision"):
-        config.from_options({**recipe, "optimizer": {"kind": "adamw_cpu", "precision": "stochastic"}}, [], tmp_path)
 
 
 def test_float32_weights_are_their_own_masters_and_float16_needs_some() -> None:

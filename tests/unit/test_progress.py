@@ -99,7 +99,7 @@ def test_a_bar_is_one_line_with_the_time(clock: list[float], total: int) -> None
 
 
 def test_the_live_board_has_a_bar_for_what_takes_longer_than_a_person_waits(tmp_path: Path, clock: list[float]) -> None:
-    from tandem.observability.loggers._live import Picture
+    from tandem.observability.loggers._terminal import Picture
 
     board = RunBoard(RunInfo(name="x", folder=tmp_path, steps=3, config={}))
 

@@ -263,28 +263,6 @@ def test_a_web_page_cannot_speak_in_an_episode(template: Template, headers: dict
     served(template, Scripted([A, END]), talk)
 
 
-def test_idle_connections_make_room_and_the_agents_own_goes_last(
-    template: Template, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "MOST_CONNECTIONS", 20)
-
-    async def talk(post: Any, session: Session, _: Proxy) -> None:
-        await post(USER)
-        own = [connection for connection, state in server._connections.items() if state == 1]
-        port = int(post.url.rpartition(":")[2])
-        strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
-        await asyncio.sleep(0.1)
-        assert len(server._connections) == 20
-        assert len(own) == 1
-        assert own[0] in server._connections
-        await post(USER)
-        assert len(session.turns) == 2
-        for _, writer in strangers:
-            writer.close()
-
-    served(template, Scripted([A, END]), talk)
-
-
 def test_a_long_request_does_not_hold_the_event_loop(template: Template, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is long is read and tokenised in a thread, and what is short where it comes in."""
     threads: list[bool] = []

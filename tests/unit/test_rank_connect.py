@@ -25,8 +25,7 @@ from tandem.distributed.follower import Follower
 from tandem.distributed.group import DataGroup, broke_off
 from tandem.distributed.placement import Placement
 from tandem.errors import RankError
-from tandem.trainer import assemble
-from tandem.trainer.rank_parts import Together
+from tandem.trainer.ranks.lead import ManyRanks
 
 TIMEOUT_SECONDS = 20.0
 """Of a collective: what gloo waits for a rank that never comes."""
@@ -177,7 +176,7 @@ def test_a_rank_that_is_lost_while_groups_are_made_ends_the_lead(tiny_model: Pat
                 ranks = await stack.enter_async_context(lead(2, place, [], tmp_path, TIMEOUT_SECONDS))
                 ranks.on_failure.append(lambda: since.append(time.monotonic()))
                 with pytest.raises(RankError, match=r"^rank 1 \(pid .*was lost in command 'connect': .*it was killed"):
-                    await assemble._loaded(stack, load(recipe).config, tmp_path, Together(ranks, place))
+                    await ManyRanks.loaded(stack, load(recipe).config, ranks, place, tmp_path)
         finally:
             await follower
         return time.monotonic() - since[0]

@@ -19,12 +19,16 @@ from tandem.config.sections import Distributed
 from tandem.distributed.placement import Placement
 from tandem.engines.base import EngineRequirements
 from tandem.errors import ConfigError, UnsupportedPair
-from tandem.trainer import rank_crew, rank_parts
 from tandem.trainer.live import rank_device
 from tandem.trainer.memory_plan import RankCounts
 from tandem.trainer.pairs import check_pairs, ranks_of_engine
-from tandem.trainer.rank_checks import check_host, check_ranks
-from tandem.trainer.rank_parts import RankParts, Together, engine_devices
+from tandem.trainer.ranks import parts as rank_parts
+from tandem.trainer.ranks import work as rank_work
+from tandem.trainer.ranks.checks import check_host, check_ranks
+from tandem.trainer.ranks.engines import engine_devices, engines_of
+from tandem.trainer.ranks.lead import ManyRanks
+from tandem.trainer.ranks.parts import RankParts
+from tandem.trainer.ranks.work import RankWork
 from tandem.transport.rendezvous import Rendezvous
 
 WEIGHTS = "distributed.shard=weights"
@@ -132,10 +136,9 @@ def test_workers_are_on_the_gpus_of_the_ranks_in_order(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    together: Any = SimpleNamespace(ranks=SimpleNamespace(world=2))
-    cut: Any = rank_parts.engines_of(load(recipe, ["ranks=2", *CUT]).config, together)
+    cut: Any = engines_of(load(recipe, ["ranks=2", *CUT]).config, 2, 2)
     assert (cut.replicas, cut.devices, cut.tensor_parallel_size) == (1, devices, 2)
-    pairs: Any = rank_parts.engines_of(load(recipe, ["ranks=2", "engine=vllm"]).config, together)
+    pairs: Any = engines_of(load(recipe, ["ranks=2", "engine=vllm"]).config, 2, 2)
     assert (pairs.replicas, ",".join(pairs.devices)) == (2, gpus)
 
 
@@ -146,27 +149,32 @@ def test_each_engine_is_on_the_gpus_of_its_neighbouring_ranks(tmp_path: Path, mo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     config = load(recipe, ["ranks=4", *CUT]).config
-    cut: Any = rank_parts.engines_of(config, SimpleNamespace(ranks=SimpleNamespace(world=4)))  # type: ignore[arg-type]
+    cut: Any = engines_of(config, 4, 4)
     assert (cut.replicas, cut.devices, cut.tensor_parallel_size) == (2, ("7,6", "5,4"), 2)
     assert (ranks_of_engine(config), engine_devices(2, 2)) == (2, "5,4")
     assert ranks_of_engine(load(recipe, ["ranks=4", "engine=vllm"]).config) == 1
     assert ranks_of_engine(load(recipe, ["ranks=4", WEIGHTS]).config) == 1
 
 
-def test_of_ranks_that_share_an_engine_on_another_host_the_first_has_it() -> None:
+def test_of_ranks_that_share_an_engine_on_another_host_the_first_has_it(tmp_path: Path) -> None:
     replies: list[list[Any]] = []
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: m\nsteps: 3\nenv: arithmetic\n")
 
     class Commands:
+        world = 4
+
         async def execute(self, command: str, body: Callable[[int], Any], mine: Any) -> tuple[None, list[Any]]:
             await mine
             replies.append([body(rank) for rank in (1, 2, 3)])
             return None, [None, {"url": "http://b", "key": "k", "reattached": False}, None]
 
-    together = Together(Commands(), None, ranks_of_engine=2)  # type: ignore[arg-type]
+    config = load(recipe, ["ranks=4", *CUT]).config
+    world = ManyRanks(config, SimpleNamespace(), Commands(), SimpleNamespace())  # type: ignore[arg-type]
     requirements = EngineRequirements(model="m", dtype="float32")
-    (engine,) = asyncio.run(together.start_engines(requirements))  # type: ignore[misc]
+    (engine,) = asyncio.run(world.start_engines(requirements))
     assert (engine.url, engine.key) == ("http://b", "k")
-    assert asyncio.run(together.restart_engine(1)) == engine
+    assert asyncio.run(world.restart_engine(1)) == engine
     assert replies[1] == [None, {}, None], "the second engine's first rank is rank 2"
 
 
@@ -261,20 +269,30 @@ def test_ranks_that_share_gpus_talk_by_gloo(monkeypatch: pytest.MonkeyPatch, sha
     assert [one.backend for one in met] == [backend]
 
 
-def test_a_follower_replies_once_its_weights_are_written_and_not_only_queued(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
-    monkeypatch.setattr(rank_crew, "finish", lambda device: done.append(f"finish {device}"))
+def rank_work_of(done: list[str]) -> RankWork:
+    """Work that only says what it does."""
 
     async def compute(function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
 
-    work: Any = SimpleNamespace(
-        policy=SimpleNamespace(compute=compute, device="cuda:1"),
-        apply=lambda lr, most: done.append("apply"),
-        fold=lambda: done.append("fold"),
+    stepper = SimpleNamespace(
+        begin_pass=lambda num_rounds: done.append(f"{num_rounds} rounds"),
+        flush=lambda: done.append("stood in"),
+        end_pass=lambda: done.append("summed"),
+        step=lambda lr, most: done.append("apply"),
     )
-    handlers = rank_crew.handlers(work)
-    for command, body in (("apply", [0.1, 1.0]), ("fold", None)):
+    policy: Any = SimpleNamespace(compute=compute, device="cuda:1", model=torch.nn.Module())
+    nothing: Any = None
+    return RankWork(
+        policy=policy, objective=nothing, stepper=stepper, sampling=nothing, fold=lambda: done.append("fold")  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def test_a_follower_replies_once_its_weights_are_written_and_not_only_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(rank_work, "finish", lambda device: done.append(f"finish {device}"))
+    handlers = rank_work.handlers(rank_work_of(done))
+    for command, body in (("apply", [0.1, 1.0]), ("fold", [])):
         asyncio.run(handlers[command](body))  # type: ignore[arg-type]
     assert done == ["apply", "finish cuda:1", "fold", "finish cuda:1"]
 
@@ -282,22 +300,10 @@ def test_a_follower_replies_once_its_weights_are_written_and_not_only_queued(mon
 def test_a_pass_ends_before_the_engine_is_paused_for_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """What ranks have added up is summed while the engine samples on, and queued before the host is said to be idle."""
     order: list[str] = []
-
-    async def compute(function: Callable[..., Any], *arguments: Any) -> Any:
-        return function(*arguments)
-
-    work: Any = SimpleNamespace(
-        policy=SimpleNamespace(compute=compute, device=None),
-        context=None,
-        hook=lambda: None,
-        begin_pass=lambda num_rounds: order.append(f"{num_rounds} rounds"),
-        micro=lambda micro, known: order.append(micro) or ({}, torch.zeros(1), None),
-        reduce=lambda: order.append("stood in"),
-        end_pass=lambda: order.append("summed"),
-        settle=lambda passes: ([], []),
-    )
-    monkeypatch.setattr(rank_crew, "micro_of", lambda plain, device, is_shared: plain)
-    mine = rank_crew.RankWork(work)
-    mine.take(["first", None])  # type: ignore[list-item]
-    asyncio.run(mine.passed(lambda: order.append("queued")))
+    monkeypatch.setattr(rank_work, "micro_of", lambda plain, device, is_shared: plain)
+    monkeypatch.setattr(RankWork, "micro", lambda self, micro, old: order.append(micro) or ({}, torch.zeros(1), None))
+    monkeypatch.setattr(RankWork, "settle", lambda self, passes: ([], []))
+    work = rank_work_of(order)
+    work.take(["first", None])  # type: ignore[list-item]
+    asyncio.run(work.rounds(lambda: order.append("queued")))
     assert order == ["2 rounds", "first", "stood in", "summed", "queued"]

@@ -13,10 +13,10 @@ from support import cut_slices
 from support.rank_processes import on_ranks
 from torch import nn
 
-from tandem.distributed.shared_slices import SharedSlices
+from tandem.distributed.shared_slices import SharedSlices, TrainedSlices
 from tandem.errors import StaleWeights, TornWeights, TransportError, UnsupportedPair
 from tandem.trainable.full import Full
-from tandem.trainer.rank_slices import SliceCrew
+from tandem.trainer.ranks.slices import LeadSlices
 from tandem.types import PolicyVersion
 from tandem.weight_sync.shared import Shared
 from tandem.weight_sync.transaction.session import compare
@@ -89,13 +89,13 @@ class FakeEngine:
 def session(ranks: FakeRanks, engine: FakeEngine, *, fresh: bool) -> tuple[SharedSlices, Any]:
     model = nn.Linear(2, 2)
     policy: Any = SimpleNamespace(model=model)
-    sync = SharedSlices.of(Shared(in_flight="finish", verify_every=3), ranks)
+    sync = SharedSlices.of(Shared(in_flight="finish", verify_every=3))
 
     async def pause() -> None:
         ranks.calls.append("pause")
 
     return sync, SimpleNamespace(
-        engine=engine, fresh=fresh, pause=pause, policy=policy, trainable=Full(), trained=sync.trained(Full(), policy)
+        engine=engine, fresh=fresh, pause=pause, policy=policy, trained=TrainedSlices(Full(), policy, ranks)
     )
 
 
@@ -147,7 +147,7 @@ def test_a_rank_that_cannot_attach_is_told_once_all_have_tried() -> None:
 
         async def execute(self, command: str, body: Any, mine: Any) -> tuple[Any, list[Any]]:
             assert command == "attach_slices"
-            assert [body(rank) for rank in (1, 2, 3)] == ["b", "c", "d"]
+            assert [body(rank) for rank in (1, 2, 3)] == [["b"], ["c"], ["d"]]
             return await mine, ["", "it cannot", ""]
 
     async def compute(function: Any, *arguments: Any) -> Any:
@@ -155,7 +155,7 @@ def test_a_rank_that_cannot_attach_is_told_once_all_have_tried() -> None:
 
     policy = SimpleNamespace(compute=compute)
     mine: Any = SimpleNamespace(attach={"a": ""}.__getitem__, policy=policy)
-    crew = SliceCrew(mine, SimpleNamespace(), Commands())  # type: ignore[arg-type]
+    crew = LeadSlices(mine, SimpleNamespace(), Commands())  # type: ignore[arg-type]
     with pytest.raises(TransportError, match="rank 2: it cannot"):
         asyncio.run(crew.attach([["a", "b"], ["c", "d"]]))
     with pytest.raises(TransportError, match="engine 0 has 4 workers, and 2 ranks share it"):

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from support.rank_records import Recording, of_updates
+from support.rank_states import shares_of, whole_states
 from support.rank_threads import rank_threads
 from support.tiers import long_but
 from support.tiny_policy import logprobs_of, reference
@@ -33,11 +34,11 @@ from tandem.distributed.group import DataGroup
 from tandem.distributed.sharding import ShardedStepper
 from tandem.model.policy import Compute, Policy, load_model
 from tandem.optimizers.adamw import AdamW
-from tandem.tools.certify.made_up import Author
-from tandem.trainer.objective import Objective
+from tandem.tools.certify.made_up import GroupMaker
+from tandem.trainer.objective import Objective, OldLogprobs
 from tandem.trainer.pack import Packer, StepBatch
-from tandem.trainer.rank_crew import RankWork
-from tandem.trainer.rank_wire import micro_to_plain
+from tandem.trainer.ranks.wire import to_plain
+from tandem.trainer.ranks.work import RankWork
 from tandem.trainer.work import LocalWork
 from tandem.types import Group, Sampling
 
@@ -95,14 +96,16 @@ def four() -> Iterator[Run]:
 def groups(tiny_model: Path) -> list[Group]:
     """Sampled by the model itself, some tokens a little off and some far."""
     plain, sampling = reference(tiny_model), Sampling()
-    author = Author(sampling=sampling, vocabulary=256, ends=(257,), weights={}, from_broker=True, env_advantages=False)
+    maker = GroupMaker(
+        sampling=sampling, vocabulary=256, ends=(257,), weights={}, from_broker=True, env_advantages=False
+    )
 
     def own(prompt: Any, tokens: Any, temperature: float) -> list[float]:
         with torch.no_grad():
             options = replace(sampling, temperature=temperature)
             return logprobs_of(plain, prompt, tokens, options).tolist() if tokens else []
 
-    return author.groups(own)
+    return maker.groups(own)
 
 
 @pytest.fixture(scope="module")
@@ -176,16 +179,14 @@ def whole_in(dtype: torch.dtype, model: nn.Module) -> nn.Module:
     return model.to(dtype)
 
 
-def gradients(
-    case: Case, model: nn.Module, batch: StepBatch, dtype: torch.dtype, group: DataGroup | None
-) -> list[dict[str, Tensor]]:
-    """Of every update; of several ranks the lead has them."""
+def gradients(case: Case, model: nn.Module, batch: StepBatch, dtype: torch.dtype, group: DataGroup | None) -> Any:
+    """Of every update; of several ranks each one's share of them."""
     trainable = TRAINABLE[case.trainable]
     policy = Policy(whole_in(dtype, copy.deepcopy(model)), None, name="tiny", compute=Compute(1))
     with contextlib.closing(policy):
         named = list(trainable.parameters(policy.model))
         after = placed(named)
-        names = [meta.name for meta in trainable.source(policy.model).manifest()]
+        names = [name for name, _ in trainable.source(policy.model)]
         held = None
         if case.objective.reference is not None:
             held = case.objective.reference.hold([(name, policy.model.get_parameter(name)) for name in names])
@@ -198,28 +199,34 @@ def gradients(
         with torch.no_grad():  # the first step is already away from what was loaded
             for name, parameter in named:
                 parameter.copy_(after(0)[name])
-        work = LocalWork(
-            policy=policy, objective=case.objective, stepper=stepper, sampling=Sampling(), held=held,
-            fold=lambda: trainable.fold(policy.model), reduce=getattr(stepper, "flush", lambda: None),
-            end_pass=getattr(stepper, "end_pass", lambda: None),
+        kind: type[LocalWork] = LocalWork if group is None else RankWork
+        work = kind(
+            policy=policy, objective=case.objective, stepper=stepper, sampling=Sampling(), reference=held,
+            fold=lambda: trainable.fold(policy.model),
         )  # fmt: skip
         asyncio.run(stepped(case, work, batch, group))
         if group is None:
             return list(stepper.updates)
-        return of_updates(stepper.state_dict())
+        return shares_of(stepper)
 
 
 async def stepped(case: Case, work: LocalWork, batch: StepBatch, group: DataGroup | None) -> None:
     """As ``Step`` has ranks do it, this one's micro-batches through the wire."""
-    mine, compute = RankWork(work), work.policy.compute
-    order = list(range(len(batch.micro))) if group is None else [one[group.rank] for one in batch.rounds]
+    compute = work.policy.compute
     for step in range(1, case.steps + 1):
-        mine.take([None if i is None else micro_to_plain(batch.micro[i]) for i in order])
+        old: list[OldLogprobs] = []
+        if isinstance(work, RankWork):
+            assert group is not None
+            indices = [of_ranks[group.rank] for of_ranks in batch.rounds]
+            work.take([None if i is None else to_plain(batch.micro[i]) for i in indices])
         for _ in range(case.updates):
             await compute(work.fold)
-            await mine.passed()
+            if isinstance(work, RankWork):
+                await work.rounds()
+            else:
+                old = [*(await work.passed(batch, old, lambda: None)).old_logprobs]
             await compute(work.apply, 1e-3, 1.0)
-        if work.held is not None and work.held.due(step):
+        if work.reference is not None and work.reference.due(step):
             await compute(work.fold)
             await compute(work.move)
 
@@ -234,8 +241,8 @@ def check(
     want = gradients(case, model, own, dtype, None)
     batch = packed(case.objective, groups, world)
     assert len(batch.micro) > 2 * world
-    computed, *others = run(lambda group: gradients(case, model, batch, dtype, group))
-    assert not any(others), "the lead alone has them"
+    like = {f"{name}/gradient-{i}": gradient for i, update in enumerate(want) for name, gradient in update.items()}
+    computed = of_updates(whole_states(run(lambda group: gradients(case, model, batch, dtype, group)), like))
     assert len(computed) == len(want) == case.updates * case.steps
     for update, (ours, theirs) in enumerate(zip(computed, want, strict=True)):
         assert ours.keys() == theirs.keys()
@@ -254,10 +261,8 @@ def trained(model: nn.Module, batches: list[StepBatch], group: DataGroup | None)
         stepper: Any = optimizer.bind(named)
         if group is not None:
             stepper = ShardedStepper(optimizer, named, group, smallest=0, bucket=1 << 14)
-        flush = getattr(stepper, "flush", lambda: None)
-        work = LocalWork(
-            policy=policy, objective=OBJECTIVES["grpo"], stepper=stepper, sampling=Sampling(), reduce=flush
-        )
+        kind: type[LocalWork] = LocalWork if group is None else RankWork
+        work = kind(policy=policy, objective=OBJECTIVES["grpo"], stepper=stepper, sampling=Sampling())
         for batch in batches:
             asyncio.run(stepped(Case(objective=OBJECTIVES["grpo"]), work, batch, group))
         return {name: parameter.detach() for name, parameter in named}

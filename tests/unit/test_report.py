@@ -154,15 +154,15 @@ def test_alarms_are_told_by_episode_without_what_a_resume_undid(tmp_path: Path) 
         alarm_event(30),
         {"time": 131.0, "event": "resumed", "step": 15},
         alarm_event(18, over=True),
-        alarm_event(40, "ess"),
-        alarm_event(140, "ess"),
+        alarm_event(40, "entropy"),
+        alarm_event(140, "entropy"),
     ]
     (tmp_path / "config.yaml").write_text("steps: 200\nmodel: m\n")
     write(tmp_path / "events.jsonl", events)
     rows = episodes(load(tmp_path))
     assert [(row["alarm"], row["step"], row["told"], row["over"]) for row in rows] == [
         ("length", 10, 1, 18),
-        ("ess", 40, 2, None),
+        ("entropy", 40, 2, None),
     ]
     assert rows[1]["seen"] == "seen at 140"
     assert data_of(build(tmp_path))["alarms"] == rows
@@ -252,17 +252,12 @@ TURNS = [
 ]
 
 
-def test_turns_find_their_tokens_by_text() -> None:
-    placed = samples.place_tokens(TURNS, tokens_of("<call>", "3*4", "</call>", "<|im_end|>", "\n", "It is", " 12."))
-    assert placed == [{"role": "assistant", "tokens": [0, 5]}, TURNS[1], {"role": "assistant", "tokens": [5, 7]}]
-
-
 def test_turns_find_their_tokens_by_recorded_counts() -> None:
     placed = samples.place_tokens(TURNS, tokens_of("a", "b", "c"), turns=[2, 1])
     assert [part.get("tokens") for part in placed] == [[0, 2], None, [2, 3]]
 
 
-def test_turns_whose_text_was_changed_show_messages_and_tokens() -> None:
+def test_messages_that_are_no_turns_are_shown_beside_the_tokens() -> None:
     placed = samples.place_tokens(TURNS, tokens_of("something", " else"))
     assert placed[:3] == TURNS
     assert placed[3] == {"role": "sampled tokens", "tokens": [0, 2]}

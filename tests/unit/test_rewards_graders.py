@@ -464,10 +464,9 @@ def test_a_worker_killed_while_idle_is_replaced_without_blame() -> None:
     async def go() -> list[Rollout]:
         async with Graders({"number": (Number(), 1.0)}) as graders:
             await graders.grade(group("7"))
-            (place,) = graders._pools[0]._places
-            assert place.worker is not None
-            os.kill(place.worker._process.pid, signal.SIGKILL)
-            await place.worker._process.wait()
+            (worker,) = graders._pools[0]._workers
+            os.kill(worker._process.pid, signal.SIGKILL)
+            await worker._process.wait()
             return await graders.grade(group("7", "8"))
 
     assert [rollout.reward for rollout in asyncio.run(go())] == [1.0, 0.0]
@@ -544,7 +543,7 @@ def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
                 task = Task(id="t", env="e", prompt=(Message(role="user", content="?"),), answer="")
                 hang = asyncio.ensure_future(graders.grade([gold_rollout(task, "spin")]))
                 await asyncio.sleep(0.2)
-                print(*[place.worker._process.pid for place in graders._pools[0]._places], flush=True)
+                print(*[worker._process.pid for worker in graders._pools[0]._workers], flush=True)
                 await hang
 
         asyncio.run(main())

@@ -14,9 +14,9 @@ from tandem.rewards.cosine_length import CosineLength
 from tandem.rewards.exact import ExactReward
 from tandem.rewards.format import Format
 from tandem.rewards.grading.workers import AnyReward, Graders
-from tandem.rewards.length import LengthReward
 from tandem.rewards.math_verify import MathVerify
 from tandem.rewards.number import Number
+from tandem.rewards.overlong import Overlong
 from tandem.rollout.gold import GoldFailure, check_environment, gold_rollout
 from tandem.types import Message, Task
 
@@ -48,7 +48,7 @@ def failures(env: Environment, specs: Mapping[str, tuple[AnyReward, float]], tas
 
 def test_right_answers_pass_and_rewards_without_full_marks_are_not_asked() -> None:
     env = Few(replies=("It is 7", "8.", "#### 9"))
-    assert failures(env, {"number": (Number(), 1.0), "length": (LengthReward(target=500), 0.1)}) == []
+    assert failures(env, {"number": (Number(), 1.0), "overlong": (Overlong(max_tokens=500, cache=9), 0.1)}) == []
 
 
 def test_reward_that_refuses_a_gold_reply_is_named() -> None:

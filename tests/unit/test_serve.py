@@ -23,7 +23,7 @@ from tandem.engines.vllm.client.process import EngineProcess, environment
 from tandem.engines.vllm.spec import Vllm
 from tandem.errors import ConfigError, EngineError, TransportError, UnsupportedPair
 from tandem.trainable.full import Full
-from tandem.trainer.assemble import engine_requirements
+from tandem.trainer.requirements import engine_requirements
 from tandem.transport import sharing
 from tandem.transport.bridge import VLLM_FILE, VllmBridge
 from tandem.weight_sync.shared import Shared
@@ -90,7 +90,7 @@ def test_an_engine_that_falls_says_why(tmp_path: Path, tiny_model: Path, monkeyp
         try:
             while process.alive():
                 await asyncio.sleep(0.02)
-            yield SimpleNamespace(servers=[SimpleNamespace(url="http://x:1", process=process)], dead=lambda: [0])
+            yield SimpleNamespace(servers=[SimpleNamespace(url="http://x:1", process=process)], dead=lambda: [process])
         finally:
             await process.stop()
 

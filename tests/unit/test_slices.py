@@ -33,7 +33,7 @@ def test_shards_are_the_slices_of_the_worker_beside(keys: int, vocabulary: int, 
     model = trained("Qwen3", keys=keys, vocabulary=vocabulary)
     elsewhere: set[str] = set()
     for rank in range(4):
-        for name, parts in places(served(model, Worker(rank, 4)), rank=rank, world=4).items():
+        for name, parts in places(served(model, Worker(rank, 4)), world=4).items():
             own = shard_slice(name, tuple(model.get_parameter(name).shape), rank, 4)
             if not all(own.contains(Slice.at(place.first, place.tensor.shape)) for place in parts):
                 elsewhere.add("norm" if "norm" in name else name.split(".")[-2])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from support.rank_threads import on_ranks
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -59,13 +60,15 @@ def by_ranks(optimizer: Any, world: int, source: Any, into: Path) -> None:
 
     def rank(group: DataGroup) -> None:
         stepper = ShardedStepper(optimizer, weights(), group)
-        if isinstance(source, Path):
-            states = {key: torch.empty_like(state) for key, state in stepper.local_states().items()}
-            state_shards.read(source, stepper.shares(states))
-            stepper.load_local_states(states)
-        else:
-            stepper.load_state_dict(source)
-        state_shards.write(into, stepper.shares(stepper.local_states()), group.rank)
+        states = {key: torch.empty_like(state) for key, state in stepper.state_dict().items()}
+        state_shards.read(file, stepper.shares(states))
+        stepper.load_state_dict(states)
+        state_shards.write(into, stepper.shares(stepper.state_dict()), group.rank)
+
+    file = source
+    if not isinstance(source, Path):
+        file = into.with_name(f"{into.name}-whole.safetensors")
+        save_file(source, file)
 
     on_ranks(world, rank)
 

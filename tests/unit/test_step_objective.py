@@ -93,7 +93,7 @@ def groups(tiny_model: Path) -> list[Group]:
 
 
 def changing(policy: Policy, trainable: Trainable) -> list[tuple[str, torch.nn.Parameter]]:
-    return [(m.name, policy.model.get_parameter(m.name)) for m in trainable.source(policy.model).manifest()]
+    return [(name, policy.model.get_parameter(name)) for name, _ in trainable.source(policy.model)]
 
 
 def packed(groups: Sequence[Group], objective: Objective, budget: int = 1000) -> StepBatch:
@@ -122,7 +122,7 @@ class Live:
             objective=objective,
             stepper=optimizer.bind(self.trainable.parameters(policy.model)),
             sampling=SAMPLING,
-            held=self.held,
+            reference=self.held,
             fold=lambda: self.trainable.fold(policy.model),
         )
         self.step = Step(work=work, optimizer=optimizer, steps=10, **step)

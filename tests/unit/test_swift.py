@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.compat_cases import SWIFT
+from support.compat_cases import SWIFT, forget_swift, swift_package
 
 from tandem.cli import app as cli
-from tandem.cli import swift as swift_command
-from tandem.compat import swift
-from tandem.compat.swift.completions import CompletionsFile
-from tandem.compat.swift.datasets import SwiftDataset, row
 from tandem.observability.loggers.base import RunInfo
+from tandem_compat import swift
+from tandem_compat.commands import swift as swift_command
+from tandem_compat.swift.completions import CompletionsFile
+from tandem_compat.swift.datasets import SwiftDataset, row
 
 Run = Callable[..., tuple[int, str, str]]
 COLOCATE = "--use_vllm true --vllm_mode colocate"
@@ -26,6 +26,8 @@ COLOCATE = "--use_vllm true --vllm_mode colocate"
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    forget_swift(monkeypatch)
+    swift_package(tmp_path)
     rows = [{"query": f"{i}+2=", "solution": str(i + 2)} for i in range(20)]
     Path("d.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
 
@@ -99,7 +101,7 @@ def test_a_column_that_a_row_lacks_is_null_for_rewards() -> None:
 
 
 PLUGIN = """
-from swift.plugin import ORM, orms, rm_plugins
+from swift.plugin import ORM, orms
 from swift.utils import get_logger
 
 

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.compat_cases import forget_swift, swift_package
 
-from tandem.compat import swift
-from tandem.compat.swift.datasets import SwiftDataset
-from tandem.compat.swift.plugin import PluginReward
-from tandem.compat.swift.rewards import SwiftFormat, SwiftSoftOverlong
 from tandem.config.loading import from_options
 from tandem.errors import ConfigError, RewardError
 from tandem.rewards.base import Reward
 from tandem.rewards.grading.workers import Graders
 from tandem.types import Completion, Message, Rollout, Task, Turn
+from tandem_compat import swift
+from tandem_compat.swift.datasets import SwiftDataset
+from tandem_compat.swift.plugin import PluginReward
+from tandem_compat.swift.rewards import SwiftFormat, SwiftSoftOverlong
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    forget_swift(monkeypatch)
+    swift_package(tmp_path)
 
 
 def write(text: str, name: str = "plugin.py") -> None:
@@ -195,78 +199,24 @@ def test_a_file_is_run_once() -> None:
 
 # What plug-ins import
 
-REAL = """
-    from typing import List
-    from swift.infer_engine import InferRequest
-    from swift.llm import PtEngine, RequestConfig, Template, to_device
-    from swift.llm.infer.protocol import ChatCompletionResponse
-    from swift.plugin import ORM, orms, rm_plugins
-    from swift.plugin.multi_turn import MultiTurnScheduler, multi_turns
-    from swift.plugin.rm_plugin import DefaultRMPlugin
-    from swift.rollout.gym_env import Env, envs
-    from swift.utils import get_logger
-    import swift
 
-    logger = get_logger()
-
-    class Judge(DefaultRMPlugin):
-        def __init__(self, model, template: Template | None = None):
-            super().__init__(model, template)
-        def answers(self, results: List[ChatCompletionResponse]): return results
-
-    class Scheduler(MultiTurnScheduler): ...
-
-    class Gym(Env): ...
-
-    rm_plugins["judge"] = Judge
-    envs["gym"] = Gym
-    multi_turns["again"] = Scheduler
-
-    class Mine(ORM):
-        def __call__(self, completions, **columns):
-            from swift.utils import get_logger as again
-            again().info("called")
-            return [1.0] * len(completions)
-
-    class Engine(ORM):
-        def __call__(self, completions, **columns): return PtEngine.from_model_template(1)
-
-    class Made(ORM):
-        def __call__(self, completions, **columns): return [Judge(1)]
-
-    class Called(ORM):
-        def __call__(self, completions, **columns): return to_device(completions)
-
-    swift.plugin.orms.update(mine=Mine, engine=Engine, made=Made, called=Called)
-"""
-
-
-def test_whatever_of_ms_swift_a_plug_in_imports() -> None:
-    """It may name and derive from all of it; what it uses says what it is."""
-    assert graded(plugin(REAL), rollouts_of("7")) == [1.0]
-    for name, message in {
-        "engine": r"swift\.llm\.PtEngine is ms-swift's own.* no 'from_model_template'",
-        "made": r"swift\.plugin\.rm_plugin\.DefaultRMPlugin is ms-swift's own",
-        "called": r"swift\.llm\.to_device is ms-swift's own",
-    }.items():
-        with pytest.raises((AttributeError, NotImplementedError), match=message):
-            plugin(REAL, name).called().call(completions=["a"])
+def test_a_plug_in_of_ms_swift_says_that_it_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.rmtree("swift")
+    text = "from swift.plugin import orms\norms['mine'] = lambda completions, **_: [1.0]\n"
+    message = r"plugin\.py imports ms-swift, which is not installed here; install it \(pip install ms-swift\), or write"
+    with pytest.raises(RewardError, match=message):
+        plugin(text).prepare()
+    with pytest.raises(ConfigError, match=f"--external_plugins: {message}"):
+        recipe("--reward_funcs mine --external_plugins plugin.py")
 
 
 @pytest.mark.slow
-def test_ms_swift_itself_is_used_where_it_is_installed() -> None:
-    """By a grading process, which finds modules in the working directory; only some module of its is there."""
-    Path("swift").mkdir()
-    write("orms = {}\nclass ORM: score = 5.0\n", "swift/rewards.py")
-    write("", "swift/__init__.py")
-    mine = plugin("""
-        from swift.rewards import ORM, orms
-        class Mine(ORM):
-            def __call__(self, completions, **columns): return [self.score] * len(completions)
-        orms["mine"] = Mine
-    """)
+def test_what_a_release_of_ms_swift_lacks_is_named() -> None:
+    """By a grading process, which finds modules in the working directory."""
+    text = "from swift.rewards import orms\norms['mine'] = lambda completions, **_: [5.0]\n"
+    mine = plugin(text)
     assert graded(mine, rollouts_of("7")) == [5.0]
-    write("from swift.llm import PtEngine\n" + Path("plugin.py").read_text())
+    write("from swift.llm import PtEngine\n" + text)
 
     async def start() -> None:
         async with Graders({"mine": (mine, 1.0)}):
@@ -274,44 +224,6 @@ def test_ms_swift_itself_is_used_where_it_is_installed() -> None:
 
     with pytest.raises(RewardError, match=r"No module named 'swift\.llm'"):
         asyncio.run(start())
-
-
-def test_built_in_rewards_are_in_orms() -> None:
-    text = """
-        from swift.plugin.orm import MathAccuracy, ORM, orms
-
-        class Mine(ORM):
-            def __init__(self, args=None, **kwargs):
-                super().__init__(args)
-                self.all = [orms[name](args=args) for name in ("format", "repetition", "soft_overlong", "cosine")]
-            def __call__(self, completions, **columns):
-                return [one(completions, **columns) for one in (MathAccuracy(), *self.all)]
-
-        class Alone(ORM):
-            def __call__(self, completions, **columns): return orms[columns["which"]](self.args)(completions)
-
-        orms["mine"] = Mine
-        orms["alone"] = Alone
-    """
-    arguments = {
-        "soft_cache_length": 4,
-        "soft_max_length": 8,
-        "max_completion_length": 8,
-        "repetition_max_penalty": -2.0,
-    }
-    call = plugin(text, **arguments).called().call
-    accuracy, shape, repetition, long, cosine = call(
-        completions=["<think></think><answer>7</answer>", "a b c a b c"],
-        solution=["7", "7"],
-        response_token_ids=[list(range(8)), [[1, 2, 3], [4, 5, 6]]],
-    )
-    assert (accuracy, shape) == ([1.0, 0.0], [1.0, 0.0])
-    assert repetition == pytest.approx([0.0, -2.0 * 0.25])  # 3 of 4 triples are different
-    assert long == pytest.approx([-1.0, -0.5])
-    assert cosine == pytest.approx([0.5, -0.5 + 0.5 * (1 + 2**-0.5) / 2])  # as short as can be is 1 and -0.5
-    for name in ("accuracy", "cosine", "soft_overlong"):
-        with pytest.raises(TypeError, match=f"orms\\['{name}'\\] needs"):
-            plugin(text, "alone", **arguments).called().call(completions=["a"], which=name)
 
 
 # What a command line comes to
@@ -332,13 +244,11 @@ def test_a_plug_in_comes_before_what_is_built_in() -> None:
 def test_mistakes_in_plug_ins_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     write("import nowhere_to_be_found\n", "broken.py")
     write("from swift.plugin import orms\nprint('hello')\norms['mine'] = lambda completions, **_: []\n")
-    write("from swift.llm import register_model\nregister_model(1)\n", "models.py")
     one = "--reward_funcs mine --external_plugins"
     assert "--external_plugins: there is no plug-in file nothere.py" in refusal(f"{one} nothere.py")
     broken = refusal(f"{one} broken.py")
     assert "--external_plugins: running broken.py raised ModuleNotFoundError: No module named 'nowhere" in broken
     assert "broken.py:1 in <module>" in broken
-    assert "swift.llm.register_model is ms-swift's own" in refusal(f"{one} plugin.py models.py")
     write("x = 1\n", "unused.py")
     recipe(f"{one} plugin.py unused.py")  # which is told
     assert "there is no 'other'; choose from accuracy" in refusal(f"{one} plugin.py --reward_funcs other mine")

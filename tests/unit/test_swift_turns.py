@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.compat_cases import forget_swift, swift_package
 
-from tandem.compat.swift.schedulers import ScheduledDataset
 from tandem.errors import ConfigError, EnvError
 from tandem.types import Message
+from tandem_compat.swift.schedulers import ScheduledDataset
 
 PLUGIN = """
 from swift.plugin import ORM, orms
 from swift.rollout.multi_turn import MultiTurnScheduler, multi_turns
-from swift.infer_engine.protocol import RolloutInferRequest
 
 class Retry(MultiTurnScheduler):
-    def step(self, infer_request: "RolloutInferRequest", response_choice, current_turn):
+    def step(self, infer_request, response_choice, current_turn):
         infer_request.messages.append({"role": "user", "content": f"No. Try {current_turn + 1}."})
         return {"infer_request": infer_request, "rollout_infos": {"tries": current_turn, "note": "again"}}
 
@@ -84,6 +84,8 @@ class Talk:
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    forget_swift(monkeypatch)
+    swift_package(tmp_path)
     Path("turns.py").write_text(PLUGIN)
     Path("d.jsonl").write_text(json.dumps({"query": "1+2=", "solution": "3"}) + "\n")
 

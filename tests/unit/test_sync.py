@@ -32,7 +32,7 @@ from tandem.model.policy import Policy
 from tandem.trainable.base import Trainable
 from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
-from tandem.trainer.assemble import check_pairs
+from tandem.trainer.pairs import check_pairs
 from tandem.transport import collective
 from tandem.transport.checksums import checksums, digest
 from tandem.types import Completion, PolicyVersion, Sampling

@@ -30,7 +30,7 @@ from tandem.model.policy import Policy
 from tandem.trainable.base import Trainable
 from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
-from tandem.trainer.assemble import check_pairs
+from tandem.trainer.pairs import check_pairs
 from tandem.transport.checksums import checksums
 from tandem.types import PolicyVersion
 from tandem.weight_sync.base import SyncContext, WeightSync

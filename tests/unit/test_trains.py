@@ -245,13 +245,9 @@ def test_source_is_live_and_repeats(trainable: Trainable, tie: bool) -> None:
     source = trainable.source(live)
     owners = dict(live.named_parameters())
     assert [name for name, _ in source] == [name for name, _ in trainable.parameters(live)]
-    assert [meta.name for meta in source.manifest()] == [name for name, _ in source]
-    assert sum(meta.bytes for meta in source.manifest()) == sum(t.nbytes for _, t in source)
-    assert {meta.dtype for meta in source.manifest()} == {"bfloat16"}
-    for (name, tensor), meta in zip(source, source.manifest(), strict=True):
+    for name, tensor in source:
         assert tensor.data_ptr() == owners[name].data_ptr()
         assert not tensor.requires_grad
-        assert meta.shape == tuple(tensor.shape)
     storages = [tensor.data_ptr() for _, tensor in source]
     assert len(set(storages)) == len(storages), "tied weights travel once"
     stir(trainable, live, 3)

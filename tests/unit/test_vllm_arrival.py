@@ -235,6 +235,6 @@ def test_a_place_that_is_taken_is_told_before_anything_starts() -> None:
             _vllm_fleet._unused(f"http://127.0.0.1:{port}")
 
     with pytest.raises(
-        EngineError, match=r"somebody else listens at .*by engine.urls: \[http://127.0.0.1:\d+\], otherwise"
+        EngineError, match=r"another process listens at .*by engine.urls: \[http://127.0.0.1:\d+\], otherwise"
     ):
         run(go())

@@ -98,12 +98,8 @@ class Engine:
         self, prompt: Sequence[int] = (1, 2, 3), seed: int | None = None, tokens: int = 2, least: int = -1
     ) -> asyncio.Task[Sampled]:
         sampling = Sampling(max_tokens=tokens)
-
-        def made() -> Generate:
-            return completion_request(prompt, sampling, limit=40, ends=[], flat=True, min_step=least)
-
-        answer = self.waves.answer(self.server, made, (prompt, sampling, least), seed=seed)
-        return asyncio.create_task(answer)
+        request = completion_request(prompt, sampling, limit=40, ends=[], flat=True, min_step=least)
+        return asyncio.create_task(self.waves.answer(self.server, request, seed=seed))
 
     async def until(self, true: Callable[[], Any]) -> None:
         async with asyncio.timeout(5):
@@ -196,12 +192,8 @@ def test_an_answer_that_fails_is_the_only_one() -> None:
 
 def test_parameters_that_vllm_refuses_cost_one_prompts_answers() -> None:
     async def body(e: Engine) -> None:
-        cold = Sampling(max_tokens=2, temperature=-1.0)
-
-        def made() -> Generate:
-            return Generate(prompt=Ids(prompt_token_ids=[1]), temperature=-1.0)
-
-        bad = asyncio.create_task(e.waves.answer(e.server, made, ([1], cold, -1), seed=None))
+        request = Generate(prompt=Ids(prompt_token_ids=[1]), temperature=-1.0)
+        bad = asyncio.create_task(e.waves.answer(e.server, request, seed=None))
         good = e.ask([1])
         with pytest.raises(EngineError, match=r"`float` >= 0.0 - at `\$.temperature`"):
             await bad

@@ -35,13 +35,16 @@ def part(whole: Tensor, place: TensorPlace) -> Tensor:
 @pytest.mark.parametrize("adapters", [False, True], ids=["plain", "wrapped"])
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize(("kind", "options"), MODELS)
-def test_counted_places_hold_every_element_once(kind: str, options: dict[str, Any], world: int, adapters: bool) -> None:
+def test_distinct_places_hold_every_element_once(
+    kind: str, options: dict[str, Any], world: int, adapters: bool
+) -> None:
     model = trained(kind, **options)
     whole = dict(model.named_parameters())
     seen = {name: torch.zeros(tensor.shape, dtype=torch.int64) for name, tensor in whole.items()}
+    known = set()  # what several ranks hold has one name and place
     for rank in range(world):
         fake = served(model, Worker(rank, world), adapters=adapters)
-        mapped = places(fake, rank=rank, world=world)
+        mapped = places(fake, world=world)
         assert mapped.keys() == whole.keys()
         assert uncovered(fake, mapped) == []
         for name, parts in mapped.items():
@@ -50,7 +53,8 @@ def test_counted_places_hold_every_element_once(kind: str, options: dict[str, An
                 assert place.tensor.shape == part(whole[name], place).shape  # lies within the whole
                 assert torch.equal(place.tensor, part(whole[name], place))
                 assert place.tensor.numel() == 0 or shares(place, fake)
-                part(seen[name], place).add_(int(place.counted))
+                part(seen[name], place).add_(int((name, place.first) not in known))
+                known.add((name, place.first))
     assert all((count == 1).all() for count in seen.values())
 
 
@@ -64,26 +68,15 @@ def shares(place: TensorPlace, fake: nn.Module) -> bool:
 @pytest.mark.parametrize(("kind", "options"), MODELS)
 def test_checksums_of_all_ranks_add_up_to_the_trainers(kind: str, options: dict[str, Any], world: int) -> None:
     model = trained(kind, **options)
-    total = dict.fromkeys(dict(model.named_parameters()), 0)
+    shards: dict[tuple[str, tuple[int, int]], Shard] = {}  # what several ranks hold is the same
     for rank in range(world):
-        mapped = places(served(model, Worker(rank, world)), rank=rank, world=world)
-        shards = [Shard(n, p.tensor, p.first) for n, parts in mapped.items() for p in parts if p.counted]
-        for name, value in ChecksumTally(shards).take().items():
+        mapped = places(served(model, Worker(rank, world)), world=world)
+        shards |= {(n, p.first): Shard(n, p.tensor, p.first) for n, parts in mapped.items() for p in parts}
+    total = dict.fromkeys(dict(model.named_parameters()), 0)
+    for shard in shards.values():
+        for name, value in ChecksumTally([shard]).take().items():
             total[name] = (total[name] + value) % 2**64
     assert total == checksums(model.named_parameters())
-
-
-def test_who_counts_what_all_ranks_or_some_hold() -> None:
-    model = trained("Qwen3", keys=2, attention_bias=True)
-    counted: dict[str, list[bool]] = {}
-    for rank in range(4):
-        for name, (place,) in places(served(model, Worker(rank, 4)), rank=rank, world=4).items():
-            counted.setdefault(name.removeprefix("model.layers.0."), []).append(place.counted)
-    assert counted["self_attn.k_proj.weight"] == counted["self_attn.v_proj.bias"] == [True, False, True, False]
-    assert counted["self_attn.q_norm.weight"] == counted["input_layernorm.weight"] == [True, False, False, False]
-    assert counted["self_attn.o_proj.bias"] == [True, False, False, False]
-    assert counted["self_attn.o_proj.weight"] == counted["self_attn.q_proj.bias"] == [True] * 4
-    assert counted["model.embed_tokens.weight"] == counted["lm_head.weight"] == [True] * 4
 
 
 def test_writing_every_place_is_what_loading_would_have_made() -> None:
@@ -93,7 +86,7 @@ def test_writing_every_place_is_what_loading_would_have_made() -> None:
             parameter.mul_(-2)
     for rank in range(2):
         fake, fresh = (served(model, Worker(rank, 2)) for model in (old, new))
-        for name, parts in places(fake, rank=rank, world=2).items():
+        for name, parts in places(fake, world=2).items():
             for place in parts:
                 place.tensor.copy_(part(new.get_parameter(name), place))
         for name, parameter in fresh.named_parameters():
@@ -106,13 +99,13 @@ def test_a_rank_that_has_only_padding_of_the_vocabulary_has_an_empty_place() -> 
     for rank in range(4):
         model = nn.Module()
         model.embed = Worker(rank, 4).vocabulary(weight, padded=8)
-        mapped = places(model, rank=rank, world=4)
+        mapped = places(model, world=4)
         assert uncovered(model, mapped) == []
         seen.append((mapped["embed.weight"][0].first[0], len(mapped["embed.weight"][0].tensor)))
     assert seen == [(0, 2), (2, 2), (4, 1), (5, 0)]
 
 
-def test_layers_that_are_whole_on_every_rank_count_on_the_first() -> None:
+def test_layers_that_are_whole_on_every_rank_begin_at_their_first_row() -> None:
     for rank in range(2):
         worker, alone = Worker(rank, 2), Worker()
         model = nn.Module()
@@ -121,11 +114,10 @@ def test_layers_that_are_whole_on_every_rank_count_on_the_first() -> None:
         model.up = alone.row(nn.Linear(MLP, HIDDEN))
         model.embed = alone.vocabulary(torch.randn(VOCABULARY, HIDDEN))
         model.router = worker.layer(torch.randn(8, HIDDEN), input_size=HIDDEN, output_size=8)  # ReplicatedLinear
-        mapped = places(model, rank=rank, world=2)
-        own = {name: (place.first, place.counted) for name, (place,) in mapped.items()}
-        assert own.pop("split.weight") == ((rank * MLP // 2, 0), True)
-        assert own.pop("split.bias") == ((rank * MLP // 2, 0), True)
-        assert set(own.values()) == {((0, 0), rank == 0)}
+        mapped = places(model, world=2)
+        first = {name: place.first for name, (place,) in mapped.items()}
+        assert first.pop("split.weight") == first.pop("split.bias") == (rank * MLP // 2, 0)
+        assert set(first.values()) == {(0, 0)}
 
 
 def test_values_may_have_another_head_size() -> None:
@@ -137,23 +129,23 @@ def test_values_may_have_another_head_size() -> None:
     model.packed_modules_mapping = PACKED
     model.qkv_proj = worker.qkv(attention)
     model.qkv_proj.v_head_size = 8
-    mapped = places(model, rank=0, world=1)
+    mapped = places(model, world=1)
     assert torch.equal(mapped["v_proj.weight"][0].tensor, attention.v_proj.weight)
     assert uncovered(model, mapped) == []
     del model.qkv_proj.v_head_size  # then all heads are of one size, and the rows do not suffice
     with pytest.raises(EngineError, match=r"'qkv_proj.weight' has 112 rows, 128 were expected.*v_proj"):
-        places(model, rank=0, world=1)
+        places(model, world=1)
 
 
 def test_a_parameter_that_no_place_covers_wholly_is_named() -> None:
     model = served(trained("Llama"), Worker())
-    mapped = places(model, rank=0, world=1)
+    mapped = places(model, world=1)
     del mapped["model.layers.0.self_attn.k_proj.weight"]
     del mapped["lm_head.weight"]
     assert uncovered(model, mapped) == ["model.layers.0.self_attn.qkv_proj.weight", "lm_head.weight"]
     gate_up = model.model.layers[1].mlp.gate_up_proj
     gate_up.weight = nn.Parameter(torch.zeros(2 * MLP + 1, HIDDEN))
-    assert uncovered(model, places(model, rank=0, world=1)) == ["model.layers.1.mlp.gate_up_proj.weight"]
+    assert uncovered(model, places(model, world=1)) == ["model.layers.1.mlp.gate_up_proj.weight"]
 
 
 def test_what_cannot_be_mapped_is_refused_by_name() -> None:
@@ -163,7 +155,7 @@ def test_what_cannot_be_mapped_is_refused_by_name() -> None:
         for name, layer in layers.items():
             setattr(model, name, layer)
         with pytest.raises(EngineError, match=message):
-            places(model, rank=0, world=world)
+            places(model, world=world)
 
     one, two = Worker(), Worker(0, 2)
     weight = torch.randn(8, HIDDEN)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 from support.fake_vllm import FakeClient, Models, install
 
@@ -38,12 +37,14 @@ class Server:
         self.away = False
 
     async def info(self) -> Any:
-        return await self._ask(self._live.info, b"")
+        return await self._ask(self._live.info, None)
 
     async def post(self, path: str, body: Any = None) -> Any:
-        return await self._ask(self._live.handlers[path]["POST"], msgspec.json.encode({} if body is None else body))
+        route = self._live.routes[path]
+        assert route.body is not None
+        return await self._ask(route.handler, route.body() if body is None else body)
 
-    async def _ask(self, handler: Callable[[bytes], Coroutine[Any, Any, Any]], body: bytes) -> Any:
+    async def _ask(self, handler: Callable[[Any], Awaitable[Any]], body: Any) -> Any:
         if self.away:
             raise EngineUnreachable("it does not answer")
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ import pytest
 from support.fake_vllm import FakeClient, LoRARequest, install, settle
 
 from tandem.engines.vllm.server.frontend import Frontend, Stopped
-from tandem.engines.vllm.server.places import PROBES, Places, TurnLimiter
+from tandem.engines.vllm.server.places import PROBES, Places
 from tandem.engines.vllm.server.routes import probe
 
 
@@ -159,54 +158,6 @@ def test_empty_waits_for_the_last_and_is_not_fooled_by_the_next() -> None:
             assert places.users == {"a": 1}
         await waits
         assert (places.running, places.users) == (0, {})
-
-    run(body)
-
-
-def test_few_pass_in_a_turn_of_the_event_loop_in_order() -> None:
-    async def body() -> None:
-        turnstile, passed = TurnLimiter(), list[int]()
-
-        async def one(number: int) -> None:
-            await turnstile.passed()
-            passed.append(number)
-
-        tasks = [asyncio.ensure_future(one(i)) for i in range(7)]
-        seen = []
-        while len(passed) < 6:
-            await asyncio.sleep(0)
-            if len(passed) == 4:
-                tasks[4].cancel()  # it is next
-            seen.append(len(passed))
-        assert passed == [0, 1, 2, 3, 5, 6], "who gave up took nobody's turn"
-        assert max(after - before for before, after in itertools.pairwise([0, *seen])) == 2
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.wait_for(turnstile.passed(), 1)
-
-    run(body)
-
-
-def test_a_wave_that_is_handed_in_holds_no_command_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many wait for the same weights, what is asked meanwhile is answered after a few of them."""
-    install(monkeypatch)
-
-    async def body() -> None:
-        client = FakeClient(counts=True)
-        client.vllm_config.scheduler_config.max_num_seqs = 200
-        front = Frontend(client)
-        await front.pause()
-        params = {"max_tokens": 3, "logprobs": 0}
-        new = [asyncio.ensure_future(front.generate([i], params)) for i in range(100)]
-        await settle()
-        assert client.seen == []
-        await front.set_version(1, "d")
-        await front.resume()
-        await asyncio.sleep(0)
-        await front.rpc("whatever")
-        assert 0 < len(client.seen) < 100
-        for task in new:
-            task.cancel()
-        await asyncio.gather(*new, return_exceptions=True)
 
     run(body)
 

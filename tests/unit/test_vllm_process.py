@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import os
 import signal
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tandem.engines.vllm.client import process as _vllm_process
@@ -369,8 +369,8 @@ def test_a_record_survives_its_file(tmp_path: Path) -> None:
     one = Identity(7, "1 boot")
     record = EngineRecord(pid=5, started="0 boot", url="http://h:1", key="k", log="/l", family=(one,))
     record.write(tmp_path / "engine.json")
-    dataclasses.replace(record, pid=6).write(tmp_path / "engine.json")
-    assert EngineRecord.read(tmp_path / "engine.json") == dataclasses.replace(record, pid=6)
+    msgspec.structs.replace(record, pid=6).write(tmp_path / "engine.json")
+    assert EngineRecord.read(tmp_path / "engine.json") == msgspec.structs.replace(record, pid=6)
     assert {"pid", "started", "url", "key"} <= json.loads((tmp_path / "engine.json").read_text()).keys()
 
 

@@ -52,7 +52,7 @@ class Receiver(WorkerExtension):
 
     def tandem_places(self) -> dict[str, list[TensorPlace]]:
         def place(tensor: Tensor, first: tuple[int, int], *shape: int) -> list[TensorPlace]:
-            return [TensorPlace(tensor=tensor, parameter="p", first=first, shape=shape, counted=True)]
+            return [TensorPlace(tensor=tensor, parameter="p", first=first, shape=shape)]
 
         held = self.storage
         return {

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_vllm_fleet, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(_vllm_fleet, "HEALTH_SECONDS", 0.01)
     monkeypatch.setattr(_vllm_client, "GONE_SECONDS", 0.0)
 
 
@@ -239,7 +240,7 @@ def test_the_others_take_over_and_it_is_used_again_with_the_weights_of_now(caplo
             completions = await asyncio.gather(*(sample(engine) for _ in range(4)))
             assert [completion.versions for completion in completions] == [(2,)] * 4
             assert one.num_requests == before + 2
-            assert f"{one.url} answers again; the weights of now are published to it" in caplog.text
+            assert f"{one.url} answers again; publishing the current weights to it" in caplog.text
 
     run(go)
 

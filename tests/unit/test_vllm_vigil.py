@@ -18,6 +18,7 @@ from aiohttp import web
 
 from tandem.engines.base import EngineRequirements
 from tandem.engines.vllm.client import fleet as vigil
+from tandem.engines.vllm.client import http
 from tandem.engines.vllm.client.engine import VllmEngine
 from tandem.engines.vllm.client.fleet import Fleet, Launch
 from tandem.engines.vllm.client.http import AGAIN, EngineServer, EngineUnreachable
@@ -191,33 +192,35 @@ def test_one_of_ours_that_does_not_answer_is_dead_only_when_its_process_is(
     hangs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then it is at once, even where a child of it keeps the socket and a question would wait for long."""
-    looks: list[str] = []
-
-    class Mute(EngineServer):
-        async def get(self, path: str, *words: Any) -> Any:
-            looks.append(path)
-            if hangs:
-                await asyncio.Event().wait()
-            raise EngineUnreachable("it does not answer")
+    monkeypatch.setattr(http, "LOOK_SECONDS", 0.01)
+    alive = [True]
+    process = SimpleNamespace(
+        pid=1, alive=lambda: alive[0], killed=False, exit_reason=lambda: "ended", log_summary=lambda: "", stop=nothing
+    )
 
     async def go() -> None:
-        server = Mute("http://127.0.0.1:1", "", control_seconds=5.0, request_seconds=5.0)
-        launch = Launch(command=lambda *_: [], environment=lambda *_: {}, trainer="", log=Path(), records=None)
-        one, published = fleet(server, launch=launch), asyncio.Event()
+        with socket.create_server(("127.0.0.1", 0)) as mute:  # takes connections and answers none
+            port = mute.getsockname()[1] if hangs else free_port()
+            server = EngineServer(f"http://127.0.0.1:{port}", "", control_seconds=5.0, request_seconds=5.0)
+            server.process = process  # type: ignore[assignment]
+            launch = Launch(command=lambda *_: [], environment=lambda *_: {}, trainer="", log=Path(), records=None)
+            one, published = fleet(server, launch=launch), asyncio.Event()
 
-        async def republish() -> None:
-            published.set()
+            async def republish() -> None:
+                published.set()
 
-        one.ready.set()
-        one.watch(republish)
-        while len(looks) < (1 if hangs else 5):
-            await asyncio.sleep(0.01)
-        assert not published.is_set()
-        monkeypatch.setattr(one, "dead", lambda: [0])
-        await published.wait()
-        await one.close()
+            one.watch(republish)
+            await asyncio.sleep(0.1)
+            assert not published.is_set()
+            alive[0] = False
+            await published.wait()
+            await one.close()
 
     run(go())
+
+
+async def nothing() -> None:
+    """A process that was stopped already."""
 
 
 def test_one_that_cannot_be_brought_back_is_told_to_whoever_samples() -> None:
@@ -325,7 +328,7 @@ def test_where_one_cannot_start_the_others_are_ended_and_none_is_started_again(t
             await both.start()
         assert asyncio.all_tasks() == before
         await both.close()
-        assert (starts, both.dead()) == ([0, 1], [0, 1])
+        assert (starts, len(both.dead())) == ([0, 1], 2)
         assert not list((tmp_path / "records").iterdir())
 
     run(go())

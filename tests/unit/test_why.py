@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -26,6 +27,8 @@ from tandem.processes import identity, is_stopped
 
 pytestmark = pytest.mark.slow
 
+NUMBERS = itertools.count(1)
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
@@ -43,7 +46,16 @@ def signs(run: Path, *, at: float, loop: float = 0.1, started: str | None = None
 
 
 def wait(owner: str, on: str, seconds: float, deadline: float | None = None, reason: str = "something") -> Any:
-    return {"owner": owner, "on": on, "reason": reason, "seconds": seconds, "deadline": deadline}
+    left = None if deadline is None else deadline - seconds
+    return {
+        "number": next(NUMBERS),
+        "within": None,
+        "owner": owner,
+        "on": on,
+        "reason": reason,
+        "seconds": seconds,
+        "left": left,
+    }
 
 
 def test_the_chain_leads_from_the_longest_wait_to_who_delivers(run: Path) -> None:
@@ -258,7 +270,7 @@ def test_stacks_that_come_slowly_are_read_to_their_end(tmp_path: Path, monkeypat
     begin = path.stat().st_size
     writes = threading.Thread(target=write)
     writes.start()
-    assert why._until(why._whole(path, begin))
+    why._settle(path, begin)
     assert path.read_text()[begin:].split() == [str(i) for i in range(8)]
     writes.join()
 

@@ -30,7 +30,7 @@ from tandem_broker.commands.env import env
 from tandem_broker.commands.work import mask_truncated
 from tandem_broker.producer import IN_A_ROW, GroupTally, PlayPace, Producer, TaskShuffle
 from tandem_broker.protocol.messages import EnvRegistration, EnvStatus, Info
-from tandem_broker.remote_engine import AtroposDialect, OpenAiDialect, RemoteEngine, RemoteEngines, native
+from tandem_broker.remote_engine import Dialect, RemoteEngine, RemoteEngines, native
 
 T = TypeVar("T")
 PLACES = ["broker=http://b:1", "engine=http://e:2/v1"]
@@ -84,10 +84,6 @@ def test_a_recipe_for_training_is_taken_as_it_is(tmp_path: Path) -> None:
         (["model=m", "env=arithmetic", PLACES[0]], "missing 'engine'"),
         (["model=m", *PLACES], "missing 'env'"),
         (["model=m", "env=arithmetic", "broker=b:1", PLACES[1]], "http://"),
-        (
-            ["model=m", "env=arithmetic", *PLACES, "patience_seconds=9"],
-            "'patience_seconds' is called 'give_up_seconds' now",
-        ),
         (["model=m", "env=arithmetic", *PLACES, "n=0"], "n must be at least 1"),
         (["model=m", "env=arithmetic", *PLACES, "ahead=0.5"], "ahead must be at least 1"),
         (["model=m", "env=arithmetic", *PLACES, "min_share=2"], "min_share must be from 0 to 1"),
@@ -723,12 +719,12 @@ def test_text_alone_cannot_be_trained_on() -> None:
 @pytest.mark.parametrize(
     ("dialect", "answer"),
     [
-        (AtroposDialect(), {"logprobs": [[[{}]]], "finish_reasons": ["stop"]}),
-        (AtroposDialect(), {"logprobs": [[[None]]], "finish_reasons": ["stop"]}),
-        (AtroposDialect(), {"logprobs": [[[{"5": -0.1}]]], "finish_reasons": [{"type": "stop"}]}),
-        (OpenAiDialect("m"), {"choices": [{"logprobs": {"tokens": [5], "token_logprobs": [-0.1]}}]}),
+        (Dialect("atropos"), {"logprobs": [[[{}]]], "finish_reasons": ["stop"]}),
+        (Dialect("atropos"), {"logprobs": [[[None]]], "finish_reasons": ["stop"]}),
+        (Dialect("atropos"), {"logprobs": [[[{"5": -0.1}]]], "finish_reasons": [{"type": "stop"}]}),
+        (Dialect("openai", "m"), {"choices": [{"logprobs": {"tokens": [5], "token_logprobs": [-0.1]}}]}),
         (
-            OpenAiDialect("m"),
+            Dialect("openai", "m"),
             {"choices": [{"logprobs": {"token_logprobs": None}, "token_ids": [5], "finish_reason": "stop"}]},
         ),
     ],

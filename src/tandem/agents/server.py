@@ -10,13 +10,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import resource
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
-from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, count
@@ -43,16 +40,11 @@ MOST_BYTES = 16 << 20
 """Largest request."""
 INLINE_BYTES = 1 << 15
 """Requests up to this size are read and tokenised on the event loop; longer ones in a thread."""
-_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-MOST_CONNECTIONS = (8192 if _descriptors == resource.RLIM_INFINITY else min(_descriptors, 8192)) // 2
-"""Open connections of all servers in this process; the rest of the file descriptors is the trainer's."""
+IDLE_SECONDS = 60.0
+"""An agent's connection is closed after so long without a request: file descriptors are the trainer's."""
 
 NONE = ToolOffer()
 """No tools."""
-
-_threads = ThreadPoolExecutor(2, "tandem-agents")
-_connections: dict[web.RequestHandler, int] = {}
-"""Connections of all servers, idle for longest first. 0: it has shown no key yet; 1: idle; 2: a request is answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +223,7 @@ async def _aside(size: int, work: Callable[[], T]) -> T:
     """Do what takes long in a thread, so that the trainer's event loop goes on."""
     if size <= INLINE_BYTES:
         return work()
-    return await asyncio.get_running_loop().run_in_executor(_threads, copy_context().run, work)
+    return await asyncio.to_thread(work)
 
 
 def _user(text: str) -> tuple[Message, ...]:
@@ -241,25 +233,6 @@ def _user(text: str) -> tuple[Message, ...]:
 def _cut(text: str, stop: Sequence[str]) -> str:
     """A text up to the first stop text, which is sampled and recorded but no part of an answer."""
     return text[: min((place for s in stop if (place := text.find(s)) >= 0), default=len(text))]
-
-
-class _Connection(web.RequestHandler):
-    """A connection; where there are too many, those that are idle make room, the ones without a key first."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        idle = sorted((other for other, state in _connections.items() if state < 2), key=_connections.__getitem__)
-        excess = len(_connections) + 1 - MOST_CONNECTIONS
-        for other in idle[: max(0, excess)]:
-            del _connections[other]
-            other.force_close()
-        _connections[self] = 0
-        if excess > len(idle):
-            self.force_close()
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        _connections.pop(self, None)
-        super().connection_lost(exc)
 
 
 class Proxy:
@@ -283,15 +256,14 @@ class Proxy:
     @asynccontextmanager
     async def serving(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
         """Serve at an address; port 0 is a free one. Gives the URL."""
-        runner = web.AppRunner(self.application(), access_log=None, shutdown_timeout=1.0)
+        runner = web.AppRunner(
+            self.application(), access_log=None, shutdown_timeout=1.0, keepalive_timeout=IDLE_SECONDS
+        )
         await runner.setup()
-        loop = asyncio.get_running_loop()
-        connection = partial(_Connection, runner.server, loop=loop, access_log=None)  # type: ignore[arg-type]
-        server = await loop.create_server(connection, host, port)
         try:
-            yield f"http://{host}:{server.sockets[0].getsockname()[1]}"
+            await web.TCPSite(runner, host, port).start()
+            yield f"http://{host}:{runner.addresses[0][1]}"
         finally:
-            server.close()
             await runner.cleanup()
 
     def application(self) -> web.Application:
@@ -342,7 +314,6 @@ class Proxy:
         session = self._sessions.get(request.match_info["key"])
         if session is None:
             raise BadRequest("no episode has this key; use the base URL that the agent was given", status=401)
-        _connections[request.protocol] = 2
         return session
 
 
@@ -362,10 +333,6 @@ async def _in_openai_form(request: web.Request, handler: web.Handler) -> web.Str
         return _error(str(error), 502, "api_error")
     except web.HTTPException as error:
         return _error(error.reason, error.status, "invalid_request_error")
-    finally:
-        if _connections.get(request.protocol) == 2:
-            del _connections[request.protocol]
-            _connections[request.protocol] = 1
 
 
 def _error(message: str, status: int, kind: str, param: str | None = None) -> web.Response:

@@ -46,8 +46,6 @@ class Recipe:
     """What was set, overrides included, as plain data."""
     notes: tuple[str, ...] = ()
     """Where it differs from what the file of another system says."""
-    set_options: frozenset[str] = frozenset()
-    """Dotted paths of the options that were set; ``memory: fit`` leaves them as they are."""
 
     @classmethod
     def load(cls, source: str | Path | Mapping[str, Any] | Self, overrides: Overrides = ()) -> Self:
@@ -74,12 +72,7 @@ class Recipe:
             )
         else:
             loaded = recipes.load(Path(source), texts)
-        return cls(
-            config=loaded.config,
-            written=loaded.options,
-            notes=loaded.notes,
-            set_options=frozenset(loaded.places),
-        )
+        return cls(config=loaded.config, written=loaded.options, notes=loaded.notes)
 
     @property
     def options(self) -> dict[str, Json]:

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import math
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -16,7 +16,6 @@ from tandem.api.recipe import Overrides, Recipe, override_texts
 from tandem.config.loading import RunConfig
 from tandem.config.registry import did_you_mean
 from tandem.errors import TandemError
-from tandem.metrics import new_name
 from tandem.observability.emit import OnStep
 from tandem.observability.report import folder as folders
 from tandem.observability.report.folder import Row, RunFolder
@@ -106,8 +105,8 @@ class Run:
         """
         read = self._read()
         if step not in read.rollout_steps:
-            kept = read.rollout_steps
-            steps = f"there are those of steps {kept[0]} to {kept[-1]}" if kept else "no step has any yet"
+            saved = read.rollout_steps
+            steps = f"there are those of steps {saved[0]} to {saved[-1]}" if saved else "no step has any yet"
             raise TandemError(f"{self.folder} has no rollouts of step {step}; {steps}")
         return read.rollouts(step)
 
@@ -131,7 +130,7 @@ class Run:
             TandemError: as for ``train``.
         """
         config = targets.resumed(self.folder, override_texts(overrides))
-        return _trained(config, self.folder, (), on_step)
+        return _trained(config, self.folder, on_step)
 
     def _read(self) -> RunFolder:
         return folders.load(self.folder)
@@ -173,7 +172,7 @@ def train(
         True
     """
     loaded = Recipe.load(recipe, overrides)
-    return _trained(loaded.config, None, loaded.set_options, on_step)
+    return _trained(loaded.config, None, on_step)
 
 
 def evaluate(
@@ -219,7 +218,7 @@ def evaluate(
     return run_to_end(run.evaluate(config, weights=weights))
 
 
-def _trained(config: RunConfig, resume: Path | None, set_options: Collection[str], on_step: OnStep | None) -> Run:
+def _trained(config: RunConfig, resume: Path | None, on_step: OnStep | None) -> Run:
     if inspect.iscoroutinefunction(on_step):
         raise TandemError("on_step is an async function, which nothing awaits; write it as a plain def")
     if not _training.acquire(blocking=False):
@@ -231,7 +230,7 @@ def _trained(config: RunConfig, resume: Path | None, set_options: Collection[str
         from tandem.trainer import assemble as run  # only now: a mistake in the recipe is told before the rest loads
 
         stop = asyncio.Event()
-        training = run.train(config, resume=resume, set_options=set_options, on_step=on_step, stop=stop)
+        training = run.train(config, resume=resume, on_step=on_step, stop=stop)
         return Run(run_to_end(training, stop))
     finally:
         _training.release()
@@ -274,8 +273,6 @@ class MetricsTable(Sequence[dict[str, float]]):
             TandemError: no step has it; names one that is alike.
         """
         if name not in self.names:
-            if now := new_name(name):
-                raise TandemError(f"the metric {name!r} is called {now!r} now")
             raise TandemError(f"no step has a metric {name!r}{did_you_mean(name, self.names)}; see names for all")
         return [row.get(name, math.nan) for row in self._rows]
 

@@ -94,8 +94,8 @@ def weights_of(run: Path, step: int | None) -> Path:
     if not steps:
         raise CheckpointError(f"{run} has no checkpoint yet; one is written every checkpoint.every steps")
     if step is not None and step not in steps:
-        kept = ", ".join(str(number) for number in sorted(steps))
-        raise CheckpointError(f"{run} has no checkpoint of step {step}; it has: {kept}")
+        available = ", ".join(str(number) for number in sorted(steps))
+        raise CheckpointError(f"{run} has no checkpoint of step {step}; it has: {available}")
     checkpoint = steps[max(steps) if step is None else step]
     for name in ("model", "adapter"):
         if (checkpoint / name).is_dir():

@@ -203,8 +203,7 @@ def mismatch(
 ) -> None:
     """Show how far the trainer's logprobs are from the engine's.
 
-    By policy version and place in the turn, from a step's recorded tokens, with the widest gaps and turns whose prompt
-    is not what was expected.
+    By policy version and place in the turn, from a step's recorded tokens.
     """
     from tandem.cli.mismatch import mismatch
 
@@ -282,10 +281,7 @@ VERBS = "tandem.verbs"
 
 @cache
 def with_all_verbs() -> typer.Typer:
-    """The app with the verbs of other packages, and those whose options are another system's: also for help."""
-    from tandem.cli._commands import register
-
-    register(app)
+    """The app with the verbs of other packages: also for help."""
     for point in entry_points(group=VERBS):
         point.load()(app)
     return app

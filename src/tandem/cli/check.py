@@ -6,8 +6,7 @@ import asyncio
 import dataclasses
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -58,13 +57,13 @@ def check(recipe: Path, overrides: Sequence[str], tasks: int) -> int:
 
 
 async def _check(loaded: Loaded, tasks: int) -> int:
-    look = _RecipeCheck(loaded.config, tasks, loaded.places)
+    check = _RecipeCheck(loaded.config, tasks)
     console = Console()
     problems: list[TandemError] = []
-    doubtful = 0
-    questions = look.all()
+    warned = 0
+    questions = check.questions()
     width = max(map(len, questions))
-    async with look.graders():
+    with graders_log() as check.log:
         for what, ask in questions.items():
             try:
                 with console.status(Text(f"{what} ...")):
@@ -75,15 +74,15 @@ async def _check(loaded: Loaded, tasks: int) -> int:
             else:
                 state = Text("skipped", "yellow") if text is None else Text("ok", "green")
                 console.print(_row(state, what, text or "what it needs is missing, see above", width))
-            doubtful += len(look.doubts)
-            while look.doubts:
-                console.print(_row(Text("warning", "yellow"), what, look.doubts.pop(0), width))
-    if look.plan:
-        typer.echo(f"\nmemory:\n{look.plan}\n")
+            warned += len(check.warnings)
+            while check.warnings:
+                console.print(_row(Text("warning", "yellow"), what, check.warnings.pop(0), width))
+    if check.plan:
+        typer.echo(f"\nmemory:\n{check.plan}\n")
     if problems:
         console.print(f"{len(problems)} problem{'s' * (len(problems) > 1)}", style="bold red")
         return problems[0].exit_code
-    console.print(f"ok, with {doubtful} warning{'s' * (doubtful > 1)}" if doubtful else "ok", style="green")
+    console.print(f"ok, with {warned} warning{'s' * (warned > 1)}" if warned else "ok", style="green")
     return 0
 
 
@@ -99,46 +98,20 @@ def _row(state: Text, what: str, text: str, width: int) -> Table:
 class _RecipeCheck:
     """The things looked at, in order; each returns what it found, or None if an earlier one failed."""
 
-    def __init__(self, config: RunConfig, most: int, set_options: Collection[str]):
+    def __init__(self, config: RunConfig, most: int):
         self._config = config
-        self._set_options = set_options
         self._most = most
         self._tasks: dict[str, Sequence[Task]] = {}
         self._model: Any = None
         self._planner: memory.Planner | None = None
-        self._opening: dict[str, asyncio.Task[Graders]] = {}
+        self.log = Path()
+        """Takes what rewards print."""
         self.plan = ""
         """The memory plan as text, once it is made."""
-        self.doubts: list[str] = []
+        self.warnings: list[str] = []
         """Warnings: likely mistakes that need not be any."""
 
-    @asynccontextmanager
-    async def graders(self) -> AsyncIterator[None]:
-        """Graders of each environment, whose processes start while the data is read."""
-        grading = self._config.grading
-
-        async def opened(source: EnvSource) -> Graders:
-            specs = {reward: (spec.reward, spec.weight) for reward, spec in source.rewards.items()}
-            graders = Graders(specs, workers=grading.workers or 1, timeout=grading.timeout_seconds, log=log)
-            await graders.open()
-            return graders
-
-        sources = self._config.sources if self._config.plays else {}
-        warner = logging.getLogger(Graders.__module__)  # what it warns of is among the findings
-        level = warner.level
-        warner.setLevel(logging.ERROR)
-
-        with graders_log() as log:
-            self._opening = {name: asyncio.create_task(opened(source)) for name, source in sources.items()}
-            try:
-                yield
-            finally:
-                for ready in await asyncio.gather(*self._opening.values(), return_exceptions=True):
-                    if not isinstance(ready, BaseException):
-                        await ready.close()
-                warner.setLevel(level)
-
-    def all(self) -> dict[str, Question]:
+    def questions(self) -> dict[str, Question]:
         """Questions by name."""
         config, counts = self._config, memory.RankCounts.of(self._config)
         questions: tuple[tuple[str, Question, bool], ...] = (
@@ -161,7 +134,7 @@ class _RecipeCheck:
         from tandem.trainer import pairs
 
         pairs.check_pairs(self._config)
-        self.doubts += filter(None, [self._config.optimizer.doubt()])
+        self.warnings += filter(None, [self._config.optimizer.doubt()])
         envs = [_environment(name, source) for name, source in self._config.sources.items()]
         parts = {name: getattr(self._config, name) for name in _CATEGORIES}
         named = [
@@ -183,9 +156,9 @@ class _RecipeCheck:
             logger.check()
         return ", ".join(["run folder", *(resolve.kind_of("loggers", logger) for logger in self._config.loggers)])
 
-    async def _train_tasks(self) -> str:
+    def _train_tasks(self) -> str:
         """The data, of which the first tasks are kept for the other checks."""
-        splits = await asyncio.to_thread(self._read, "train")  # graders start meanwhile
+        splits = self._read("train")
         self._tasks = {name: list(islice(tasks, self._most)) for name, tasks in splits.items()}
         return _of_each({name: f"{len(tasks):,}" for name, tasks in splits.items()})
 
@@ -212,15 +185,23 @@ class _RecipeCheck:
         """
         if not self._tasks:
             return None
-        sources = self._config.sources
-        return _of_each({name: await self._gold_of(name, source) for name, source in sources.items()})
+        warner = logging.getLogger(Graders.__module__)
+        level = warner.level
+        warner.setLevel(logging.ERROR)  # what it warns of is among the findings
+        try:
+            return _of_each({name: await self._gold_of(name, env) for name, env in self._config.sources.items()})
+        finally:
+            warner.setLevel(level)
 
     async def _gold_of(self, name: str, source: EnvSource) -> str:
-        graders = await self._opening[name]
-        graded = await siblings(source.env, graders, self._tasks[name])
+        grading = self._config.grading
+        specs = {reward: (spec.reward, spec.weight) for reward, spec in source.rewards.items()}
+        opened = Graders(specs, workers=grading.workers or 1, timeout=grading.timeout_seconds, log=self.log)
+        async with opened as graders:
+            graded = await siblings(source.env, graders, self._tasks[name])
         require_right(name, graded)
         label = f"{name}: " if len(self._config.sources) > 1 else ""
-        self.doubts += [label + doubt for doubt in doubts(source.rewards, graded)]
+        self.warnings += [label + warning for warning in warnings_of(source.rewards, graded)]
         return graded_text(graders, graded)
 
     def _model_config(self) -> str:
@@ -230,7 +211,7 @@ class _RecipeCheck:
             ConfigError: ranks, or an engine's processes, cannot share its attention heads.
         """
         from tandem.model.policy import load_config
-        from tandem.trainer.heads import check_model_heads
+        from tandem.trainer.ranks.checks import check_model_heads
 
         self._model = load_config(self._config.model)
         check_model_heads(self._config, self._model)
@@ -264,37 +245,33 @@ class _RecipeCheck:
         Raises:
             DoesNotFit: it exceeds the machine.
         """
-        planner, chosen = self._planner, list[str]()
+        planner = self._planner
         if planner is None:
             return None
-        if self._config.memory == "fit":
-            fitted = memory.fit(planner, self._config, self._set_options)
-            self._config, plan, chosen = fitted.config, fitted.plan, [fitted.message]
-        else:
-            plan = planner.plan(self._config)
-            plan.require()
-        if memory.chooses_gradients(self._config, planner.ranks):
-            as_run = memory.with_gradients(planner, self._config)
-            plan = planner.plan(as_run)
-            chosen.append(f"distributed.gradients: {as_run.distributed.gradients}, which is auto's choice here")
-        self.plan = "\n".join([plan.table(), *(f"  {line}" for line in chosen)])
+        planner.plan(self._config).require()
+        as_run = memory.with_gradients(planner, self._config)
+        plan = planner.plan(as_run)
+        self.plan = plan.table()
+        if as_run != self._config:
+            self.plan += f"\n  distributed.gradients: {as_run.distributed.gradients}, which is auto's choice here"
         if not plan.within(1 / (1 + memory.MARGIN)):
-            self.doubts.append(f"the plan may be off by {memory.MARGIN:.0%}: this run may not fit")
+            self.warnings.append(f"the plan may be off by {memory.MARGIN:.0%}: this run may not fit")
         return f"about {machine.readable(plan.total)} at the peak of {machine.readable(plan.machine.free)} free"
 
     def _ranks(self) -> str | None:
-        """How many ranks would do, and what each of those that there are receives in a publish.
+        """What each of those that there are receives in a publish.
 
         Raises:
             UnsupportedPair: an option cannot be had with several.
         """
-        from tandem.trainer import pairs, rank_checks
+        from tandem.trainer import pairs
+        from tandem.trainer.ranks import checks
 
         counts = memory.RankCounts.of(self._config)
         if idle := counts.idle_options(self._config):
             return idle
         world = counts.world
-        rank_checks.check_ranks(self._config, world)
+        checks.check_ranks(self._config, world)
         if self._planner is None:
             return None
         weights = self._planner.modelled.counts.trainable * (2 if self._config.dtype == "bfloat16" else 4)
@@ -305,18 +282,7 @@ class _RecipeCheck:
         else:
             received = weights // workers * (holders - 1) // holders
             publish = f"each rank receives {received / 1e9:.2f} GB a publish"
-        parts = [f"{world}", publish]
-        if not self._planner.machine.is_host:
-            parts.append(self._enough(self._planner, workers * self._config.distributed.replicas))
-        return "; ".join(parts)
-
-    def _enough(self, planner: memory.Planner, multiple: int) -> str:
-        """Which numbers of ranks fit this machine's GPUs, of multiples of a number."""
-        numbers = [number for number in (1, 2, 4, 8, 16) if number % multiple == 0]
-        counts = {number: memory.RankCounts.on_one_host(self._config, number) for number in numbers}
-        plans = {n: dataclasses.replace(planner, ranks=c).plan(self._config) for n, c in counts.items()}
-        enough = [str(number) for number, plan in plans.items() if plan.fits]
-        return f"of {', '.join(map(str, numbers))} ranks {', '.join(enough) or 'none'} fit this machine's GPUs"
+        return f"{world}; {publish}"
 
     def _disk(self) -> str | None:
         """Room for checkpoints: a new one is whole before an old one goes.
@@ -328,9 +294,9 @@ class _RecipeCheck:
             return "nothing is saved (checkpoint: none)"
         if self._planner is None:
             return None
-        folder, kept = self._config.runs, self._config.checkpoint.keep + 1
-        need, free = kept * self._planner.checkpoint_bytes(self._config), machine.free_disk(Path(folder))
-        room = f"{machine.readable(need)} for {kept} checkpoints, {machine.readable(free)} free"
+        folder, checkpoints = self._config.runs, self._config.checkpoint.keep + 1
+        need, free = checkpoints * self._planner.checkpoint_bytes(self._config), machine.free_disk(Path(folder))
+        room = f"{machine.readable(need)} for {checkpoints} checkpoints, {machine.readable(free)} free"
         if need > free:
             raise ConfigError(f"{room} in {folder}; free some, lower checkpoint.keep, or set runs to another disk")
         return room
@@ -379,17 +345,17 @@ def graded_text(graders: Graders, graded: Sequence[GradedReplies]) -> str:
     return f"{len(known)} graded, each beside a wrong answer: {each}"
 
 
-def doubts(rewards: Mapping[str, RewardSpec], graded: Sequence[GradedReplies]) -> Iterator[str]:
+def warnings_of(rewards: Mapping[str, RewardSpec], graded: Sequence[GradedReplies]) -> Iterator[str]:
     """Warnings: likely mistakes that need not be any."""
     known = [(replies.right, replies.wrong) for replies in graded if replies.right]
     if not known:
         return
     for name, spec in rewards.items():
         right, wrong = (_values(name, some) for some in zip(*known, strict=True))
-        own = not isinstance(spec.reward, Reward) or isinstance(spec.reward, FunctionReward)
-        if own and not right:
+        is_function = not isinstance(spec.reward, Reward) or isinstance(spec.reward, FunctionReward)
+        if is_function and not right:
             yield f"{name} gives no gold reply anything (None)"
-        elif own and not any(right) and max(wrong, default=0.0) >= 0:
+        elif is_function and not any(right) and max(wrong, default=0.0) >= 0:
             yield f"{name} gives every gold reply 0: does it find the answer in its columns?"
     if all(right.reward == wrong.reward for right, wrong in known):
         yield (

@@ -17,8 +17,9 @@ from tandem.engines.vllm.client.fleet import Fleet
 from tandem.engines.vllm.spec import LOOPBACK, Vllm
 from tandem.errors import ConfigError, EngineError
 from tandem.model.policy import load_config
-from tandem.trainer import assemble as run
 from tandem.trainer import memory_plan as memory
+from tandem.trainer.pairs import check_pairs
+from tandem.trainer.requirements import engine_requirements
 
 Tell = Callable[[str], None]
 
@@ -52,7 +53,7 @@ def serve_engine(config: RunConfig, tell: Tell) -> None:
         raise ConfigError(
             "engine.urls names engines that run already; to start one here, remove urls (engine.port says where)"
         )
-    run.check_pairs(config)
+    check_pairs(config)
     engine.check(trainable=config.trainable, folder=_folder(config))
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
@@ -61,11 +62,11 @@ def serve_engine(config: RunConfig, tell: Tell) -> None:
 
 
 async def _serve(config: RunConfig, engine: Vllm, tell: Tell) -> None:
-    me = asyncio.current_task()
-    assert me is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, me.cancel)
+    serving = asyncio.current_task()
+    assert serving is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, serving.cancel)
     runs, folder = Path(config.runs), _folder(config)
-    requirements = run.engine_requirements(config, folder)
+    requirements = engine_requirements(config, folder)
     context = memory.context(config, load_config(config.model))
     tell(f"starting {config.model}; it writes to {folder / 'logs'}")
     async with engine.serve(context=context, requirements=requirements, adapters=runs) as fleet:
@@ -77,8 +78,7 @@ async def _serve(config: RunConfig, engine: Vllm, tell: Tell) -> None:
         finally:
             if bridge is not None:
                 bridge.unlink(missing_ok=True)  # the memory that it names is going
-        process = fleet.servers[fleet.dead()[0]].process
-        assert process is not None
+        process = fleet.dead()[0]
         raise EngineError(f"the engine {process.exit_reason()}{process.log_summary()}")
 
 

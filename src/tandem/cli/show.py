@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -38,24 +39,18 @@ def show(run: Path, write_report: bool) -> None:
     recipe_of(run)
     folder = load(run)
     console = Console()
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     _print_headline(console, folder)
     if (error := summarise(folder)["error"]) is not None:
-        console.print(f"\nFAILED: {error}", markup=False, highlight=False, soft_wrap=True, style="red")
-        console.print(
-            f"  go on with: {command('train', run)}; the traceback is in {run / 'logs' / 'run.log'}",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        say(f"\nFAILED: {error}", style="red")
+        say(f"  go on with: {command('train', run)}; the traceback is in {run / 'logs' / 'run.log'}")
     for line in _alarms(folder):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        say(line)
     _print_evaluations(console, headline_evaluations(folder))
     _print_curves(console, folder)
-    for line in (_time(folder), _now(folder)):
+    for line in (_time(folder), _now(folder), *_events(folder)):
         if line:
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-    for line in _events(folder):
-        console.print(line, markup=False, highlight=False)
+            say(line)
     if write_report:
         try:
             page = report.build(run)
@@ -64,7 +59,7 @@ def show(run: Path, write_report: bool) -> None:
                 f"the report cannot be written: {error}; free disk space, or copy the run's folder to where you may "
                 "write and name that"
             ) from error
-        console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
+        say(f"report: {page}")
 
 
 def _print_headline(console: Console, folder: RunFolder) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import typer
@@ -10,9 +10,10 @@ import typer
 from tandem import machine
 from tandem.api.blocking import run_to_end
 from tandem.api.targets import recipe_of, resumed
-from tandem.cli._translated import shown
-from tandem.config.loading import load
+from tandem.config.loading import Loaded, load
+from tandem.config.tree import render
 from tandem.errors import command
+from tandem.types import Json
 
 
 def train(target: Path, overrides: Sequence[str], *, show: bool, launcher: str | None = None) -> str:
@@ -28,12 +29,12 @@ def train(target: Path, overrides: Sequence[str], *, show: bool, launcher: str |
         loaded = load(recipe_of(target) if target.is_dir() else target, overrides)
         return shown(loaded, loaded.notes)
     if target.is_dir():
-        config, resume, set_options = resumed(target, overrides), target, frozenset[str]()
+        config, resume = resumed(target, overrides), target
     else:
         loaded = load(target, overrides)
         for note in loaded.notes:
             typer.echo(f"tandem: {note}", err=True)
-        config, resume, set_options = loaded.config, None, frozenset(loaded.places)
+        config, resume = loaded.config, None
     if launcher == "ray":
         from tandem.distributed.ray_cluster import launch
 
@@ -42,10 +43,30 @@ def train(target: Path, overrides: Sequence[str], *, show: bool, launcher: str |
     with machine.importing():  # only now: a mistake in the recipe is told before the rest has loaded
         from tandem.trainer import assemble as run
 
-    folder = run_to_end(run.train(config, resume=resume, set_options=set_options))
+    folder = run_to_end(run.train(config, resume=resume))
     return ended(folder)
 
 
 def ended(folder: Path) -> str:
     """Message about a finished run: its folder and its report."""
     return f"done: {folder} ({command('show', folder)}); report: {folder / 'report.html'}"
+
+
+def shown(loaded: Loaded, notes: Iterable[str]) -> str:
+    """A recipe in YAML, with notes as comments.
+
+    Raises:
+        UnsupportedPair: its options cannot be had together, as ``tandem check`` says.
+        ConfigError: this machine lacks what an option needs.
+    """
+    from tandem.trainer import memory_plan, pairs  # which need torch
+    from tandem.trainer.ranks import checks
+
+    pairs.check_pairs(loaded.config)
+    checks.check_division(loaded.config, memory_plan.RankCounts.of(loaded.config).world)
+    return with_notes(loaded.options, notes)
+
+
+def with_notes(options: Json, notes: Iterable[str]) -> str:
+    """A recipe in YAML, with notes as comments."""
+    return "".join(f"# {note}\n" for note in notes) + render(options).rstrip()

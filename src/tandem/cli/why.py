@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import calendar
 import dataclasses
 import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import typer
@@ -25,6 +25,7 @@ from tandem.observability import json_lines, vitals, waits
 from tandem.observability.board import duration
 from tandem.observability.loggers.base import phase
 from tandem.observability.report.summary import failed
+from tandem.observability.waits import OpenWait
 from tandem.printable import printable
 from tandem.processes import alive_after, is_stopped
 from tandem.types import Json
@@ -34,30 +35,10 @@ ANSWER_SECONDS = 4.0
 SETTLED = 0.3
 """Seconds without another line after which the stacks that a signal asked for are whole: they come line by line."""
 _ENDS = ("run_done", "interrupted")
-_LINE = re.compile(r"(?P<time>\S+Z) (?P<level>[A-Z]+) +(?P<name>[\w.]+): (?P<text>.*)")
+_LINE = re.compile(r"(?P<time>\d{4}(-\d\d){2}T\d\d(:\d\d){2}Z) (?P<level>[A-Z]+) +(?P<name>[\w.]+): (?P<text>.*)")
 _TAIL_BYTES = 1 << 16
 _ID = re.compile(r"\S*@\d+(/\d+)?(?=\)|$)")
 """A group's or rollout's id at the end of a party's name or of a reason, as 3+4@0/7."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenWait:
-    """One part's wait for another."""
-
-    number: int
-    """By which waits name one another in ``within``."""
-    within: int | None
-    """The wait that this one is part of."""
-    owner: str
-    """The part that waits."""
-    on: str
-    """The part that has to deliver."""
-    reason: str
-    """What for."""
-    seconds: float
-    """How long it has lasted."""
-    left: float | None
-    """Seconds until its deadline; None: it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +71,8 @@ class RunState:
     """From the longest wait to one whose awaited part waits for nothing: that part holds all up."""
     doing: tuple[tuple[str, float], ...] = ()
     """What the process is doing, and seconds since it began."""
-    last: tuple[tuple[str, float | None, str], ...] = ()
-    """Each part's last word: its name, seconds ago if known, what it said."""
+    last: tuple[tuple[str, float, str], ...] = ()
+    """Each part's last word: its name, seconds ago, what it said."""
     followers: tuple[FollowerState, ...] = ()
     """The other ranks, where there are several."""
 
@@ -123,11 +104,11 @@ def why(run: Path, *, stacks: bool, as_json: bool) -> int:
     else:
         console = Console()
         _print(console, state)
-        for rank in (0, *(one.rank for one in state.followers)) if stacks else ():
+        for rank in (0, *(follower.rank for follower in state.followers)) if stacks else ():
             name = f"rank {rank}: " if state.followers else ""
             text = traces.get(rank) or "no stacks: it does not run"
-            console.print(f"{name}{text}", markup=False, highlight=False, soft_wrap=True)
-    healthy = state.state in ("alive", "ended") and all(one.state == "alive" for one in state.followers)
+            typer.echo(f"{name}{text}")
+    healthy = state.state in ("alive", "ended") and all(follower.state == "alive" for follower in state.followers)
     return 0 if healthy else 1
 
 
@@ -141,11 +122,11 @@ def read(run: Path, *, now: float) -> RunState:
     events = list(json_lines.read(run / "events.jsonl"))
     signs = vitals.read(run)
     lead = _ended(run, events, now) if signs is None else _running(run, signs, max(0.0, now - signs["at"]))
-    followers = ((rank, vitals.read(run, rank)) for rank in vitals.followers(run))
+    signs_of = {rank: vitals.read(run, rank) for rank in vitals.followers(run)}
     return dataclasses.replace(
         lead,
         last=tuple(_last_words(run, events, now)),
-        followers=tuple(_follower(rank, its, max(0.0, now - its["at"])) for rank, its in followers if its is not None),
+        followers=tuple(_follower(rank, its, max(0.0, now - its["at"])) for rank, its in signs_of.items() if its),
     )
 
 
@@ -166,22 +147,21 @@ def _ended(run: Path, events: Sequence[Mapping[str, Json]], now: float) -> RunSt
 def _running(run: Path, signs: Mapping[str, Json], age: float) -> RunState:
     """State of a run by its lead's sign of life, which is so many seconds old."""
     going = _waits(signs, age)
-    chain: dict[tuple[str, str, str], OpenWait] = {}
-    for one in waits.chain(going[0], going) if going else ():
-        chain.setdefault((one.owner, one.on, one.reason), one)
+    links = waits.chain(going[0], going) if going else []
+    chain = [wait for i, wait in enumerate(links) if (wait.owner, wait.on) not in {(x.owner, x.on) for x in links[:i]}]
     doing = tuple((name, seconds + age) for name, seconds in signs["doing"])
     state, wrong = _liveness(signs, age)
     if wrong:
         remedy = {"stuck": "; see --stacks", "gone": f"; go on with: {command('train', run)}"}.get(state, "")
         head = f"{wrong}{remedy}"
     elif chain:
-        last = list(chain.values())[-1]
+        last = chain[-1]
         head = f"is alive; all waits for {last.on}, since {duration(last.seconds)} ({last.reason})"
     else:
         phases = ", ".join(phase(name, {}) for name, _ in doing)
         head = "is alive and waits for nothing" + f"; it is at: {phases}" * bool(phases)
     head = f"{run}: process {signs['pid']} {head}"
-    return RunState(state=state, headline=head, waits=tuple(going), chain=tuple(chain.values()), doing=doing)
+    return RunState(state=state, headline=head, waits=tuple(going), chain=tuple(chain), doing=doing)
 
 
 def _follower(rank: int, signs: Mapping[str, Json], age: float) -> FollowerState:
@@ -190,10 +170,10 @@ def _follower(rank: int, signs: Mapping[str, Json], age: float) -> FollowerState
     going = _waits(signs, age)
     spans = [(name.removeprefix(COMMANDS), since + age) for name, since in signs["doing"] if name.startswith(COMMANDS)]
     if spans:
-        inner = "; ".join(f"waiting for {one.on} ({one.reason}), for {duration(one.seconds)}" for one in going[:2])
+        inner = "; ".join(f"waiting for {wait.on} ({wait.reason}), for {duration(wait.seconds)}" for wait in going[:2])
         doing = f"in command {spans[0][0]!r} for {duration(spans[0][1])}; {inner or 'waiting for nothing'}"
     else:
-        since = "".join(f" for {duration(one.seconds)}" for one in going if one.reason == NEXT_COMMAND)
+        since = "".join(f" for {duration(wait.seconds)}" for wait in going if wait.reason == NEXT_COMMAND)
         doing = f"idle{since}: waiting for rank 0's next command"
     head = f"{wrong}; it was {doing}" if wrong else doing
     return FollowerState(rank=rank, host=signs.get("host", ""), pid=signs["pid"], state=state, headline=head)
@@ -218,28 +198,19 @@ def _liveness(signs: Mapping[str, Json], age: float) -> tuple[str, str]:
 
 def _waits(signs: Mapping[str, Json], age: float) -> list[OpenWait]:
     """Waits of a sign of life that is so many seconds old, longest first."""
-    going = [
-        OpenWait(
-            number=row.get("number", -1 - place),
-            within=row.get("within"),
-            owner=row["owner"],
-            on=row["on"],
-            reason=row["reason"],
-            seconds=round(row["seconds"] + age, 3),
-            left=row["deadline"] and round(row["deadline"] - row.get("moved", row["seconds"]) - age, 3),
-        )
-        for place, row in enumerate(signs["waits"])
+    return [
+        dataclasses.replace(wait, seconds=round(wait.seconds + age, 3), left=wait.left and round(wait.left - age, 3))
+        for wait in sorted((OpenWait(**row) for row in signs["waits"]), key=lambda wait: -wait.seconds)
     ]
-    return sorted(going, key=lambda one: -one.seconds)
 
 
-def _last_words(run: Path, events: Sequence[Mapping[str, Json]], now: float) -> Iterator[tuple[str, float | None, str]]:
+def _last_words(run: Path, events: Sequence[Mapping[str, Json]], now: float) -> Iterator[tuple[str, float, str]]:
     """The last line of every part of the trainer in its log, and of every other log."""
-    last: dict[str, tuple[float | None, str]] = {}
+    last: dict[str, tuple[float, str]] = {}
     for line in _tail(run / "logs" / "run.log"):
         if match := _LINE.match(line):
             part = ".".join(match["name"].split(".")[:2]).removeprefix("tandem.")
-            last[part] = (_ago(match["time"], now), match["text"])
+            last[part] = (max(0.0, now - datetime.fromisoformat(match["time"]).timestamp()), match["text"])
     yield from ((part, ago, text) for part, (ago, text) in sorted(last.items()))
     for path in sorted((run / "logs").glob("*.log")):
         lines = [line for line in _tail(path) if line.strip()]
@@ -260,16 +231,9 @@ def _tail(path: Path) -> list[str]:
         return []
 
 
-def _ago(timestamp: str, now: float) -> float | None:
-    try:
-        return max(0.0, now - calendar.timegm(time.strptime(timestamp, "%Y-%m-%dT%H:%M:%SZ")))
-    except ValueError:
-        return None
-
-
 def _all_stacks(run: Path, state: RunState) -> dict[int, str | None]:
     """Stacks of every rank that may answer, all asked at once."""
-    states = {0: state.state} | {one.rank: one.state for one in state.followers}
+    states = {0: state.state} | {follower.rank: follower.state for follower in state.followers}
     ranks = [rank for rank, its in states.items() if its in ("alive", "stuck")]
     with ThreadPoolExecutor(len(states)) as pool:
         return dict(zip(ranks, pool.map(lambda rank: _stacks(run, rank), ranks), strict=True))
@@ -280,63 +244,52 @@ def _stacks(run: Path, rank: int = 0) -> str | None:
     path, request = vitals.stacks(run, rank), vitals.request(run, rank)
     begin = path.stat().st_size if path.exists() else 0
     request.touch()
-    if not _until(lambda: not request.exists()):
+    until = time.monotonic() + ANSWER_SECONDS
+    while request.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    if request.exists():
         request.unlink(missing_ok=True)
         signs = vitals.read(run, rank)
         if signs is None or not vitals.is_here(signs) or not alive_after(signs["pid"], signs["started"]):
             return None
         os.kill(signs["pid"], vitals.SIGNAL)
-        _until(_whole(path, begin))
+        _settle(path, begin)
     with path.open("rb") as file:
         file.seek(begin)
         return file.read().decode(errors="replace").strip() or None
 
 
-def _whole(path: Path, begin: int) -> Callable[[], bool]:
-    """Whether a file has grown beyond ``begin``, and grows no more."""
-    size, since = begin, time.monotonic()
-
-    def done() -> bool:
-        nonlocal size, since
-        if (now := path.stat().st_size) != size:
-            size, since = now, time.monotonic()
-        return size > begin and time.monotonic() - since > SETTLED
-
-    return done
-
-
-def _until(done: Callable[[], bool]) -> bool:
-    """Look until something is so, for as long as there is patience."""
-    end = time.monotonic() + ANSWER_SECONDS
-    while not done():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-    return True
+def _settle(path: Path, begin: int) -> None:
+    """Wait until a file has grown beyond ``begin`` and grows no more, at most ``ANSWER_SECONDS``."""
+    size, until = begin, time.monotonic() + ANSWER_SECONDS
+    while time.monotonic() < until:
+        time.sleep(SETTLED)
+        before, size = size, path.stat().st_size
+        if size == before > begin:
+            return
 
 
 def _print(console: Console, state: RunState) -> None:
     style = {"alive": "green", "ended": "dim"}.get(state.state, "red")
     console.print(Text.assemble((state.state, style), "  ", (state.headline, "bold")))
     if len(state.chain) > 1:
-        links = " \u2190 ".join([state.chain[0].owner, *(wait.on for wait in state.chain)])
-        console.print(f"  {links}", markup=False, highlight=False)
+        console.print(Text("  " + " \u2190 ".join([state.chain[0].owner, *(wait.on for wait in state.chain)])))
     _print_table(console, ("who waits", "for whom", "what for", "since", "deadline in"), _rows(state.waits))
-    each = [(f"{one.rank}", f"{one.pid} on {one.host}", one.state, one.headline) for one in state.followers]
-    _print_table(console, ("rank", "process", "", "what it does"), each)
-    words = [(p, "" if ago is None else f"{duration(ago)} ago", printable(text[:300])) for p, ago, text in state.last]
+    ranks = [(f"{each.rank}", f"{each.pid} on {each.host}", each.state, each.headline) for each in state.followers]
+    _print_table(console, ("rank", "process", "", "what it does"), ranks)
+    words = [(part, f"{duration(ago)} ago", printable(text[:300])) for part, ago, text in state.last]
     _print_table(console, ("part", "", "its last word"), words)
 
 
 def _rows(each: Sequence[OpenWait]) -> list[tuple[str, ...]]:
     """A row for all waits that differ by nothing but the group or rollout, so that those of a step fit a screen."""
     alike: dict[tuple[str, ...], list[OpenWait]] = {}
-    for one in each:
-        alike.setdefault(tuple(_ID.sub("…", text) for text in (one.owner, one.on, one.reason)), []).append(one)
+    for wait in each:
+        alike.setdefault(tuple(_ID.sub("…", text) for text in (wait.owner, wait.on, wait.reason)), []).append(wait)
     rows: list[tuple[str, ...]] = []
     for kind, some in alike.items():
         who, on, reason = kind if len(some) > 1 else (some[0].owner, some[0].on, some[0].reason)
-        left = min((one.left for one in some if one.left is not None), default=None)
+        left = min((wait.left for wait in some if wait.left is not None), default=None)
         deadline = "never" if left is None else duration(max(0.0, left))
         rows.append((f"{who} ({len(some)})" if len(some) > 1 else who, on, reason, duration(some[0].seconds), deadline))
     return rows

@@ -8,8 +8,7 @@ A dataclass's fields are the only truth about its options. Beyond their types it
   the file's and an override of the same part makes it so;
 - a field with a ``category`` in its metadata holds another part, chosen by its ``kind``;
 - one with a ``shorthand`` holds a mapping of which a single text is that option;
-- one with an ``unless`` must be given unless one of the fields that it names is;
-- one with a ``formerly`` was called so once: that name is a mistake whose message has the new one.
+- one with an ``unless`` must be given unless one of the fields that it names is.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import Any, Literal, Union
 
 from tandem.config import registry as resolve
 from tandem.config.dialects import elsewhere
-from tandem.config.tree import MOST_PROBLEMS, SHELL, Branch, Items, Leaf, Problems, Tree, plain
+from tandem.config.tree import MOST_PROBLEMS, SHELL, Branch, Items, Leaf, Problems, Tree, plain, within
 from tandem.errors import ConfigError, RewardError, TandemError, redacted
 from tandem.types import Json
 
@@ -50,22 +49,22 @@ class RewardSpec:
     """What its value is multiplied by before rewards are summed."""
 
 
-def part(category: str, default: str, *, formerly: str = "") -> Any:
+def part(category: str, default: str) -> Any:
     """A field that holds one part of a category, of this kind unless the recipe names another.
 
     One without a default kind is ``field(metadata={"category": category})``.
     """
-    metadata = {"category": category, "default": default, "formerly": formerly}
+    metadata = {"category": category, "default": default}
     return dataclasses.field(metadata=metadata, default_factory=partial(_make, category, default))
 
 
-def parts(category: str, default: tuple[str, ...], *, formerly: str = "") -> Any:
+def parts(category: str, default: tuple[str, ...]) -> Any:
     """A field that holds a tuple of parts of a category."""
 
     def make() -> tuple[Any, ...]:
         return tuple(_make(category, kind) for kind in default)
 
-    return dataclasses.field(metadata={"category": category, "many": True, "formerly": formerly}, default_factory=make)
+    return dataclasses.field(metadata={"category": category, "many": True}, default_factory=make)
 
 
 def _make(category: str, kind: str) -> Any:
@@ -342,9 +341,6 @@ class Builder:
             return
         known = [field.name for field in resolve.options(cls)]
         nested = [path for path in _nested(cls) if path.endswith(f".{key}")]
-        if renamed := [field.name for field in resolve.options(cls) if field.metadata.get("formerly") == key]:
-            self.problems.add(where, f"{key!r}{of} is called {renamed[0]!r} now")
-            return
         if kinds := _kinds_with(category, key):
             self.problems.add(where, f"unknown option {key!r}{of}; it belongs to {', '.join(kinds)}")
             return
@@ -378,9 +374,7 @@ def opened(field: dataclasses.Field[Any], tree: Tree) -> Tree:
     key = field.metadata.get("shorthand")
     if key is None or not isinstance(tree, Leaf) or tree.value is None:
         return tree
-    branch = Branch(where=tree.where)
-    branch.put(key, tree, tree.where)
-    return branch
+    return within(key, tree)
 
 
 def inert(built: object) -> Mapping[str, str]:

@@ -31,7 +31,7 @@ from tandem.config.sections import (
     group_size_check,
     sampling_checks,
 )
-from tandem.config.sources import EnvSource, complete_rewards, default_rewards, fault, rewarded, spell_out
+from tandem.config.sources import EnvSource, default_rewards, fault
 from tandem.config.tree import Branch, Problems, from_plain, parse, plain, render
 from tandem.envs.base import Environment
 from tandem.errors import ConfigError, require
@@ -75,7 +75,7 @@ class RunConfig:
     max_lag: int | Literal["auto"] = 0
     """Most steps by which the weights that sampled a token may be older than those it trains; 0 is on-policy, and auto
     chooses within lag_control by which of the two waits for the other."""
-    lag_control: LagControlOptions = field(default_factory=LagControlOptions, metadata={"formerly": "rate"})
+    lag_control: LagControlOptions = field(default_factory=LagControlOptions)
     """What max_lag: auto may do."""
     sampling: Sampling = field(default_factory=Sampling)
     """How training answers are sampled."""
@@ -83,7 +83,7 @@ class RunConfig:
     """Answers cut by a length limit: train on them as they are, leave their tokens out, or lower their reward."""
     truncated_penalty: float = 1.0
     """What truncated: penalise subtracts from the reward."""
-    zero_variance_groups: Literal["drop", "keep"] = field(default="drop", metadata={"formerly": "flat_groups"})
+    zero_variance_groups: Literal["drop", "keep"] = "drop"
     """Groups whose rewards are all equal: sample another, or train on them (their advantage is 0)."""
     max_resample_times: int | None = None
     """How often a batch's worth of zero-variance groups is sampled anew; then the step takes what there is. null: until
@@ -104,11 +104,11 @@ class RunConfig:
     """Weights of tokens by how far their sampler was from the policy; several are multiplied."""
     reference: Reference | None = field(default=None, metadata={"category": "references"})
     """An older policy whose KL is penalised; null: none."""
-    updates_per_batch: int = field(default=1, metadata={"formerly": "updates"})
+    updates_per_batch: int = 1
     """Optimizer updates on each batch, all within one step; above 1 the policy leaves what sampled the batch."""
     optimizer: Optimizer = part("optimizers", "adamw")
     """How weights are updated, and the learning rate."""
-    trainable: Trainable = part("trainable", "full", formerly="trains")
+    trainable: Trainable = part("trainable", "full")
     """What is trained: every weight, or an adapter."""
     engine: EngineSpec = part("engines", "embedded")
     """What samples the answers."""
@@ -117,12 +117,8 @@ class RunConfig:
     dtype: Literal["bfloat16", "float32", "auto"] = "bfloat16"
     """Type of the weights; optimizers keep float32 masters where it is narrower. auto: float32 on a processor without
     instructions for bfloat16, else bfloat16; the run's own recipe has what it was."""
-    memory: Literal["check", "fit"] = "check"
-    """What a run does with its memory plan, before weights load: check it against what is free, or also choose
-    micro_batch_tokens, checkpointing and the states of adamw so that it fits. What the recipe sets is kept."""
     micro_batch_tokens: int = 1024
-    """Most tokens that a rank computes in one forward and backward; lowers memory, changes no result. With memory: fit
-    the most it may choose, where it is set."""
+    """Most tokens that a rank computes in one forward and backward; lowers memory, changes no result."""
     compile: bool | Literal["auto"] = "auto"
     """Compile the model's layers for the training pass: auto where they run on CUDA and the machine has a compiler."""
     checkpointing: Literal["none", "selective", "full"] = "none"
@@ -145,13 +141,13 @@ class RunConfig:
     """When the run is saved."""
     grading: GradingOptions = field(default_factory=GradingOptions)
     """Processes that compute rewards."""
-    timeouts: Timeouts = field(default_factory=Timeouts, metadata={"formerly": "patience"})
+    timeouts: Timeouts = field(default_factory=Timeouts)
     """How long a run may stand still."""
     alarms: Alarms = field(default_factory=Alarms, metadata={"shorthand": "action"})
     """What becomes of a run that goes wrong while nothing is broken: warn or stop, or a mapping."""
     print_completions: PrintCompletions = field(default_factory=PrintCompletions, metadata={"shorthand": "every"})
     """How often sampled answers are shown with their rewards: every so many steps, or a mapping of every and count."""
-    loggers: tuple[MetricsLogger, ...] = parts("loggers", ("console",), formerly="sinks")
+    loggers: tuple[MetricsLogger, ...] = parts("loggers", ("console",))
     """Where metrics go besides metrics.jsonl, which is always written."""
     runs: str = "runs"
     """Folder that holds the run's folder."""
@@ -370,11 +366,7 @@ def _build(
     tree: Branch, source: Path, overrides: Sequence[str], problems: Problems, notes: tuple[str, ...] = ()
 ) -> Loaded:
     """Overrides laid over a tree, and the whole of it built."""
-    spell_out(tree)
-    rewarded_paths = rewarded(tree)
     override.apply(tree, RunConfig, overrides, problems)
-    spell_out(tree)
-    complete_rewards(tree, rewarded_paths)
     builder = Builder(problems)
     config = builder.dataclass(RunConfig, tree, "")
     problems.raise_if_any(str(source))

@@ -64,8 +64,8 @@ def _has_spec(package: ModuleType, name: str) -> bool:
 def _module_of(category: str, kind: str) -> str:
     """Module in which the part of a kind is declared."""
     package = importlib.import_module(CATEGORIES[category])
-    own = f"{CATEGORIES[category]}.{kind}"
-    return f"{own}.{SPEC}" if _has_spec(package, kind) else own
+    module = f"{CATEGORIES[category]}.{kind}"
+    return f"{module}.{SPEC}" if _has_spec(package, kind) else module
 
 
 def find(category: str, kind: str) -> type:
@@ -165,10 +165,12 @@ def search(folder: Path) -> None:
             f"{recorded} cannot be read ({error}); remove it, and start where the run was started, or with the folders "
             "of its modules in PYTHONPATH"
         ) from error
-    own = folder.resolve()
-    outside = [path for path in remembered if Path(path).is_absolute() and not Path(path).resolve().is_relative_to(own)]
+    inside = folder.resolve()
+    outside = [
+        path for path in remembered if Path(path).is_absolute() and not Path(path).resolve().is_relative_to(inside)
+    ]
     is_run = recorded.is_file() or ((folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir())
-    for path in outside if is_run else [str(own)]:
+    for path in outside if is_run else [str(inside)]:
         _searched[path] = None
         if path not in sys.path:
             sys.path.append(path)

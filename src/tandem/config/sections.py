@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tandem.config import registry as resolve
@@ -98,7 +98,7 @@ class GradingOptions:
 
     workers: int | None = None
     """Grader processes of each environment; null: one for each core, but no more than groups_per_step."""
-    timeout_seconds: float = field(default=10.0, metadata={"formerly": "timeout"})
+    timeout_seconds: float = 10.0
     """Seconds one rollout's rewards may take; then its grader is killed and the rollout counts as failed."""
 
     def __post_init__(self) -> None:
@@ -188,7 +188,7 @@ class BrokerOptions:
     """How long the broker keeps a batch for a trainer that it does not hear of; then it is served again."""
     missing_logprobs: Literal["refuse", "policy"] = "refuse"
     """Groups without sampling logprobs: end with an error, or train as if the policy of now had sampled them."""
-    env_advantages: bool = field(default=False, metadata={"formerly": "given_advantages"})
+    env_advantages: bool = False
     """Train on the advantages that environments give for each token; where one gives none, the recipe's advantage."""
 
     def __post_init__(self) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
 from tandem.config import registry as resolve
 from tandem.config.build import Builder, RewardSpec
-from tandem.config.tree import SHELL, Branch, Leaf, Problems, Tree, from_plain
+from tandem.config.tree import Branch, Leaf, Problems, from_plain, within
 from tandem.envs.base import Environment
 from tandem.errors import require
 
@@ -80,68 +80,18 @@ def spell_out(tree: Branch) -> None:
     for name, entry in list(entries.entries.items()):
         where = entries.key_where[name]
         if isinstance(entry, Leaf) and type(entry.value) in (int, float):
-            branch = Branch(where=entry.where)
-            branch.put("weight", entry, entry.where)
-            entries.put(name, branch, where)
-            entry = branch
+            entry = within("weight", entry)
+            entries.put(name, entry, where)
         if isinstance(entry, Branch) and "env" not in entry.entries:
             entry.put("env", Leaf(value=name, text=name, where=where), where)
 
 
-def rewarded(tree: Branch) -> set[str]:
-    """Paths of the rewards that a recipe itself gives."""
-    return {path for path, branch in _branches(tree).items() if "rewards" in branch.entries}
-
-
-def complete_rewards(tree: Branch, rewarded_paths: Collection[str]) -> None:
-    """Overrides of single rewards change the environment's own set, so that set goes beneath them.
-
-    Args:
-        tree: a recipe with overrides laid over it.
-        rewarded_paths: what ``rewarded`` said of it before that.
-    """
-    for path, branch in _branches(tree).items():
-        if path not in rewarded_paths:
-            _complete(branch, path)
-
-
-def _branches(tree: Branch) -> dict[str, Branch]:
-    """Every mapping that may have ``env`` and ``rewards``, by the path of its rewards."""
+def write_out_rewards(tree: Branch, path: Sequence[str], where: str) -> None:
+    """Write out the environment's own rewards, of which ``path`` names one, unless the recipe gives any."""
     entries = tree.entries.get("envs")
-    inner = entries.entries.items() if isinstance(entries, Branch) else ()
-    return {
-        "rewards": tree,
-        **{f"envs.{name}.rewards": entry for name, entry in inner if isinstance(entry, Branch)},
-    }
-
-
-def _complete(tree: Branch, path: str) -> None:
-    changed, env_tree = tree.entries.get("rewards"), tree.entries.get("env")
-    if not isinstance(changed, Branch) or env_tree is None or _whole(changed, path):
+    owner = entries.entries.get(path[1]) if isinstance(entries, Branch) and path[0] == "envs" else tree
+    if not isinstance(owner, Branch) or "rewards" in owner.entries or "env" not in owner.entries:
         return
-    env = Builder(Problems()).part("envs", env_tree, "env", None)
-    if not isinstance(env, Environment):
-        return  # the mistake in it is found when the whole recipe is built
-    merged = from_plain(dict(env.default_rewards), f"the default rewards of {env.name}")
-    assert isinstance(merged, Branch)
-    for name, value in changed.entries.items():
-        _merge(merged, name, value, changed.key_where[name])
-    tree.put("rewards", merged, tree.key_where["rewards"])
-
-
-def _merge(merged: Branch, name: str, value: Tree, where: str) -> None:
-    """One changed reward into the environment's own."""
-    own = merged.entries.get(name)
-    if isinstance(own, Branch) and isinstance(value, Leaf):
-        own.put("weight", value, value.where)
-    elif isinstance(own, Branch) and isinstance(value, Branch):
-        for key, inner in value.entries.items():
-            own.put(key, inner, value.key_where[key])
-    else:
-        merged.put(name, value, where)
-
-
-def _whole(rewards: Branch, path: str) -> bool:
-    """True if an override gave all rewards at once, alone or within what holds them."""
-    words = path.split(".")
-    return rewards.where in {SHELL + ".".join(words[:count]) for count in range(1, len(words) + 1)}
+    env = Builder(Problems()).part("envs", owner.entries["env"], "env", None)
+    if isinstance(env, Environment):  # else the mistake in it is found when the whole recipe is built
+        owner.put("rewards", from_plain(dict(env.default_rewards), f"the default rewards of {env.name}"), where)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import count
 
 import yaml
 
@@ -37,9 +36,6 @@ _Dumper.add_representer(str, _text)
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
 
-
-MOST_VALUES = 20_000
-"""Values of one recipe. A few lines of aliases of aliases would be billions, and be written out one by one."""
 
 MOST_PROBLEMS = 20
 """Problems of one recipe that are listed; the others are counted."""
@@ -92,6 +88,11 @@ class Items:
 Tree = Leaf | Branch | Items
 
 _Locate = Callable[[yaml.Mark | None], str]
+
+
+def within(key: str, leaf: Leaf) -> Branch:
+    """The mapping that a single value stands for, where it is this option of it."""
+    return Branch(entries={key: leaf}, key_where={key: leaf.where}, where=leaf.where)
 
 
 class Problems:
@@ -151,16 +152,12 @@ def _compose(text: str, locate: _Locate, problems: Problems, *, remedy: str = ""
         loader = _Loader(text)
         try:
             node = loader.get_single_node()
-            return None if node is None else _convert(node, _YamlReading(locate, loader, problems, count()), ())
+            return None if node is None else _convert(node, _YamlReading(locate, loader, problems), ())
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
         detail = ", ".join(part for part in (error.context, error.problem) if part)
         problems.add(locate(error.problem_mark or error.context_mark), f"this is not YAML: {detail}{remedy}")
-    except _TooMany:
-        problems.add(
-            locate(None), f"it holds more than {MOST_VALUES:,} values, those that its aliases repeat counted each time"
-        )
     except RecursionError:
         problems.add(locate(None), "this is nested too deep to be read")
     except yaml.YAMLError as error:
@@ -199,18 +196,11 @@ class _YamlReading:
     locate: _Locate
     loader: _Loader
     problems: Problems
-    values: Iterator[int]
-
-
-class _TooMany(Exception):
-    """More values than a recipe may have."""
 
 
 def _convert(node: yaml.Node, reading: _YamlReading, parents: tuple[yaml.Node, ...]) -> Tree | None:
     """One composed node as a tree."""
     where = reading.locate(node.start_mark)
-    if next(reading.values) >= MOST_VALUES:
-        raise _TooMany
     if any(node is parent for parent in parents):
         reading.problems.add(where, "an alias may not contain itself")
         return None

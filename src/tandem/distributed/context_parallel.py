@@ -22,6 +22,28 @@ Hidden = Callable[[Tensor, Tensor, Plan], Tensor]
 """``Policy.hidden``: tokens (B, T), positions (B, T) and their plan to hidden states (B, T, H)."""
 
 
+@dataclass(frozen=True, slots=True)
+class WholeRow:
+    """A micro-batch that one rank computes alone."""
+
+    plan: Packed
+    tokens_T: Tensor
+    positions_T: Tensor
+    predict_N: Tensor
+
+    def hidden(self, compute: Hidden) -> Tensor:
+        """Hidden states that predict the trained tokens, (N, H)."""
+        return compute(self.tokens_T[None], self.positions_T[None], self.plan)[0].index_select(0, self.predict_N)
+
+    def own(self, values_N: Tensor) -> Tensor:
+        """All of them."""
+        return values_N
+
+    def joined(self, values_N: Tensor) -> Tensor:
+        """All of them."""
+        return values_N
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextPart:
     """What a rank computes of a micro-batch.

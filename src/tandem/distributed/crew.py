@@ -137,9 +137,9 @@ class Ranks:
             RankError: a rank is lost, or could not.
         """
         async with self._turn:
-            mine = asyncio.ensure_future(local)
-            theirs = asyncio.ensure_future(self._ask(command, body))
-            both = asyncio.gather(mine, theirs)
+            here = asyncio.ensure_future(local)
+            replies = asyncio.ensure_future(self._ask(command, body))
+            both = asyncio.gather(here, replies)
             try:
                 await asyncio.wait((both, self.failure), return_when=asyncio.FIRST_COMPLETED)
                 if not self.failure.done() and both.done() and isinstance(both.exception(), (RuntimeError, OSError)):
@@ -150,7 +150,7 @@ class Ranks:
                 result: tuple[T, list[Any]] = await both
                 return result
             finally:
-                for task in (mine, theirs):
+                for task in (here, replies):
                     task.cancel()
                 both.add_done_callback(lambda done: done.cancelled() or done.exception())  # told already
 

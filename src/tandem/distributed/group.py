@@ -70,11 +70,11 @@ class DataGroup:
         self._group = self.backend = open_group(rendezvous, rank, own_address(rendezvous), watched=True)
         self.finish([self.all_reduce(torch.zeros(1, device=device))], "their connection")
 
-    def reduce_scatter(self, own: Tensor, rows: Tensor) -> Any:
+    def reduce_scatter(self, run: Tensor, rows: Tensor) -> Any:
         """Begin to sum ``rows`` [world, width] over all ranks; ``own`` [width] becomes this rank's row of the sum."""
-        to, options = self._staged(own, copied=False), dist.ReduceScatterOptions()
+        to, options = self._staged(run, copied=False), dist.ReduceScatterOptions()
         sent = self._staged(rows.view(-1))
-        return HostWork(self._group._reduce_scatter_base(to, sent, options), to, own, sent)
+        return HostWork(self._group._reduce_scatter_base(to, sent, options), to, run, sent)
 
     def all_reduce(self, tensor: Tensor, *, largest: bool = False) -> Any:
         """Begin to make every rank's tensor the sum, or the largest, of all ranks'."""
@@ -118,8 +118,8 @@ class DataGroup:
                 work.wait()
 
     def _gathering(self, whole: Tensor) -> Any:
-        to, own = self._staged(whole, copied=False), whole.chunk(self.world)[self.rank]
-        sent = self._staged(own)
+        to, part = self._staged(whole, copied=False), whole.chunk(self.world)[self.rank]
+        sent = self._staged(part)
         work = self._group._allgather_base(to, sent)
         return HostWork(work, to, whole, sent) if self._through_host else work
 

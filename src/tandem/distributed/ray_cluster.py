@@ -103,7 +103,7 @@ def _run(ray: Any, arguments: Sequence[str], ranks: int | None) -> None:
             ).remote()
             for bundle in range(world)
         ]
-        rooms = ray.get([one.room.remote() for one in actors])
+        rooms = ray.get([actor.room.remote() for actor in actors])
         order = by_host(rooms)
         port = ray.get(actors[order[0]].free_port.remote())
         environs = environments([rooms[index] for index in order], port)
@@ -130,8 +130,8 @@ def _watch(ray: Any, ended: Mapping[Any, int], actors: Sequence[Any]) -> None:
         except ray.exceptions.RayError as error:
             code = f"an error of Ray's: {error}"
         if code != 0:
-            for one in actors:
-                one.send.remote(signal.SIGTERM)
+            for actor in actors:
+                actor.send.remote(signal.SIGTERM)
             if left:
                 ray.wait(left, num_returns=len(left), timeout=ENDED_SECONDS)
             raise RankError(f"rank {ended[done[0]]} of {len(actors)} on Ray ended with {code}; its output is above")

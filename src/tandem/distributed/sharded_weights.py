@@ -23,11 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
-from tandem.distributed.rounded_sums import RoundedSums
 from tandem.distributed.slice_writer import SliceWriter
 from tandem.distributed.slices import EngineSlice, Slice, shard_dimension, shard_slice
 from tandem.errors import ConfigError
 from tandem.model.layers import decoder_layers
+from tandem.transport.checksums import ChecksumTally
 from tandem.transport.checksums import Shard as ChecksumShard
 
 BACKBONE = "tandem_backbone"
@@ -87,7 +87,6 @@ class ShardedWeights:
             self._cut(layer, reshard_after_forward=True)
         # Embeddings, last norm and head: needed at both ends of a pass, so they stay until the backward pass is over.
         self._cut(model, reshard_after_forward=False)
-        self._sums: RoundedSums | None = None
         setattr(model, BACKBONE, MethodType(_backbone, model))
         register_fsdp_forward_method(model, BACKBONE)
 
@@ -116,12 +115,12 @@ class ShardedWeights:
             whole: the first rank's, whose parameters are emptied as they are taken; None on other ranks.
         """
         self.model.to_empty(device=self.device)
-        theirs = {} if whole is None else dict(whole.named_parameters())
+        parameters = {} if whole is None else dict(whole.named_parameters())
         for name, parameter in self.model.named_parameters():
-            tensor = self._sent(theirs.get(name), self._shapes[name], self.dtype)
+            tensor = self._sent(parameters.get(name), self._shapes[name], self.dtype)
             _local(parameter).copy_(self.part(name).of(tensor))
-            if name in theirs:
-                theirs[name].data = theirs[name].data.new_empty(0)
+            if name in parameters:
+                parameters[name].data = parameters[name].data.new_empty(0)
         buffers = {} if whole is None else dict(whole.named_buffers())
         for name, buffer in self.model.named_buffers():
             buffer.copy_(self._sent(buffers.get(name), buffer.shape, buffer.dtype))
@@ -200,9 +199,12 @@ class ShardedWeights:
                 continue
             yield name, self._gathered(name, _local(parameter).to(self.dtype))
 
-    def state(self, name: str, local: Tensor) -> Tensor:
-        """An optimizer state of a parameter, whole on every rank, from this rank's part of it."""
-        return local if not local.dim() else self._gathered(name, local)
+    @torch.no_grad()
+    def copy_to(self, parameters: Mapping[str, Tensor]) -> None:
+        """Copy what is trained to the lead's whole parameters, wherever these lie by then; other ranks have none."""
+        for name, tensor in self.whole([name for name, _ in self.local_parameters]):
+            if name in parameters:
+                parameters[name].copy_(tensor)
 
     def _gathered(self, name: str, local: Tensor) -> Tensor:
         """A whole tensor from every rank's part, in the dtype of the parts."""
@@ -235,16 +237,18 @@ class ShardedWeights:
     @torch.no_grad()
     def checksums(self) -> dict[str, int]:
         """Checksum of every whole tensor as it is published, from every rank's part; the same on all ranks."""
-        if self._sums is None:
-            shards = [ChecksumShard(name, of, self.part(name).first) for name, of in self._shards().items()]
-            self._sums = RoundedSums(shards, self.dtype)
-        sums = self._sums.queue()
+        tallies = [
+            # Rounded one after the other: no second copy of a rank's weights is kept for it.
+            ChecksumTally([ChecksumShard(name, local.to(self.dtype), self.part(name).first)]).queue()
+            for name, local in self._shards().items()
+        ]
+        sums = torch.cat([tally.to(self.device) for tally in tallies])
         # Two halves of 32 bits: sums of int64 that overflow are defined for no backend.
         halves = torch.stack([(sums >> 32) & _LOW, sums & _LOW], dim=1)
         dist.all_reduce(halves, group=self.group)
         return {
             name: ((high << 32) + low) % (1 << 64)
-            for name, (high, low) in zip(self._sums.names, halves.tolist(), strict=True)
+            for name, (high, low) in zip(self._shards(), halves.tolist(), strict=True)
         }
 
 

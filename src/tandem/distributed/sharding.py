@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from tandem.distributed.gradient_sums import BUCKET, GradientSums, LocalSums, ParameterCut, ScatteredSums
 from tandem.distributed.group import DataGroup
-from tandem.distributed.state_shards import Box, StateShare, matrix_shape, other_states, run_boxes
+from tandem.distributed.state_shards import Box, StateShare, matrix_shape, run_boxes
 from tandem.optimizers.base import BLOCK, ParameterPart, UpdatesParts, global_norm
 
 SMALL = 65_536
@@ -34,7 +34,7 @@ class ShardedStepper:
         replicate: every rank updates everything, as for an adapter, which is small; gradients are summed all the same.
         local: each rank adds up its own micro-batches, and ranks sum once a pass, instead of after each.
         smallest: elements of a parameter that is divided; None: ``SMALL``.
-        bucket: elements of gradient that are summed by one call, unless ``local``; None: ``BUCKET``.
+        bucket: most elements of a gradient that are summed by one call; None: ``BUCKET``.
     """
 
     def __init__(
@@ -55,11 +55,9 @@ class ShardedStepper:
         self._index = {cut.parameter: i for i, cut in enumerate(self._cuts)}
         self._inner = optimizer.bind_parts([part for cut in self._cuts for part in cut.parts])
         widest = functools.reduce(torch.promote_types, (p.dtype for _, p in self._named), torch.float32)
-        self._sums: GradientSums
-        if local:
-            self._sums = LocalSums(self._cuts, group, self._inner.add, widest)
-        else:
-            self._sums = ScatteredSums(self._cuts, group, self._inner.add, widest, BUCKET if bucket is None else bucket)
+        kind = LocalSums if local else ScatteredSums
+        options = self._cuts, group, self._inner.add, widest, BUCKET if bucket is None else bucket
+        self._sums: GradientSums = kind(*options)
         self._started = [False] * len(self._cuts)
 
     def _cut(self, name: str, parameter: Parameter, *, replicate: bool) -> ParameterCut:
@@ -69,13 +67,13 @@ class ShardedStepper:
         if not width:
             all_of_it = ParameterPart(name=name, parameter=parameter)
             return ParameterCut(parameter=parameter, width=0, own=None, rest=all_of_it, shared=0)
-        shared, own = width * world, width * self._group.rank
+        shared, start = width * world, width * self._group.rank
         elements = parameter.detach().view(-1)
         rest = None
         if shared < num:
             rest = ParameterPart(name=name, parameter=Parameter(elements[shared:]), start=shared, of=num)
-        mine = ParameterPart(name=name, parameter=Parameter(elements[own : own + width]), start=own, of=num)
-        return ParameterCut(parameter=parameter, width=width, own=mine, rest=rest, shared=shared)
+        run = ParameterPart(name=name, parameter=Parameter(elements[start : start + width]), start=start, of=num)
+        return ParameterCut(parameter=parameter, width=width, own=run, rest=rest, shared=shared)
 
     # Gradients
 
@@ -121,11 +119,11 @@ class ShardedStepper:
 
     def _norm(self, gradients: Mapping[Parameter, Tensor]) -> Tensor:
         """Over the parts of all ranks, and once over what every rank has."""
-        own = {cut.own.parameter for cut in self._cuts if cut.own is not None}
-        mine = [gradient for parameter, gradient in gradients.items() if parameter in own]
-        same = [gradient for parameter, gradient in gradients.items() if parameter not in own]
+        runs = {cut.own.parameter for cut in self._cuts if cut.own is not None}
+        of_runs = [gradient for parameter, gradient in gradients.items() if parameter in runs]
+        same = [gradient for parameter, gradient in gradients.items() if parameter not in runs]
         home = next(iter(gradients.values())).device if gradients else self._group.device
-        square = global_norm(mine).square() if mine else torch.zeros((), dtype=torch.float64)
+        square = global_norm(of_runs).square() if of_runs else torch.zeros((), dtype=torch.float64)
         square = square.to(self._group.device)
         self._group.finish([self._group.all_reduce(square)], "the gradient's norm")
         square = square.to(home)
@@ -150,38 +148,7 @@ class ShardedStepper:
 
     # States
 
-    @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """The states of whole parameters, as one process would have them; all ranks call this together.
-
-        Rank 0 has them in host memory, one tensor after another; the others get nothing.
-        """
-        inner: dict[str, dict[str, Tensor]] = defaultdict(dict)
-        for key, value in self._inner.state_dict().items():
-            label, _, kind = key.rpartition("/")
-            inner[label][kind] = value
-        out: dict[str, Any] = {}
-        for (name, parameter), cut in zip(self._named, self._cuts, strict=True):
-            if cut.own is None:
-                out |= {f"{name}/{kind}": value for kind, value in inner[name].items()}
-                continue
-            for kind, mine in inner[cut.own.label].items():
-                rest = None if cut.rest is None else inner[cut.rest.label][kind]
-                whole = self._whole(mine, rest) if mine.dim() else mine
-                if whole.numel() == parameter.numel() and not kind.endswith(".codes"):
-                    whole = whole.view(parameter.shape)
-                if self._group.rank == 0:
-                    out[f"{name}/{kind}"] = whole.cpu()
-        return out if self._group.rank == 0 else {}
-
-    def _whole(self, mine: Tensor, rest: Tensor | None) -> Tensor:
-        """A state of a whole parameter, of the parts of all ranks and the rest."""
-        gathered = torch.empty(len(mine) * self._group.world, dtype=mine.dtype, device=self._group.device)
-        gathered.chunk(self._group.world)[self._group.rank].copy_(mine)
-        self._group.all_gather([gathered])
-        return gathered if rest is None else torch.cat([gathered, rest.to(gathered.device)])
-
-    def local_states(self) -> dict[str, Tensor]:
         """States of this rank's parts, and of what every rank updates; live tensors."""
         return self._inner.state_dict()
 
@@ -209,32 +176,6 @@ class ShardedStepper:
                 shares.append(StateShare(name=f"{name}/{kind}", shape=matrix_shape(shape), boxes=tuple(boxes)))
         return shares
 
-    def load_local_states(self, states: Mapping[str, Tensor]) -> None:
-        """Take over what ``local_states`` gave."""
-        self._inner.load_state_dict(dict(states))
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the own parts of what ``state_dict`` gave, with any number of ranks.
-
-        Raises:
-            CheckpointError: it is the state of other parameters, or of another optimizer.
-        """
-        sizes = {name: parameter.numel() for name, parameter in self._named}
-        parts = {part.label: part for cut in self._cuts for part in cut.parts}
-        own: dict[str, Any] = {}
-        taken: set[str] = set()
-        for key, mine in self._inner.state_dict().items():
-            label, _, kind = key.rpartition("/")
-            part = parts[label]
-            taken.add(name := f"{part.name}/{kind}")
-            whole = state.get(name)
-            per = BLOCK if kind.endswith(".scales") else 1
-            if whole is None or (mine.dim() and whole.numel() != -(-sizes[part.name] // per)):
-                raise other_states(name)
-            if part.of is None or not mine.dim():
-                own[key] = whole
-            else:
-                own[key] = whole.reshape(-1)[part.start // per :][: len(mine)]
-        if left := sorted(state.keys() - taken):
-            raise other_states(left[0])
-        self._inner.load_state_dict(own)
+        """Take over what ``state_dict`` gave."""
+        self._inner.load_state_dict(state)

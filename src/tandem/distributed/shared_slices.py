@@ -46,27 +46,33 @@ class SliceRanks(Protocol):
 
 
 class TrainedSlices(Trained):
-    """The weights of all ranks, as weight sync reads them on the lead."""
+    """The weights of all ranks, as weight sync reads them on the lead.
+
+    Args:
+        trainable: the recipe's.
+        policy: the lead's part of it.
+        ranks: all ranks, which take part in whatever is read.
+    """
 
     def __init__(self, trainable: Any, policy: Policy, ranks: SliceRanks):
         super().__init__(trainable, policy)
-        self._ranks = ranks
+        self.ranks = ranks
 
     async def checksums(self) -> Checksums:
         """Checksums of the published weights as ranks would write them."""
-        return _only(await self._ranks.checksums(), dict(self.source))
+        return _only(await self.ranks.checksums(), dict(self.source))
 
     async def frozen_checksums(self) -> Checksums:
         """The same of the weights that no publish changes."""
-        return _only(await self._ranks.checksums(), self.frozen)
+        return _only(await self.ranks.checksums(), self.frozen)
 
     async def finite(self) -> bool:
         """True if all trained values are finite."""
-        return await self._ranks.finite()
+        return await self.ranks.finite()
 
     async def scores(self, tokens: Sequence[int], *temperatures: float) -> list[list[float]]:
         """Logprobs of tokens as the ranks compute them together, at several temperatures."""
-        return await self._ranks.scores(tokens, temperatures)
+        return await self.ranks.scores(tokens, temperatures)
 
 
 def _only(sums: Checksums, named: Mapping[str, Any]) -> Checksums:
@@ -83,14 +89,11 @@ class SharedSlices(Shared):
 
     sums_before_pause: ClassVar[bool] = True
 
-    ranks: SliceRanks | None = None
-    """Of the run; None where only options are checked."""
-
     @classmethod
-    def of(cls, sync: WeightSync, ranks: SliceRanks | None = None) -> Self:
-        """The recipe's ``sync: shared``, for these ranks."""
+    def of(cls, sync: WeightSync) -> Self:
+        """The recipe's ``sync: shared``, for ranks with slices."""
         assert isinstance(sync, Shared)
-        return cls(**{field.name: getattr(sync, field.name) for field in dataclasses.fields(sync)}, ranks=ranks)
+        return cls(**{field.name: getattr(sync, field.name) for field in dataclasses.fields(sync)})
 
     def check(self, *, trainable: Any, engine: EngineSpec) -> None:
         """Refuse an engine that cannot share slices; how many there must be is for the ranks to say."""
@@ -101,30 +104,21 @@ class SharedSlices(Shared):
                 f"sync: shared and engine: {kind} do not go together with distributed.shard: weights: {reason}"
             )
 
-    def trained(self, trainable: Any, policy: Policy) -> Trained:
-        """The weights of all ranks."""
-        return TrainedSlices(trainable, policy, self._ranks)
-
-    @property
-    def _ranks(self) -> SliceRanks:
-        assert self.ranks is not None
-        return self.ranks
-
     async def bind(self, session: SyncContext) -> None:
         """Have each rank attach its worker's memory; an engine on the very weights must hold the very bytes.
 
         Raises:
             UnsupportedPair: names the first weight that the engine holds otherwise.
         """
-        engine = session.engine
+        engine, ranks = session.engine, _ranks(session)
         assert isinstance(engine, ExportsSlices)
         await session.pause()
-        await self._ranks.attach(await engine.exports_of_workers())
+        await ranks.attach(await engine.exports_of_workers())
         if not session.fresh:
             return
-        sums = await session.trained.sums(engine, await self._ranks.checksums())
-        for name, theirs in sums.engines.items():
-            if wrong := differing(sums.stored, theirs):
+        sums = await session.trained.sums(engine, await ranks.checksums())
+        for name, stored in sums.engines.items():
+            if wrong := differing(sums.stored, stored):
                 raise UnsupportedPair(
                     f"sync shared: {name} holds {wrong[0]!r} with other values than the ranks, or not at all: it is "
                     "laid out otherwise, or was loaded from elsewhere; use distributed.shard: states"
@@ -132,4 +126,9 @@ class SharedSlices(Shared):
 
     async def transfer(self, session: SyncContext, version: PolicyVersion) -> int:
         """Each rank rounds its masters into its worker's slices; returns the bytes that ranks received for it."""
-        return await self._ranks.publish()
+        return await _ranks(session).publish()
+
+
+def _ranks(session: SyncContext) -> SliceRanks:
+    assert isinstance(session.trained, TrainedSlices)
+    return session.trained.ranks

@@ -116,12 +116,12 @@ class SliceWriter:
         most, batch, size = GATHERED_BYTES // self._dtype.itemsize // len(gather_group.ranks), list[Gathered](), 0
         for name in names:
             parts = tuple(self._part(name, rank) for rank in gather_group.ranks)
-            one = Gathered(name, parts, parts[0].num_elements)
-            if batch and size + one.size > most:
+            tensor = Gathered(name, parts, parts[0].num_elements)
+            if batch and size + tensor.size > most:
                 yield batch
                 batch, size = [], 0
-            batch.append(one)
-            size += one.size
+            batch.append(tensor)
+            size += tensor.size
         if batch:
             yield batch
 
@@ -134,33 +134,35 @@ class SliceWriter:
 
     def _gather(self, gather_group: GatherGroup, batch: Sequence[Gathered]) -> int:
         """Send this rank's parts of some tensors, and copy of the group's what the worker needs."""
-        size, sample = sum(one.size for one in batch), self._shards[batch[0].name]
-        mine = torch.empty(size, dtype=self._dtype, device=sample.device)
+        size, sample = sum(tensor.size for tensor in batch), self._shards[batch[0].name]
+        sent_here = torch.empty(size, dtype=self._dtype, device=sample.device)
         every = torch.empty(len(gather_group.ranks) * size, dtype=self._dtype, device=sample.device)
         sent = [
             (place[: shard.numel()].view(shard.shape), shard)
             for place, shard in zip(
-                mine.split([one.size for one in batch]), [self._shards[one.name] for one in batch], strict=True
+                sent_here.split([tensor.size for tensor in batch]),
+                [self._shards[tensor.name] for tensor in batch],
+                strict=True,
             )
             if shard.numel()
         ]
         if sent:
             torch._foreach_copy_([place for place, _ in sent], [shard for _, shard in sent])
-        dist.all_gather_into_tensor(every, mine, group=gather_group.group)
+        dist.all_gather_into_tensor(every, sent_here, group=gather_group.group)
         pairs: list[tuple[Tensor, Tensor]] = []
         for rank, of_rank in enumerate(every.split(size)):
-            for one, place in zip(batch, of_rank.split([one.size for one in batch]), strict=True):
-                pairs += self._needed(one, one.parts[rank], place)
+            for tensor, place in zip(batch, of_rank.split([tensor.size for tensor in batch]), strict=True):
+                pairs += self._needed(tensor, tensor.parts[rank], place)
         torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
-        received = sum(part.num_elements for one in batch for part in one.parts)
+        received = sum(part.num_elements for tensor in batch for part in tensor.parts)
         return (received - sum(shard.numel() for _, shard in sent)) * self._dtype.itemsize
 
-    def _needed(self, one: Gathered, part: Slice, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _needed(self, tensor: Gathered, part: Slice, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Where in the worker's memory elements of one rank's part belong, and these."""
-        vector = len(self._shapes[one.name]) == 1
+        vector = len(self._shapes[tensor.name]) == 1
         shape = (len(part.rows),) if vector else (len(part.rows), len(part.columns))
         values = place[: part.num_elements].view(shape)
-        for target in self._slices[one.name]:
+        for target in self._slices[tensor.name]:
             common = target.part.overlap(part)
             if common.num_elements:
                 yield common.within(target.part).of(target.tensor), common.within(part).of(values)

@@ -126,9 +126,9 @@ def shard_slice(name: str, shape: Sequence[int], rank: int, ranks: int) -> Slice
     dimension = shard_dimension(name, shape, ranks)
     sizes = (shape[0], shape[1] if len(shape) > 1 else 1)
     each = -(-sizes[dimension] // ranks)
-    own = range(min(rank * each, sizes[dimension]), min((rank + 1) * each, sizes[dimension]))
+    cut = range(min(rank * each, sizes[dimension]), min((rank + 1) * each, sizes[dimension]))
     whole = range(sizes[1 - dimension])
-    return Slice(rows=own, columns=whole) if dimension == 0 else Slice(rows=whole, columns=own)
+    return Slice(rows=cut, columns=whole) if dimension == 0 else Slice(rows=whole, columns=cut)
 
 
 def shard_number(rank: int, shards: int, workers: int) -> int:
@@ -147,9 +147,9 @@ def shard_number(rank: int, shards: int, workers: int) -> int:
     return rank - rank % shards + worker * (shards // workers) + engine
 
 
-def _common(one: range, other: range) -> range:
-    start = max(one.start, other.start)
-    return range(start, max(start, min(one.stop, other.stop)))
+def _common(first: range, other: range) -> range:
+    start = max(first.start, other.start)
+    return range(start, max(start, min(first.stop, other.stop)))
 
 
 def _inside(inner: range, outer: range) -> bool:

@@ -13,25 +13,18 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.storage import StorageReader
 
 from tandem.errors import CheckpointError
 
-if TYPE_CHECKING:
-    import io
-
 FILE_BYTES = 1 << 30
 """Of states in one file: those that are on a GPU are copied to host memory, a file of them at a time."""
+OFFSETS = "DCP_SHARDING_INFO"
+"""Torch's name of the metadata that say where each tensor of a file begins in its whole."""
 MOST_BOXES = 6
 """Rectangles of one state that a rank writes: of each of two runs of a matrix's elements the end of a row, whole rows
 and the beginning of one."""
@@ -65,16 +58,8 @@ class StateShare:
 class SharesStates(Protocol):
     """A stepper of which every rank has a share of the states."""
 
-    def local_states(self) -> dict[str, Tensor]:
-        """This rank's own states, live tensors."""
-        ...
-
     def shares(self, states: Mapping[str, Tensor]) -> list[StateShare]:
-        """Where in whole states those of ``local_states``, or copies of them, have their place."""
-        ...
-
-    def load_local_states(self, states: Mapping[str, Tensor]) -> None:
-        """Take over what ``local_states`` gave."""
+        """Where in whole states those of ``state_dict``, or copies of them, have their place."""
         ...
 
 
@@ -157,7 +142,7 @@ def _write_file(file: Path, boxes: Mapping[str, Box]) -> None:
     the thread that trains queues nothing.
     """
     offsets = {name: {"saved_offsets": list(box.offsets)} for name, box in boxes.items()}
-    metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+    metadata = {"format": "pt", "DCP_VERSION": "1.0", OFFSETS: json.dumps(offsets)}
     save_file({name: box.tensor for name, box in boxes.items()}, file, metadata=metadata)
     with file.open("rb") as written:
         os.fsync(written.fileno())
@@ -166,85 +151,49 @@ def _write_file(file: Path, boxes: Mapping[str, Box]) -> None:
 # Reading
 
 
-def read(folder: Path, shares: Sequence[StateShare]) -> None:
-    """Fill a rank's shares, however many ranks have written the folder.
+def read(source: Path, shares: Sequence[StateShare]) -> None:
+    """Fill a rank's shares from a file of whole states, or from a folder that any number of ranks have written.
 
     Raises:
         CheckpointError: the states are of other parameters, or of another optimizer, or a file cannot be read.
     """
+    by_name = {share.name: share for share in shares}
+    ends: dict[str, tuple[int, ...]] = {}
+    filled = dict.fromkeys(by_name, 0)
     try:
-        _load(HuggingFaceStorageReader(str(folder)), _Wanted(shares))
+        for file in sorted(source.glob("*.safetensors")) if source.is_dir() else [source]:
+            with safe_open(file, framework="pt") as stored:
+                written = json.loads((stored.metadata() or {}).get(OFFSETS, "{}"))
+                for name in stored.keys():  # noqa: SIM118
+                    if name not in by_name:
+                        raise other_states(name)
+                    tensor = stored.get_tensor(name)  # a view of the file: what no box needs is not read
+                    tensor = tensor.view(matrix_shape(tensor.shape))
+                    offsets = written[name]["saved_offsets"] if written else [0] * tensor.dim()
+                    last = tuple(map(sum, zip(offsets, tensor.shape, strict=True)))
+                    ends[name] = tuple(map(max, zip(ends.get(name, last), last, strict=True)))
+                    filled[name] += sum(_fill(box, tensor, offsets) for box in by_name[name].boxes)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{folder} cannot be read ({type(error).__name__}: {error})") from error
-
-
-def _load(reader: StorageReader, planner: LoadPlanner) -> None:
-    """The steps of torch's ``load`` for a rank alone.
-
-    Not ``load`` itself: without a process group it warns, and a warning cannot be silenced for one thread of several.
-    """
-    metadata = reader.read_metadata()
-    planner.set_up_planner({}, metadata, is_coordinator=True)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
-    (plan,) = reader.prepare_global_plan(plans)
-    reader.read_data(planner.finish_plan(plan), planner).value()  # done: this reader reads at once
-
-
-class _Wanted(LoadPlanner):
-    """Has rectangles filled from those that were written."""
-
-    def __init__(self, shares: Sequence[StateShare]):
-        self._shares = shares
-        self._boxes = {share.name: share.boxes for share in shares}
-        self._stored: Mapping[str, Any] = {}
-
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Take what is stored."""
-        assert metadata is not None
-        self._stored = metadata.state_dict_metadata
-
-    def create_local_plan(self) -> LoadPlan:
-        """What to read for each rectangle."""
-        if others := sorted(self._stored.keys() ^ {share.name for share in self._shares}):
-            raise other_states(others[0])
-        return LoadPlan([item for share in self._shares for item in self._items(share)])
-
-    def _items(self, share: StateShare) -> list[ReadItem]:
-        stored = self._stored[share.name]
-        if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != share.shape:
+        raise CheckpointError(f"{source} cannot be read ({type(error).__name__}: {error})") from error
+    for share in shares:
+        if ends.get(share.name) != share.shape:
             raise other_states(share.name)
-        chunks = [ChunkStorageMetadata(torch.Size(box.offsets), box.tensor.shape) for box in share.boxes]
-        items: list[ReadItem] = create_read_items_for_chunk_list(share.name, stored, chunks)
-        assert all(item.type == LoadItemType.TENSOR for item in items)
-        num_stored = sum(math.prod(item.lengths) for item in items)
-        if num_stored != sum(box.tensor.numel() for box in share.boxes):
+        if filled[share.name] != sum(box.tensor.numel() for box in share.boxes):
             raise CheckpointError(f"of the optimizer state {share.name!r} a part is in no file")
-        return items
 
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
-        return global_plan
 
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Never called: all states are tensors."""
-        raise CheckpointError(f"{read_item.dest_index.fqn!r} is not a tensor")
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """The part of a rectangle that is read next."""
-        number = read_item.dest_index.index
-        assert number is not None
-        part = self._boxes[read_item.dest_index.fqn][number].tensor
-        for dimension, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            part = part.narrow(dimension, start, length)
-        return part
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing: ``resolve_tensor`` gave a view."""
+def _fill(box: Box, tensor: Tensor, offsets: Sequence[int]) -> int:
+    """Copy what a rectangle has in common with a stored one; how many elements that is."""
+    target = box.tensor
+    for dimension, (here, there) in enumerate(zip(box.offsets, offsets, strict=True)):
+        first = max(here, there)
+        length = min(here + target.shape[dimension], there + tensor.shape[dimension]) - first
+        if length <= 0:
+            return 0
+        target = target.narrow(dimension, first - here, length)
+        tensor = tensor.narrow(dimension, first - there, length)
+    target.copy_(tensor)
+    return target.numel()
 
 
 def other_states(name: str) -> CheckpointError:

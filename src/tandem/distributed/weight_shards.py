@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tandem.distributed.sharded_weights import ShardedWeights
-from tandem.distributed.state_shards import Box, StateShare, matrix_shape, other_states
+from tandem.distributed.state_shards import Box, StateShare, matrix_shape
 from tandem.model.attention import Packed, Plan
 from tandem.model.logprobs import token_logprobs
 from tandem.model.policy import Policy
@@ -50,29 +50,6 @@ class ShardedPolicy(Policy):
         return self.weights.hidden(tokens_BT, positions_BT, plan)
 
 
-class WholeWeights:
-    """The lead's whole parameters, which are copies of all ranks' shards after each update.
-
-    Args:
-        weights: sharded.
-        whole: the lead's parameters by name, wherever they lie by then; none on other ranks.
-    """
-
-    def __init__(self, weights: ShardedWeights, whole: Mapping[str, Tensor]):
-        self._weights, self._whole = weights, whole
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Gather what is trained, tensor by tensor; all ranks call this together."""
-        for name, tensor in self._weights.whole([name for name, _ in self._weights.local_parameters]):
-            if name in self._whole:
-                self._whole[name].copy_(tensor)
-
-
-def _nothing() -> None:
-    """What follows an update where masters are published from where they are."""
-
-
 class WeightShardStepper:
     """A stepper over this rank's shards; but for ``accumulate`` all ranks call everything together.
 
@@ -88,7 +65,7 @@ class WeightShardStepper:
         self,
         optimizer: UpdatesParts,
         policy: ShardedPolicy,
-        updated: Callable[[], None] = _nothing,
+        updated: Callable[[], None] = lambda: None,
         *,
         local: bool = False,
     ):
@@ -166,18 +143,7 @@ class WeightShardStepper:
             parameter.grad = None
         self._policy.has_computed = False
 
-    @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """The states of whole parameters, as one process would have them; rank 0 has them, the others get nothing."""
-        states = self.local_states()
-        out = {}
-        for key in sorted(states):
-            whole = self._weights.state(key.rpartition("/")[0], states[key])
-            if self._weights.rank == self._weights.replica == 0:
-                out[key] = whole.cpu()
-        return out
-
-    def local_states(self) -> dict[str, Tensor]:
         """States of this rank's shards, and the shards themselves where they are masters; live tensors."""
         states: dict[str, Tensor] = dict(self._inner.state_dict())
         if self._weights.dtype != torch.float32:
@@ -199,37 +165,16 @@ class WeightShardStepper:
                 continue
             name = key.rpartition("/")[0]
             shape = matrix_shape(weights.shape(name))
-            first, own = weights.part(name).first[: len(shape)], state.view(matrix_shape(state.shape))
-            boxes = (Box(offsets=first, tensor=own, is_written=is_ours),) if state.numel() else ()
+            first, shard = weights.part(name).first[: len(shape)], state.view(matrix_shape(state.shape))
+            boxes = (Box(offsets=first, tensor=shard, is_written=is_ours),) if state.numel() else ()
             shares.append(StateShare(name=key, shape=shape, boxes=boxes))
         return shares
 
     @torch.no_grad()
-    def load_local_states(self, states: Mapping[str, Tensor]) -> None:
-        """Take over what ``local_states`` gave."""
-        own = dict(states)
-        for name, parameter in self._local.items():
-            if (master := own.pop(f"{name}/{MASTER}", None)) is not None:
-                parameter.copy_(master)
-        self._inner.load_state_dict(own)
-
-    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the own shards of what ``state_dict`` gave, with any number of ranks.
-
-        Raises:
-            CheckpointError: it is the state of other parameters, or of another optimizer.
-        """
-        own = {}
-        for key, whole in state.items():
-            name, _, kind = key.rpartition("/")
-            if name not in self._local:
-                raise other_states(key)
-            mine = self._weights.part(name).of(whole) if whole.dim() else whole
-            if mine.dim() and mine.shape != self._local[name].shape:
-                raise other_states(key)
-            if kind == MASTER:
-                self._local[name].copy_(mine)
-            else:
-                own[key] = mine
-        self._inner.load_state_dict(own)
+        """Take over what ``state_dict`` gave."""
+        states = dict(state)
+        for name, parameter in self._local.items():
+            if (master := states.pop(f"{name}/{MASTER}", None)) is not None:
+                parameter.copy_(master)
+        self._inner.load_state_dict(states)

@@ -17,8 +17,6 @@ PROBE_SAMPLES = 4
 """Tokens sampled after a probe, unless more are asked for."""
 PROBE_TEMPERATURE = 0.7
 """Temperature they are sampled at: at 1 it would not show whether logprobs have the temperature in them."""
-PROBE_TEMPERATURE = 0.7
-"""Temperature they are sampled at: at 1 it would not show whether logprobs have the temperature in them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

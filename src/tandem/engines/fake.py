@@ -72,6 +72,8 @@ class FakeEngine(Engine):
         room = self._context - len(prompt)
         if not prompt or room < 1:
             raise EngineError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self._context}")
+        if sampling.penalised:
+            raise EngineError("engine: fake draws uniformly; leave out penalties and min_tokens, or use another engine")
         self._waiting += 1
         try:
             await self._admitting.wait()
@@ -102,11 +104,9 @@ class FakeEngine(Engine):
             await self._gate.wait()
             seed = f"{prompt}/{key}/{len(tokens)}/{self._version.step}".encode()
             bits = int.from_bytes(hashlib.blake2b(seed, digest_size=8).digest(), "big")
-            token, logprob = bits % self._spec.vocab, -math.log(self._spec.vocab)
-            if sampling.penalised:
-                token, logprob = self._penalised(prompt, tokens, sampling, bits)
+            token = bits % self._spec.vocab
             tokens.append(token)
-            logprobs.append(logprob)
+            logprobs.append(-math.log(self._spec.vocab))
             versions.append(self._version.step)
             ended = token in ends
         return Completion(
@@ -115,26 +115,6 @@ class FakeEngine(Engine):
             versions=tuple(versions),
             finish="stop" if ended else "length",
         )
-
-    def _penalised(
-        self, prompt: Sequence[int], tokens: Sequence[int], sampling: Sampling, bits: int
-    ) -> tuple[int, float]:
-        """The next token and its logprob, where tokens are not all as likely; ``bits`` are 64 random ones."""
-        import numpy as np
-        import torch
-
-        from tandem.model.penalties import Penalties, penalise_rows
-        from tandem.model.sampling import draw, restrict
-
-        logits_1V = torch.zeros(1, self._spec.vocab)
-        before = [np.asarray(some, dtype=np.int64) for some in (prompt, tokens)]
-        penalties = Penalties.of(sampling, [self._spec.vocab - 1])
-        penalise_rows(logits_1V, [penalties], before[:1], before[1:])
-        logits_1V /= sampling.temperature or 1.0
-        logits_1V = restrict(logits_1V, sampling.top_p, sampling.top_k, sampling.min_p)
-        uniform_1 = torch.tensor([(bits >> 11) * 2.0**-53], dtype=torch.float64)
-        (token,), (logprob,) = draw(logits_1V, uniform_1, greedy=[sampling.temperature == 0])
-        return int(token), float(logprob)
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
         return [-math.log(self._spec.vocab)] * (len(tokens) - 1)

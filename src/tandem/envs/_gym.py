@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from tandem import gym_library
 from tandem.envs.base import Environment, Split
 from tandem.envs.data.split import Tasks, check_share, digest, opening, some, split_of
 from tandem.errors import ConfigError, EnvError
@@ -101,10 +100,13 @@ def _create(name: str, config: Mapping[str, Json], seed: int, size: int) -> Any:
     Raises:
         EnvError: the library is missing, knows no such task, or refuses the configuration.
     """
+    state = random.getstate()
     try:
-        factory = gym_library.factory(name)
+        from reasoning_gym import factory
     except ImportError as error:
         raise EnvError("this environment needs reasoning-gym; pip install 'tandem-rl[reasoning-gym]'") from error
+    finally:
+        random.setstate(state)  # some of its modules draw while they are imported
     if name not in (known := factory.DATASETS):
         close = difflib.get_close_matches(name, list(known), n=3)
         hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""

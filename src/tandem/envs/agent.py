@@ -13,7 +13,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tandem.envs.base import Chat, Split
@@ -31,7 +31,7 @@ class Agent(Dataset):
     agent: str
     """``pkg.mod:fn``, awaited with the task and the API's base URL, or a command, which has OPENAI_BASE_URL and reads
     the task as JSON. The text that the one returns and the other prints is the last message that rewards see."""
-    timeout_seconds: float = field(default=600.0, metadata={"formerly": "seconds"})
+    timeout_seconds: float = 600.0
     """How long one task may take."""
 
     def __post_init__(self) -> None:

@@ -146,8 +146,8 @@ def _selective() -> tuple[Any, Any]:
 def _policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Products and attention take nearly all the time of a layer; the rest is most of what it would keep."""
     name = op.name().rpartition("::")[2]
-    kept = (name in _PRODUCTS and _costs(*args[_PRODUCTS[name] :][:2])) or "attention" in name or "attn" in name
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    is_costly = (name in _PRODUCTS and _costs(*args[_PRODUCTS[name] :][:2])) or "attention" in name or "attn" in name
+    return CheckpointPolicy.MUST_SAVE if is_costly else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _costs(left: Tensor, right: Tensor) -> bool:

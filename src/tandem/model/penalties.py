@@ -78,9 +78,9 @@ def penalise(
     """
     slope_NW = None
     if seen_NW is not None:
-        one = logits_NW.new_ones(())
-        slope_NW = torch.where(logits_NW > 0, one / repetition, one * repetition)
-        slope_NW = torch.where(seen_NW > 0, slope_NW, one)
+        unit = logits_NW.new_ones(())
+        slope_NW = torch.where(logits_NW > 0, unit / repetition, unit * repetition)
+        slope_NW = torch.where(seen_NW > 0, slope_NW, unit)
         logits_NW.mul_(slope_NW)
     if output_NW is not None:
         logits_NW.sub_(output_NW * frequency).sub_((output_NW > 0) * presence)

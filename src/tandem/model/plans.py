@@ -129,8 +129,8 @@ class Packed:
         """
         key = (before, length, window, like.device, like.dtype)
         if key not in self._masks:
-            own = torch.full((length, length), float("-inf"), dtype=like.dtype, device=like.device).triu_(1)
-            mask = F.pad(own, (before, 0))
+            causal = torch.full((length, length), float("-inf"), dtype=like.dtype, device=like.device).triu_(1)
+            mask = F.pad(causal, (before, 0))
             if window is not None:
                 far = torch.ones_like(mask, dtype=torch.bool).tril_(before - window)
                 mask.masked_fill_(far, float("-inf"))

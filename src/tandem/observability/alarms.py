@@ -1,7 +1,7 @@
 """Alarms: patterns in the metrics of the latest steps that usually mean that training is going wrong.
 
-``ALARMS`` is the table: each alarm has some patterns, and a pattern is a metric, the window it is compared with, a
-test, and advice. ``AlarmWatch`` looks for all of them after every step.
+``ALARMS`` is the table: each alarm has some patterns, and a pattern is a test of the metrics, what it usually means,
+and advice. ``AlarmWatch`` looks for all of them after every step.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from tandem.observability.metrics_history import (
 from tandem.types import Json
 
 Name = Literal[
-    "reward_hacking", "length", "entropy", "zero_variance", "kl_behavior", "ess", "grad_norm", "loss", "environments",
-    "grading",
+    "loss", "reward_hacking", "length", "entropy", "zero_variance", "kl_behavior", "environments", "grading",
 ]  # fmt: skip
 """Every alarm, as recipes, events and metrics call it."""
 
@@ -37,8 +36,6 @@ LOW_ENTROPY = 0.05
 """Nats per token below which the policy is nearly certain."""
 JUMPS, JUMPS_WITHIN = 3, 20
 """Jumps of a metric within so many steps that raise an alarm."""
-GRACE_STEPS = 32
-"""Steps for which the main reward may stand still after a lesser one rose: the form is often learned first."""
 FAILURES = ("timeout", "raised", "bad_value", "crashed", "away")
 """Why a rollout has no reward, as metrics count it under ``grading/failed_``."""
 
@@ -55,10 +52,16 @@ class Finding:
     """What to change: options of the recipe with values."""
 
 
-Pattern = Callable[[MetricsHistory], Finding | None]
-"""A pattern, looked for at the newest step."""
-Advice = Callable[[RecipeOptions], str]
-"""What to change, with values of the recipe."""
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """A pattern, looked for at the newest step."""
+
+    look: Callable[[MetricsHistory], str]
+    """What the newest steps show of it; empty if nothing."""
+    means: str
+    """What it usually means."""
+    change: str
+    """What to change; `RecipeOptions.advice` fills in values of the recipe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,62 +79,10 @@ class Alarm:
 
     def look(self, history: MetricsHistory) -> Finding | None:
         """The first pattern that the newest steps show."""
-        findings = (pattern(history) for pattern in self.patterns)
-        return next((finding for finding in findings if finding is not None), None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Changed:
-    """The median of a metric against its median in earlier windows."""
-
-    metric: str
-    seen: str
-    """Format of what was seen: ``level``, ``now``, ``before`` and ``then``."""
-    test: Callable[[float, float, RecipeOptions], bool]
-    """Of the level now, the earlier one and the recipe."""
-    means: str
-    change: Advice
-    spares_learning: bool = False
-    """Ignore windows since which the main reward rose."""
-
-    def __call__(self, history: MetricsHistory) -> Finding | None:
-        now = history.now()
-        level = now.median(self.metric)
-        if level is None:
-            return None
-        for then in history.stagnant() if self.spares_learning else history.earlier():
-            before = then.median(self.metric)
-            if before and self.test(level, before, history.recipe):
-                seen = self.seen.format(level=short(level), now=now, before=short(before), then=then)
-                if self.spares_learning:
-                    seen = f"{seen}, {history.trend(then)}"
-                return Finding(seen=seen, means=self.means, change=self.change(history.recipe))
+        for pattern in self.patterns:
+            if seen := pattern.look(history):
+                return Finding(seen=seen, means=pattern.means, change=history.recipe.advice(pattern.change))
         return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Jumps:
-    """Several values of a metric far from its median over the latest steps."""
-
-    metric: str
-    far: Callable[[float, float], float]
-    """Distance from the median that counts as a jump, from the median and the median absolute deviation."""
-    means: str
-    change: Advice
-
-    def __call__(self, history: MetricsHistory) -> Finding | None:
-        window = history.now(JUMPS_WITHIN) or history.now(JUMPS_WITHIN // 2)
-        values = window.values(self.metric)
-        if len(values) < JUMPS_WITHIN // 2:
-            return None
-        usual = statistics.median(values)
-        far = self.far(usual, statistics.median(abs(value - usual) for value in values))
-        jumps = [value for value in values if abs(value - usual) > far]
-        if len(jumps) < JUMPS:
-            return None
-        most = short(max(jumps, key=abs))
-        seen = f"{self.metric} jumped {len(jumps)} times in {window}, to {most} where {short(usual)} is the median"
-        return Finding(seen=seen, means=self.means, change=self.change(history.recipe))
 
 
 def collapsed(now: float, before: float) -> bool:
@@ -144,29 +95,68 @@ def exploded(now: float, before: float) -> bool:
     return now >= 2 * before and now - before >= 0.7
 
 
-def _not_finite(history: MetricsHistory) -> Finding | None:
+def _changed(
+    metric: str, seen: str, test: Callable[[float, float, RecipeOptions], bool]
+) -> Callable[[MetricsHistory], str]:
+    """The median of a metric against earlier ones, unless the main reward has risen since.
+
+    Args:
+        metric: its name.
+        seen: what was seen, with ``{}`` for the level.
+        test: of the level now, the earlier one and the recipe.
+    """
+
+    def look(history: MetricsHistory) -> str:
+        now = history.now()
+        level = now.median(metric)
+        for then in history.stagnant():
+            before = then.median(metric)
+            if level is not None and before and test(level, before, history.recipe):
+                return f"{seen.format(short(level))} ({now}), {short(before)} at {then}, {history.trend(then)}"
+        return ""
+
+    return look
+
+
+def _jumps(metric: str, far: Callable[[float, float], float]) -> Callable[[MetricsHistory], str]:
+    """Several values of a metric far from its median over the latest steps.
+
+    Args:
+        metric: its name.
+        far: the distance that counts as a jump, from the median and the median absolute deviation.
+    """
+
+    def look(history: MetricsHistory) -> str:
+        window = history.now(JUMPS_WITHIN) or history.now(JUMPS_WITHIN // 2)
+        values = window.values(metric)
+        if len(values) < JUMPS_WITHIN // 2:
+            return ""
+        usual = statistics.median(values)
+        limit = far(usual, statistics.median(abs(value - usual) for value in values))
+        jumps = [value for value in values if abs(value - usual) > limit]
+        if len(jumps) < JUMPS:
+            return ""
+        most = short(max(jumps, key=abs))
+        return f"{metric} jumped {len(jumps)} times in {window}, to {most} where {short(usual)} is the median"
+
+    return look
+
+
+def _not_finite(history: MetricsHistory) -> str:
     watched = ("loss", "grad_norm", "entropy", "kl_behavior", "reward")
     odd = [name for name in watched if not math.isfinite(history.newest(name) or 0.0)]
-    skipped = history.newest("optimizer/skipped") or 0.0
-    if not odd and not skipped:
-        return None
     seen = [f"{' and '.join(odd)} is not a finite number"] if odd else []
-    updates = "update was" if skipped == 1 else "updates were"
-    seen += [f"{skipped:g} {updates} skipped since the gradient was not finite"] if skipped else []
-    return Finding(
-        seen=f"at {history.now(1)}: {', '.join(seen)}",
-        means="Something overflowed: a reward that is infinite, ratios far from 1, weights broken by too large a "
-        "learning rate, or too narrow a precision.",
-        change="A single one may pass: such an update is skipped and the weights are kept. If it recurs: "
-        f"{history.recipe.less('optimizer.lr')}; dtype=float32; look at the rewards of that step's rollouts.",
-    )
+    if skipped := history.newest("optimizer/skipped") or 0.0:
+        updates = "update was" if skipped == 1 else "updates were"
+        seen.append(f"{skipped:g} {updates} skipped since the gradient was not finite")
+    return f"at {history.now(1)}: {', '.join(seen)}" if seen else ""
 
 
-def _ruined(history: MetricsHistory) -> Finding | None:
+def _ruined(history: MetricsHistory) -> str:
     """One update changed the policy beyond recognition. Entropy of single steps scatters by a factor of ten."""
     window = history.now(2)
     if not window or (history.newest("accuracy") or 0.0) >= SOLVED:
-        return None
+        return ""
     (_, before), (_, now) = window.rows
     was, entropy = before.get("entropy", 0.0), now.get("entropy", 0.0)
     kl_was, kl = before.get("kl_behavior", 0.0), now.get("kl_behavior", 0.0)
@@ -175,328 +165,53 @@ def _ruined(history: MetricsHistory) -> Finding | None:
         seen.append(f"entropy went from {short(was)} to {short(entropy)} nats per token")
     if kl > 1.0 and kl_was < 0.1 and not history.recipe.grammar:
         seen.append(f"kl_behavior went from {short(kl_was)} to {short(kl)} nats per token")
-    if not seen:
-        return None
-    return Finding(
-        seen=f"within one step ({window}) {' and '.join(seen)}",
-        means="A single update replaced the policy, usually by a useless one: the learning rate is far too large, or "
-        "the gradient was an outlier. The tasks are not to blame.",
-        change=f"{history.recipe.less('optimizer.lr', 10.0)}; optimizer.max_grad_norm=0.5. What is lost does not "
-        "come back: start again, or from the weights of a checkpoint before it.",
-    )
+    return f"within one step ({window}) {' and '.join(seen)}" if seen else ""
 
 
-def _bonus_hacked(history: MetricsHistory) -> Finding | None:
-    """A lesser reward rises by a quarter of its scale and the main one does not follow."""
+def _bonus_hacked(history: MetricsHistory) -> str:
+    """A lesser reward rises by a quarter of its scale, and the main one hardly ever pays or falls."""
     now, recent, recipe = history.now(), history.now(EARLIER), history.recipe
+    scale, goal = history.scale(recipe.goal), recent.mean(recipe.goal)
     for then in history.earlier():
-        goal, goal_before = recent.mean(recipe.goal), history.around(then).mean(recipe.goal)
+        around = history.around(then)
+        goal_before = around.mean(recipe.goal)
         if goal is None or goal_before is None or history.rises(then):
             continue
+        fell = goal_before - goal > max(0.1 * scale, 3 * (recent.error(recipe.goal) + around.error(recipe.goal)))
         for name, weight in recipe.bonuses.items():
             metric = f"reward/{name}"
             level, before = now.mean(metric), then.mean(metric)
             if level is None or before is None:
                 continue
             rise = math.copysign(1, weight) * (level - before) / history.scale(metric)
-            if rise < 0.25 or (goal - goal_before) / history.scale(recipe.goal) > 0.1 * rise:
-                continue
-            hopeless = rise >= 0.5 and goal / history.scale(recipe.goal) <= 0.1
-            if not (hopeless or _goal_fell(history, then) or _goal_stands(history, then, metric)):
-                continue
-            option = "envs.NAME.rewards" if recipe.shares else "rewards"
-            return Finding(
-                seen=f"reward {name} went from {short(before)} ({then}) to {short(level)} ({now}) "
-                f"{history.trend(then)}",
-                means=f"The policy is paid by {name} for something that does not solve the task, and learns that "
-                "instead: answers have the form without the content, and are usually shorter and all alike.",
-                change=f"Read some answers (tandem show --report). Let {name} pay only beside a right answer or for "
-                f"more than its form, or lower {option}.{name} (now {weight:g}) to {weight / 10:g} or leave it out; "
-                f"{recipe.less('optimizer.lr')}. Where the main reward hardly ever pays, take easier tasks or a "
-                "stronger model first.",
-            )
-    return None
+            hopeless = rise >= 0.5 and goal <= 0.1 * scale
+            if rise >= 0.25 and (goal - goal_before) / scale <= 0.1 * rise and (hopeless or fell):
+                rewards = f"reward {name} went from {short(before)} ({then}) to {short(level)} ({now})"
+                return f"{rewards} {history.trend(then)}"
+    return ""
 
 
-def _goal_fell(history: MetricsHistory, then: Window) -> bool:
-    """True if the main reward fell far beyond its scatter."""
-    now, goal = history.now(EARLIER), history.recipe.goal
-    level, before = now.mean(goal), then.mean(goal)
-    if level is None or before is None:
-        return False
-    return before - level > max(0.1 * history.scale(goal), 3 * (now.error(goal) + then.error(goal)))
-
-
-def _goal_stands(history: MetricsHistory, then: Window, metric: str) -> bool:
-    """True if a lesser reward rose long ago and the main one has not followed, beyond its scatter."""
-    whole, goal, start = history.now(GRACE_STEPS + NOW), history.recipe.goal, history.around(then)
-    if not whole or whole.first <= then.last:
-        return False
-    level, before = whole.mean(goal), start.mean(goal)
-    if level is None or before is None:
-        return False
-    if level - before + 2 * math.hypot(whole.error(goal), start.error(goal)) > 0.03 * history.scale(goal):
-        return False
-    risen, now, was = Window(whole.rows[:NOW]).mean(metric), Window(whole.rows[-NOW:]).mean(metric), then.mean(metric)
-    return risen is not None and now is not None and was is not None and abs(risen - was) >= 0.8 * abs(now - was)
-
-
-def _held_out_fell(history: MetricsHistory) -> Finding | None:
+def _held_out_fell(history: MetricsHistory) -> str:
     """Held-out accuracy is below its best, interval beyond interval, while the training reward is not."""
     seen = [(step, row) for step, row in history.evaluations if "eval/mean/low" in row and "eval/mean/high" in row]
     if len(seen) < 2:
-        return None
+        return ""
     (best_step, best), (step, last) = max(seen[:-1], key=lambda item: item[1]["eval/mean"]), seen[-1]
     if last["eval/mean/high"] >= best["eval/mean/low"] or last["eval/mean"] >= SOLVED:
-        return None
+        return ""
     level = history.now().mean("reward")
     nearest = sorted(history.earlier(), key=lambda window: abs(window.last - best_step))
     before = next((mean for then in nearest if (mean := then.mean("reward")) is not None), None)
     if level is None or before is None or level < before:
-        return None
+        return ""
 
     def interval(row: Mapping[str, float]) -> str:
         return f"{percent(row['eval/mean'])} [{percent(row['eval/mean/low'])}–{percent(row['eval/mean/high'])}]"
 
-    return Finding(
-        seen=f"held-out accuracy fell from {interval(best)} at step {best_step} to {interval(last)} at step {step}, "
-        f"while the training reward went from {short(before)} to {short(level)}",
-        means="The training reward is not what is wanted: it can be earned without the task, or the training tasks "
-        "were learned by heart.",
-        change=f"Read answers of both evaluations (tandem show --report) and mend the reward; more tasks, "
-        f"{history.recipe.less('optimizer.lr')}, or a reference (reference: start); go on from the checkpoint of "
-        f"step {best_step} (checkpoint.keep keeps more of them).",
+    return (
+        f"held-out accuracy fell from {interval(best)} at step {best_step} to {interval(last)} at step {step}, "
+        f"while the training reward went from {short(before)} to {short(level)}"
     )
-
-
-def _cut(history: MetricsHistory) -> Finding | None:
-    """Many answers are cut and the share does not fall, unless many that are cut are right."""
-    now = history.now()
-    cut = now.median("rollouts/truncated")
-    if cut is None or cut <= 0.3 or cut + (now.mean("accuracy") or 0.0) > 1.05:
-        return None
-    for then in history.stagnant():
-        before = then.median("rollouts/truncated")
-        if len(then.rows) > START and before is not None and before - cut < 0.05:
-            return Finding(
-                seen=f"{percent(cut)} of answers are cut by a length limit ({now}; {percent(before)} at {then}; "
-                f"at most 30 % is usual), {history.trend(then)}",
-                means="The answer stands at the end: one that is cut earns nothing whatever it says, so the policy is "
-                "punished for thinking, or learns that ending does not matter.",
-                change=f"{history.recipe.more('sampling.max_tokens')}, with context large enough; or an instruction "
-                "to be brief; truncated: mask leaves such answers out of the loss.",
-            )
-    return None
-
-
-def _zero_variance(history: MetricsHistory) -> Finding | None:
-    """Too many groups have zero variance, or many more than before, and the tasks are not solved."""
-    now, recipe = history.now(EARLIER), history.recipe
-    share, accuracy = _zero_variance_share(now), now.mean("accuracy") or 0.0
-    if share is None or accuracy >= SOLVED:
-        return None
-    seen = f"{percent(share)} of groups have zero variance ({now}; at most half is usual)" if share > 0.85 else ""
-    for then in history.stagnant() if share >= 0.75 else ():
-        before = _zero_variance_share(then)
-        if not seen and before is not None and share - before >= 0.3:
-            seen = f"{percent(share)} of groups have zero variance ({now}), {percent(before)} at {then}, "
-            seen += history.trend(then)
-    if not seen:
-        return None
-    entropy, first = now.median("entropy"), history.start.median("entropy")
-    if entropy is not None and first and collapsed(entropy, first):
-        return Finding(
-            seen=f"{seen}; entropy is {short(entropy)} nats per token, {short(first)} at {history.start}",
-            means="All answers have become alike: the policy is certain of them without being right. Usually the "
-            "updates were too large; the tasks are not to blame.",
-            change=f"{recipe.less('optimizer.lr')}; {recipe.warmer()}what is lost does not come back: start again, or "
-            "from the weights of a checkpoint before it.",
-        )
-    solved, tasks = ("Hardly any", "Easier tasks or a stronger model") if accuracy < 0.5 else ("Most", "Harder tasks")
-    return Finding(
-        seen=f"{seen}; accuracy is {percent(accuracy)}, reward/std {short(now.mean('reward/std') or 0.0)}",
-        means=f"{solved} answers solve these tasks, or answers have become all alike: siblings earn the same, no "
-        "advantage is left, and sampling is wasted.",
-        change=f"{tasks}; curriculum: solve_rate; {recipe.more('group_size')}; {recipe.warmer()}where answers became "
-        "alike, see the alarms entropy and length.",
-    )
-
-
-def _zero_variance_share(window: Window) -> float | None:
-    """Share of all environments' groups with zero variance; None for fewer than 16 groups."""
-    groups = window.total(GROUPS)
-    return window.total(ZERO_VARIANCE) / groups if groups >= 16 else None
-
-
-def _starved(history: MetricsHistory) -> Finding | None:
-    """An environment of a mixture gave no group in ten steps, where five were due."""
-    window = history.now(10)
-    trained = window.total("groups/trained")
-    for name, share in history.recipe.shares.items():
-        if window.total(f"env/{name}/trained") or share * trained < 5:
-            continue
-        groups, zero_variance = window.total(f"env/{name}/groups"), window.mean(f"env/{name}/zero_variance")
-        without_variance = f", {percent(zero_variance)} with zero variance" if zero_variance else ""
-        return Finding(
-            seen=f"no group of environment {name} was trained on in {window}, of {trained:g} in all, where its share "
-            f"is {percent(share)}; {groups:g} groups of it were played{without_variance}",
-            means="The mixture goes on without it: its tasks are too hard or too easy for any variance, its rollouts "
-            "fail, or its episodes take much longer than the others'.",
-            change=f"Look at its rewards and errors (events.jsonl, logs/run.log). Easier or harder tasks in "
-            f"envs.{name}.env; envs.{name}.min_share={share / 2:.2g}; or take it out of envs.",
-        )
-    return None
-
-
-def _environment_failed(history: MetricsHistory) -> Finding | None:
-    now = history.now()
-    rollouts = _rollouts(history, now)
-    failed = now.total("rollouts/failed") - sum(now.total(f"grading/failed_{why}") for why in FAILURES)
-    if not rollouts or failed < 0.2 * rollouts:
-        return None
-    return Finding(
-        seen=f"{percent(failed / rollouts)} of rollouts failed in their environment ({now}: {failed:g} of "
-        f"{rollouts:g})",
-        means="An environment raises, or something it needs (a tool, a service, a sandbox) does not answer; failed "
-        "rollouts are left out of their groups.",
-        change="logs/run.log has each error with its traceback; mend the environment, or leave it out.",
-    )
-
-
-def _environment_slow(history: MetricsHistory) -> Finding | None:
-    """The trainer waits for most of a step: three times as long as before, or with a broker for nearly all of it."""
-    now, recipe = history.now(), history.recipe
-    step, wait = now.median("seconds/step"), now.median("seconds/wait")
-    if not step or wait is None or wait < max(1.0, 0.7 * step):
-        return None
-    seen = f"the trainer waits for {percent(wait / step)} of a step ({now})"
-    if not (recipe.broker and wait >= 0.9 * step):
-        slower = ((_slowdown(history, now, then), then) for then in history.earlier())
-        slowest = next(((times, then) for times, then in slower if times >= 3), None)
-        if slowest is None:
-            return None
-        seen += f", {short(slowest[0])} times as long for what is sampled as at {slowest[1]}"
-    lag = recipe.get("max_lag")
-    overlap = f"max_lag={lag + 1} (now {lag})" if isinstance(lag, int) else "a larger lag_control.max_lag"
-    return Finding(
-        seen=seen,
-        means="Rollouts arrive too slowly: environments or their services are slow, the engine is shared with others, "
-        "or too few workers play.",
-        change="tandem why runs/NAME says who waits for whom. "
-        + ("More workers (tandem work), or more engines for them." if recipe.broker
-           else f"A faster environment; {overlap} lets sampling overlap with training."),
-    )  # fmt: skip
-
-
-def _slowdown(history: MetricsHistory, now: Window, then: Window) -> float:
-    """How many times as long the trainer waits, for a token or a rollout, whichever is less: lengths may change."""
-    wait, before = now.median("seconds/wait"), then.median("seconds/wait")
-    tokens, tokens_then = now.mean("tokens/generated"), then.mean("tokens/generated")
-    rollouts, rollouts_then = (_rollouts(history, w) / len(w.rows) for w in (now, then))
-    if not (wait and before and tokens and tokens_then and rollouts and rollouts_then):
-        return 0.0
-    return wait / before / max(1.0, tokens / tokens_then, rollouts / rollouts_then)
-
-
-def _rollouts(history: MetricsHistory, window: Window) -> float:
-    """Rollouts played in a window."""
-    size = history.recipe.get("group_size")
-    return window.total(GROUPS) * (size if isinstance(size, int) else 1)
-
-
-def _grading_failed(history: MetricsHistory) -> Finding | None:
-    now = history.now()
-    counts = {why: now.total(f"grading/failed_{why}") for why in FAILURES}
-    rollouts, lost = _rollouts(history, now), sum(counts.values())
-    if not rollouts or lost < max(NOW, 0.1 * rollouts):
-        return None
-    reasons = ", ".join(f"{count:g} {why}" for why, count in counts.items() if count)
-    return Finding(
-        seen=f"graders gave no reward for {percent(lost / rollouts)} of rollouts ({now}: {reasons} of {rollouts:g})",
-        means="Answers without a reward are not trained on, and not at random: they are usually the long or odd ones, "
-        "which biases what is learned.",
-        change="logs/graders.log says why. "
-        + ("A larger grading.timeout_seconds, or a faster reward." if counts["timeout"] == max(counts.values())
-           else "Mend the reward: it should return 0 for what it cannot read, and raise only for its own faults."),
-    )  # fmt: skip
-
-
-def _grading_slow(history: MetricsHistory) -> Finding | None:
-    """Graders work for half of a step or more while the trainer waits."""
-    now, recipe = history.now(), history.recipe
-    step, wait, busy = (now.median(name) for name in ("seconds/step", "seconds/wait", "grading/busy_seconds"))
-    if not step or wait is None or busy is None or min(busy, wait) < 0.5 * step:
-        return None
-    overlap = "" if recipe.get("max_lag") else "max_lag=1, so that grading overlaps with training; "
-    return Finding(
-        seen=f"graders are at work for {short(busy)} s of a step of {short(step)} s ({now}), and the trainer waits "
-        f"for {short(wait)} s of it",
-        means="Engine and trainer stand still for the graders: a reward is slow (a judge, code that is run, symbolic "
-        "mathematics), or there are too few processes for it.",
-        change=f"{recipe.more('grading.workers')}; {overlap}a faster reward, or a smaller grading.timeout_seconds "
-        "where a few answers take all of it.",
-    )
-
-
-def _kl_behavior(history: MetricsHistory) -> Finding | None:
-    """Sampler and trainer differ by more than is usual, or by ten times what they did."""
-    now, recipe = history.now(), history.recipe
-    level = now.median("kl_behavior")
-    if level is None or recipe.grammar:
-        return None
-    seen, limit = "", 0.3 if recipe.off_policy else 0.05
-    if level > limit:
-        seen = f"at max_lag: {recipe.get('max_lag')} at most {short(limit)} is usual"
-    for then in history.earlier():
-        before = then.median("kl_behavior")
-        if not seen and before is not None and level >= max(10 * before, 0.01):
-            seen = f"{short(before)} at {then}"
-    if not seen:
-        return None
-    means = "Engine and trainer compute the same policy differently (another precision, kernel, template or sampling "
-    means += "option), or the policy became so sharp that rounding tells."
-    change = "tandem mismatch runs/NAME says where they differ. dtype=float32, or corrections: [token]; "
-    change += f"{recipe.less('optimizer.lr')}."
-    if recipe.off_policy:
-        means = "The training data are too far from the policy: too old, or the policy moves too fast for them."
-        change = f"{recipe.fresher()}{recipe.less('optimizer.lr')}; corrections: [token], which bounds each token's "
-        change += "weight."
-    return Finding(seen=f"kl_behavior is {short(level)} nats per token ({now}); {seen}", means=means, change=change)
-
-
-def _ess(history: MetricsHistory) -> Finding | None:
-    """The effective sample size of the ratios to the sampler is low."""
-    now, recipe = history.now(), history.recipe
-    level = now.median("ess")
-    least = 0.5 if recipe.off_policy else 0.8
-    if level is None or level >= least or recipe.grammar:
-        return None
-    return Finding(
-        seen=f"ess is {short(level)} of a step's tokens ({now}); at max_lag: {recipe.get('max_lag')} at least "
-        f"{short(least)} is usual",
-        means="Few tokens bear most of the gradient: ratios between policy and sampler are far from 1, because the "
-        "data are old, the policy moves fast, or engine and trainer disagree.",
-        change=f"{recipe.fresher()}{recipe.less('optimizer.lr')}; corrections: [token]; tandem mismatch runs/NAME "
-        "says where engine and trainer differ.",
-    )
-
-
-def _clip_higher(recipe: RecipeOptions) -> str:
-    """Advice on the upper clip, which lets rare tokens grow (DAPO's clip-higher), where the loss has one."""
-    high = recipe.get("loss.clip_high")
-    return f"loss.clip_high={high + 0.1:.2g} (now {high:g}); " if isinstance(high, float) else ""
-
-
-def _without_bonuses(recipe: RecipeOptions) -> str:
-    """Advice on the lesser rewards, where there are some."""
-    names = " and ".join(recipe.bonuses)
-    return f"Take {names} out of rewards, or let them pay only beside a right answer. " if names else ""
-
-
-def _beyond_clip(level: float, before: float, recipe: RecipeOptions) -> bool:
-    """True if a gradient norm is ten times what it was and is clipped."""
-    clip = recipe.get("optimizer.max_grad_norm")
-    return 10 * before < level > (float(clip) if isinstance(clip, (int, float)) else 1.0)
 
 
 def _near_limit(level: float, before: float, recipe: RecipeOptions) -> bool:
@@ -506,17 +221,100 @@ def _near_limit(level: float, before: float, recipe: RecipeOptions) -> bool:
     return level - before >= 12 and level >= 2 * before and not roomy
 
 
-_EXTREME = (
-    "Steps follow a few extreme samples (clipping bounds a step's length, not its direction): the learning rate is too "
-    "large, a group's reward is far outside the others', or ratios are far from 1."
-)
+def _cut(history: MetricsHistory) -> str:
+    """Many answers are cut and the share does not fall, unless many that are cut are right."""
+    now = history.now()
+    cut = now.median("rollouts/truncated")
+    if cut is None or cut <= 0.3 or cut + (now.mean("accuracy") or 0.0) > 1.05:
+        return ""
+    for then in history.stagnant():
+        before = then.median("rollouts/truncated")
+        if len(then.rows) > START and before is not None and before - cut < 0.05:
+            return (
+                f"{percent(cut)} of answers are cut by a length limit ({now}; {percent(before)} at {then}; "
+                f"at most 30 % is usual), {history.trend(then)}"
+            )
+    return ""
 
 
-def _calmer(recipe: RecipeOptions) -> str:
-    return (
-        f"{recipe.less('optimizer.lr')}; {recipe.less('optimizer.max_grad_norm', 2)}; "
-        f"{recipe.more('groups_per_step')}; rewards within a bounded range."
-    )
+def _zero_variance(*, alike: bool) -> Callable[[MetricsHistory], str]:
+    """Too many groups have zero variance, or many more than before, and the tasks are not solved.
+
+    Args:
+        alike: look for it where entropy collapsed, or where it did not.
+    """
+
+    def look(history: MetricsHistory) -> str:
+        now = history.now(EARLIER)
+        share, accuracy = _zero_variance_share(now), now.mean("accuracy") or 0.0
+        entropy, first = now.median("entropy") or math.inf, history.start.median("entropy") or 0.0
+        if share is None or accuracy >= SOLVED or collapsed(entropy, first) != alike:
+            return ""
+        figures = f"accuracy is {percent(accuracy)}, reward/std {short(now.mean('reward/std') or 0.0)}"
+        if alike:
+            figures = f"entropy is {short(entropy)} nats per token, {short(first)} at {history.start}"
+        if share > 0.85:
+            return f"{percent(share)} of groups have zero variance ({now}; at most half is usual); {figures}"
+        for then in history.stagnant() if share >= 0.75 else ():
+            before = _zero_variance_share(then)
+            if before is not None and share - before >= 0.3:
+                seen = f"{percent(share)} of groups have zero variance ({now}), {percent(before)} at {then}"
+                return f"{seen}, {history.trend(then)}; {figures}"
+        return ""
+
+    return look
+
+
+def _zero_variance_share(window: Window) -> float | None:
+    """Share of all environments' groups with zero variance; None for fewer than 16 groups."""
+    groups = window.total(GROUPS)
+    return window.total(ZERO_VARIANCE) / groups if groups >= 16 else None
+
+
+def _kl_behavior(*, off_policy: bool) -> Callable[[MetricsHistory], str]:
+    """Sampler and trainer differ by more than is usual, or by ten times what they did."""
+    limit = 0.3 if off_policy else 0.05
+
+    def look(history: MetricsHistory) -> str:
+        now, recipe = history.now(), history.recipe
+        level = now.median("kl_behavior")
+        if level is None or recipe.grammar or recipe.off_policy != off_policy:
+            return ""
+        seen = f"kl_behavior is {short(level)} nats per token ({now})"
+        if level > limit:
+            return f"{seen}; at max_lag: {recipe.get('max_lag')} at most {short(limit)} is usual"
+        for then in history.earlier():
+            before = then.median("kl_behavior")
+            if before is not None and level >= max(10 * before, 0.01):
+                return f"{seen}; {short(before)} at {then}"
+        return ""
+
+    return look
+
+
+def _environment_failed(history: MetricsHistory) -> str:
+    now = history.now()
+    rollouts = _rollouts(history, now)
+    failed = now.total("rollouts/failed") - sum(now.total(f"grading/failed_{why}") for why in FAILURES)
+    if not rollouts or failed < 0.2 * rollouts:
+        return ""
+    return f"{percent(failed / rollouts)} of rollouts failed in their environment ({now}: {failed:g} of {rollouts:g})"
+
+
+def _grading_failed(history: MetricsHistory) -> str:
+    now = history.now()
+    counts = {why: now.total(f"grading/failed_{why}") for why in FAILURES}
+    rollouts, lost = _rollouts(history, now), sum(counts.values())
+    if not rollouts or lost < max(NOW, 0.1 * rollouts):
+        return ""
+    reasons = ", ".join(f"{count:g} {why}" for why, count in counts.items() if count)
+    return f"graders gave no reward for {percent(lost / rollouts)} of rollouts ({now}: {reasons} of {rollouts:g})"
+
+
+def _rollouts(history: MetricsHistory, window: Window) -> float:
+    """Rollouts played in a window."""
+    size = history.recipe.get("group_size")
+    return window.total(GROUPS) * (size if isinstance(size, int) else 1)
 
 
 ALARMS: tuple[Alarm, ...] = (
@@ -525,117 +323,170 @@ ALARMS: tuple[Alarm, ...] = (
         metrics=("loss", "grad_norm", "entropy", "kl_behavior"),
         confirm=1,
         patterns=(
-            _not_finite,
-            _ruined,
-            _Jumps(
-                metric="loss",
-                far=lambda usual, scatter: max(0.1, 20 * scatter, 10 * abs(usual)),
-                means="A few samples dominate a step: ratios far from 1, a reward far outside the others', or a KL "
+            Pattern(
+                _not_finite,
+                "Something overflowed: a reward that is infinite, ratios far from 1, weights broken by too large a "
+                "learning rate, or too narrow a precision.",
+                "A single one may pass: such an update is skipped and the weights are kept. If it recurs: "
+                "{optimizer.lr/4}; dtype=float32; look at the rewards of that step's rollouts.",
+            ),
+            Pattern(
+                _ruined,
+                "A single update replaced the policy, usually by a useless one: the learning rate is far too large, "
+                "or the gradient was an outlier. The tasks are not to blame.",
+                "{optimizer.lr/10}; optimizer.max_grad_norm=0.5. What is lost does not come back: start again, or "
+                "from the weights of a checkpoint before it.",
+            ),
+            Pattern(
+                _jumps("loss", lambda usual, scatter: max(0.1, 20 * scatter, 10 * abs(usual))),
+                "A few samples dominate a step: ratios far from 1, a reward far outside the others', or a KL "
                 "penalty that has grown.",
-                change=lambda recipe: (
-                    f"{recipe.less('optimizer.lr')}; rewards within a bounded range; corrections: "
-                    "[token]; see the alarms kl_behavior and ess."
-                ),
+                "{optimizer.lr/4}; rewards within a bounded range; corrections: [token]; see the alarm kl_behavior.",
+            ),
+            Pattern(
+                _jumps("grad_norm", lambda usual, scatter: max(7 * usual, 10 * scatter)),
+                "Steps follow a few extreme samples (clipping bounds a step's length, not its direction): the "
+                "learning rate is too large, a group's reward is far outside the others', or ratios are far from 1.",
+                "{optimizer.lr/4}; {optimizer.max_grad_norm/2}; {groups_per_step*2}; rewards within a bounded range.",
             ),
         ),
     ),
-    Alarm(name="reward_hacking", metrics=("reward", "accuracy"), patterns=(_bonus_hacked, _held_out_fell)),
+    Alarm(
+        name="reward_hacking",
+        metrics=("reward", "accuracy"),
+        patterns=(
+            Pattern(
+                _bonus_hacked,
+                "The policy is paid for something that does not solve the task, and learns that instead: answers have "
+                "the form without the content, and are usually shorter and all alike.",
+                "Read some answers (tandem show --report). Let that reward pay only beside a right answer or for more "
+                "than its form, or lower its weight ({bonuses}) or leave it out; {optimizer.lr/4}. Where the main "
+                "reward hardly ever pays, take easier tasks or a stronger model first.",
+            ),
+            Pattern(
+                _held_out_fell,
+                "The training reward is not what is wanted: it can be earned without the task, or the training tasks "
+                "were learned by heart.",
+                "Read answers of both evaluations (tandem show --report) and mend the reward; more tasks, "
+                "{optimizer.lr/4}, or a reference (reference: start); go on from the checkpoint of the best "
+                "evaluation (checkpoint.keep keeps more of them).",
+            ),
+        ),
+    ),
     Alarm(
         name="length",
         metrics=("length", "rollouts/truncated"),
         patterns=(
-            _Changed(
-                metric="length",
-                seen="answers have {level} tokens ({now}), {before} at {then}",
-                test=lambda level, before, recipe: before >= 12 and level <= 0.25 * before,
-                spares_learning=True,
-                means="The policy found that saying less earns as much: a reward that does not need the reasoning, a "
+            Pattern(
+                _changed(
+                    "length",
+                    "answers have {} tokens",
+                    lambda now, before, recipe: before >= 12 and now <= 0.25 * before,
+                ),
+                "The policy found that saying less earns as much: a reward that does not need the reasoning, a "
                 "bonus that a few tokens earn, or a learning rate that broke it.",
-                change=lambda recipe: (
-                    f"Read some answers (tandem show --report). {_without_bonuses(recipe)}"
-                    f"{recipe.less('optimizer.lr')}; a reward that asks for reasoning before the answer; a reference "
-                    "(reference: start) holds the policy near its start."
-                ),
+                "Read some answers (tandem show --report). {without_bonuses}{optimizer.lr/4}; a reward that asks for "
+                "reasoning before the answer; a reference (reference: start) holds the policy near its start.",
             ),
-            _Changed(
-                metric="length",
-                seen="answers have {level} tokens ({now}), {before} at {then}",
-                test=_near_limit,
-                spares_learning=True,
-                means="Answers lose nothing by going on: a weakness of the reward or of the loss's normalisation "
+            Pattern(
+                _changed("length", "answers have {} tokens", _near_limit),
+                "Answers lose nothing by going on: a weakness of the reward or of the loss's normalisation "
                 "rewards length, or the policy forgets how to end, and repeats itself.",
-                change=lambda recipe: (
-                    "Read some answers (tandem show --report). truncated: penalise, or rewards.overlong=0.5, which "
-                    "lowers the reward near sampling.max_tokens, or rewards.repetition=0.5; "
-                    f"{recipe.less('optimizer.lr')}."
-                ),
+                "Read some answers (tandem show --report). truncated: penalise, or rewards.overlong=0.5, which lowers "
+                "the reward near sampling.max_tokens, or rewards.repetition=0.5; {optimizer.lr/4}.",
             ),
-            _cut,
+            Pattern(
+                _cut,
+                "The answer stands at the end: one that is cut earns nothing whatever it says, so the policy is "
+                "punished for thinking, or learns that ending does not matter.",
+                "{sampling.max_tokens*2}, with context large enough; or an instruction to be brief; truncated: mask "
+                "leaves such answers out of the loss.",
+            ),
         ),
     ),
     Alarm(
         name="entropy",
         metrics=("entropy",),
         patterns=(
-            _Changed(
-                metric="entropy",
-                seen="entropy is {level} nats per token ({now}), {before} at {then}",
-                test=lambda level, before, recipe: collapsed(level, before),
-                spares_learning=True,
-                means="The policy is certain of its answers without being right: siblings become alike, groups lose "
+            Pattern(
+                _changed("entropy", "entropy is {} nats per token", lambda now, before, recipe: collapsed(now, before)),
+                "The policy is certain of its answers without being right: siblings become alike, groups lose "
                 "their variance, and nothing new is tried. Usually the steps are too large, or one easy pattern is "
                 "rewarded.",
-                change=lambda recipe: (
-                    f"{recipe.less('optimizer.lr')}; {_clip_higher(recipe)}{recipe.warmer()}a "
-                    "reference (reference: start). What is lost does not come back: start again, or go on from a "
-                    "checkpoint before it fell."
-                ),
+                "{optimizer.lr/4}; {clip_higher}{warmer}a reference (reference: start). What is lost does not come "
+                "back: start again, or go on from a checkpoint before it fell.",
             ),
-            _Changed(
-                metric="entropy",
-                seen="entropy is {level} nats per token ({now}), {before} at {then}",
-                test=lambda level, before, recipe: exploded(level, before),
-                spares_learning=True,
-                means="The policy falls apart: its tokens become random. Usually the steps are too large, negative "
+            Pattern(
+                _changed("entropy", "entropy is {} nats per token", lambda now, before, recipe: exploded(now, before)),
+                "The policy falls apart: its tokens become random. Usually the steps are too large, negative "
                 "advantages push tokens down without end, or trainer and engine disagree (see kl_behavior).",
-                change=lambda recipe: (
-                    f"{recipe.less('optimizer.lr')}; optimizer.max_grad_norm=0.5; a reference "
-                    "(reference: start); sampling.top_p=0.95 keeps the tail out of the training data."
-                ),
+                "{optimizer.lr/4}; optimizer.max_grad_norm=0.5; a reference (reference: start); sampling.top_p=0.95 "
+                "keeps the tail out of the training data.",
             ),
         ),
     ),
-    Alarm(name="zero_variance", metrics=("groups/dropped_zero_variance",), patterns=(_zero_variance,)),
-    Alarm(name="kl_behavior", metrics=("kl_behavior", "ratio"), patterns=(_kl_behavior,)),
-    Alarm(name="ess", metrics=("ess", "ratio"), patterns=(_ess,)),
     Alarm(
-        name="grad_norm",
-        metrics=("grad_norm",),
+        name="zero_variance",
+        metrics=("groups/dropped_zero_variance",),
         patterns=(
-            _Jumps(
-                metric="grad_norm",
-                far=lambda usual, scatter: max(7 * usual, 10 * scatter),
-                means=_EXTREME,
-                change=_calmer,
+            Pattern(
+                _zero_variance(alike=True),
+                "All answers have become alike: the policy is certain of them without being right. Usually the "
+                "updates were too large; the tasks are not to blame.",
+                "{optimizer.lr/4}; {warmer}what is lost does not come back: start again, or from the weights of a "
+                "checkpoint before it.",
             ),
-            _Changed(
-                metric="grad_norm",
-                seen="grad_norm is {level} ({now}), {before} at {then}",
-                test=_beyond_clip,
-                means=_EXTREME,
-                change=_calmer,
+            Pattern(
+                _zero_variance(alike=False),
+                "Siblings earn the same: the tasks are too hard or too easy, or answers have become all alike. No "
+                "advantage is left, and sampling is wasted.",
+                "Tasks that some answers solve and others do not; curriculum: solve_rate; {group_size*2}; {warmer}"
+                "where answers became alike, see the alarms entropy and length.",
+            ),
+        ),
+    ),
+    Alarm(
+        name="kl_behavior",
+        metrics=("kl_behavior", "ratio", "ess"),
+        patterns=(
+            Pattern(
+                _kl_behavior(off_policy=False),
+                "Engine and trainer compute the same policy differently (another precision, kernel, template or "
+                "sampling option), or the policy became so sharp that rounding tells.",
+                "tandem mismatch runs/NAME says where they differ. dtype=float32, or corrections: [token]; "
+                "{optimizer.lr/4}.",
+            ),
+            Pattern(
+                _kl_behavior(off_policy=True),
+                "The training data are too far from the policy: too old, or the policy moves too fast for them.",
+                "{fresher}{optimizer.lr/4}; corrections: [token], which bounds each token's weight.",
             ),
         ),
     ),
     Alarm(
         name="environments",
-        metrics=("seconds/wait", "groups/trained", "rollouts/failed"),
-        patterns=(_starved, _environment_failed, _environment_slow),
+        metrics=("rollouts/failed",),
+        patterns=(
+            Pattern(
+                _environment_failed,
+                "An environment raises, or something it needs (a tool, a service, a sandbox) does not answer; failed "
+                "rollouts are left out of their groups.",
+                "logs/run.log has each error with its traceback; mend the environment, or leave it out.",
+            ),
+        ),
     ),
     Alarm(
         name="grading",
-        metrics=("grading/busy_seconds", "seconds/step", "rollouts/failed"),
-        patterns=(_grading_failed, _grading_slow),
+        metrics=("rollouts/failed",),
+        patterns=(
+            Pattern(
+                _grading_failed,
+                "Answers without a reward are not trained on, and not at random: they are usually the long or odd "
+                "ones, which biases what is learned.",
+                "logs/graders.log says why. After timeouts a larger grading.timeout_seconds, or a faster reward; else "
+                "mend the reward: it should return 0 for what it cannot read, and raise only for its own faults.",
+            ),
+        ),
     ),
 )
 """The table, in the order in which alarms are reported."""

@@ -11,13 +11,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from tandem.observability import json_lines
-from tandem.observability.loggers.base import RunInfo, kind, parts, phases
+from tandem.observability.loggers.base import RunInfo, kind, parts
 from tandem.printable import printable
 from tandem.types import Json
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 PERCENT = {"accuracy", "rollouts/truncated", "clip_fraction"}
-_ALARMS = ("alarm", "alarm_over")
 
 
 ROWS = (
@@ -31,6 +30,7 @@ ROWS = (
     ("kl_behavior", "mismatch", "nats"),
     ("grad_norm", "grad_norm", ""),
     ("seconds/step", "step", "s"),
+    ("alarms", "alarms", "open"),
 )
 """The board's table: metric, label and unit."""
 
@@ -43,13 +43,7 @@ class RunBoard:
         self.info = info
         self.step = info.resumed_step
         self.scalars: dict[str, float] = {}
-        self.evaluations: list[Mapping[str, Json]] = []
-        self.news: deque[tuple[float, str]] = deque(maxlen=3)
-        self.alarms: dict[str, Mapping[str, Json]] = {}
-        """What each open alarm said, by name."""
-        self.phase = ""
-        self.dropped = ""
-        """What is known of groups that were dropped while the step under way is sampled."""
+        self.evaluations = list(json_lines.read(info.folder / "eval.jsonl"))
         self.closed = False
         self.begun = time.monotonic()
         self.lock = threading.Lock()
@@ -57,17 +51,11 @@ class RunBoard:
         self._ends: deque[float] = deque(maxlen=21)
         for line in json_lines.read(info.folder / "metrics.jsonl"):
             self._remember({name: value for name, value in line["metrics"].items() if value is not None})
-        self.evaluations += json_lines.read(info.folder / "eval.jsonl")
-        if info.resumed_step:
-            for line in json_lines.read(info.folder / "events.jsonl"):
-                if line.get("event") in _ALARMS and line["step"] <= info.resumed_step:
-                    self._alarm(line["event"], line)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Take in the numbers of a step."""
         with self.lock:
             self.step = step
-            self.dropped = ""
             self._ends.append(time.monotonic())
             self._remember(scalars)
 
@@ -75,17 +63,6 @@ class RunBoard:
         """Take in an evaluation."""
         with self.lock:
             self.evaluations.append({**record, "step": step})
-
-    def event(self, name: str, fields: Mapping[str, Json]) -> None:
-        """Take in an event; only those that a person would want to hear of are shown."""
-        with self.lock:
-            self.phase = {"eval_started": "evaluating", "eval_done": ""}.get(name, self.phase)
-            if name in _ALARMS:
-                self._alarm(name, fields)
-            if name == "groups_dropped":
-                self.dropped = dropped_lines(fields)[0]
-            if text := event_text(name, fields):
-                self.news.append((time.time(), text))
 
     def history(self, metric: str) -> list[float]:
         """Values of a shown metric, oldest first."""
@@ -101,13 +78,6 @@ class RunBoard:
         if gone > each:  # it is a longer one than those before: what is left does not stand still, nor fall below 0
             each = statistics.fmean([*gaps, gone])
         return max(each * steps - gone, each * (steps - 1), 0.0)
-
-    def _alarm(self, name: str, fields: Mapping[str, Json]) -> None:
-        """An alarm opens, is told again, or is over."""
-        if name == "alarm":
-            self.alarms[fields["alarm"]] = fields
-        else:
-            self.alarms.pop(fields["alarm"], None)
 
     def _remember(self, scalars: Mapping[str, float]) -> None:
         self.scalars = dict(scalars)
@@ -126,31 +96,26 @@ def settings(config: Mapping[str, Json]) -> list[str]:
     return [text for text in (str(config.get("model", "")).rpartition("/")[2], *kinds, shape, lag) if text]
 
 
-def event_text(name: str, fields: Mapping[str, Json]) -> str:
-    """An event for people; empty for those that come too often."""
-    if name == "wait":
-        if fields.get("state") not in ("deadline", "failed"):
-            return ""
-        return f"{fields['owner']} gave up on {fields['on']} ({fields['reason']}) after {duration(fields['seconds'])}"
-    if name in ("eval_started", "eval_done", "published", "group_dropped", "groups_dropped", "completions"):
-        return ""
-    if name in _ALARMS:
-        head = f"alarm {fields['alarm']}"
-        return f"{head}: {fields['seen']}" if name == "alarm" else f"{head} is over at step {fields['step']}"
-    if name == "resumed":
-        return f"resumed from step {fields['step']}"
-    rest = ", ".join(f"{key} {value}" for key, value in fields.items() if isinstance(value, (str, int, float)))
-    return name.replace("_", " ") + (f" ({rest})" if rest else "")
-
-
-def lines_of(name: str, fields: Mapping[str, Json]) -> list[str]:
-    """An event that a person reads in full, such as an alarm or answers of the policy; no lines for others."""
+def event_lines(name: str, fields: Mapping[str, Json]) -> list[str]:
+    """An event for people; no lines for those that come too often."""
     if name == "alarm":
         return alarm_lines(fields)
+    if name == "alarm_over":
+        return [f"alarm {fields['alarm']} is over at step {fields['step']}"]
     if name == "completions":
         head = f"answer at step {fields['step']}"
         return [line for sample in fields["samples"] for line in answer_lines(sample, head)]
-    return dropped_lines(fields) if name == "groups_dropped" else []
+    if name == "groups_dropped":
+        return dropped_lines(fields)
+    if name == "resumed":
+        return [f"resumed from step {fields['step']}"]
+    if name == "wait" and fields.get("state") in ("deadline", "failed"):
+        gave_up = f"{fields['owner']} gave up on {fields['on']} ({fields['reason']})"
+        return [f"{gave_up} after {duration(fields['seconds'])}"]
+    if name in ("wait", "eval_started", "eval_done", "published", "group_dropped"):
+        return []
+    rest = ", ".join(f"{key} {value}" for key, value in fields.items() if isinstance(value, (str, int, float)))
+    return [name.replace("_", " ") + (f" ({rest})" if rest else "")]
 
 
 def alarm_lines(fields: Mapping[str, Json]) -> list[str]:
@@ -164,19 +129,10 @@ def alarm_lines(fields: Mapping[str, Json]) -> list[str]:
 
 
 def number(value: float, metric: str = "") -> str:
-    """At most about four significant figures; shares as percent."""
-    if not math.isfinite(value):
-        return str(value)
+    """Three significant figures, whole numbers from a thousand on; shares as percent."""
     if metric in PERCENT:
         return f"{100 * value:.1f} %" if abs(value) < 0.0995 else f"{100 * value:.0f} %"
-    size = abs(value)
-    if size == 0:
-        return "0"
-    if size < 1e-3 or size >= 1e7:
-        return f"{value:.1e}"
-    if size >= 999.5:
-        return f"{value:,.0f}"
-    return f"{value:.{0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3}f}"
+    return f"{value:,.0f}" if 999.5 <= abs(value) < 1e7 else f"{value:.3g}"
 
 
 def duration(seconds: float) -> str:
@@ -218,24 +174,6 @@ def largest_pass(record: Mapping[str, Json]) -> tuple[str, float] | None:
     return None if k is None or int(k) < 2 else (str(k), float(table[k]))
 
 
-def time_shares(scalars: Mapping[str, float], config: Mapping[str, Json]) -> list[tuple[str, float]]:
-    """Shares of a step's time, as (phase, share of all), largest first; under one percent is left out."""
-    seconds = phases(scalars, config)
-    total = sum(seconds.values())
-    return [(name, value / total) for name, value in seconds.items() if value / total >= 0.01]
-
-
-def kept_without_signal(scalars: Mapping[str, float]) -> int:
-    """Groups of a step with zero variance that were not dropped (``zero_variance_groups: keep``)."""
-    zero_variance = sum(
-        share * scalars.get(f"{name.removesuffix('/zero_variance')}/groups", 0.0)
-        for name, share in scalars.items()
-        if name.startswith("env/") and name.endswith("/zero_variance")
-    )
-    kept = zero_variance - scalars.get("groups/dropped_zero_variance", 0.0)
-    return max(0, round(kept)) if math.isfinite(kept) else 0
-
-
 def step_line(board: RunBoard) -> str:
     """One step in one line."""
     metrics, steps = board.scalars, board.info.steps
@@ -248,14 +186,9 @@ def step_line(board: RunBoard) -> str:
     parts += shown(("cut", "rollouts/truncated"), ("lag", "lag"), zeros=False)
     if dropped := sum(metrics.get(f"groups/dropped_{why}", 0.0) for why in ("zero_variance", "stale", "failed")):
         parts.append(f"dropped {dropped:.0f} groups")
-    if kept := kept_without_signal(metrics):
-        parts.append(f"no signal in {kept} groups")
     parts += shown(("kl", "kl_reference"), ("mismatch", "kl_behavior"), ("grad", "grad_norm"))
-    parts += [
-        f"{number(metrics[metric])} {unit}"
-        for metric, unit in (("tokens_per_second", "tok/s"), ("seconds/step", "s"))
-        if metric in metrics
-    ]
+    units = (("tokens_per_second", "tok/s"), ("seconds/step", "s"))
+    parts += [f"{number(metrics[metric])} {unit}" for metric, unit in units if metric in metrics]
     if (left := board.seconds_left()) is not None:
         parts.append(f"{duration(left)} left")
     return "  ".join(parts).replace(" %", "%")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import random
 import time
 from collections import Counter, deque
@@ -54,9 +53,9 @@ class Completions:
         """A step was trained; the same step always shows the same answers."""
         if not self._options.due(step):
             return
-        every = [rollout for group in groups for rollout in group.rollouts]
-        count = len(every) if self._options.count is None else min(self._options.count, len(every))
-        picked = random.Random(step).sample(every, count) if count < len(every) else every
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        count = len(rollouts) if self._options.count is None else min(self._options.count, len(rollouts))
+        picked = random.Random(step).sample(rollouts, count) if count < len(rollouts) else rollouts
         self._telemetry.event("completions", step=step, samples=[shown(rollout) for rollout in picked])
 
 
@@ -115,9 +114,8 @@ class DroppedGroups:
     def _due(self, count: int) -> bool:
         """Whether so many, dropped for one step, are worth another word."""
         batches, rest = divmod(count, self.groups_per_step)
-        if rest:
-            return False
-        return batches in (1, WARN) or (batches > WARN and batches % WARN == 0 and math.log2(batches // WARN) % 1 == 0)
+        warnings, between = divmod(batches, WARN)
+        return not rest and (batches == 1 or (not between and warnings.bit_count() == 1))
 
     def _say(self, step: int, count: int, group: Group) -> None:
         warns = count >= WARN * self.groups_per_step

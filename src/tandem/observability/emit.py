@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import logging
 import math
@@ -14,9 +13,9 @@ from typing import Self
 
 from tandem.errors import ConfigError, TandemError
 from tandem.metrics import Metrics, flatten, merge
-from tandem.observability import json_lines, trace, waits
+from tandem.observability import json_lines, waits
 from tandem.observability.alarms import AlarmWatch
-from tandem.observability.loggers.base import Activity, MetricsLogger, RunInfo, Writer
+from tandem.observability.loggers.base import MetricsLogger, RunInfo, Writer
 from tandem.observability.loggers.jsonl import Jsonl
 from tandem.types import Json
 
@@ -50,14 +49,14 @@ class Telemetry:
         """Nothing is opened or written yet.
 
         Args:
-            info: the run; its ``activity`` is filled in here.
+            info: the run.
             loggers: where numbers go besides the run folder.
             alarms: look at every step's numbers; None: nothing does.
             on_step: called once a step is written; what it raises is raised by ``emit``.
         """
         self._on_step = on_step
         self._alarms = alarms
-        self._info = dataclasses.replace(info, activity=activity)
+        self._info = info
         self._loggers = [logger for logger in loggers if not isinstance(logger, Jsonl)]
         self._folder_writer: Writer | None = None
         self._writers: dict[str, Writer] = {}
@@ -248,17 +247,10 @@ class Telemetry:
 
     def _on_wait(self, wait: waits.Wait, state: waits.State) -> None:
         with self._lock:
-            alike = self._lasting.others(wait, state)
             # Another thread's wait may end while this closes.
-            if self._folder_writer is not None and alike is not None:
-                seconds = round(wait.seconds, 3)
+            if self._lasting.is_event(wait, state) and self._folder_writer is not None:
                 fields = {"owner": wait.owner, "reason": wait.reason, "on": wait.on, "deadline": wait.deadline}
-                self.event("wait", **fields, seconds=seconds, state=state, alike=alike)
-
-
-def activity() -> Activity:
-    """Open spans and waits of this process."""
-    return Activity(phases=tuple(trace.current()), waits=waits.current())
+                self.event("wait", **fields, seconds=round(wait.seconds, 3), state=state)
 
 
 def evaluation_scalars(record: Mapping[str, Json], under: str = "eval") -> dict[str, float]:
@@ -295,21 +287,13 @@ def _check_methods(writer: Writer, name: str) -> None:
         ConfigError: one is missing; names the one that it may be.
     """
     expected = [method for method in vars(Writer) if not method.startswith("_")]
-    missing = [
-        m
-        for m in expected
-        if not callable(own_method := getattr(type(writer), m, None)) or own_method is vars(Writer)[m]
-    ]
-    own = [m for m in dir(type(writer)) if not m.startswith("_") and m not in expected]
-    for method in missing:
-        if close := difflib.get_close_matches(method, own, n=1, cutoff=0.6):
+    defined = [name for base in type(writer).__mro__ if base not in (Writer, object) for name in vars(base)]
+    for method in expected:
+        close = difflib.get_close_matches(method, defined, n=1, cutoff=0.6)
+        if method not in defined and (close or not hasattr(writer, method)):
+            wrong = f"a method {close[0]!r}, which nobody calls; did you mean" if close else "no method"
             raise ConfigError(
-                f"logger {name}: {type(writer).__name__} has a method {close[0]!r}, which nobody calls; did you mean "
-                f"{method!r}? A writer's methods are: {', '.join(expected)}"
-            )
-        if not hasattr(writer, method):
-            raise ConfigError(
-                f"logger {name}: {type(writer).__name__} has no method {method!r}; a writer's methods are: "
+                f"logger {name}: {type(writer).__name__} has {wrong} {method!r}; a writer's methods are: "
                 f"{', '.join(expected)} (derive from Writer to leave some out)"
             )
 

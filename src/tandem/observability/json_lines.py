@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import mmap
 import numbers
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,6 +13,7 @@ from typing import Any, NotRequired, TypedDict
 
 import msgspec
 
+from tandem.observability import waits
 from tandem.types import Json
 
 logger = logging.getLogger(__name__)
@@ -46,50 +48,21 @@ _encoder = msgspec.json.Encoder(enc_hook=_plain)
 
 class _Metrics(TypedDict):
     step: int
-    time: NotRequired[float]
     metrics: dict[str, float | None]
 
 
 class _Event(TypedDict):
     event: str
     time: float
-    step: NotRequired[int]
 
 
-class _EvalNumbers(TypedDict):
-    mean: NotRequired[float | None]
-    mean_ci: NotRequired[tuple[float | None, float | None] | None]
-    pass_at: NotRequired[dict[str, float | None] | None]
-    pass_ci: NotRequired[tuple[float | None, float | None] | None]
-    truncated: NotRequired[float | None]
-    tokens: NotRequired[float | None]
-
-
-class _Evaluation(_EvalNumbers):
+class _Evaluation(TypedDict):
     step: int
-    env: NotRequired[str]
-    samples: NotRequired[int]
-    envs: NotRequired[dict[str, _EvalNumbers]]
-    rollouts: NotRequired[list[dict[str, Any]]]
+    mean: NotRequired[float | None]
 
 
-class _Rollout(TypedDict):
-    prompt: NotRequired[list[dict[str, Any]]]
-    messages: NotRequired[list[dict[str, Any]]]
-    rewards: NotRequired[dict[str, float | None] | None]
-    reward: NotRequired[float | None]
-    advantage: NotRequired[float | None]
-    text: NotRequired[str]
-    tokens: NotRequired[list[dict[str, Any]] | None]
-
-
-_SHAPES: Mapping[str, Any] = {
-    "metrics.jsonl": _Metrics,
-    "events.jsonl": _Event,
-    "eval.jsonl": _Evaluation,
-    "rollouts": _Rollout,
-}
-"""What readers rely on in the rows of a run's files, by name or folder; rows of others are any object."""
+_SHAPES: Mapping[str, Any] = {"metrics.jsonl": _Metrics, "events.jsonl": _Event, "eval.jsonl": _Evaluation}
+"""What readers rely on in the rows of a run's files; rows of others are any object."""
 
 
 def read(path: Path) -> Iterator[dict[str, Json]]:
@@ -108,7 +81,7 @@ def _read(path: Path, faults: list[str]) -> Iterator[dict[str, Json]]:
     """Rows that are whole; what is wrong with the rest is added to ``faults``."""
     if not path.exists():
         return
-    shape = _SHAPES.get(path.name) or _SHAPES.get(path.parent.name, dict[str, Any])
+    shape = _SHAPES.get(path.name, dict[str, Any])
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -133,7 +106,8 @@ def mend(path: Path) -> str:
         OSError: it cannot be renamed.
     """
     faults: list[str] = []
-    rows = list(_read(path, faults))
+    with waits.blocking("trainer", f"{path.name} to be read", on=f"the disk of {path.parent}"):
+        rows = list(_read(path, faults))
     if not faults:
         return ""
     aside = set_aside(path)
@@ -209,14 +183,7 @@ class JsonLinesFile:
         os.close(self._fd)
 
     def _cut_torn_line(self) -> None:
-        end = os.fstat(self._fd).st_size
-        at = end
-        while at > 0:
-            start = max(0, at - 4096)
-            newline = os.pread(self._fd, at - start, start).rfind(b"\n")
-            if newline >= 0:
-                at = start + newline + 1
-                break
-            at = start
-        if at != end:
-            os.ftruncate(self._fd, at)
+        if os.fstat(self._fd).st_size:
+            with mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ) as data:
+                end = data.rfind(b"\n") + 1
+            os.ftruncate(self._fd, end)

@@ -38,9 +38,9 @@ def to_folder(path: Path) -> Iterator[Path]:
     to_terminal = _Terminal(level=logging.WARNING)
     to_terminal.addFilter(lambda record: not getattr(record, "file_only", False))
     to_terminal.setFormatter(_OneLine("%(levelname)s: %(message)s"))
-    root, own = logging.getLogger(), logging.getLogger("tandem")
-    before, show_before = own.level, warnings.showwarning
-    own.setLevel(logging.INFO)
+    root, package = logging.getLogger(), logging.getLogger("tandem")
+    before, show_before = package.level, warnings.showwarning
+    package.setLevel(logging.INFO)
     for handler in (to_file, to_terminal):
         root.addHandler(handler)
     warnings.showwarning = _log_warning
@@ -48,7 +48,7 @@ def to_folder(path: Path) -> Iterator[Path]:
         yield file
     finally:
         warnings.showwarning = show_before
-        own.setLevel(before)
+        package.setLevel(before)
         for handler in (to_file, to_terminal):
             root.removeHandler(handler)
             handler.close()

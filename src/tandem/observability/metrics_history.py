@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from tandem.observability.loggers.base import option
 from tandem.types import Json
 
 NOW = 5
@@ -86,7 +88,6 @@ class MetricsHistory:
         self._start: list[Row] = []
         self._rows: deque[Row] = deque(maxlen=KEPT)
         self._most: dict[str, float] = {}
-        self._earlier: tuple[Window, ...] = ()
 
     def add(self, step: int, scalars: Mapping[str, float]) -> None:
         """Append the metrics of a step; steps come in order."""
@@ -97,7 +98,6 @@ class MetricsHistory:
         for name in (self.recipe.goal, *(f"reward/{bonus}" for bonus in self.recipe.bonuses)):
             if math.isfinite(value := abs(row.get(name, 0.0))):
                 self._most[name] = max(self._most.get(name, 1.0), value)
-        self._earlier = tuple(self._windows())
 
     def newest(self, metric: str) -> float | None:
         """The newest step's value, finite or not."""
@@ -109,11 +109,11 @@ class MetricsHistory:
 
     def earlier(self) -> Sequence[Window]:
         """Windows to compare with: the nearest first, the start of the run last."""
-        return self._earlier
+        return list(self._windows())
 
     def stagnant(self) -> list[Window]:
         """Earlier windows since which the main reward has not risen."""
-        return [window for window in self._earlier if not self.rises(window)]
+        return [window for window in self.earlier() if not self.rises(window)]
 
     @property
     def start(self) -> Window:
@@ -182,6 +182,9 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %" if abs(share) < 0.1 and share else f"{100 * share:.0f} %"
 
 
+_BLANK = re.compile(r"\{([\w.]+?)(?:([*/])(\d+))?\}")
+
+
 class RecipeOptions:
     """A resolved recipe as plain data, and advice with its values."""
 
@@ -195,8 +198,7 @@ class RecipeOptions:
             name: weight for each in weights for name, weight in each.items() if name not in goals and weight
         }
         """Weight of each reward that is not the largest of any environment."""
-        self.shares: Mapping[str, float] = _shares(sources)
-        """Share of the groups due from each environment of a mixture."""
+        self._rewards = "envs.NAME.rewards" if sources else "rewards"
         self.broker = bool(config.get("broker"))
         """True if a broker brings the groups."""
         self.goal = "reward" if not goals else "accuracy" if len(weights) > 1 else f"reward/{next(iter(goals))}"
@@ -208,45 +210,37 @@ class RecipeOptions:
 
     def get(self, path: str) -> Json:
         """An option by its dotted path; None if there is none."""
-        value: Json = self._config
-        for key in path.split("."):
-            value = value.get(key) if isinstance(value, Mapping) else None
-        return value
+        return option(self._config, path)
 
-    def less(self, path: str, by: float = 4.0) -> str:
-        """``optimizer.lr=5e-06 (now 2e-05)``: an option divided by a number."""
-        value = self.get(path)
-        known = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return f"{path}={value / by:.2g} (now {value:.3g})" if known else f"a smaller {path}"
+    def advice(self, text: str) -> str:
+        """Fill in ``{optimizer.lr/4}`` as ``optimizer.lr=5e-06 (now 2e-05)``, and clauses that depend on the recipe."""
+        return _BLANK.sub(lambda match: self._scaled(*match.groups()) if match[2] else self._clause(match[1]), text)
 
-    def more(self, path: str) -> str:
-        """``sampling.max_tokens=400 (now 200)``: twice a whole number."""
-        value = self.get(path)
-        known = isinstance(value, int) and not isinstance(value, bool)
-        return f"{path}={2 * value} (now {value})" if known else f"a larger {path}"
+    def _scaled(self, path: str, sign: str, by: str) -> str:
+        value, wanted = self.get(path), "larger" if sign == "*" else "smaller"
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            return f"a {wanted} {path}"
+        return f"{path}={value * int(by) if sign == '*' else value / int(by):.4g} (now {value:.4g})"
 
-    def warmer(self) -> str:
-        """Advice to sample at temperature 1, where it is lower."""
-        now = self.get("sampling.temperature")
-        return f"sampling.temperature=1 (now {now:g}); " if isinstance(now, (int, float)) and now < 1 else ""
-
-    def fresher(self) -> str:
-        """Advice to train on newer data, where the recipe allows a lag."""
-        now = self.get("max_lag")
-        if now == "auto":
+    def _clause(self, name: str) -> str:
+        """Part of an advice; empty where the recipe leaves no room for it."""
+        temperature, clip, lag = self.get("sampling.temperature"), self.get("loss.clip_high"), self.get("max_lag")
+        if name == "warmer" and isinstance(temperature, (int, float)) and temperature < 1:
+            return f"sampling.temperature=1 (now {temperature:g}); "
+        if name == "clip_higher" and isinstance(clip, float):  # DAPO's clip-higher lets rare tokens grow
+            return f"loss.clip_high={clip + 0.1:.2g} (now {clip:g}); "
+        if name == "fresher" and lag == "auto":
             return "a smaller lag_control.max_lag or a higher lag_control.ess_floor; "
-        return f"a smaller max_lag (now {now}) or max_lag: auto, which keeps to lag_control.ess_floor; " if now else ""
+        if name == "fresher" and lag:
+            return f"a smaller max_lag (now {lag}) or max_lag: auto, which keeps to lag_control.ess_floor; "
+        if name == "without_bonuses" and self.bonuses:
+            return f"Take {' and '.join(self.bonuses)} out of rewards, or let them pay only beside a right answer. "
+        if name == "bonuses":
+            return ", ".join(
+                f"{self._rewards}.{name}={weight / 10:g} (now {weight:g})" for name, weight in self.bonuses.items()
+            )
+        return ""
 
 
 def _weight(spec: Json) -> float:
     return float(spec.get("weight", 1.0)) if isinstance(spec, Mapping) else float(spec)
-
-
-def _shares(sources: Mapping[str, Json]) -> dict[str, float]:
-    """Shares by weight, none below its min_share."""
-    total = sum(float(source.get("weight", 1.0)) for source in sources.values())
-    return {
-        name: max(float(source.get("weight", 1.0)) / total, float(source.get("min_share") or 0.0))
-        for name, source in sources.items()
-        if total > 0
-    }

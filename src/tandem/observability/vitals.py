@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import faulthandler
 import json
 import os
@@ -102,84 +103,69 @@ def shown(folder: Path, rank: int = 0) -> Iterator[None]:
     for earlier in followers(folder) if rank == 0 else ():
         file(folder, earlier).unlink(missing_ok=True)
     over = threading.Event()
-    with _lagging(loop) as beat, stacks(folder, rank).open("a", encoding="utf-8") as out:
+    beat = _Beat(loop)
+    with stacks(folder, rank).open("a", encoding="utf-8") as out:
         faulthandler.register(SIGNAL, out, all_threads=True)
-        thread = threading.Thread(target=_write, args=(folder, rank, beat, loop, out, over), name="vitals", daemon=True)
+        thread = threading.Thread(target=_write, args=(folder, rank, beat, out, over), name="vitals", daemon=True)
         thread.start()
         try:
             yield
         finally:
             over.set()
             thread.join()
+            beat.stop()
             faulthandler.unregister(SIGNAL)
             file(folder, rank).unlink(missing_ok=True)
 
 
-@contextmanager
-def _lagging(loop: asyncio.AbstractEventLoop | None) -> Iterator[list[float]]:
-    """Keep the time of the event loop's last turn up to date, in a list of one."""
-    beat = [time.monotonic()]
-    if loop is None:
-        yield beat
-        return
+class _Beat:
+    """Time of the event loop's last turn."""
 
-    pending: list[asyncio.TimerHandle] = []
+    def __init__(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        self.loop = loop
+        self._timer: asyncio.TimerHandle | None = None
+        self._turn()
 
-    def come_round() -> None:
-        beat[0] = time.monotonic()
-        pending[:] = [loop.call_later(PERIOD / 2, come_round)]
+    def _turn(self) -> None:
+        self._last = time.monotonic()
+        if self.loop is not None:
+            self._timer = self.loop.call_later(PERIOD / 2, self._turn)
 
-    come_round()
-    try:
-        yield beat
-    finally:
-        pending[0].cancel()
+    def stop(self) -> None:
+        """Take no more turns."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def lag(self) -> float | None:
+        """Seconds since the last turn; None without an event loop."""
+        return None if self.loop is None else round(time.monotonic() - self._last, 3)
 
 
-def _write(
-    folder: Path,
-    rank: int,
-    beat: list[float],
-    loop: asyncio.AbstractEventLoop | None,
-    out: TextIO,
-    over: threading.Event,
-) -> None:
+def _write(folder: Path, rank: int, beat: _Beat, out: TextIO, over: threading.Event) -> None:
     """The thread: a heartbeat each period, stacks on request."""
-    me = identity(os.getpid())
-    assert me is not None
+    process = identity(os.getpid())
+    assert process is not None
     while True:
         with contextlib.suppress(OSError):  # a full disk ends no run; the age of the file tells
             aside = file(folder, rank).with_suffix(".tmp")
-            aside.write_text(json.dumps(_signs(me, None if loop is None else beat[0])), encoding="utf-8")
+            aside.write_text(json.dumps(_signs(process, beat.lag())), encoding="utf-8")
             aside.replace(file(folder, rank))
             if request(folder, rank).exists():
-                write_stacks(out, loop)
+                write_stacks(out, beat.loop)
                 request(folder, rank).unlink(missing_ok=True)
         if over.wait(PERIOD):
             return
 
 
-def _signs(me: Identity, beat: float | None) -> dict[str, Json]:
+def _signs(process: Identity, lag: float | None) -> dict[str, Json]:
     """Contents of a heartbeat."""
     return {
-        "pid": me.pid,
-        "started": me.started,
+        "pid": process.pid,
+        "started": process.started,
         "host": socket.gethostname(),
         "at": time.time(),
-        "loop": None if beat is None else round(time.monotonic() - beat, 3),
-        "waits": [
-            {
-                "number": wait.number,
-                "within": wait.within,
-                "owner": wait.owner,
-                "reason": wait.reason,
-                "on": wait.on,
-                "seconds": round(wait.seconds, 3),
-                "moved": round(time.monotonic() - wait.moved, 3),
-                "deadline": wait.deadline,
-            }
-            for wait in waits.current()
-        ],
+        "loop": lag,
+        "waits": [dataclasses.asdict(wait.snapshot()) for wait in waits.current()],
         "doing": [[name, round(seconds, 3)] for name, seconds in trace.current()],
     }
 

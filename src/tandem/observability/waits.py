@@ -19,7 +19,7 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 from weakref import WeakSet
 
 from tandem.errors import Deadline
@@ -78,6 +78,14 @@ class Wait:
     def within(self) -> int | None:
         """Number of the wait that it began in."""
         return None if self.outer is None else self.outer.number
+
+    def snapshot(self) -> OpenWait:
+        """As another process may know it."""
+        left = None if self.deadline is None else round(self.moved + self.deadline - time.monotonic(), 3)
+        return OpenWait(
+            number=self.number, within=self.within, owner=self.owner, on=self.on, reason=self.reason,
+            seconds=round(self.seconds, 3), left=left,
+        )  # fmt: skip
 
     def late(self) -> Deadline:
         """The error of a passed deadline."""
@@ -273,28 +281,21 @@ def _task() -> asyncio.Task[Any] | None:
 
 
 def _schedule_look(loop: asyncio.AbstractEventLoop) -> None:
-    """Look for long waits of an event loop by a single timer, due when the oldest has lasted ``LONG`` seconds."""
+    """Look for long waits of an event loop by a single timer, as long as there are any waits."""
     if loop not in _scheduled:
         _scheduled.add(loop)
-        loop.call_later(LONG, _look, loop)
+        loop.call_later(LONG / 10, _look, loop)
 
 
 def _look(loop: asyncio.AbstractEventLoop) -> None:
-    with _lock:
-        waits = [wait for wait in _open if not wait._reported and wait.give_up and _loop_of(wait) is loop]
+    _scheduled.discard(loop)
+    waits = [wait for wait in current() if wait.give_up and wait.task and wait.task.get_loop() is loop]
     for wait in waits:
-        if wait in _open and wait.seconds >= 0.99 * LONG:  # a timer may ring a clock tick early
+        if wait in _open and not wait._reported and wait.seconds >= LONG:
             wait._reported = True
             _tell(wait, "waiting")
-    left = [LONG - wait.seconds for wait in waits if not wait._reported and wait in _open]
-    if left:
-        loop.call_later(max(0.0, min(left)), _look, loop)
-    else:
-        _scheduled.discard(loop)
-
-
-def _loop_of(wait: Wait) -> asyncio.AbstractEventLoop | None:
-    return None if wait.task is None else wait.task.get_loop()
+    if waits:
+        _schedule_look(loop)
 
 
 def _begin(wait: Wait) -> Token[Wait | None]:
@@ -345,31 +346,27 @@ def _tell(wait: Wait, state: State) -> None:
         _telling.now = False
 
 
-class WaitLink(Protocol):
-    """As much of a wait as a chain needs."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenWait:
+    """A wait as a heartbeat tells it to other processes."""
 
-    @property
-    def number(self) -> int:
-        """Its name in this process."""
-
-    @property
-    def within(self) -> int | None:
-        """Number of the wait that it began in, if any."""
-
-    @property
-    def owner(self) -> str:
-        """What waits."""
-
-    @property
-    def on(self) -> str:
-        """The part that has to deliver."""
-
-    @property
-    def seconds(self) -> float:
-        """How long it has lasted."""
+    number: int
+    """By which waits name one another in ``within``."""
+    within: int | None
+    """The wait that this one is part of."""
+    owner: str
+    """The part that waits."""
+    on: str
+    """The part that has to deliver."""
+    reason: str
+    """What for."""
+    seconds: float
+    """How long it has lasted."""
+    left: float | None
+    """Seconds until its deadline; None: it has none."""
 
 
-L = TypeVar("L", bound=WaitLink)
+L = TypeVar("L", Wait, OpenWait)
 
 
 def chain(wait: L, every: Sequence[L]) -> list[L]:
@@ -382,8 +379,8 @@ def chain(wait: L, every: Sequence[L]) -> list[L]:
     links = [wait]
     while True:
         last = links[-1]
-        inner = [one for one in every if one.within == last.number and one not in links]
-        named = inner or [one for one in every if one not in links and is_part(last.on, one.owner)]
+        inner = [wait for wait in every if wait.within == last.number and wait not in links]
+        named = inner or [wait for wait in every if wait not in links and is_part(last.on, wait.owner)]
         if not named:
             return links
         links.append(named[0])
@@ -403,28 +400,22 @@ class LastingWaits:
     Example:
         >>> lasting = LastingWaits()
         >>> waits = [Wait(owner=f"rollout {n}", reason="an answer", on="engine 0") for n in range(3)]
-        >>> [lasting.others(wait, "waiting") for wait in waits]
-        [0, None, None]
-        >>> [lasting.others(wait, "done") for wait in waits]
-        [None, None, 2]
+        >>> [lasting.is_event(wait, "waiting") for wait in waits]
+        [True, False, False]
+        >>> [lasting.is_event(wait, "done") for wait in waits]
+        [False, False, True]
     """
 
     def __init__(self) -> None:
         self._open: dict[tuple[str, str], set[Wait]] = {}
-        self._counts: dict[tuple[str, str], int] = {}
 
-    def others(self, wait: Wait, state: State) -> int | None:
-        """How many others of its kind lasted meanwhile; None if it becomes no event, as a failure always does."""
+    def is_event(self, wait: Wait, state: State) -> bool:
+        """True if it becomes an event, as a failure always does."""
         kind = wait.owner.partition(" ")[0], wait.on.partition(" ")[0]
+        lasting = self._open.setdefault(kind, set())
         if state == "waiting":
-            self._open.setdefault(kind, set()).add(wait)
-            self._counts[kind] = self._counts.get(kind, 0) + 1
-            return 0 if self._counts[kind] == 1 else None
-        going = self._open.get(kind, set())
-        if wait not in going:  # a thread's wait is told only when it ends
-            return 0
-        going.remove(wait)
-        others = self._counts[kind] - 1
-        if not going:
-            del self._open[kind], self._counts[kind]
-        return others if not going or state in ("failed", "deadline") else None
+            lasting.add(wait)
+            return len(lasting) == 1
+        known = wait in lasting  # a thread's wait is told only when it ends
+        lasting.discard(wait)
+        return not known or not lasting or state in ("failed", "deadline")

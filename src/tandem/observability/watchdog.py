@@ -13,7 +13,6 @@ import contextlib
 import faulthandler
 import io
 import json
-import logging
 import os
 import sys
 import threading
@@ -31,8 +30,6 @@ LOOKS = 20
 """Looks at the waits within the shortest timeout, at most a second apart."""
 _DISK_SECONDS = 2.0
 """Longest time to write stacks: the disk may be what hangs."""
-_RECENT = 6
-"""Parts whose last log line an error quotes, 100 characters of each."""
 
 
 class Watchdog:
@@ -54,18 +51,13 @@ class Watchdog:
         self._leave = leave
         self._thread = threading.get_ident()
         self._period = min(1.0, min(timeouts.wait_seconds, timeouts.loop_seconds, timeouts.end_seconds) / LOOKS)
-        self._beats = 0
         self._timer: asyncio.TimerHandle | None = None
         self._stacks = ""
         self._late: Deadline | None = None
         self._over = threading.Event()
-        self._lines = _LastLines()
-        # This thread's own time: what passed while the whole process was stopped does not count.
-        self._clock = 0.0
-        self._moved: dict[waits.Wait, tuple[float, float]] = {}
+        self._beat_at = self._running_since = self._heard = time.monotonic()
+        self._begun = 0
         self._abandoned: dict[waits.Wait, float] = {}
-        self._beaten = (0, 0.0)
-        self._begun = (0, 0.0)
         self._ending: float | None = None
 
     @contextmanager
@@ -82,9 +74,10 @@ class Watchdog:
 
     def explain(self, late: Deadline) -> str:
         """The whole message on why a run was stopped."""
-        where = "" if self.folder is None else f". Stacks are in {vitals.stacks(self.folder)}"
-        again = "" if self.folder is None else f"; go on with: {command('train', self.folder)}"
-        return f"{late}{self._lines.sentence()}{where}{again}"
+        if self.folder is None:
+            return str(late)
+        stacks, log = vitals.stacks(self.folder), self.folder / "logs" / "run.log"
+        return f"{late}. Stacks are in {stacks}, the log in {log}; go on with: {command('train', self.folder)}"
 
     # The thread
 
@@ -92,61 +85,59 @@ class Watchdog:
     def watching(self) -> Iterator[None]:
         """Watch while the block lasts; afterwards too, if a deadline ended it and the process does not exit."""
         thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        logger = logging.getLogger("tandem")
         self._beat()
-        logger.addHandler(self._lines)
         thread.start()
         try:
             yield
         finally:
             if self._timer is not None:
                 self._timer.cancel()
-            logger.removeHandler(self._lines)
             self._over.set()
             thread.join()
             if self._late is not None:
                 threading.Thread(target=self._end_process, name="watchdog at exit", daemon=True).start()
 
     def _beat(self) -> None:
-        self._beats += 1
+        self._beat_at = time.monotonic()
         self._timer = self._loop.call_later(self._period, self._beat)
 
     def _watch(self) -> None:
         last = time.monotonic()
         while not self._over.wait(self._period):
             now = time.monotonic()
-            self._clock += min(now - last, 2 * self._period)
+            if now - last > LOOKS / 2 * self._period:  # the whole process was stopped: all have their time anew
+                self._running_since = now
             last = now
             # A timer in C: if this thread no longer runs, native code holds the interpreter.
             seconds = min(self._timeouts.loop_seconds + self._timeouts.end_seconds, threading.TIMEOUT_MAX)
             faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or sys.stderr)
-            self._look()
+            self._look(now)
         faulthandler.cancel_dump_traceback_later()
 
-    def _look(self) -> None:
+    def _idle(self, moved: float, now: float) -> float:
+        """Seconds since something moved, or since the process was last stopped."""
+        return now - max(moved, self._running_since)
+
+    def _look(self, now: float) -> None:
         """Give up waits that last too long; end the process where that did not help."""
-        now, timeouts = self._clock, self._timeouts
+        timeouts, every = self._timeouts, waits.current()
         if self._late is not None:
-            self._ending = now if self._ending is None else self._ending
-            if now - self._ending > timeouts.end_seconds:
+            self._ending = self._ending or now
+            if self._idle(self._ending, now) > timeouts.end_seconds:
                 self._stop(f"{self._late}; the run did not end within {timeouts.end_seconds:g} s after that")
             return
-        if self._beats != self._beaten[0]:
-            self._beaten = (self._beats, now)
-        else:
-            self._judge_loop(now - self._beaten[1])
-        every = waits.current()
-        # While the event loop stands still no wait can begin: that is told above.
-        self._judge_silence(bool(every) or self._beaten[1] != now)
-        before, self._moved = self._moved, {}
-        for wait in every:
-            moved, at = before.get(wait, (wait.moved, now))
-            self._moved[wait] = (wait.moved, now if wait.moved != moved else at)
-        # What a task waits for cannot come, nor can it be given up, while the event loop stands still.
-        stands = now - self._beaten[1] > LOOKS / 2 * self._period
+        loop_idle = self._idle(self._beat_at, now)
+        self._judge_loop(loop_idle)
+        # While the event loop stands still no wait can begin or be given up, nor can what a task waits for come.
+        stands = loop_idle > LOOKS / 2 * self._period
+        if every or stands or waits.begun() != self._begun:
+            self._begun, self._heard = waits.begun(), now
+        elif (idle := self._idle(self._heard, now)) > timeouts.wait_seconds:
+            limit = f"{timeouts.wait_seconds:g} s (timeouts.wait_seconds)"
+            self._stop(f"nothing has happened for {idle:.1f} s, and no wait is registered; the deadline is {limit}")
         for wait in every:
             if wait.give_up is None or not stands:
-                self._decide(wait, now - self._moved[wait][1], every)
+                self._decide(wait, self._idle(wait.moved, now), every)
 
     def _decide(self, wait: waits.Wait, idle: float, every: list[waits.Wait]) -> None:
         timeouts = self._timeouts
@@ -165,14 +156,6 @@ class Watchdog:
                 wait.deadline = timeouts.wait_seconds  # for the message
                 _say(f"{wait.sentence()}; it is given up")
                 wait.give_up()
-
-    def _judge_silence(self, waiting: bool) -> None:
-        """Stop if no wait is open and none has begun for long: something hangs that registered none."""
-        if waiting or waits.begun() != self._begun[0]:
-            self._begun = (waits.begun(), self._clock)
-        elif (idle := self._clock - self._begun[1]) > self._timeouts.wait_seconds:
-            limit = f"{self._timeouts.wait_seconds:g} s (timeouts.wait_seconds)"
-            self._stop(f"nothing has happened for {idle:.1f} s, and no wait is registered; the deadline is {limit}")
 
     def _judge_loop(self, idle: float) -> None:
         """Stop if the event loop is blocked for too long: a call in a task does not return."""
@@ -196,9 +179,9 @@ class Watchdog:
         self._stacks = self._stacks or self._collect_stacks()
         self._write(why)
         _say(self.explain(Deadline(why)))
-        me = identity(os.getpid())
-        if me is not None:
-            kill(family(me) - {me})
+        process = identity(os.getpid())
+        if process is not None:
+            kill(family(process) - {process})
         self._leave(Deadline.exit_code)
 
     def _end_process(self) -> None:
@@ -230,26 +213,6 @@ class Watchdog:
         writer = threading.Thread(target=write, name="stacks", daemon=True)
         writer.start()
         writer.join(_DISK_SECONDS)
-
-
-class _LastLines(logging.Handler):
-    """Keeps the last line that each part logged."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self._last: dict[str, tuple[float, str]] = {}
-
-    def emit(self, record: logging.LogRecord) -> None:
-        part = ".".join(record.name.split(".")[:2]).removeprefix("tandem.")
-        text = " ".join(record.getMessage().split())
-        self._last.pop(part, None)
-        self._last[part] = (time.monotonic(), text[:100])
-
-    def sentence(self) -> str:
-        """Quote the latest of them."""
-        now, last = time.monotonic(), list(self._last.items())[-_RECENT:]
-        words = "; ".join(f"{part} {now - at:.0f} s ago: {text!r}" for part, (at, text) in reversed(last))
-        return f". Last words of {words}" if words else ""
 
 
 def _say(line: str) -> None:

@@ -72,7 +72,7 @@ class ByteMoments(PreciseStepper):
         else:
             # What does not end with a block would be compiled apart; it is rare.
             advance = _advance.function if len(value) % BLOCK else _advance
-            advance(value, grad, _kept(state, "exp_avg", at), _kept(state, "exp_avg_sq", at), numbers)
+            advance(value, grad, _moment(state, "exp_avg", at), _moment(state, "exp_avg_sq", at), numbers)
 
 
 class _Numbers(NamedTuple):
@@ -86,7 +86,7 @@ class _Numbers(NamedTuple):
     rate: float | Tensor
 
 
-class _Kept(NamedTuple):
+class _Moment(NamedTuple):
     """A piece of a moment, n elements."""
 
     codes_n: Tensor
@@ -96,14 +96,14 @@ class _Kept(NamedTuple):
     nearest: Tensor
 
 
-def _kept(state: dict[str, Tensor], moment: str, at: slice) -> _Kept:
+def _moment(state: dict[str, Tensor], moment: str, at: slice) -> _Moment:
     codes_n = state[f"{moment}.codes"][at]
     tables = {"signed": moment == "exp_avg", "device": codes_n.device}
-    return _Kept(codes_n, state[f"{moment}.scales"][_blocks(at)], _book(**tables), _nearest(**tables))
+    return _Moment(codes_n, state[f"{moment}.scales"][_blocks(at)], _book(**tables), _nearest(**tables))
 
 
 @fused
-def _advance(value: Tensor, grad: Tensor, avg: _Kept, avg_sq: _Kept, numbers: _Numbers) -> None:
+def _advance(value: Tensor, grad: Tensor, avg: _Moment, avg_sq: _Moment, numbers: _Numbers) -> None:
     """Update a piece and what is kept of its moments. The update is by the moments as computed."""
     exp_avg, exp_avg_sq = _read(avg), _read(avg_sq)
     _moved(grad, exp_avg, exp_avg_sq, numbers)
@@ -130,14 +130,14 @@ def _updated(value: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: _Numbe
     value.mul_(numbers.decay).sub_(exp_avg.div_(root).mul_(numbers.rate))
 
 
-def _read(moments: _Kept) -> Tensor:
+def _read(moments: _Moment) -> Tensor:
     """A moment in float32."""
     # index_select is five times as fast as an index on a CPU.
     moment = _in_blocks(moments.book.index_select(0, moments.codes_n.int())).mul_(moments.scales_b[:, None])
     return moment.view(-1)[: len(moments.codes_n)]
 
 
-def _write(moments: _Kept, value: Tensor) -> None:
+def _write(moments: _Moment, value: Tensor) -> None:
     """Round a moment to its nearest codes."""
     blocks = _in_blocks(value)
     scales = blocks.abs().amax(1)

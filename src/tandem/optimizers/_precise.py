@@ -26,21 +26,13 @@ _GRADIENT = {"float32": FLOAT, "bfloat16": 2}  # bytes of a narrow weight's grad
 class Precise(Optimizer):
     """Options of optimizers that update weights where they are."""
 
-    precision: Literal["masters", "stochastic", "plain"] = "masters"
+    precision: Literal["masters", "stochastic"] = "masters"
     """How bfloat16 weights take small updates: masters keeps a float32 copy of each (4 bytes); stochastic
-    nothing, it rounds at random and is right in the mean. plain rounding is refused. float32 weights need neither."""
+    nothing, it rounds at random and is right in the mean. float32 weights need neither."""
     gradients: Literal["float32", "bfloat16"] = "float32"
     """What gradients of bfloat16 weights are added up in over a step's micro-batches: float32 (4 bytes), or bfloat16
     (2 bytes), where the first is kept as it is and each further one rounds the sum by at most 2^-8 of itself. One
     micro-batch loses nothing; more than some dozens want float32. float32 weights have float32 gradients."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.precision == "plain":
-            raise ValueError(
-                "precision: plain rounding loses the update: a step of 1e-6 is under a hundredth of the last bit of a "
-                "typical bfloat16 weight and rounds to nothing; take masters or stochastic"
-            )
 
     def narrow_bytes(self, parameter_bytes: int) -> int:
         """Bytes that a weight of this width needs so that it loses no update."""

@@ -52,8 +52,8 @@ class Adafactor(Precise):
 
     def inert(self) -> Mapping[str, str]:
         """The floor of a scale that is not looked at."""
-        own = {} if self.relative_rate else {"scale_floor": "relative_rate: false does not scale by a tensor's size"}
-        return {**super().inert(), **own}
+        unread = {} if self.relative_rate else {"scale_floor": "relative_rate: false does not scale by a tensor's size"}
+        return {**super().inert(), **unread}
 
     def bind(self, named_parameters: Sequence[tuple[str, Parameter]]) -> Stepper:
         """Allocate means and what ``precision`` needs."""

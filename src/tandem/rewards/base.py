@@ -45,10 +45,6 @@ class Reward(ABC):
         1.0
     """
 
-    pure: ClassVar[bool] = False
-    """True if equal answers to a task always have the same reward, whatever else is in the group: they are scored once.
-    False for rewards that are random, read logprobs, or call an external service."""
-
     judges_form: ClassVar[bool] = False
     """True if it looks at a reply's form alone: a gold answer without a reply around it proves nothing of it."""
 
@@ -100,8 +96,8 @@ class GroupReward(Reward):
         ...     def scores(self, rollouts):
         ...         least = min(len(rollout.text) for rollout in rollouts)
         ...         return [float(len(rollout.text) == least) for rollout in rollouts]
-        >>> Shortest().pure
-        False
+        >>> Shortest().full_marks
+        1.0
     """
 
     @abstractmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar, Literal
+from typing import Literal
 
 from tandem.errors import ConfigError
 from tandem.expression import BadExpression, evaluate
@@ -17,8 +17,6 @@ from tandem.types import Rollout
 @dataclass(frozen=True, kw_only=True)
 class CountdownReward(Reward):
     """1 if the expression equals meta["target"] with the numbers of meta["numbers"]; else ``partial`` or 0."""
-
-    pure: ClassVar[bool] = True
 
     use: Literal["all", "some"] = "all"
     """all: each number exactly once. some: each at most once."""

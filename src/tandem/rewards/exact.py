@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from tandem.rewards._answers import in_tag, last_tag
 from tandem.rewards.base import Reward
@@ -13,8 +12,6 @@ from tandem.types import Rollout
 @dataclass(frozen=True, kw_only=True)
 class ExactReward(Reward):
     """1 if the reply is the gold answer, spaces around it aside; else 0."""
-
-    pure: ClassVar[bool] = True
 
     tag: str = ""
     """Compare what stands in the last <tag>...</tag>; empty: the whole reply."""

@@ -15,7 +15,6 @@ from tandem.types import Rollout
 class Format(Reward):
     """1 if the reply has the required format, else 0. Set pattern or tags."""
 
-    pure: ClassVar[bool] = True
     judges_form: ClassVar[bool] = True
 
     pattern: str = ""

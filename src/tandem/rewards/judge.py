@@ -9,14 +9,14 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from tandem.errors import ConfigError, RewardError, redacted
 from tandem.rewards.base import Failure, GroupReward, Verdict
 from tandem.types import Rollout, column
 
 if TYPE_CHECKING:
-    from tandem.http import HttpClient, RetryPolicy
+    from tandem.http import HttpClient
 
 _PLACE = re.compile(r"\{(\w+(?:\.[^\W\d]\w*)*)\}")
 
@@ -37,6 +37,10 @@ then end with a line "Score: N"."""
 
 _PATTERN = r"(?im)^[^\w\n-]*(?:score[^\w\n-]*)?(-?\d+(?:\.\d+)?)(?:\s*/\s*\d+)?[^\w\n]*$"
 
+_NEVER = (401, 403, 404)
+"""Statuses that no other question would change: a wrong key, URL or model."""
+_LATER = (408, 409, 425, 429)
+"""Statuses below 500 with which the same question may be asked again."""
 _MOST_BYTES = 4 << 20
 """Largest answer of a judge."""
 _SLACK = 10.0
@@ -73,13 +77,13 @@ class Judge(GroupReward):
     """Environment variable with the API key; empty: none is sent."""
     concurrency: int = 8
     """Questions under way at once, in each of grading.workers processes."""
-    timeout_seconds: float = field(default=60.0, metadata={"formerly": "timeout"})
+    timeout_seconds: float = 60.0
     """Seconds that one request may take."""
     retries: int = 4
     """How often a question is asked again."""
-    backoff_seconds: float = field(default=1.0, metadata={"formerly": "backoff"})
+    backoff_seconds: float = 1.0
     """Seconds before it is asked again for the first time; each time they double."""
-    deadline_seconds: float = field(default=300.0, metadata={"formerly": "deadline"})
+    deadline_seconds: float = 300.0
     """Seconds that the questions about one group may take, with all that are asked again."""
     away: Literal["leave_out", "none", "stop"] = "leave_out"
     """If there is no answer in the end: leave the rollout out of its group, leave this reward out of the rollout's
@@ -114,19 +118,17 @@ class Judge(GroupReward):
 
     async def scores(self, rollouts: Sequence[Rollout]) -> Sequence[Verdict]:
         """One verdict per rollout; raises ValueError if the template names what a task does not have."""
-        from tandem.http import HttpClient, RetryPolicy  # loads aiohttp
+        from tandem.http import HttpClient  # loads aiohttp
 
         questions = [self._question(rollout) for rollout in rollouts]
         gate = asyncio.Semaphore(self.concurrency)
         key = os.environ.get(self.key_variable, "") if self.key_variable else ""
         base = self.url.rstrip("/").removesuffix("/chat/completions")
         client = HttpClient(f"{base}/chat/completions", key, kind="judge", most_bytes=_MOST_BYTES)
-        pauses = RetryPolicy(first_seconds=self.backoff_seconds, max_seconds=math.inf)
-        server = JudgeServer(client, seconds=self.timeout_seconds, retries=self.retries, pauses=pauses)
 
-        async def ask(question: str) -> JudgeReply:
+        async def ask(question: str) -> str | Failure:
             async with gate:
-                return await server.ask(self._body(question))
+                return await self._ask(client, question)
 
         answers = {question: asyncio.ensure_future(ask(question)) for question in dict.fromkeys(questions)}
         try:
@@ -138,6 +140,39 @@ class Judge(GroupReward):
             await asyncio.gather(*late, return_exceptions=True)
             await client.close()
         return [self._verdict(answers[question]) for question in questions]
+
+    async def _ask(self, client: HttpClient, question: str) -> str | Failure:
+        """The judge's words, or why there are none; asks again while the server is away."""
+        from tandem.http import HttpError, HttpStatusError, RetryPolicy
+
+        body, headers = json.dumps(self._body(question)).encode(), {"Content-Type": "application/json"}
+        pauses = RetryPolicy(first_seconds=self.backoff_seconds, max_seconds=math.inf)
+        why = ""
+        for attempt in range(self.retries + 1):
+            pause, text = 0.0, ""
+            try:
+                response = await client.call("POST", "", body, headers, self.timeout_seconds)
+                text = response.body.decode(errors="replace")
+                choice = json.loads(text)["choices"][0]
+                answer = choice["message"]["content"]
+            except HttpStatusError as error:
+                if error.status < 500 and error.status not in _LATER:
+                    refusal = f"was refused by {redacted(client.url)}: {error.status} {error.reason[:200]}"
+                    return Failure("raised", refusal, "run" if error.status in _NEVER else "rollout")
+                why, pause = f"it said {error.status}", error.retry_after or 0.0
+            except HttpError as error:
+                why = error.reason
+            except (ValueError, LookupError, TypeError):  # such as a proxy's page
+                why = f"it said what is no chat completion: {text[:80]!r}"
+            else:
+                if isinstance(answer, str) and answer.strip():
+                    return answer
+                end = f"finish_reason {choice.get('finish_reason')}; max_tokens may be too small"
+                return Failure("raised", f"got an answer without text from the judge ({end})")
+            if attempt < self.retries:
+                await pauses.pause(attempt, pause)
+        times = f", asked {self.retries + 1} times" if self.retries else ""
+        return self._unanswered(f"had no answer from {redacted(client.url)}: {why}{times}")
 
     @property
     def full_marks(self) -> None:
@@ -176,17 +211,17 @@ class Judge(GroupReward):
         }
         return {name: value for name, value in body.items() if value is not None}
 
-    def _verdict(self, task: asyncio.Task[JudgeReply]) -> Verdict:
+    def _verdict(self, task: asyncio.Task[str | Failure]) -> Verdict:
         if task.cancelled():
             return self._unanswered(f"had no answer from {redacted(self.url)} within {self.deadline_seconds:g} s")
         answer = task.result()
-        if answer.text is None:
-            return self._unanswered(answer.error) if answer.away else Failure("raised", answer.error, answer.costs)
-        matches = [match for match in re.finditer(self.pattern, answer.text) if match[1]]
+        if isinstance(answer, Failure):
+            return answer
+        matches = [match for match in re.finditer(self.pattern, answer) if match[1]]
         try:
             score = float(matches[-1][1])
         except (IndexError, ValueError):
-            return Failure("bad_value", f"found no score in the judge's answer ...{answer.text[-60:]!r}")
+            return Failure("bad_value", f"found no score in the judge's answer ...{answer[-60:]!r}")
         if not self.lowest <= score <= self.highest:
             return Failure(
                 "bad_value", f"was given {score:g}, expected a score from {self.lowest:g} to {self.highest:g}"
@@ -205,92 +240,3 @@ def _pattern_problem(pattern: str) -> str | None:
     except re.error as error:
         return f"pattern {pattern!r} is no regular expression: {error}"
     return None if groups else f"pattern {pattern!r} must have a group (in brackets) around the score"
-
-
-_NEVER = (401, 403, 404)
-"""Statuses that no other question would change: a wrong key, URL or model."""
-
-_LATER = (408, 409, 425, 429)
-"""Statuses below 500 with which the same question may be asked again."""
-
-
-class JudgeReply(NamedTuple):
-    """Reply of the judge to one question, or why there is none."""
-
-    text: str | None = None
-    """What the model said; None: nothing."""
-    error: str = ""
-    """Why it said nothing, to stand behind a reward's name."""
-    away: bool = False
-    """True if the server could not answer, however often it was asked."""
-    costs: Literal["rollout", "run"] = "rollout"
-    """What is lost by an error that is not the server's absence."""
-
-
-class _RetryLater(Exception):
-    """Ask again, after ``seconds`` at least."""
-
-    def __init__(self, text: str, seconds: float = 0.0) -> None:
-        super().__init__(text)
-        self.seconds = seconds
-
-
-class JudgeServer:
-    """Client of the judge's server, with retries."""
-
-    def __init__(self, client: HttpClient, *, seconds: float, retries: int, pauses: RetryPolicy):
-        """Nothing is sent yet.
-
-        Args:
-            client: Of the URL that answers chat completions.
-            seconds: How long one request may take.
-            retries: How often a question is asked again.
-            pauses: Before each time.
-        """
-        self._client = client
-        self._seconds = seconds
-        self._retries = retries
-        self._pauses = pauses
-
-    async def ask(self, body: Mapping[str, Any]) -> JudgeReply:
-        """The answer to a request."""
-        for attempt in range(self._retries + 1):
-            try:
-                return await self._ask_once(json.dumps(body).encode())
-            except _RetryLater as error:
-                if attempt == self._retries:
-                    times = f", asked {attempt + 1} times" if attempt else ""
-                    return JudgeReply(
-                        error=f"had no answer from {redacted(self._client.url)}: {error}{times}", away=True
-                    )
-                await self._pauses.pause(attempt, error.seconds)
-        raise AssertionError("the last time returns")
-
-    async def _ask_once(self, body: bytes) -> JudgeReply:
-        """One request; raises _RetryLater."""
-        from tandem.http import HttpError, HttpStatusError
-
-        try:
-            response = await self._client.call("POST", "", body, {"Content-Type": "application/json"}, self._seconds)
-        except HttpStatusError as error:
-            if error.status >= 500 or error.status in _LATER:
-                raise _RetryLater(f"it said {error.status}", error.retry_after or 0.0) from error
-            costs: Literal["rollout", "run"] = "run" if error.status in _NEVER else "rollout"
-            refusal = f"was refused by {redacted(self._client.url)}: {error.status} {error.reason[:200]}"
-            return JudgeReply(error=refusal, costs=costs)
-        except HttpError as error:
-            raise _RetryLater(error.reason) from error
-        return _read(response.body.decode(errors="replace"))
-
-
-def _read(body: str) -> JudgeReply:
-    """A completion's text; raises _RetryLater if it is no completion at all, as a proxy's page."""
-    try:
-        choice = json.loads(body)["choices"][0]
-        text = choice["message"]["content"]
-    except (ValueError, LookupError, TypeError) as error:
-        raise _RetryLater(f"it said what is no chat completion: {body[:80]!r}") from error
-    if not isinstance(text, str) or not text.strip():
-        why = f" (finish_reason {choice.get('finish_reason')}; max_tokens may be too small)"
-        return JudgeReply(error=f"got an answer without text from the judge{why}")
-    return JudgeReply(text=text)

@@ -7,8 +7,8 @@ import logging
 import re
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 from tandem.errors import ConfigError, RewardError
 from tandem.rewards._answers import in_tag, last_tag
@@ -17,15 +17,11 @@ from tandem.types import Rollout
 
 _WHOLE = re.compile(r"0|-?[1-9][0-9]{0,11}")
 """A whole number in the only way to write it."""
-_SHORT = 64
-"""Characters of a reply whose verdict is remembered: last lines come again and again, whole solutions do not."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MathVerify(Reward):
     """1 if the reply's final expression (LaTeX, boxed or plain) equals the gold answer; else 0."""
-
-    pure: ClassVar[bool] = True
 
     marker: str = "####"
     """If the reply has this text, only the line after its last one is read; else what is in its last <answer> tag, if
@@ -33,7 +29,7 @@ class MathVerify(Reward):
     least_working: int = 0
     """Characters, blanks left out, that must stand before the marker (without one, in the whole reply) for the answer
     to count: a bare answer is a guess."""
-    timeout_seconds: int = field(default=3, metadata={"formerly": "timeout"})
+    timeout_seconds: int = 3
     """Seconds for parsing and again for comparing, after which the reply counts as wrong."""
 
     def __post_init__(self) -> None:
@@ -63,9 +59,7 @@ class MathVerify(Reward):
             expected = _expected(gold, self._seconds())
         except LookupError as error:
             raise ValueError(f"{error} of task {rollout.task.id}") from None
-        if len(reply) > _SHORT:
-            return _equal(expected, reply, self._seconds())
-        return _remembered(gold, reply, self._seconds())
+        return _equal(expected, reply, self._seconds())
 
     def phrase(self, answer: str) -> str:
         if self._worked(answer):
@@ -101,11 +95,6 @@ def _expected(gold: str, seconds: int | None) -> tuple[Any, ...]:
     if not parsed:
         raise LookupError(f"math-verify cannot read the gold answer {gold!r}")
     return tuple(parsed)
-
-
-@functools.lru_cache(maxsize=16384)
-def _remembered(gold: str, reply: str, seconds: int | None) -> float:
-    return _equal(_expected(gold, seconds), reply, seconds)
 
 
 def _equal(expected: Sequence[Any], reply: str, seconds: int | None) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from tandem.errors import ConfigError
 from tandem.rewards._answers import last_number, same_number
@@ -14,8 +13,6 @@ from tandem.types import Rollout
 @dataclass(frozen=True, kw_only=True)
 class Number(Reward):
     """1 if the last number in the reply is the gold answer's; $, thousands separators and full stops are ignored."""
-
-    pure: ClassVar[bool] = True
 
     tolerance: float = 1e-6
     """Largest difference, as a share of the gold number (of 1 if that is smaller)."""

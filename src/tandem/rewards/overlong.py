@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from tandem.errors import ConfigError
 from tandem.rewards.base import Reward
@@ -13,8 +12,6 @@ from tandem.types import Rollout
 @dataclass(frozen=True, kw_only=True)
 class Overlong(Reward):
     """0 up to ``max_tokens - cache`` tokens, then a straight line down to -1 at ``max_tokens`` and beyond."""
-
-    pure: ClassVar[bool] = True
 
     max_tokens: int
     """Sampled tokens, all turns together, at which the punishment is full; usually sampling.max_tokens."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from tandem import gym_library
 from tandem.errors import RewardError
 from tandem.rewards._answers import in_tag, is_number, last_number, last_tag
 from tandem.rewards.base import Reward
@@ -19,8 +17,6 @@ from tandem.types import Json, Rollout
 @dataclass(frozen=True, kw_only=True)
 class ReasoningGymReward(Reward):
     """1 if the task's own verifier gives the extracted answer full marks; else 0, or its partial credit."""
-
-    pure: ClassVar[bool] = True
 
     extract: Literal["auto", "tag", "last_number", "whole"] = "auto"
     """What of the reply is the answer. auto: the last tag if there is one, else the last number if the gold
@@ -35,8 +31,12 @@ class ReasoningGymReward(Reward):
         return {"tag": f"extract is {self.extract}"} if self.extract in ("last_number", "whole") else {}
 
     def prepare(self) -> None:
-        if importlib.util.find_spec(gym_library.LIBRARY) is None:
-            raise RewardError("reward reasoning_gym needs reasoning-gym; pip install 'tandem-rl[reasoning-gym]'")
+        try:
+            import reasoning_gym  # noqa: F401 - here, before the first deadline runs
+        except ImportError as error:
+            raise RewardError(
+                "reward reasoning_gym needs reasoning-gym; pip install 'tandem-rl[reasoning-gym]'"
+            ) from error
 
     def __call__(self, rollout: Rollout) -> float:
         task = rollout.task
@@ -63,6 +63,8 @@ class ReasoningGymReward(Reward):
 @cache
 def _verifier(name: str, config: str) -> Callable[[str | None, Mapping[str, Json]], float]:
     """The scoring function of a task under a configuration (as JSON)."""
-    dataset: Any = gym_library.factory(name).create_dataset(name, **json.loads(config))
+    from reasoning_gym import factory
+
+    dataset: Any = factory.create_dataset(name, **json.loads(config))
     score: Callable[[str | None, Mapping[str, Json]], float] = dataset.score_answer
     return score

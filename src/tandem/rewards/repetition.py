@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from tandem.errors import ConfigError
 from tandem.rewards.base import Reward
@@ -13,8 +12,6 @@ from tandem.types import Rollout
 @dataclass(frozen=True, kw_only=True)
 class Repetition(Reward):
     """Minus the share of word n-grams that were said before: 0 for none, close to -1 for a loop."""
-
-    pure: ClassVar[bool] = True
 
     ngram: int = 3
     """Words in one n-gram."""

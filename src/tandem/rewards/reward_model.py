@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from tandem.errors import ConfigError, RewardError
 from tandem.rewards.base import Failure, GroupReward, Verdict
@@ -22,8 +22,6 @@ class RewardModel(GroupReward):
     That is the logit as it is: no sigmoid, no normalisation. Every environment that uses one loads it once.
     """
 
-    pure: ClassVar[bool] = True
-
     model: str
     """Hugging Face id or a local folder, with a head for sequence classification."""
     label: int | None = None
@@ -36,7 +34,7 @@ class RewardModel(GroupReward):
     """Conversations in one forward pass, those of like length together."""
     chat_template: str = ""
     """Jinja chat template, as text or the path of a file; empty: its tokenizer's own."""
-    timeout_seconds: float = field(default=120.0, metadata={"formerly": "timeout"})
+    timeout_seconds: float = 120.0
     """Seconds that all siblings of a task together may take."""
 
     def __post_init__(self) -> None:
@@ -124,7 +122,7 @@ class Classifier:
     def scores(self, conversations: Sequence[Sequence[Message]], batch: int) -> list[Verdict]:
         """The chosen output for each conversation; one that is longer than the model reads is a failure."""
         inputs = [self._inputs(messages) for messages in conversations]
-        lengths = [len(one["input_ids"]) for one in inputs]
+        lengths = [len(read["input_ids"]) for read in inputs]
         scores: list[Verdict] = [
             Failure("bad_value", f"cannot read {length} tokens, prompt included: {self._name} reads {self._most}")
             for length in lengths

@@ -454,13 +454,13 @@ class RolloutBuffer:
         replayed = self._replay.take(entry.draw.env, step=latest, taken=waiting)
         if replayed is None:
             return False
-        own = entry.group
+        replaced = entry.group
         self._dismiss("zero_variance", entry)
         draw, stored = replayed
         entry.replay(draw, stored)
         self._metrics.reused["replayed"] += 1
         age = self.version() - stored.version_min
-        self.on_event("group_replayed", {"group": stored.id, "times": stored.replayed, "age": age, "for": own.id})
+        self.on_event("group_replayed", {"group": stored.id, "times": stored.replayed, "age": age, "for": replaced.id})
         return True
 
     def _rerolled(self, id: str) -> None:

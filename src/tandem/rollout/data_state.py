@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tandem.algorithms.curricula.base import SolveCount, TaskHistory
+from tandem.algorithms.curricula.base import TaskHistory
 from tandem.types import Group, Json
 
 
@@ -80,65 +80,10 @@ class DataState:
 
     def to_json(self) -> dict[str, Json]:
         """Plain data."""
-        return {
-            "taken": self.taken,
-            "drawn": dict(self.drawn),
-            "admitted": self.admitted,
-            "again": [_draw(draw) for draw in self.again],
-            "again_indices": list(self.again_indices),
-            "ready": [[_draw(draw), group_to_json(group)] for draw, group in self.ready],
-            "resting": dict(self.resting),
-            "batches": list(self.batches),
-            "stored": [[_draw(draw), group_to_json(group), times] for draw, group, times in self.stored],
-            "unsolved": [_draw(draw) for draw in self.unsolved],
-            "rerolled": list(self.rerolled),
-            "refilled": self.refilled,
-            "seen": {
-                name: [[place, seen.at, seen.played, *map(list, seen.recent)] for place, seen in tasks.items()]
-                for name, tasks in self.seen.items()
-            },
-            "tasks": {name: list(mark) for name, mark in self.tasks.items()},
-        }
+        plain: dict[str, Json] = msgspec.to_builtins(self, str_keys=True)
+        return plain
 
     @classmethod
     def from_json(cls, data: Any) -> DataState:
-        """Inverse of ``to_json``; raises KeyError, TypeError or ValueError where something is missing."""
-        return cls(
-            taken=data["taken"],
-            drawn=data["drawn"],
-            admitted=data["admitted"],
-            again=tuple(Draw(*draw) for draw in data["again"]),
-            again_indices=tuple(data.get("again_indices", ())),
-            ready=tuple((Draw(*draw), group_from_json(group)) for draw, group in data["ready"]),
-            resting=data.get("resting", {}),
-            batches=tuple(data.get("batches", ())),
-            stored=tuple(
-                StoredGroup(Draw(*draw), group_from_json(group), times) for draw, group, times in data.get("stored", ())
-            ),
-            unsolved=tuple(Draw(*draw) for draw in data.get("unsolved", ())),
-            rerolled=tuple(data.get("rerolled", ())),
-            refilled=data.get("refilled", 0),
-            seen={
-                name: {
-                    place: TaskHistory(played, tuple(SolveCount(*one) for one in recent), at)
-                    for place, at, played, *recent in tasks
-                }
-                for name, tasks in data.get("seen", {}).items()
-            },
-            tasks={name: TasksMark(*mark) for name, mark in data.get("tasks", {}).items()},
-        )
-
-
-def _draw(draw: Draw) -> list[Json]:
-    """What is as usual is left out."""
-    return list(draw if draw.again or draw.task is not None else draw[:2])
-
-
-def group_to_json(group: Group) -> Any:
-    """Plain data of a group, for a checkpoint."""
-    return msgspec.to_builtins(group)
-
-
-def group_from_json(data: Json) -> Group:
-    """Inverse of ``group_to_json``."""
-    return msgspec.convert(data, Group)
+        """Inverse of ``to_json``; raises ValueError where something is of another kind."""
+        return msgspec.convert(data, cls, str_keys=True)

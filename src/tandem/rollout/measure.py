@@ -57,9 +57,9 @@ def surprisal(group: Group) -> float:
 def _environment(groups: Sequence[Group], solved: Callable[[Rollout], bool]) -> dict[str, Value]:
     """Metrics of one environment's groups, those of its own among them."""
     scored = [r for group in groups for r in group.scored]
-    own = sorted({name for r in scored for name in r.metrics})
+    names = sorted({name for r in scored for name in r.metrics})
     return {
-        **{name: Mean.of(r.metrics[name] for r in scored if name in r.metrics) for name in own},
+        **{name: Mean.of(r.metrics[name] for r in scored if name in r.metrics) for name in names},
         "reward": Mean.of(r.reward for r in scored if r.reward is not None),
         "accuracy": Mean.of(float(solved(r)) for r in scored),
         "groups": Sum(float(len(groups))),

@@ -83,8 +83,8 @@ def why_untrainable(name: str, sampling: Sampling, requested: Sampling) -> str:
             f"temperature {requested.temperature:g} is greedy, or nearly so, and such answers cannot be trained on; "
             f"ask for {COLDEST:g} at least, or leave it out (the run's is {sampling.temperature:g})"
         )
-    theirs, ours = getattr(requested, name), getattr(sampling, name)
+    other, run = getattr(requested, name), getattr(sampling, name)
     return (
-        f"{name} {theirs:g} is not the run's, which is {ours:g}: with that training computes the logprobs of all "
-        f"answers; leave {name} out, or set sampling.{name} to {theirs:g} in the recipe"
+        f"{name} {other:g} is not the run's, which is {run:g}: with that training computes the logprobs of all "
+        f"answers; leave {name} out, or set sampling.{name} to {other:g} in the recipe"
     )

@@ -7,15 +7,13 @@ import importlib.util
 import os
 import platform
 import re
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -35,18 +33,15 @@ ENGINE_PYTHON = Path(".venv-engine/bin/python")
 """Where scripts/setup makes an environment for vLLM."""
 _IMPORT = "import torch, vllm; print(f'vLLM {vllm.__version__}, torch {torch.__version__}')"
 _IMPORT_SECONDS = 180
-DEFAULT_PORT = 29_500
-"""Where torchrun has ranks meet unless it is told another."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Diagnosis:
+class Diagnosis(NamedTuple):
     """One thing looked at."""
 
-    what: str
-    """Its name."""
     state: Literal["ok", "note", "problem"]
     """note: something optional is missing; problem: training cannot work."""
+    what: str
+    """Its name."""
     detail: str
     """What was found."""
     fix: str = ""
@@ -82,7 +77,7 @@ def doctor(recipe: Path | None = None, overrides: Sequence[str] = ()) -> int:
 
 def findings(folder: Path) -> Iterator[Diagnosis]:
     """Everything that is looked at, in order."""
-    yield Diagnosis(what="tandem", state="ok", detail=f"{__version__}, Python {platform.python_version()}")
+    yield Diagnosis("ok", "tandem", f"{__version__}, Python {platform.python_version()}")
     yield from _packages()
     yield from _memory()
     yield from ranks(os.environ)
@@ -100,19 +95,16 @@ def _packages() -> Iterator[Diagnosis]:
         needed = requirements()
     except importlib.metadata.PackageNotFoundError:
         detail = f"{DISTRIBUTION} runs from its source, so what it needs cannot be looked up"
-        yield Diagnosis(what="libraries", state="note", detail=detail, fix=f"{sys.executable} -m pip install -e .")
+        yield Diagnosis("note", "libraries", detail, f"{sys.executable} -m pip install -e .")
         return
     for extra, names in needed.items():
-        missing = [name for name in names if _version(name) is None]
         what = f"extra {extra}" if extra else "libraries"
-        if not missing:
-            yield Diagnosis(what=what, state="ok", detail=", ".join(f"{name} {_version(name)}" for name in names))
-        elif extra:
-            fix = f"{sys.executable} -m pip install '{DISTRIBUTION}[{extra}]', if you want it"
-            yield Diagnosis(what=what, state="note", detail=f"missing: {', '.join(missing)}", fix=fix)
-        else:
-            fix = f"{sys.executable} -m pip install {' '.join(missing)}"
-            yield Diagnosis(what=what, state="problem", detail=f"missing: {', '.join(missing)}", fix=fix)
+        if not (missing := [name for name in names if _version(name) is None]):
+            yield Diagnosis("ok", what, ", ".join(f"{name} {_version(name)}" for name in names))
+            continue
+        install = f"'{DISTRIBUTION}[{extra}]', if you want it" if extra else " ".join(missing)
+        fix = f"{sys.executable} -m pip install {install}"
+        yield Diagnosis("note" if extra else "problem", what, f"missing: {', '.join(missing)}", fix)
 
 
 def requirements() -> dict[str, list[str]]:
@@ -133,18 +125,13 @@ def requirements() -> dict[str, list[str]]:
 
 def _memory() -> Iterator[Diagnosis]:
     here, gpu = machine.host(), machine.accelerator()
-    little = here.free < _LITTLE_MEMORY
-    yield Diagnosis(
-        what="memory",
-        state="note" if little else "ok",
-        detail=f"{machine.readable(here.free)} free of {machine.readable(here.total)}, {machine.cores()} cores",
-        fix="close other programs; a 135M model in bfloat16 wants about 3 GB" if little else "",
-    )
-    if gpu is None:
-        yield Diagnosis(what="accelerator", state="ok", detail="none: the CPU trains")
+    detail = f"{machine.readable(here.free)} free of {machine.readable(here.total)}, {machine.cores()} cores"
+    if here.free < _LITTLE_MEMORY:
+        yield Diagnosis("note", "memory", detail, "close other programs; a 135M model in bfloat16 wants about 3 GB")
     else:
-        free = f"{machine.readable(gpu.free)} free of {machine.readable(gpu.total)}"
-        yield Diagnosis(what="accelerator", state="ok", detail=f"{gpu.name}, {free}")
+        yield Diagnosis("ok", "memory", detail)
+    free = f"{gpu.name}, {machine.readable(gpu.free)} free of {machine.readable(gpu.total)}" if gpu else ""
+    yield Diagnosis("ok", "accelerator", free or "none: the CPU trains")
 
 
 def ranks(environ: Mapping[str, str]) -> Iterator[Diagnosis]:
@@ -152,22 +139,20 @@ def ranks(environ: Mapping[str, str]) -> Iterator[Diagnosis]:
     try:
         placement = Placement.from_environment(environ)
     except TandemError as error:
-        yield Diagnosis(what="ranks", state="problem", detail=str(error), fix="docs/guide/distributed.md")
+        yield Diagnosis("problem", "ranks", str(error), "docs/guide/distributed.md")
         return
     accelerators = len(visible_accelerators(environ))
     if placement is None and accelerators < 2:
         return
     if placement is not None:
         where = f"rank {placement.rank} of {placement.world_size}, started by {placement.launcher}"
-        yield Diagnosis(what="ranks", state="ok", detail=f"{where}; they meet at {placement.master_addr}")
-    if placement is not None and 0 < accelerators < placement.local_world_size:
-        detail = f"{placement.local_world_size} of this host have {accelerators} GPUs"
-        fix = "start as many as there are GPUs, or set distributed.share_gpus: true, which is slow"
-        yield Diagnosis(what="ranks", state="note", detail=detail, fix=fix)
+        yield Diagnosis("ok", "ranks", f"{where}; they meet at {placement.master_addr}")
+        if 0 < accelerators < placement.local_world_size:
+            detail = f"{placement.local_world_size} of this host have {accelerators} GPUs"
+            fix = "start as many as there are GPUs, or set distributed.share_gpus: true, which is slow"
+            yield Diagnosis("note", "ranks", detail, fix)
     if accelerators:
         yield _tried("NCCL", _nccl, "take a build of torch for this accelerator: https://pytorch.org/get-started")
-    if placement is None or placement.launcher == "slurm":  # other launchers hold the port by now, or chose a free one
-        yield _port(DEFAULT_PORT if placement is None else placement.master_port)
 
 
 def _nccl() -> str:
@@ -180,18 +165,6 @@ def _nccl() -> str:
     return f"{'.'.join(map(str, torch.cuda.nccl.version()))}, {torch.cuda.device_count()} GPUs"
 
 
-def _port(port: int) -> Diagnosis:
-    """Whether ranks can meet at a port of this host."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            fix = "give the launcher another one (--master-port, MASTER_PORT); tandem train with ranks finds one itself"
-            return Diagnosis(what="port", state="note", detail=f"{port}: {error.strerror}", fix=fix)
-    return Diagnosis(what="port", state="ok", detail=f"{port} is free, where ranks meet")
-
-
 def _traces(folder: Path) -> Iterator[Diagnosis]:
     """The last collectives of the latest run that has lost a rank, if any has."""
     if not (files := list(folder.glob(f"*/logs/{flight_recorder.NAME}*"))):
@@ -200,27 +173,24 @@ def _traces(folder: Path) -> Iterator[Diagnosis]:
     ranks = ", ".join(path.name.removeprefix(flight_recorder.NAME) for path in flight_recorder.written(logs))
     detail = f"{logs.parent} has lost a rank; {logs} has the last collectives of rank {ranks}"
     fix = f"{flight_recorder.command(logs)} compares them; delete the files once they are read"
-    yield Diagnosis(what="collectives", state="note", detail=detail, fix=fix)
+    yield Diagnosis("note", "collectives", detail, fix)
 
 
 def _disk(folder: Path) -> Diagnosis:
     free = machine.free_disk(folder)
-    little = free < _LITTLE_DISK
+    detail = f"{machine.readable(free)} free for {folder}"
+    if free >= _LITTLE_DISK:
+        return Diagnosis("ok", "disk", detail)
     fix = "free some: a checkpoint holds weights, float32 masters and two moments (14 bytes a parameter)"
-    return Diagnosis(
-        what="disk",
-        state="note" if little else "ok",
-        detail=f"{machine.readable(free)} free for {folder}",
-        fix=fix if little else "",
-    )
+    return Diagnosis("note", "disk", detail, fix)
 
 
 def _tried(what: str, attempt: Callable[[], str], fix: str) -> Diagnosis:
     """Do something that training needs; any failure is the finding."""
     try:
-        return Diagnosis(what=what, state="ok", detail=attempt())
+        return Diagnosis("ok", what, attempt())
     except (OSError, RuntimeError, ImportError, subprocess.SubprocessError, TandemError) as error:
-        return Diagnosis(what=what, state="problem", detail=f"{type(error).__name__}: {error}", fix=fix)
+        return Diagnosis("problem", what, f"{type(error).__name__}: {error}", fix)
 
 
 def _any_engine() -> Diagnosis:
@@ -230,7 +200,7 @@ def _any_engine() -> Diagnosis:
     if ENGINE_PYTHON.exists():
         return _tried("vLLM", lambda: _vllm(str(ENGINE_PYTHON)), "make it anew: bash scripts/setup")
     fix = "if you want engine: vllm, make it an environment of its own and name its interpreter as engine.python"
-    return Diagnosis(what="vLLM", state="note", detail=f"neither in this environment nor in {ENGINE_PYTHON}", fix=fix)
+    return Diagnosis("note", "vLLM", f"neither in this environment nor in {ENGINE_PYTHON}", fix)
 
 
 def _recipe_engine(engine: EngineSpec) -> Diagnosis:
@@ -238,14 +208,14 @@ def _recipe_engine(engine: EngineSpec) -> Diagnosis:
     from tandem.engines.vllm.spec import Vllm
 
     if not isinstance(engine, Vllm) or engine.urls:
-        return Diagnosis(what="vLLM", state="ok", detail="the recipe starts none")
+        return Diagnosis("ok", "vLLM", "the recipe starts none")
     python = engine.python or sys.executable
     if "/" in python and not Path(python).exists():
         where = "" if Path(python).is_absolute() else f"; relative paths start at {Path.cwd()}"
         fix = "name an interpreter that has vLLM as engine.python"
         if Path(python) == ENGINE_PYTHON:
             fix = "in Tandem's folder, bash scripts/setup engine makes it, with vLLM for CPUs; or " + fix
-        return Diagnosis(what="vLLM", state="problem", detail=f"there is no {python}{where}", fix=fix)
+        return Diagnosis("problem", "vLLM", f"there is no {python}{where}", fix)
     return _tried("vLLM", lambda: _vllm(python), f"let engine.python name an interpreter that has vLLM, not {python}")
 
 

@@ -35,7 +35,7 @@ class MergedLinear(nn.Linear):
         self.scale = scale
         # Not a buffer: where it lives is decided here, and `to` must not move it.
         self._on = on
-        self._w0 = _kept(linear.weight.detach(), on)
+        self._w0 = _copied(linear.weight.detach(), on)
         self.train(linear.training)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def _check(name: str, linear: Any, owners: int) -> None:
     )
 
 
-def _kept(weight: Tensor, on: Literal["host", "device"]) -> Tensor:
+def _copied(weight: Tensor, on: Literal["host", "device"]) -> Tensor:
     """A copy of a weight."""
     if on == "device" or not weight.is_cuda:
         return weight.clone()

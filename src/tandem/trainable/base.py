@@ -17,25 +17,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorMeta:
-    """Name, shape and type of a tensor that is published."""
-
-    name: str
-    """Its name in the module that ``Trainable.prepare`` returned."""
-    shape: tuple[int, ...]
-    dtype: str
-    """Torch's name of it, such as bfloat16."""
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of its elements."""
-        size = 1
-        for n in self.shape:
-            size *= n
-        return size * getattr(torch, self.dtype).itemsize  # type: ignore[no-any-return]
-
-
 class WeightSource:
     """The published tensors by name, live and in one order, tied weights once.
 
@@ -48,13 +29,6 @@ class WeightSource:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Name and tensor, which shares the parameter's storage and wants no gradient."""
         return ((name, tensor.detach()) for name, tensor in self._named)
-
-    def manifest(self) -> list[TensorMeta]:
-        """Names, shapes and types, in the order of iteration."""
-        return [
-            TensorMeta(name=name, shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch."))
-            for name, t in self._named
-        ]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -159,8 +159,8 @@ class Lora(Trainable):
         """The causal model's own weights, under the names they had before the adapter came."""
         adapter = {id(parameter) for _, parameter in self.parameters(model)}
         causal = getattr(model, "get_base_model", lambda: model)()
-        own = ((name, p) for name, p in causal.named_parameters() if id(p) not in adapter)
-        return {name.replace(".base_layer.", "."): parameter for name, parameter in own}
+        base = ((name, p) for name, p in causal.named_parameters() if id(p) not in adapter)
+        return {name.replace(".base_layer.", "."): parameter for name, parameter in base}
 
     def adapter_config(self, model: nn.Module) -> dict[str, Any]:
         """Rank, alpha, the adapted modules by name and the rest of PEFT's ``adapter_config.json``, as plain data."""

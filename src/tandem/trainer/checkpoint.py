@@ -9,12 +9,12 @@ import logging
 import os
 import shutil
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,17 +26,19 @@ from tandem.algorithms.references.base import ReferenceWeights
 from tandem.distributed import state_shards
 from tandem.distributed.state_shards import SharesStates
 from tandem.errors import CheckpointError, TandemError, command
-from tandem.model.policy import Policy
 from tandem.observability import trace, waits
+from tandem.observability.emit import Telemetry
 from tandem.optimizers.base import Stepper
 from tandem.trainable.base import Trainable
 from tandem.trainer import digests
+from tandem.trainer.run_lock import RunLock
 from tandem.trainer.staging import Staging
 from tandem.trainer.state import TrainerState
+from tandem.trainer.work import LocalWork
+from tandem.trainer.world import World
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Hold = Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
 """Tensors as they are now, as ``Staging.hold`` keeps them."""
 
@@ -53,23 +55,8 @@ def saved_steps(folder: Path) -> list[int]:
     return list(digests.steps_in(folder))
 
 
-class CheckpointRanks(Protocol):
-    """The other ranks of a run, which write their shares of the optimizer's states into the same checkpoint."""
-
-    async def stage(self, folder: Path, mine: Coroutine[Any, Any, T]) -> T:
-        """Have every rank stage its share, the lead by ``mine``, whose result this is; they go on to write it."""
-
-    async def written(self) -> Mapping[str, str]:
-        """Digests of the files of the other ranks, once all are written; raises OSError where one's disk refuses."""
-
-
 Write = Callable[[Path], object]
 """Writes what was staged into a folder."""
-
-
-async def _none_written() -> Mapping[str, str]:
-    """There are no other ranks."""
-    return {}
 
 
 async def _noop() -> None:
@@ -83,36 +70,33 @@ class Checkpoints:
     A checkpoint is staged first: what it holds is as it was then, whatever is trained while it is written.
     """
 
-    folder: Path
-    """The run's ``checkpoints`` folder."""
-    contents: Literal["all", "weights", "none"] = "all"
-    """What is saved; a run goes on from all of it only."""
-    every: int
-    """Steps between checkpoints."""
-    keep: int
-    """Newest checkpoints that are kept."""
-    steps: int
-    """Last step of the run, which is always saved."""
-    policy: Policy
-    trainable: Trainable
-    stepper: Stepper
-    held: ReferenceWeights | None = None
-    """The reference, whose weights may move too."""
+    world: World
+    """The ranks, each with its share of the states; what of the weights this one has or can have."""
+    work: LocalWork
+    """That of a step: it has the optimizer, and the reference, whose weights may move too."""
+    lock: RunLock
+    """Of the run's folder, which must be there as long as something is saved."""
     staging: Staging
-    """Whether training goes on while one is written."""
-    still: Callable[[], None]
-    """Raises TandemError if the run's folder is not there any more."""
-    on_saved: Callable[[int, Path], None]
+    """Whether training goes on while a checkpoint is written."""
+    telemetry: Telemetry
     """Told of each finished checkpoint."""
-    whole: Callable[[], Awaitable[nn.Module]] | None = None
-    """Where ranks have a part of the weights each: has all of them in one model here, copied to host memory."""
-    others: CheckpointRanks | None = None
-    """Where several ranks have shares of the optimizer's states."""
     _writing: asyncio.Future[None] | None = field(default=None, init=False)
+
+    @property
+    def folder(self) -> Path:
+        """The run's ``checkpoints`` folder."""
+        return self.lock.folder / "checkpoints"
+
+    @property
+    def contents(self) -> Literal["all", "weights", "none"]:
+        """What is saved; a run goes on from all of it only."""
+        return self.world.config.checkpoint.save
 
     def due(self, step: int) -> bool:
         """Whether the state after this step is to be saved."""
-        return self.contents != "none" and (step % self.every == 0 or step >= self.steps)
+        return self.contents != "none" and (
+            step % self.world.config.checkpoint.every == 0 or step >= self.world.config.steps
+        )
 
     async def begin(self, state: TrainerState, then: Callable[[], Awaitable[None]] = _noop) -> None:
         """Stage a checkpoint of this state, unless its step has one, and begin to write it.
@@ -129,7 +113,7 @@ class Checkpoints:
             TandemError: the run's folder is gone, and is not made anew for it.
         """
         with trace.span("seconds/checkpoint"):
-            self.still()
+            self.lock.check()
             await self._settle()
             final = self.folder / f"{state.step:06d}"
             if self.contents == "none" or final.exists():
@@ -140,7 +124,7 @@ class Checkpoints:
                     self._stage(state, _aside(final)), owner="trainer", reason=reason, on=self._writer
                 )
             self._writing = asyncio.ensure_future(self._write(state.step, write, final, then))
-            if self.staging.waits or state.step >= self.steps:
+            if self.staging.waits or state.step >= self.world.config.steps:
                 await self._settle()
 
     async def save(self, state: TrainerState) -> None:
@@ -156,7 +140,7 @@ class Checkpoints:
 
     async def check(self) -> None:
         """See that a write that has ended did not fail, and that the folder is there; raises what ``begin`` does."""
-        self.still()
+        self.lock.check()
         if self._writing is not None and self._writing.done():
             await self._settle()
 
@@ -181,32 +165,26 @@ class Checkpoints:
     async def _stage(self, state: TrainerState, aside: Path) -> Write:
         """Have every rank stage its part of a checkpoint; this rank's."""
         await self.staging.write(_make_anew, aside)
-        model = self.policy.model if self.whole is None else await self.whole()
-        mine = self.policy.compute(self._staged, state, model)
-        return await (mine if self._shared is None else self._shared.stage(aside, mine))
-
-    @property
-    def _shared(self) -> CheckpointRanks | None:
-        """The ranks that have a part of what is saved beside this one."""
-        return self.others if self.contents == "all" else None
+        model = await self.world.model()
+        return await self.world.save(aside, self.world.policy.compute(self._staged, state, model))
 
     async def _write(self, step: int, write: Write, final: Path, then: Callable[[], Awaitable[None]]) -> None:
         """Write what was staged, tell of it, and remove old ones."""
         with self._whole_or_none(step, _aside(final)):
             reason = f"step {step} to be written"
             await waits.wait(self._seal(write, final), owner="checkpoint", reason=reason, on=self._writer)
-        self.on_saved(step, final)
+        self.telemetry.event("checkpoint_saved", step=step, path=str(final))
         await then()
         await self.staging.write(self._tidy)
 
     async def _seal(self, write: Write, final: Path) -> None:
         """Give a checkpoint its name once the files of every rank are on disk."""
         aside = _aside(final)
-        theirs = _none_written() if self._shared is None else self._shared.written()
-        mine, known = await asyncio.gather(self.staging.write(write, aside), theirs, return_exceptions=True)
+        writing = asyncio.gather(self.staging.write(write, aside), self.world.written(), return_exceptions=True)
+        here, known = await writing
         # Now that no rank writes any more.
-        if isinstance(mine, BaseException):
-            raise mine
+        if isinstance(here, BaseException):
+            raise here
         if isinstance(known, BaseException):
             raise known
         await self.staging.write(_seal, aside, final, known)
@@ -214,7 +192,7 @@ class Checkpoints:
     def _tidy(self) -> None:
         """Remove the oldest; renamed first, since half of a checkpoint must not bear its name."""
         machine.trim()  # what is written was copied to the host first
-        for step in saved_steps(self.folder)[: -self.keep]:
+        for step in saved_steps(self.folder)[: -self.world.config.checkpoint.keep]:
             old = self.folder / f"{step:06d}"
             try:
                 shutil.rmtree(old.rename(_aside(old)))
@@ -232,23 +210,23 @@ class Checkpoints:
             if not isinstance(error, (OSError, SafetensorError)) and type(error) is not Exception:
                 raise
             newest = saved_steps(self.folder)
-            kept = f"the newest checkpoint is step {newest[-1]}" if newest else "there is no checkpoint yet"
+            newest_text = f"the newest checkpoint is step {newest[-1]}" if newest else "there is no checkpoint yet"
             raise CheckpointError(
-                f"checkpoint of step {step} cannot be written to {self.folder}: {error}; {kept}. "
+                f"checkpoint of step {step} cannot be written to {self.folder}: {error}; {newest_text}. "
                 f"Free disk space or mend the folder, then go on with: {command('train', self.folder.parent)}"
             ) from error
 
     def _staged(self, state: TrainerState, model: nn.Module) -> Write:
         """What writes this rank's files, as everything is now, the weights as ``model`` has them."""
-        hold, trainable, policy = self.staging.hold, self.trainable, self.policy
+        hold, trainable, policy = self.staging.hold, self.world.config.trainable, self.world.policy
         weights = trainable.live_tensors(model)
         if model is policy.model:
             weights = hold(weights)
         parts: deque[Write] = deque([partial(_write_weights, trainable, model, weights, policy.tokenizer)])
         if self.contents == "all":
-            parts.append(staged_states(self.stepper, 0, hold))
-            if self.held is not None and (reference := hold(self.held.state_dict())):
-                parts.append(lambda aside: save_file(reference, aside / "reference.safetensors"))
+            parts.append(staged_states(self.work.stepper, 0, hold))
+            if self.work.reference is not None and (saved := hold(self.work.reference.state_dict())):
+                parts.append(lambda aside: save_file(saved, aside / "reference.safetensors"))
             rng = tuple(torch.get_rng_state().tolist())
             parts.append(partial(_write_state, dataclasses.replace(state, rng=rng)))
         return partial(_write_each, parts)
@@ -262,8 +240,9 @@ class Checkpoints:
         path = self.folder / f"{state.step:06d}"
         if not path.is_dir():
             return
-        loading = self.policy.compute(load_states, path, self.stepper, self.held)
+        loading = self.world.policy.compute(load_states, path, self.work.stepper, self.work.reference)
         await waits.wait(loading, owner="trainer", reason="its states", on=f"the checkpoint reader at {path}")
+        await self.world.load_states(path)
         if state.rng:
             torch.set_rng_state(torch.tensor(state.rng, dtype=torch.uint8))
         log.info("restored step %d from %s", state.step, path)
@@ -274,10 +253,10 @@ def staged_states(stepper: Stepper, rank: int, hold: Hold) -> Callable[[Path], l
 
     It returns the files that it wrote, on disk.
     """
-    if isinstance(stepper, SharesStates):
-        shares = stepper.shares(hold(stepper.local_states()))
-        return lambda folder: state_shards.write(folder / SHARDS, shares, rank)
     states = hold(stepper.state_dict())
+    if isinstance(stepper, SharesStates):
+        shares = stepper.shares(states)
+        return lambda folder: state_shards.write(folder / SHARDS, shares, rank)
 
     def write(folder: Path) -> list[Path]:
         save_file(states, folder / WHOLE)
@@ -286,28 +265,26 @@ def staged_states(stepper: Stepper, rank: int, hold: Hold) -> Callable[[Path], l
     return write
 
 
-def load_states(path: Path, stepper: Stepper, held: ReferenceWeights | None) -> None:
+def load_states(path: Path, stepper: Stepper, reference: ReferenceWeights | None) -> None:
     """Load the optimizer's states of a checkpoint, and the reference's weights where it moves.
 
     Raises:
         CheckpointError: they cannot be read.
     """
-    if not (path / SHARDS).is_dir():
-        _read_tensors(path / WHOLE, stepper.load_state_dict)
-    elif isinstance(stepper, SharesStates):
-        own = _on_host(stepper.local_states())
-        state_shards.read(path / SHARDS, stepper.shares(own))
-        stepper.load_local_states(own)
-    else:
-        states = _on_host(stepper.state_dict())
-        state_shards.read(path / SHARDS, state_shards.whole_shares(states))
-        stepper.load_state_dict(states)
-    if held is not None and held.state_dict():
-        _read_tensors(path / "reference.safetensors", held.load_state_dict)
+    # Live where they are on the host: no second optimizer state is held there.
+    states = {
+        name: state if state.device.type == "cpu" else torch.empty_like(state, device="cpu")
+        for name, state in stepper.state_dict().items()
+    }
+    shares = stepper.shares(states) if isinstance(stepper, SharesStates) else state_shards.whole_shares(states)
+    state_shards.read(path / SHARDS if (path / SHARDS).is_dir() else path / WHOLE, shares)
+    stepper.load_state_dict(states)
+    if reference is not None and reference.state_dict():
+        _read_tensors(path / "reference.safetensors", reference.load_state_dict)
 
 
-async def restore_weights(folder: Path, policy: Policy, trainable: Trainable, fresh: TrainerState) -> TrainerState:
-    """Load the weights of the newest checkpoint in ``folder``; its state, or ``fresh`` if there is none.
+async def restore_weights(folder: Path, world: World, fresh: TrainerState) -> TrainerState:
+    """Load the weights of the newest checkpoint in ``folder`` on every rank; its state, or ``fresh`` if there is none.
 
     Every file of it is held against its digest first.
 
@@ -324,6 +301,7 @@ async def restore_weights(folder: Path, policy: Policy, trainable: Trainable, fr
         return fresh
     path = steps[max(steps)]
     reader = f"the checkpoint reader at {path}"
+    policy, trainable = world.policy, world.config.trainable
     looking = policy.compute(digests.damage, path)
     if damage := await waits.wait(looking, owner="trainer", reason="its files to be checked", on=reader):
         raise CheckpointError(f"{damage}; {digests.remedy(path)}")
@@ -340,12 +318,8 @@ async def restore_weights(folder: Path, policy: Policy, trainable: Trainable, fr
         )
     loading = policy.compute(trainable.load, policy.model, path / trainable.folder_name)
     await waits.wait(loading, owner="trainer", reason="its weights", on=reader)
+    await world.load_weights(path / trainable.folder_name)
     return state
-
-
-def _on_host(states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of the same shapes to read into."""
-    return {key: torch.empty_like(state, device="cpu") for key, state in states.items()}
 
 
 def _write_each(parts: deque[Write], aside: Path) -> None:

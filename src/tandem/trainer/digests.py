@@ -83,7 +83,7 @@ def remedy(damaged: Path) -> str:
     steps = steps_in(folder)
     for path in [steps[step] for step in reversed(steps) if step < int(damaged.name)]:
         if not damage(path):
-            gone = " ".join(shlex.quote(str(one)) for one in newer)
+            gone = " ".join(shlex.quote(str(path)) for path in newer)
             return (
                 f"the newest whole checkpoint is that of step {int(path.name)}; to go on from it: rm -r {gone} && "
                 f"{command('train', run)}"

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence, Sized
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence, Sized
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from tandem.config.loading import RunConfig
 from tandem.config.sources import EnvSource
 from tandem.engines.base import Engine
 from tandem.envs.base import Split
-from tandem.errors import EnvError, TandemError, defined_at, raised
+from tandem.errors import ConfigError, EnvError, TandemError, defined_at, raised
 from tandem.metrics import Value, merge
 from tandem.observability import waits
 from tandem.observability.completions import DroppedGroups
@@ -26,10 +27,14 @@ from tandem.rollout.gold import require_full_marks
 from tandem.rollout.group_runner import GroupRunner, PostprocessRewards, keep_rewards, penalise_truncated
 from tandem.rollout.lag_control import LagControl, LagController, RateState
 from tandem.rollout.measure import Solved
+from tandem.rollout.source import RolloutSource
 from tandem.rollout.task_sampler import EnvRunner
 from tandem.rollout.template import Template
 from tandem.trainer import memory_plan as memory
 from tandem.types import Task
+
+if TYPE_CHECKING:
+    from tandem.model.policy import Policy
 
 log = logging.getLogger(__name__)
 
@@ -217,6 +222,41 @@ def lag_control(config: RunConfig, state: RateState | None, telemetry: Telemetry
 def postprocess(config: RunConfig) -> PostprocessRewards:
     """Postprocessing of a group's rewards, as the recipe says."""
     return penalise_truncated(config.truncated_penalty) if config.truncated == "penalise" else keep_rewards
+
+
+def rollout_source(
+    config: RunConfig,
+    folder: Path,
+    policy: Policy,
+    engine: Engine,
+    runners: Sequence[EnvRunner],
+    trained: StepCounter,
+    telemetry: Telemetry,
+    lag_control: LagControl,
+) -> RolloutSource:
+    """Where groups come from: a broker if the recipe names one, else what is played here."""
+    if config.broker is None:
+        return rollout_buffer(config, runners, trained, telemetry, lag_control)
+    source: RolloutSource = _broker_source()(
+        config,
+        folder=folder,
+        context=memory.context(config, policy.config),
+        vocabulary=policy.head.weight.shape[0],
+        template=Template(policy.tokenizer, config.chat_template_kwargs),
+        trained=trained,
+        telemetry=telemetry,
+        engine=engine,
+    )
+    return source
+
+
+def _broker_source() -> Callable[..., RolloutSource]:
+    """What makes the source of a recipe with ``broker:``; a run without one loads nothing of it."""
+    points = entry_points(group="tandem.rollout_sources", name="broker")
+    if not points:
+        raise ConfigError("broker: tandem_broker is not installed; install Tandem again (pip install -e .)")
+    make: Callable[..., RolloutSource] = next(iter(points)).load()
+    return make
 
 
 def rollout_buffer(

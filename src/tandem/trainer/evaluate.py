@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tandem.config.loading import RunConfig
@@ -13,40 +13,46 @@ from tandem.observability import progress, trace
 from tandem.observability.emit import Telemetry
 from tandem.rollout.measure import interval, pass_at
 from tandem.rollout.task_sampler import EnvRunner
+from tandem.trainer.environments import Tasks
 from tandem.types import Group, Json, Sampling, Task
 
 _SHOWN = 40
 """Answers kept in a record, one of each of the first tasks, as many of each environment."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Evaluator:
     """Evaluates held-out tasks at the steps that are due."""
 
+    config: RunConfig
+    """Which steps are due, and how answers are sampled: by the same random streams at every evaluation."""
     runners: Sequence[EnvRunner]
     """Held-out tasks of each environment, and its runner."""
-    samples: int
-    """Answers per task."""
-    sampling: Sampling
-    """How they are sampled; the same random streams at every evaluation."""
-    due: Callable[[int], bool]
-    """True for steps at which to evaluate."""
-    record: Callable[[dict[str, Json]], None]
-    happened: Callable[[str, int], None]
-    """Told ``eval_started`` when an evaluation begins and ``eval_done`` when it ends, however; and of which step."""
+    telemetry: Telemetry | None = None
+    """Told of evaluations, so that no step is evaluated twice; None outside of a run."""
 
     def wants(self, step: int) -> bool:
         """True if ``maybe`` would evaluate."""
-        return bool(self.runners) and self.due(step)
+        options = self.config.evaluate
+        if not self.runners or (self.telemetry is not None and self.telemetry.evaluated(step)):
+            return False
+        if step == 0:
+            return options.before
+        return (step == self.config.steps and options.after) or (options.every > 0 and step % options.every == 0)
 
     async def maybe(self, step: int) -> None:
         """Evaluate if this step is due."""
-        if self.wants(step):
-            self.happened("eval_started", step)
+        if self.telemetry is not None and self.wants(step):
+            self.telemetry.event("eval_started", step=step)
             try:
-                self.record(await self(step))
+                self.telemetry.evaluation(await self(step))
             finally:
-                self.happened("eval_done", step)
+                self.telemetry.event("eval_done", step=step)
+
+    @property
+    def sampling(self) -> Sampling:
+        """How answers are sampled."""
+        return self.config.evaluate.sampling(self.config.sampling)
 
     async def __call__(self, step: int) -> dict[str, Json]:
         """Evaluate now; an ``eval.jsonl`` record."""
@@ -64,49 +70,32 @@ class Evaluator:
     async def _group(self, runner: EnvRunner, task: Task, index: int, played: progress.Progress) -> Group:
         """One task's answers."""
         id = f"{runner.label}{task.id}@eval"
-        group = await runner.group_runner.run(task, id=id, index=index, size=self.samples, sampling=self.sampling)
+        group = await runner.group_runner.run(
+            task, id=id, index=index, size=self.config.evaluate.samples, sampling=self.sampling
+        )
         played.advance()
         return group
 
     def _record(self, step: int, results: Sequence[_TaskResult], seconds: float) -> dict[str, Json]:
         """All environments together, and each of them under ``envs``."""
+        samples = self.config.evaluate.samples
         by_name = {runner.name: [result for result in results if result.runner is runner] for runner in self.runners}
         return {
             "step": step,
             "time": time.time(),
             "seconds": seconds,
             "env": "+".join(by_name),
-            "samples": self.samples,
+            "samples": samples,
             "temperature": self.sampling.temperature,
-            **_numbers(results, self.samples),
-            "envs": {name: _numbers(some, self.samples) for name, some in by_name.items()},
+            **_numbers(results, samples),
+            "envs": {name: _numbers(some, samples) for name, some in by_name.items()},
             "rollouts": [_shown(result) for some in by_name.values() for result in some[: _SHOWN // len(by_name)]],
         }
 
 
-def evaluator(config: RunConfig, runners: Sequence[EnvRunner], telemetry: Telemetry | None = None) -> Evaluator:
-    """Evaluator of a recipe; in a run it reports to ``telemetry``, and evaluates no step twice."""
-    options = config.evaluate
-
-    def due(step: int) -> bool:
-        if telemetry is not None and telemetry.evaluated(step):
-            return False
-        if step == 0:
-            return options.before
-        return (step == config.steps and options.after) or (options.every > 0 and step % options.every == 0)
-
-    def happened(name: str, step: int) -> None:
-        if telemetry is not None:
-            telemetry.event(name, step=step)
-
-    return Evaluator(
-        runners=runners,
-        samples=options.samples,
-        sampling=options.sampling(config.sampling),
-        due=due,
-        record=telemetry.evaluation if telemetry is not None else lambda record: None,
-        happened=happened,
-    )
+def held_out(config: RunConfig, tasks: Tasks) -> Tasks:
+    """The tasks that are evaluated; a sequence of a user's own may take no slices."""
+    return {name: [some[i] for i in range(min(config.evaluate.tasks, len(some)))] for name, some in tasks.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
-"""The live parts that every rank of a run has: policy, objective and its part of each step."""
+"""The policy as every rank of a run loads it, and its reference."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,9 +15,6 @@ from tandem.engines.base import ExportsWeights, ReportsChecksums
 from tandem.model import float8, layers
 from tandem.model.policy import Compute, Policy, bare_model, load_model, load_tokenizer
 from tandem.observability import progress, waits
-from tandem.optimizers.base import Stepper
-from tandem.trainer.objective import Objective
-from tandem.trainer.work import LocalWork
 
 
 @asynccontextmanager
@@ -79,40 +76,13 @@ def rank_device(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
-def work_of(
-    config: RunConfig,
-    policy: Policy,
-    stepper: Stepper,
-    held: ReferenceWeights | None,
-    begin_pass: Callable[[int], None] = lambda num_rounds: None,
-    reduce: Callable[[], None] = lambda: None,
-    end_pass: Callable[[], None] = lambda: None,
-) -> LocalWork:
-    """A rank's part of each step."""
-    return LocalWork(
-        policy=policy,
-        objective=objective(config),
-        stepper=stepper,
-        sampling=config.sampling,
-        held=held,
-        fold=lambda: config.trainable.fold(policy.model),
-        begin_pass=begin_pass,
-        reduce=reduce,
-        end_pass=end_pass,
-    )
-
-
-def objective(config: RunConfig) -> Objective:
-    """The objective that a recipe's step minimises."""
-    return Objective(
-        loss=config.loss,
-        corrections=config.corrections,
-        recomputed=config.old_logprobs == "recomputed",
-        reference=config.reference,
-    )
-
-
 def changing(config: RunConfig, policy: Policy) -> list[tuple[str, torch.nn.Parameter]]:
     """The weights that training changes and the model computes with, as they are loaded: before any checkpoint."""
-    names = [meta.name for meta in config.trainable.source(policy.model).manifest()]
-    return [(name, policy.model.get_parameter(name)) for name in names]
+    return [(name, policy.model.get_parameter(name)) for name, _ in config.trainable.source(policy.model)]
+
+
+async def reference_of(config: RunConfig, policy: Policy) -> ReferenceWeights | None:
+    """The weights of the objective's reference, if it has one; taken before any checkpoint is loaded."""
+    if config.reference is None:
+        return None
+    return await policy.compute(config.reference.hold, changing(config, policy))

@@ -241,10 +241,10 @@ def _emit(
         "tokens_per_second": Mean(sampled.value if isinstance(sampled, Sum) else 0.0, seconds),
         "memory/rss_gb": Max(machine.resident() / 1e9),
     }
-    if (held := machine.held(str(run.policy.device))) is not None:
-        whole["memory/gpu_gb"] = Max(held / 1e9)
-    if (kept := machine.reserved(str(run.policy.device))) is not None:
-        whole["memory/gpu_reserved_gb"] = Max(kept / 1e9)
+    if (allocated := machine.held(str(run.policy.device))) is not None:
+        whole["memory/gpu_gb"] = Max(allocated / 1e9)
+    if (reserved := machine.reserved(str(run.policy.device))) is not None:
+        whole["memory/gpu_reserved_gb"] = Max(reserved / 1e9)
     run.telemetry.emit(state.step, [merged, whole, trace.take()])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from tandem.algorithms.corrections.base import Correction
 from tandem.algorithms.losses.base import Loss, MicroBatch, TokenLoss
 from tandem.algorithms.references.base import Reference
 from tandem.config import registry as resolve
+from tandem.config.loading import RunConfig
 from tandem.errors import ConfigError
 from tandem.metrics import Max, Mean, Share, Value
 from tandem.pending import Pending, PendingMetrics
@@ -42,6 +44,16 @@ class Objective:
     recomputed: bool = False
     """Ratios are against the policy as the step began (decoupled), else against the sampler (direct)."""
     reference: Reference | None = None
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        """The objective that a recipe's step minimises."""
+        return cls(
+            loss=config.loss,
+            corrections=config.corrections,
+            recomputed=config.old_logprobs == "recomputed",
+            reference=config.reference,
+        )
 
     def __call__(self, logprobs_N: Tensor, batch: MicroBatch, old: OldLogprobs) -> tuple[Tensor, PendingMetrics]:
         """What each token costs, float32 and differentiable, and the metrics of it."""

@@ -56,8 +56,6 @@ def _changes(config: RunConfig) -> Iterator[str]:
         yield f"engine.gpu_memory_utilization={0.8 * share:.2g} (now {share:g}; higher where the engine lacks room)"
     if (rows := getattr(config.engine, "max_rows", 0)) > 1:
         yield f"engine.max_rows={rows // 2} (now {rows})"
-    if config.memory != "fit":
-        yield "memory=fit, which chooses what fits"
     if config.trainable.folder_name == "model":
         yield "trainable=lora"
     yield "sampling.max_tokens or context, lower"

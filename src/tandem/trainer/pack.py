@@ -14,19 +14,21 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem.algorithms.advantages.base import Advantage, advantages
+from tandem.algorithms.advantages.base import Advantage, Weighs, advantages
 from tandem.algorithms.losses.base import MicroBatch
+from tandem.config.loading import RunConfig, only_by_advantage
 from tandem.metrics import Histogram, Mean, Sum, Value
 from tandem.model.attention import Packed, sequential_positions
 from tandem.model.penalties import Past, Penalties, TokenHistory, joined
 from tandem.model.plans import moved
+from tandem.model.policy import Policy
 from tandem.trainer.balance import Balance, GroupSamples, rounds_of
 from tandem.trainer.prefix_tree import Ints, PackedRow, PrefixTree
 from tandem.types import Group, Rollout, Sample
@@ -112,6 +114,24 @@ class Packer:
     """Compute no sample whose every advantage is 0: there the objective has no gradient. What the step divides by and
     its other samples stay as they are."""
 
+    @classmethod
+    def of(cls, config: RunConfig, policy: Policy, *, ranks: int = 1) -> Self:
+        """The packer of a recipe's micro-batches."""
+        shared = config.distributed.context_parallel
+        return cls(
+            advantage=_advantage(config),
+            reduction=config.loss.reduction,
+            max_tokens=config.sampling.max_tokens,
+            budget=config.micro_batch_tokens * shared,
+            mask_truncated=config.truncated == "mask",
+            device=policy.device if ranks == 1 else torch.device("cpu"),  # from which they are sent to their ranks
+            width=policy.config.hidden_size,
+            ranks=ranks // shared,  # those that share a micro-batch are as one
+            skip_zero=only_by_advantage(config),
+            penalties=Penalties.of(config.sampling, sorted(policy.end_tokens)),
+            skip_forced=bool(config.sampling.regex),
+        )
+
     def __call__(self, groups: Sequence[Group], *, version: int) -> StepBatch:
         """Pack one step's groups. ``version`` is the policy step that will be trained; it only measures lag."""
         by_rollout: dict[str, float] = {}
@@ -119,8 +139,8 @@ class Packer:
         for group, values in zip(groups, advantages(self.advantage, groups), strict=True):
             siblings: list[Sample] = []
             for rollout, value in zip(group.scored, values, strict=True):
-                own = rollout.advantages
-                by_rollout[rollout.id] = value if own is None else math.fsum(own) / len(own)
+                of_tokens = rollout.advantages
+                by_rollout[rollout.id] = value if of_tokens is None else math.fsum(of_tokens) / len(of_tokens)
                 if rollout.trained and not (self.mask_truncated and rollout.truncated):
                     siblings.extend(samples_of(rollout, value, skip_forced=self.skip_forced))
             samples.append(siblings)
@@ -223,6 +243,14 @@ class Packer:
         whole = moved(np.concatenate(arrays, dtype=kind, casting="same_kind"), self.device)
         parts: tuple[Tensor, ...] = whole.split([len(array) for array in arrays])
         return parts
+
+
+def _advantage(config: RunConfig) -> Advantage:
+    if not isinstance(config.advantage, Weighs):
+        return config.advantage
+    return config.advantage.weighed(
+        {env: {name: spec.weight for name, spec in source.rewards.items()} for env, source in config.sources.items()}
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Rollout records: prompts, messages, rewards and every token's numbers of a step, one JSON line a rollout.
 
-People read them in the report; ``mismatch`` computes every token's logprob once more from them, so they hold all that
-the engine was given: the token ids before each turn, its temperature, and the version stamped on each token.
+People read them in the report, and ``mismatch`` compares the two logprobs of every token. They hold all that the engine
+was given: the token ids before each turn, its temperature, and the version stamped on each token.
 """
 
 from __future__ import annotations

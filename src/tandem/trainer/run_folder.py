@@ -149,28 +149,12 @@ def reporting(folder: Path) -> Iterator[None]:
         TandemError: the run's folder cannot be written.
     """
     with writable(folder):
-        mended = list(_mended(folder))
+        rows = ("metrics.jsonl", "eval.jsonl", "events.jsonl", "dropped.jsonl")
+        mended = [line for line in (json_lines.mend(folder / name) for name in rows) if line]
         with logs.to_folder(folder), reported(folder), failing(folder):
             for line in mended:
                 log.warning("%s", line)
             yield
-
-
-def _mended(folder: Path) -> Iterator[str]:
-    """Set aside what is damaged of a run's telemetry, which is no reason for it not to go on; what was done."""
-    for name, is_right in (
-        ("logs", Path.is_dir), ("logs/run.log", Path.is_file), ("rollouts", Path.is_dir), ("report.html", Path.is_file),
-        ("vitals.json", Path.is_file),
-    ):  # fmt: skip
-        path = folder / name
-        if path.exists() and not is_right(path):
-            yield f"{path} is not what a run writes: it is {json_lines.set_aside(path).name} now"
-    for path in (folder / "rollouts").glob("*.jsonl"):
-        if not path.is_file():
-            yield f"{path} is no file: it is {json_lines.set_aside(path).name} now"
-    for name in ("metrics.jsonl", "eval.jsonl", "events.jsonl", "dropped.jsonl"):
-        if line := json_lines.mend(folder / name):
-            yield line
 
 
 @contextmanager

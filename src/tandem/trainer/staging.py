@@ -72,15 +72,15 @@ class Asynchronous(Staging):
     def hold(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies; those of tensors on a GPU are under way together, and there when this returns."""
         copies: dict[tuple[object, ...], Tensor] = {}
-        held: dict[str, Tensor] = {}
+        by_name: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
             if not tensor.numel() or memory not in copies:
                 copies[memory] = _copy(tensor)
-            held[name] = copies[memory]
+            by_name[name] = copies[memory]
         for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
             torch.cuda.synchronize(device)
-        return held
+        return by_name
 
     async def write(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run it on this object's thread, one at a time."""

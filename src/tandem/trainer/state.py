@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Self
 
+from tandem.config import loading as recipes
+from tandem.config.loading import RunConfig
 from tandem.rollout.data_state import DataState
 from tandem.rollout.lag_control import RateState
 from tandem.types import Json, PolicyVersion
@@ -29,6 +31,17 @@ class TrainerState:
     """State of torch's generator, for objectives that draw from it."""
     rate: RateState | None = None
     """State of the lag controller (max_lag: auto)."""
+
+    @classmethod
+    def fresh(cls, config: RunConfig) -> Self:
+        """The state of a run that begins."""
+        return cls(
+            step=0,
+            version=PolicyVersion(step=0, digest=""),
+            tokens_seen=0,
+            data_state=DataState(),
+            config_digest=recipes.digest(config),
+        )
 
     def advanced(
         self, num_tokens: int, version: PolicyVersion, data_state: DataState, rate: RateState | None = None

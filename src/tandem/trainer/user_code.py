@@ -24,23 +24,23 @@ def keep(config: RunConfig, folder: Path, step: int = 0) -> list[str]:
         step: the last step with what was kept before, which stays beside it under this number.
     """
     changed = changes(config, folder)
-    for kept, source in _files(config, folder).items():
+    for copy, source in _files(config, folder).items():
         text = source.read_bytes()
-        if kept.is_file():
-            if kept.read_bytes() == text:
+        if copy.is_file():
+            if copy.read_bytes() == text:
                 continue
-            kept.replace(kept.with_name(f"{kept.stem}.until-{step:06d}.py"))
-        kept.parent.mkdir(exist_ok=True)
-        kept.write_bytes(text)
+            copy.replace(copy.with_name(f"{copy.stem}.until-{step:06d}.py"))
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_bytes(text)
     return changed
 
 
 def changes(config: RunConfig, folder: Path) -> list[str]:
     """Modules of the recipe whose source is not the one that the run was made with, in words."""
     return [
-        f"{source} is not what this run was trained with (see {kept})"
-        for kept, source in _files(config, folder).items()
-        if kept.is_file() and kept.read_bytes() != source.read_bytes()
+        f"{source} is not what this run was trained with (see {copy})"
+        for copy, source in _files(config, folder).items()
+        if copy.is_file() and copy.read_bytes() != source.read_bytes()
     ]
 
 

@@ -1,32 +1,51 @@
-"""One rank's part of an optimizer step: passes over micro-batches, and updates of the weights it writes."""
+"""A step's work on its ranks, here one: passes over micro-batches, and updates of the weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import repeat
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
 from tandem import machine
 from tandem.algorithms.references.base import ReferenceWeights
-from tandem.distributed.context_parallel import ContextPart
+from tandem.config.loading import RunConfig
+from tandem.distributed.context_parallel import ContextPart, WholeRow
 from tandem.metrics import Mean, Sum, Value
 from tandem.model.logprobs import token_logprobs
-from tandem.model.penalties import TokenHistory
 from tandem.model.policy import Policy
 from tandem.observability import trace
 from tandem.optimizers.base import Stepper
 from tandem.pending import Pending, PendingMetrics, fetch, settle
 from tandem.trainer.objective import Objective, OldLogprobs
-from tandem.trainer.pack import Micro
+from tandem.trainer.pack import Micro, StepBatch
 from tandem.types import Sampling
+
+Verb = Literal["apply", "fold", "move"]
+"""What every rank of a step does in the same way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPass:
+    """What one pass over a batch measured."""
+
+    metrics: Sequence[Mapping[str, Value]]
+    """Of each micro-batch, in the batch's order."""
+    logprobs: Sequence[Sequence[float]]
+    """Of the trained tokens of each."""
+    old_logprobs: Sequence[OldLogprobs]
+    """Of those that this process computed."""
 
 
 @dataclass(slots=True, kw_only=True)
 class LocalWork:
-    """What a rank computes, on its compute thread."""
+    """The work of one rank; all but ``passed`` and ``every`` runs on its compute thread.
+
+    ``ranks/work.py`` has that of one of several ranks, and that of the rank that leads them.
+    """
 
     policy: Policy
     objective: Objective
@@ -34,21 +53,52 @@ class LocalWork:
     """The optimizer bound to the trained parameters."""
     sampling: Sampling
     """Its support limits (top_p, top_k, min_p) are part of the distribution that was sampled."""
-    held: ReferenceWeights | None = None
+    reference: ReferenceWeights | None = None
     """The reference's weights, where the objective has a reference."""
     fold: Callable[[], None] = lambda: None
     """Brings what the model computes with up to date with what the optimizer wrote."""
-    begin_pass: Callable[[int], None] = lambda num_rounds: None
-    """Called before the first micro-batch of a pass, with how many every rank computes or stands in for."""
-    reduce: Callable[[], None] = lambda: None
-    """Called after each micro-batch: adds its gradient to that of other ranks, where there are others."""
-    end_pass: Callable[[], None] = lambda: None
-    """Called after the last micro-batch of a pass: adds up what is not added up yet."""
-    context: Any = None
-    """The group of ranks that compute each micro-batch together; None: this rank computes it alone."""
     tile: int | None = None
     """Most logits held at once; None: as fits the device."""
-    _hooked: bool = field(default=False)
+    _hooked: bool = field(default=False, init=False)
+
+    @classmethod
+    def of(
+        cls, config: RunConfig, policy: Policy, stepper: Stepper, reference: ReferenceWeights | None, **of_ranks: Any
+    ) -> Self:
+        """The work of a recipe's steps."""
+        return cls(
+            policy=policy,
+            objective=Objective.of(config),
+            stepper=stepper,
+            sampling=config.sampling,
+            reference=reference,
+            fold=lambda: config.trainable.fold(policy.model),
+            **of_ranks,
+        )
+
+    async def passed(self, batch: StepBatch, old: Sequence[OldLogprobs], queued: Callable[[], None]) -> BatchPass:
+        """Forward and backward over all micro-batches; the host waits for the device when all are queued.
+
+        Args:
+            batch: what to train on.
+            old: of the step's first pass; empty in it.
+            queued: called when all is queued, and the host has nothing to do until the device is done.
+        """
+        self.hook()
+        passes: list[tuple[PendingMetrics, Tensor]] = []
+        old_logprobs: list[OldLogprobs] = []
+        for micro, before in zip(batch.micro, old or repeat(None), strict=bool(old)):
+            # One call for each micro-batch: an engine on the same thread gets its turn in between.
+            pending, logprobs_N, now = await self.policy.compute(self.micro, micro, before)
+            passes.append((pending, logprobs_N))
+            old_logprobs.append(now)
+        queued()
+        metrics, values = await self.policy.compute(self.settle, passes)
+        return BatchPass(metrics=metrics, logprobs=values, old_logprobs=old_logprobs)
+
+    async def every(self, verb: Verb, *arguments: Any) -> Any:
+        """Have every rank update its weights, fold them or move its reference; the result of this one."""
+        return await self.policy.compute(getattr(self, verb), *arguments)
 
     def hook(self) -> None:
         """Hand every gradient to the stepper as soon as backward has made it, so that none of model size piles up."""
@@ -70,8 +120,11 @@ class LocalWork:
         loss.backward()
         self.reduce()
         assert entropy_N is not None
-        own = {"loss": Pending(Sum, loss), "entropy": Pending(Mean, entropy_N.sum(), entropy_N.numel())}
-        return {**metrics, **own}, logprobs_N.detach(), old
+        of_step = {"loss": Pending(Sum, loss), "entropy": Pending(Mean, entropy_N.sum(), entropy_N.numel())}
+        return {**metrics, **of_step}, logprobs_N.detach(), old
+
+    def reduce(self) -> None:
+        """Nothing: gradients are whole where there are no other ranks."""
 
     @trace.span("seconds/forward_backward")
     def settle(
@@ -95,14 +148,14 @@ class LocalWork:
 
     def move(self) -> None:
         """Have the reference follow the policy."""
-        assert self.held is not None
-        self.held.move()
+        assert self.reference is not None
+        self.reference.move()
 
     def _reference(self, micro: Micro) -> Tensor | None:
         """The reference's logprob of each trained token, by the same pass as the policy's."""
-        if self.held is None:
+        if self.reference is None:
             return None
-        with torch.no_grad(), self.held.in_place():
+        with torch.no_grad(), self.reference.in_place():
             return self.logprobs(micro)
 
     def logprobs(self, micro: Micro) -> Tensor:
@@ -111,42 +164,24 @@ class LocalWork:
 
     def _distribution(self, micro: Micro, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """The same, and the entropy of what each token was sampled from, nats."""
-        if self.context is not None:
-            return self._shared_distribution(micro, entropy=entropy)
-        hidden_TH = self.policy.hidden(micro.tokens_T[None], micro.positions_T[None], micro.plan)[0]
-        hidden_NH = hidden_TH.index_select(0, micro.predict_N)
-        return self._token_logprobs(hidden_NH, micro.targets_N, micro.temperature_N, micro.history, entropy=entropy)
-
-    def _shared_distribution(self, micro: Micro, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """The same, each rank of ``context`` computing a run of the tokens."""
-        part = ContextPart.of(micro.plan, micro.tokens_T, micro.positions_T, micro.predict_N, self.context)
-        hidden_MH = part.hidden(self.policy.hidden)
-        logprobs_M, entropy_M = self._token_logprobs(
-            hidden_MH, part.own(micro.targets_N), part.own(micro.temperature_N), None, entropy=entropy
-        )
-        return part.joined(logprobs_M), None if entropy_M is None else part.joined(entropy_M)
-
-    def _token_logprobs(
-        self,
-        hidden_NH: Tensor,
-        targets_N: Tensor,
-        temperature_N: Tensor,
-        history: TokenHistory | None,
-        *,
-        entropy: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        head = self.policy.head
-        return token_logprobs(
-            hidden_NH,
+        part = self.part(micro)
+        head, sampling = self.policy.head, self.sampling
+        logprobs_M, entropy_M = token_logprobs(
+            part.hidden(self.policy.hidden),
             head.weight,
-            targets_N,
-            temperature_N,
+            part.own(micro.targets_N),
+            part.own(micro.temperature_N),
             bias=head.bias,
-            top_p=self.sampling.top_p,
-            top_k=self.sampling.top_k,
-            min_p=self.sampling.min_p,
-            history=history,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            history=micro.history,
             entropy=entropy,
             tile=self.tile,
             compile=self.policy.compile,
         )
+        return part.joined(logprobs_M), None if entropy_M is None else part.joined(entropy_M)
+
+    def part(self, micro: Micro) -> WholeRow | ContextPart:
+        """What of a micro-batch this rank computes."""
+        return WholeRow(micro.plan, micro.tokens_T, micro.positions_T, micro.predict_N)

@@ -1,11 +1,11 @@
-"""Layout of tensors for a broadcast: in buckets, small ones packed, large ones in place."""
+"""Layout of tensors for a broadcast: packed in buckets."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BUCKET_BYTES = 64 << 20
-_ALONE = 4 << 20  # bytes from which on a tensor is worth a transfer of its own, which spares packing it
 _ALIGNMENT = 64  # bytes; more than any dtype or vector load needs
 
 
@@ -42,49 +41,29 @@ class BucketPart(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     start: int
-    """Its first byte, where it passes through the bucket's memory."""
+    """Its first byte."""
     size: int
     """Bytes."""
-    alone: bool
-    """It travels by itself, and so need not pass through the bucket's memory."""
-
-    @property
-    def stop(self) -> int:
-        """Behind its last byte."""
-        return self.start + self.size
 
 
 class Bucket:
-    """Tensors that travel at once: those that are packed in one piece, the others in a piece each."""
+    """Tensors that travel in one piece."""
 
     def __init__(self, sized: Iterable[tuple[TensorEntry, torch.dtype, int]]):
         self.parts: list[BucketPart] = []
         """In the order of the manifest."""
-        sized = list(sized)
-        starts: dict[int, int] = {}
-        self.size = self.packed = 0
-        """Bytes of all, and of those that are packed, which come first."""
-        for alone in (False, True):
-            for index, (_, _, size) in enumerate(sized):
-                if (size >= _ALONE) == alone:
-                    starts[index] = _aligned(self.size)
-                    self.size = starts[index] + size
-            self.packed = self.packed if alone else self.size
-        for index, (entry, dtype, size) in enumerate(sized):
-            self.parts.append(BucketPart(entry.name, entry.shape, dtype, starts[index], size, size >= _ALONE))
+        self.size = 0
+        """Bytes of all."""
+        for entry, dtype, size in sized:
+            start = _aligned(self.size)
+            self.parts.append(BucketPart(entry.name, entry.shape, dtype, start, size))
+            self.size = start + size
 
-    def staged(self, own: Mapping[str, Tensor]) -> int:
-        """Bytes of memory that it passes through where these tensors, by name, are sent or received as they lie."""
-        return max((p.stop for p in self.parts if not (p.alone and p.name in own)), default=0)
-
-    def views(self, memory: Tensor, own: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-        """Every tensor by name: one's own, or its place in the bucket's memory."""
+    def views(self, memory: Tensor) -> list[tuple[str, Tensor]]:
+        """Every tensor by name, in the bucket's memory."""
         typed: dict[torch.dtype, Tensor] = {}
         out = []
         for part in self.parts:
-            if part.alone and part.name in own:
-                out.append((part.name, own[part.name]))
-                continue
             if part.dtype not in typed:
                 width = part.dtype.itemsize
                 typed[part.dtype] = memory[: memory.numel() // width * width].view(part.dtype)
@@ -92,12 +71,6 @@ class Bucket:
             first = base.storage_offset() + part.start // part.dtype.itemsize
             out.append((part.name, base.as_strided(part.shape, _strides(part.shape), first)))
         return out
-
-    def pieces(self, memory: Tensor, own: Mapping[str, Tensor]) -> list[Tensor]:
-        """What is transferred, as bytes, one call each."""
-        packed = [memory[: self.packed]] if self.packed else []
-        alone = [p for p in self.parts if p.alone]
-        return packed + [own[p.name].view(torch.uint8) if p.name in own else memory[p.start : p.stop] for p in alone]
 
 
 class BucketPlan:

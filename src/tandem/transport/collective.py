@@ -3,11 +3,11 @@
 The group stands beside ``torch.distributed``'s default group, which the engine uses for itself.
 
 A publish: each receiver says in the store which tensors it expects; when all expect what rank 0 is about to send, the
-bytes travel in buckets. Large tensors go from where they lie to where they belong; small ones are packed, in one of two
-buffers, so that packing and unpacking overlap with the wire. With NCCL all of it is ordered by streams, some buckets
-ahead of what has arrived, and this thread only watches. Each receiver says when it has everything. So nothing is put on
-the wire unless every rank is there, and one that is missing is named. A group in which anything failed is of no further
-use to any member: they all learn why, and a new one has to be opened.
+bytes travel in buckets, each packed in one of two buffers, so that packing and unpacking overlap with the wire. With
+NCCL all of it is ordered by streams, some buckets ahead of what has arrived, and this thread only watches. Each
+receiver says when it has everything. So nothing is put on the wire unless every rank is there, and one that is missing
+is named. A group in which anything failed is of no further use to any member: they all learn why, and a new one has to
+be opened.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ AHEAD = 8
 class Flight(NamedTuple):
     """A bucket in flight."""
 
-    works: list[Any]
-    """torch's handles of it."""
+    work: Any
+    """torch's handle of it."""
     views: list[tuple[str, Tensor]]
     """What it carries, by name; keeps the memory."""
     doing: str = ""
@@ -75,22 +75,12 @@ class Lane:
 
     def first(self) -> Flight:
         """A transfer of one byte, with which nccl makes its connections."""
-        return Flight([_from_rank_0(self.group, torch.zeros(1, dtype=torch.uint8, device=self.wire))], [])
-
-    def sent_in_place(self, plan: BucketPlan, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those of the tensors that can be sent or received as they lie."""
-        parts = [p for bucket in plan.buckets for p in bucket.parts if p.alone and p.name in wanted]
-        return {
-            p.name: t
-            for p, t in ((p, wanted[p.name]) for p in parts)
-            if (t.device, tuple(t.shape), t.dtype) == (self.wire, p.shape, p.dtype) and t.is_contiguous()
-        }
+        return Flight(_from_rank_0(self.group, torch.zeros(1, dtype=torch.uint8, device=self.wire)), [])
 
     def launch(
         self,
         plan: BucketPlan,
         index: int,
-        own: Mapping[str, Tensor],
         *,
         tensors: Mapping[str, Tensor] | None = None,
         before: Sequence[Flight] = (),
@@ -101,20 +91,19 @@ class Lane:
         Args:
             plan: the publish.
             index: which bucket.
-            own: tensors that need not be packed.
             tensors: rank 0's, all of them.
             before: flights that have used the same memory and may not be over.
             keep: use memory that nothing else will use.
         """
         bucket = plan.buckets[index]
-        memory = self._memory(index, bucket.staged(own), plan.bucket_bytes, keep=keep)
-        views = bucket.views(memory, own)
+        memory = self._memory(index, bucket.size, plan.bucket_bytes, keep=keep)
+        views = bucket.views(memory)
         with self.side():
             if tensors is not None:
                 for flight in before:
                     self.behind(flight)
-                _copy([(view, tensors[name]) for name, view in views if view is not own.get(name)])
-            return Flight(self._broadcast(bucket.pieces(memory, own)), views)
+                torch._foreach_copy_([view for _, view in views], [tensors[name] for name, _ in views])
+            return Flight(_from_rank_0(self.group, memory[: bucket.size]), views)
 
     def _memory(self, index: int, size: int, most: int, *, keep: bool) -> Tensor:
         """Bytes for one bucket: one of two that are kept, or memory of its own for a tensor larger than those."""
@@ -127,25 +116,13 @@ class Lane:
                 self._buffers[place] = memory
         return memory
 
-    def _broadcast(self, pieces: list[Tensor]) -> list[Any]:
-        if not self.nccl or len(pieces) == 1:
-            return [_from_rank_0(self.group, piece) for piece in pieces]
-        self.group._start_coalescing()  # nccl then moves all by one kernel
-        try:
-            for piece in pieces:
-                _from_rank_0(self.group, piece)
-        finally:
-            work = self.group._end_coalescing()  # else whatever this thread asks of nccl later would be held back
-        return [work]
-
     def behind(self, flight: Flight) -> None:
         """Have the current stream wait for it; for gloo, which has none, this thread. Raises what went wrong."""
-        for work in flight.works:
-            work.wait()
+        flight.work.wait()
 
     def over(self, flight: Flight) -> bool:
         """Whether it has ended, well or not."""
-        return all(work.is_completed() for work in flight.works)
+        return bool(flight.work.is_completed())
 
     def check(self, flight: Flight) -> None:
         """Raise what went wrong with one that is over."""
@@ -169,11 +146,6 @@ class Lane:
             yield
 
 
-def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    if pairs:
-        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
-
-
 def _from_rank_0(group: Any, piece: Tensor) -> Any:
     options = dist.BroadcastOptions()
     options.rootRank = 0
@@ -181,17 +153,6 @@ def _from_rank_0(group: Any, piece: Tensor) -> Any:
 
 
 _SILENT = 15.0  # seconds without a beat after which a member is taken for dead
-
-
-class Timing(NamedTuple):
-    """Seconds that a member spent in one publish, phase by phase."""
-
-    ready: float
-    """Until every rank stood ready."""
-    wire: float
-    """From then until the last byte had arrived and was taken."""
-    done: float
-    """From then until every rank had said so."""
 
 
 class Member:
@@ -240,8 +201,6 @@ class Member:
         self._others = [other for other in range(rendezvous.world) if other != rank]
         self._plan: BucketPlan | None = None
         self._publishes = 0
-        self.last = Timing(0.0, 0.0, 0.0)
-        """What the last publish that succeeded took here."""
         self._broken = ""
         self._connected = False
         self._server = server
@@ -281,19 +240,14 @@ class Member:
         """
         tensors = {name: tensor.detach() for name, tensor in named}
         plan = self._planned(manifest(tensors.items()), bucket_bytes)
-        own = self._lane.sent_in_place(plan, tensors)
         with self._reporting("sending"):
-            marks = [time.perf_counter()]
             number = self._begin(plan)
-            marks.append(time.perf_counter())
             flying: deque[Flight] = deque()
             for index in range(len(plan.buckets)):
-                self._launch(plan, index, own, flying, tensors=tensors)
+                self._launch(plan, index, flying, tensors=tensors)
             while flying:
                 self._finish(flying.popleft())
-            marks.append(time.perf_counter())
             self._until(lambda: self._behind("done"), f"publish {number}, waiting for receivers to finish")
-            self.last = _timing(marks)
         return plan.bytes
 
     def receive(
@@ -301,7 +255,6 @@ class Member:
         entries: Iterable[tuple[str, Sequence[int], str]],
         bucket_bytes: int = BUCKET_BYTES,
         *,
-        straight: Mapping[str, Tensor] | None = None,
         keep: bool = False,
     ) -> Iterator[list[tuple[str, Tensor]]]:
         """Every other rank: the tensors, some at a time, in memory that is used again once more are asked for.
@@ -312,19 +265,14 @@ class Member:
         Args:
             entries: name, shape and type of each tensor that comes.
             bucket_bytes: most bytes of a bucket.
-            straight: where large tensors may land at once, by name: of their shape and type, and contiguous. What is
-                used of it is yielded as it is; the rest is ignored.
             keep: use no memory again, so that all tensors can be held at the end.
 
         Raises:
             TransportError: the sender is not there, sends other tensors, or was lost.
         """
         plan = self._planned([TensorEntry(name, tuple(shape), kind) for name, shape, kind in entries], bucket_bytes)
-        own = self._lane.sent_in_place(plan, straight or {})
         with self._reporting("receiving"):
-            marks = [time.perf_counter()]
             number = self._begin(plan)
-            marks.append(time.perf_counter())
             flying: deque[Flight] = deque()
             posted: deque[Flight] = deque()
             for index in range(len(plan.buckets) + BUFFERS):
@@ -333,14 +281,12 @@ class Member:
                     if self._lane.wire != self._lane.device:  # copies out of this host memory may still be queued
                         torch.cuda.current_stream(self._lane.device).synchronize()
                 if index < len(plan.buckets):
-                    posted.append(self._launch(plan, index, own, flying, keep=keep))
+                    posted.append(self._launch(plan, index, flying, keep=keep))
             while flying:
                 self._finish(flying.popleft())
             if end := self._lane.mark():
                 self._until(lambda: [] if end.query() else [self.rank], f"publish {number}, copying out")
-            marks.append(time.perf_counter())
             self._board.say("done", str(number))
-            self.last = _timing(marks)
 
     def abort(self) -> None:
         """Give the group up, from any thread: calls in progress, here and at other members, raise. Idempotent."""
@@ -387,17 +333,15 @@ class Member:
         statuses = self._board.read(key, ranks)
         return [rank for rank, text in statuses.items() if int(text.split()[0]) < self._publishes]
 
-    def _launch(
-        self, plan: BucketPlan, index: int, own: Mapping[str, Tensor], flying: deque[Flight], **how: Any
-    ) -> Flight:
+    def _launch(self, plan: BucketPlan, index: int, flying: deque[Flight], **how: Any) -> Flight:
         """Add a bucket to those in flight, of which as many are waited for as is due."""
-        large = plan.buckets[index].staged(own) > plan.bucket_bytes  # in memory of its own, of which little is held
+        large = plan.buckets[index].size > plan.bucket_bytes  # in memory of its own, of which little is held
         while len(flying) >= (AHEAD if self._lane.nccl and not large else BUFFERS):
             self._finish(flying.popleft())
         doing = f"publish {self._publishes}, bucket {index + 1} of {len(plan.buckets)}"
         with self._explained(doing):
             before = list(flying)[-BUFFERS : 1 - BUFFERS]  # used the same memory; of a host's, it is over
-            flying.append(self._lane.launch(plan, index, own, before=before, **how)._replace(doing=doing))
+            flying.append(self._lane.launch(plan, index, before=before, **how)._replace(doing=doing))
         return flying[-1]
 
     def _arrived(self, flight: Flight, flying: deque[Flight]) -> list[tuple[str, Tensor]]:
@@ -489,11 +433,6 @@ class Member:
 
     def _called(self, ranks: Iterable[int]) -> str:
         return ", ".join(f"rank {r} ({self._names[r]})" if self._names.get(r) else f"rank {r}" for r in ranks)
-
-
-def _timing(marks: list[float]) -> Timing:
-    now = time.perf_counter()
-    return Timing(*(b - a for a, b in zip(marks, [*marks[1:], now], strict=True)))
 
 
 def _resolve(answer: Future[Any], work: Callable[[], Any]) -> None:

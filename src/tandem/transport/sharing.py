@@ -363,7 +363,7 @@ def export_storage(name: str, storage: torch.UntypedStorage) -> dict[str, Any]:
     }
 
 
-def _here(entry: Mapping[str, Any]) -> int:
+def _device_index(entry: Mapping[str, Any]) -> int:
     """Index, in this process, of the lender's GPU: CUDA_VISIBLE_DEVICES may number it differently on either side."""
     uuid = entry.get("device_uuid")
     if uuid is None:
@@ -383,7 +383,7 @@ def open_storage(entry: Mapping[str, Any], offset: int) -> torch.UntypedStorage:
     Raises:
         TransportError: its GPU is not visible here, or CUDA refuses.
     """
-    index = _here(entry)
+    index = _device_index(entry)
     arguments = (
         index,
         base64.b64decode(entry["ipc_handle_b64"]),

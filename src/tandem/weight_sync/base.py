@@ -18,19 +18,23 @@ if TYPE_CHECKING:
     from tandem.model.policy import Policy
 
 
-class OtherRanks(Protocol):
-    """The trainer's ranks besides this one, each with the policy that this one has."""
+class TrainerRanks(Protocol):
+    """The ranks that train the policy, as weight sync sees them on the first: one, or several with parts of it."""
+
+    def trained(self) -> Trained:
+        """The weights or the adapter, wherever ranks hold them."""
+        ...
 
     async def attach(self, exports: Sequence[Any], fresh: bool) -> None:
-        """Have each attach the weights of its engine, given rank by rank as plain data."""
+        """Have each other rank attach the weights of its engine, given rank by rank as plain data."""
         ...
 
     async def adapt(self, slots: Sequence[Any]) -> None:
-        """Have each write its adapter into its engine's slot, given rank by rank as plain data."""
+        """Have each other rank write its adapter into its engine's slot, given rank by rank as plain data."""
         ...
 
-    async def fold(self, mine: Coroutine[Any, Any, None]) -> None:
-        """Have every rank bring what it computes with up to date with its parameters, this one by ``mine``."""
+    async def fold(self, folding: Coroutine[Any, Any, None]) -> None:
+        """Have every rank bring what it computes with up to date with its parameters, this one by ``folding``."""
         ...
 
 
@@ -52,8 +56,8 @@ class SyncContext:
     """Policy versions that requests in flight may need at once."""
     member: Any = None
     """The trainer's place in a process group, where one is used."""
-    ranks: OtherRanks | None = None
-    """The trainer's other ranks; None where there are none."""
+    ranks: TrainerRanks | None = None
+    """The trainer's ranks; None: this process alone, which has the policy whole."""
     fresh: bool = False
     """The engine was started on the very weights that the policy holds, and nothing was published to it since."""
     state: SyncStateMachine = field(default_factory=SyncStateMachine)
@@ -92,7 +96,7 @@ class WeightSync(ABC):
     """Whether the trainer's checksums are taken while the engine samples on: what it publishes lies in memory that only
     the trainer writes, and that no restart of the engine moves."""
 
-    verify_every: int = field(default=1, metadata={"formerly": "prove_every"})
+    verify_every: int = 1
     """Publishes between two verifications; the first publish of a run is always verified."""
     tolerance: float = 0.0
     """Largest rounding error of a logit between engine and trainer, nats, as the standard deviation over a probe's
@@ -117,10 +121,6 @@ class WeightSync(ABC):
     def finishes(self) -> bool:
         """True if requests in flight end before weights change; otherwise they go on under the next version."""
         return False
-
-    def trained(self, trainable: Any, policy: Policy) -> Trained:
-        """The trainer's weights, as this way reads them."""
-        return Trained(trainable, policy)
 
     def check(self, *, trainable: Any, engine: EngineSpec) -> None:
         """Refuse a pair that cannot work, before any weight is loaded.

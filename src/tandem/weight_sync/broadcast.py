@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import ipaddress
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -40,11 +40,11 @@ class Broadcast(Periodic):
     """Requests being sampled when weights change: go on under the new ones, token by token versioned, or end first."""
     host: str = ""
     """Address of the trainer, as the engines see it; empty: the one by which the trainer reaches them."""
-    port: int = field(default=0, metadata={"formerly": "port_number"})
+    port: int = 0
     """Port of the trainer's store; 0 takes a free one."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """auto: NCCL where every member has a GPU of its own, else gloo."""
-    timeout_seconds: float = field(default=120.0, metadata={"formerly": "seconds"})
+    timeout_seconds: float = 120.0
     """Deadline for all to join, and for a transfer to make progress."""
     bucket_mb: int = 256
     """Megabytes sent at once."""

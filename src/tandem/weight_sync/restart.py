@@ -43,7 +43,7 @@ class Restart(Periodic):
         for old in folder.parent.iterdir():
             if old != folder:
                 shutil.rmtree(old)
-        return sum(tensor.bytes for tensor in session.trainable.source(session.policy.model).manifest())
+        return sum(tensor.nbytes for _, tensor in session.trainable.source(session.policy.model))
 
 
 def _save(session: SyncContext, folder: Path, adapter: bool) -> None:

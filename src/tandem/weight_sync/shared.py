@@ -122,18 +122,18 @@ class Shared(WeightSync):
 
 def _attach(session: SyncContext, exported: Mapping[str, Any]) -> None:
     model = session.policy.model
-    own: Mapping[str, nn.Parameter] = session.trainable.base_names(model)
-    attach(model, own, exported, fresh=session.fresh, write=session.state.write)
+    parameters: Mapping[str, nn.Parameter] = session.trainable.base_names(model)
+    attach(model, parameters, exported, fresh=session.fresh, write=session.state.write)
 
 
-def attach_export(model: nn.Module, own: Mapping[str, nn.Parameter], export: Any, *, fresh: bool) -> None:
+def attach_export(model: nn.Module, parameters: Mapping[str, nn.Parameter], export: Any, *, fresh: bool) -> None:
     """``attach`` to what ``ExportsToRanks`` said of a rank's engine."""
-    attach(model, own, msgspec.convert(export, VllmBridge).attach(), fresh=fresh, write=lambda: None)
+    attach(model, parameters, msgspec.convert(export, VllmBridge).attach(), fresh=fresh, write=lambda: None)
 
 
 def attach(
     model: nn.Module,
-    own: Mapping[str, nn.Parameter],
+    parameters: Mapping[str, nn.Parameter],
     exported: Mapping[str, Any],
     *,
     fresh: bool,
@@ -143,7 +143,7 @@ def attach(
 
     Args:
         model: the policy's.
-        own: its parameters by the engine's names.
+        parameters: its parameters by the engine's names.
         exported: the engine's tensors.
         fresh: they must hold the same values already; otherwise the engine gets the model's.
         write: called before values are written there.
@@ -151,9 +151,9 @@ def attach(
     Raises:
         UnsupportedPair: names the first weight that the engine does not lend, or holds otherwise.
     """
-    _check(own, exported)
+    _check(parameters, exported)
     with torch.no_grad():
-        for name, parameter in own.items():
+        for name, parameter in parameters.items():
             view: Tensor = exported[name]
             if not fresh:  # an engine that was started anew, or that served on without us: it gets our values
                 if not _same_bits(view, parameter.to(view.device)):
@@ -176,8 +176,8 @@ def _same_bits(first: Tensor, other: Tensor) -> bool:
     return torch.equal(first.view(bits), other.view(bits))
 
 
-def _check(own: Mapping[str, nn.Parameter], exported: Mapping[str, Any]) -> None:
-    for name, parameter in own.items():
+def _check(parameters: Mapping[str, nn.Parameter], exported: Mapping[str, Any]) -> None:
+    for name, parameter in parameters.items():
         if name not in exported:
             raise UnsupportedPair(f"sync shared: the engine has no weight {name!r}; use sync: broadcast or restart")
         view = exported[name]
@@ -187,5 +187,5 @@ def _check(own: Mapping[str, nn.Parameter], exported: Mapping[str, Any]) -> None
                 f"sync shared: {name!r} is {tuple(parameter.shape)} of {parameter.dtype} here and {tuple(view.shape)} "
                 f"of {view.dtype} in the engine; give both the same {what}"
             )
-    if rest := differing(dict.fromkeys(exported, 0), dict.fromkeys(own, 0)):
+    if rest := differing(dict.fromkeys(exported, 0), dict.fromkeys(parameters, 0)):
         raise UnsupportedPair(f"sync shared: the engine samples from {rest[0]!r}, which the model does not have")

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import typer
 
-from tandem.compat.atropos.environment import from_file, tokenizer_of, translate
-from tandem.compat.atropos.options import ENVIRONMENT
-from tandem.compat.atropos.services import served_model
 from tandem.errors import ConfigError
 from tandem_broker.commands.recipe import from_options
 from tandem_broker.commands.work import play
+from tandem_compat.atropos.environment import from_file, tokenizer_of, translate
+from tandem_compat.atropos.options import ENVIRONMENT
+from tandem_compat.atropos.services import served_model
 
 ELSEWHERE = {
     "evaluate": "held-out tasks are evaluated by: tandem eval RECIPE",

@@ -16,7 +16,7 @@ from tandem.config import registry as resolve
 from tandem.config.build import Builder, RewardSpec
 from tandem.config.loading import RunConfig
 from tandem.config.sections import GradingOptions, sampling_checks
-from tandem.config.sources import EnvSource, complete_rewards, default_rewards, fault, rewarded, spell_out
+from tandem.config.sources import EnvSource, default_rewards, fault
 from tandem.config.tree import Branch, Items, Leaf, Problems, Tree, from_plain, parse
 from tandem.envs.base import Environment
 from tandem.errors import ConfigError, require
@@ -84,7 +84,7 @@ class Work:
     """Answers cut by a length limit: train on them as they are, leave their tokens out, or lower their reward."""
     truncated_penalty: float = 1.0
     """What truncated: penalise subtracts from the reward."""
-    zero_variance_groups: Literal["drop", "keep"] = field(default="drop", metadata={"formerly": "flat_groups"})
+    zero_variance_groups: Literal["drop", "keep"] = "drop"
     """Groups whose rewards are all equal: left out, or handed in."""
     context: int | None = None
     """Most tokens of a prompt and its answer together; null: the model's own limit."""
@@ -96,7 +96,7 @@ class Work:
     """Passed to the tokenizer's chat template, such as {enable_thinking: false}."""
     grading: GradingOptions = field(default_factory=GradingOptions)
     """Processes that compute rewards."""
-    timeouts: Timeouts = field(default_factory=Timeouts, metadata={"formerly": "patience"})
+    timeouts: Timeouts = field(default_factory=Timeouts)
     """How long the work may stand still."""
     n: int = 16
     """Groups played at once, at most."""
@@ -112,7 +112,7 @@ class Work:
     """Least share of every batch, 0 to 1; null: none."""
     group_seconds: float = 1800.0
     """How long one group may take; then it is dropped."""
-    give_up_seconds: float = field(default=1800.0, metadata={"formerly": "patience_seconds"})
+    give_up_seconds: float = 1800.0
     """How long the broker or all engines may be away; then the work ends with an error."""
 
     def __post_init__(self) -> None:
@@ -182,17 +182,13 @@ def from_options(options: Mapping[str, Json], overrides: Sequence[str], source: 
 
 
 def _built(tree: Branch, overrides: Sequence[str], source: str, problems: Problems) -> Work:
-    spell_out(tree)
-    named_rewards = rewarded(tree)
     override.apply(tree, Work, overrides, problems)
-    spell_out(tree)
     trainers = _trainers()
     for name in [name for name in tree.entries if name in trainers]:
         problems.add(tree.key_where[name], f"{name!r} is an option of the trainer alone (tandem train); leave it out")
         del tree.entries[name]
     if "engine" in tree.entries:
         tree.put("engine", _engines(tree.entries["engine"]), tree.key_where["engine"])
-    complete_rewards(tree, named_rewards)
     built = Builder(problems).dataclass(Work, tree, "")
     problems.raise_if_any(source)
     assert isinstance(built, Work)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import signal
@@ -14,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.errors import BrokerError, ConfigError
+from tandem.errors import ConfigError
 from tandem_broker.server.serving import listening
 
 if TYPE_CHECKING:
@@ -48,8 +47,6 @@ def serve_broker(host: str, port: int, data: Path | None, body_bytes: int, held_
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("aiohttp.server").addFilter(_is_ours)
     keys = _keys()
-    if data is not None:
-        _require_writable(data)
     sockets = listening(host, port)
     with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
         asyncio.run(_serve(host, sockets, data, body_bytes, held_bytes, keys, tell))
@@ -75,7 +72,6 @@ async def _serve(
     # Only now that clients can connect: loading these takes as long as everything else of the start.
     from tandem_broker.journal.ledger import opened
     from tandem_broker.queue.records import StoreOptions
-    from tandem_broker.queue.store import GroupQueue
     from tandem_broker.server.app import BrokerServer
     from tandem_broker.server.bodies import BodyLimits
     from tandem_broker.server.keys import Keys
@@ -86,26 +82,11 @@ async def _serve(
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     options = StoreOptions(max_bytes=held_bytes, max_env_bytes=held_bytes // 2)
     limits, roles = BodyLimits(body_bytes=body_bytes), Keys(trainer=keys[0], environments=keys[1])
-    with opened(data, options, time.time()) as ledger:
-        if ledger is None:
-            broker = BrokerServer(GroupQueue(options), limits=limits, keys=roles, host=host)
-        else:
-            broker = BrokerServer(ledger.store, committed=ledger.committed, limits=limits, keys=roles, host=host)
+    with opened(data, options, time.time()) as store:
+        broker = BrokerServer(store, limits=limits, keys=roles, host=host)
         async with serving(broker, host, 0, sockets) as url:
             _introduce(url, host, data, broker, tell)
             await asyncio.Event().wait()
-
-
-def _require_writable(data: Path) -> None:
-    """Raise BrokerError if the ledger cannot be kept there."""
-    try:
-        data.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not os.access(data, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise BrokerError(
-            f"no ledger can be kept in {data}: {error.strerror}; give --data a folder to write to"
-        ) from error
 
 
 def _keys() -> tuple[str, str]:

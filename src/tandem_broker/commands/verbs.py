@@ -36,8 +36,8 @@ def add_work(app: typer.Typer) -> None:
 
 def add_env(app: typer.Typer) -> None:
     """Add ``env``, whose options are Atropos'."""
-    from tandem.cli.flags import options_of, with_options, words_of
-    from tandem.compat.atropos.options import ENVIRONMENT
+    from tandem_compat.atropos.options import ENVIRONMENT
+    from tandem_compat.commands.flags import options_of, with_options, words_of
 
     @app.command("env")
     @with_options(options_of(ENVIRONMENT.values()))

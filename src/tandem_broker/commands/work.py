@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import os
 import secrets
 import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.sources import EnvSource
-from tandem.errors import BrokerError, ConfigError
+from tandem.errors import BrokerError
 from tandem.http import RetryPolicy
 from tandem.model.policy import load_config, load_tokenizer
 from tandem.observability import waits, watchdog
@@ -27,7 +26,7 @@ from tandem.rollout.template import FIRST_PROMPTS, Template, longest_prompt
 from tandem.together import together
 from tandem.trainer import environments
 from tandem.types import Group, Sampling
-from tandem_broker.client import Connection, EnvClient
+from tandem_broker.client import Connection, EnvClient, key_in
 from tandem_broker.commands.recipe import Work, load
 from tandem_broker.producer import GroupTally, PlayPace, Producer, TaskShuffle
 from tandem_broker.protocol.messages import EnvRegistration
@@ -104,11 +103,11 @@ async def _producers(config: Work, tallies: dict[str, GroupTally]) -> AsyncItera
         with waits.blocking("tandem work", "train tasks and their prompts", on, config.timeouts.wait_seconds):
             tasks[name] = environments.tasks_of(name, source, "train")
             longest_prompt(list(islice(tasks[name], FIRST_PROMPTS)), template, context)
-    broker_key = _key(config.broker.key_variable, "broker.key_variable")
+    broker_key = key_in(config.broker.key_variable, "broker")
     remote = RemoteEngines(
         urls=config.engine.urls,
         model=config.engine.model or config.model,
-        key=_key(config.engine.api_key_variable, "engine.api_key_variable"),
+        key=key_in(config.engine.api_key_variable, "engine"),
         request_seconds=config.engine.request_seconds,
         retry=RetryPolicy(max_seconds=5.0, give_up_seconds=config.give_up_seconds),
     )
@@ -209,18 +208,6 @@ def _end_tokens(name: str, model: Any, tokenizer: Any) -> list[int]:
         ends = getattr(model, "eos_token_id", None)
     ids = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [] if ends is None else [ends])}
     return sorted(ids)
-
-
-def _key(variable: str, option: str) -> str:
-    """The key in an environment variable; empty where none is named.
-
-    Raises:
-        ConfigError: it is not set.
-    """
-    key = os.environ.get(variable, "") if variable else ""
-    if variable and not key:
-        raise ConfigError(f"{option}: {variable} is not set in the environment")
-    return key
 
 
 async def _leave(client: EnvClient) -> None:

@@ -15,7 +15,7 @@ from tandem.errors import BrokerError
 
 APPLICATION = 0x54414E44
 """Marks the file as the broker's: "TAND"."""
-FORMAT = 2
+FORMAT = 3
 SCHEMA = (
     """CREATE TABLE IF NOT EXISTS entries (place INTEGER PRIMARY KEY, id TEXT NOT NULL, env INTEGER,
     size INTEGER NOT NULL, version INTEGER, received REAL NOT NULL, state TEXT NOT NULL, batch TEXT,
@@ -40,7 +40,9 @@ def locked(folder: Path) -> int:
     try:
         handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise BrokerError(f"{folder / 'lock'} cannot be opened: {error.strerror}; give another folder") from error
+        raise BrokerError(
+            f"{folder / 'lock'} cannot be opened: {error.strerror}; name another folder with --data"
+        ) from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -51,7 +53,9 @@ def locked(folder: Path) -> int:
 
 def damaged(path: Path, why: str) -> BrokerError:
     """The error for a ledger that cannot be used."""
-    return BrokerError(f"{path} is damaged or no broker's ledger ({' '.join(why.split())}); give another folder")
+    return BrokerError(
+        f"{path} is damaged or no broker's ledger ({' '.join(why.split())}); name another folder with --data"
+    )
 
 
 class Database:
@@ -89,12 +93,9 @@ class Database:
         for table in CHECKED if tables else ():
             if (verdict := self.sql.execute(f"PRAGMA quick_check({table})").fetchone()) != ("ok",):
                 raise damaged(self.path, str(verdict[0]))
-        self.sql.execute("BEGIN IMMEDIATE")
-        self.sql.execute(f"PRAGMA application_id = {APPLICATION}")
-        self.sql.execute(f"PRAGMA user_version = {FORMAT}")
-        for statement in SCHEMA:
-            self.sql.execute(statement)
-        self.sql.execute("COMMIT")
+        with self.transaction() as sql:
+            for statement in (f"PRAGMA application_id = {APPLICATION}", f"PRAGMA user_version = {FORMAT}", *SCHEMA):
+                sql.execute(statement)
         self._reader = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
         self._identities = {path: _identity(path) for path in (self.path, Path(f"{self.path}-wal"))}
 
@@ -106,12 +107,8 @@ class Database:
             FileNotFoundError: the files were deleted or replaced, so that further writes would be lost.
         """
         self.sql.execute("BEGIN IMMEDIATE")
-        try:
+        with self.sql:
             yield self.sql
-        except BaseException:
-            self.sql.execute("ROLLBACK")
-            raise
-        self.sql.execute("COMMIT")
         for path, identity in self._identities.items():
             if _identity(path) != identity:
                 raise FileNotFoundError(f"{path} was deleted or replaced while the broker ran")

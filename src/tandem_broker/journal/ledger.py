@@ -21,19 +21,20 @@ from typing import Any
 from tandem.errors import BrokerError
 from tandem_broker.journal.database import Database, damaged, locked
 from tandem_broker.journal.restore import restore
-from tandem_broker.queue.records import GroupEntry, State, StoreOptions
+from tandem_broker.queue.records import GroupEntry, Journal, State, StoreOptions
 from tandem_broker.queue.store import GroupQueue
 
+TRIM = """DELETE FROM keys
+    WHERE rowid <= (SELECT MAX(rowid) FROM keys) - ? OR at < (SELECT MAX(at) FROM keys) - ?"""
 TRIM_EVERY = 500
 """Transactions between two removals of keys that are too old or too many."""
 
-Event = tuple[Any, ...]
-"""Begins with its kind: ("added", place, payload, entry, state, key, now), ("moved", places, state, batch),
-("noted", name, value) or ("cleared",)."""
+Statement = tuple[str, Sequence[tuple[Any, ...]]]
+"""SQL, and the rows that it is executed with."""
 
 
 class StoredPayload:
-    """A payload of the ledger: in memory until it is written and as long as there is room, else in the database."""
+    """A payload of the ledger: in memory until it is written, then in the database."""
 
     __slots__ = ("_database", "data", "num_bytes", "place")
 
@@ -52,7 +53,7 @@ class StoredPayload:
         return self._database.payload(self.place) if data is None else data
 
 
-class Ledger:
+class Ledger(Journal):
     """A journal in a folder, and the store that it restores. Made by ``Ledger.open``."""
 
     def __init__(self, folder: Path, options: StoreOptions) -> None:
@@ -66,10 +67,9 @@ class Ledger:
         except BaseException:
             os.close(self._lock)
             raise
-        self._payloads: dict[int, StoredPayload] = {}  # written ones by place
-        self._memory_bytes = 0
         self._turn = threading.Condition()
-        self._events: list[Event] = []
+        self._statements: list[Statement] = []
+        self._unwritten: list[StoredPayload] = []
         self._promise = _promise()
         self._last = _promise()
         self._last.set_result(None)
@@ -87,22 +87,20 @@ class Ledger:
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
-            raise BrokerError(f"no ledger can be kept in {folder}: {error.strerror}; give another folder") from error
+            raise BrokerError(
+                f"no ledger can be kept in {folder}: {error.strerror}; name another folder with --data"
+            ) from error
         ledger = cls(folder, options)
         path = folder / "ledger.sqlite"
         try:
             ledger._restore(now)
-        except sqlite3.OperationalError as error:
+        except (sqlite3.DatabaseError, ValueError, KeyError, TypeError, AttributeError) as error:
             ledger._close()
+            if not isinstance(error, sqlite3.OperationalError):  # a damaged file, or rows that SQLite finds whole
+                raise damaged(path, f"{type(error).__name__}: {error}") from error
             raise BrokerError(
                 f"the ledger in {folder} cannot be opened ({error}); make room on its disk, or mend it, and start again"
             ) from error
-        except sqlite3.DatabaseError as error:
-            ledger._close()
-            raise damaged(path, str(error)) from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:  # rows that SQLite finds whole
-            ledger._close()
-            raise damaged(path, f"{type(error).__name__}: {error}") from error
         except BaseException:
             ledger._close()
             raise
@@ -120,7 +118,7 @@ class Ledger:
     def settled(self) -> Future[None]:
         """Return a future that is done once everything recorded so far is on disk; BrokerError if it cannot be."""
         with self._turn:
-            return self._promise if self._events or self._failed else self._last
+            return self._promise if self._statements or self._failed else self._last
 
     async def committed(self) -> None:
         """Wait until everything recorded so far is on disk.
@@ -137,25 +135,42 @@ class Ledger:
 
     def added(self, place: int, entry: GroupEntry, state: State, key: str | None, now: float) -> StoredPayload:
         """Record an accepted entry."""
-        payload = StoredPayload(self._database, place, len(entry.payload), entry.payload)
-        self._record(("added", place, payload, entry, state, key, now))
+        data, num_bytes = entry.payload, len(entry.payload)
+        row = (place, entry.id, entry.env, entry.size, entry.version, entry.received, state, None, num_bytes)
+        payload = StoredPayload(self._database, place, num_bytes, data)
+        self._record(
+            ("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", [row]),
+            ("INSERT INTO payloads VALUES (?, ?, ?)", [(place, zlib.crc32(data), data)]),
+            ("INSERT OR REPLACE INTO keys VALUES (?, ?)", [] if key is None else [(key, now)]),
+            payload=payload,
+        )
         return payload
 
     def moved(self, places: Sequence[int], state: State, batch: str | None) -> None:
         """Record a change of state; trained and dropped entries leave the ledger."""
-        self._record(("moved", list(places), state, batch))
+        if state in ("trained", "dropped"):
+            rows = [(place,) for place in places]
+            self._record(*((f"DELETE FROM {table} WHERE place = ?", rows) for table in ("entries", "payloads")))
+        else:
+            changes = [(state, batch, place) for place in places]
+            self._record(("UPDATE entries SET state = ?, batch = ? WHERE place = ?", changes))
 
     def noted(self, name: str, value: Any) -> None:
         """Record a fact."""
-        self._record(("noted", name, None if value is None else json.dumps(value)))
+        if value is None:
+            self._record(("DELETE FROM facts WHERE name = ?", [(name,)]))
+        else:
+            self._record(("INSERT OR REPLACE INTO facts VALUES (?, ?)", [(name, json.dumps(value))]))
 
     def cleared(self) -> None:
         """Record that everything was reset."""
-        self._record(("cleared",))
+        self._record(*((f"DELETE FROM {table}", [()]) for table in ("entries", "payloads", "facts", "keys")))
 
-    def _record(self, event: Event) -> None:
+    def _record(self, *statements: Statement, payload: StoredPayload | None = None) -> None:
+        """Have these written, all in one transaction."""
         with self._turn:
-            self._events.append(event)
+            self._statements += statements
+            self._unwritten += [payload] if payload else []
             self._turn.notify()
 
     # --- the writer's thread ---
@@ -163,17 +178,19 @@ class Ledger:
     def _work(self) -> None:
         while True:
             with self._turn:
-                self._turn.wait_for(lambda: self._events or self._closing)
-                if not self._events:
+                self._turn.wait_for(lambda: self._statements or self._closing)
+                if not self._statements:
                     return
-                events, promise = self._events, self._promise
-                self._events, self._promise, self._last = [], _promise(), promise
+                statements, payloads, promise = self._statements, self._unwritten, self._promise
+                self._statements, self._unwritten, self._promise, self._last = [], [], _promise(), promise
             try:
-                self._write(events)
+                self._write(statements)
             except Exception as error:
                 self._fail(promise, error)
                 return
-            del events  # and with it payloads that leave memory
+            for payload in payloads:
+                payload.data = None
+            del statements, payloads
             promise.set_result(None)
 
     def _fail(self, promise: Future[None], error: Exception) -> None:
@@ -187,58 +204,13 @@ class Ledger:
             promise.set_exception(failed)
             self._promise.set_exception(failed)
 
-    def _write(self, events: Sequence[Event]) -> None:
+    def _write(self, statements: Sequence[Statement]) -> None:
         with self._database.transaction() as sql:
-            for kind, *event in events:
-                getattr(self, f"_write_{kind}")(sql, *event)
+            for statement, rows in statements:
+                sql.executemany(statement, rows)
             self.transactions += 1
             if self.transactions % TRIM_EVERY == 0:
-                self._trim(sql)
-        for kind, *event in reversed(events):  # those that came first are served first
-            if kind == "added" and event[0] in self._payloads and self._memory_bytes > self._options.memory_bytes:
-                self._memory_bytes -= len(event[1])
-                event[1].data = None
-
-    def _write_added(
-        self, sql: sqlite3.Connection, place: int, payload: StoredPayload, entry: GroupEntry, state: State,
-        key: str | None, now: float,
-    ) -> None:  # fmt: skip
-        row = (place, entry.id, entry.env, entry.size, entry.version, entry.received, state, None, len(payload))
-        sql.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
-        sql.execute("INSERT INTO payloads VALUES (?, ?, ?)", (place, zlib.crc32(entry.payload), entry.payload))
-        if key is not None:
-            sql.execute("INSERT OR REPLACE INTO keys VALUES (?, ?)", (key, now))
-        self._payloads[place] = payload
-        self._memory_bytes += len(payload)
-
-    def _write_moved(self, sql: sqlite3.Connection, places: list[int], state: State, batch: str | None) -> None:
-        for place in places:
-            if state in ("trained", "dropped"):
-                sql.execute("DELETE FROM entries WHERE place = ?", (place,))
-                sql.execute("DELETE FROM payloads WHERE place = ?", (place,))
-                payload = self._payloads.pop(place, None)
-                if payload is not None and payload.data is not None:
-                    self._memory_bytes -= len(payload)
-            else:
-                sql.execute("UPDATE entries SET state = ?, batch = ? WHERE place = ?", (state, batch, place))
-
-    def _write_noted(self, sql: sqlite3.Connection, name: str, value: str | None) -> None:
-        if value is None:
-            sql.execute("DELETE FROM facts WHERE name = ?", (name,))
-        else:
-            sql.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
-
-    def _write_cleared(self, sql: sqlite3.Connection) -> None:
-        for table in ("entries", "payloads", "facts", "keys"):
-            sql.execute(f"DELETE FROM {table}")
-        self._payloads.clear()
-        self._memory_bytes = 0
-
-    def _trim(self, sql: sqlite3.Connection) -> None:
-        sql.execute(
-            "DELETE FROM keys WHERE rowid <= (SELECT MAX(rowid) FROM keys) - ? OR at < (SELECT MAX(at) FROM keys) - ?",
-            (self._options.max_keys, self._options.key_seconds),
-        )
+                sql.execute(TRIM, (self._options.max_keys, self._options.key_seconds))
 
     # --- opening and closing ---
 
@@ -250,7 +222,7 @@ class Ledger:
         for place, id, env, size, version, received, state, batch, num_bytes in sql.execute("SELECT * FROM entries"):
             if state not in ("buffered", "queued", "leased") or size < 1 or num_bytes < 0:
                 raise ValueError(f"a group of {size} sequences is {state}")
-            payload = self._payloads[place] = StoredPayload(self._database, place, num_bytes)
+            payload = StoredPayload(self._database, place, num_bytes)
             entry = GroupEntry(id=id, env=env, size=size, version=version, received=received, payload=payload)
             rows.append((place, entry, state, batch))
         restore(self.store, facts, rows, sql.execute("SELECT key, at FROM keys ORDER BY rowid"), now)
@@ -268,14 +240,14 @@ def _promise() -> Future[None]:
 
 
 @contextmanager
-def opened(folder: Path | None, options: StoreOptions, now: float) -> Iterator[Ledger | None]:
-    """Open a ledger for a block; without a folder there is none, and the store lives in memory alone."""
+def opened(folder: Path | None, options: StoreOptions, now: float) -> Iterator[GroupQueue]:
+    """Open the queue that a folder keeps, for a block; without a folder it lives in memory alone."""
     if folder is None:
-        yield None
+        yield GroupQueue(options)
         return
     ledger = Ledger.open(folder, options, now)
     try:
-        yield ledger
+        yield ledger.store
     finally:
         ledger.close()
 

@@ -16,7 +16,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, takewhile
-from typing import Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar
+
+import msgspec
 
 from tandem.errors import BrokerError
 from tandem.printable import named
@@ -36,6 +38,7 @@ from tandem.types import (
 from tandem_broker.protocol.messages import LEAST_LOGPROB, MOST, ScoredGroup
 
 Number = TypeVar("Number", int, float)
+Step = Annotated[int, msgspec.Meta(ge=0)]
 
 LEAST_SCORE = 1.1754943508222875e-38
 """Scores nearer to 0 are 0: float32 has no exact numbers below, and what differs by less teaches nothing."""
@@ -127,12 +130,12 @@ def sequences(rollout: Rollout) -> list[Wired]:
             continue
         fits = [entry for entry in conversations if _continues(turn, entry[0][-1])]
         if fits:
-            turns, held = max(fits, key=lambda entry: len(_all_tokens(entry[0][-1])))
+            turns, places_so_far = max(fits, key=lambda entry: len(_all_tokens(entry[0][-1])))
         else:
-            turns, held = [], []
-            conversations.append((turns, held))
+            turns, places_so_far = [], []
+            conversations.append((turns, places_so_far))
         turns.append(turn)
-        held.extend(places)
+        places_so_far.extend(places)
     return [Wired(tuple(turns), tuple(places)) for turns, places in conversations]
 
 
@@ -236,29 +239,21 @@ class _GroupReader:
         self._rules = rules
         self._notes = notes
         self._overrides: Mapping[str, Json] = scored.group_overrides or {}
-        self._version = _step(self._overrides.get("tandem_version"), version)
-        self.env = named(str(self._overrides.get("tandem_env") or self._anonymous()))
+        self._version: int = _as(Step, self._overrides.get("tandem_version"), version)
+        anonymous = "foreign" if scored.env_id is None else f"foreign_{scored.env_id}"
+        self.env = named(str(self._overrides.get("tandem_env") or anonymous))
         self._task = named(str(self._overrides.get("tandem_task") or id))
-        self._note_unread()
-
-    def _anonymous(self) -> str:
-        return "foreign" if self._scored.env_id is None else f"foreign_{self._scored.env_id}"
-
-    def _note_unread(self) -> None:
-        """Remember what had something in it and is not read."""
-        scored, notes = self._scored, self._notes
         notes.unread |= {name for name in _UNREAD if getattr(scored, name)}
-        if scored.advantages and not self._rules.env_advantages:
+        if scored.advantages and not rules.env_advantages:
             notes.unread.add("advantages")
-        for entry in (self._overrides, *(scored.overrides or ())):
-            if isinstance(entry, Mapping) and entry.get("sft"):
-                notes.unread.add("sft")
+        if any(entry.get("sft") for entry in (self._overrides, *(scored.overrides or ()))):
+            notes.unread.add("sft")
 
     def owned(self) -> list[list[int]]:
         """Places of each rollout's sequences: one each, unless the sender says which belong together."""
         places = range(len(self._scored.tokens))
-        owners = self._overrides.get("tandem_rollouts")
-        if not isinstance(owners, list) or len(owners) != len(places) or not all(type(o) is int for o in owners):
+        owners = _as(list[int], self._overrides.get("tandem_rollouts"), places)
+        if len(owners) != len(places):
             owners = places
         return [[at for at in places if owners[at] == owner] for owner in dict.fromkeys(owners)]
 
@@ -277,43 +272,43 @@ class _GroupReader:
 
     def rollout(self, at: int) -> Rollout:
         """One sequence; one that cannot be trained on has its error and no reward."""
-        messages = self._messages(at)
-        prompt = tuple(takewhile(lambda message: message.role != "assistant", messages))
-        task = Task(id=self._task, env=self.env, prompt=prompt, answer="")
-        rollout_id = f"{self._id}/{at}"
+        sent = self._entry(self._scored.messages, at) or ()
+        messages = tuple(Message(role=str(m.get("role", "")), content=_text(m.get("content"))) for m in sent)
+        turns: tuple[Turn, ...] = ()
+        error, reward, advantages = "", None, None
         try:
             sampled = self._sampled(at)
+            messages = messages or self._decoded(at)
             turns = tuple(self._turns(at, sampled))
             reward = self._score(at)
             advantages = self._advantages(at, sampled)
         except _Refused as refused:
             kind, error = refused.args
             self._notes.failed[kind] += 1
-            return Rollout(id=rollout_id, task=task, turns=(), messages=messages, status="error", error=error)
+            turns, reward = (), None
+        prompt = tuple(takewhile(lambda message: message.role != "assistant", messages))
         return Rollout(
-            id=rollout_id,
-            task=task,
+            id=f"{self._id}/{at}",
+            task=Task(id=self._task, env=self.env, prompt=prompt, answer=""),
             turns=turns,
             messages=messages,
-            status="ok",
-            rewards=self._rewards(at, reward),
+            status="error" if error else "ok",
+            error=error,
+            rewards={} if reward is None else self._rewards(at, reward),
             reward=reward,
-            trained=not self._override(at).get("set_advantage_to_zero"),
+            trained=bool(error) or not self._override(at).get("set_advantage_to_zero"),
             advantages=advantages,
         )
 
     def _sampled(self, at: int) -> list[int]:
         """Places of the trained tokens of a sequence. The first token has none before it that could predict it."""
         tokens, rules = self._scored.tokens[at], self._rules
-        mask = _row(self._scored.masks, at, len(self._scored.tokens))
-        if mask is None or len(mask) != len(tokens):
-            got = "none" if mask is None else str(len(mask))
-            raise _Refused("malformed", f"{len(tokens)} tokens have {got} masks; expected one for each")
+        mask = self._per_token(self._scored.masks, at, "masks")
         if any(on not in (MASKED, token) for on, token in zip(mask, tokens, strict=True)):
             raise _Refused("malformed", f"a mask is neither {MASKED} nor the id of its token")
-        if rules.vocabulary is not None and tokens and not 0 <= min(tokens) <= max(tokens) < rules.vocabulary:
-            wrong = next(token for token in tokens if not 0 <= token < rules.vocabulary)
-            raise _Refused("malformed", f"token {wrong} is none of this model, which has {rules.vocabulary}")
+        wrong = [token for token in tokens if not 0 <= token < (rules.vocabulary or math.inf)]
+        if wrong:
+            raise _Refused("malformed", f"token {wrong[0]} is none of this model, which has {rules.vocabulary}")
         if rules.max_tokens is not None and len(tokens) > rules.max_tokens:
             raise _Refused("too_long", f"{len(tokens)} tokens are more than the {rules.max_tokens} of the context")
         sampled = [place for place, on in enumerate(mask) if on != MASKED and place > 0]
@@ -323,20 +318,13 @@ class _GroupReader:
 
     def _turns(self, at: int, sampled: Sequence[int]) -> Iterator[Turn]:
         """Runs of trained tokens, each after all the tokens before it."""
-        tokens = tuple(self._scored.tokens[at])
-        logprobs = self._logprobs(at, sampled)
-        versions = self._versions(at, sampled)
-        temperature = self._temperature(at)
-        done = 0
-        for start, end in _runs(sampled):
-            here = slice(done, done + end - start)
-            done += end - start
-            completion = Completion(
-                tokens=tokens[start:end],
-                logprobs=tuple(logprobs[here]),
-                versions=tuple(versions[here]),
-                finish=self._finish(at) if done == len(sampled) else "stop",
-            )
+        tokens, temperature = tuple(self._scored.tokens[at]), self._temperature(at)
+        trained = zip(sampled, self._logprobs(at, sampled), self._versions(at, sampled), strict=True)
+        for _, run in groupby(enumerate(trained), key=lambda pair: pair[1][0] - pair[0]):
+            places, logprobs, versions = zip(*(entry for _, entry in run), strict=True)
+            start, end = places[0], places[-1] + 1
+            finish = self._finish(at) if places[-1] == sampled[-1] else "stop"
+            completion = Completion(tokens=tokens[start:end], logprobs=logprobs, versions=versions, finish=finish)
             yield Turn(prompt=tokens[:start], completion=completion, temperature=temperature)
 
     def _logprobs(self, at: int, sampled: Sequence[int]) -> list[float]:
@@ -350,32 +338,26 @@ class _GroupReader:
                 "its tokens were sampled with their ratio is unknown; let the environment send them (in Atropos: "
                 "managed_server), or set broker.missing_logprobs: policy to train as if the policy of now had sampled"
             )
-        row = self._row(rows, at, "inference_logprobs")
+        row = self._per_token(rows, at, "inference_logprobs")
         logprobs = [row[place] for place in sampled]
-        if not all(LEAST_LOGPROB <= value < 1e-3 for value in logprobs):
-            wrong = next(value for value in logprobs if not LEAST_LOGPROB <= value < 1e-3)
-            raise _Refused(
-                "malformed",
-                f"a trained token has a logprob that is none: {wrong:g}; expected {LEAST_LOGPROB:g} to 0",
-            )
+        wrong = [value for value in logprobs if not LEAST_LOGPROB <= value < 1e-3]
+        if wrong:
+            why = f"a trained token has a logprob that is none: {wrong[0]:g}; expected {LEAST_LOGPROB:g} to 0"
+            raise _Refused("malformed", why)
         return [min(value, 0.0) for value in logprobs]
 
     def _versions(self, at: int, sampled: Sequence[int]) -> list[int]:
         """Policy step of each trained token; the group's where the tokens' are not told, or do not add up."""
-        runs = _row(self._overrides.get("tandem_versions"), at, len(self._scored.tokens))
-        steps: list[int] = []
-        for run in runs if isinstance(runs, list) else ():
-            step, count = (_step(v, -1) for v in run) if isinstance(run, list) and len(run) == 2 else (-1, -1)
-            if step < 0 or not 0 <= count <= len(sampled) - len(steps):
-                return [self._version] * len(sampled)  # nothing is made of a run of more tokens than there are
-            steps += [step] * count
-        return steps if len(steps) == len(sampled) else [self._version] * len(sampled)
+        runs = _as(list[tuple[Step, Step]], self._entry(self._overrides.get("tandem_versions"), at), [])
+        if sum(count for _, count in runs) != len(sampled):
+            return [self._version] * len(sampled)
+        return [step for step, count in runs for _ in range(count)]
 
     def _temperature(self, at: int) -> float:
         """Of the sequence, else of the group, else the rules'; 0 and below is greedy, whose logprobs are those of 1."""
         for source in (self._override(at), self._scored.generation_params or {}, self._overrides):
-            value = source.get("temperature")
-            if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            value = _as(float, source.get("temperature"), math.nan)
+            if math.isfinite(value):
                 least, most = TEMPERATURES
                 if value > 0 and not least <= value <= most:
                     raise _Refused("malformed", f"its temperature is {value:g}; expected 0, or {least:g} to {most:g}")
@@ -383,83 +365,72 @@ class _GroupReader:
         return self._rules.temperature
 
     def _override(self, at: int) -> Mapping[str, Json]:
-        entry = _row(self._scored.overrides, at, None)
-        return entry if isinstance(entry, Mapping) else {}
+        return self._entry(self._scored.overrides, at) or {}
 
     def _finish(self, at: int) -> Finish:
-        finish = _row(self._overrides.get("tandem_finish"), at, None)
-        return finish if finish in get_args(Finish) else "stop"
+        finish: Finish = _as(Finish, self._entry(self._overrides.get("tandem_finish"), at), "stop")
+        return finish
 
     def _score(self, at: int) -> float:
-        score = _row(self._scored.scores, at, len(self._scored.tokens))
+        score = self._entry(self._scored.scores, at)
         if score is None or not abs(score) <= MOST:
             raise _Refused("malformed", f"its score is {score}; expected a number up to ±{MOST:g} for each sequence")
         return _flushed(score)
 
     def _rewards(self, at: int, score: float) -> dict[str, float]:
         """By name where the environment tells them; else the score alone."""
-        by_name = _row(self._overrides.get("tandem_rewards"), at, None)
-        pairs = by_name.items() if isinstance(by_name, Mapping) else ()
-        rewards = {named(str(name)): _flushed(v) for name, v in pairs if isinstance(v, int | float) and abs(v) <= MOST}
+        by_name = _as(dict[str, Any], self._entry(self._overrides.get("tandem_rewards"), at), {})
+        rewards = {
+            named(name): _flushed(value)
+            for name, value in by_name.items()
+            if isinstance(value, int | float) and abs(value) <= MOST
+        }
         return rewards or {"score": score}
 
     def _advantages(self, at: int, sampled: Sequence[int]) -> tuple[float, ...] | None:
         if not self._rules.env_advantages or not self._scored.advantages:
             return None
-        row = self._row(self._scored.advantages, at, "advantages")
+        row = self._per_token(self._scored.advantages, at, "advantages")
         advantages = tuple(float(row[place]) for place in sampled)
         if not all(abs(value) <= MOST for value in advantages):
             raise _Refused("malformed", f"an advantage is not within ±{MOST:g}")
         return advantages
 
-    def _row(self, rows: Sequence[Sequence[float]], at: int, name: str) -> Sequence[float]:
+    def _per_token(self, rows: Any, at: int, name: str) -> Sequence[Any]:
         """One value for each token of a sequence."""
-        row, num = _row(rows, at, len(self._scored.tokens)), len(self._scored.tokens[at])
+        row, num = self._entry(rows, at), len(self._scored.tokens[at])
         if row is None or len(row) != num:
             got = "none" if row is None else str(len(row))
             raise _Refused("malformed", f"{num} tokens have {got} {name}; expected one for each")
         return row  # type: ignore[no-any-return]
 
-    def _messages(self, at: int) -> tuple[Message, ...]:
-        """What the environment sent, else the text of the tokens where it can be told."""
-        sent = _row(self._scored.messages, at, None)
-        if sent:
-            return tuple(Message(role=str(m.get("role", "")), content=_text(m.get("content"))) for m in sent)
-        decode, tokens, mask = self._rules.decode, self._scored.tokens[at], _row(self._scored.masks, at, None)
-        if decode is None or mask is None or len(mask) != len(tokens) or self._wrong_ids(tokens):
+    def _entry(self, rows: Any, at: int) -> Any:
+        """One sequence's entry of a parallel list; None where there is none, or the lists are not parallel."""
+        return rows[at] if isinstance(rows, list) and len(rows) == len(self._scored.tokens) else None
+
+    def _decoded(self, at: int) -> tuple[Message, ...]:
+        """The text of the tokens, where it can be told."""
+        decode = self._rules.decode
+        if decode is None:
             return ()
-        spans = [(on != MASKED, token) for on, token in zip(mask, tokens, strict=True)]
+        spans = zip(self._scored.masks[at], self._scored.tokens[at], strict=True)
         return tuple(
             Message(role="assistant" if is_sampled else "user", content=decode([token for _, token in run]))
-            for is_sampled, run in groupby(spans, key=lambda pair: pair[0])
+            for is_sampled, run in groupby(spans, key=lambda pair: pair[0] != MASKED)
         )
 
-    def _wrong_ids(self, tokens: Sequence[int]) -> bool:
-        return any(token < 0 or token >= (self._rules.vocabulary or math.inf) for token in tokens)
 
-
-def _row(rows: Any, at: int, rows_expected: int | None) -> Any:
-    """One sequence's entry of a parallel list; None where there is none, or the lists are not parallel."""
-    if not isinstance(rows, list | tuple) or at >= len(rows) or rows_expected not in (None, len(rows)):
-        return None
-    return rows[at]
-
-
-def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Start and end of each run of neighbours."""
-    for _, run in groupby(enumerate(places), key=lambda pair: pair[1] - pair[0]):
-        span = [place for _, place in run]
-        yield span[0], span[-1] + 1
+def _as(kind: Any, value: Any, otherwise: Any) -> Any:
+    """The value where it is of this type: what others send in fields of ours may be anything."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        return otherwise
 
 
 def _flushed(value: float) -> float:
     """A score; 0 if it is too small for float32."""
     return float(value) if abs(value) >= LEAST_SCORE else 0.0
-
-
-def _step(value: Json, otherwise: int) -> int:
-    """A policy step, where the value is one."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else otherwise
 
 
 def _text(content: Json) -> str:

@@ -42,13 +42,6 @@ class RunParameters(msgspec.Struct, kw_only=True, frozen=True):
     num_steps: Signed
 
 
-class Registered(msgspec.Struct, kw_only=True, frozen=True):
-    """Answer to ``POST /register``."""
-
-    uuid: int
-    """A number for this registration; no later call uses it."""
-
-
 class EnvRegistration(msgspec.Struct, kw_only=True, frozen=True):
     """Body of ``POST /register-env``."""
 
@@ -93,6 +86,17 @@ class EnvName(msgspec.Struct, kw_only=True, frozen=True):
     env_id: Annotated[int, Meta(ge=-(2**53), lt=2**53)]
 
 
+class BatchQuery(msgspec.Struct, kw_only=True, frozen=True):
+    """Parameters of ``GET /batch``, none of which Atropos knows."""
+
+    lease: Annotated[float, Meta(ge=0, lt=2**53)] | None = None
+    """Seconds after which it is served again unless it was acknowledged; null: it counts as trained."""
+    policy: Annotated[int, Meta(ge=0, lt=2**53)] | None = None
+    """The trainer's step."""
+    max_lag: Annotated[int, Meta(ge=0, lt=2**53)] | None = None
+    """Groups sampled more steps ago are dropped."""
+
+
 class BatchName(msgspec.Struct, kw_only=True, frozen=True):
     """Body of ``POST /ack`` and ``POST /release``."""
 
@@ -104,13 +108,6 @@ class Info(msgspec.Struct, kw_only=True, frozen=True):
 
     batch_size: int
     max_token_len: int
-
-
-class WandbInfo(msgspec.Struct, kw_only=True, frozen=True):
-    """Answer to ``GET /wandb_info``; nulls before a trainer registered."""
-
-    group: str | None
-    project: str | None
 
 
 class ScoredGroup(msgspec.Struct, kw_only=True):

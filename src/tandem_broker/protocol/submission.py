@@ -1,40 +1,35 @@
-"""Groups as environments submit them: checked, and kept byte for byte with all 14 keys.
-
-Each field is checked by itself and its values are let go at once, so a large group costs the memory of its largest
-field. A field whose numbers came as text is written anew; all others keep the bytes that were sent.
-"""
+"""Groups as environments submit them: checked, and kept as JSON with all 14 keys."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
-from tandem_broker.protocol.messages import FIELDS, MOST_STEP, Real, ScoredGroup
-from tandem_broker.protocol.wire import Malformed, Place, explain, refuse, write
+from tandem_broker.protocol.messages import MOST_STEP, Real, ScoredGroup
+from tandem_broker.protocol.wire import Place, explain, refuse, write
 
 WEIGH_BYTES = 1 << 20
-"""Values of larger fields are counted before any is made."""
-MOST_NUMBERS = 16_000_000
-"""Most values of a field of numbers; a list weighs as much as four."""
-MOST_FREE = 1_000_000
-"""Most values of any other field."""
+"""Values of larger bodies are counted before any is made."""
+MOST_VALUES = 16_000_000
+"""Most values of a body; a list counts as 4 and an object as 8, since they take so much more memory than a number."""
 MOST_DEPTH = 64
 """Most lists and objects inside one another."""
 
-TYPES: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(ScoredGroup)}
-_REQUIRED = tuple(field.name for field in msgspec.structs.fields(ScoredGroup) if field.required)
 _PER_TOKEN = ("masks", "advantages", "ref_logprobs", "inference_logprobs", "distill_token_ids", "distill_logprobs")
 _PER_SEQUENCE = ("scores", "messages", "overrides")
 _FREE = ("messages", "generation_params", "overrides", "group_overrides", "images")
-_KEYS = tuple(f'{"," if place else "{"}"{name}":'.encode() for place, name in enumerate(FIELDS))
-_Fields: Any = msgspec.defstruct("_Fields", [(name, msgspec.Raw | UnsetType, UNSET) for name in FIELDS])
-_DECODERS = {name: msgspec.json.Decoder(kind) for name, kind in TYPES.items()}
-_LAX = {name: msgspec.json.Decoder(kind, strict=False) for name, kind in TYPES.items()}
-_FIELDS = msgspec.json.Decoder(_Fields)
+_LAX: dict[str, Any] = {"advantages": list[list[Real] | Real] | None}
+"""Types of fields that may come in another form than they are kept in."""
+_Submitted: Any = msgspec.defstruct(
+    "_Submitted",
+    [
+        (field.name, _LAX.get(field.name, field.type), *(() if field.required else (None,)))
+        for field in msgspec.structs.fields(ScoredGroup)
+    ],
+)
+_DECODER = msgspec.json.Decoder(_Submitted, strict=False)
+_LIST_DECODER = msgspec.json.Decoder(list[_Submitted], strict=False)
 
 
 class Submission(msgspec.Struct, frozen=True):
@@ -54,32 +49,7 @@ def read_group(body: bytes) -> Submission:
     Raises:
         Malformed: a field is missing, of another type or out of bounds, or lengths disagree.
     """
-    try:
-        fields = _FIELDS.decode(body)
-    except (ValueError, RecursionError) as error:
-        raise explain(error, body) from None
-    raws = {name: bytes(raw) for name in FIELDS if (raw := getattr(fields, name)) is not UNSET}
-    if missing := [name for name in _REQUIRED if name not in raws]:
-        raise refuse("missing", (missing[0],), "Field required")
-    sizes: list[int] = []
-    env_id = version = None
-    positions: list[list[int]] | None = None
-    for name in list(raws):
-        value = _value(name, raws, sizes)
-        if name == "tokens":
-            sizes = _sizes(value)
-        elif name == "env_id":
-            env_id = value
-        elif name == "group_overrides":
-            version = _version(value or {})
-        if name.startswith("distill") and value:
-            lengths = [[len(position) for position in row] for row in value]
-            if positions is not None and positions != lengths:
-                raise refuse("value_error", (name,), "Value error, each position needs as many logprobs as token ids")
-            positions = lengths
-    values = (raws.get(name, b"null") for name in FIELDS)
-    payload = b"".join((*chain.from_iterable(zip(_KEYS, values, strict=True)), b"}"))
-    return Submission(payload=payload, size=len(sizes), env_id=env_id, version=version)
+    return _checked(_decoded(body, _DECODER), ())
 
 
 def read_groups(body: bytes, *, most: int = 10_000) -> list[Submission]:
@@ -88,89 +58,65 @@ def read_groups(body: bytes, *, most: int = 10_000) -> list[Submission]:
     Raises:
         Malformed: one of them cannot be accepted; its index leads the problem's place.
     """
+    groups = _decoded(body, _LIST_DECODER)
+    if len(groups) > most:
+        raise refuse("too_long", (), f"a list has at most {most} groups, not {len(groups)}")
+    return [_checked(group, (index,)) for index, group in enumerate(groups)]
+
+
+def _decoded(body: bytes, decoder: Any) -> Any:
+    """Decode a body; one with too many values is refused before any is made: ``[]`` can become 30 times its bytes."""
+    if len(body) > WEIGH_BYTES and body.count(b",") + 4 * body.count(b"[") + 8 * body.count(b"{") > MOST_VALUES:
+        raise refuse("too_long", (), f"Value error, more than {MOST_VALUES} values; send several groups")
     try:
-        raws = msgspec.json.decode(body, type=list[msgspec.Raw])
+        return decoder.decode(body)
     except (ValueError, RecursionError) as error:
         raise explain(error, body) from None
-    if len(raws) > most:
-        raise refuse("too_long", (), f"a list has at most {most} groups, not {len(raws)}")
-    submissions = []
-    for index, raw in enumerate(raws):
-        try:
-            submissions.append(read_group(bytes(raw)))
-        except Malformed as error:
-            error.problem.loc.insert(1, index)
-            raise Malformed(error.problem) from None
-    return submissions
 
 
-def _value(name: str, raws: dict[str, bytes], sizes: Sequence[int]) -> Any:
-    """Decode and check one field; ``sizes`` are the tokens of each sequence. One that is coerced is written anew."""
-    raw = raws[name]
-    _check_weight(name, raw)
-    try:
-        value = _DECODERS[name].decode(raw)
-    except (ValueError, RecursionError):
-        try:
-            value = _LAX[name].decode(raw)
-        except (ValueError, RecursionError) as error:
-            value = _spread(raw, sizes) if name == "advantages" else None
-            if value is None:
-                raise explain(error, raw, (name,)) from None
-        raws[name] = write(value)
-    if name in _FREE:
-        _check_free(name, value, MOST_DEPTH)
-    if value and name in _PER_SEQUENCE + _PER_TOKEN and len(value) != len(sizes):
-        raise refuse("value_error", (name,), f"Value error, {len(value)} entries for {len(sizes)} sequences of tokens")
-    if value and name in _PER_TOKEN:
-        for place, (row, size) in enumerate(zip(value, sizes, strict=True)):
-            if len(row) != size:
-                raise refuse("value_error", (name, place), f"Value error, {len(row)} entries for {size} tokens")
-    if name == "messages" and not all("role" in m and "content" in m for chat in value or () for m in chat):
-        raise refuse("value_error", ("messages",), "Value error, Message must have 'role' and 'content' fields")
-    return value
-
-
-def _sizes(tokens: Sequence[Sequence[int]]) -> list[int]:
-    sizes = [len(ids) for ids in tokens]
+def _checked(group: Any, at: Place) -> Submission:
+    """Check what types cannot say of the group at a place of the body."""
+    sizes = [len(ids) for ids in group.tokens]
     if not sizes or 0 in sizes:
-        place: Place = ("tokens", sizes.index(0)) if sizes else ("tokens",)
+        place = (*at, "tokens", sizes.index(0)) if sizes else (*at, "tokens")
         raise refuse("value_error", place, "Value error, a group needs a sequence, and each sequence a token")
-    return sizes
-
-
-def _spread(raw: bytes, sizes: Sequence[int]) -> list[list[float]] | None:
-    """One advantage for each sequence, as some clients send them, spread over its tokens."""
-    try:
-        advantages = msgspec.json.decode(raw, type=list[Real])
-    except ValueError:
-        return None
-    return [[value] * size for value, size in zip(advantages, sizes, strict=False)]
-
-
-def _version(overrides: dict[str, Any]) -> int | None:
-    version = overrides.get("tandem_version")
+    for name in _PER_SEQUENCE + _PER_TOKEN:
+        rows = getattr(group, name) or []
+        if rows and len(rows) != len(sizes):
+            why = f"Value error, {len(rows)} entries for {len(sizes)} sequences of tokens"
+            raise refuse("value_error", (*at, name), why)
+        for index, row in enumerate(rows if name in _PER_TOKEN else ()):
+            if isinstance(
+                row, float
+            ):  # one advantage for a sequence, as some clients send it, is spread over its tokens
+                rows[index] = [row] * sizes[index]
+            elif len(row) != sizes[index]:
+                why = f"Value error, {len(row)} entries for {sizes[index]} tokens"
+                raise refuse("value_error", (*at, name, index), why)
+    teachers = [
+        [list(map(len, row)) for row in rows] for rows in (group.distill_token_ids, group.distill_logprobs) if rows
+    ]
+    if len(teachers) == 2 and teachers[0] != teachers[1]:
+        why = "Value error, each position needs as many logprobs as token ids"
+        raise refuse("value_error", (*at, "distill_logprobs"), why)
+    for name in _FREE:
+        _check_free((*at, name), getattr(group, name), MOST_DEPTH)
+    if not all("role" in m and "content" in m for chat in group.messages or () for m in chat):
+        why = "Value error, Message must have 'role' and 'content' fields"
+        raise refuse("value_error", (*at, "messages"), why)
+    version = (group.group_overrides or {}).get("tandem_version")
     if version is not None and (type(version) is not int or not 0 <= version < MOST_STEP):
-        place = ("group_overrides", "tandem_version")
-        raise refuse("value_error", place, "Value error, a step is an int from 0 to below 2**53")
-    return version
+        why = "Value error, a step is an int from 0 to below 2**53"
+        raise refuse("value_error", (*at, "group_overrides", "tandem_version"), why)
+    return Submission(payload=write(group), size=len(sizes), env_id=group.env_id, version=version)
 
 
-def _check_weight(name: str, raw: bytes) -> None:
-    """Count values by their bytes before any is made: two bytes of JSON can become an object of a hundred."""
-    if len(raw) <= WEIGH_BYTES:
-        return
-    most, container = (MOST_FREE, 1) if name in _FREE else (MOST_NUMBERS, 4)
-    if raw.count(b",") + container * (raw.count(b"[") + raw.count(b"{")) > most:
-        raise refuse("too_long", (name,), f"Value error, more than {most} values; send several groups")
-
-
-def _check_free(name: str, value: Any, depth: int) -> None:
+def _check_free(place: Place, value: Any, depth: int) -> None:
     """Refuse what another reader may fail at: deep nesting, and ints beyond 64 bits."""
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
-        raise refuse("value_error", (name,), "Value error, an int beyond 64 bits")
+        raise refuse("value_error", place, "Value error, an int beyond 64 bits")
     if isinstance(value, list | dict):
         if not depth:
-            raise refuse("value_error", (name,), f"Value error, nested deeper than {MOST_DEPTH}")
+            raise refuse("value_error", place, f"Value error, nested deeper than {MOST_DEPTH}")
         for inner in value.values() if isinstance(value, dict) else value:
-            _check_free(name, inner, depth - 1)
+            _check_free(place, inner, depth - 1)

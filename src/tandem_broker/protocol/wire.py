@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -79,14 +79,18 @@ def read(body: bytes, kind: type[T]) -> T:
         raise explain(error, body) from None
 
 
-def write_batch(payloads: Sequence[bytes] | None, lease: Any = None) -> bytes:
-    """Encode the answer to ``GET /batch``.
+def convert(query: Mapping[str, str], kind: type[T]) -> T:
+    """Read the parameters of a query; raises Malformed where one of them is wrong."""
+    try:
+        return msgspec.convert(query, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise explain(error, b"") from None
 
-    Args:
-        payloads: groups as JSON; None: there is no batch.
-        lease: what a trainer that asked for a lease is told beside the groups, under the key ``tandem``.
+
+def write_batch(payloads: Sequence[bytes], lease: Any = None) -> bytes:
+    """Encode a batch of groups that are JSON already.
+
+    ``lease`` is what a trainer that asked for one is told beside the groups, under the key ``tandem``.
     """
-    if payloads is None:
-        return b'{"batch":null}'
     extra = b"" if lease is None else b',"tandem":' + write(lease)
     return b"".join((b'{"batch":[', b",".join(payloads), b"]", extra, b"}"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from operator import attrgetter
 from typing import Protocol, TypeVar
 
@@ -61,43 +61,24 @@ def earliest(items: Sequence[T], total: int) -> list[T] | None:
     """The selection of ``items`` (in arrival order) that adds up to exactly ``total`` and takes the oldest; or None."""
     pool: list[T] = []
     seen: Counter[int] = Counter()
-    for item in items:
+    for item in items:  # more of a size than could fit can never be needed
         if seen[item.size] < total // item.size:
             seen[item.size] += 1
             pool.append(item)
-    left, taken = total, []
-    while left:
-        fits = _longest(pool, left)
-        if fits is None:
-            return None
-        taken += pool[:fits]
-        left -= sum(item.size for item in pool[:fits])
-        # The next one cannot be part of it. Then no later one of its size can: it could stand in for that one.
-        refused = pool[fits].size if left else 0
-        pool = [item for item in pool[fits:] if item.size != refused and item.size <= left]
-    return taken
-
-
-def _longest(pool: Sequence[T], left: int) -> int | None:
-    """How many from the front can all be taken so that others behind make up the rest of ``left``; None: impossible."""
-
-    def possible(front: int) -> bool:
-        rest = left - sum(item.size for item in pool[:front])
-        return rest >= 0 and bool(reachable(Counter(item.size for item in pool[front:]), rest) >> rest & 1)
-
-    front, total = 0, 0  # most often the oldest simply add up
-    while front < len(pool) and total < left:
-        total += pool[front].size
-        front += 1
-    if total == left:
-        return front
-    if not possible(0):
+    ends = list(accumulate(item.size for item in pool))
+    if total in ends:  # most often the oldest simply add up
+        return pool[: ends.index(total) + 1]
+    mask, sums = (1 << (total + 1)) - 1, [1]  # of what comes behind each item, bit k: some of it adds up to k
+    for item in reversed(pool):
+        sums.append((sums[-1] | sums[-1] << item.size) & mask)
+    if not sums.pop() >> total & 1:
         return None
-    low, high = 0, front
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if possible(middle) else (low, middle - 1)
-    return low
+    taken, left = [], total
+    for item, behind in zip(pool, reversed(sums), strict=True):
+        if item.size <= left and behind >> (left - item.size) & 1:
+            taken.append(item)
+            left -= item.size
+    return taken
 
 
 def in_packs(items: Sequence[T]) -> list[T]:

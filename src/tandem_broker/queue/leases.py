@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
 from tandem_broker.queue.records import Acknowledgement, StoreOptions
-from tandem_broker.queue.tenants import Item
 
 REMEMBERED = 1_000
 """Batches that are over and still known by name."""
-NOTED = ("step", "trainer", "seconds", "delivered")
-"""Attributes of a lease that a restart must know, beside its groups and its outcome."""
 
 
 class BatchLease(msgspec.Struct, eq=False):
-    """A batch that was served."""
+    """A batch that was served; a journal keeps it as it is."""
 
     id: str
-    items: list[Item]
-    """Its groups; empty once it is over and settled."""
+    orders: list[int]
+    """Places of its groups in the order of arrival; empty once it is acknowledged."""
     step: int
     """The broker's step with it."""
     trainer: str | None
@@ -31,29 +26,8 @@ class BatchLease(msgspec.Struct, eq=False):
     expires: float | None
     delivered: bool = False
     """Its answer went out whole: after a restart a trainer that never acknowledges still has it."""
-    gone: list[int] = msgspec.field(default_factory=list)
-    """Places of groups that another batch trained, or that were dropped, before a restart."""
     outcome: Acknowledgement | None = None
     """The answer to its acknowledgement, for one that is repeated."""
-
-    def facts(self) -> dict[str, Any]:
-        """What a journal keeps."""
-        orders = [item.order for item in self.items] + self.gone
-        facts = {name: getattr(self, name) for name in NOTED}
-        return {"orders": orders, "outcome": msgspec.to_builtins(self.outcome), **facts}
-
-
-def lease_of(name: str, facts: Mapping[str, Any], held: Mapping[int, Item], now: float) -> BatchLease:
-    """The lease a journal kept; its time begins anew. ``held`` is every group there is, by its place."""
-    seconds, outcome = facts["seconds"], facts["outcome"]
-    return BatchLease(
-        id=name,
-        items=[held[order] for order in facts["orders"] if order in held],
-        expires=None if seconds is None else now + seconds,
-        gone=[order for order in facts["orders"] if order not in held],
-        outcome=None if outcome is None else Acknowledgement(**outcome),
-        **{name: facts[name] for name in NOTED},
-    )
 
 
 class Leases:
@@ -79,27 +53,13 @@ class Leases:
         return [lease for lease in self.out.values() if lease.delivered and lease.trainer == trainer]
 
 
-class IdempotencyKeys:
-    """The keys of the last ``StoreOptions.key_seconds`` and the last ``StoreOptions.max_keys`` submissions."""
+class IdempotencyKeys(OrderedDict[str, float]):
+    """When each key was accepted: those of the last ``key_seconds``, and ``max_keys`` at most."""
 
-    def __init__(self, options: StoreOptions) -> None:
-        self._options = options
-        self._at: OrderedDict[str, float] = OrderedDict()
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._at
-
-    def __len__(self) -> int:
-        return len(self._at)
-
-    def add(self, key: str, now: float) -> None:
-        """A submission with this key was accepted."""
-        self._at[key] = now
-
-    def forget(self, now: float) -> None:
+    def forget(self, now: float, options: StoreOptions) -> None:
         """Those that are too old or too many."""
-        while self._at:
-            oldest, at = next(iter(self._at.items()))
-            if len(self._at) <= self._options.max_keys and now - at <= self._options.key_seconds:
+        while self:
+            oldest, at = next(iter(self.items()))
+            if len(self) <= options.max_keys and now - at <= options.key_seconds:
                 return
-            del self._at[oldest]
+            del self[oldest]

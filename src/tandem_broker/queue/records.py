@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 
@@ -39,8 +39,6 @@ class StoreOptions:
     """Most groups held (buffered, queued and leased) before submissions are put off."""
     max_bytes: int = 2 << 30
     """Most payload bytes held before submissions are put off: in memory, or with a ledger on disk."""
-    memory_bytes: int = 64 << 20
-    """Most payload bytes that a ledger has in memory beside the disk, so that they need not be read again."""
     max_env_groups: int = 150_000
     """Most groups held of one environment; anonymous submissions count as one environment."""
     max_env_bytes: int = 1 << 30
@@ -55,18 +53,6 @@ class StoreOptions:
     """How long an idempotency key is remembered."""
     max_keys: int = 200_000
     """Most idempotency keys remembered; the oldest are forgotten first."""
-
-
-class EnvSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Registration of an environment."""
-
-    name: str
-    """Its desired name; the store appends ``_<count>``."""
-    max_token_length: int
-    weight: float = 1.0
-    group_size: int = 1
-    min_batch_allocation: float | None = None
-    """Least share (0 to 1) of every batch; None asks for none."""
 
 
 class GroupEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,26 +114,6 @@ class Acknowledgement(msgspec.Struct, frozen=True, kw_only=True):
         return self.ok
 
 
-class EnvReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One environment, for people and metrics; ``env_id`` None is everything submitted anonymously."""
-
-    env_id: int | None
-    name: str
-    connected: bool
-    """Neither disconnected nor silent."""
-    left: bool
-    heard: float
-    weight: float
-    group_size: int
-    min_batch_allocation: float | None
-    queued_groups: int
-    queued_sequences: int
-    buffered_sequences: int
-    held_bytes: int
-    accepted: int
-    """Groups accepted by this process."""
-
-
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a store, for people and metrics."""
 
@@ -169,12 +135,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Groups since the ledger began: accepted, duplicate, trained, doubled, dropped, refused, busy. Leases: expired."""
     waits_for: str
     """Why no batch can be formed now; empty if one can."""
-    envs: Sequence[EnvReport]
-    """Anonymous last, if it ever submitted."""
+    envs: Sequence[Mapping[str, Any]]
+    """Each environment, anonymous last if it ever submitted."""
 
 
-class Journal(Protocol):
-    """Journal of the changes that must survive a crash; it gets them in order and may write several at once."""
+class Journal:
+    """Gets the changes that must survive a crash, in order. This one keeps nothing: its store lives in memory alone."""
 
     def added(self, order: int, entry: GroupEntry, state: State, key: str | None, now: float) -> Any:
         """An entry was accepted at place ``order`` of the arrival order.
@@ -182,6 +148,7 @@ class Journal(Protocol):
         Returns:
             What stands for its payload from now on.
         """
+        return entry.payload
 
     def moved(self, orders: Sequence[int], state: State, batch: str | None) -> None:
         """Entries changed state; trained and dropped ones will not be asked for again."""
@@ -192,19 +159,5 @@ class Journal(Protocol):
     def cleared(self) -> None:
         """Everything was reset."""
 
-
-class NoJournal:
-    """Keeps nothing: a store that lives as long as its process."""
-
-    def added(self, order: int, entry: GroupEntry, state: State, key: str | None, now: float) -> Any:
-        """Leave the payload as it is."""
-        return entry.payload
-
-    def moved(self, orders: Sequence[int], state: State, batch: str | None) -> None:
-        """Do nothing."""
-
-    def noted(self, name: str, value: Any) -> None:
-        """Do nothing."""
-
-    def cleared(self) -> None:
-        """Do nothing."""
+    async def committed(self) -> None:
+        """Wait until every change so far would survive a crash."""

@@ -14,16 +14,14 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import replace
 
-from tandem_broker.protocol.messages import EnvAccepted, EnvStatus, RunParameters
+from tandem_broker.protocol.messages import EnvAccepted, EnvRegistration, EnvStatus, RunParameters
 from tandem_broker.queue.leases import BatchLease, IdempotencyKeys, Leases
 from tandem_broker.queue.records import (
     Acknowledgement,
     Busy,
-    EnvSpec,
     GroupEntry,
     GroupRefused,
     Journal,
-    NoJournal,
     Receipt,
     Report,
     ServedBatch,
@@ -32,7 +30,7 @@ from tandem_broker.queue.records import (
 from tandem_broker.queue.tenants import Item, Tenants
 from tandem_broker.queue.waiting import WaitingGroups
 
-MAX_BATCH = 1 << 16
+MAX_BATCH = 1 << 14
 """Most sequences of a batch."""
 PROGRESS = ("started", "step", "policy", "took", "returned", "order")
 """Attributes of the queue that a restart must know."""
@@ -43,26 +41,30 @@ class GroupQueue:
 
     def __init__(self, options: StoreOptions | None = None, journal: Journal | None = None) -> None:
         self.options = options or StoreOptions()
+        self.journal = journal or Journal()
+        self.counts: Counter[str] = Counter()
+        """See ``Report.counts``."""
+        self.order = 0
+        """Place of the next group in the order of arrival."""
+        self._served = (0.0, 0.0)
+        """When the last batch was served, and the seconds between it and the one before."""
+        self._begin(Tenants(self.options, self.journal))
+
+    def _begin(self, tenants: Tenants) -> None:
+        """Nothing is queued, out or known but these environments."""
+        self.tenants = tenants
+        self.waiting = WaitingGroups(tenants, self.journal, self.options)
+        self.leases = Leases()
+        self.seen = IdempotencyKeys()
         self.run: RunParameters | None = None
         self.started = False
         self.step = 0
-        self.counts: Counter[str] = Counter()
-        """See ``Report.counts``."""
-        self.journal: Journal = journal or NoJournal()
-        self.tenants = Tenants(self.options, self.journal)
-        self.leases = Leases()
-        self.seen = IdempotencyKeys(self.options)
         self.policy: int | None = None
         """Policy step that the trainer last told."""
         self.took = False
         """A batch was served since the trainer told that step."""
         self.returned = 0
         """Batches that came back and will be served again without counting as a step."""
-        self.order = 0
-        """Place of the next group in the order of arrival."""
-        self.waiting = WaitingGroups(self.tenants, self.journal, self.options)
-        self._served = (0.0, 0.0)
-        """When the last batch was served, and the seconds between it and the one before."""
 
     def register(self, run: RunParameters) -> int:
         """A trainer begins, perhaps anew: queue and environments stay, batches it had out come back.
@@ -81,7 +83,7 @@ class GroupQueue:
         self.run, self.started, self.step, self.returned = run, False, run.starting_step, 0
         self.policy, self.took = None, False
         self.tenants.batch_size = run.batch_size
-        self.tenants.recount()
+        self.tenants.change += 1
         self._drop([item for item in self.waiting if item.size > run.batch_size])
         self.journal.noted("run", msgspec.structs.asdict(run))
         self.note_progress()
@@ -89,14 +91,10 @@ class GroupQueue:
 
     def reset(self) -> None:
         """Forget run, queue, batches and step. Environments that speak again keep their ids; ids are not reused."""
-        self.counts["dropped"] += self.waiting.groups
-        fresh = self.tenants.after_reset()
-        self.tenants, self.leases, self.seen = fresh, Leases(), IdempotencyKeys(self.options)
-        self.waiting = WaitingGroups(fresh, self.journal, self.options)
-        self.run, self.started, self.step, self.returned = None, False, 0, 0
-        self.policy, self.took = None, False
+        self.counts["dropped"] += len(self.waiting.items)
+        self._begin(self.tenants.after_reset())
         self.journal.cleared()
-        for tenant in fresh.by_id.values():
+        for tenant in self.tenants.by_id.values():
             self.tenants.note(tenant)
         self.note_progress()
 
@@ -118,7 +116,9 @@ class GroupQueue:
             return self.policy
         return self.policy + self.took
 
-    def register_env(self, env: EnvSpec, now: float, *, key: str | None = None, owner: str = "") -> EnvAccepted | None:
+    def register_env(
+        self, env: EnvRegistration, now: float, *, key: str | None = None, owner: str = ""
+    ) -> EnvAccepted | None:
         """A new environment, or under a known ``key`` the one it was before. None: wait for the trainer to start.
 
         ``owner`` is whose key it was registered with.
@@ -152,7 +152,7 @@ class GroupQueue:
         tenant.heard = now
         if tenant.connected:
             tenant.connected = tenant.live = False
-            self.tenants.recount()
+            self.tenants.change += 1
             self.tenants.note(tenant)
         return True
 
@@ -185,7 +185,7 @@ class GroupQueue:
     def put_all(self, entries: Sequence[tuple[GroupEntry, str | None]], now: float) -> list[Receipt]:
         """Accept all of these ``(entry, key)`` or none; see ``put``."""
         self._advance(now)
-        self.seen.forget(now)
+        self.seen.forget(now, self.options)
         fresh = [(entry, key) for entry, key in entries if key is None or key not in self.seen]
         for tenant in {entry.env: self.tenants.of(entry.env) for entry, _ in entries}.values():
             self.tenants.hear(tenant, now)
@@ -258,9 +258,9 @@ class GroupQueue:
         if lease.outcome is not None:
             return lease.outcome
         late = batch_id in self.leases.over
-        trained = [item for item in lease.items if item.state in ("buffered", "queued", "leased")]
-        already = len(lease.items) - len(trained) + len(lease.gone)
-        self.waiting.finish(trained, dropped=False, batch=batch_id)
+        trained = [self.waiting.items[order] for order in lease.orders if order in self.waiting.items]
+        already = len(lease.orders) - len(trained)
+        self.waiting.finish(trained, "trained", batch_id)
         self.counts["trained"] += len(trained)
         self.counts["doubled"] += already
         if late:
@@ -271,7 +271,7 @@ class GroupQueue:
         elif late:
             reason = f"late: batch {batch_id} went back ({why}), but no other with its groups was acknowledged"
         lease.outcome = Acknowledgement(ok=not already, trained=len(trained), already=already, reason=reason)
-        lease.items, lease.gone = [], []
+        lease.orders = []
         self._end(lease)
         self.note_progress()
         return lease.outcome
@@ -290,7 +290,7 @@ class GroupQueue:
         lease = self.leases.out.get(batch_id)
         if lease is not None and lease.seconds is None:
             lease.delivered = True
-            self.journal.noted(f"lease:{lease.id}", lease.facts())
+            self.journal.noted(f"lease:{lease.id}", msgspec.to_builtins(lease))
 
     def return_lease(self, batch_id: str, now: float) -> bool:
         """The batch was not trained: its groups go back to the front, in order. False: it is not out."""
@@ -313,7 +313,7 @@ class GroupQueue:
             queued_groups=self.queued_groups,
             queued_sequences=sum(tenant.queue.sequences for tenant in everybody),
             buffered_groups=sum(tenant.buffer.groups for tenant in everybody),
-            leased_groups=sum(len(lease.items) for lease in self.leases.out.values()),
+            leased_groups=sum(item.state == "leased" for item in self.waiting.items.values()),
             held_bytes=self.waiting.bytes,
             leases=len(self.leases.out),
             counts=dict(self.counts),
@@ -324,7 +324,7 @@ class GroupQueue:
     @property
     def queued_groups(self) -> int:
         """Groups in the queue."""
-        return self.tenants.queued_groups
+        return sum(tenant.queue.groups for tenant in self.tenants)
 
     @property
     def latest(self) -> GroupEntry | None:
@@ -350,7 +350,7 @@ class GroupQueue:
         if moved:
             self.journal.moved(moved, "queued", None)
         if key is not None:
-            self.seen.add(key, now)
+            self.seen[key] = now
         tenant.accepted += 1
         self.counts["accepted"] += 1
         buffered = tenant.env_id is not None and entry.size < tenant.spec.group_size
@@ -362,7 +362,8 @@ class GroupQueue:
         else:
             self.step += 1
         expires = None if seconds is None else now + seconds
-        lease = BatchLease(secrets.token_hex(8), chosen, self.step, trainer, seconds, expires)
+        orders = [item.order for item in chosen]
+        lease = BatchLease(secrets.token_hex(8), orders, self.step, trainer, seconds, expires)
         for item in chosen:
             self.waiting.lift(item)
             item.state, item.batch = "leased", lease.id
@@ -370,15 +371,15 @@ class GroupQueue:
         self.took = True
         self._served = (now, now - self._served[0])
         # First: a group that is on disk as leased in no known lease would never be served again.
-        self.journal.noted(f"lease:{lease.id}", lease.facts())
-        self.journal.moved([item.order for item in chosen], "leased", lease.id)
+        self.journal.noted(f"lease:{lease.id}", msgspec.to_builtins(lease))
+        self.journal.moved(orders, "leased", lease.id)
         self.note_progress()
         return ServedBatch(id=lease.id, entries=tuple(i.entry for i in chosen), step=self.step, expires=expires)
 
     def _return(self, leases: list[BatchLease]) -> None:
         """Batches that were not trained: their groups go back in place, and serving them again is no new step."""
         for lease in leases:
-            back = [item for item in lease.items if item.batch == lease.id and item.state == "leased"]
+            back = self.groups_out(lease)
             self.waiting.enqueue(back)
             self.journal.moved([item.order for item in back], "queued", None)
             self.returned += bool(back)
@@ -386,13 +387,18 @@ class GroupQueue:
         if leases:
             self.note_progress()
 
+    def groups_out(self, lease: BatchLease) -> list[Item]:
+        """Groups that are out with this lease, and not trained or served with another meanwhile."""
+        items = [self.waiting.items.get(order) for order in lease.orders]
+        return [item for item in items if item and item.state == "leased" and item.batch == lease.id]
+
     def _end(self, lease: BatchLease) -> None:
-        self.journal.noted(f"lease:{lease.id}", lease.facts())
+        self.journal.noted(f"lease:{lease.id}", msgspec.to_builtins(lease))
         if forgotten := self.leases.end(lease):
             self.journal.noted(f"lease:{forgotten}", None)
 
     def _drop(self, items: list[Item]) -> None:
-        self.waiting.finish(items, dropped=True, batch=None)
+        self.waiting.finish(items, "dropped", None)
         self.counts["dropped"] += len(items)
         self.note_progress()
 

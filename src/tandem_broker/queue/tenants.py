@@ -5,16 +5,17 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
-from tandem_broker.protocol.messages import EnvStatus
+from tandem_broker.protocol.messages import EnvRegistration, EnvStatus
 from tandem_broker.queue.formation import BY_ORDER, minimums
-from tandem_broker.queue.records import Busy, EnvReport, EnvSpec, GroupEntry, Journal, State, StoreOptions
+from tandem_broker.queue.records import Busy, GroupEntry, Journal, State, StoreOptions
 
 WEIGHT_FLOOR = 0.01
-ANONYMOUS = EnvSpec(name="anonymous", max_token_length=0, weight=0.0, group_size=1)
+ANONYMOUS = EnvRegistration(desired_name="anonymous", max_token_length=0, weight=0.0, group_size=1)
 
 
 class Item(msgspec.Struct, eq=False):
@@ -72,7 +73,7 @@ class Tenant(msgspec.Struct, eq=False, kw_only=True):
     """One environment; ``env_id`` None stands for everybody anonymous."""
 
     env_id: int | None
-    spec: EnvSpec
+    spec: EnvRegistration
     name: str
     """With its count."""
     heard: float
@@ -91,8 +92,6 @@ class Tenant(msgspec.Struct, eq=False, kw_only=True):
     held_bytes: int = 0
     accepted: int = 0
     """Groups accepted by this process."""
-    visible: int = 0
-    """Sequences that other environments see."""
 
     @property
     def share(self) -> float:
@@ -104,20 +103,18 @@ class Tenant(msgspec.Struct, eq=False, kw_only=True):
         """Context times weight: what its generation weighs against others'."""
         return self.spec.max_token_length * max(0.0, self.spec.weight)
 
-    def report(self) -> EnvReport:
-        """For people and metrics."""
-        same = ("name", "heard", "held_bytes", "accepted")
-        spec = ("weight", "group_size", "min_batch_allocation")
-        return EnvReport(
-            env_id=self.env_id,
-            connected=self.live,
-            left=self.env_id is not None and not self.connected,
-            queued_groups=self.queue.groups,
-            queued_sequences=self.queue.sequences,
-            buffered_sequences=self.buffer.sequences,
-            **{name: getattr(self, name) for name in same},
-            **{name: getattr(self.spec, name) for name in spec},
-        )
+    def report(self) -> dict[str, Any]:
+        """For people and metrics: ``connected`` is neither disconnected nor silent."""
+        return {
+            "env_id": self.env_id,
+            "connected": self.live,
+            "left": self.env_id is not None and not self.connected,
+            "queued_groups": self.queue.groups,
+            "queued_sequences": self.queue.sequences,
+            "buffered_sequences": self.buffer.sequences,
+            **{name: getattr(self, name) for name in ("name", "heard", "held_bytes", "accepted")},
+            **{name: getattr(self.spec, name) for name in ("weight", "group_size", "min_batch_allocation")},
+        }
 
 
 class Tenants:
@@ -135,15 +132,8 @@ class Tenants:
         """Environments of each desired name so far."""
         self.next_id = 0
         self.change = 0
-        """Count of changes that may affect which environments take part in a batch."""
-        self.sizes: Counter[int] = Counter()
-        """Queued groups of each size."""
-        self.queued_groups = 0
-        self._largest = 1
-        self._visible = 0
-        self._pull = 0.0
-        self._share = 0.0
-        self._next_sweep = float("inf")
+        """Count of changes to queues, buffers and who takes part."""
+        self._totals = (-1, 1, 0, 0.0, 0.0)
 
     def __iter__(self) -> Iterator[Tenant]:
         yield from self.by_id.values()
@@ -153,7 +143,7 @@ class Tenants:
         """The environment of that id, or the anonymous one."""
         return self.anonymous if env_id is None else self.by_id.get(env_id, self.anonymous)
 
-    def register(self, spec: EnvSpec, now: float, key: str | None, owner: str = "") -> Tenant:
+    def register(self, spec: EnvRegistration, now: float, key: str | None, owner: str = "") -> Tenant:
         """A new environment, or the one that gave this key before.
 
         Raises:
@@ -162,7 +152,7 @@ class Tenants:
         tenant = self.by_key.get(key) if key is not None else None
         if tenant is None:
             self._make_room()
-            name = self._next_name(spec.name)
+            name = self._next_name(spec.desired_name)
             self._forget_names()
             tenant = Tenant(env_id=self.next_id, spec=spec, name=name, heard=now, key=key, owner=owner)
             self.add(tenant)
@@ -192,8 +182,7 @@ class Tenants:
         self.next_id = max(self.next_id, tenant.env_id + 1)
         if tenant.key is not None:
             self.by_key[tenant.key] = tenant
-        self._next_sweep = min(self._next_sweep, tenant.heard + self.options.heartbeat_seconds)
-        self.recount()
+        self.change += 1
 
     def _make_room(self) -> None:
         """One more must fit: of those that are gone and hold nothing, the one silent for longest is forgotten."""
@@ -208,12 +197,12 @@ class Tenants:
         if oldest.key is not None:
             del self.by_key[oldest.key]
         self.journal.noted(f"env:{oldest.env_id}", None)
-        self.recount()
+        self.change += 1
 
     def _forget_names(self) -> None:
         """Once there are more names than environments may be, the older half of the unused ones is forgotten."""
         if len(self.names) > self.options.max_environments:
-            borne = {tenant.spec.name for tenant in self.by_id.values()}
+            borne = {tenant.spec.desired_name for tenant in self.by_id.values()}
             for name in [name for name in self.names if name not in borne][: len(self.names) // 2]:
                 del self.names[name]
 
@@ -223,9 +212,9 @@ class Tenants:
         for old in self.by_id.values():
             if old.connected:
                 empty = {"queue": SizeQueues(), "buffer": SizeQueues()}
-                zeros = dict.fromkeys(("visible", "held_groups", "held_bytes", "accepted"), 0)
+                zeros = dict.fromkeys(("held_groups", "held_bytes", "accepted"), 0)
                 fresh.add(replace(old, live=False, **empty, **zeros))
-        fresh.next_id, fresh.change = self.next_id, self.change + 1
+        fresh.next_id = self.next_id
         return fresh
 
     def hear(self, tenant: Tenant, now: float) -> None:
@@ -233,61 +222,21 @@ class Tenants:
         tenant.heard = now
         if tenant.connected and not tenant.live:
             tenant.live = True
-            self._next_sweep = min(self._next_sweep, now + self.options.heartbeat_seconds)
-            self.recount()
+            self.change += 1
             self.note(tenant)
 
     def sweep(self, now: float) -> None:
         """Those not heard from for too long hold no share any more."""
-        if now <= self._next_sweep:
-            return
-        gone = False
         for tenant in self.by_id.values():
             if tenant.live and now - tenant.heard > self.options.heartbeat_seconds:
-                tenant.live, gone = False, True
+                tenant.live = False
+                self.change += 1
                 self.note(tenant)
-        heard = [tenant.heard for tenant in self.by_id.values() if tenant.live]
-        self._next_sweep = min(heard, default=float("inf")) + self.options.heartbeat_seconds
-        if gone:
-            self.recount()
 
-    def recount(self) -> None:
-        """The live environments, their registrations or the batch size changed."""
-        self.change += 1
-        live = [tenant for tenant in self.by_id.values() if tenant.live]
-        self._pull = sum(tenant.pull for tenant in live)
-        self._share = sum(tenant.share for tenant in live)
-        self._see_all()
-
-    def queued(self, item: Item, count: int) -> None:
-        """``count`` (1 or -1) groups of this size entered or left its environment's queue, as it is now."""
-        self.sizes[item.size] += count
-        self.queued_groups += count
-        if not self.sizes[item.size]:
-            del self.sizes[item.size]
-        largest = self._largest
-        if count > 0:
-            largest = max(largest, item.size)
-        elif item.size == largest and item.size not in self.sizes:
-            largest = max(self.sizes, default=1)
-        if largest != self._largest:
-            self._largest = largest
-            self._see_all()
-        else:
-            self._see(item.tenant)
-
-    def _see_all(self) -> None:
-        self._visible = 0
-        for tenant in self:
-            tenant.visible = 0
-            self._see(tenant)
-
-    def _see(self, tenant: Tenant) -> None:
-        """What others see of it: whole packs of the largest size, less what it is guaranteed."""
-        whole = -(-tenant.queue.sequences // self._largest) * self._largest
-        seen = max(0, whole - int(self.batch_size * tenant.share)) if self._largest > 1 else 0
-        self._visible += seen - tenant.visible
-        tenant.visible = seen
+    def _visible(self, tenant: Tenant, largest: int) -> int:
+        """Sequences that others see of it: whole packs of the largest size, less what it is guaranteed."""
+        whole = -(-tenant.queue.sequences // largest) * largest
+        return max(0, whole - int(self.batch_size * tenant.share)) if largest > 1 else 0
 
     def minimums(self) -> dict[int, int]:
         """Least sequences per batch of every live environment that has a share, in order of their ids."""
@@ -295,15 +244,21 @@ class Tenants:
         return minimums(self.batch_size, shares)
 
     def status(self, tenant: Tenant, step: int) -> EnvStatus:
-        """What an environment polls. Constant time."""
+        """What an environment polls. Sums over all environments are counted again only after a change."""
+        if self._totals[0] != self.change:
+            live = [tenant for tenant in self.by_id.values() if tenant.live]
+            largest = max((size for tenant in self for size in tenant.queue.lines), default=1)
+            visible = sum(self._visible(tenant, largest) for tenant in self)
+            self._totals = (self.change, largest, visible, sum(t.pull for t in live), sum(t.share for t in live))
+        _, largest, visible, pull, share = self._totals
         size = max(tenant.spec.group_size, max(tenant.queue.lines, default=1))
         sequences = tenant.queue.sequences
-        total = self._pull or tenant.pull
+        total = pull or tenant.pull
         return EnvStatus(
             current_step=step,
-            queue_size=(sequences + self._visible - tenant.visible) // size,
+            queue_size=(sequences + visible - self._visible(tenant, largest)) // size,
             self_queue_size=sequences // size,
-            max_group_size=self._largest,
-            unallocated_fraction=1.0 - min(1.0, self._share),
+            max_group_size=largest,
+            unallocated_fraction=1.0 - min(1.0, share),
             env_weight=max(WEIGHT_FLOOR, tenant.pull / total if total else 0.0),
         )

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from msgspec.structs import replace
-
 from tandem_broker.protocol.messages import MOST_STEP
 from tandem_broker.queue import formation
-from tandem_broker.queue.records import Busy, GroupEntry, GroupRefused, Journal, StoreOptions
+from tandem_broker.queue.records import Busy, GroupEntry, GroupRefused, Journal, State, StoreOptions
 from tandem_broker.queue.tenants import Item, SizeQueues, Tenant, Tenants
 
 
@@ -18,15 +16,15 @@ class WaitingGroups:
 
     def __init__(self, tenants: Tenants, journal: Journal, options: StoreOptions) -> None:
         self.tenants = tenants
-        self.groups = 0
+        self.items: dict[int, Item] = {}
+        """Every group that is neither trained nor dropped, by its place in the order of arrival."""
         self.bytes = 0
         self.latest: GroupEntry | None = None
         """The group that entered a queue last."""
         self._latest = -1
         self._journal = journal
         self._options = options
-        self._change = 0
-        self._formed: tuple[tuple[int, int], list[Item] | None] = ((-1, -1), None)
+        self._formed: tuple[int, list[Item] | None] = (-1, None)
 
     def __iter__(self) -> Iterator[Item]:
         for tenant in self.tenants:
@@ -52,14 +50,14 @@ class WaitingGroups:
             raise GroupRefused(
                 f"the group has {entry.size} sequences and a batch {batch_size}: no batch can ever hold it"
             )
-        everybody = self.groups >= limit.max_groups or self.bytes >= limit.max_bytes
+        everybody = len(self.items) >= limit.max_groups or self.bytes >= limit.max_bytes
         if not everybody and tenant.held_groups < limit.max_env_groups and tenant.held_bytes < limit.max_env_bytes:
             return
         short = tenant.queue.sequences + tenant.buffer.sequences < batch_size
         if batch_size and self.next_batch() is None and (short or self._completes(entry.size)):
             return
         who = "the broker" if everybody else f"environment {tenant.name}"
-        groups, held = (self.groups, self.bytes) if everybody else (tenant.held_groups, tenant.held_bytes)
+        groups, held = (len(self.items), self.bytes) if everybody else (tenant.held_groups, tenant.held_bytes)
         raise Busy(
             f"{who} holds {groups} groups of {held / 2**20:.0f} MiB that wait for the trainer; try again later",
             retry_after,
@@ -68,15 +66,12 @@ class WaitingGroups:
     def _completes(self, size: int) -> bool:
         """Whether sizes that cannot add up to a batch can with one group of this size more."""
         total = self.tenants.batch_size
-        counts = Counter(self.tenants.sizes)
-        for tenant in self.tenants:
-            counts.update({size: len(line) for size, line in tenant.buffer.lines.items()})
-        before = formation.reachable(counts, total)
+        before = formation.reachable(Counter(item.size for item in self), total)
         return not before >> total & 1 and bool(before >> (total - size) & 1)
 
     def hold(self, item: Item) -> None:
         """It is counted until it is finished."""
-        self.groups += 1
+        self.items[item.order] = item
         self.bytes += item.num_bytes
         item.tenant.held_groups += 1
         item.tenant.held_bytes += item.num_bytes
@@ -102,17 +97,16 @@ class WaitingGroups:
         """Into its environment's buffer."""
         item.state = "buffered"
         item.tenant.buffer.insert(item)
-        self._change += 1
+        self.tenants.change += 1
 
     def enqueue(self, items: Iterable[Item]) -> None:
         """Into their environments' queues, each in its place of the order of arrival."""
         for item in items:
             item.state, item.batch = "queued", None
             item.tenant.queue.insert(item)
-            self.tenants.queued(item, 1)
             if item.order > self._latest:
                 self._latest, self.latest = item.order, item.entry
-        self._change += 1
+        self.tenants.change += 1
 
     def sort_again(self, tenant: Tenant) -> None:
         """Its group size changed: what is buffered is looked at again."""
@@ -132,27 +126,23 @@ class WaitingGroups:
             item.tenant.buffer.remove(item)
         elif item.state == "queued":
             item.tenant.queue.remove(item)
-            self.tenants.queued(item, -1)
-        self._change += 1
+        self.tenants.change += 1
 
-    def finish(self, items: Sequence[Item], dropped: bool, batch: str | None) -> None:
-        """Trained by this batch, or dropped: their payloads are let go."""
+    def finish(self, items: Sequence[Item], state: State, batch: str | None) -> None:
+        """Trained by this batch, or dropped: they are let go."""
         for item in items:
             self.lift(item)
-            item.state, item.batch = ("dropped" if dropped else "trained"), batch
-            item.entry = replace(item.entry, payload=None)
-            self.groups -= 1
+            del self.items[item.order]
             self.bytes -= item.num_bytes
             item.tenant.held_groups -= 1
             item.tenant.held_bytes -= item.num_bytes
         if items:
-            self._journal.moved([item.order for item in items], items[0].state, batch)
+            self._journal.moved([item.order for item in items], state, batch)
 
     def next_batch(self) -> list[Item] | None:
         """The groups of the next batch, in order, still where they are; None if none can be formed."""
-        at = (self._change, self.tenants.change)
-        if self._formed[0] != at:
-            self._formed = (at, self._form())
+        if self._formed[0] != self.tenants.change:
+            self._formed = (self.tenants.change, self._form())
         return self._formed[1]
 
     def _form(self) -> list[Item] | None:

@@ -10,7 +10,6 @@ import base64
 import hashlib
 import ipaddress
 import logging
-import math
 import re
 import secrets
 import time
@@ -29,12 +28,11 @@ from tandem_broker.journal.ledger import read
 from tandem_broker.protocol import messages, wire
 from tandem_broker.protocol.submission import Submission, read_group, read_groups
 from tandem_broker.protocol.wire import Malformed
-from tandem_broker.queue.records import Busy, EnvSpec, GroupEntry, GroupRefused, Receipt, ServedBatch
+from tandem_broker.queue.records import Busy, GroupEntry, GroupRefused, Receipt, ServedBatch
 from tandem_broker.queue.store import GroupQueue
 from tandem_broker.server.bodies import MESSAGE_BYTES, Bodies, BodyLimits, RequestRejected
 from tandem_broker.server.keys import Keys, Role, may, scoped
 from tandem_broker.server.meter import Meter
-from tandem_broker.server.routes import ROUTES, Route, document
 
 log = logging.getLogger(f"tandem.{__name__}")
 
@@ -44,6 +42,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 RETRY_SECONDS = 5.0
 """When to come back after a failure of the broker's own, such as a full disk."""
 UNSHOWN = {"overrides", "group_overrides", "env_id", "distill_token_ids", "distill_logprobs"}
+ACTING = ("GET /batch", "GET /reset_data")
+"""Routes that change something although they are a GET."""
 EMPTY_EXAMPLE = dict.fromkeys(set(messages.FIELDS) - UNSHOWN, ())
 """``GET /latest_example`` before there is one."""
 
@@ -90,30 +90,12 @@ def idempotency_key(request: web.Request) -> str | None:
     return key
 
 
-def number(request: web.Request, name: str, kind: type[int] | type[float]) -> Any:
-    """Return a number of the query, None if it is missing; raises RequestRejected (422) for anything else."""
-    text = request.query.get(name)
-    if text is None:
-        return None
-    try:
-        value = kind(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < 2**53:
-        raise RequestRejected(422, f"{name} takes a number >= 0, not {text[:40]!r}")
-    return value
-
-
 def is_near(address: str | None) -> bool:
     """Tell this machine's loopback, over which compressing an answer costs more than it saves."""
     try:
         return address is not None and ipaddress.ip_address(address).is_loopback
     except ValueError:
         return False
-
-
-async def _nothing() -> None:
-    """Without a ledger nothing is waited for."""
 
 
 class BrokerServer:
@@ -123,7 +105,6 @@ class BrokerServer:
         self,
         store: GroupQueue,
         *,
-        committed: Callable[[], Awaitable[None]] = _nothing,
         limits: BodyLimits | None = None,
         keys: Keys | None = None,
         host: str = "",
@@ -133,7 +114,6 @@ class BrokerServer:
 
         Args:
             store: changed by this broker alone.
-            committed: waits until everything that the store told its journal so far is on disk.
             limits: bounds on bodies.
             keys: API keys. Without any, requests that pages in a browser make are refused (``tandem.doors``).
             host: a name by which it is reached, beside its addresses and this machine's name.
@@ -144,7 +124,6 @@ class BrokerServer:
         self.meter = Meter()
         self.keys = keys or Keys()
         self._names = (host,) if host else ()
-        self._committed = committed
         self._clock = clock
         self._polled = 0.0
         self._failure: dict[str, Any] | None = None
@@ -152,22 +131,51 @@ class BrokerServer:
 
     def application(self) -> web.Application:
         """Return the routes, ready to run. Give the runner ``auto_decompress=False``: bodies are inflated here."""
+        routes: dict[Role | None, dict[str, Handler]] = {
+            None: {"GET /": self._root},
+            "environment": {
+                "GET /info": self._info,
+                "GET /wandb_info": self._wandb_info,
+                "POST /register-env": self._register_env,
+                "POST /disconnect-env": self._disconnect_env,
+                "GET /status-env": self._status_env,
+                "POST /scored_data": self._scored_data,
+                "POST /scored_data_list": self._scored_data_list,
+                "GET /status": self._status,
+                "GET /metrics": self._metrics,
+            },
+            "trainer": {
+                "POST /register": self._register,
+                "GET /batch": self._batch,
+                "POST /ack": self._acknowledge,
+                "POST /renew": self._renew,
+                "POST /release": self._return_lease,
+                "GET /latest_example": self._latest_example,
+                "GET /reset_data": self._reset,
+            },
+        }
         app = web.Application(middlewares=[self._answered])
-        for route in ROUTES:
-            app.router.add_route(route.method, route.path, self._guarded(getattr(self, f"_{route.handler}"), route))
+        for role, handlers in routes.items():
+            for route, handler in handlers.items():
+                method, path = route.split()
+                guarded = self._guarded(handler, role, acts=method == "POST" or route in ACTING)
+                app.router.add_route(method, path, guarded)
         return app
 
-    def _guarded(self, handler: Handler, route: Route) -> Handler:
+    def _guarded(self, handler: Handler, role: Role | None, acts: bool) -> Handler:
         """Put a handler behind its key or, where there are none, behind the question whether a web page asks."""
 
         async def guarded(request: web.Request) -> web.StreamResponse:
-            if route.role is not None:
-                self._owner(request, route.role)
+            if role is not None:
+                self._owner(request, role)
             if not self.keys.trainer:
-                why = doors.from_a_page(request.method, request.headers, acts=route.acts, names=self._names)
+                why = doors.from_a_page(request.method, request.headers, acts=acts, names=self._names)
                 if why:
                     raise RequestRejected(403, why)
-            return await handler(request)
+            response = await handler(request)
+            if acts and not response.prepared:  # what an answer promises is on disk before it leaves
+                await self.store.journal.committed()
+            return response
 
         return guarded
 
@@ -202,7 +210,9 @@ class BrokerServer:
         except ConnectionError:  # a client that went away within a request leaves no trace in the log
             response = RequestRejected(400, "the connection broke").response()
         resource = request.match_info.route.resource
-        self.meter.request(resource.canonical if resource else "(none)", response.status, time.perf_counter() - start)
+        path = resource.canonical if resource else "(none)"
+        self.meter.answers[path, response.status] += 1
+        self.meter.seconds[path] += time.perf_counter() - start
         if not response.prepared:
             response.headers["Tandem"] = __version__
         return response
@@ -230,13 +240,9 @@ class BrokerServer:
         text, policy = page()
         return web.Response(text=text, content_type="text/html", headers={"Content-Security-Policy": policy})
 
-    async def _openapi(self, request: web.Request) -> web.StreamResponse:
-        return reply(document())
-
     async def _register(self, request: web.Request) -> web.StreamResponse:
         uuid = self.store.register(await self._message(request, messages.RunParameters))
-        await self._committed()
-        return reply(messages.Registered(uuid=uuid))
+        return reply({"uuid": uuid})
 
     async def _info(self, request: web.Request) -> web.StreamResponse:
         run = self.store.run
@@ -245,38 +251,28 @@ class BrokerServer:
 
     async def _wandb_info(self, request: web.Request) -> web.StreamResponse:
         run = self.store.run
-        group, project = (None, None) if run is None else (run.wandb_group, run.wandb_project)
-        return reply(messages.WandbInfo(group=group, project=project))
+        return reply({"group": run and run.wandb_group, "project": run and run.wandb_project})
 
     async def _reset(self, request: web.Request) -> web.StreamResponse:
         self.store.reset()
-        await self._committed()
         return web.Response(text="Reset successful")
 
     # --- environments ---
 
     async def _register_env(self, request: web.Request) -> web.StreamResponse:
-        body = await self._message(request, messages.EnvRegistration)
-        spec = EnvSpec(
-            name=named(body.desired_name),
-            max_token_length=body.max_token_length,
-            weight=body.weight,
-            group_size=body.group_size,
-            min_batch_allocation=body.min_batch_allocation,
-        )
+        spec = await self._message(request, messages.EnvRegistration)
+        spec = msgspec.structs.replace(spec, desired_name=named(spec.desired_name))
         owner = self._owner(request)
         key = scoped(owner, idempotency_key(request))
         accepted = self.store.register_env(spec, self._clock(), key=key, owner=owner)
         if accepted is None:
             return reply({"status": "wait for trainer to start"})
-        await self._committed()
         return reply(accepted)
 
     async def _disconnect_env(self, request: web.Request) -> web.StreamResponse:
         body = await self._message(request, messages.EnvName)
         self._require_owner(request, body.env_id)
         is_known = self.store.disconnect(body.env_id, self._clock())
-        await self._committed()
         return reply(outcome(is_known, f"no environment has the id {body.env_id}"))
 
     async def _status_env(self, request: web.Request) -> web.StreamResponse:
@@ -286,21 +282,21 @@ class BrokerServer:
 
     async def _scored_data(self, request: web.Request) -> web.StreamResponse:
         submission = await self.bodies.read(request, read_group)
-        (receipt,) = await self._put([submission], request)
+        (receipt,) = self._put([submission], request)
         more = {"buffer_size": receipt.buffered} if receipt.kind == "buffered" else {}
         return reply({"status": "buffered" if more else "received", **more})
 
     async def _scored_data_list(self, request: web.Request) -> web.StreamResponse:
         most = self.bodies.limits.list_groups
-        receipts = await self._put(await self.bodies.read(request, partial(read_groups, most=most)), request)
+        receipts = self._put(await self.bodies.read(request, partial(read_groups, most=most)), request)
         answer: dict[str, Any] = {"status": "received", "groups_processed": len(receipts)}
         buffered = [receipt for receipt in receipts if receipt.kind == "buffered"]
         if buffered:
             answer |= {"buffered": len(buffered), "last_buffer_size": buffered[-1].buffered}
         return reply(answer)
 
-    async def _put(self, submissions: Sequence[Submission], request: web.Request) -> list[Receipt]:
-        """Hand groups to the store, all or none, and wait until they are safe."""
+    def _put(self, submissions: Sequence[Submission], request: web.Request) -> list[Receipt]:
+        """Hand groups to the store, all or none."""
         for env_id in {submission.env_id for submission in submissions}:
             self._require_owner(request, env_id)
         key, now = scoped(self._owner(request), idempotency_key(request)), self._clock()
@@ -319,7 +315,6 @@ class BrokerServer:
         receipts = self.store.put_all(list(zip(entries, keys, strict=True)), now)
         fresh = zip(entries, receipts, strict=True)
         self.meter.totals["accepted_bytes"] += sum(e.num_bytes for e, r in fresh if r.kind != "duplicate")
-        await self._committed()
         return receipts
 
     # --- trainers ---
@@ -329,27 +324,27 @@ class BrokerServer:
         if self.store.run is None:
             message = "Trainer not registered. Call /register first."
             return reply({"status": "error", "message": message, "batch": []})
-        seconds = number(request, "lease", float)
+        query = wire.convert(dict(request.query), messages.BatchQuery)
+        is_leased = query.lease is not None
         batch = self.store.take(
             now,
             trainer=request.remote,
-            lease=seconds is not None,
-            seconds=seconds,
-            policy=number(request, "policy", int),
-            max_lag=number(request, "max_lag", int),
+            lease=is_leased,
+            seconds=query.lease,
+            policy=query.policy,
+            max_lag=query.max_lag,
         )
         if batch is None:
-            await self._committed()
-            return reply(wire.write_batch(None))
+            return reply({"batch": None})
         try:
             payloads = await read(batch.entries)
-            await self._committed()
-            response = await self._send(request, batch, payloads, is_leased=seconds is not None)
+            await self.store.journal.committed()
+            response = await self._send(request, batch, payloads, is_leased)
         except BaseException:  # its client is gone, or it cannot be read: it returns to the queue
             self.store.return_lease(batch.id, self._clock())
             raise
         self.store.delivered(batch.id)
-        if seconds is None:
+        if not is_leased:
             self.store.acknowledge(batch.id, self._clock())  # nothing else will: it is out
         self.meter.totals.update(batches=1, groups=len(payloads), bytes=sum(map(len, payloads)))
         for entry in batch.entries:
@@ -375,7 +370,6 @@ class BrokerServer:
     async def _acknowledge(self, request: web.Request) -> web.StreamResponse:
         body = await self._message(request, messages.BatchName)
         acknowledgement = self.store.acknowledge(body.batch, self._clock())
-        await self._committed()
         return reply(outcome(bool(acknowledgement), acknowledgement.reason))
 
     async def _renew(self, request: web.Request) -> web.StreamResponse:
@@ -386,7 +380,6 @@ class BrokerServer:
     async def _return_lease(self, request: web.Request) -> web.StreamResponse:
         body = await self._message(request, messages.BatchName)
         is_returned = self.store.return_lease(body.batch, self._clock())
-        await self._committed()
         return reply(outcome(is_returned, f"no batch {body.batch} is leased"))
 
     # --- people ---
@@ -402,7 +395,8 @@ class BrokerServer:
                 "uptime": now - self._started,
                 "polled": self._polled,
                 "failure": self._failure,
-                **self.meter.detail(),
+                "served": {name: self.meter.totals[name] for name in ("batches", "groups", "bytes")},
+                "refused": dict(self.meter.refused),
                 "received_bytes": self.bodies.received,
                 "version": __version__,
             }

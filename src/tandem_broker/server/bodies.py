@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -35,7 +34,8 @@ class BodyLimits:
     inflation: int = 200
     """Most bytes that gzip may make of one byte, beyond 1 MiB. Real groups stay below 50."""
     pending_bytes: int = 512 << 20
-    """Most bytes of all bodies being read; beyond it clients are asked to come back."""
+    """Most bytes of all bodies being read, as sent; beyond it clients are asked to come back. One is inflated at a
+    time."""
     list_groups: int = 10_000
     """Most groups of one submitted list."""
     idle_seconds: float = 30.0
@@ -75,10 +75,9 @@ class Bodies:
     limits: BodyLimits
     """Bounds on them."""
     pending: int = 0
-    """Bytes of bodies being read, inflated or decoded."""
+    """Bytes of bodies being read or decoded, as sent."""
     received: int = 0
     """Bytes read since the start, as sent."""
-    _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "tandem-bodies"))
 
     async def read(self, request: web.Request, parse: Callable[[bytes], T], *, most: int | None = None) -> T:
@@ -105,9 +104,14 @@ class Bodies:
             self.received += len(body)
             if not body:
                 raise refuse("missing", (), "Field required")
-            _require_json(request)
+            kind = request.content_type if "Content-Type" in request.headers else "(none)"
+            if kind not in ("application/json", "text/json") and not kind.endswith(
+                "+json"
+            ):  # any web page could send it
+                why = f"Content-Type {kind[:80]} is not read; send application/json"
+                raise refuse("model_attributes_type", (), why)
             if coding.endswith("gzip"):
-                return await self._threaded(lambda: parse(self._inflated(body, most, grow)))
+                return await self._threaded(lambda: parse(self._inflated(body, most)))
             return parse(body) if len(body) <= INLINE_BYTES else await self._threaded(lambda: parse(body))
 
     def close(self) -> None:
@@ -141,46 +145,37 @@ class Bodies:
 
     @contextmanager
     def _reserved(self) -> Iterator[Grow]:
-        """Reserve room for a body: the function given reserves so many bytes more, in any thread, until the end."""
-        held = 0
+        """Reserve room for a body: the function given reserves so many bytes more, until the end."""
+        reserved = 0
 
         def grow(size: int) -> None:
-            nonlocal held
-            with self._lock:
-                if self.pending + size > self.limits.pending_bytes:
-                    raise RequestRejected(503, "too many bodies are being read; try again", retry_after=1)
-                self.pending += size
-                held += size
+            nonlocal reserved
+            if self.pending + size > self.limits.pending_bytes:
+                raise RequestRejected(503, "too many bodies are being read; try again", retry_after=1)
+            self.pending += size
+            reserved += size
 
         try:
             yield grow
         finally:
-            with self._lock:
-                self.pending -= held
+            self.pending -= reserved
 
-    def _inflated(self, body: bytes, most: int, grow: Grow) -> bytes:
-        """Inflate gzip, member after member, never beyond the bounds, reserving bytes before they are there."""
+    def _inflated(self, body: bytes, most: int) -> bytes:
+        """Inflate gzip, member after member, never beyond the bounds."""
         most = min(most, max(INLINE_BYTES, len(body) * self.limits.inflation))
-        parts, size = [], 0
+        parts, room = [], most + 1
         while body:
             stream = zlib.decompressobj(31)
-            while True:
-                room = min(INLINE_BYTES, most - size + 1)
-                grow(room)
-                try:
-                    part = stream.decompress(body, room)
-                except zlib.error:
-                    raise _bad_gzip() from None
-                grow(len(part) - room)
-                size += len(part)
-                if size > most:
-                    raise RequestRejected(413, f"the body inflates to more than {most} bytes")
-                parts.append(part)
-                if stream.eof:
-                    break
-                body = stream.unconsumed_tail
-                if not part and not body:
-                    raise _bad_gzip()
+            try:
+                part = stream.decompress(body, room)
+            except zlib.error:
+                raise _bad_gzip() from None
+            room -= len(part)
+            if not room:
+                raise RequestRejected(413, f"the body inflates to more than {most} bytes")
+            if not stream.eof:
+                raise _bad_gzip()
+            parts.append(part)
             body = stream.unused_data.lstrip(b"\0")
         return b"".join(parts)
 
@@ -192,10 +187,3 @@ def _too_large(size: int, most: int) -> RequestRejected:
 def _bad_gzip() -> RequestRejected:
     """In the words that Atropos' clients know."""
     return RequestRejected(400, "Invalid gzip payload", plain=True)
-
-
-def _require_json(request: web.Request) -> None:
-    """Raise Malformed for a content type that any web page could send."""
-    kind = request.content_type if "Content-Type" in request.headers else "(none)"
-    if kind not in ("application/json", "text/json") and not kind.endswith("+json"):
-        raise refuse("model_attributes_type", (), f"Content-Type {kind[:80]} is not read; send application/json")

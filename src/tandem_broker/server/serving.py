@@ -11,7 +11,7 @@ import os
 import resource
 import socket
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -76,93 +76,61 @@ def descriptor_limits() -> ConnectionLimits:
     return ConnectionLimits(most=max(16, wanted - OTHER_DESCRIPTORS))
 
 
-class Gate:
-    """Makes the protocol of each connection, behind a guard."""
+class _ConnectionGuard:
+    """Stands before the protocol of one connection, until it is closed.
 
-    def __init__(self, make: Callable[[], Any], limits: ConnectionLimits) -> None:
-        """``make`` gives the protocol that serves a connection."""
-        self.limits = limits
-        self._make = make
-        self._guards: OrderedDict[_ConnectionGuard, None] = OrderedDict()  # silent for longest first
+    ``guards`` are those of open connections, the one that has been silent for longest first.
+    """
 
-    def __call__(self) -> asyncio.Protocol:
-        """Return the protocol of a new connection."""
-        return _ConnectionGuard(self, self._make())
-
-    def enter(self, guard: _ConnectionGuard) -> bool:
-        """Let a connection in if there is room, or one that is silent can make it."""
-        if len(self._guards) >= self.limits.most:
-            silent = next(iter(self._guards))
-            if silent.has_headers and silent.silent_seconds() < self.limits.idle_seconds:
-                return False
-            silent.close()
-        self._guards[guard] = None
-        return True
-
-    def heard(self, guard: _ConnectionGuard) -> None:
-        """Note that a connection said something."""
-        if guard in self._guards:
-            self._guards.move_to_end(guard)
-
-    def leave(self, guard: _ConnectionGuard) -> None:
-        """Forget a connection."""
-        self._guards.pop(guard, None)
-
-
-class _ConnectionGuard(asyncio.Protocol):
-    """Stands before the protocol of one connection, until it is closed."""
-
-    def __init__(self, gate: Gate, inner: Any) -> None:
-        self.has_headers = False
-        self._gate = gate
+    def __init__(self, inner: Any, limits: ConnectionLimits, guards: OrderedDict[_ConnectionGuard, None]) -> None:
         self._inner = inner
+        self._limits = limits
+        self._guards = guards
         self._loop = asyncio.get_running_loop()
-        self._transport: Any = None
         self._heard = self._loop.time()
+        self._has_headers = False
         self._tail = b""
+        self._transport: Any = None
         self._timer: asyncio.TimerHandle | None = None
 
-    def silent_seconds(self) -> float:
-        return self._loop.time() - self._heard
-
-    def close(self) -> None:
-        self._gate.leave(self)
-        self._transport.abort()
+    def __getattr__(self, name: str) -> Any:
+        """What the guard doesn't look at goes straight to the protocol."""
+        return getattr(self._inner, name)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
-        if not self._gate.enter(self):
-            self._transport.abort()
-            return
-        self._timer = self._loop.call_later(self._gate.limits.header_seconds, self.close)
+        guards, limits = self._guards, self._limits
+        if len(guards) >= limits.most:
+            silent = next(iter(guards))
+            if silent._has_headers and self._loop.time() - silent._heard < limits.idle_seconds:
+                self._transport.abort()
+                return
+            silent._close()
+        guards[self] = None
+        self._timer = self._loop.call_later(limits.header_seconds, self._close)
         self._inner.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
         self._heard = self._loop.time()
-        self._gate.heard(self)
-        if not self.has_headers:
+        if self in self._guards:
+            self._guards.move_to_end(self)
+        if not self._has_headers:
             seen = self._tail + data
-            self.has_headers = b"\r\n\r\n" in seen or b"\n\n" in seen
+            self._has_headers = b"\r\n\r\n" in seen or b"\n\n" in seen
             self._tail = seen[-3:]
-            if self.has_headers and self._timer is not None:
+            if self._has_headers and self._timer is not None:
                 self._timer.cancel()
         self._inner.data_received(data)
 
-    def eof_received(self) -> bool | None:
-        keeps_open: bool | None = self._inner.eof_received()
-        return keeps_open
-
     def connection_lost(self, exc: Exception | None) -> None:
-        self._gate.leave(self)
+        self._guards.pop(self, None)
         if self._timer is not None:  # else it was never let in
             self._timer.cancel()
             self._inner.connection_lost(exc)
 
-    def pause_writing(self) -> None:
-        self._inner.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._inner.resume_writing()
+    def _close(self) -> None:
+        self._guards.pop(self, None)
+        self._transport.abort()
 
 
 @asynccontextmanager
@@ -199,11 +167,16 @@ async def serving(
     servers: list[asyncio.Server] = []
     try:
         assert runner.server is not None
-        gate, loop = Gate(runner.server, limits or descriptor_limits()), asyncio.get_running_loop()
+        serve, limits, loop = runner.server, limits or descriptor_limits(), asyncio.get_running_loop()
+        guards: OrderedDict[_ConnectionGuard, None] = OrderedDict()
+
+        def guarded() -> Any:
+            return _ConnectionGuard(serve(), limits, guards)
+
         sockets = sockets or listening(host, port)
         address = sockets[0].getsockname()
         for opened in sockets:
-            servers.append(await loop.create_server(gate, sock=opened, backlog=BACKLOG))
+            servers.append(await loop.create_server(guarded, sock=opened, backlog=BACKLOG))
         yield http_url(host, address[1])
     finally:
         for server in servers:

@@ -27,28 +27,12 @@ _UNSERVED: tuple[str, ...] = ("use_dora", "lora_bias", "modules_to_save", "rank_
 _UNSERVED += ("layer_replication", "trainable_token_indices", "target_parameters", "fan_in_fan_out")
 _UNSERVED += ("alora_invocation_tokens", "use_qalora", "use_bdlora")
 """Options of PEFT that change what an adapter computes and that vLLM, or one of its releases, ignores or refuses."""
-_ALIGNMENT = 64
-"""Bytes; checksums are read by wide loads where tensors begin at such a multiple."""
 
 
 def scaling(config: Mapping[str, Any]) -> float:
     """LoRA scaling of the adapter's output: alpha/rank, or alpha/sqrt(rank) with ``use_rslora``."""
     rank = config["r"]
     return float(config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank))
-
-
-def scale_(tensors: list[Tensor], factor: float) -> None:
-    """Multiply tensors in place, as vLLM does when it loads a file: by one number in float32, rounded once.
-
-    The fused form rounds the factor to the tensors' type first, which changes nothing of a power of two only.
-    """
-    if factor == 1:
-        return
-    if math.frexp(factor)[0] == 0.5:
-        torch._foreach_mul_(tensors, factor)
-    else:
-        for tensor in tensors:
-            tensor.mul_(factor)
 
 
 def rank_of(config: Mapping[str, Any], most: int) -> int:
@@ -77,15 +61,10 @@ def rank_of(config: Mapping[str, Any], most: int) -> int:
 
 
 class StoredAdapter:
-    """The trainer's adapter as slots store it. B is multiplied into memory of its own, the same every time.
-
-    One block holds every B, so that a copy of many tensors and one multiplication make all of it, and so that the
-    tables of checksums, which hold addresses, last.
-    """
+    """The trainer's adapter as slots store it. B is multiplied into memory of its own, the same every time."""
 
     def __init__(self) -> None:
-        self._block = torch.empty(0)
-        self._views: dict[str, Tensor] = {}
+        self._products: dict[str, Tensor] = {}
 
     def of(self, tensors: Iterable[tuple[str, Tensor]], config: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
         """Name and tensor in the given order, computed from the values that the tensors have now.
@@ -94,35 +73,18 @@ class StoredAdapter:
             tensors: PEFT's names, with or without the adapter's own, and live tensors.
             config: PEFT's configuration.
         """
-        plain = [(name.replace(".default.", "."), tensor.detach()) for name, tensor in tensors]
         factor = scaling(config)
-        if factor == 1:
-            return plain
-        factors = {name: tensor for name, tensor in plain if ".lora_B." in name}
-        if not factors:
-            return plain
-        if any(
-            (view := self._views.get(name)) is None
-            or (view.shape, view.dtype, view.device) != (tensor.shape, tensor.dtype, tensor.device)
-            for name, tensor in factors.items()
-        ):
-            self._make_room(factors)
-        torch._foreach_copy_([self._views[name] for name in factors], list(factors.values()))
-        self._block.mul_(factor)  # one kernel over all: in float32 and rounded once, as ``scale_``
-        return [(name, self._views[name] if name in factors else tensor) for name, tensor in plain]
+        plain = [(name.replace(".default.", "."), tensor.detach()) for name, tensor in tensors]
+        return [(name, self._product(name, t, factor) if ".lora_B." in name else t) for name, t in plain]
 
-    def _make_room(self, factors: Mapping[str, Tensor]) -> None:
-        first = next(iter(factors.values()))
-        starts, size = [], 0
-        for tensor in factors.values():
-            starts.append(size)
-            unit = _ALIGNMENT // first.element_size()
-            size += -(-tensor.numel() // unit) * unit
-        self._block = torch.zeros(size, dtype=first.dtype, device=first.device)
-        self._views = {
-            name: self._block[start : start + tensor.numel()].view(tensor.shape)
-            for start, (name, tensor) in zip(starts, factors.items(), strict=True)
-        }
+    def _product(self, name: str, tensor: Tensor, factor: float) -> Tensor:
+        if factor == 1:
+            return tensor
+        out = self._products.get(name)
+        if out is None or (out.shape, out.dtype, out.device) != (tensor.shape, tensor.dtype, tensor.device):
+            out = self._products[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        # Not the fused form for lists, which rounds the factor to the tensors' type first.
+        return torch.mul(tensor, factor, out=out)
 
 
 SHARED_NAME = "tandem-adapter"
@@ -187,14 +149,21 @@ class AttachedAdapter:
         return sum(tensor.nbytes for tensor in values)
 
 
-class WrittenSlot:
-    """A slot that this process writes: attached when it is first described, and anew when it is lent anew."""
+class AdapterWriter:
+    """A process's end of the slot of its engine: its adapter as it is stored there, and where."""
 
     def __init__(self) -> None:
+        self._stored = StoredAdapter()
         self._attached: AttachedAdapter | None = None
 
-    def write(self, description: Mapping[str, Any], stored: Sequence[tuple[str, Tensor]]) -> int:
-        """Copy a version into the slot that an engine described; returns its bytes. The engine must stand still.
+    def stored(self, adapter: LoraAdapter) -> list[tuple[str, Tensor]]:
+        """The adapter's tensors under the names and with the values that the engine stores them."""
+        return self._stored.of(adapter.tensors, adapter.config)
+
+    def copy(self, description: Mapping[str, Any], stored: Sequence[tuple[str, Tensor]]) -> int:
+        """Copy a version into the slot that an engine described, attached anew when it is lent anew; returns its bytes.
+
+        The engine must stand still.
 
         Raises:
             TransportError, EngineError: as ``AttachedAdapter``.
@@ -203,17 +172,10 @@ class WrittenSlot:
             self._attached = AttachedAdapter(description, stored)
         return self._attached.write(stored)
 
-    def close(self) -> None:
-        """Let go of it."""
-        self._attached = None
-
-
-class AdapterWriter:
-    """One rank's end of the slot of its own engine: its adapter as it is stored there, and where."""
-
-    def __init__(self) -> None:
-        self._stored, self._slot = StoredAdapter(), WrittenSlot()
-
     def write(self, description: Mapping[str, Any], adapter: LoraAdapter) -> int:
-        """Write what the adapter holds now; as ``WrittenSlot.write``."""
-        return self._slot.write(description, self._stored.of(adapter.tensors, adapter.config))
+        """Copy what the adapter holds now; as ``copy``."""
+        return self.copy(description, self.stored(adapter))
+
+    def close(self) -> None:
+        """Let go of the slot."""
+        self._attached = None

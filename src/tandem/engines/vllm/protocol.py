@@ -58,7 +58,7 @@ def shallow(value: Any) -> None:
     """
     level = [value]
     for _ in range(DEPTH):
-        inner = [each for one in level for each in (one.values() if isinstance(one, dict) else one)]
+        inner = [each for value in level for each in (value.values() if isinstance(value, dict) else value)]
         if any(isinstance(each, int) and not -(2**63) <= each < 2**63 for each in inner):
             raise ValueError("a number has more than 64 bits")
         level = [each for each in inner if isinstance(each, (dict, list))]
@@ -118,7 +118,7 @@ class Ids(Body):
     prompt_token_ids: list[Token]
 
 
-_OURS = frozenset({"prompt", "adapter", "stream", "flat_logprobs", "min_step"})
+_NOT_SAMPLING = frozenset({"prompt", "adapter", "stream", "flat_logprobs", "min_step"})
 """Fields of ``Generate`` that say nothing of sampling."""
 
 
@@ -162,7 +162,7 @@ class Generate(Body):
     def sampling(self) -> dict[str, Any]:
         """Arguments of SamplingParams."""
         plain = msgspec.to_builtins(self)
-        arguments = {name: value for name, value in plain.items() if name not in _OURS}
+        arguments = {name: value for name, value in plain.items() if name not in _NOT_SAMPLING}
         if self.logprobs == 1:
             arguments["logprobs"] = 0  # vLLM would tell the likeliest token's beside the sampled one's
         # Said even where vLLM's default is the same: its defaults are not ours to rely on.
@@ -472,11 +472,6 @@ class SiblingRequests(Body):
     itself, so that what is wrong with it costs these answers alone."""
     seeds: Annotated[list[Whole | None], msgspec.Meta(max_length=MOST_ANSWERS)]
     """Of each answer; null: it draws from the engine's stream."""
-
-
-def siblings(request: Generate) -> SiblingRequests:
-    """Answers to a prompt, none yet."""
-    return SiblingRequests(request=msgspec.Raw(msgspec.json.encode(request)), seeds=[])
 
 
 class Many(Body):

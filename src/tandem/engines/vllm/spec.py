@@ -247,20 +247,17 @@ class Vllm(EngineSpec):
         _separable(adapters)
         launch = self._launch(requirements, context)
         folders = str(adapters.absolute())
-        own = {"TANDEM_API_KEY": key, "TANDEM_ADAPTER_FOLDERS": folders, "TANDEM_LINGER": "0", "TANDEM_APART": "1"}
+        extra = {"TANDEM_API_KEY": key, "TANDEM_ADAPTER_FOLDERS": folders, "TANDEM_LINGER": "0", "TANDEM_APART": "1"}
         fleet = Fleet(
             [self._server(i) for i in range(self.replicas)],
-            launch=replace(launch, records=None, environment=lambda i, key: {**launch.environment(i, key), **own}),
+            launch=replace(launch, records=None, environment=lambda i, key: {**launch.environment(i, key), **extra}),
             options=self,
             requirements=requirements,
         )
         for server in fleet.servers:
             server.key = key
-        try:
-            await fleet.start()
+        async with fleet.running():
             yield fleet
-        finally:
-            await fleet.close()
 
     @asynccontextmanager
     async def beside_ranks(
@@ -275,20 +272,17 @@ class Vllm(EngineSpec):
             context: most tokens of a prompt and completion.
             requirements: the run's.
         """
-        own = replace(self, host=host, replicas=1, port=self.port + number if self.port else 0)
+        spec = replace(self, host=host, replicas=1, port=self.port + number if self.port else 0)
         fleet = Fleet(
-            [own._server(0)],
-            launch=own._launch(requirements, context),
-            options=own,
+            [spec._server(0)],
+            launch=spec._launch(requirements, context),
+            options=spec,
             requirements=requirements,
             first=number,
             every=engines,
         )
-        try:
-            await fleet.start()
+        async with fleet.running():
             yield fleet
-        finally:
-            await fleet.close()
 
     def _key(self) -> str:
         """The key that the recipe names; empty where it names none.
@@ -313,9 +307,13 @@ class Vllm(EngineSpec):
             port = self.port + index if reservation is None else reservation.getsockname()[1]
             key = self._key() or (secrets.token_urlsafe(24) if self.require_api_key else "")
             url = http_url(self.host, port)
-        server = EngineServer(url, key, control_seconds=self.control_seconds, request_seconds=self.request_seconds)
+        server = self.client(url, key)
         server.reservation = reservation
         return server
+
+    def client(self, url: str, key: str) -> EngineServer:
+        """A client of an engine, with this recipe's deadlines."""
+        return EngineServer(url, key, control_seconds=self.control_seconds, request_seconds=self.request_seconds)
 
     def _launch(self, requirements: EngineRequirements, context: int) -> Launch:
         """How each engine is started; the model folder may differ from start to start."""
@@ -411,8 +409,8 @@ class Vllm(EngineSpec):
 
 def _process_identity() -> str:
     """This process, for the engine to watch."""
-    me = identity(os.getpid())
-    return "" if me is None else f"{me.pid}:{me.started}"
+    process = identity(os.getpid())
+    return "" if process is None else f"{process.pid}:{process.started}"
 
 
 def _first_device() -> str:
@@ -458,7 +456,7 @@ _STARTING = (
 )  # fmt: skip
 
 
-_OURS = frozenset((
+_SET_BY_TANDEM = frozenset((
     "--model", "--served-model-name", "--host", "--port", "--dtype", "--seed", "--max-model-len", "--max-num-seqs",
     "--tensor-parallel-size", "--logprobs-mode", "--worker-extension-cls", "--middleware", "--enforce-eager",
     "--enable-prefix-caching", "--gpu-memory-utilization", "--limit-mm-per-prompt", "--enable-lora",
@@ -486,6 +484,8 @@ def not_free(name: str, value: Any) -> str:
     if value is None:
         return "is null, which vLLM's server knows no word for; leave it out for the default"
     plain = name.replace("_", "-").removeprefix("no-").partition(".")[0]
-    if any(option.startswith(f"--{plain}") for option in _OURS):  # it takes the beginning of a name for the whole
+    if any(
+        option.startswith(f"--{plain}") for option in _SET_BY_TANDEM
+    ):  # it takes the beginning of a name for the whole
         return "is set by Tandem or is an option of its own; remove it from args"
     return ""

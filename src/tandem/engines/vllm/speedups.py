@@ -176,13 +176,14 @@ class HeldLogprobs:
         return self._kind(ids[:, None], logprobs[:, None], ranks, None)
 
 
-def joined(one: Any, other: Any) -> Any:
+def joined(first: Any, second: Any) -> Any:
     """One ``LogprobsLists`` of two, as wide as the narrower; where one is None, the other."""
-    if one is None or other is None:
-        return other if one is None else one
-    width = min(one.logprobs.shape[1], other.logprobs.shape[1])
-    ids, logprobs = (np.concatenate([getattr(part, name)[:, :width] for part in (one, other)]) for name in FIELDS[:2])
-    return type(one)(ids, logprobs, np.concatenate([one.sampled_token_ranks, other.sampled_token_ranks]), None)
+    if first is None or second is None:
+        return second if first is None else first
+    both = (first, second)
+    width = min(part.logprobs.shape[1] for part in both)
+    ids, logprobs = (np.concatenate([getattr(part, name)[:, :width] for part in both]) for name in FIELDS[:2])
+    return type(first)(ids, logprobs, np.concatenate([part.sampled_token_ranks for part in both]), None)
 
 
 AT_ONCE = "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"

@@ -8,12 +8,13 @@ import json
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from types import NoneType
-from typing import Any, BinaryIO
+from typing import Any
 
 from tandem import clone, hub, types
 from tandem.envs.base import Split
@@ -22,9 +23,6 @@ from tandem.errors import ConfigError, EnvError
 from tandem.types import Json
 
 logger = logging.getLogger(__name__)
-
-_LONGEST = 64 << 20
-"""Bytes of one line of a file: it is held in memory several times over."""
 
 _WHOLE = re.compile(r"[+-]?[0-9]{1,1000}")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
@@ -170,28 +168,25 @@ def read_file(path: str) -> Iterator[DataRow]:
 
 
 def _read_jsonl(file: Path) -> Iterator[DataRow]:
-    with file.open("rb") as lines:
-        for number, raw in enumerate(_lines(lines, file), 1):
-            where = f"{file}:{number}"
-            line = _decoded(raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw, where)
-            if not line.strip():
-                continue
-            # Without its end, else what is missing there is missed on the next line.
-            columns = _loaded(line.rstrip(), where, "each line must be one JSON object")
-            if not isinstance(columns, dict):
-                raise EnvError(f"{where}: each line must be one JSON object, got {_kind(columns)}")
-            yield DataRow(where, number, columns)
+    for number, line in enumerate(_lines(file), 1):
+        where = f"{file}:{number}"
+        if not line.strip():
+            continue
+        # Without its end, else what is missing there is missed on the next line.
+        columns = _loaded(line.rstrip(), where, "each line must be one JSON object")
+        if not isinstance(columns, dict):
+            raise EnvError(f"{where}: each line must be one JSON object, got {_kind(columns)}")
+        yield DataRow(where, number, columns)
 
 
 def _read_json(file: Path) -> Iterator[DataRow]:
     """Rows of a file that is one list of objects, or has one on each line."""
-    with file.open("rb") as raw:
-        is_list = raw.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
-    if not is_list:
+    first = next((line for line in _lines(file) if line.strip()), "")
+    if not first.lstrip().startswith("["):
         yield from _read_jsonl(file)
         return
-    text = _decoded(file.read_bytes().removeprefix(b"\xef\xbb\xbf"), str(file))
-    for number, columns in enumerate(_loaded(text, str(file), "the file must be one list of JSON objects"), 1):
+    text, expected = "".join(_lines(file)), "the file must be one list of JSON objects"
+    for number, columns in enumerate(_loaded(text, str(file), expected), 1):
         where = f"{file}: row {number}"
         if not isinstance(columns, dict):
             raise EnvError(f"{where}: each entry of the list must be one JSON object, got {_kind(columns)}")
@@ -214,17 +209,16 @@ def _loaded(text: str, where: str, expected: str) -> Any:
 
 def _read_csv(file: Path) -> Iterator[DataRow]:
     """Rows with columns of numbers as numbers, as ``datasets`` reads them: a column that has any other text is text."""
-    values: dict[str, set[type]] = {}
-    for row in _read_csv_text(file):
-        for name, text in row.columns.items():
-            values.setdefault(name, set()).add(_type_of(text))
-    types_of = {
-        name: str if str in some or some == {NoneType} else int if some == {int} else float
-        for name, some in values.items()
-    }
-    for row in _read_csv_text(file):
-        columns = {name: _typed(text, types_of[name]) for name, text in row.columns.items()}
-        yield replace(row, columns=columns)
+    rows = list(_read_csv_text(file))
+    kinds = {name: _kind_of([row.columns[name] for row in rows]) for name in (rows[0].columns if rows else ())}
+    for row in rows:
+        yield replace(row, columns={name: _typed(text, kinds[name]) for name, text in row.columns.items()})
+
+
+def _kind_of(texts: Iterable[str]) -> type:
+    """What a column holds."""
+    kinds = set(map(_type_of, texts))
+    return str if str in kinds or kinds == {NoneType} else int if kinds == {int} else float
 
 
 def _type_of(text: str) -> type:
@@ -240,30 +234,23 @@ def _typed(text: str, kind: type) -> Json:
 
 
 def _read_csv_text(file: Path) -> Iterator[DataRow]:
-    csv.field_size_limit(_LONGEST)  # of the whole process; by default no field is longer than 128 KiB
-    with file.open("rb") as raw:
-        lines = (
-            _decoded(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, f"{file}:{number}")
-            for number, line in enumerate(_lines(raw, file), 1)
-        )
-        reader = csv.reader(lines, delimiter="\t" if file.suffix.lower() == ".tsv" else ",", strict=True)
-        try:
-            header: list[str] = []
-            for values in reader:
-                if not any(values):
-                    continue
-                where = f"{file}:{reader.line_num}"
-                if not header:
-                    header = values
-                    if twice := [name for name in header if name and header.count(name) > 1]:
-                        num = header.count(twice[0])
-                        raise EnvError(f"{where}: {num} columns are called {twice[0]!r}; give each a name of its own")
-                    continue
-                if len(values) != len(header):
-                    raise EnvError(f"{where}: {len(values)} fields, expected {len(header)} ({', '.join(header)})")
-                yield DataRow(where, reader.line_num, dict(zip(header, values, strict=True)))
-        except csv.Error as error:
-            raise EnvError(f"{file}:{reader.line_num}: not valid CSV: {error}") from error
+    csv.field_size_limit(sys.maxsize)  # of the whole process; by default no field is longer than 128 KiB
+    reader = csv.reader(_lines(file), delimiter="\t" if file.suffix.lower() == ".tsv" else ",", strict=True)
+    header: list[str] = []
+    try:
+        for values in filter(any, reader):
+            where = f"{file}:{reader.line_num}"
+            if not header:
+                header = values
+                if twice := [name for name in header if name and header.count(name) > 1]:
+                    num = header.count(twice[0])
+                    raise EnvError(f"{where}: {num} columns are called {twice[0]!r}; give each a name of its own")
+                continue
+            if len(values) != len(header):
+                raise EnvError(f"{where}: {len(values)} fields, expected {len(header)} ({', '.join(header)})")
+            yield DataRow(where, reader.line_num, dict(zip(header, values, strict=True)))
+    except csv.Error as error:
+        raise EnvError(f"{file}:{reader.line_num}: not valid CSV: {error}") from error
 
 
 def _read_parquet(file: Path) -> Iterator[DataRow]:
@@ -315,23 +302,15 @@ def _read_hub(name: str, subset: str | None, split: str) -> Iterator[DataRow]:
         yield DataRow(f"{name}[{split}] row {number}", number, _plain(columns))
 
 
-def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    """The lines of a file; raises EnvError for one that is too long, before it is all in memory."""
-    number = 0
-    while line := file.readline(_LONGEST + 1):
-        number += 1
-        if len(line) > _LONGEST:
-            raise EnvError(
-                f"{path}:{number}: the line is longer than {_LONGEST >> 20} MiB; each line should be one row"
-            )
-        yield line
-
-
-def _decoded(raw: bytes, where: str) -> str:
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise EnvError(f"{where}: not UTF-8 (byte {error.start + 1} of the line); save the file as UTF-8") from error
+def _lines(file: Path) -> Iterator[str]:
+    """The lines of a file, without a byte-order mark; raises EnvError for one that is not UTF-8."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                yield line.removeprefix(b"\xef\xbb\xbf" if number == 1 else b"").decode("utf-8")
+            except UnicodeDecodeError as error:
+                at = f"byte {error.start + 1} of the line"
+                raise EnvError(f"{file}:{number}: not UTF-8 ({at}); save the file as UTF-8") from error
 
 
 def _plain(value: Any) -> Json:

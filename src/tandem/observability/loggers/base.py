@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from tandem.errors import ConfigError
-from tandem.observability.waits import Wait
 from tandem.types import Json
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Activity:
-    """Current activity of a run, for a live display."""
-
-    phases: tuple[tuple[str, float], ...] = ()
-    """Open spans, outermost first: name and seconds since it began."""
-    waits: Sequence[Wait] = ()
-    """Open waits, longest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +27,6 @@ class RunInfo:
     """The resolved recipe as plain JSON."""
     resumed_step: int = 0
     """Step the run starts from; 0 for a fresh one."""
-    activity: Callable[[], Activity] = Activity
-    """Asks what the run is doing now; safe from any thread. Telemetry fills it in."""
 
 
 class Writer(Protocol):
@@ -136,11 +123,18 @@ def parts(sample: Mapping[str, Json]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in (sample.get("rewards") or {}).items())
 
 
+def option(config: Json, path: str) -> Json:
+    """An option of a resolved recipe by its dotted path; None if there is none."""
+    for key in path.split("."):
+        config = config.get(key) if isinstance(config, Mapping) else None
+    return config
+
+
 def kind(part: Json) -> str:
     """Display name of a part of a recipe: its kind, or of one outside the tree the data it reads, or its name."""
     named = str(part.get("kind") or "") if isinstance(part, Mapping) else str(part or "")
-    module, _, own = named.rpartition(":")
-    return named if not module else " + ".join(_paths(part)) or own
+    module, _, name = named.rpartition(":")
+    return named if not module else " + ".join(_paths(part)) or name
 
 
 def _paths(options: Json) -> list[str]:

@@ -11,10 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tandem.errors import require
-from tandem.observability import board as boards
-from tandem.observability import progress
 from tandem.observability.loggers.base import MetricsLogger, RunInfo, Writer
-from tandem.types import Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,43 +34,12 @@ class Console(MetricsLogger):
         """Start showing; a resumed run shows its past too."""
         from rich.console import Console as Terminal
 
+        from tandem.observability.loggers._terminal import LiveWriter, PlainWriter
+
         if isinstance(sys.stdout, io.TextIOWrapper) and codecs.lookup(sys.stdout.encoding).name != "utf-8":
             sys.stdout.reconfigure(errors="replace")  # answers hold any letter
         terminal = Terminal(force_terminal=True if self.live == "always" else None)
         looked_at = terminal.is_terminal and not terminal.is_dumb_terminal
         if self.live == "always" or (self.live == "auto" and looked_at):
-            from tandem.observability.loggers._live import LiveWriter
-
             return LiveWriter(info, terminal, self.refresh)
-        return _PlainWriter(info)
-
-
-class _PlainWriter:
-    """Lines. Written by hand: Rich would wrap them, and ends the process when a pipe is closed."""
-
-    def __init__(self, info: RunInfo) -> None:
-        self._board = boards.RunBoard(info)
-        self._say(" · ".join([info.name, *boards.settings(info.config), f"{info.steps} steps"]))
-        self._stop = progress.listen(progress.ProgressLines(self._say))
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._board.write(step, scalars)
-        self._say(boards.step_line(self._board))
-
-    def evaluation(self, step: int, record: Mapping[str, Json], scalars: Mapping[str, float]) -> None:
-        self._board.evaluation(step, record)
-        self._say(boards.evaluation_line(self._board))
-        for line in boards.held_out_lines(record, self._board.info.config):
-            self._say(line)
-
-    def event(self, name: str, fields: Mapping[str, Json]) -> None:
-        for line in boards.lines_of(name, fields) or [boards.event_text(name, fields)]:
-            if line:
-                self._say(line)
-
-    def close(self) -> None:
-        self._stop()
-
-    def _say(self, line: str) -> None:
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
+        return PlainWriter(info)

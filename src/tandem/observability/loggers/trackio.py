@@ -29,8 +29,8 @@ class Trackio(MetricsLogger):
         """Start the run, or continue it under the name kept in the run folder's ``trackio.id``."""
         trackio = require("trackio", "trackio")
         info.folder.mkdir(parents=True, exist_ok=True)
-        kept = info.folder / "trackio.id"
-        earlier = kept.read_text().strip() if kept.exists() else ""  # a full disk leaves it empty
+        id_file = info.folder / "trackio.id"
+        earlier = id_file.read_text().strip() if id_file.exists() else ""  # a full disk leaves it empty
         name = earlier or info.name
         run = trackio.init(
             project=self.project,
@@ -41,7 +41,7 @@ class Trackio(MetricsLogger):
             resume="allow" if earlier else "never",
             embed=False,
         )
-        kept.write_text(name + "\n")
+        id_file.write_text(name + "\n")
         return _TrackioWriter(run, trackio)
 
 

@@ -34,9 +34,9 @@ class Wandb(MetricsLogger):
         """Start the run, or continue it by the id kept in the run folder's ``wandb.id``."""
         wandb = require("wandb", "wandb")
         info.folder.mkdir(parents=True, exist_ok=True)
-        kept = info.folder / "wandb.id"
+        id_file = info.folder / "wandb.id"
         # A full disk leaves it empty.
-        run_id = (kept.read_text().strip() if kept.exists() else "") or uuid.uuid4().hex[:12]
+        run_id = (id_file.read_text().strip() if id_file.exists() else "") or uuid.uuid4().hex[:12]
         run = wandb.init(
             id=run_id,
             resume="allow",
@@ -49,7 +49,7 @@ class Wandb(MetricsLogger):
             config=dict(info.config),
             dir=str(info.folder),
         )
-        kept.write_text(run_id + "\n")
+        id_file.write_text(run_id + "\n")
         # Its own step counter only ever rises, so what follows a resume from an earlier step would be lost:
         # ours is a metric like any other, and the axis of all of them.
         run.define_metric("step")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TypedDict, TypeVar
 
 import msgspec
@@ -18,11 +18,10 @@ MOST_STEPS = 40
 """Steps whose rollouts are embedded at most."""
 MOST_BYTES = 4_500_000
 """Size of all embedded rollouts at most; the rest of the page is small."""
+PACKED = 0.3
+"""Size of a step on the page, as a share of its file: tokens pack to some 16 bytes of 60."""
 MOST_TOKENS = 4096
 """Tokens of one rollout that are embedded at most."""
-
-# What may follow a turn's text before the next turn begins: end marks and white space.
-_TAIL = re.compile(r"\s*|<\|[^|]*\|>|</?s>|<[a-z_]*(?:eos|end)[a-z_]*>")
 
 
 class Samples(TypedDict):
@@ -38,10 +37,9 @@ class Samples(TypedDict):
 
 def collect(run: RunFolder, most_bytes: int = MOST_BYTES) -> Samples:
     """Choose steps evenly, first and last included, as many as fit; if even two do not, groups are left out."""
-    count = min(MOST_STEPS, len(run.rollout_steps))
-    while count > 2 and sum(_expected(run, step) for step in evenly(run.rollout_steps, count)) > most_bytes:
-        count -= 1
-    chosen = evenly(run.rollout_steps, count)
+    sizes = [run.rollout_file(step).stat().st_size for step in run.rollout_steps]
+    expected = PACKED * sum(sizes) / max(1, len(sizes))
+    chosen = evenly(run.rollout_steps, min(MOST_STEPS, max(2, int(most_bytes / max(1.0, expected)))))
     pieces: dict[tuple[int, str], int] = {}
     steps: list[Row] = []
     room = most_bytes
@@ -59,11 +57,6 @@ def evenly(items: Sequence[T], count: int) -> list[T]:
     if count <= 1:
         return list(items[-1:]) if count else []
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
-
-
-def _expected(run: RunFolder, step: int) -> float:
-    """About how many bytes a step takes on the page, judged by its file: tokens pack to some 16 bytes of 60."""
-    return 0.3 * run.rollout_file(step).stat().st_size
 
 
 def _step(step: int, records: list[Row], pieces: dict[tuple[int, str], int], most: int) -> tuple[Row, int]:
@@ -130,29 +123,20 @@ def _rollout(record: Row, prompt_messages: int, pieces: dict[tuple[int, str], in
 def _pack_tokens(tokens: list[Row], pieces: dict[tuple[int, str], int]) -> Row:
     """Columns of whole numbers: logprobs in 1e-4 nats, differences in 1e-6; one number where all are equal."""
     places = [pieces.setdefault((token.get("id", -1), token.get("t", "")), len(pieces)) for token in tokens]
-    advantages = [_rounded(token.get("adv"), 4) for token in tokens]
+    advantages = [round(token.get("adv") or 0.0, 4) for token in tokens]
     trained = [1 if token.get("m", 1) else 0 for token in tokens]
     return {
         "p": places,
         "l": [_scaled(token.get("lp"), 1e4) for token in tokens],
-        "d": [_scaled(_difference(token), 1e6) for token in tokens],
+        "d": [_scaled(token.get("tp"), 1e6, token.get("lp")) for token in tokens],
         "a": advantages[0] if len(set(advantages)) == 1 else advantages,
         "m": 1 if all(trained) else trained,
     }
 
 
-def _difference(token: Row) -> float | None:
-    """Trainer's logprob minus the behaviour policy's."""
-    lp, tp = token.get("lp"), token.get("tp")
-    return None if lp is None or tp is None else tp - lp
-
-
-def _scaled(value: float | None, by: float) -> int | None:
-    return None if value is None else round(value * by)
-
-
-def _rounded(value: float | None, digits: int) -> float | None:
-    return None if value is None else round(value, digits)
+def _scaled(value: float | None, by: float, less: float | None = 0.0) -> int | None:
+    """A difference as a whole number; None where either is unknown."""
+    return None if value is None or less is None else round((value - less) * by)
 
 
 def place_tokens(messages: list[Row], tokens: list[Row], turns: Sequence[int] | None = None) -> list[Row]:
@@ -161,14 +145,13 @@ def place_tokens(messages: list[Row], tokens: list[Row], turns: Sequence[int] | 
     Args:
         messages: the messages after the prompt.
         tokens: what was sampled, all turns in a row.
-        turns: tokens of each turn, where the record says so; else they are found by their text.
+        turns: tokens of each turn, where the record says so.
     """
-    own = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
-    ends = _ends(own, messages, tokens, turns)
-    if ends is None:  # the text was changed after sampling: show both
-        plain = [_message(message) for message in messages]
-        return [*plain, {"role": "sampled tokens", "tokens": [0, len(tokens)]}] if tokens else plain
-    spans = dict(zip(own, zip([0, *ends], ends, strict=False), strict=True))
+    turn_places = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+    ends = [min(end, len(tokens)) for end in accumulate(turns or [len(tokens)])]
+    if tokens and (len(ends) != len(turn_places) or ends[-1] != len(tokens)):  # messages are no turns: show both
+        return [*map(_message, messages), {"role": "sampled tokens", "tokens": [0, len(tokens)]}]
+    spans = dict(zip(turn_places, zip([0, *ends], ends, strict=False), strict=True)) if tokens else {}
     return [
         {"role": message.get("role", ""), "tokens": list(spans[i])} if i in spans else _message(message)
         for i, message in enumerate(messages)
@@ -177,27 +160,6 @@ def place_tokens(messages: list[Row], tokens: list[Row], turns: Sequence[int] | 
 
 def _message(message: Row) -> Row:
     return {"role": message.get("role", ""), "content": message.get("content", "")}
-
-
-def _ends(own: list[int], messages: list[Row], tokens: list[Row], turns: Sequence[int] | None) -> list[int] | None:
-    """Where each turn's tokens end, or None if that cannot be told."""
-    if not own or not tokens:
-        return None
-    if turns and len(turns) == len(own):
-        ends = [min(sum(turns[: i + 1]), len(tokens)) for i in range(len(turns))]
-        return ends if ends[-1] == len(tokens) else None
-    ends, at = [], 0
-    for i in own[:-1]:
-        wanted, text = str(messages[i].get("content", "")).strip(), ""
-        while wanted not in text and at < len(tokens):
-            text += tokens[at].get("t", "")
-            at += 1
-        if wanted not in text:
-            return None
-        while at < len(tokens) and _TAIL.fullmatch(tokens[at].get("t", "")):
-            at += 1
-        ends.append(at)
-    return [*ends, len(tokens)]
 
 
 def answers(run: RunFolder, most_bytes: int = 600_000) -> list[Json]:
@@ -211,18 +173,17 @@ def answers(run: RunFolder, most_bytes: int = 600_000) -> list[Json]:
     if not rows:
         return []
     before, after = _by_task(rows[0]), _by_task(rows[-1]) if len(rows) > 1 else {}
-    out: list[Json] = []
-    for task, (sample, then) in before.items():
-        if task in after or not after:
-            out.append(
-                {
-                    "task": task,
-                    "prompt": sample.get("prompt", ""),
-                    "answer": sample.get("answer", ""),
-                    "before": then,
-                    "after": after[task][1] if after else None,
-                }
-            )
+    out: list[Json] = [
+        {
+            "task": task,
+            "prompt": sample.get("prompt", ""),
+            "answer": sample.get("answer", ""),
+            "before": then,
+            "after": after[task][1] if after else None,
+        }
+        for task, (sample, then) in before.items()
+        if task in after or not after
+    ]
     while out and len(msgspec.json.encode(out)) > most_bytes:
         out = out[: len(out) // 2]
     return out

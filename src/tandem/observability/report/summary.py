@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
-from tandem.observability.loggers.base import kind
+from tandem.observability.loggers.base import kind, option
 from tandem.observability.report.folder import Row, RunFolder
 from tandem.types import Json
 
@@ -115,47 +115,32 @@ def evaluation(row: Row) -> Row:
     """The numbers of an eval.jsonl row, its pass@k being that of the largest k."""
     table = row.get("pass_at") or {}
     k = max(table, key=int, default=None)
-    return {
-        "step": row["step"],
-        "env": row.get("env", ""),
-        "mean": row["mean"],
-        "ci": row.get("mean_ci"),
-        "pass_k": int(k) if k is not None else None,
-        "pass": table[k] if k is not None else None,
-        "pass_ci": row.get("pass_ci"),
-        "truncated": row.get("truncated"),
-        "tokens": row.get("tokens"),
-        "tasks": row.get("tasks"),
-        "samples": row.get("samples"),
-    }
+    numbers = {key: row.get(key) for key in ("pass_ci", "truncated", "tokens", "tasks", "samples")}
+    best = {"pass_k": int(k), "pass": table[k]} if k is not None else {"pass_k": None, "pass": None}
+    ci = row.get("mean_ci")
+    return {"step": row["step"], "env": row.get("env", ""), "mean": row["mean"], "ci": ci, **best, **numbers}
 
 
 def facts(config: Row) -> list[tuple[str, str]]:
     """Label and value of the settings that say what a run is."""
-    sampling = config.get("sampling") or {}
     shape = [config.get(key) for key in ("groups_per_step", "group_size")]
-    optimizer = config.get("optimizer")
     labels = {
         "model": config.get("model"),
         "environment": kind(config.get("env")) or _mixture(config.get("envs")),
-        "trainable": _kind(config.get("trainable")),
-        "weights travel": _kind(config.get("sync")),
-        "engine": _kind(config.get("engine")),
+        "trainable": kind(config.get("trainable")),
+        "weights travel": kind(config.get("sync")),
+        "engine": kind(config.get("engine")),
         "rollouts a step": f"{shape[0]} × {shape[1]}" if all(shape) else None,
         "lag at most": config.get("max_lag"),
-        "advantage": _kind(config.get("advantage")),
-        "loss": _kind(config.get("loss")),
-        "learning rate": optimizer.get("lr") if isinstance(optimizer, dict) else None,
-        "temperature": sampling.get("temperature") if isinstance(sampling, dict) else None,
-        "new tokens": sampling.get("max_tokens") if isinstance(sampling, dict) else None,
+        "advantage": kind(config.get("advantage")),
+        "loss": kind(config.get("loss")),
+        "learning rate": option(config, "optimizer.lr"),
+        "temperature": option(config, "sampling.temperature"),
+        "new tokens": option(config, "sampling.max_tokens"),
         "dtype": config.get("dtype"),
         "seed": config.get("seed"),
     }
     return [(label, str(value)) for label, value in labels.items() if value is not None and value != ""]
-
-
-def _kind(part: Json) -> Json:
-    return part.get("kind") if isinstance(part, dict) else part
 
 
 def _mixture(envs: Json) -> str:
@@ -222,24 +207,18 @@ def episodes(run: RunFolder) -> list[Row]:
         name, step = event.get("event"), event.get("step")
         if not isinstance(step, int):
             continue
+        lasting = [row for row in rows if row["over"] is None and row["alarm"] == event.get("alarm")]
         if name == "resumed":
-            rows = [episode for episode in rows if episode["step"] <= step]
-            for episode in rows:
-                episode["over"] = None if (episode["over"] or 0) > step else episode["over"]
-        elif name in ("alarm", "alarm_over"):
-            _take(rows, event, over=name == "alarm_over")
+            rows = [row for row in rows if row["step"] <= step]
+            for row in rows:
+                row["over"] = None if (row["over"] or 0) > step else row["over"]
+        elif name == "alarm_over":
+            for row in lasting:
+                row["over"] = step
+        elif name == "alarm":
+            if not lasting:
+                lasting = [{"step": step, "told": 0, "over": None}]
+                rows += lasting
+            texts = {key: event.get(key) for key in ("alarm", "since", "seen", "means", "change", "metrics")}
+            lasting[-1].update(texts, told=lasting[-1]["told"] + 1)
     return rows
-
-
-def _take(rows: list[Row], event: Row, *, over: bool) -> None:
-    """An event as the beginning, the going on or the end of an episode."""
-    last = next((row for row in reversed(rows) if row["alarm"] == event.get("alarm") and row["over"] is None), None)
-    if over:
-        if last is not None:
-            last["over"] = event["step"]
-        return
-    texts = {key: event.get(key) for key in ("alarm", "since", "seen", "means", "change", "metrics")}
-    if last is None:
-        rows.append({**texts, "step": event["step"], "told": 1, "over": None})
-    else:
-        last.update(texts, told=last["told"] + 1)

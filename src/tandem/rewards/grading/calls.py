@@ -113,7 +113,7 @@ class Called:
         """What it returns, perhaps to be awaited first; whatever it changes of its arguments, no other call sees."""
         log = _Log(len(rollouts))
         if self.shape != "columns":
-            rollouts = [_own(rollout) for rollout in rollouts]
+            rollouts = [_copied(rollout) for rollout in rollouts]
         if self.shape == "verl":
             return self.call(**self._accepted(_verl(rollouts[0]))), log
         if self.shape == "rollout":
@@ -243,7 +243,7 @@ def _is_async(function: Any) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-def _own(rollout: Rollout) -> Rollout:
+def _copied(rollout: Rollout) -> Rollout:
     """The rollout with everything that can be changed copied; siblings share their task."""
     task = replace(rollout.task, meta=copy.deepcopy(rollout.task.meta))
     return replace(rollout, task=task, rewards=dict(rollout.rewards), metrics=dict(rollout.metrics))

@@ -73,26 +73,6 @@ class Order(NamedTuple):
     """Steps of the run, for functions that ask; None where that is not known."""
 
 
-class Ready(msgspec.Struct):
-    """First answer: the rewards are loaded, or one of them cannot be used."""
-
-    abilities: dict[str, Ability] = {}
-    """By name of the reward."""
-    error: str = ""
-    """Which reward cannot be used, and why."""
-
-
-class Answer(msgspec.Struct):
-    """Result of one call."""
-
-    call: int
-    """Its number."""
-    verdicts: list[float | Failure | None]
-    """One per rollout."""
-    metrics: Sequence[dict[str, float]] = ()
-    """What the function logged of each rollout; empty: nothing."""
-
-
 @functools.cache
 def _runner() -> asyncio.Runner:
     """The event loop that runs what is async; asyncio is imported only where something is."""
@@ -135,10 +115,10 @@ class _Grader:
         if os.getpid() != self.process:
             os._exit(0)
         try:
-            line = msgspec.json.encode(Answer(call.number, outcome.verdicts, outcome.metrics))
+            line = msgspec.json.encode((call.number, outcome))
         except Exception as error:  # a verdict or a metric of the user's that no message can carry
             lost = Failure("bad_value", f"returned what cannot be sent to the trainer: {type(error).__name__}")
-            line = msgspec.json.encode(Answer(call.number, [lost] * len(call.rows)))
+            line = msgspec.json.encode((call.number, Outcome([lost] * len(call.rows))))
         self.wire.write(line + b"\n")
         self.wire.flush()
 
@@ -151,24 +131,20 @@ class _Grader:
             return _lost(call, rollouts, error)
 
     async def _side_by_side(self, batch: Sequence[RewardCall], rollouts: Sequence[Rollout]) -> None:
-        async def one(call: RewardCall) -> None:
-            self._give(call, await self._in_time(call, rollouts))
+        await asyncio.gather(*(self._give_in_time(call, rollouts) for call in batch))
 
-        await asyncio.gather(*map(one, batch))
-
-    async def _in_time(self, call: RewardCall, rollouts: Sequence[Rollout]) -> Outcome:
+    async def _give_in_time(self, call: RewardCall, rollouts: Sequence[Rollout]) -> None:
         """One of several calls: it is given up when it waits for too long, and the others go on."""
         reward = self.rewards[call.name]
         limit = asyncio.timeout(call.seconds)
         try:
             async with limit:
                 value, log = reward.begin([rollouts[row] for row in call.rows], self.steps)
-                return reward.outcome(await value, log)
+                outcome = reward.outcome(await value, log)
         except BaseException as error:  # as above
-            if limit.expired():
-                late = Failure("timeout", f"took longer than {call.seconds:g} s and was stopped")
-                return Outcome([late] * len(call.rows))
-            return _lost(call, rollouts, error)
+            late = Failure("timeout", f"took longer than {call.seconds:g} s and was stopped")
+            outcome = Outcome([late] * len(call.rows)) if limit.expired() else _lost(call, rollouts, error)
+        self._give(call, outcome)
 
 
 async def _awaited(value: Any) -> Any:
@@ -198,13 +174,12 @@ def main() -> None:
     gc.disable()  # it would look through what is imported again and again
     rewards = _load(order.specs)
     if isinstance(rewards, str):
-        ready = Ready(error=rewards)
-    else:
-        ready = Ready({name: Ability(reward.takes_groups, reward.is_async) for name, reward in rewards.items()})
-    wire_out.write(msgspec.json.encode(ready) + b"\n")
-    wire_out.flush()
-    if isinstance(rewards, str):
+        wire_out.write(msgspec.json.encode(rewards) + b"\n")
+        wire_out.flush()
         return
+    abilities = {name: Ability(reward.takes_groups, reward.is_async) for name, reward in rewards.items()}
+    wire_out.write(msgspec.json.encode(abilities) + b"\n")
+    wire_out.flush()
     if any(reward.is_async for reward in rewards.values()):
         _runner()  # not in the time that the first call has
     gc.collect()

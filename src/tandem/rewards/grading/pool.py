@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tandem.observability import waits
 from tandem.rewards.base import Reward
 from tandem.rewards.grading.calls import Outcome
-from tandem.rewards.grading.grader import Ability, Answer, Order, RewardCall
-from tandem.rewards.grading.process import Died, GradingProcess
+from tandem.rewards.grading.grader import Ability, Order, RewardCall
+from tandem.rewards.grading.process import GradingProcess, WorkerDied
+from tandem.together import together
 
 RETRIES = 2
 """How often a call is made again when something else killed its process."""
@@ -29,13 +28,6 @@ Batches = deque[list[RewardCall]]
 
 AnyReward = Reward | Callable[..., Any] | str
 """A reward, a plain function, or the import path of one."""
-
-
-@dataclass(slots=True)
-class _WorkerPlace:
-    """A place for a worker; empty after its worker died, until the next call needs one."""
-
-    worker: GradingProcess | None = None
 
 
 class Pool:
@@ -69,27 +61,21 @@ class Pool:
         self._timeout = timeout
         self._log = log
         self._counts = counts
-        self._places = [_WorkerPlace() for _ in range(size)]
-        self._free: asyncio.Queue[_WorkerPlace] = asyncio.Queue()
+        self._size = size
+        self._workers: list[GradingProcess] = []
+        # None stands for a worker that died: the next call starts another in its place.
+        self._free: asyncio.Queue[GradingProcess | None] = asyncio.Queue()
         self._abilities: dict[str, Ability] = {}
         self._numbers = itertools.count()
 
     async def open(self) -> None:
         """Start all workers at once and wait until they are ready; raises as ``grade``."""
-        started = await asyncio.gather(*(self._fill(place) for place in self._places), return_exceptions=True)
-        failed = [outcome for outcome in started if isinstance(outcome, BaseException)]
-        if failed:
-            await self.close()
-            raise failed[0]
-        for place in self._places:
-            self._free.put_nowait(place)
+        for worker in await together([self._start() for _ in range(self._size)]):
+            self._free.put_nowait(worker)
 
     async def close(self) -> None:
         """End all workers."""
-        living = [place.worker for place in self._places if place.worker is not None]
-        for place in self._places:
-            place.worker = None
-        await asyncio.gather(*(worker.close() for worker in living))
+        await asyncio.gather(*(worker.close() for worker in self._workers))
 
     async def grade(self, rollouts: bytes, rows: tuple[int, ...], group: str) -> dict[RewardCall, Outcome]:
         """Every reward's outcomes for these rows of a group.
@@ -102,12 +88,15 @@ class Pool:
         """
         outcomes: dict[RewardCall, Outcome] = {}
         batches, killed = self._batches(rows), Counter[RewardCall]()
-        async with self._free_place() as place:
+        worker = await self._free_worker()
+        try:
             while batches:
+                if worker is None or not worker.alive:
+                    worker = await self._start()
                 try:
-                    await self._collect(place, rollouts, batches, outcomes, group)
-                except Died as death:
-                    place.worker = None
+                    await self._collect(worker, rollouts, batches, outcomes, group)
+                except WorkerDied as death:
+                    worker = None
                     self._counts["restarts"] += 1
                     batch = batches.popleft()
                     killed.update(batch if death.killed else ())
@@ -115,13 +104,19 @@ class Pool:
                         batches.extendleft([call] for call in reversed(batch))
                     else:
                         outcomes[batch[0]] = Outcome([death.failure] * len(batch[0].rows))
+        except BaseException:
+            if worker is not None:  # it may still be busy with what nothing waits for any more
+                await worker.kill()
+                worker = None
+            raise
+        finally:
+            self._free.put_nowait(worker)
         return outcomes
 
     async def _collect(
-        self, place: _WorkerPlace, rollouts: bytes, batches: Batches, outcomes: dict[RewardCall, Outcome], group: str
+        self, worker: GradingProcess, rollouts: bytes, batches: Batches, outcomes: dict[RewardCall, Outcome], group: str
     ) -> None:
-        """Make the calls, and move each from its batch to the outcomes when it is answered; raises ``Died``."""
-        worker = await self._fill(place)
+        """Make the calls, and move each from its batch to the outcomes when it is answered; raises ``WorkerDied``."""
         worker.submit(rollouts, batches)
         while batches:
             batch = batches[0]
@@ -129,11 +124,12 @@ class Pool:
             until = time.monotonic() + seconds + (_LATE if self._abilities[batch[0].name].is_async else 0.0)
             while batch:
                 names = ", ".join(dict.fromkeys(call.name for call in batch))
-                answer = await worker.read(Answer, until, seconds, f"reward {names} of group {group}")
-                call = next((call for call in batch if call.number == answer.call), None)
-                if call is None or {len(answer.verdicts), len(answer.metrics or call.rows)} != {len(call.rows)}:
+                reason = f"reward {names} of group {group}"
+                number, outcome = await worker.read(tuple[int, Outcome], until, seconds, reason)
+                call = next((call for call in batch if call.number == number), None)
+                if call is None or {len(outcome.verdicts), len(outcome.metrics or call.rows)} != {len(call.rows)}:
                     raise await worker.broken()
-                outcomes[call] = Outcome(answer.verdicts, answer.metrics)
+                outcomes[call] = outcome
                 batch.remove(call)
             batches.popleft()
 
@@ -150,25 +146,13 @@ class Pool:
         seconds = self._own_seconds.get(name, self._timeout * len(rows))
         return RewardCall(next(self._numbers), name, rows, seconds)
 
-    @contextlib.asynccontextmanager
-    async def _free_place(self) -> AsyncIterator[_WorkerPlace]:
-        if self._free.empty():
-            async with waits.waiting(waits.actor("grading"), "a free grading process", on="grading"):
-                place = await self._free.get()
-        else:
-            place = self._free.get_nowait()
-        try:
-            yield place
-        except BaseException:
-            if place.worker is not None:  # it may still be busy with what nothing waits for any more
-                await place.worker.kill()
-                place.worker = None
-            raise
-        finally:
-            self._free.put_nowait(place)
+    async def _free_worker(self) -> GradingProcess | None:
+        if not self._free.empty():
+            return self._free.get_nowait()
+        async with waits.waiting(waits.actor("grading"), "a free grading process", on="grading"):
+            return await self._free.get()
 
-    async def _fill(self, place: _WorkerPlace) -> GradingProcess:
-        """The place's worker, started if need be."""
-        if place.worker is None or not place.worker.alive:
-            place.worker, self._abilities = await GradingProcess.start(self._order, self._start_seconds, self._log)
-        return place.worker
+    async def _start(self) -> GradingProcess:
+        worker, self._abilities = await GradingProcess.start(self._order, self._start_seconds, self._log)
+        self._workers = [*(other for other in self._workers if other.alive), worker]
+        return worker

@@ -9,19 +9,16 @@ import pickle
 import signal
 import sys
 import time
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 
 from tandem.errors import RewardError
 from tandem.observability import waits
 from tandem.rewards.base import Failure
-from tandem.rewards.grading.grader import HEADER, Ability, Order, Ready, RewardCall
-
-M = TypeVar("M", bound=msgspec.Struct)
+from tandem.rewards.grading.grader import HEADER, Ability, Order, RewardCall
 
 _GRADER = "import sys; sys.path[:] = sys.argv[1:]; from tandem.rewards.grading.grader import main; main()"
 """What a worker runs; it searches where we search, so that what imports here imports there."""
@@ -36,7 +33,7 @@ _LONGEST = 16 << 20
 """Bytes of the longest message that is read."""
 
 
-class Died(Exception):
+class WorkerDied(Exception):
     """The process is gone or was killed; ``failure`` is what the call in progress gets."""
 
     def __init__(self, failure: Failure, *, killed: bool = False) -> None:
@@ -55,8 +52,6 @@ class GradingProcess:
         self._process = process
         self._stdin = process.stdin
         self._stdout = process.stdout
-        self._lines: deque[bytes] = deque()
-        self._rest = b""
         self._stopped = False
 
     @classmethod
@@ -70,17 +65,18 @@ class GradingProcess:
         rewards = ", ".join(name for name, *_ in order.specs)
         try:
             worker._send(pickle.dumps(order))
-            ready = await worker.read(Ready, time.monotonic() + seconds, seconds, f"rewards {rewards} to be ready")
-        except Died as error:
+            until = time.monotonic() + seconds
+            abilities = await worker.read(dict[str, Ability] | str, until, seconds, f"rewards {rewards} to be ready")
+        except WorkerDied as error:
             seen = f"; see {log}" if log else ""
             raise RewardError(f"the grading process of {rewards} {error} while it started{seen}") from error
         except BaseException:
             await worker.kill()
             raise
-        if ready.error:
+        if isinstance(abilities, str):
             await worker.close()
-            raise RewardError(ready.error)
-        return worker, ready.abilities
+            raise RewardError(abilities)
+        return worker, abilities
 
     @property
     def alive(self) -> bool:
@@ -91,7 +87,7 @@ class GradingProcess:
         """Hand over calls; ``read`` gives their answers."""
         self._send(pickle.dumps((batches, rollouts)))
 
-    async def read(self, kind: type[M], until: float, seconds: float, reason: str) -> M:
+    async def read(self, kind: Any, until: float, seconds: float, reason: str) -> Any:
         """The next message.
 
         Args:
@@ -101,22 +97,35 @@ class GradingProcess:
             reason: what is waited for.
 
         Raises:
-            Died: the process crashed, passed the deadline, or sent something else and was killed.
+            WorkerDied: the process crashed, passed the deadline, or sent something else and was killed.
         """
-        while not self._lines:
-            *lines, self._rest = (self._rest + await self._chunk(until, seconds, reason)).split(b"\n")
-            self._lines.extend(lines)
-            if len(self._rest) > _LONGEST:
-                raise await self.broken()
+        left = max(0.0, until - time.monotonic())
+        reading = asyncio.ensure_future(self._stdout.readline())
         try:
-            return msgspec.json.decode(self._lines.popleft(), type=kind)
+            # This registers the wait; what enforces its deadline is below, since the process has to be killed then.
+            with waits.blocking("grading", reason, self._name, left) as wait:
+                try:
+                    for timeout in (left, _GRACE_SECONDS):
+                        done, _ = await asyncio.wait({reading}, timeout=timeout)
+                        if done:
+                            break
+                    else:
+                        await self.kill()
+                        late = Failure("timeout", f"took longer than {seconds:g} s and was stopped")
+                        raise WorkerDied(late) from wait.late()
+                finally:
+                    reading.cancel()
+                line = reading.result()
+            if not line.endswith(b"\n"):
+                raise await self._ended()
+            return msgspec.json.decode(line, type=kind)
         except ValueError:  # a reward, or what it started, wrote there too
             raise await self.broken() from None
 
-    async def broken(self) -> Died:
+    async def broken(self) -> WorkerDied:
         """End a process whose messages make no sense; the error to raise."""
         await self.kill()
-        return Died(Failure("crashed", "wrote to the pipe on which its grading process answers"))
+        return WorkerDied(Failure("crashed", "wrote to the pipe on which its grading process answers"))
 
     async def kill(self) -> None:
         """End the process at once, and with it whatever its rewards started."""
@@ -151,34 +160,16 @@ class GradingProcess:
     def _send(self, body: bytes) -> None:
         self._stdin.write(HEADER.pack(len(body)) + body)  # not awaited: the answers have a deadline
 
-    async def _chunk(self, until: float, seconds: float, reason: str) -> bytes:
-        """What came next on the pipe; raises as ``read``."""
-        left = max(0.0, until - time.monotonic())
-        reading = asyncio.ensure_future(self._stdout.read(1 << 16))
-        # This registers the wait; what enforces its deadline is below, since the process has to be killed then.
-        with waits.blocking("grading", reason, self._name, left) as wait:
-            try:
-                for timeout in (left, _GRACE_SECONDS):
-                    done, _ = await asyncio.wait({reading}, timeout=timeout)
-                    if done:
-                        break
-                else:
-                    await self.kill()
-                    raise Died(Failure("timeout", f"took longer than {seconds:g} s and was stopped")) from wait.late()
-            finally:
-                reading.cancel()
-            return reading.result() or await self._ended()
-
-    async def _ended(self) -> bytes:
-        """Raise what the end of the process means for the call in progress."""
+    async def _ended(self) -> WorkerDied:
+        """What the end of the process means for the call in progress."""
         await self.close()
         code = self._process.returncode or 0
         if code >= 0:
-            raise Died(Failure("crashed", f"ended its process with exit code {code}"))
+            return WorkerDied(Failure("crashed", f"ended its process with exit code {code}"))
         name = signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"
         killed = -code == signal.SIGKILL and not self._stopped
         why = ", sent from elsewhere: is the machine out of memory?" if killed else ""
-        raise Died(Failure("crashed", f"crashed its process ({name}{why})"), killed=killed)
+        return WorkerDied(Failure("crashed", f"crashed its process ({name}{why})"), killed=killed)
 
 
 async def _spawn(log: Path | None) -> asyncio.subprocess.Process:
@@ -190,6 +181,7 @@ async def _spawn(log: Path | None) -> asyncio.subprocess.Process:
                 *(sys.executable, "-c", _GRADER, *path),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
+                limit=_LONGEST,
                 stderr=None if log is None else stack.enter_context(log.open("ab")),
                 start_new_session=True,  # Ctrl-C is for the run, which saves first and then ends its workers itself
             )

@@ -8,7 +8,7 @@ import os
 import pickle
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -79,8 +79,6 @@ class Graders:
         shared = [name for name in specs if name not in alone]
         packed = {name: (name, *_packed(name, reward)) for name, (reward, _) in specs.items()}
         pool_names = [*([shared] if shared else []), *([name] for name in alone)]
-        pure = {name for name, (reward, _) in specs.items() if isinstance(reward, Reward) and reward.pure}
-        self._pure = [pure.issuperset(names) for names in pool_names]
         self._pools = [
             Pool(
                 {name: specs[name][0] for name in names},
@@ -136,8 +134,7 @@ class Graders:
 
         A reward that raises, hangs, crashes its process or returns no finite number makes its rollout an error. One
         that returns None says nothing of it: the sum is over the others. Without any, the rollout is left out of its
-        group: it has no reward. Answers that are the same to the token are scored once, by rewards that are
-        ``pure``.
+        group: it has no reward.
 
         Raises:
             RewardError: a worker had to be replaced and the new one does not start, or a reward asks for the run to
@@ -149,18 +146,13 @@ class Graders:
         since = self._begun()
         marks = {row: _Marks() for row in rows}
         packed, group = pickle.dumps(tuple(rollouts), pickle.HIGHEST_PROTOCOL), rollouts[0].id.rpartition("/")[0]
-        alike = _alike([(row, rollouts[row]) for row in rows]) if any(self._pure) else {}
-        each = [alike if pure else {row: [row] for row in rows} for pure in self._pure]
-        judging = [pool.grade(packed, tuple(of), group) for pool, of in zip(self._pools, each, strict=True)]
         try:
-            outcomes_of_pools = await together(judging)
+            outcomes_of_pools = await together([pool.grade(packed, rows, group) for pool in self._pools])
         finally:
             self._ended()
-        for outcomes, of in zip(outcomes_of_pools, each, strict=True):
-            if len(of) < len(rows):
-                self._counts["reused"] += len(rows) - len(of)
+        for outcomes in outcomes_of_pools:
             for call, outcome in outcomes.items():
-                self._mark(marks, of, call, outcome)
+                self._mark(marks, call, outcome)
         self._seconds += time.perf_counter() - since
         return [self._graded(rollout, marks[row]) if row in marks else rollout for row, rollout in enumerate(rollouts)]
 
@@ -205,12 +197,9 @@ class Graders:
         if not self._under_way:
             self._busy += time.perf_counter() - self._busy_since
 
-    def _mark(
-        self, marks: Mapping[int, _Marks], alike: Mapping[int, Sequence[int]], call: RewardCall, outcome: Outcome
-    ) -> None:
-        rows = [(at, row, verdict) for at, verdict in enumerate(outcome.verdicts) for row in alike[call.rows[at]]]
-        for at, row, verdict in rows:
-            mark = marks[row]
+    def _mark(self, marks: Mapping[int, _Marks], call: RewardCall, outcome: Outcome) -> None:
+        for at, verdict in enumerate(outcome.verdicts):
+            mark = marks[call.rows[at]]
             mark.metrics |= outcome.metrics[at] if outcome.metrics else {}
             if not isinstance(verdict, Failure):
                 mark.rewards[call.name] = verdict
@@ -241,16 +230,6 @@ class Graders:
             return replace(rollout, status="error", error=error, rewards=rewards, reward=None, metrics=metrics)
         total = sum(self._weights[name] * value for name, value in rewards.items()) if rewards else None
         return replace(rollout, rewards=rewards, reward=total, metrics=metrics)
-
-
-def _alike(rollouts: Iterable[tuple[int, Rollout]]) -> dict[int, list[int]]:
-    """By the first of those that a pure reward cannot tell apart, the places of all of them, its own included."""
-    places: dict[Hashable, list[int]] = {}
-    for place, rollout in rollouts:
-        turns = tuple((turn.completion.tokens, turn.completion.finish, turn.reply) for turn in rollout.turns)
-        metrics = tuple(sorted(rollout.metrics.items()))
-        places.setdefault((turns, rollout.messages, metrics), []).append(place)
-    return {alike[0]: alike for alike in places.values()}
 
 
 def _packed(name: str, reward: AnyReward) -> tuple[str, str | bytes]:

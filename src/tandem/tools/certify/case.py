@@ -18,11 +18,10 @@ from tandem.testing import oracle
 from tandem.testing.oracle import Formula, SampledSequence
 from tandem.tools.certify import optimizer, parts
 from tandem.tools.certify.certificate import Certificate, CertificateLine, judged, skipped
-from tandem.tools.certify.made_up import Author
+from tandem.tools.certify.made_up import GroupMaker
 from tandem.tools.certify.parts import EXACT, FORMULA, PENALTY
 from tandem.tools.certify.policy import CertifiedPolicy, Gradient, distance, norm
 from tandem.tools.certify.variations import VARIATIONS
-from tandem.trainer import assemble as run
 from tandem.trainer.pack import Packer
 from tandem.types import Group
 
@@ -60,7 +59,7 @@ def _lines(live: CertifiedPolicy, slack: float) -> Iterator[CertificateLine]:
         env: {name: spec.weight for name, spec in source.rewards.items()} for env, source in config.sources.items()
     }
     known = oracle.formula(recipes.as_json(config), weights, live.policy.end_tokens)
-    groups, pack = _groups(live, known), run.packer(config, live.policy)
+    groups, pack = _groups(live, known), Packer.of(config, live.policy)
     batch = pack(groups, version=0)
     base = live.gradients(batch)
     size = norm(base)
@@ -95,7 +94,7 @@ def _lines(live: CertifiedPolicy, slack: float) -> Iterator[CertificateLine]:
 def _groups(live: CertifiedPolicy, known: Formula) -> list[Group]:
     """Made-up groups, sampled by policies near to this one and far from it."""
     config = live.config
-    author = Author(
+    maker = GroupMaker(
         sampling=config.sampling,
         vocabulary=live.policy.head.weight.shape[0],
         ends=known.ends,
@@ -104,7 +103,7 @@ def _groups(live: CertifiedPolicy, known: Formula) -> list[Group]:
         env_advantages=config.broker is not None and config.broker.env_advantages,
     )
     live.exact.put(live.exact.held(live.placed(0)))
-    return author.groups(functools.partial(_own, live, known))
+    return maker.groups(functools.partial(_own, live, known))
 
 
 @torch.no_grad()

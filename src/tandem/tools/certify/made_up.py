@@ -129,7 +129,7 @@ GROUPS: tuple[tuple[int, float, tuple[MadeUpRollout, ...]], ...] = (
 
 
 @dataclass(slots=True, kw_only=True)
-class Author:
+class GroupMaker:
     """Makes groups up, the same for the same seed."""
 
     sampling: Sampling

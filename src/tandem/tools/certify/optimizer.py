@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,8 @@ from tandem.tools.certify.certificate import CertificateLine, judged, skipped
 from tandem.tools.certify.policy import CertifiedPolicy, Gradient, distance, norm
 from tandem.trainer.objective import OldLogprobs
 from tandem.trainer.pack import StepBatch
-from tandem.trainer.step import BatchPass, SingleRank, Step
-from tandem.trainer.work import LocalWork
+from tandem.trainer.step import Step
+from tandem.trainer.work import BatchPass, LocalWork, Verb
 
 RATE, TWO_STEPS, SMALL_STEP = "learning rates", "two optimizer steps", "an optimizer step on gradients as small as eps"
 NORMS, NARROW, BIAS = "gradient norms as told", "bfloat16 weights", "bfloat16 rounding"
@@ -56,37 +56,36 @@ WALK, SIGMAS = 2.0, 4.0
 """Deviation of what as many roundings at random leave, in last bits, and so many deviations of its mean are chance."""
 
 
-class KnownGradients(SingleRank):
-    """This process alone, whose passes hand the optimizer known gradients instead of computing them.
+@dataclass(kw_only=True)
+class KnownGradients(LocalWork):
+    """Work of one rank, whose passes hand the optimizer known gradients instead of computing them."""
 
-    Args:
-        work: with the optimizer.
-        named: what it updates.
-        updates: the gradients of every update's micro-batches.
-    """
+    named: Mapping[str, Parameter]
+    """What the optimizer updates."""
+    updates: Iterator[Sequence[Gradient]]
+    """The gradients of every update's micro-batches."""
 
-    def __init__(self, work: LocalWork, named: Mapping[str, Parameter], updates: Iterable[Sequence[Gradient]]):
-        super().__init__(work)
-        self._stepper, self._named, self._updates = work.stepper, named, iter(updates)
-        self.weights = [self._there()]
+    def __post_init__(self) -> None:
+        self.weights = [self._copied()]
         """Before the first update, and after each."""
 
-    def _there(self) -> dict[str, Tensor]:
-        return {name: parameter.detach().clone() for name, parameter in self._named.items()}
+    def _copied(self) -> dict[str, Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self.named.items()}
 
     async def passed(self, batch: StepBatch, known: Sequence[OldLogprobs], queued: Callable[[], None]) -> BatchPass:
         """The next update's gradient, micro-batch by micro-batch."""
-        for micro in next(self._updates):
-            for name, parameter in self._named.items():
+        for micro in next(self.updates):
+            for name, parameter in self.named.items():
                 parameter.grad = micro[name].to(parameter.dtype, copy=True)
-                self._stepper.accumulate(parameter)
+                self.stepper.accumulate(parameter)
         return BatchPass(metrics=(), logprobs=(), old_logprobs=())
 
-    async def apply(self, lr: float, max_grad_norm: float) -> Tensor:
-        """As of any step; where the weights went is kept."""
-        whole = await super().apply(lr, max_grad_norm)
-        self.weights.append(self._there())
-        return whole
+    async def every(self, verb: Verb, *arguments: Any) -> Any:
+        """As of any step; where updates took the weights is kept."""
+        result = await super().every(verb, *arguments)
+        if verb == "apply":
+            self.weights.append(self._copied())
+        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,15 +134,10 @@ def applied(
     named = {name: Parameter(weight.clone()) for name, weight in begin.items()}
     every = live.config.updates_per_batch
     numbered = [(number, each) for number, each in enumerate(gradients, 1) for _ in range(every)]
-    work = LocalWork(
-        policy=live.policy,
-        objective=live.work.objective,
-        stepper=optimizer.bind(list(named.items())),
-        sampling=live.config.sampling,
-    )
     micros = ([{name: g * share for name, g in each.items()} for share in shares] for _, each in numbered)
-    crew = KnownGradients(work, named, micros)
-    step = Step(work=work, optimizer=optimizer, steps=total, updates_per_batch=every, crew=crew)
+    stepper = optimizer.bind(list(named.items()))
+    work = KnownGradients.of(live.config, live.policy, stepper, None, named=named, updates=micros)
+    step = Step(work=work, optimizer=optimizer, steps=total, updates_per_batch=every)
     empty = StepBatch(micro=(), groups=(), advantages={}, num_loss_tokens=0, num_samples=0)
     reported: list[float] = []
 
@@ -153,7 +147,7 @@ def applied(
             reported.append(flatten(await step.apply(number, empty, stats))["grad_norm"])
 
     asyncio.run(run())
-    return Applied(numbered, crew.weights, reported)
+    return Applied(numbered, work.weights, reported)
 
 
 def lines(live: CertifiedPolicy, gradient: Gradient, bound: float) -> Iterator[CertificateLine]:

@@ -100,8 +100,8 @@ def _costs(
         sample_N=torch.repeat_interleave(torch.tensor(lengths)),
         num_samples=len(sequences),
     )
-    kept = objective.reference
-    reference_N = None if kept is None else torch.cat([_required(one.reference) for one in scored]).float()
+    reference = objective.reference
+    reference_N = None if reference is None else torch.cat([_required(one.reference) for one in scored]).float()
     first_N = torch.cat([one.first for one in scored]).float()
     micro = objective.informed(micro, OldLogprobs(recomputed_logprobs_N=first_N, ref_logprobs_N=reference_N))
 
@@ -123,8 +123,12 @@ def _costs(
     yield line("loss of each token", lambda now_N: objective.loss(now_N, micro).loss_N, oracle.loss)
     if objective.corrections:
         yield line("corrections", lambda now_N: objective.weights(now_N.detach(), micro)[0], oracle.weights)
-    if kept is not None:
-        yield line("penalty of each token", lambda now_N: kept.beta * kept.divergence(now_N, micro)[0], oracle.penalty)
+    if reference is not None:
+        yield line(
+            "penalty of each token",
+            lambda now_N: reference.beta * reference.divergence(now_N, micro)[0],
+            oracle.penalty,
+        )
 
 
 def _with_slope(values: Tensor, by: Tensor) -> list[Tensor]:

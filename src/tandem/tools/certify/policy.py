@@ -20,6 +20,7 @@ from tandem.tools.certify.made_up import certified
 from tandem.trainer import live
 from tandem.trainer.pack import Micro, StepBatch
 from tandem.trainer.step import Step
+from tandem.trainer.work import LocalWork
 
 Gradient = Mapping[str, Tensor]
 """By parameter name."""
@@ -89,7 +90,7 @@ class CertifiedPolicy:
         self._changing = live.changing(config, self.policy)
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._recorder = Recorder(names, lambda update: self._write(self.placed(update)))
-        self.work = live.work_of(config, self.policy, self._recorder, None)
+        self.work = LocalWork.of(config, self.policy, self._recorder, None)
         self._step = Step(
             work=self.work, optimizer=config.optimizer, steps=1, updates_per_batch=config.updates_per_batch
         )
@@ -119,7 +120,7 @@ class CertifiedPolicy:
         """Be as a run is when its first step begins: moved away from what was loaded, which a reference holds."""
         self._place(-1)
         reference = self.config.reference
-        self.work.held = None if reference is None else reference.hold(self._changing)
+        self.work.reference = None if reference is None else reference.hold(self._changing)
         self._place(0)
 
     def gradients(self, batch: StepBatch) -> list[Gradient]:
@@ -160,8 +161,8 @@ class CertifiedPolicy:
         scores = []
         for micro in batch.micro:
             before_N = None
-            if self.work.held is not None:
-                with self.work.held.in_place():
+            if self.work.reference is not None:
+                with self.work.reference.in_place():
                     before_N = self.work.logprobs(micro)
             scores.append((micro, self.work.logprobs(micro), before_N))
         return scores

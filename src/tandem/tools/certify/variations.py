@@ -55,8 +55,8 @@ def ranks(live: CertifiedPolicy, pack: Packer, groups: Sequence[Group]) -> list[
     batch = dataclasses.replace(pack, budget=SMALL, ranks=RANKS)(groups, version=0)
     by_rank = []
     for dealt in zip(*batch.rounds, strict=True):
-        mine = tuple(batch.micro[i] for i in dealt if i is not None)
-        by_rank.append(live.gradients(dataclasses.replace(batch, micro=mine, rounds=())))
+        dealt_micro = tuple(batch.micro[i] for i in dealt if i is not None)
+        by_rank.append(live.gradients(dataclasses.replace(batch, micro=dealt_micro, rounds=())))
     return [[{name: sum(one[name] for one in each) for name in each[0]} for each in zip(*by_rank, strict=True)]]
 
 

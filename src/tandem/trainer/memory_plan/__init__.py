@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tandem.trainer.memory_plan.fitting import Fitted, chooses_gradients, fit, settled, with_gradients
 from tandem.trainer.memory_plan.plan import (
     MARGIN,
     TYPICAL_PROMPT,
@@ -11,21 +10,18 @@ from tandem.trainer.memory_plan.plan import (
     Planner,
     context,
     planner,
+    with_gradients,
 )
 from tandem.trainer.memory_plan.ranks import RankCounts
 
 __all__ = [
     "MARGIN",
     "TYPICAL_PROMPT",
-    "Fitted",
     "MemoryLine",
     "MemoryPlan",
     "Planner",
     "RankCounts",
-    "chooses_gradients",
     "context",
-    "fit",
     "planner",
-    "settled",
     "with_gradients",
 ]

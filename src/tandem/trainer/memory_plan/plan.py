@@ -7,7 +7,7 @@ the rest from constants that ``benchmarks/memory.py`` measures. The peak is righ
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,8 +48,8 @@ OPTIONS = {
     "optimizer": "trainable: lora, optimizer: adamw8bit, or adamw_cpu, whose states are on the host",
     "reference": "reference: null",
     "frozen base": "trainable.merged: false, or trainable.base_on: host",
-    "activations": "a lower micro_batch_tokens, checkpointing: full, or memory: fit",
-    "slack": "a lower micro_batch_tokens, or memory: fit",
+    "activations": "a lower micro_batch_tokens or checkpointing: full",
+    "slack": "a lower micro_batch_tokens",
     "gradients": "trainable: lora",
     "gradient sums": "distributed.gradients: scattered",
     "KV cache": "a lower sampling.max_tokens, context or engine.max_rows",
@@ -109,8 +109,8 @@ class MemoryPlan:
         """What is there at the peak, largest first: where the weights are, or on the host beside it."""
         turns = [("sampling", "training")] if self.overlap else [("sampling",), ("training",)]
         moments = [("always", "starting"), *(("always", "running", *turn) for turn in turns)]
-        lines = sorted((one for one in self.lines if one.beside is beside), key=lambda one: -one.bytes)
-        return max(([one for one in lines if one.when in moment] for moment in moments), key=_sum)
+        lines = sorted((line for line in self.lines if line.beside is beside), key=lambda line: -line.bytes)
+        return max(([line for line in lines if line.when in moment] for moment in moments), key=_sum)
 
     @property
     def fits(self) -> bool:
@@ -418,10 +418,24 @@ def planner(
     )
 
 
+def with_gradients(run: Planner, config: RunConfig) -> RunConfig:
+    """The recipe with ``distributed.gradients`` chosen, as this run has it: another number of ranks may choose anew.
+
+    Gradients are local where a step has several micro-batches for each rank and the plan has room for their sums.
+    """
+    divided = config.distributed
+    if run.ranks.world == 1 or divided.gradients != "auto":
+        return config
+    local, scattered = (replace(config, distributed=replace(divided, gradients=way)) for way in ("local", "scattered"))
+    at_once = run.ranks.world // divided.context_parallel * config.micro_batch_tokens
+    has_rounds = run.step_tokens(config) > at_once
+    return local if has_rounds and run.plan(local).within(1 / (1 + MARGIN)) else scattered
+
+
 def context(config: RunConfig, model_config: Any) -> int:
     """Most tokens of a prompt and its answer together."""
-    own: int = model_config.get_text_config().max_position_embeddings
-    return own if config.context is None else min(config.context, own)
+    most: int = model_config.get_text_config().max_position_embeddings
+    return most if config.context is None else min(config.context, most)
 
 
 def _width(config: RunConfig) -> int:

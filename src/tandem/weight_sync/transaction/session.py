@@ -22,7 +22,7 @@ from tandem.transport.sharing import finish
 from tandem.types import PolicyVersion
 from tandem.weight_sync.base import SyncContext, WeightSync
 from tandem.weight_sync.transaction.state import SyncState
-from tandem.weight_sync.transaction.trained import PayloadSums
+from tandem.weight_sync.transaction.trained import PayloadSums, Trained
 from tandem.weight_sync.verify.probe import Behaviour, Checksums, ProbeAnswers, Rollouts, compare_frozen, differing
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class WeightSyncSession(SyncContext):
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
-        self.trained = self.sync.trained(self.trainable, self.policy)
+        self.trained = Trained(self.trainable, self.policy) if self.ranks is None else self.ranks.trained()
         self._recovery = Recovery(self.engine)
         self._behaviour = Behaviour(
             self.policy, self.trainable, self.sync.tolerance, self.folder, scores=self.trained.scores

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 from tandem.engines.base import Engine, LoraAdapter, ReportsChecksums
 from tandem.lazy import torch
@@ -15,9 +15,6 @@ from tandem.weight_sync.verify.probe import Checksums
 
 if TYPE_CHECKING:
     from tandem.model.policy import Policy
-
-T = TypeVar("T")
-U = TypeVar("U")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,32 +68,21 @@ class Trained:
 
     async def checksums(self) -> Checksums:
         """Checksums of the trainer's own bytes."""
-        return await self._policy.compute(self._own_checksums)
+        return await self._policy.compute(lambda: self._sums.take(Shard(name, tensor) for name, tensor in self.source))
 
     async def frozen_checksums(self) -> Checksums:
         """Checksums of the weights that no publish carries."""
-        return await self._policy.compute(self._other_checksums)
+        return await self._policy.compute(
+            lambda: checksums((name, parameter.detach()) for name, parameter in self.frozen.items())
+        )
 
     async def finite(self) -> bool:
         """True if all trained values are finite."""
-        return await self._policy.compute(self._all_finite)
+        return await self._policy.compute(lambda: all(bool(torch.isfinite(tensor).all()) for _, tensor in self.source))
 
     async def scores(self, tokens: Sequence[int], *temperatures: float) -> list[list[float]]:
         """Logprobs of tokens as the trainer computes them, at several temperatures: ``Policy.scores``."""
         return await self._policy.compute(self._policy.scores, tokens, *temperatures)
-
-    def _own_checksums(self) -> Checksums:
-        return self._sums.take(Shard(name, tensor) for name, tensor in self.source)
-
-    def _other_checksums(self) -> Checksums:
-        return checksums((name, parameter.detach()) for name, parameter in self.frozen.items())
-
-    def _all_finite(self) -> bool:
-        return all(bool(torch.isfinite(tensor).all()) for _, tensor in self.source)
-
-    def _as_stored(self, engine: ReportsChecksums) -> Checksums:
-        """Checksums of the adapter as the engine stores it, computed from the trainer's own bytes."""
-        return self._stored.take(Shard(name, tensor) for name, tensor in engine.as_stored(self.adapter()))
 
     async def sums(self, engine: Engine, trainer_sums: Checksums | None = None) -> PayloadSums:
         """Checksums of the payload at both ends, which read their own memory at the same time: it must be written.
@@ -106,22 +92,20 @@ class Trained:
             trainer_sums: those of the trainer's own bytes, where they are taken already.
         """
         assert isinstance(engine, ReportsChecksums)
-        here, engines = await _both(self._sums_here(engine, trainer_sums), engine.checksums(self._trainable.payload))
-        sums, stored = here
+        here, there = self._sums_here(engine, trainer_sums), engine.checksums(self._trainable.payload)
+        # Both to their end, whatever the other does: every rank takes part in what is summed here.
+        results: Sequence[Any] = await asyncio.gather(here, there, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        (sums, stored), engines = results
         return PayloadSums(trainer=sums, stored=stored, engines=engines)
 
     async def _sums_here(self, engine: ReportsChecksums, trainer_sums: Checksums | None) -> tuple[Checksums, Checksums]:
         """Checksums of the trainer's own bytes, and of these as engines store them."""
         sums = await self.checksums() if trainer_sums is None else trainer_sums
         if self._trainable.payload == "adapter":
-            return sums, await self._policy.compute(self._as_stored, engine)
+            return sums, await self._policy.compute(
+                lambda: self._stored.take(Shard(*each) for each in engine.as_stored(self.adapter()))
+            )
         return sums, sums
-
-
-async def _both(here: Awaitable[T], there: Awaitable[U]) -> tuple[T, U]:
-    """Await both; raise the first error once both have ended, so that nothing is left running."""
-    here_result, there_result = await asyncio.gather(here, there, return_exceptions=True)
-    for result in (here_result, there_result):
-        if isinstance(result, BaseException):
-            raise result
-    return cast(T, here_result), cast(U, there_result)

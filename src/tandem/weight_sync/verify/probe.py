@@ -231,8 +231,8 @@ class Behaviour:
     async def _read(self, tokens: Sequence[int], probe: ProbeResult, *, thorough: bool) -> ProbeReading:
         """The trainer's own logprobs, in one pass, beside a probe's; by a thorough reading also of other weights."""
         drawn, at = probe.sampled.tokens if probe.sampled else (), len(tokens) - 1
-        mine, tempered = await self._scores([*tokens, *drawn], 1.0, probe.temperature)
-        scored = NOTHING if probe.scored is None else LogprobComparison(tuple(probe.scored), tuple(mine[:at]))
+        own_logprobs, tempered = await self._scores([*tokens, *drawn], 1.0, probe.temperature)
+        scored = NOTHING if probe.scored is None else LogprobComparison(tuple(probe.scored), tuple(own_logprobs[:at]))
         scores = scored is not NOTHING
         others = dict(self._known) if scores and list(tokens[: len(self.tokens)]) == self.tokens else {}
         if scores and thorough and (bare := await self._policy.compute(self._bare, tokens)):
@@ -246,7 +246,7 @@ class Behaviour:
             if probe.sampled
             else None,
             drawn=drawn,
-            untempered=mine[at:] if probe.temperature != 1 else (),
+            untempered=own_logprobs[at:] if probe.temperature != 1 else (),
             others=others,
         )
 
@@ -261,8 +261,8 @@ class Behaviour:
         """Why answers cannot be those of these weights: chance alone gives such ones less often than ``chance``."""
         if not all(answer.finite for reading in readings for answer in reading.answers):
             return "some of its logprobs are no numbers of nats, or there are too few of them"
-        for other, answer, theirs in _hypotheses(readings):
-            if (p := nearer(answer, theirs, noise.scale)) < chance:
+        for other, answer, other_logprobs in _hypotheses(readings):
+            if (p := nearer(answer, other_logprobs, noise.scale)) < chance:
                 return f"it answers a probe as {other} does (chance below {max(p, 1e-300):.0e}), and samples from that"
         for what, answer in _answers(readings):
             error = scale(answer.residuals())
@@ -295,13 +295,13 @@ class Behaviour:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(evidence), encoding="utf-8")
-            kept = f"every logprob of it is in {file}"
+            evidence_at = f"every logprob of it is in {file}"
         except OSError as error:
-            kept = f"the evidence cannot be written to {file}: {error}"
+            evidence_at = f"the evidence cannot be written to {file}: {error}"
         tokens = sum(len(a.engine) for reading in readings for a in reading.answers)
         return (
             f"version {version.step} was moved, but {name} does not sample from these weights as they are: {doubt}. "
-            f"It was asked {len(readings)} times, about {tokens} tokens; {kept}"
+            f"It was asked {len(readings)} times, about {tokens} tokens; {evidence_at}"
         )
 
 
@@ -327,8 +327,8 @@ def _hypotheses(readings: Sequence[ProbeReading]) -> Iterator[tuple[str, Logprob
         yield other, _joined(begun), [value for _, o in known for value in o]
     hot = [(reading.sampled, reading.untempered) for reading in readings if reading.sampled and reading.untempered]
     if hot:
-        theirs = [value for _, untempered in hot for value in untempered]
-        yield "an engine that leaves the temperature out of its logprobs", _joined([a for a, _ in hot]), theirs
+        logprobs = [value for _, untempered in hot for value in untempered]
+        yield "an engine that leaves the temperature out of its logprobs", _joined([a for a, _ in hot]), logprobs
 
 
 def _joined(answers: Sequence[LogprobComparison]) -> LogprobComparison:

@@ -27,7 +27,7 @@ from tandem.engines.base import (
     ProbeResult,
 )
 from tandem.engines.vllm import protocol as wire
-from tandem.engines.vllm.adapters import StoredAdapter, WrittenSlot
+from tandem.engines.vllm.adapters import AdapterWriter
 from tandem.engines.vllm.client.fleet import Fleet
 from tandem.engines.vllm.client.http import EngineReplaced, EngineServer, EngineUnreachable
 from tandem.engines.vllm.client.waves import Waves
@@ -80,11 +80,9 @@ class VllmEngine(Engine):
         self._swapped: list[str] = []
         self._pending: str | None = None
         self._adapter: LoraAdapter | None = None
-        self._stored = StoredAdapter()
+        self._writer = AdapterWriter()
         self._slots: dict[int, _ExportedSlot] = {}
-        self._written = WrittenSlot()
         self._bridge: Path | None = None
-        self._manifest: Sequence[tuple[str, tuple[int, ...], str]] = ()
         self._pauses = Pauses()
         self._waves = Waves()
 
@@ -123,7 +121,7 @@ class VllmEngine(Engine):
         self.fleet.watch(republish)
 
     async def close(self) -> None:
-        self._written.close()
+        self._writer.close()
         await self.fleet.close()
         if self._bridge is not None:
             self._bridge.unlink(missing_ok=True)  # the memory that it names is gone
@@ -158,6 +156,7 @@ class VllmEngine(Engine):
                 "shorten the prompt or raise context"
             )
         seed, least = key % 2**63 if self._seeded else None, self._least
+        request = wire.completion_request(prompt, sampling, limit=room, ends=self._ends, flat=True, min_step=least)
         tries = 0
         while True:
             if not self.fleet.ready.is_set():
@@ -168,15 +167,7 @@ class VllmEngine(Engine):
             restart_count, server = self.restart_count, min(self.servers, key=lambda s: s.outstanding)
             later = self._pause_seconds if least > self._version.step else 0.0  # it waits for the trainer first
             try:
-                sampled = await self._waves.answer(
-                    server,
-                    lambda: wire.completion_request(
-                        prompt, sampling, limit=room, ends=self._ends, flat=True, min_step=least
-                    ),
-                    (prompt, sampling, least),
-                    seed=seed,
-                    later=later,
-                )
+                sampled = await self._waves.answer(server, request, seed=seed, later=later)
                 return self._completion(server, sampled, least)
             except EngineUnreachable:
                 tries += 1
@@ -225,12 +216,7 @@ class VllmEngine(Engine):
             )
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
-        request = wire.Generate(
-            prompt=wire.Ids(prompt_token_ids=list(tokens)), max_tokens=1, prompt_logprobs=0, detokenize=False
-        )
-        response = await self.servers[0].generate(request)
-        prompt = response.prompt_logprobs or []
-        return [p[t] for t, p in zip(tokens[1:], prompt[1:], strict=True) if p is not None]
+        return list((await self._probe(self.servers[0], tokens, 1)).scored or ())
 
     async def probe(self, tokens: Sequence[int], *, samples: int = PROBE_SAMPLES) -> Sequence[ProbeResult]:
         return await asyncio.gather(*(self._probe(server, tokens, samples) for server in self.servers))
@@ -297,7 +283,7 @@ class VllmEngine(Engine):
             if version.digest and (answer["step"], answer["digest"]) != (version.step, version.digest):
                 raise StaleWeights(
                     f"{server.name} was stamped with version {version.step} and goes on with {answer['step']}: "
-                    "somebody else publishes to it, or the stamp was lost. Resume the run: its weights are then "
+                    "another client publishes to it, or the stamp was lost. Resume the run: its weights are then "
                     "published again"
                 )
         self.fleet.ready.set()
@@ -347,7 +333,7 @@ class VllmEngine(Engine):
 
     def as_stored(self, adapter: LoraAdapter) -> Iterable[tuple[str, Any]]:
         """An adapter's tensors under the names and with the values that the engine stores them."""
-        return self._stored.of(adapter.tensors, adapter.config)
+        return self._writer.stored(adapter)
 
     async def adapt(self, adapter: LoraAdapter) -> int:
         """Sample with this adapter from now on. The first server's slot is written; those of others by their ranks.
@@ -355,12 +341,12 @@ class VllmEngine(Engine):
         Returns:
             Bytes copied.
         """
-        stored = self._stored.of(adapter.tensors, adapter.config)
-        return self._written.write(await self._slot(0, _slot_request(adapter, stored)), stored)
+        stored = self._writer.stored(adapter)
+        return self._writer.copy(await self._slot(0, _slot_request(adapter, stored)), stored)
 
     async def slots_of_ranks(self, adapter: LoraAdapter) -> Sequence[Any]:
         """Where each server but the first has this adapter, as plain data: ``AdapterWriter`` takes it."""
-        request = _slot_request(adapter, self._stored.of(adapter.tensors, adapter.config))
+        request = _slot_request(adapter, self._writer.stored(adapter))
         return list(await asyncio.gather(*(self._slot(index, request) for index in range(1, len(self.servers)))))
 
     async def _slot(self, index: int, request: wire.ExportAdapter) -> Mapping[str, Any]:
@@ -375,9 +361,9 @@ class VllmEngine(Engine):
                 )
             if (await server.post("/bridge/adapt", wire.Adapt(key=exported.description["key"])))["held"]:
                 return exported.description
-            del self._slots[index]  # the engine was restarted behind our back, or its adapter unloaded
+            del self._slots[index]  # the engine was restarted externally, or its adapter unloaded
         raise EngineError(
-            f"{server.name} lent its adapter's slot to somebody else as soon as it had lent it here: another trainer "
+            f"{server.name} lent its adapter's slot to another client right after lending it here: another trainer "
             "publishes to it; end one of the two"
         )
 
@@ -407,7 +393,6 @@ class VllmEngine(Engine):
 
     async def connect(self, rendezvous: Mapping[str, Any], first: Sequence[int]) -> None:
         """Every server's workers join a group; ``first`` is the rank of each server's first worker."""
-        self._manifest = ()
         for server, rank in zip(self.servers, first, strict=True):
             body = wire.StartReceiver(
                 init_method=f"tcp://{rendezvous['host']}:{rendezvous['port']}",
@@ -443,11 +428,10 @@ class VllmEngine(Engine):
         self, manifest: Sequence[tuple[str, tuple[int, ...], str]], bucket_bytes: int, adapter: LoraAdapter | None
     ) -> None:
         """Take one publish from the process group into the weights, or into the adapter."""
-        body = wire.Receive(bucket_bytes=bucket_bytes, config=None if adapter is None else dict(adapter.config))
-        if manifest != self._manifest:  # they remember it as long as they are connected
-            body.manifest = [(name, list(shape), dtype) for name, shape, dtype in manifest]
+        entries = [(name, list(shape), dtype) for name, shape, dtype in manifest]
+        config = None if adapter is None else dict(adapter.config)
+        body = wire.Receive(manifest=entries, bucket_bytes=bucket_bytes, config=config)
         await self.fleet.all("/nccl/receive", body)
-        self._manifest = manifest
 
     async def disconnect(self) -> None:
         """Leave the process group."""

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,9 @@ from tandem.transport import sharing
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.5
-"""Between two health checks of an external server that is away."""
+"""Between two attempts to reach a server that is not there yet."""
 HEALTH_SECONDS = 2.0
-"""Between two looks whether engines still hold the weights that were published to them."""
+"""Between two checks that engines hold the weights published to them, and whether one that was away has returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +49,8 @@ class Launch:
 class Fleet:
     """One or more servers of one policy; ``launch`` is None for servers that the trainer did not start.
 
-    Start, recovery and the watch over servers that are away share one list of servers, one lock and one flag that says
-    whether the current weights are everywhere; two classes would hold each other's locks.
+    Start, recovery and health checks share one list of servers, one lock and one flag that says whether the current
+    weights are everywhere.
 
     Args:
         servers: where they are, or will be.
@@ -90,9 +91,7 @@ class Fleet:
         self.failure: Exception | None = None
         """Why servers that came back could not be published to."""
         self._away: list[EngineServer] = []
-        self._back: list[EngineServer] = []
         self._warnings: set[str] = set()
-        self._looking: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._launch = launch
         self._options = options
@@ -108,6 +107,15 @@ class Fleet:
         here = 1 if self._hosts is not None else len(self.servers)
         await together([*(self._begin(i) for i in range(here)), self._begin_elsewhere()])
 
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Fleet]:
+        """Started or found with the block, and closed with it."""
+        try:
+            await self.start()
+            yield self
+        finally:
+            await self.close()
+
     async def _begin_elsewhere(self) -> None:
         """Have ranks on other hosts start theirs."""
         if self._hosts is not None:
@@ -117,10 +125,7 @@ class Fleet:
     async def _meet(self, index: int, engine: RankEngine) -> None:
         """Go on with the engine that a rank has started on its host."""
         await self.servers[index].close()
-        options = self._options
-        server = EngineServer(
-            engine.url, engine.key, control_seconds=options.control_seconds, request_seconds=options.request_seconds
-        )
+        server = self._options.client(engine.url, engine.key)
         await self._check_server(server)
         self.servers[index] = server
         self.started_elsewhere = self.started_elsewhere or engine.reattached
@@ -163,10 +168,7 @@ class Fleet:
         process = None if record is None else EngineProcess.reattach(record)
         if record is None or process is None:
             return False
-        options = self._options
-        server = EngineServer(
-            record.url, record.key, control_seconds=options.control_seconds, request_seconds=options.request_seconds
-        )
+        server = self._options.client(record.url, record.key)
         server.process = process
         try:
             await server.get("/health", dict)
@@ -254,13 +256,10 @@ class Fleet:
             raise EngineError(f"{server.name} takes {info.context} tokens and this run needs {self.least}")
         self.context = min(self.context or info.context, info.context)
 
-    def dead(self) -> list[int]:
-        """Places of servers of ours whose process has ended."""
-        return [i for i, s in enumerate(self.servers) if s.process is not None and not s.process.alive()]
-
-    async def _fallen(self) -> list[int]:
-        """Those, and servers whose engine has died behind them: their own process ends some seconds later."""
-        return [i for i, s in enumerate(self.servers) if self.restarts_of(s) and await s.gone()]
+    def dead(self) -> list[EngineProcess]:
+        """Processes started here that have ended."""
+        processes = [server.process for server in self.servers if server.process is not None]
+        return [process for process in processes if not process.alive()]
 
     def restarts_of(self, server: EngineServer) -> bool:
         """Whether a server is started again where it dies: here, or by its rank."""
@@ -277,7 +276,7 @@ class Fleet:
                 return False
             if self._launch is None:
                 return await self._regroup()
-            dead = await self._fallen()
+            dead = [i for i, s in enumerate(self.servers) if self.restarts_of(s) and await s.gone()]
             if not dead:
                 return False
             self.ready.clear()
@@ -291,16 +290,16 @@ class Fleet:
         """Start a dead server again, or have its rank do so."""
         server = self.servers[index]
         if server.process is None:
-            fate, words = "does not answer", ""
+            reason, summary = "does not answer", ""
         else:
             alive = server.process.alive()  # vLLM's server outlives its scheduler by some seconds
-            fate = "lost the process of its scheduler" if alive else server.process.exit_reason()
-            words = server.process.log_summary()
+            reason = "lost the process of its scheduler" if alive else server.process.exit_reason()
+            summary = server.process.log_summary()
         if self._restarts > self._options.restarts:
             raise EngineError(
-                f"{server.name} {fate}, and engine.restarts allows {self._options.restarts} restarts{words}"
+                f"{server.name} {reason}, and engine.restarts allows {self._options.restarts} restarts{summary}"
             )
-        log.warning("%s %s; starting it again", server.name, fate)
+        log.warning("%s %s; starting it again", server.name, reason)
         if server.process is not None:
             await server.process.stop()
             await self._spawn(index)
@@ -319,25 +318,19 @@ class Fleet:
         One that came back, or that is another process than before, has no weights of ours yet.
         """
         before = [(server.url, server.instance_id) for server in self.servers]
-        answers = await asyncio.gather(*(self._answers(server, patient=True) for server in self.servers))
-        there = [server for server, does in zip(self.servers, answers, strict=True) if does]
-        gone = [server for server, does in zip(self.servers, answers, strict=True) if not does]
-        there += [server for server in self._back if await self._answers(server)]
-        self._back.clear()
-        self._away = [server for server in (*self._away, *gone) if server not in there]
-        if not there:
-            there = [await self._first_of(self._away)]
-            self._away.remove(there[0])
-        elif gone:
-            names = ", ".join(server.name for server in gone)
+        every = [*self.servers, *self._away]
+        answers = await asyncio.gather(*(self._answers(server, patient=server in self.servers) for server in every))
+        reachable = [server for server, does in zip(every, answers, strict=True) if does]
+        if not reachable:
+            reachable = [await self._first_of(every)]
+        elif names := ", ".join(server.name for server in self.servers if server not in reachable):
             log.warning("%s does not answer; the other engines take over until it does", names)
-        if before == [(server.url, server.instance_id) for server in there]:
+        self._away = [server for server in every if server not in reachable]
+        if before == [(server.url, server.instance_id) for server in reachable]:
             return False
-        self.servers[:] = there
+        self.servers[:] = reachable
         self.ready.clear()
         self.restart_count += 1
-        if self._away and self._looking is None:
-            self._looking = asyncio.create_task(self._look(), name="engines that are away")
         return True
 
     async def _answers(self, server: EngineServer, *, patient: bool = False) -> bool:
@@ -361,36 +354,66 @@ class Fleet:
         try:
             while True:
                 done, arriving = await asyncio.wait(arriving, return_when=asyncio.FIRST_COMPLETED)
-                well = [task for task in done if task.exception() is None]
-                if well or not arriving:
-                    return next(iter(well or done)).result()
+                arrived = [task for task in done if task.exception() is None]
+                if arrived or not arriving:
+                    return next(iter(arrived or done)).result()
         finally:
             for task in arriving:
                 task.cancel()
             await asyncio.gather(*arriving, return_exceptions=True)
 
     def watch(self, republish: Callable[[], Awaitable[None]]) -> None:
-        """Bring the weights back to servers that lose them; ``republish`` is the field's, instead of one before."""
+        """Have ``republish`` bring the weights back to servers that lose them; it replaces one named before."""
         self.republish = republish
         if self._watching is not None:
             self._watching.cancel()
-        self._watching = asyncio.create_task(watch(self, republish), name="engines that are there")
+        self._watching = asyncio.create_task(self._watch(republish), name="engine health")
 
-    async def _look(self) -> None:
-        """Look for servers of others that are away, and have those published to that answer again."""
+    async def _watch(self, republish: Callable[[], Awaitable[None]]) -> None:
+        """Republish to engines that died, restarted or returned, also while nobody asks them for tokens.
+
+        A run that takes its groups from a broker asks its engines for nothing between two publishes. One that died and
+        came back holds no weights of the run, what is sampled from it is too old to be trained on, and so no next
+        publish would ever come. Where it cannot be brought back, waits for groups raise ``failure``.
+        """
         try:
-            while self._away and not self._closed:
-                await asyncio.sleep(LOOK_SECONDS)
-                self._back = [server for server in self._away if await self._answers(server)]
-                if self._back and self.republish is not None:
-                    names = ", ".join(server.name for server in self._back)
-                    log.warning("%s answers again; the weights of now are published to it", names)
-                    await self.republish()
-        except Exception as error:  # the next request for tokens raises it
+            while True:
+                await asyncio.sleep(HEALTH_SECONDS)
+                if self.ready.is_set() and (await self._returned() or await self._lost_weights()):
+                    await republish()
+        except Exception as error:  # requests for tokens and waits for groups raise it, and so does a publish
+            log.error("the engines cannot be brought back: %s", error)
             self.failure = error
             self.ready.set()
-        finally:
-            self._looking = None
+
+    async def _returned(self) -> bool:
+        """True if an external server that was away answers again."""
+        answers = await asyncio.gather(*(self._answers(server) for server in self._away))
+        names = ", ".join(server.name for server, does in zip(self._away, answers, strict=True) if does)
+        if names:
+            log.warning("%s answers again; publishing the current weights to it", names)
+        return bool(names)
+
+    async def _lost_weights(self) -> bool:
+        """True if a server answers as another process than was published to, or one that is started again has died.
+
+        Of external servers also if none answers: a publish to them waits until one does, and not for ever.
+        """
+        away = 0
+        for server in self.servers:
+            try:
+                health = await server.get("/health", dict)
+            except EngineUnreachable:
+                # A process of ours may be busy; one on another host is its rank's to look at.
+                if self.restarts_of(server) and (server.process is None or not server.process.alive()):
+                    return True
+                away += 1
+            except (EngineError, Deadline):
+                continue  # stopped for a reason of its own
+            else:
+                if health.get("engine", server.instance_id) != server.instance_id:
+                    return True
+        return not self.ours and away == len(self.servers)
 
     async def relaunch(self) -> None:
         """End every server of ours and, once its memory is free, start it on ``model``."""
@@ -406,10 +429,9 @@ class Fleet:
         """End our servers and let go of the others."""
         self._closed = True
         self.ready.set()
-        for task in (self._looking, self._watching):
-            if task is not None:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
         for server in self._away:
             await server.close()
         for index, server in enumerate(self.servers):
@@ -451,60 +473,6 @@ def _unused(url: str) -> None:
     except OSError:
         return
     raise EngineError(
-        f"somebody else listens at {url}, where the engine is to; if that is an engine for this trainer, name it by "
+        f"another process listens at {url}, where the engine should; if that is an engine for this trainer, name it by "
         f"engine.urls: [{url}], otherwise choose another engine.port"
     )
-
-
-async def watch(fleet: Fleet, republish: Callable[[], Awaitable[None]]) -> None:
-    """Health check between publishes: republishes the weights to engines that died or restarted, for ever.
-
-    A run that takes its groups from a broker asks its engines for nothing between two publishes. One that died and came
-    back holds no weights of the run, what is sampled from it is too old to be trained on, and so no next publish would
-    ever come. Where it cannot be brought back, waits for groups raise ``failure``.
-    """
-    try:
-        while True:
-            await asyncio.sleep(HEALTH_SECONDS)
-            if fleet.ready.is_set() and await _lost_weights(fleet):
-                await republish()
-    except Exception as error:  # requests for tokens and waits for groups raise it, and so does a publish
-        log.error("the engines cannot be brought back: %s", error)
-        fleet.failure = error
-        fleet.ready.set()
-
-
-async def _lost_weights(fleet: Fleet) -> bool:
-    """True if a server of ours is dead, or the answers say that weights are lost."""
-    asking = asyncio.create_task(_answers_tell(fleet), name="whether engines are the same")
-    try:
-        while not asking.done():
-            # Looked at all the while: a process that it had started may keep its socket open without responding.
-            if fleet.dead():
-                return True
-            await asyncio.wait((asking,), timeout=HEALTH_SECONDS)
-        return await asking
-    finally:
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
-
-
-async def _answers_tell(fleet: Fleet) -> bool:
-    """True if another process answers than the one that was published to, or none does.
-
-    The last is for external servers: a publish to them waits until one responds, and not for ever.
-    """
-    away = 0
-    for server in fleet.servers:
-        try:
-            health = await server.get("/health", dict)
-        except EngineUnreachable:
-            if fleet.ours and fleet.restarts_of(server) and server.process is None:
-                return True  # its rank may start it again
-            away += 1  # nothing can be brought to it now
-            continue
-        except (EngineError, Deadline):
-            continue  # stopped for a reason of its own
-        if health.get("engine", server.instance_id) != server.instance_id:
-            return True
-    return not fleet.ours and away == len(fleet.servers)

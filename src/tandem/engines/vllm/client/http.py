@@ -145,15 +145,6 @@ class EngineServer:
         """
         return await self._call("POST", path, {} if body is None else body, kind, seconds or self._control)
 
-    async def generate(self, request: wire.Generate) -> wire.Generated:
-        """Sample; counted, so that load can be spread."""
-        self.outstanding += 1
-        try:
-            answer: wire.Generated = await self.post("/generate", request, wire.Generated, self.request_seconds)
-        finally:
-            self.outstanding -= 1
-        return answer
-
     async def many(self, path: str, body: Callable[[], bytes], took: Callable[[bytes], None]) -> None:
         """Ask for what comes in pieces, each of which is taken as it comes; raises as ``post``, but for the deadline.
 
@@ -185,11 +176,11 @@ class EngineServer:
             raise ApiKeyRefused(f"{self.name} answers {path} with {status}: {_detail(content)}; {variable}")
         if status >= 400:
             # The title of the problem.
-            raise self.refusal(path, status, _detail(content), fallen=b'"EngineDeadError"' in content)
+            raise self.refusal(path, status, _detail(content), engine_dead=b'"EngineDeadError"' in content)
 
-    def refusal(self, path: str, status: int, detail: str, *, fallen: bool) -> EngineError:
-        """The error of a request that was refused; ``fallen`` if the engine behind what answers has died."""
-        kind = EngineCoreDied if fallen else EngineError
+    def refusal(self, path: str, status: int, detail: str, *, engine_dead: bool) -> EngineError:
+        """The error of a request that was refused; ``engine_dead`` if the engine behind what answers has died."""
+        kind = EngineCoreDied if engine_dead else EngineError
         return kind(f"{self.name} answers {path} with {status}: {detail}{self._last_words()}")
 
     async def _answer(

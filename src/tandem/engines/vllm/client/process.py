@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import http.client
 import importlib.util
-import json
 import os
 import re
 import signal
@@ -14,9 +13,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
+
+import msgspec
 
 import tandem
 from tandem.errors import ConfigError, Deadline, EngineError
@@ -69,8 +69,7 @@ _SET = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineRecord:
+class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Record by which a later trainer finds a running engine; it holds the key, so its file is the owner's alone."""
 
     pid: int
@@ -87,8 +86,8 @@ class EngineRecord:
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_name(f"{path.name}.{os.getpid()}.new")
         new.unlink(missing_ok=True)
-        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump(asdict(self), file)
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(msgspec.json.encode(self))
         new.replace(path)
 
     @classmethod
@@ -99,12 +98,10 @@ class EngineRecord:
             EngineError: the file is no such record.
         """
         try:
-            fields = json.loads(path.read_text())
-            started = tuple(Identity(int(pid), str(when)) for pid, when in fields.pop("family", ()))
-            return cls(**fields, family=started)
+            return msgspec.json.decode(path.read_bytes(), type=cls)
         except FileNotFoundError:
             return None
-        except (AttributeError, TypeError, ValueError) as error:
+        except msgspec.DecodeError as error:
             raise EngineError(
                 f"{path} is not the record of an engine ({error}); end that engine, if it runs, and remove the file"
             ) from error
@@ -114,14 +111,20 @@ class EngineProcess:
     """An engine's process and, while it runs, whatever that started."""
 
     def __init__(
-        self, me: Identity, *, log: Path, grace: float, child: subprocess.Popen[bytes] | None = None, log_start: int = 0
+        self,
+        engine: Identity,
+        *,
+        log: Path,
+        grace: float,
+        child: subprocess.Popen[bytes] | None = None,
+        log_start: int = 0,
     ) -> None:
-        self._me = me
+        self._identity = engine
         self._log = log
         self._log_start = log_start
         self._grace = grace
         self._child = child
-        self._known = {me}
+        self._known = {engine}
         self._stopped = False
         self._killed = False
 
@@ -159,9 +162,9 @@ class EngineProcess:
                     f"the engine cannot be started: {error}; engine.python is {command[0]}, and must be an interpreter "
                     "that has vLLM"
                 ) from error
-        me = identity(child.pid)
-        assert me is not None  # it stays there, dead or alive, until it is waited for
-        return cls(me, log=log, grace=grace, child=child, log_start=log_start)
+        engine = identity(child.pid)
+        assert engine is not None  # it stays there, dead or alive, until it is waited for
+        return cls(engine, log=log, grace=grace, child=child, log_start=log_start)
 
     @classmethod
     def reattach(cls, record: EngineRecord, grace: float = 15.0) -> EngineProcess | None:
@@ -179,19 +182,19 @@ class EngineProcess:
     @property
     def pid(self) -> int:
         """The engine's own process, leader of its session."""
-        return self._me.pid
+        return self._identity.pid
 
     def record(self, url: str, key: str) -> EngineRecord:
         """How to find it again; taken once it is healthy, it knows the processes that the engine started."""
-        others = tuple(sorted(self._family() - {self._me}))
+        others = tuple(sorted(self._family() - {self._identity}))
         log = str(self._log.absolute())
-        return EngineRecord(pid=self.pid, started=self._me.started, url=url, key=key, log=log, family=others)
+        return EngineRecord(pid=self.pid, started=self._identity.started, url=url, key=key, log=log, family=others)
 
     def alive(self) -> bool:
         """False once the engine's process ended, whatever became of those it started."""
         if self._child is not None:
             return self._exit() is None
-        return alive_after(*self._me)
+        return alive_after(*self._identity)
 
     async def wait_healthy(self, url: str, seconds: float) -> None:
         """Return once ``GET url/health`` answers 200. A late engine is left running; its owner stops it.
@@ -227,7 +230,7 @@ class EngineProcess:
         try:
             if self.alive():
                 os.kill(self.pid, signal.SIGTERM)
-                await gone({self._me}, self._grace)
+                await gone({self._identity}, self._grace)
             if not self.alive():
                 await gone(started := started | self._family(), _STRAGGLER_SECONDS)
         finally:  # also if the wait was cancelled
@@ -307,7 +310,7 @@ class EngineProcess:
 
     def _family(self) -> set[Identity]:
         """The process and all that it started, as far as they are alive and were ever seen or can be found."""
-        self._known = family(self._me, self._known)
+        self._known = family(self._identity, self._known)
         return self._known
 
 

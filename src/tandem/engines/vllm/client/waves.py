@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import msgspec
 
@@ -25,7 +25,6 @@ from tandem.engines.vllm.protocol import (
     SiblingRequests,
     TakeBack,
     frames,
-    siblings,
 )
 from tandem.errors import EngineError
 from tandem.observability import waits
@@ -39,7 +38,7 @@ MOST = 64
 class _AwaitedSample:
     """One awaited completion."""
 
-    siblings: SiblingRequests
+    request: bytes
     seed: int | None
     answer: asyncio.Future[Sampled]
 
@@ -51,21 +50,12 @@ class Waves:
         self._next: dict[EngineServer, _Wave] = {}
         self._running: set[asyncio.Task[None]] = set()
 
-    async def answer(
-        self,
-        server: EngineServer,
-        request: Callable[[], Generate],
-        like: tuple[Sequence[int], object, int],
-        *,
-        seed: int | None,
-        later: float = 0.0,
-    ) -> Sampled:
+    async def answer(self, server: EngineServer, request: Generate, *, seed: int | None, later: float = 0.0) -> Sampled:
         """One answer of a server; counted, so that load can be spread.
 
         Args:
             server: which.
-            request: makes the request, if it is not that of the answer asked for just before.
-            like: what it is made of: prompt, sampling and policy step.
+            request: what is asked, but for the seed.
             seed: of its random stream.
             later: by how many seconds it may begin later than now.
 
@@ -78,7 +68,7 @@ class Waves:
         if wave is None or len(wave.requests) >= MOST:
             wave = self._next[server] = _Wave(server)
             asyncio.get_running_loop().call_soon(self._begin, wave)
-        number = wave.add(request, like, seed)
+        number = wave.add(request, seed)
         seconds = server.request_seconds + later
         server.outstanding += 1
         try:
@@ -107,17 +97,14 @@ class _Wave:
     requests: list[_AwaitedSample] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
     _id: str = ""
-    _like: tuple[Sequence[int], object, int] | None = None
-    _siblings: SiblingRequests | None = None
     _sent: list[int] = field(default_factory=list)
     _buffer: bytearray = field(default_factory=bytearray)
     _taking_back: set[asyncio.Task[None]] = field(default_factory=set)
 
-    def add(self, request: Callable[[], Generate], like: tuple[Sequence[int], object, int], seed: int | None) -> int:
+    def add(self, request: Generate, seed: int | None) -> int:
         """One answer more; its number."""
-        if self._siblings is None or like != self._like:
-            self._siblings, self._like = siblings(request()), like
-        self.requests.append(_AwaitedSample(self._siblings, seed, asyncio.get_running_loop().create_future()))
+        future = asyncio.get_running_loop().create_future()
+        self.requests.append(_AwaitedSample(msgspec.json.encode(request), seed, future))
         return len(self.requests) - 1
 
     def leave(self, number: int) -> None:
@@ -158,13 +145,10 @@ class _Wave:
         self._id = secrets.token_hex(8)
         self._sent = [number for number, request in enumerate(self.requests) if not request.answer.done()]
         self._buffer.clear()
-        prompts: list[SiblingRequests] = []
-        last = None
-        for request in (self.requests[number] for number in self._sent):
-            if request.siblings is not last:
-                last = request.siblings
-                prompts.append(SiblingRequests(request=last.request, seeds=[]))
-            prompts[-1].seeds.append(request.seed)
+        prompts = [
+            SiblingRequests(request=msgspec.Raw(request), seeds=[sample.seed for sample in samples])
+            for request, samples in groupby((self.requests[number] for number in self._sent), lambda s: s.request)
+        ]
         return msgspec.json.encode(Many(id=self._id, prompts=prompts))
 
     def _took(self, piece: bytes) -> None:
@@ -180,8 +164,8 @@ class _Wave:
         if answer.done():  # taken back meanwhile
             return
         if isinstance(frame, Failed):
-            fallen = frame.title == "EngineDeadError"
-            answer.set_exception(self.server.refusal("/generate", frame.status, frame.detail, fallen=fallen))
+            engine_dead = frame.title == "EngineDeadError"
+            answer.set_exception(self.server.refusal("/generate", frame.status, frame.detail, engine_dead=engine_dead))
         else:
             answer.set_result(frame)
 

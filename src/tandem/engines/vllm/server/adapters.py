@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.engines.vllm import protocol as wire
-from tandem.engines.vllm.protocol import IN_PLACE, Refusal, parsed
+from tandem.engines.vllm.protocol import IN_PLACE, Refusal
 from tandem.engines.vllm.server.frontend import Frontend
 
 FOLDERS = "TANDEM_ADAPTER_FOLDERS"
@@ -69,7 +69,7 @@ class Adapters:
         """Its integer id; of the one written in place by default."""
         return IN_PLACE_ID if name is None else int(self.named(name).lora_int_id)
 
-    async def status(self, _: bytes) -> Any:
+    async def status(self, _: None) -> Any:
         """GET /lora/status."""
         served = self._frontend.adapter
         return {
@@ -79,13 +79,12 @@ class Adapters:
             "in_place": self.in_place is not None,
         }
 
-    async def load(self, body: bytes) -> Any:
+    async def load(self, request: wire.LoadAdapter) -> Any:
         """POST /lora/load: a PEFT folder becomes an adapter by name; served at once where no trainer stamps steps."""
-        request = parsed(body, wire.LoadAdapter)
         self.require_enabled()
         folder = allowed(request.adapter_path)
         name = request.adapter_name or folder.name
-        not_kept(name)
+        require_free_name(name)
         if name in self._loaded:
             raise Refusal(409, f"there is an adapter {name!r} already: give a new version a new name, or unload it")
         self._loaded[name] = await self._load(name, folder)
@@ -103,9 +102,8 @@ class Adapters:
             raise Refusal(400, f"vLLM refuses the adapter in {folder}: {answer.error.message}")
         return models.lora_requests[name]
 
-    async def unload(self, body: bytes) -> Any:
+    async def unload(self, request: wire.UnloadAdapter) -> Any:
         """POST /lora/unload."""
-        request = parsed(body, wire.UnloadAdapter)
         loaded = [*self._loaded, *([] if self.in_place is None else [IN_PLACE])]
         names = loaded if request.adapter_name is None else [request.adapter_name]
         if request.unless_used:
@@ -123,7 +121,7 @@ class Adapters:
         return {"status": "ok", "unloaded": names}
 
 
-def not_kept(name: str) -> None:
+def require_free_name(name: str) -> None:
     """Raise Refusal where loading an adapter of this name would replace the one that is trained."""
     if name == IN_PLACE:
         raise Refusal(409, f"the name {IN_PLACE!r} is kept for the adapter that is written in place")

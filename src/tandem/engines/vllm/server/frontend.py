@@ -494,10 +494,8 @@ class Frontend:
         while min_step > self._sampling_step and self.state != "stopped":
             await self._changed.wait()
         async with self.places.taken(answers):
-            await self.places.turnstile.passed()
             while not self._admits(prompt, answers, min_step):
                 await self._changed.wait()
-                await self.places.turnstile.passed()
             if self.state == "stopped":
                 raise Stopped(self.reason)
             yield

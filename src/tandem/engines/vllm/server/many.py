@@ -32,9 +32,8 @@ class ManyAnswers:
         self._limits = limits
         self._live: dict[str, _Answers] = {}
 
-    async def take_back(self, body: bytes) -> Any:
+    async def take_back(self, request: TakeBack) -> Any:
         """Cancel answers that are no longer wanted; finished ones stay."""
-        request = wire.parsed(body, TakeBack)
         if (live := self._live.get(request.id)) is not None:
             live.take_back(request.numbers)
         return {}

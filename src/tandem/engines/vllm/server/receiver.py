@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from tandem.engines.vllm import protocol as wire
-from tandem.engines.vllm.protocol import Entry, Refusal, parsed
+from tandem.engines.vllm.protocol import Entry, Refusal
 from tandem.engines.vllm.server.adapters import IN_PLACE_ID, Adapters
 from tandem.engines.vllm.server.frontend import Frontend
 
@@ -25,13 +25,11 @@ class Receiver:
         self._frontend = frontend
         self._adapters = adapters
         self._announced: list[Entry] = []
-        self._json: tuple[list[Entry], str] | None = None
         self._held: frozenset[str] | None = None
         self._connected = False
 
-    async def start(self, body: bytes) -> Any:
+    async def start(self, request: wire.StartReceiver) -> Any:
         """POST /nccl/start_receiver: join in the background; /nccl/status tells how it went."""
-        request = parsed(body, wire.StartReceiver)
         meeting = self._meeting(request)
         entries = _entries(request.param_metadata)
         await self._known(name for names in ((e[0] for e in entries), request.param_mappings) for name in names)
@@ -42,7 +40,7 @@ class Receiver:
             )
         self._announced, self._connected = entries, False
         await self._frontend.rpc("tandem_connect", json.dumps(meeting), request.first_rank)
-        return await self.status(b"")
+        return await self.status()
 
     def _meeting(self, request: wire.StartReceiver) -> dict[str, Any]:
         address = re.fullmatch(r"tcp://\[?([^\]/]+)\]?:(\d{1,5})", request.init_method)
@@ -84,7 +82,7 @@ class Receiver:
         if len(every) - len(weights) > 4 * len(self._held):  # A and B of each, by both fields
             raise Refusal(400, f"{len(every)} tensors are announced, for a model of {len(self._held)}")
 
-    async def status(self, _: bytes) -> Any:
+    async def status(self, _: None = None) -> Any:
         """GET /nccl/status: idle, connecting, connected, or error with its reason."""
         ranks = await self._frontend.rpc("tandem_connection")
         states = [rank["state"] for rank in ranks]
@@ -93,27 +91,21 @@ class Receiver:
         self._connected = worst == "connected"
         return {"status": worst, "error": "; ".join(reasons) or None, "ranks": ranks}
 
-    async def stop(self, _: bytes) -> Any:
+    async def stop(self, _: None) -> Any:
         """POST /nccl/stop_receiver: leave the group."""
         self._connected = False
         await self._frontend.rpc("tandem_disconnect")
-        return await self.status(b"")
+        return await self.status()
 
-    def _listed(self) -> str:
-        if self._json is None or self._json[0] is not self._announced:
-            self._json = self._announced, json.dumps(self._announced)
-        return self._json[1]
-
-    async def receive(self, body: bytes) -> Any:
+    async def receive(self, request: wire.Receive) -> Any:
         """POST /nccl/receive: take one publish. If it breaks off, the engine is stopped: its weights are in doubt."""
-        request = parsed(body, wire.Receive)
         if self._frontend.state not in ("paused", "stopped"):
             raise Refusal(409, "receiving overwrites what is sampled from: pause first (POST /bridge/pause)")
         await self._known(name for name, _, _ in request.manifest)
         announced = request.manifest or self._announced
         if not announced:
             raise Refusal(400, "manifest is missing, and start_receiver was given no param_metadata: what comes?")
-        if not self._connected and (state := (await self.status(b""))["status"]) != "connected":
+        if not self._connected and (state := (await self.status())["status"]) != "connected":
             raise Refusal(409, f"this engine is in no process group ({state}): start the receiver, and wait for it")
         lora_id = 0
         if request.config is not None:
@@ -122,7 +114,7 @@ class Receiver:
         self._announced = announced
         try:
             self._frontend.written = True
-            arguments = self._listed(), request.bucket_bytes, lora_id, json.dumps(request.config)
+            arguments = json.dumps(announced), request.bucket_bytes, lora_id, json.dumps(request.config)
             await self._frontend.rpc("tandem_receive", *arguments)
         except Exception as error:
             await self._frontend.stop(f"a publish broke off while it was being received: {error}")

@@ -11,7 +11,7 @@ import asyncio
 import json
 import os
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -94,9 +94,8 @@ class Sleeper:
         self.level = 0
         """How deep it sleeps; 0: it is awake."""
 
-    async def sleep(self, body: bytes) -> Any:
+    async def sleep(self, request: wire.Sleep) -> Any:
         """POST /bridge/sleep: release the memory; twice is once."""
-        request = parsed(body, wire.Sleep)
         front = self._frontend
         if front.state not in ("paused", "stopped"):
             raise Refusal(409, "/bridge/sleep takes the memory of what is being sampled: pause first")
@@ -112,9 +111,9 @@ class Sleeper:
             await front.client.sleep(request.level)
         return {"level": self.level}
 
-    async def wake(self, body: bytes) -> Any:
+    async def wake(self, request: wire.Wake) -> Any:
         """POST /bridge/wake: have the memory again, and stay paused; an engine that is awake is left alone."""
-        request, front = parsed(body, wire.Wake), self._frontend
+        front = self._frontend
         if self.level:
             await front.client.wake_up()
             await front.still()  # some releases begin to schedule as they wake up
@@ -143,7 +142,14 @@ MANY = "/generate/many"
 SAMPLE = frozenset({"/generate", "/bridge/probe"})
 """Routes of ours whose work ends with their client; the others, once begun, leave nothing half done."""
 
-Handler = Callable[[bytes], Awaitable[Any]]
+
+class Endpoint(NamedTuple):
+    """What answers a route of ours."""
+
+    method: str
+    handler: Callable[[Any], Awaitable[Any]]
+    body: type | None = None
+    """What its body is read as; None: it takes none."""
 
 
 class Routes:
@@ -169,9 +175,9 @@ class Routes:
             if path == MANY and scope["method"] == "POST":
                 await live.many.generate(await read(receive, LARGE), receive, send)
                 return
-            methods = live.handlers.get(path)
-            if methods is not None:
-                await answer(send, await self._handled(live, path, methods, scope["method"], receive))
+            route = live.routes.get(path)
+            if route is not None:
+                await answer(send, await self._handled(live, path, route, scope["method"], receive))
                 return
         except Exception as error:
             await refuse(send, error)
@@ -195,17 +201,17 @@ class Routes:
             self._live = _Live(engine, scope["app"].state, self._watch, self._app)
         return self._live
 
-    async def _handled(self, live: _Live, path: str, methods: dict[str, Handler], method: str, receive: Receive) -> Any:
-        handler = methods.get(method)
-        if handler is None:
-            allow = ", ".join(methods)
-            raise Refusal(405, f"{path} answers {allow}, not {method}", [(b"allow", allow.encode())])
+    async def _handled(self, live: _Live, path: str, route: Endpoint, method: str, receive: Receive) -> Any:
+        if method != route.method:
+            allow = [(b"allow", route.method.encode())]
+            raise Refusal(405, f"{path} answers {route.method}, not {method}", allow)
         body = await read(receive)
         if live.sleeper.level and path in AWAKE:
             raise Refusal(409, f"{path} needs memory that this engine has released: wake it first (POST /bridge/wake)")
+        work = route.handler(None if route.body is None else parsed(body, route.body))
         if path in SAMPLE:
-            return await unless(handler(body), disconnected(receive), live.frontend.broken_off())
-        return await unless(handler(body), live.frontend.died())
+            return await unless(work, disconnected(receive), live.frontend.broken_off())
+        return await unless(work, live.frontend.died())
 
 
 class _Live:
@@ -221,35 +227,35 @@ class _Live:
         self.receiver = Receiver(self.frontend, self.adapters)
         self.sleeper = Sleeper(self.frontend)
         self.many = ManyAnswers(self.frontend, self.adapters, self.limits)
-        self.handlers: dict[str, dict[str, Handler]] = {
-            "/health": {"GET": self.health},
-            "/generate": {"POST": self.generate},
-            "/generate/take_back": {"POST": self.many.take_back},
-            "/bridge/info": {"GET": self.info},
-            "/bridge/state_dict_info": {"GET": self.state_dict_info},
-            "/bridge/notify_update": {"POST": self.notify_update},
-            "/bridge/pause": {"POST": self.pause},
-            "/bridge/resume": {"POST": self.resume},
-            "/bridge/lend": {"POST": self.export_weights},
-            "/bridge/checksums": {"POST": self.checksums},
-            "/bridge/probe": {"POST": self.probe},
-            "/bridge/stamp": {"POST": self.set_version},
-            "/bridge/stop": {"POST": self.stop},
-            "/bridge/sleep": {"POST": self.sleeper.sleep},
-            "/bridge/wake": {"POST": self.sleeper.wake},
-            "/bridge/lend_slot": {"POST": self.export_adapter},
-            "/bridge/adapt": {"POST": self.adapt},
-            "/bridge/adopt": {"POST": self.reattach},
-            "/lora/status": {"GET": self.adapters.status},
-            "/lora/load": {"POST": self.adapters.load},
-            "/lora/unload": {"POST": self.adapters.unload},
-            "/nccl/start_receiver": {"POST": self.receiver.start},
-            "/nccl/status": {"GET": self.receiver.status},
-            "/nccl/stop_receiver": {"POST": self.receiver.stop},
-            "/nccl/receive": {"POST": self.receiver.receive},
+        self.routes: dict[str, Endpoint] = {
+            "/health": Endpoint("GET", self.health),
+            "/generate": Endpoint("POST", self.generate, wire.Generate),
+            "/generate/take_back": Endpoint("POST", self.many.take_back, wire.TakeBack),
+            "/bridge/info": Endpoint("GET", self.info),
+            "/bridge/state_dict_info": Endpoint("GET", self.state_dict_info),
+            "/bridge/notify_update": Endpoint("POST", self.notify_update, wire.Notify),
+            "/bridge/pause": Endpoint("POST", self.pause, wire.Pause),
+            "/bridge/resume": Endpoint("POST", self.resume, wire.Body),
+            "/bridge/lend": Endpoint("POST", self.export_weights, wire.Body),
+            "/bridge/checksums": Endpoint("POST", self.checksums, wire.Checksums),
+            "/bridge/probe": Endpoint("POST", self.probe, wire.ProbeRequest),
+            "/bridge/stamp": Endpoint("POST", self.set_version, wire.SetVersion),
+            "/bridge/stop": Endpoint("POST", self.stop, wire.Stop),
+            "/bridge/sleep": Endpoint("POST", self.sleeper.sleep, wire.Sleep),
+            "/bridge/wake": Endpoint("POST", self.sleeper.wake, wire.Wake),
+            "/bridge/lend_slot": Endpoint("POST", self.export_adapter, wire.ExportAdapter),
+            "/bridge/adapt": Endpoint("POST", self.adapt, wire.Adapt),
+            "/bridge/adopt": Endpoint("POST", self.reattach, wire.Reattach),
+            "/lora/status": Endpoint("GET", self.adapters.status),
+            "/lora/load": Endpoint("POST", self.adapters.load, wire.LoadAdapter),
+            "/lora/unload": Endpoint("POST", self.adapters.unload, wire.UnloadAdapter),
+            "/nccl/start_receiver": Endpoint("POST", self.receiver.start, wire.StartReceiver),
+            "/nccl/status": Endpoint("GET", self.receiver.status),
+            "/nccl/stop_receiver": Endpoint("POST", self.receiver.stop),
+            "/nccl/receive": Endpoint("POST", self.receiver.receive, wire.Receive),
         }
 
-    async def health(self, _: bytes) -> Any:
+    async def health(self, _: None) -> Any:
         await self.client.check_health()
         front = self.frontend
         if front.state == "stopped":
@@ -258,8 +264,7 @@ class _Live:
         status = {"status": "ok", "engine": front.id, "state": front.state, "step": front.step, **requests}
         return {**status, "paused": front.lease.report}
 
-    async def generate(self, body: bytes) -> wire.Generated:
-        request = parsed(body, wire.Generate)
+    async def generate(self, request: wire.Generate) -> wire.Generated:
         if request.stream:
             raise Refusal(400, "stream: /generate answers when all is sampled; /v1/completions streams")
         text = request.prompt if isinstance(request.prompt, str) else None
@@ -288,7 +293,7 @@ class _Live:
             cached=record.cached,
         )
 
-    async def info(self, _: bytes) -> wire.EngineInfo:
+    async def info(self, _: None) -> wire.EngineInfo:
         front, config = self.frontend, self.client.vllm_config
         return wire.EngineInfo(
             engine=front.id,
@@ -307,7 +312,7 @@ class _Live:
             apart=os.environ.get(APART) == "1",
         )
 
-    async def state_dict_info(self, _: bytes) -> Any:
+    async def state_dict_info(self, _: None) -> Any:
         ranks = [json.loads(text) for text in await self.frontend.rpc("tandem_map")]
         config = self.client.vllm_config
         return {
@@ -319,15 +324,13 @@ class _Live:
             "ranks": ranks,
         }
 
-    async def notify_update(self, body: bytes) -> Any:
-        request = parsed(body, wire.Notify)
+    async def notify_update(self, request: wire.Notify) -> Any:
         requested_step = request.update_count if request.step is None else request.step
         step = self.frontend.step + 1 if requested_step is None else requested_step
         await self.frontend.set_version(step, request.digest, self.frontend.adapter)
         return {"status": "ok", "step": step, "updates": self.frontend.updates}
 
-    async def pause(self, body: bytes) -> Any:
-        request = parsed(body, wire.Pause)
+    async def pause(self, request: wire.Pause) -> Any:
         by = " at ".join(filter(None, (request.by or "somebody", client())))
         reason = f"{by} pauses it to publish, before what it held was proven; one trainer at a time can publish to it"
         before = await self.frontend.pause(finish=request.finish, reason=reason, step=request.step)
@@ -337,20 +340,17 @@ class _Live:
             await self.frontend.rpc("tandem_settle")
         return {"state": self.frontend.state, "before": before}
 
-    async def resume(self, body: bytes) -> Any:
-        parsed(body, wire.Body)
+    async def resume(self, _: wire.Body) -> Any:
         front, seconds = self.frontend, await self.frontend.resume()
         return {"seconds": seconds, "state": front.state, "step": front.step, "digest": front.digest}
 
-    async def export_weights(self, body: bytes) -> Any:
-        parsed(body, wire.Body)
+    async def export_weights(self, _: wire.Body) -> Any:
         async with self.frontend.standing():
             ranks = await self.frontend.rpc("tandem_export_weights")
         model = self.client.vllm_config.model_config.model
         return {"model": model, "ranks": [json.loads(text) for text in ranks]}
 
-    async def checksums(self, body: bytes) -> Any:
-        request = parsed(body, wire.Checksums)
+    async def checksums(self, request: wire.Checksums) -> Any:
         await self.frontend.in_turn()
         if request.payload == "weights":
             ranks = await self.frontend.rpc("tandem_checksums")
@@ -359,8 +359,7 @@ class _Live:
             ranks = await self.frontend.rpc("tandem_adapter_checksums", lora_id, request.names, config)
         return {"ranks": ranks, "engine": self.frontend.id}
 
-    async def probe(self, body: bytes) -> Any:
-        request = parsed(body, wire.ProbeRequest)
+    async def probe(self, request: wire.ProbeRequest) -> Any:
         self.limits.prompt(request.tokens)
         self.limits.length("max_tokens", request.max_tokens)
         return await probe(
@@ -373,31 +372,27 @@ class _Live:
             adapter=self.adapters.in_place if request.adapter is None else self.adapters.named(request.adapter),
         )
 
-    async def set_version(self, body: bytes) -> Any:
-        request = parsed(body, wire.SetVersion)
+    async def set_version(self, request: wire.SetVersion) -> Any:
         if request.step is None:
             raise Refusal(400, "step is missing: which policy step do these weights belong to?")
         adapter = self.adapters.in_place if request.adapter is None else self.adapters.named(request.adapter)
         await self.frontend.set_version(request.step, request.digest, adapter)
         return {"step": request.step, "engine": self.frontend.id}
 
-    async def stop(self, body: bytes) -> Any:
-        request = parsed(body, wire.Stop)
+    async def stop(self, request: wire.Stop) -> Any:
         sender = f" (so said {client()})" if client() else ""
         await self.frontend.stop(request.reason[:MAX_REASON_CHARS] + sender)
         return {"state": self.frontend.state}
 
-    async def export_adapter(self, body: bytes) -> Any:
-        request = parsed(body, wire.ExportAdapter)
+    async def export_adapter(self, request: wire.ExportAdapter) -> Any:
         self._require_paused("lend_slot")
         return {"ranks": await self.adapters.export_adapter(request)}
 
-    async def adapt(self, body: bytes) -> Any:
+    async def adapt(self, request: wire.Adapt) -> Any:
         self._require_paused("adapt")
-        return {"held": await self.adapters.adapt(parsed(body, wire.Adapt).key)}
+        return {"held": await self.adapters.adapt(request.key)}
 
-    async def reattach(self, body: bytes) -> Any:
-        request = parsed(body, wire.Reattach)
+    async def reattach(self, request: wire.Reattach) -> Any:
         if self._watch is None:
             raise Refusal(409, "nobody's trainer is watched here: this engine ends when whoever started it ends it")
         if not self._watch.reattach(request.trainer):

@@ -25,7 +25,7 @@ from tandem.engines.vllm.protocol import (
     Whole,
     shallow,
 )
-from tandem.engines.vllm.server.adapters import allowed, not_kept
+from tandem.engines.vllm.server.adapters import allowed, require_free_name
 from tandem.engines.vllm.server.asgi import (
     LARGE,
     ClientDisconnected,
@@ -204,7 +204,7 @@ class Stock:
             body = await read(receive, LARGE)
             tree = sound(body) if body or waits else {}
             if path == LOADS:
-                not_kept(str(tree.get("lora_name", "")))
+                require_free_name(str(tree.get("lora_name", "")))
                 allowed(str(tree.get("lora_path", "")))
             answers = sampling_request(tree, self._limits).answers if path in SALTED else 0
         except (Refusal, ClientDisconnected) as error:

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tandem.engines.vllm.adapters import ExportedAdapter, rank_of, scale_, scaling
+from tandem.engines.vllm.adapters import ExportedAdapter, rank_of, scaling
 from tandem.errors import EngineError
 
 _PEFT = "base_model.model."
@@ -38,52 +38,37 @@ class AdapterTensor:
     """Row and column that the view's first element has in the whole tensor."""
     shape: tuple[int, int]
     """Of the whole tensor, over all workers."""
-    counted: bool
-    """False where another worker's equal part is counted already."""
-    scaled: bool
-    """True for B, which is stored cast to the slot's type and then multiplied by ``scaling``; A is only cast."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Shard:
+class _Range(NamedTuple):
     """The part of a dimension that this worker holds."""
 
     first: int
     size: int
     total: int
-    counted: bool
+
+    @classmethod
+    def whole(cls, size: int) -> _Range:
+        return cls(0, size, size)
+
+    @property
+    def slice(self) -> slice:
+        return slice(self.first, self.first + self.size)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Target:
+class _Target(NamedTuple):
     """Where one tensor goes, in whichever slot."""
 
-    name: str
     stacked: Tensor  # slots × 1 × rows × columns
-    rows: _Shard
-    columns: _Shard
-    scaled: bool
+    rows: _Range
+    columns: _Range
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.rows.total, self.columns.total
 
-    def view(self, index: int) -> Tensor:
-        return self.stacked[index, 0, : self.rows.size, : self.columns.size]
-
-    def held(self, index: int) -> AdapterTensor:
-        return AdapterTensor(
-            name=self.name,
-            tensor=self.view(index),
-            first=(self.rows.first, self.columns.first),
-            shape=self.shape,
-            counted=self.rows.counted and self.columns.counted,
-            scaled=self.scaled,
-        )
-
-    def part(self, tensor: Tensor) -> Tensor:
-        rows, columns = self.rows, self.columns
-        return tensor[rows.first : rows.first + rows.size, columns.first : columns.first + columns.size]
+    def view(self, slot: int) -> Tensor:
+        return self.stacked[slot, 0, : self.rows.size, : self.columns.size]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,19 +76,10 @@ class _Adapter:
     """An adapter that lives in a slot."""
 
     model: Any  # what vLLM registered under the id
-    index: int
+    slot: int
     rank: int
     targets: dict[str, _Target]
     exported: ExportedAdapter | None = None
-    _held: list[AdapterTensor] = field(default_factory=list)
-    _where: tuple[int, ...] = ()
-
-    def held(self) -> list[AdapterTensor]:
-        """What the slot holds; viewed anew only where storage was moved, as lending does."""
-        where = tuple(target.stacked.data_ptr() for target in self.targets.values())
-        if where != self._where:
-            self._held, self._where = [target.held(self.index) for target in self.targets.values()], where
-        return self._held
 
 
 class _Spent(dict[str, Any]):
@@ -134,8 +110,6 @@ class InPlaceAdapters:
             for fused, names in self._manager.packed_modules.items()
             for index, name in enumerate(names)
         }
-        # A layer that is not split among the workers counts on the first of them.
-        self._lead = all(getattr(layer, "tp_rank", 0) == 0 for layer in self._manager.modules.values())
 
     def put(self, lora_id: int, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Make adapter ``lora_id`` hold these values; the first time it takes a slot and keeps it until removed.
@@ -147,10 +121,12 @@ class InPlaceAdapters:
             EngineError: vLLM cannot serve this adapter, it does not fit the model, or no slot is free.
         """
         named, adapter = self._claim(lora_id, config, tensors)
-        held = adapter.held()
-        parts = [target.part(named[name]) for name, target in adapter.targets.items()]
-        torch._foreach_copy_([part.tensor for part in held], parts)
-        scale_([part.tensor for part in held if part.scaled], scaling(config))
+        views = {name: target.view(adapter.slot) for name, target in adapter.targets.items()}
+        parts = [named[name][t.rows.slice, t.columns.slice] for name, t in adapter.targets.items()]
+        torch._foreach_copy_(list(views.values()), parts)
+        for name, view in views.items():
+            if ".lora_B." in name:
+                view.mul_(scaling(config))  # as vLLM does when it loads a file: in float32, and rounded once
 
     def export(
         self, lora_id: int, config: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path
@@ -175,7 +151,7 @@ class InPlaceAdapters:
             adapter.exported = ExportedAdapter(
                 {name: target.stacked for name, target in adapter.targets.items()}, folder
             )
-        return adapter.exported.description(adapter.index)
+        return adapter.exported.description(adapter.slot)
 
     def exported(self, lora_id: int, key: str) -> bool:
         """Whether the slot is still that of the adapter, and ``key`` its last borrower's."""
@@ -209,7 +185,7 @@ class InPlaceAdapters:
         adapter = self._alive(lora_id)
         if adapter is None:
             raise EngineError(f"adapter {lora_id} is in no slot; put it first")
-        yield from adapter.held()
+        yield from _placed(adapter.targets, adapter.slot)
 
     def loaded(self, lora_id: int, names: Iterable[str], config: Mapping[str, Any]) -> Iterator[AdapterTensor]:
         """What the slot of an adapter that vLLM loaded from a folder really holds, for the names it should have.
@@ -220,9 +196,8 @@ class InPlaceAdapters:
         ids = self._manager.lora_index_to_id
         if lora_id not in ids:
             raise EngineError(f"adapter {lora_id} is in no slot; load it first")
-        index = ids.index(lora_id)
         targets = self._targets(_named(dict.fromkeys(names)), rank_of(config, self._manager.lora_config.max_lora_rank))
-        yield from (target.held(index) for target in targets.values())
+        yield from _placed(targets, ids.index(lora_id))
 
     def remove(self, lora_id: int) -> bool:
         """Free its slot; False if there was none."""
@@ -237,7 +212,7 @@ class InPlaceAdapters:
             raise EngineError(
                 f"vLLM already holds an adapter {lora_id} that was not put from memory; unload it or use another id"
             )
-        if registered is not None and adapter is not None and ids[adapter.index] == lora_id:
+        if registered is not None and adapter is not None and ids[adapter.slot] == lora_id:
             return adapter
         self.remove(lora_id)
         return None
@@ -261,8 +236,8 @@ class InPlaceAdapters:
                 "start it with more (--max-loras)"
             ) from error
         blank.loras = _Spent()
-        index = manager.lora_index_to_id.index(lora_id)
-        adapter = self._adapters[lora_id] = _Adapter(model=blank, index=index, rank=rank, targets=targets)
+        slot = manager.lora_index_to_id.index(lora_id)
+        adapter = self._adapters[lora_id] = _Adapter(model=blank, slot=slot, rank=rank, targets=targets)
         return adapter
 
     def _targets(self, tensors: Mapping[str, Any], rank: int) -> dict[str, _Target]:
@@ -280,17 +255,12 @@ class InPlaceAdapters:
                 (name,) = halves.values()
                 raise EngineError(f"the adapter has {name} but not its other half; A and B come in pairs")
             layer, index = self._layer(module.removeprefix(_PEFT))
-            whole = _Shard(first=0, size=rank, total=rank, counted=True)
             a, b = layer.lora_a_stacked[index], layer.lora_b_stacked[index]
             inputs, outputs = self._inputs(layer), self._outputs(layer, index, module)
-            targets[halves["A"]] = _Target(name=halves["A"], stacked=a, rows=whole, columns=inputs, scaled=False)
-            targets[halves["B"]] = _Target(name=halves["B"], stacked=b, rows=outputs, columns=whole, scaled=True)
-            if (a.shape[2] < rank, a.shape[3], b.shape[2], b.shape[3] < rank) != (
-                False,
-                inputs.size,
-                outputs.size,
-                False,
-            ):
+            targets[halves["A"]] = _Target(a, _Range.whole(rank), inputs)
+            targets[halves["B"]] = _Target(b, outputs, _Range.whole(rank))
+            room = a.shape[2] >= rank and b.shape[3] >= rank
+            if not room or (a.shape[3], b.shape[2]) != (inputs.size, outputs.size):
                 raise EngineError(
                     f"vLLM stores the adapter of {module} as A {tuple(a.shape[2:])} and B {tuple(b.shape[2:])}, where "
                     f"A (rank, {inputs.size}) and B ({outputs.size}, rank) were expected: slots that are split among "
@@ -336,23 +306,22 @@ class InPlaceAdapters:
         (name,) = renames().apply_list([module + suffix]) or [module + suffix]
         return str(name).removesuffix(suffix)
 
-    def _inputs(self, layer: Any) -> _Shard:
+    def _inputs(self, layer: Any) -> _Range:
         """Columns of A: a row-parallel layer sees a part of the input, any other all of it."""
         base = layer.base_layer
         if not hasattr(base, "input_is_parallel"):
-            return _Shard(first=0, size=base.input_size, total=base.input_size, counted=self._lead)
+            return _Range.whole(base.input_size)
         size = base.input_size_per_partition
-        counted = layer.tp_size > 1 or self._lead
-        return _Shard(first=layer.tp_rank * size, size=size, total=base.input_size, counted=counted)
+        return _Range(layer.tp_rank * size, size, base.input_size)
 
-    def _outputs(self, layer: Any, index: int, module: str) -> _Shard:
+    def _outputs(self, layer: Any, index: int, module: str) -> _Range:
         """Rows of B: a column-parallel layer makes a part of the output, any other all of it."""
         base = layer.base_layer
         if not hasattr(base, "gather_output"):
-            return _Shard(first=0, size=base.output_size, total=base.output_size, counted=self._lead)
+            return _Range.whole(base.output_size)
+        size = layer.output_slices[index]
         if layer.tp_size == 1:
-            size = layer.output_slices[index]
-            return _Shard(first=0, size=size, total=size, counted=self._lead)
+            return _Range.whole(size)
         if layer.n_slices == 1 and len(getattr(base, "output_sizes", ())) > 1:
             raise EngineError(
                 f"an adapter of {module!r}, one layer in the checkpoint, is cut into pieces by tensor parallelism and "
@@ -360,13 +329,14 @@ class InPlaceAdapters:
             )
         # Where there are fewer key heads than workers, several hold the same ones.
         copies = base.num_kv_head_replicas if index and hasattr(base, "num_kv_head_replicas") else 1
-        size = layer.output_slices[index]
-        return _Shard(
-            first=layer.tp_rank // copies * size,
-            size=size,
-            total=layer.tp_size // copies * size,
-            counted=layer.tp_rank % copies == 0,
-        )
+        return _Range(layer.tp_rank // copies * size, size, layer.tp_size // copies * size)
+
+
+def _placed(targets: Mapping[str, _Target], slot: int) -> Iterator[AdapterTensor]:
+    """What a slot holds; viewed anew each time, for lending moves storage."""
+    for name, target in targets.items():
+        first = target.rows.first, target.columns.first
+        yield AdapterTensor(name=name, tensor=target.view(slot), first=first, shape=target.shape)
 
 
 def _named(tensors: Mapping[str, Any]) -> dict[str, Any]:

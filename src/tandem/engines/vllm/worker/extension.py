@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tandem.engines.vllm.protocol import REFUSED
 from tandem.engines.vllm.worker.adapter import InPlaceAdapters
-from tandem.engines.vllm.worker.parameter_map import TensorPlace, places, share, uncovered, whole
+from tandem.engines.vllm.worker.parameter_map import TensorPlace, places, share, uncovered
 from tandem.errors import EngineError, TransportError
 from tandem.transport import sharing
 from tandem.transport.checksums import ChecksumCache, ChecksumTally, Shard
@@ -111,7 +111,7 @@ class WorkerExtension:
         Raises:
             EngineError: a parameter has no place, or a place does not cover it.
         """
-        placements = places(self.tandem_model, rank=self.tandem_rank, world=self.tandem_world)
+        placements = places(self.tandem_model, world=self.tandem_world)
         if rest := uncovered(self.tandem_model, placements):
             raise EngineError(
                 f"{len(rest)} of the engine's parameters belong to no tensor that travels, first {rest[0]}"
@@ -205,9 +205,9 @@ class WorkerExtension:
     def tandem_adapter_checksums(self, lora_id: int, names: list[str], config: str) -> dict[str, str]:
         """Checksums of what an adapter's slot really holds; ``names`` are given for one that vLLM loaded itself."""
         adapters = self._tandem_in_place()
-        held = list(adapters.loaded(lora_id, names, json.loads(config)) if names else adapters.stored(lora_id))
-        shards = (Shard(_part(part.name, part.first), part.tensor, part.first) for part in held)
-        return _hexadecimal(self._tandem_standing(held[0].tensor.data_ptr()).take(shards))
+        parts = list(adapters.loaded(lora_id, names, json.loads(config)) if names else adapters.stored(lora_id))
+        shards = (Shard(_part(part.name, part.first), part.tensor, part.first) for part in parts)
+        return _hexadecimal(self._tandem_standing(parts[0].tensor.data_ptr()).take(shards))
 
     def tandem_forget(self, lora_id: int) -> None:
         """Free an adapter's slot."""
@@ -245,7 +245,8 @@ class WorkerExtension:
         joining = self._tandem_joining
         if joining is None or joining.member is None:
             raise EngineError(f"engine worker {self.tandem_rank} is in no process group: start the receiver first")
-        receive, entries = joining.member.receive, self._tandem_listed(manifest)
+        entries = [(name, tuple(shape), dtype) for name, shape, dtype in json.loads(manifest)]
+        receive = joining.member.receive
         if lora_id:
             buckets = list(receive(entries, bucket_bytes, keep=True))
             self._tandem_in_place().put(
@@ -255,23 +256,12 @@ class WorkerExtension:
             places = self._tandem_current().places
             if unknown := [name for name, _, _ in entries if name not in places]:
                 raise EngineError(f"the engine has no weight {unknown[0]!r}, which the trainer wants to send")
-            straight = whole(places)
-            for bucket in receive(entries, bucket_bytes, straight=straight):
-                came = [(name, tensor) for name, tensor in bucket if tensor is not straight.get(name)]
-                pairs = [(p.tensor, share(tensor, p)) for name, tensor in came for p in places[name]]
+            for bucket in receive(entries, bucket_bytes):
+                pairs = [(p.tensor, share(tensor, p)) for name, tensor in bucket for p in places[name]]
                 if pairs:
                     torch._foreach_copy_([target for target, _ in pairs], [part for _, part in pairs])
         if self.tandem_device.type == "cuda":
             torch.cuda.synchronize()
-
-    _tandem_list: tuple[str, list[tuple[str, tuple[int, ...], str]]] = ("", [])
-
-    def _tandem_listed(self, manifest: str) -> list[tuple[str, tuple[int, ...], str]]:
-        """A manifest, read when it is not the last one again."""
-        if manifest != self._tandem_list[0]:
-            entries = [(name, tuple(shape), dtype) for name, shape, dtype in json.loads(manifest)]
-            self._tandem_list = manifest, entries
-        return self._tandem_list[1]
 
     _tandem_joining: _Joining | None = None
     _tandem_joins: tuple[_Joining, ...] = ()

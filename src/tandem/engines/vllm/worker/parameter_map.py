@@ -28,8 +28,6 @@ class TensorPlace:
     """Row and column that the view's first element has in the whole tensor."""
     shape: tuple[int, ...]
     """Of the whole tensor, over all ranks."""
-    counted: bool
-    """False where another rank's equal part is counted already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +38,6 @@ class _Part:
     size: int
     first: int
     total: int
-    counted: bool
 
 
 def share(tensor: Tensor, place: TensorPlace) -> Tensor:
@@ -58,21 +55,11 @@ def share(tensor: Tensor, place: TensorPlace) -> Tensor:
     return rows if place.tensor.dim() < 2 else rows[:, place.first[1] : place.first[1] + place.tensor.shape[1]]
 
 
-def whole(placements: Mapping[str, list[TensorPlace]]) -> dict[str, Tensor]:
-    """The tensors that lie here whole and in one piece, and so can be written as they come."""
-    return {
-        name: only.tensor
-        for name, (only, *more) in placements.items()
-        if not more and only.tensor.shape == only.shape and only.tensor.is_contiguous()
-    }
-
-
-def places(model: nn.Module, *, rank: int, world: int) -> dict[str, list[TensorPlace]]:
+def places(model: nn.Module, *, world: int) -> dict[str, list[TensorPlace]]:
     """Every Hugging Face tensor's places on this rank; tied ones once, under the name that comes first.
 
     Args:
         model: vLLM's.
-        rank: this worker's, among ``world``.
         world: tensor-parallel workers.
 
     Raises:
@@ -91,9 +78,9 @@ def places(model: nn.Module, *, rank: int, world: int) -> dict[str, list[TensorP
                 f"the engine's {name!r} is split in {layer.tp_size}, among {world} workers: only layers that every "
                 "worker has a slice or all of can be written in place; use tensor parallelism alone, or sync: restart"
             )
-        column, columns, split = _columns(layer, parameter)
+        column, columns = _columns(layer, parameter)
         row = 0
-        for part in _parts(_unwrapped(owner), layer, parameter, packed, rank):
+        for part in _parts(_unwrapped(owner), layer, parameter, packed):
             if row + part.size > parameter.shape[0]:
                 raise EngineError(
                     f"the engine's {name!r} has {parameter.shape[0]} rows, {row + part.size} were expected of the "
@@ -104,7 +91,6 @@ def places(model: nn.Module, *, rank: int, world: int) -> dict[str, list[TensorP
                 parameter=name,
                 first=(part.first, column),
                 shape=(part.total, columns) if parameter.dim() > 1 else (part.total,),
-                counted=part.counted or split,
             )
             placements.setdefault(f"{part.name}.{leaf}", []).append(place)
             row += part.size
@@ -137,17 +123,16 @@ def _require_plain(name: str, leaf: str, parameter: Tensor, layer: nn.Module) ->
     )
 
 
-def _parts(owner: str, layer: Any, parameter: Tensor, packed: Mapping[str, list[str]], rank: int) -> Iterator[_Part]:
-    """The rows of a parameter, tensor by tensor; what all ranks hold alike counts on the first."""
-    parent, _, own = owner.rpartition(".")
-    names = [f"{parent}.{name}" if parent else name for name in packed.get(own, [own])]
+def _parts(owner: str, layer: Any, parameter: Tensor, packed: Mapping[str, list[str]]) -> Iterator[_Part]:
+    """The rows of a parameter, tensor by tensor."""
+    parent, _, leaf = owner.rpartition(".")
+    names = [f"{parent}.{name}" if parent else name for name in packed.get(leaf, [leaf])]
     rows = parameter.shape[0]
     if hasattr(layer, "total_num_kv_heads"):  # QKVParallelLinear
-        yield from _qkv(names, layer, rank)
+        yield from _qkv(names, layer)
     elif hasattr(layer, "org_vocab_size"):  # embeddings and the output head, padded and sliced
         first, end = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
-        counted = layer.tp_size > 1 or rank == 0
-        yield _Part(name=owner, size=end - first, first=first, total=layer.org_vocab_size, counted=counted)
+        yield _Part(name=owner, size=end - first, first=first, total=layer.org_vocab_size)
     elif hasattr(layer, "gather_output"):  # ColumnParallelLinear, MergedColumnParallelLinear
         totals = getattr(layer, "output_sizes", [layer.output_size])
         if len(totals) != len(names):
@@ -157,40 +142,33 @@ def _parts(owner: str, layer: Any, parameter: Tensor, packed: Mapping[str, list[
             )
         for name, total in zip(names, totals, strict=True):
             size = total // layer.tp_size
-            counted = layer.tp_size > 1 or rank == 0
-            yield _Part(name=name, size=size, first=layer.tp_rank * size, total=total, counted=counted)
+            yield _Part(name=name, size=size, first=layer.tp_rank * size, total=total)
     elif len(names) > 1:
         raise EngineError(
             f"the engine's {owner!r} fuses {', '.join(names)} in a way that is not known; use sync: restart for this "
             "model"
         )
     else:  # RowParallelLinear, of which the columns are sliced; ReplicatedLinear; norms
-        yield _Part(name=owner, size=rows, first=0, total=rows, counted=rank == 0)
+        yield _Part(name=owner, size=rows, first=0, total=rows)
 
 
-def _qkv(names: list[str], layer: Any, rank: int) -> Iterator[_Part]:
+def _qkv(names: list[str], layer: Any) -> Iterator[_Part]:
     """Queries, keys and values; where there are fewer key heads than ranks, several ranks hold the same."""
     if len(names) != 3:
         raise EngineError(
             f"the engine fuses queries, keys and values, which the model names {', '.join(names)}: its checkpoint has "
             "them as one tensor, possibly in another order; use sync: restart for this model"
         )
-    own = layer.tp_rank
+    tp_rank = layer.tp_rank
     copies = layer.num_kv_head_replicas
-    counted = layer.tp_size > 1 or rank == 0
     value_size = getattr(layer, "v_head_size", layer.head_size)
     query = layer.num_heads * layer.head_size
     total = layer.total_num_heads * layer.head_size
-    yield _Part(name=names[0], size=query, first=own * query, total=total, counted=counted)
+    yield _Part(name=names[0], size=query, first=tp_rank * query, total=total)
     for name, head in ((names[1], layer.head_size), (names[2], value_size)):
         size = layer.num_kv_heads * head
-        yield _Part(
-            name=name,
-            size=size,
-            first=own // copies * size,
-            total=layer.total_num_kv_heads * head,
-            counted=counted and own % copies == 0,
-        )
+        total = layer.total_num_kv_heads * head
+        yield _Part(name=name, size=size, first=tp_rank // copies * size, total=total)
 
 
 def _unwrapped(owner: str) -> str:
@@ -198,14 +176,14 @@ def _unwrapped(owner: str) -> str:
     return f"{owner}.".replace(f".{WRAPPED}", ".").removesuffix(".")
 
 
-def _columns(layer: Any, parameter: Tensor) -> tuple[int, int, bool]:
-    """First column here, columns in all, and whether they are split among ranks (RowParallelLinear)."""
+def _columns(layer: Any, parameter: Tensor) -> tuple[int, int]:
+    """First column here, and columns in all; RowParallelLinear splits them among ranks."""
     if parameter.dim() < 2:
-        return 0, 1, False
+        return 0, 1
     here = parameter.shape[1]
     if hasattr(layer, "input_is_parallel") and layer.input_size_per_partition != layer.input_size:
-        return layer.tp_rank * here, layer.input_size, True
-    return 0, here, False
+        return layer.tp_rank * here, layer.input_size
+    return 0, here
 
 
 def uncovered(model: nn.Module, placements: Mapping[str, list[TensorPlace]]) -> list[str]:

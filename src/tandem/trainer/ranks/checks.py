@@ -1,0 +1,182 @@
+"""What several ranks, or processes that share a model, cannot do: refused by the option's name before weights load."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tandem.config.loading import RunConfig
+from tandem.distributed.placement import Placement
+from tandem.errors import UnsupportedPair
+from tandem.model.context import CONTEXT_PARALLEL, check_heads
+from tandem.model.penalties import Penalties
+from tandem.optimizers.base import UpdatesParts
+from tandem.trainer.pairs import has_engines_apart, has_engines_beside, has_slices, ranks_of_engine, shards_of
+
+
+def check_ranks(config: RunConfig, world: int, placement: Placement | None = None) -> None:
+    """Refuse, before anything is loaded, what several ranks cannot do.
+
+    Raises:
+        UnsupportedPair: names the option, and what can be done.
+    """
+    check_division(config, world)
+    if world == 1:
+        return
+    _refuse(world, _refused_engines(config, placement))
+    if has_slices(config):
+        _refuse(world, _refused_slices(config, world, placement))
+    local = world if placement is None else placement.local_world_size
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else None
+    if gpus is None or config.distributed.share_gpus:
+        return
+    if gpus < local:
+        raise UnsupportedPair(
+            f"ranks: {local} of this machine need as many GPUs, and it has {gpus}; lower ranks, or have several share "
+            "a GPU, through host memory and slowly: distributed.share_gpus: true"
+        )
+    engine: Any = config.engine
+    if not has_engines_apart(config) or engine.urls or engine.devices:
+        return
+    needed = engine.replicas * engine.tensor_parallel_size
+    if gpus < local + needed:
+        raise UnsupportedPair(
+            f"ranks: {local} of this machine and {engine.replicas} engines of {engine.tensor_parallel_size} GPUs need "
+            f"{local + needed} GPUs, and it has {gpus}; lower ranks to {max(1, gpus - needed)} or engine.replicas, "
+            "name engine.devices, or choose sync: shared, where each rank shares its GPU with an engine"
+        )
+
+
+def check_division(config: RunConfig, world: int) -> None:
+    """Refuse a step that several ranks cannot divide, on whatever machine and for whatever engine.
+
+    Raises:
+        UnsupportedPair: names the option, and what can be done.
+    """
+    shared = config.distributed.context_parallel
+    if world % shared:
+        raise UnsupportedPair(
+            f"distributed.context_parallel: {shared} ranks cannot share each sequence where there are {world}; "
+            "set ranks to a multiple of it"
+        )
+    if world == 1:
+        return
+    sharded, replicas = config.distributed.shard == "weights", config.distributed.replicas
+    refused = {
+        f"distributed.replicas: {replicas} without distributed.shard: weights: states are divided among all ranks; "
+        "leave it out": replicas > 1 and not sharded,
+        f"distributed.replicas: {replicas}: as many ranks have each replica of the cut weights; set it to 1 or "
+        f"{_divisors(world)}": world % replicas > 0,
+        "optimizer: it updates whole tensors, of which each rank has a part; choose adamw, adamw8bit or adamw_cpu": (
+            not isinstance(config.optimizer, UpdatesParts)
+        ),
+        "optimizer.gradients: bfloat16: ranks sum gradients in float32; leave it out": (
+            getattr(config.optimizer, "gradients", "float32") != "float32"
+        ),
+        "distributed.shard: weights and this trainable: it writes whole weights; choose trainable: full, or shard: "
+        "states": sharded and type(config.trainable).__name__ != "Full",
+        "distributed.shard: weights and a reference: its weights are not cut; choose shard: states": (
+            sharded and config.reference is not None
+        ),
+        "distributed.shard: weights and this optimizer: its states do not follow the cut; choose adamw": (
+            sharded and type(config.optimizer).__name__ != "AdamW"
+        ),
+        "distributed.shard: weights and optimizer.precision: the cut masters are float32; leave it out": (
+            sharded and getattr(config.optimizer, "precision", "masters") != "masters"
+        ),
+        "distributed.shard: weights and distributed.share_gpus: gathered weights have no way through host memory; "
+        "choose shard: states": sharded and config.distributed.share_gpus,
+        "distributed.shard: weights and matmul: fp8: its weights are not cut; leave matmul out": (
+            sharded and config.matmul == "fp8"
+        ),
+        "distributed.context_parallel and penalties of sampling: a rank has not what was before its tokens; set "
+        "sampling.repetition_penalty, presence_penalty, frequency_penalty and min_tokens to their defaults": (
+            config.distributed.context_parallel > 1 and Penalties.of(config.sampling, []) is not None
+        ),
+    }
+    _refuse(world, refused)
+
+
+def _refuse(world: int, refused: dict[str, bool]) -> None:
+    for why, is_refused in refused.items():
+        if is_refused:
+            raise UnsupportedPair(f"ranks: {world} cannot go with {why}")
+
+
+def _refused_engines(config: RunConfig, placement: Placement | None) -> dict[str, bool]:
+    engine: Any = config.engine
+    if not has_engines_beside(config):
+        return {}
+    return {
+        "engine.urls and sync: shared: the trainer starts an engine beside each rank; leave urls out, or choose sync: "
+        "broadcast": bool(engine.urls),
+        "engine.replicas or engine.devices and sync: shared: there is one engine for each rank, on its GPU; leave both "
+        "out, or choose sync: broadcast": (engine.replicas > 1 or bool(engine.devices)),
+        "engine.require_api_key: false on several hosts, where whoever reaches an engine could overwrite its weights; "
+        "leave it out": placement is not None
+        and placement.has_several_hosts
+        and not engine.require_api_key
+        and not engine.api_key_variable,
+    }
+
+
+def _refused_slices(config: RunConfig, world: int, placement: Placement | None) -> dict[str, bool]:
+    """What cannot be where each rank writes the slices of one engine's worker."""
+    workers, local = ranks_of_engine(config), world if placement is None else placement.local_world_size
+    shards = shards_of(config, world)
+    return {
+        f"distributed.shard: weights and engine.tensor_parallel_size: {workers}: each rank writes the slices of one of "
+        f"an engine's workers; set engine.tensor_parallel_size to {_divisors(world)}, or choose shard: states": (
+            workers == 1 or world % workers > 0
+        ),
+        f"distributed.replicas: {config.distributed.replicas} and engine.tensor_parallel_size: {workers}: each replica "
+        f"is cut among {shards} ranks, which have whole engines; set engine.tensor_parallel_size to "
+        f"{_divisors(shards)}, or distributed.replicas to fewer": shards % workers > 0,
+        f"engine.tensor_parallel_size: {workers} on a host that has {local} of them: an engine is within one host; set "
+        f"engine.tensor_parallel_size to {_divisors(local)}, or choose distributed.shard: states": (
+            placement is not None and not _within_host(placement, workers)
+        ),
+    }
+
+
+def check_model_heads(config: RunConfig, model_config: Any) -> None:
+    """Refuse ranks of a sequence, or an engine's tensor-parallel workers, that cannot share the model's heads.
+
+    A model whose configuration gives no one number of heads is not judged: its engine refuses it itself.
+
+    Args:
+        config: the recipe.
+        model_config: transformers' configuration of its model.
+
+    Raises:
+        ConfigError: names the option and the numbers that would do.
+    """
+    text = model_config.get_text_config()
+    query_heads = getattr(text, "num_attention_heads", None)
+    if not isinstance(query_heads, int):
+        return
+    key_heads = getattr(text, "num_key_value_heads", None) or query_heads
+    check_heads(query_heads, key_heads, config.distributed.context_parallel, option=CONTEXT_PARALLEL)
+    workers = getattr(config.engine, "tensor_parallel_size", 1)
+    check_heads(query_heads, key_heads, workers, option="engine.tensor_parallel_size")
+
+
+def check_host(config: RunConfig, placement: Placement) -> None:
+    """Refuse an engine whose ranks are not all on this rank's host, which a rank knows of its own host alone.
+
+    Raises:
+        UnsupportedPair: names the option, and what can be done.
+    """
+    if has_slices(config):
+        _refuse(placement.world_size, _refused_slices(config, placement.world_size, placement))
+
+
+def _divisors(number: int) -> str:
+    """Numbers above 1 that divide one, in words."""
+    return " or ".join(str(each) for each in range(2, number + 1) if number % each == 0) or "a number that divides it"
+
+
+def _within_host(placement: Placement, neighbours: int) -> bool:
+    """Whether no group of so many neighbouring ranks has ranks of this host and others; a host's follow one another."""
+    return not (placement.rank - placement.local_rank) % neighbours and not placement.local_world_size % neighbours

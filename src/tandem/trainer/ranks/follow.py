@@ -1,0 +1,233 @@
+"""A follower's process: the same policy as the lead's, and its part of each command; it has no loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+
+from tandem.algorithms.references.base import ReferenceWeights
+from tandem.config.loading import RunConfig, from_options
+from tandem.config.tree import Branch, Problems, parse, plain
+from tandem.distributed import flight_recorder
+from tandem.distributed.follower import Follower, Handler
+from tandem.distributed.placement import Placement
+from tandem.engines.base import EngineRequirements
+from tandem.errors import RankError
+from tandem.model.policy import Policy
+from tandem.observability import vitals
+from tandem.trainable.base import Trainable
+from tandem.trainer import digests, memory_plan
+from tandem.trainer.checkpoint import load_states, staged_states
+from tandem.trainer.live import live_policy, reference_of
+from tandem.trainer.pairs import has_slices, ranks_of_engine
+from tandem.trainer.ranks.checks import check_host
+from tandem.trainer.ranks.engines import engine_devices
+from tandem.trainer.ranks.parts import RankParts
+from tandem.trainer.ranks.work import RankWork, handlers
+from tandem.trainer.staging import Staging, staging_of
+from tandem.transport.rendezvous import own_address
+from tandem.transport.sharing import finish
+from tandem.weight_sync.shared import attach_export
+from tandem.weight_sync.transaction.trained import Trained
+
+if TYPE_CHECKING:
+    from tandem.engines.vllm.client.fleet import Fleet
+
+GRACE_SECONDS = 3.0
+"""How long a follower that ends waits for a collective in which no other rank may be any more."""
+
+
+async def follow(config: RunConfig, placement: Placement) -> Path:
+    """Follow the lead until the run ends; returns the run's folder.
+
+    Raises:
+        RankError: the lead is gone, or failed.
+    """
+    async with AsyncExitStack() as stack:
+        try:
+            follower = await Follower.join(placement, config.distributed.timeout_seconds)
+            with ExitStack() as signs:  # which end before the parts do: those may have to be left behind
+                rank = _Rank(stack, signs, placement, follower)
+                await follower.serve(rank.handlers)
+        except RankError as error:
+            flight_recorder.write(placement.rank)
+            # What a thread is in may never return; the interpreter would wait for it.
+            timer = threading.Timer(GRACE_SECONDS, _leave, (error,))
+            timer.daemon = True
+            timer.start()
+            raise
+    return rank.folder
+
+
+def _leave(error: RankError) -> None:
+    """End the process at once, and say why: what would have said so is still waited for."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"tandem: {error}\n")
+        sys.stderr.flush()
+    os._exit(RankError.exit_code)
+
+
+class _Rank:
+    """The parts of a follower, as the lead's commands make them."""
+
+    def __init__(self, stack: AsyncExitStack, signs: ExitStack, placement: Placement, follower: Follower):
+        self._stack, self._signs, self._placement, self._follower = stack, signs, placement, follower
+        self.folder = Path()
+        self._config: RunConfig
+        self._policy: Policy
+        self._reference: ReferenceWeights | None
+        self._parts: RankParts
+        self._work: RankWork
+        self._staging: Staging
+        self._writing: asyncio.Task[None] | None = None
+        self._adapter: AdapterOfRank | None = None
+        self._fleet: Fleet | None = None
+        self.handlers: dict[str, Handler] = {
+            "begin": self._begin,
+            "connect": self._connect,
+            "weights": self._weights,
+            "engine": self._engine,
+            "attach": self._attach,
+            "adapt": self._adapt,
+            "cut": self._cut,
+            "bind": self._bind,
+            "restore": self._restore,
+            "save": self._save,
+        }
+
+    async def _begin(self, body: Any) -> None:
+        """Load the policy of the lead's recipe, as the lead does at the same time."""
+        self.folder, place = Path(body["folder"]), self._placement
+        self._signs.enter_context(vitals.shown(self.folder, place.rank))
+        tree = parse(body["recipe"], "the lead's recipe", Problems())
+        assert isinstance(tree, Branch)
+        self._config = config = from_options(plain(tree), (), Path("the lead's recipe")).config
+        check_host(config, place)
+        is_bare = has_slices(config)
+        loading = live_policy(config, local_rank=place.local_rank, local_ranks=place.local_world_size, bare=is_bare)
+        self._policy = await self._stack.enter_async_context(loading)
+        self._reference = await reference_of(config, self._policy)
+
+    async def _connect(self, body: Any) -> None:
+        place = self._placement
+        self._parts = await RankParts.join(
+            self._config, self._follower.rendezvous, place.rank, place.local_rank, self.folder
+        )
+        self._stack.callback(self._parts.abort)
+
+    async def _weights(self, body: Any) -> None:
+        """Load a checkpoint's weights, which the lead has checked."""
+        await self._policy.compute(self._config.trainable.load, self._policy.model, Path(body))
+
+    async def _engine(self, body: Any) -> dict[str, Any] | None:
+        """Start the engine of this rank on its host; again where it died, and None where another's has.
+
+        Of ranks that share an engine the first does so.
+        """
+        if body is None or self._placement.rank % ranks_of_engine(self._config):
+            return None
+        if self._fleet is None:
+            self._fleet = await self._stack.enter_async_context(await self._beside(body))
+        else:
+            await self._fleet.recover()
+        (server,) = self._fleet.servers
+        return {"url": server.url, "key": server.key, "reattached": self._fleet.started_elsewhere}
+
+    async def _beside(self, body: Any) -> AbstractAsyncContextManager[Fleet]:
+        from tandem.engines.vllm.spec import Vllm  # where there is no such engine nothing of it is loaded
+
+        config, place, engine = self._config, self._placement, self._config.engine
+        each = ranks_of_engine(config)
+        assert isinstance(engine, Vllm)
+        weights = None if body["weights"] is None else Path(body["weights"])
+        sent = {**body, "targets": tuple(body["targets"]), "weights": weights}
+        if torch.cuda.is_available():
+            engine = replace(engine, devices=(engine_devices(place.local_rank, each),))
+        return engine.beside_ranks(
+            place.rank // each,
+            engines=place.world_size // each,
+            host=await asyncio.to_thread(own_address, self._follower.rendezvous),
+            context=memory_plan.context(config, self._policy.config),
+            requirements=EngineRequirements(**sent, folder=self.folder, capability=config.sync.capability),
+        )
+
+    async def _attach(self, body: Any) -> None:
+        """Share the weights of this rank's engine; again where that was started anew."""
+        export, fresh = body
+        model = self._policy.model
+        names = self._config.trainable.base_names(model)
+        await self._policy.compute(attach_export, model, names, export, fresh=fresh)
+        await self._policy.compute(finish, self._policy.device)
+
+    async def _adapt(self, body: Any) -> None:
+        """Write this rank's adapter into the slot of its engine."""
+        if self._adapter is None:
+            self._adapter = AdapterOfRank(self._config.trainable, self._policy)
+        await self._policy.compute(self._adapter.write, body)
+        await self._policy.compute(finish, self._policy.device)
+
+    async def _cut(self, body: Any) -> None:
+        """Take this rank's slices of the weights from the lead."""
+        from tandem.trainer.ranks.slices import RankSlices, slice_handlers
+
+        bare = self._policy
+        self._policy = policy = await bare.compute(self._parts.cut, bare, bare.model, None)
+        self.handlers |= slice_handlers(RankSlices(policy))
+
+    async def _bind(self, body: Any) -> None:
+        policy, config = self._policy, self._config
+        trained, stepper = await policy.compute(self._parts.bind, config, policy)
+        # Now that the weights lie where they are trained: they may have been loaded on the host.
+        self._staging = self._stack.enter_context(closing(staging_of(config.checkpoint.asynchronous, policy)))
+        self._work = RankWork.of(config, trained, stepper, self._reference, context=self._parts.context)
+        self.handlers |= handlers(self._work)
+
+    async def _restore(self, body: Any) -> None:
+        """Load this rank's part of a checkpoint's states."""
+        await self._policy.compute(load_states, Path(body), self._work.stepper, self._reference)
+
+    async def _save(self, body: Any) -> None:
+        """Stage this rank's share of the optimizer's states, and begin to write it."""
+        rank, hold = self._placement.rank, self._staging.hold
+        write = await self._policy.compute(staged_states, self._work.stepper, rank, hold)
+        self._writing = asyncio.create_task(self._write(write, Path(body)), name="checkpoint")
+
+    async def _write(self, write: Callable[[Path], list[Path]], folder: Path) -> None:
+        """Write what was staged, and report it; a disk that refuses is the lead's to tell."""
+
+        def written() -> dict[str, str]:
+            return digests.of_files(folder, write(folder))
+
+        try:
+            report: dict[str, Any] = {"digests": await self._staging.write(written)}
+        except (OSError, SafetensorError) as error:
+            report = {"error": f"{error} (on {socket.gethostname()})"}
+        except Exception as error:
+            await self._follower.fail(error)
+            raise
+        await self._follower.report(report)
+
+
+class AdapterOfRank:
+    """A follower's adapter, as it goes into the slot of its engine."""
+
+    def __init__(self, trainable: Trainable, policy: Policy):
+        from tandem.engines.vllm.adapters import AdapterWriter  # where there is no such engine nothing of it is loaded
+
+        self._trained, self._writer = Trained(trainable, policy), AdapterWriter()
+
+    def write(self, slot: Mapping[str, Any]) -> None:
+        """Write what it holds now."""
+        self._writer.write(slot, self._trained.adapter())

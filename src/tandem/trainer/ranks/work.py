@@ -1,0 +1,130 @@
+"""A step's work where there are several ranks: that of each, and that of rank 0, which divides a batch among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, get_args
+
+from torch import Tensor
+
+from tandem.distributed.context_parallel import ContextPart, WholeRow
+from tandem.distributed.crew import Ranks
+from tandem.distributed.follower import Handler
+from tandem.metrics import Value
+from tandem.pending import PendingMetrics
+from tandem.trainer.objective import OldLogprobs
+from tandem.trainer.pack import Micro, StepBatch
+from tandem.trainer.ranks.wire import micro_of, of_plain, to_plain
+from tandem.trainer.work import BatchPass, LocalWork, Verb
+from tandem.transport.sharing import finish
+
+if TYPE_CHECKING:  # FSDP is loaded where weights are cut, and only there
+    from tandem.distributed.sharding import ShardedStepper
+    from tandem.distributed.weight_shards import WeightShardStepper
+
+Results = tuple[Sequence[Mapping[str, Value]], Sequence[Sequence[float]]]
+"""Metrics and logprobs of a rank's micro-batches, in order."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RankWork(LocalWork):
+    """One rank's work: its micro-batches of a step, round after round, and its part of the optimizer."""
+
+    stepper: ShardedStepper | WeightShardStepper
+    context: Any = None
+    """The group of ranks that compute each micro-batch together; None: this rank computes it alone."""
+    _micros: Sequence[Micro | None] = field(default=(), init=False)
+    _old: list[OldLogprobs | None] = field(default_factory=list, init=False)
+
+    def take(self, plains: Sequence[dict[str, Any] | None]) -> None:
+        """Micro-batches of a new step, as plain data; None for a round in which this rank has none."""
+        device, is_shared = self.policy.device, self.context is not None
+        self._micros = [None if plain is None else micro_of(plain, device, is_shared=is_shared) for plain in plains]
+        self._old = [None] * len(plains)
+
+    async def rounds(self, queued: Callable[[], None] = lambda: None) -> Results:
+        """Forward and backward over them; results of those that there are."""
+        compute, passes = self.policy.compute, list[tuple[PendingMetrics, Tensor]]()
+        self.hook()
+        await compute(self.stepper.begin_pass, len(self._micros))
+        for i, micro in enumerate(self._micros):
+            if micro is None:
+                await compute(self.reduce)
+                continue
+            pending, logprobs_N, self._old[i] = await compute(self.micro, micro, self._old[i])
+            passes.append((pending, logprobs_N))
+        await compute(self.stepper.end_pass)
+        queued()
+        return await compute(self.settle, passes)
+
+    def reduce(self) -> None:
+        """Add the gradient of a micro-batch, or nothing, to that of the other ranks."""
+        self.stepper.flush()
+
+    def part(self, micro: Micro) -> WholeRow | ContextPart:
+        """What of a micro-batch this rank computes: with context parallelism a run of its tokens."""
+        if self.context is None:
+            return LocalWork.part(self, micro)
+        return ContextPart.of(micro.plan, micro.tokens_T, micro.positions_T, micro.predict_N, self.context)
+
+
+@dataclass(slots=True, kw_only=True)
+class LeadWork(RankWork):
+    """The work of all ranks, as rank 0 has it done."""
+
+    ranks: Ranks
+    context_parallel: int = 1
+    """Ranks that share each micro-batch."""
+
+    async def passed(self, batch: StepBatch, old: Sequence[OldLogprobs], queued: Callable[[], None]) -> BatchPass:
+        """Every rank computes its micro-batches; results are in the batch's order."""
+        indices = [self._indices(batch, rank) for rank in range(self.ranks.world)]
+
+        def body(rank: int) -> Any:
+            return None if old else [None if i is None else to_plain(batch.micro[i]) for i in indices[rank]]
+
+        if not old:
+            self.take(body(0))
+        here, replies = await self.ranks.execute("micros", body, self.rounds(queued))
+        others = [(of_plain(metrics), logprobs) for metrics, logprobs in replies]
+        results: dict[int, tuple[Mapping[str, Value], Sequence[float]]] = {}
+        for of_rank, (metrics, logprobs) in zip(indices, [here, *others], strict=True):
+            computed = [i for i in of_rank if i is not None]
+            results |= dict(zip(computed, zip(metrics, logprobs, strict=True), strict=True))
+        in_order = [results[i] for i in range(len(batch.micro))]
+        return BatchPass(
+            metrics=[metrics for metrics, _ in in_order],
+            logprobs=[logprobs for _, logprobs in in_order],
+            old_logprobs=[old for old in self._old if old is not None],
+        )
+
+    def _indices(self, batch: StepBatch, rank: int) -> list[int | None]:
+        """Index of a rank's micro-batch in each round; neighbours that share sequences get the same."""
+        if not batch.rounds:  # all ranks share all of them
+            return list(range(len(batch.micro)))
+        return [round_[rank // self.context_parallel] for round_ in batch.rounds]
+
+    async def every(self, verb: Verb, *arguments: Any) -> Any:
+        """Have every rank do it; updated weights are there on all of them when this returns."""
+        here = LocalWork.every(self, verb, *arguments)
+        return (await self.ranks.execute(verb, lambda rank: list(arguments), here))[0]
+
+
+def handlers(work: RankWork) -> dict[str, Handler]:
+    """A follower's part in each command of a step. Weights are written when it replies, and not only queued."""
+
+    async def micros(body: Any) -> Any:
+        if body is not None:
+            work.take(body)
+        metrics, logprobs = await work.rounds()
+        return to_plain(metrics), logprobs
+
+    def of(verb: Verb) -> Handler:
+        async def handle(body: Any) -> None:
+            await LocalWork.every(work, verb, *(body or ()))
+            await work.policy.compute(finish, work.policy.device)
+
+        return handle
+
+    return {"micros": micros, **{verb: of(verb) for verb in get_args(Verb)}}

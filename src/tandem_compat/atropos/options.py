@@ -1,0 +1,173 @@
+"""Flags of Atropos' example trainer, of its vLLM server and of its environments: what each becomes, or why it does not.
+
+Of the trainer every flag is here that one of its versions had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tandem_compat.table import ForeignOption, becomes, by_name, idle, refused, unused
+
+TRAINER: Mapping[str, ForeignOption] = by_name(
+    becomes("model-name", "text", "Hugging Face id or a local folder", None, "model"),
+    becomes("env", "text", "Tandem's own: play this environment, such as gsm8k, in the trainer's process instead of "
+        "using atropos-url"),
+    becomes("group-size", "whole", "Tandem's own: answers per task; left out: the largest number up to 8 that divides "
+        "batch-size times gradient-accumulation-steps. Groups of a broker may have other sizes"),
+    becomes("vllm-url", "texts", "Tandem's own: an engine that runs already, instead of one that is started; once for "
+        "each", []),
+    becomes("lr", "number", "learning rate", 1e-5),
+    becomes("training-steps", "whole", "optimizer steps", 10),
+    becomes("batch-size", "whole", "sequences of one forward and backward", 2),
+    becomes("gradient-accumulation-steps", "whole", "forwards and backwards of one optimizer step", 32),
+    becomes("seq-len", "whole", "most tokens of a prompt and its answer together", 2048),
+    becomes("warmup-steps", "whole", "steps over which the learning rate rises", 0),
+    becomes("clip-eps", "number", "the probability ratio is clipped to 1 - eps and 1 + eps", 0.2),
+    refused("kl-coef", "number", "no loss has a penalty on the distance to the weights that sampled",
+        0.0),
+    refused("no-reference-logprobs", "flag", "ratios are to sampling's logprobs; for a loss without: loss=reinforce",
+        False),
+    refused("distill-enabled", "flag", "no loss reads a teacher's distill_token_ids and distill_logprobs", False),
+    becomes("distill-coef", "number", "weight of the teacher's term, which there is not", 1.0, where="teacher"),
+    becomes("distill-temperature", "number", "temperature of the teacher's term, which there is not", 1.0,
+        where="teacher"),
+    becomes("optimizer", "text", "adamw, adamw_8bit, adamw_cpu (states in host memory) or adafactor", "adamw"),
+    becomes("adafactor-scale-parameter", "flag", "multiply adafactor's rate by each tensor's root mean square", False,
+        where="adafactor"),
+    becomes("adafactor-relative-step", "flag", "refused, as by transformers: adafactor would choose the rate, and "
+        "there is --lr", False, where="adafactor"),
+    becomes("device", "text", "cuda, cuda:N (the Nth that CUDA_VISIBLE_DEVICES shows) or cpu; left out: the first GPU, "
+        "or else the CPU"),
+    becomes("train-layer-indices", "text", "layers to train in full, such as 0-3,10; all of them if it is left out",
+        where="full"),
+    becomes("save-path", "text", "folder of step_N/, final_model/ and their like", "trained_model_checkpoints"),
+    becomes("checkpoint-interval", "whole", "steps between checkpoints; 0 saves the last step alone", 3),
+    becomes("weight-bridge-mode", "text", "none, shared_vllm, lora_only, lora_restart or lora_nccl", "none"),
+    becomes("single-copy", "flag", "one copy of the weights, with shared_vllm; it is always so", False,
+        where="shared"),
+    becomes("vllm-config-path", "text", "with shared_vllm, the file by which the engine that runs at vllm-port "
+        "lends its weights", where="shared"),
+    becomes("use-shared-memory", "flag", "with shared_vllm, broadcast weights to an engine on a GPU of its own", False,
+        where="shared_vllm"),
+    becomes("use-cuda-ipc", "flag", "with shared_vllm, one copy of the weights; it is always so", False,
+        where="shared"),
+    becomes("vllm-port", "whole", "port of the engine: one that serves there already is used, else it is started "
+        "there", 9001, where="no url"),
+    becomes("vllm-restart-interval", "whole", "steps between restarts, swaps or broadcasts, where the mode has one", 3,
+        where="interval"),
+    becomes("vllm-gpu", "whole", "number of the GPU that the engine is started on; left out: the trainer's",
+        where="started"),
+    becomes("gpu-memory-utilization", "number", "share of the GPU's memory that the engine takes", 0.45,
+        "vllm-gpu-memory-utilization", where="started"),
+    becomes("max-model-len", "whole", "longest context of the engine", 4096, where="started"),
+    becomes("dtype", "text", "type of the weights: bfloat16 or float32; auto and float16 are bfloat16", "bfloat16"),
+    becomes("lora-r", "whole", "rank of the adapter", 16, where="adapter"),
+    becomes("lora-alpha", "whole", "the adapter's output is multiplied by alpha/r", 32, where="adapter"),
+    becomes("lora-dropout", "number", "left out: the policy that is scored must be the policy that sampled, which "
+        "dropout would change", 0.05, where="adapter"),
+    becomes("lora-target-modules", "text", "linear layers that are adapted, separated by spaces, or all-linear",
+        "q_proj v_proj", where="adapter"),
+    becomes("lora-layer-indices", "text", "layers to adapt, such as 0-3,10; all of them if it is left out",
+        where="adapter"),
+    becomes("nccl-init-method", "text", "where trainer and engines meet, with lora_nccl", "tcp://localhost:29500",
+        where="nccl"),
+    becomes("nccl-world-size", "whole", "the trainer and its engines, counted, with lora_nccl", 2, where="nccl"),
+    becomes("nccl-sync-every-step", "flag", "broadcast after every step rather than every vllm-restart-interval, with "
+        "lora_nccl", True, where="nccl"),
+    becomes("num-inference-nodes", "whole", "engines on other nodes, named by vllm-url; with shared_vllm the weights "
+        "are then broadcast", 0),
+    becomes("init-method", "text", "where trainer and engines of other nodes meet; env:// reads MASTER_ADDR and "
+        "MASTER_PORT", "env://", where="nodes"),
+    becomes("trainer-rank", "whole", "the trainer is rank 0", 0),
+    becomes("world-size", "whole", "the trainer and the engines of other nodes, counted", 1),
+    becomes("atropos-url", "text", "where a broker hands out scored groups: Atropos' run-api or tandem serve broker",
+        "http://localhost:8000", where="broker"),
+    becomes("use-wandb", "flag", "log to Weights & Biases", False),
+    becomes("wandb-project", "text", "its project", where="wandb"),
+    becomes("wandb-group", "text", "its group", where="wandb"),
+    becomes("benchmark", "flag", "print times and memory at the end", False),
+    becomes("debug-loading", "flag", "nothing more is printed: tandem --debug shows an error's traceback", False),
+    becomes("log-dir", "text", "folder of the run's folder; left out: $LOGDIR, or else logs"),
+)  # fmt: skip
+"""Flags of the trainer."""
+
+_TLS = "there is no TLS here; put a proxy before it"
+
+SERVER: Mapping[str, ForeignOption] = by_name(
+    becomes("model", "text", "Hugging Face id or a local folder", None, "model-name"),
+    becomes("host", "text", "address to listen at; left out: 127.0.0.1, since the server asks for no key"),
+    becomes("port", "whole", "port to listen at", 9001),
+    becomes("gpu-memory-utilization", "number", "share of the GPU's memory that the engine takes", 0.9),
+    becomes("max-model-len", "whole", "longest context; left out: the model's own"),
+    becomes("dtype", "text", "type of the weights: bfloat16 or float32; auto and float16 are bfloat16, as in the "
+        "trainer", "auto"),
+    becomes("tensor-parallel-size", "whole", "GPUs of the engine; weights are shared with a trainer on 1 alone", 1,
+        "-tp"),
+    becomes("enable-lora", "flag", "serve adapters, as --weight-bridge-mode lora_only needs", False),
+    becomes("max-lora-rank", "whole", "largest rank of an adapter", 16, where="adapter"),
+    becomes("max-loras", "whole", "versions of an adapter that are held at once, 2 or more", 8, where="adapter"),
+    becomes("max-num-seqs", "whole", "most answers sampled at once", 256),
+    becomes("enforce-eager", "flag", "do without CUDA graphs; nothing here needs it", False),
+    becomes("seed", "whole", "where sampling's random numbers begin", 0),
+    *(refused(f"ssl-{name}", "text", _TLS) for name in ("keyfile", "certfile", "ca-certs")),
+    *unused("text", "log-level root-path"),
+    *unused("whole", "ssl-cert-reqs"),
+    *unused("flag", "enable-ssl-refresh"),
+)  # fmt: skip
+"""Flags of the server; every other one is handed to vLLM."""
+
+
+ENVIRONMENT: Mapping[str, ForeignOption] = by_name(
+    becomes("env.group_size", "whole", "answers sampled per task", 4),
+    becomes("env.max_num_workers", "whole", "groups played at once; -1: max_num_workers_per_node for each engine", -1),
+    becomes("env.max_num_workers_per_node", "whole", "groups played at once for each engine", 8),
+    becomes("env.max_token_length", "whole", "most tokens of a prompt and its answer together", 2048),
+    becomes("env.max_batches_offpolicy", "whole", "batches that may be queued before the environment pauses", 3),
+    becomes("env.total_steps", "whole", "steps of the trainer after which to end; -1: as many as it says it will take",
+        1000),
+    becomes("env.tokenizer_name", "text", "Hugging Face id or folder of the tokenizer; left out: "
+        "openai.tokenizer_name, openai.model_name, or else the engine's"),
+    becomes("env.rollout_server_url", "text", "the broker", "http://localhost:8000"),
+    becomes("env.ensure_scores_are_not_same", "truth", "leave out groups whose scores are all equal", True),
+    becomes("env.min_batch_allocation", "number", "least share of every batch, 0 to 1"),
+    becomes("env.inference_weight", "number", "share of the generation against other environments'", 1.0),
+    becomes("env.worker_timeout", "number", "seconds one group may take; -1: no limit", 600.0),
+    becomes("env.wandb_name", "text", "name at the broker; left out: the environment's"),
+    idle("env.batch_size", "whole", "the trainer says how large its batches are", off=(-1,)),
+    becomes("openai.base_url", "text", "the engine; several are separated by commas", "http://localhost:9001/v1"),
+    becomes("openai.model_name", "text", "what the engine calls the model; default, and left out: as the tokenizer"),
+    becomes("openai.tokenizer_name", "text", "tokenizer of the engine's model, where env.tokenizer_name does not say"),
+    becomes("openai.api_key", "text", "the engine's API key", ""),
+    becomes("openai.server_type", "text", "vllm or openai; which it is, is found out", "vllm"),
+    becomes("openai.timeout", "number", "seconds one answer may take", 1200.0),
+    refused("env.teacher_enabled", "truth", "no loss reads a teacher's logprobs", False),
+    becomes("config", "text", "YAML file with the sections env and openai; flags go before it"),
+    refused("slurm", "truth", "name the engines by --openai.base_url", False),
+    refused("testing", "truth", "there is no pretended engine; run a real one: tandem serve engine RECIPE", False),
+    idle("env.use_wandb", "truth", "the trainer logs; this environment does not", off=(False,)),
+    *unused("truth", "env.include_messages"),
+    *unused("whole",
+        "env.steps_per_eval env.max_eval_workers env.num_rollouts_to_keep env.num_rollouts_per_group_for_logging "
+        "env.min_items_sent_before_logging openai.num_max_requests_at_once openai.num_requests_for_eval "
+        "openai.rolling_buffer_length env.teacher_top_k"),
+    *unused("text",
+        "env.eval_handling env.data_dir_to_save_evals env.data_path_to_save_groups openai.n_kwarg_is_ignored "
+        "openai.health_check openai.tracing_enabled teacher.base_url teacher.model_name teacher.server_type "
+        "teacher.tokenizer_name"),
+    *unused("number", "env.eval_limit_ratio"),
+)  # fmt: skip
+"""Flags of the environments, such as ``gsm8k_server.py serve --env.group_size 8``."""
+
+
+def joined(words: Sequence[str]) -> list[str]:
+    """The command line with ``--lora-target-modules a b`` as one value, since a flag here has one."""
+    out: list[str] = []
+    gathers = False
+    for word in words:
+        if gathers and not word.startswith("-") and "=" not in word:
+            out[-1] = f"{out[-1]} {word}" if out[-1] != "--lora-target-modules" else f"{out[-1]}={word}"
+            continue
+        gathers = word.partition("=")[0] == "--lora-target-modules"
+        out.append(word)
+    return out

@@ -1,0 +1,132 @@
+"""Running services that an Atropos command expects: the engine that the trainer is to use, and the broker."""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import logging
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from tandem.errors import BrokerError, ConfigError, EngineError
+from tandem_compat.atropos.rules import RunningEngine
+from tandem_compat.table import Reader
+
+log = logging.getLogger(f"tandem.{__name__}")
+
+MOST_BYTES = 1 << 20
+"""Of a response that is read."""
+LOOK_SECONDS = 3.0
+"""How long one look at an engine or a broker may take."""
+ENGINE_SECONDS = 1800.0
+"""How long an engine may be absent before an environment ends."""
+BROKER_SECONDS = 25.0
+"""How long a broker may be absent: with the start of the command that makes 30 s, as in Atropos."""
+
+
+def running_engine(flags: Reader, environ: Mapping[str, str]) -> RunningEngine | None:
+    """The engine at --vllm-port, if one was started apart; None if it is the trainer's to start.
+
+    With shared_vllm --vllm-config-path says that there is one, which may still be starting.
+    """
+    nodes = flags["num-inference-nodes"] or environ.get("NUM_INFERENCE_NODES", "0").strip() not in ("", "0")
+    if flags["vllm-url"] or nodes:
+        return None
+    url, file = f"http://localhost:{flags['vllm-port']}", flags["vllm-config-path"]
+    if file and flags["weight-bridge-mode"] == "shared_vllm" and not flags["use-shared-memory"]:
+        return RunningEngine(url=url, bridge=file if Path(file).exists() else None)
+    return RunningEngine(url=url) if _is_engine(url) else None
+
+
+def _is_engine(url: str) -> bool:
+    """Whether an engine that was started alone answers: one that another trainer started is that trainer's.
+
+    One that wants a key does not say which it is, and is taken for one: the trainer is then told of the key.
+    """
+    status, info = get_json(f"{url}/bridge/info")
+    return status == 401 or (isinstance(info, dict) and info.get("apart") is True)
+
+
+def get_json(url: str, key: str = "") -> tuple[int, Any]:
+    """Status and JSON of a GET; status 0 where no server responds by HTTP, None where the response is not JSON."""
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
+    try:
+        with urllib.request.urlopen(request, timeout=LOOK_SECONDS) as answer:
+            return answer.status, json.loads(answer.read(MOST_BYTES))
+    except urllib.error.HTTPError as error:
+        return error.code, None
+    except ValueError:
+        return 200, None
+    except (OSError, http.client.HTTPException):
+        return 0, None
+
+
+def _require_address(url: str, flag: str) -> None:
+    """Refuse what no server can be at, which would be waited for.
+
+    Raises:
+        ConfigError: with the flag that says it.
+    """
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port that is no number, or brackets
+        is_address = False
+    if not is_address:
+        raise ConfigError(f"--{flag}: {url} is no address; write it as http://HOST:PORT")
+
+
+def _answer(url: str, key: str, seconds: float) -> tuple[int, Any]:
+    """Status and JSON of a GET; for a server that is starting it is waited so long."""
+    deadline = time.monotonic() + seconds
+    for attempt in itertools.count():
+        status, answer = get_json(url, key)
+        if 0 < status < 500 or time.monotonic() >= deadline:
+            break
+        if attempt == 0:
+            log.warning("nothing answers at %s yet; it is waited for", url)
+        time.sleep(0.5)
+    return status, answer
+
+
+def served_model(url: str, key: str = "", seconds: float = ENGINE_SECONDS) -> str:
+    """Name under which an engine serves its model, also its tokenizer's place; waits for an engine that is starting.
+
+    Raises:
+        ConfigError: it is no address.
+        EngineError: no server responds, or it does not name its model.
+    """
+    _require_address(url, "openai.base_url")
+    root = url.rstrip("/").removesuffix("/v1")
+    status, info = _answer(f"{root}/bridge/info", key, seconds)
+    if isinstance(info, dict) and isinstance(info.get("model"), str):
+        return str(info["model"])
+    if not 0 < status < 500:
+        raise EngineError(f"no engine answers at {root} (--openai.base_url) within {seconds:g} s")
+    status, listed = get_json(f"{root}/v1/models", key)
+    models = listed.get("data") if isinstance(listed, dict) else None
+    if models:
+        return str(models[0].get("root") or models[0]["id"])
+    raise EngineError(f"engine {root} does not say what it serves (status {status}): give --env.tokenizer_name")
+
+
+def require_broker(url: str, seconds: float = BROKER_SECONDS) -> None:
+    """Wait for a broker that is about to start, before the model and the engine are loaded for nothing.
+
+    Raises:
+        ConfigError: it is no address.
+        BrokerError: no server responds.
+    """
+    _require_address(url, "atropos-url")
+    if not _answer(url, "", seconds)[0]:
+        port = urlsplit(url).port or 8000
+        raise BrokerError(
+            f"nobody answers at {url} (--atropos-url) within {seconds:g} s; start the broker first: "
+            f"tandem run-api --port {port}, or Atropos' run-api --port {port}"
+        )

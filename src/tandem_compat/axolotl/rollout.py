@@ -1,0 +1,216 @@
+"""Axolotl's ``rollout_func``: a function that plays a prompt with ``model.generate``, which the engine answers."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from tandem.config import registry as resolve
+from tandem.envs.base import Chat, Split
+from tandem.errors import ConfigError, EnvError
+from tandem.lazy import torch
+from tandem.rewards.function import Function
+from tandem.rewards.grading.calls import Called
+from tandem.types import Json, Message, Rollout, Task
+from tandem_compat.axolotl.datasets import AxolotlDatasets
+
+ENV = f"{__name__}:RolloutFunction"
+"""How a recipe names the environment."""
+REWARD = f"{__name__}:ReturnedText"
+"""How a recipe names a reward function of what was returned."""
+
+_PARAMETERS = ("model", "processing_class", "prompts")
+"""What such a function is called with, by name."""
+_SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Options of ``generate`` that are handed on; others than the run's are refused where a sample cannot record them."""
+_IDLE = frozenset(("do_sample", "pad_token_id", "eos_token_id", "bos_token_id", "use_cache"))
+"""Options of ``generate`` that change nothing here, but ``do_sample=False``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutFunction(AxolotlDatasets):
+    """An Axolotl file's rows, each played by its ``rollout_func``; every token that ``generate`` sampled is trained."""
+
+    rollout_func: str
+    """Import path of the function."""
+    chat_template: str = ""
+    """The policy's, where it is not the tokenizer's own."""
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        """As of the rows; that the function is there, and takes what it is given, is seen now.
+
+        Raises:
+            EnvError: it cannot be imported, or asks for more than the documented arguments.
+        """
+        _function(self.rollout_func)
+        return super().tasks(split)
+
+    async def play(self, task: Task, chat: Chat) -> Mapping[str, float]:
+        """Let the function answer, in a thread of its own; what it returns is the message that rewards see."""
+        async with chat.serve() as url:
+            text = await asyncio.get_running_loop().run_in_executor(_threads(), self._call, task, url)
+        turns = sum(message.role == "assistant" for message in chat.messages)
+        if not turns:
+            raise EnvError(
+                f"rollout_func {self.rollout_func} never called model.generate, so there is nothing to train"
+            )
+        if text != chat.messages[-1].content:
+            chat.add(Message(role="assistant", content=text))
+        return {"turns": float(turns)}
+
+    def _call(self, task: Task, url: str) -> str:
+        function = _function(self.rollout_func)
+        tokenizer = _tokenizer(str(self.cfg["base_model"]), self.chat_template)
+        messages = [message.as_dict() for message in task.prompt]
+        arguments = {
+            "model": FunctionModel(url, tokenizer),
+            "processing_class": FunctionTokenizer(tokenizer),
+            "prompts": [{**task.meta, "messages": messages}],
+        }
+        try:
+            texts = function(**arguments)
+        except EnvError:
+            raise
+        except Exception as error:  # user code; the message carries it
+            raise EnvError(f"rollout_func {self.rollout_func} raised {type(error).__name__}: {error}") from error
+        if not (isinstance(texts, list | tuple) and len(texts) == 1 and isinstance(texts[0], str)):
+            raise EnvError(f"rollout_func {self.rollout_func} returned {texts!r:.200}, expected a text for each prompt")
+        return texts[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReturnedText(Function):
+    """A reward function whose completions are the texts that ``rollout_func`` returned."""
+
+    def called(self) -> Called:
+        return replace(super().called(), text=True, more=_returned)
+
+
+def _returned(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    return {"completions": [rollout.final_message for rollout in rollouts]}
+
+
+class FunctionTokenizer:
+    """The tokenizer; ``processing_class=False`` is ``tokenize=False``, as Axolotl's example writes it."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.__dict__["_tokenizer"] = tokenizer
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Text as tensors, as the tokenizer makes them."""
+        return self._tokenizer(*args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked for by copy and pickle, to learn what this is
+            raise AttributeError(name)
+        return getattr(self._tokenizer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._tokenizer, name, value)
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], **options: Any) -> Any:
+        """Messages as text, or as token ids."""
+        if options.pop("processing_class", None) is False:
+            options.setdefault("tokenize", False)
+        return self._tokenizer.apply_chat_template(messages, **options)
+
+
+class FunctionModel:
+    """Stand-in for the model: ``generate`` samples from the engine; there are no weights to compute with."""
+
+    def __init__(self, url: str, tokenizer: Any) -> None:
+        """``url`` is of an OpenAI-compatible API that records what is sampled."""
+        self._url = url
+        self._tokenizer = tokenizer
+
+    @property
+    def device(self) -> Any:
+        """Where prompts are expected."""
+        return torch.device("cpu")
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"model.{name}: the engine samples, so a rollout_func's model has generate and device alone"
+        )
+
+    def generate(
+        self,
+        input_ids: Any,
+        attention_mask: Any = None,
+        max_new_tokens: int | None = None,
+        generation_config: Any = None,
+        **options: Any,
+    ) -> Any:
+        """Prompts (rows x tokens) and what was sampled after each, padded on the right, int64.
+
+        Raises:
+            EnvError: the engine refuses, or an option is none of the run's.
+        """
+        config = {name: getattr(generation_config, name, None) for name in ("max_new_tokens", *_SAMPLED)}
+        settings = {**config, **({"max_new_tokens": max_new_tokens} if max_new_tokens else {}), **options}
+        if settings.pop("do_sample", None) is False:
+            settings["temperature"] = 0.0
+        if odd := set(settings) - {"max_new_tokens", *_SAMPLED} - _IDLE:
+            raise EnvError(f"model.generate: {', '.join(sorted(odd))} cannot be had; options are max_new_tokens and "
+                           f"{', '.join(_SAMPLED)}")  # fmt: skip
+        body = {name: settings[name] for name in _SAMPLED if settings.get(name) is not None}
+        if settings["max_new_tokens"]:
+            body["max_tokens"] = settings["max_new_tokens"]
+        rows = []
+        for row, ids in enumerate(input_ids):
+            seen = ids if attention_mask is None else ids[attention_mask[row].bool()]
+            rows.append((ids, torch.tensor(self._sampled(seen.tolist(), body), dtype=ids.dtype)))
+        pad = self._tokenizer.pad_token_id
+        filler = pad if pad is not None else self._tokenizer.eos_token_id
+        return torch.nn.utils.rnn.pad_sequence([torch.cat(row) for row in rows], True, filler)
+
+    def _sampled(self, prompt: list[int], body: Mapping[str, Json]) -> list[int]:
+        data = {"model": "policy", "prompt": prompt, "return_token_ids": True, **body}
+        request = urllib.request.Request(
+            f"{self._url}/completions", json.dumps(data).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request) as answer:
+                ids: list[int] = json.loads(answer.read())["choices"][0]["token_ids"]
+        except urllib.error.HTTPError as error:
+            raise EnvError(f"model.generate: {json.loads(error.read())['error']['message']}") from error
+        return ids
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    """Of their own: asyncio's few would be taken by functions that wait for an engine that needs one."""
+    return ThreadPoolExecutor(max_workers=256, thread_name_prefix="rollout_func")
+
+
+@cache
+def _tokenizer(model: str, chat_template: str) -> Any:
+    from tandem.model.policy import load_tokenizer
+
+    return load_tokenizer(model, chat_template=chat_template or None)
+
+
+def _function(path: str) -> Callable[..., Any]:
+    """Import it; raises EnvError."""
+    try:
+        function: Callable[..., Any] = resolve.import_object(path)
+    except ConfigError as error:
+        raise EnvError(f"rollout_func: {error}") from error
+    if not callable(function):
+        raise EnvError(f"rollout_func {path} is a {type(function).__name__}, expected a function")
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(_PARAMETERS))
+    except TypeError as error:
+        raise EnvError(
+            f"rollout_func {path} is called with {', '.join(_PARAMETERS)}, by name: {error}; a trainer is not at hand, "
+            "ask the policy by model.generate"
+        ) from error
+    return function

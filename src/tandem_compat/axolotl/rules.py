@@ -1,0 +1,719 @@
+"""Rules for Axolotl options that a row of the table cannot translate: Tandem's recipe, part by part.
+
+Defaults are Axolotl's, and TRL's where it has none of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+
+from tandem.config.loading import RunConfig
+from tandem.config.tree import plain
+from tandem.errors import TandemError
+from tandem.ports import http_url
+from tandem.types import Json
+from tandem_compat.axolotl import rollout
+from tandem_compat.axolotl.datasets import AxolotlDatasets
+from tandem_compat.axolotl.ranks import read_ranks, read_replicas
+from tandem_compat.axolotl.recipe import AxolotlRecipe
+from tandem_compat.axolotl.templates import TEMPLATES, brought_by
+from tandem_compat.generation import translated
+from tandem_compat.schedules import SCHEDULES, arguments
+
+ENV = "tandem_compat.axolotl.datasets:AxolotlDatasets"
+"""The environment that plays an Axolotl file's data sets."""
+
+OPTIMIZERS: Mapping[str, str] = {
+    **dict.fromkeys(("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw_apex_fused", "adamw"), "adamw"),
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit", "paged_adamw_8bit"), "adamw8bit"),
+    "adafactor": "adafactor",
+}
+"""By Axolotl's names."""
+REDUCTIONS = {
+    "grpo": "sequence", "bnpo": "token", "dapo": "token", "dr_grpo": "constant", "cispo": "token", "sapo": "sequence",
+}  # fmt: skip
+"""trl.loss_type: what the sum over tokens is divided by."""
+ADVANTAGES = {"True": "grpo", "group": "grpo", "batch": "batch_std", "False": "dr_grpo", "none": "dr_grpo"}
+"""trl.scale_rewards."""
+
+FASTER = (
+    "axolotl.integrations.liger.LigerPlugin",
+    "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin",
+)
+"""Plug-ins that change no result: what they switch on is a matter of speed."""
+
+_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$")
+_NARROWING = {"trl.top_p": (1.0,), "trl.top_k": (0, -1), "trl.min_p": (0.0,)}
+"""Options that narrow what may be sampled, and their values that do not."""
+_ANYWHERE = ("0.0.0.0", "::", "")
+"""Addresses to listen at that mean this machine to a client."""
+_STARTED = ("tensor_parallel_size", "enable_prefix_caching", "enforce_eager", "gpu_memory_utilization")
+_CORRECTION = "trl.vllm_importance_sampling_correction"
+
+
+def make(recipe: AxolotlRecipe, environ: Mapping[str, str]) -> None:
+    """All of it; ``environ`` has the launcher's variables."""
+    _copies(recipe)
+    read_ranks(recipe, environ)
+    _model(recipe)
+    groups = _batch(recipe)
+    _rewards(recipe)
+    _sampling(recipe)
+    _advantage(recipe)
+    _loss(recipe)
+    _reference(recipe)
+    _differences(recipe)
+    _again(recipe)
+    _engine(recipe)
+    read_replicas(recipe)
+    _data(recipe)
+    steps = _steps(recipe, groups)
+    _optimizer(recipe, steps)
+    _saved(recipe, steps)
+    _shown(recipe, steps)
+    _loggers(recipe)
+    order = [option.name for option in fields(RunConfig)]
+    recipe.tree.entries = dict(sorted(recipe.tree.entries.items(), key=lambda entry: order.index(entry[0])))
+
+
+def _copies(recipe: AxolotlRecipe) -> None:
+    """Options that are one of a recipe, as they are; notes on those that do not count where they stand."""
+    places = {"": "", **_places(recipe)}
+    for path, row in recipe.table.items():
+        why, value = places[row.where], recipe[path]
+        if why and recipe.get(path):
+            recipe.note(path, f"changes nothing{why}")
+        elif row.path and value is not None and not why:
+            recipe.put(row.path, value, path)
+
+
+def _places(recipe: AxolotlRecipe) -> dict[str, str]:
+    """Why options of each place change nothing; empty where they count."""
+    vllm = "" if recipe["trl.use_vllm"] else ": trl.use_vllm is false"
+    colocated = recipe["trl.vllm_mode"] == "colocate"
+    uncorrected = ": the policy itself samples (trl.use_vllm is false)" if vllm else f": {_CORRECTION} is false"
+    return {
+        "adapter": "" if recipe["adapter"] else " without adapter: lora",
+        "cosine": "" if recipe["lr_scheduler"] == "cosine" else " without lr_scheduler: cosine",
+        "warm-up": " with lr_scheduler: constant, which has no warm-up in Axolotl, too"
+        if recipe["lr_scheduler"] == "constant"
+        else "",
+        "wandb": "" if recipe["use_wandb"] or recipe["wandb_project"] else " without wandb_project or use_wandb: true",
+        "trackio": "" if recipe["use_trackio"] else " without use_trackio: true",
+        "shown": "" if recipe["trl.log_completions"] else " without log_completions: true",
+        "vllm": vllm,
+        "server": vllm or (" with vllm_mode: colocate; there is no server" if colocated else ""),
+        "colocate": vllm or ("" if colocated else " with vllm_mode: server; the server is the group vllm's"),
+        "interval": vllm or (" with vllm_mode: colocate; weights are shared after every step" if colocated else ""),
+        "prefetch": "" if recipe["trl.async_prefetch"] else " without async_prefetch",
+        "correction": "" if _weighed(recipe) else uncorrected,
+        "moving reference": "" if recipe["trl.sync_ref_model"] else " without sync_ref_model",
+    }
+
+
+def _model(recipe: AxolotlRecipe) -> None:
+    model = recipe["base_model"] or ""
+    if recipe["tokenizer_config"] not in (None, model):
+        recipe.wrong("tokenizer_config", f"the tokenizer is the model's own, {model}; leave it out")
+    for plugin in recipe["plugins"]:
+        if plugin in FASTER:
+            recipe.nothing("plugins", f"{plugin} makes Axolotl faster, and Tandem has kernels of its own")
+        else:
+            recipe.wrong("plugins", f"{plugin} patches Axolotl; leave it out")
+    _template(recipe)
+    tokens = {key: text for key, text in recipe["special_tokens"].items() if key != "pad_token" and text is not None}
+    if tokens:
+        _check_tokens(recipe, tokens)
+    _adapter(recipe)
+    _precision(recipe)
+
+
+def _template(recipe: AxolotlRecipe) -> None:
+    template, jinja = recipe["chat_template"], recipe["chat_template_jinja"]
+    if template == "jinja" and jinja:
+        recipe.copy("chat_template_jinja", "chat_template")
+    elif template == "jinja":
+        recipe.wrong("chat_template", "jinja needs the template in chat_template_jinja, as text or the path of a file")
+    elif jinja:
+        recipe.wrong("chat_template_jinja", "it is read with chat_template: jinja alone; write that, or leave this out")
+    elif template in TEMPLATES:
+        recipe.put("chat_template", TEMPLATES[template], "chat_template")
+    elif template.startswith("tokenizer_default"):
+        return
+    elif brought_by(recipe["base_model"] or "", template):
+        recipe.note("chat_template", f"{template} is what the model's own tokenizer has, which is used")
+    else:
+        recipe.wrong(
+            "chat_template",
+            f"{template} is no template of this model's family; write tokenizer_default for the model's own, "
+            f"{', '.join(TEMPLATES)}, or jinja with the template in chat_template_jinja",
+        )
+
+
+def _check_tokens(recipe: AxolotlRecipe, tokens: Mapping[str, Json]) -> None:
+    """Special tokens must be the tokenizer's: what ends an answer is what the engine and the model were told."""
+    from tandem.model.policy import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(recipe["base_model"] or "")
+    except TandemError as error:
+        recipe.wrong("special_tokens", f"they cannot be compared with the tokenizer's: {error}")
+        return
+    for key, text in tokens.items():
+        if (expected := getattr(tokenizer, key, None)) != text:
+            recipe.wrong("special_tokens", f"{key} {text!r} is not the tokenizer's, {expected!r}; leave it out")
+
+
+def _adapter(recipe: AxolotlRecipe) -> None:
+    adapter = recipe["adapter"]
+    if adapter not in ("", "lora"):
+        recipe.wrong("adapter", f"{adapter} is not trained here; write lora with bfloat16 weights, or leave it out")
+        return
+    recipe.put("trainable.kind", adapter or "full", "adapter")
+    if not adapter:
+        return
+    for option in ("lora_r", "lora_alpha"):
+        if option not in recipe:
+            recipe.wrong("adapter", f"lora needs {option}")
+    modules = recipe["lora_target_modules"]
+    if recipe["lora_target_linear"] or modules == "all-linear":
+        recipe.put("trainable.target_modules", "all-linear", "lora_target_linear", "lora_target_modules")
+        if modules and modules != "all-linear":
+            recipe.nothing("lora_target_modules", "lora_target_linear adapts every linear layer")
+    elif modules:
+        recipe.copy("lora_target_modules", "trainable.target_modules")
+    else:
+        recipe.wrong("adapter", "lora needs lora_target_linear: true or lora_target_modules: [q_proj, ...]")
+
+
+def _precision(recipe: AxolotlRecipe) -> None:
+    half = recipe.get("bf16", not recipe["float32"])
+    if half not in (True, False, "auto", "full"):
+        recipe.wrong("bf16", f"expected true, false, auto or full, got {half!r}")
+    if half and recipe["float32"]:
+        recipe.nothing("float32", "bf16 says the type of the weights; leave one of them out")
+    dtype = "bfloat16" if half else "float32"
+    recipe.put("dtype", dtype, "bf16", "float32")
+    for option in ("vllm.dtype", "trl.vllm_dtype"):
+        if recipe[option] not in ("auto", dtype):
+            why = f"the engine samples from the weights that are trained; write auto, not {recipe[option]}"
+            recipe.wrong(option, why)
+    if recipe["fp8"]:
+        recipe.put("matmul", "fp8", "fp8")
+    checkpointing = recipe["gradient_checkpointing"]
+    if checkpointing in ("offload", "offload_disk"):
+        recipe.note("gradient_checkpointing", "what is kept stays on the device, as with true")
+    if checkpointing not in (None, True, False, "offload", "offload_disk"):
+        recipe.wrong("gradient_checkpointing", f"expected true, false or offload, got {checkpointing!r}")
+    elif checkpointing is not None:
+        recipe.put("checkpointing", "full" if checkpointing else "none", "gradient_checkpointing")
+
+
+def _batch(recipe: AxolotlRecipe) -> int:
+    """Groups of a step."""
+    micro, accumulated = recipe["micro_batch_size"], recipe["gradient_accumulation_steps"]
+    size: int = recipe["trl.num_generations"]
+    tokens = max(recipe["sequence_len"], recipe["trl.max_completion_length"])
+    for path in ("micro_batch_size", "gradient_accumulation_steps", "trl.num_generations"):
+        if recipe[path] < 1:
+            recipe.wrong(path, "it must be at least 1")
+            return 1
+    groups, rest = divmod(recipe.completions, size)
+    each = f" x {recipe.batches} ranks" if recipe.batches > 1 else ""
+    if size < 2:
+        recipe.wrong("trl.num_generations", "it must be at least 2: an answer is judged against its siblings")
+    elif rest or not groups:
+        recipe.wrong(
+            "trl.num_generations",
+            f"a step has micro_batch_size {micro} x gradient_accumulation_steps {accumulated}{each} = "
+            f"{recipe.completions} completions, which are no whole number of groups of {size}; change one of the three",
+        )
+    recipe.put("groups_per_step", max(groups, 1), "gradient_accumulation_steps", "micro_batch_size")
+    recipe.put("group_size", size, "trl.num_generations")
+    shared_by = recipe.ranks // recipe.batches  # ranks that compute one sequence together
+    recipe.put("micro_batch_tokens", -(-micro * tokens // shared_by), "micro_batch_size")
+    return max(groups, 1)
+
+
+def _steps(recipe: AxolotlRecipe, groups: int) -> int:
+    """Steps of the run: those that are said, or as many as the rows are enough for."""
+    if recipe["max_steps"] > 0:
+        steps = recipe.per_step(recipe["max_steps"])
+        recipe.put("steps", steps, "max_steps")
+        if "num_epochs" in recipe:
+            recipe.note("num_epochs", f"max_steps ({recipe['max_steps']}) says when the run ends, as in Axolotl")
+    elif not 0 < recipe["num_epochs"] < math.inf:
+        recipe.wrong("num_epochs", f"expected a number above 0, got {recipe['num_epochs']:g}")
+        return 1
+    elif recipe.serving or not recipe["datasets"] or recipe.problems:
+        recipe.put("steps", steps := 1, "num_epochs")  # an engine alone takes none, and mistakes are told first
+    else:
+        epochs = recipe["num_epochs"]
+        try:
+            rows = AxolotlDatasets(cfg=recipe.plain).count("train")
+        except TandemError as error:
+            why = f"its rows cannot be counted; mend that, or for data elsewhere give max_steps: {error}"
+            recipe.wrong("num_epochs", why)
+            return 1
+        together = recipe.generated  # of rows that do not fill a batch of so many steps TRL makes none
+        steps = max(1, math.ceil(epochs * (rows // (groups * together) * together)))
+        recipe.put("steps", steps, "num_epochs", "datasets")
+        batches = f", in batches of {together} steps" if together > 1 else ""
+        recipe.note("num_epochs", f"{rows} rows, {groups} of them a step{batches}, {epochs:g} times: {steps} steps")
+    if (updates := recipe.updates) > 1:
+        recipe.note("trl.num_iterations", f"a step has {updates} updates, each of which Axolotl counts as a step")
+    return steps
+
+
+def _optimizer(recipe: AxolotlRecipe, steps: int) -> None:
+    name, scheduler = recipe["optimizer"], recipe["lr_scheduler"]
+    if name not in OPTIMIZERS:
+        recipe.wrong("optimizer", f"there is no {name} here; choose from {', '.join(OPTIMIZERS)}")
+    kind = OPTIMIZERS.get(name, "adamw")
+    if recipe.sharding.offload_optimizer and kind != "adamw":
+        recipe.wrong("optimizer", f"states are on the host with adamw alone, not with {name}; leave the offload out")
+    recipe.put("optimizer.kind", "adamw_cpu" if recipe.sharding.offload_optimizer else kind, "optimizer")
+    if name == "adafactor":
+        recipe.note("optimizer", "the rate is relative here: a tensor moves by it times its root mean square")
+    if "learning_rate" not in recipe.places:
+        recipe.problems.add(recipe.file.where, "missing 'learning_rate'")
+    if scheduler not in SCHEDULES:
+        recipe.wrong("lr_scheduler", f"there is no {scheduler} here; choose from {', '.join(SCHEDULES)}")
+    schedule = SCHEDULES.get(scheduler, "cosine")
+    recipe.put("optimizer.schedule", schedule, "lr_scheduler")
+    options, wrong = arguments(schedule, recipe["lr_scheduler_kwargs"], recipe["learning_rate"], recipe.per_step)
+    if scheduler == "cosine_with_min_lr" and "min_lr_ratio" not in options:
+        wrong.append("cosine_with_min_lr needs min_lr or min_lr_rate")
+    for option, value in options.items():
+        recipe.put(f"optimizer.{option}", value, "lr_scheduler_kwargs")
+    for why in wrong:
+        recipe.wrong("lr_scheduler_kwargs" if recipe["lr_scheduler_kwargs"] else "lr_scheduler", why)
+    if scheduler != "constant" and (warmup := _warmup(recipe, steps)):
+        recipe.put("optimizer.warmup_steps", warmup, "warmup_steps", "warmup_ratio")
+
+
+def _warmup(recipe: AxolotlRecipe, steps: int) -> int:
+    """Steps of warm-up; by default Axolotl's with rl: grpo, three in a hundred.
+
+    It does not know there how many steps there are, so that the share is rounded up, and has no bound.
+    """
+    if recipe["warmup_steps"] and recipe.get("warmup_ratio"):
+        recipe.wrong("warmup_ratio", "Axolotl takes it or warmup_steps, not both; leave one of them out")
+    if (updates := recipe["warmup_steps"]) is not None:
+        if updates < 0:
+            recipe.wrong("warmup_steps", "it must be at least 0")
+        return recipe.per_step(2 if updates == 1 else updates)  # Axolotl, whose first rate is 0, makes one step two
+    if not 0 <= recipe["warmup_ratio"] <= 1:
+        recipe.wrong("warmup_ratio", f"expected a share of all steps, 0 to 1, got {recipe['warmup_ratio']:g}")
+        return 0
+    warmup: int = math.ceil(recipe["warmup_ratio"] * steps)
+    if "warmup_ratio" not in recipe:
+        recipe.note("warmup_steps", f"{warmup}, Axolotl's default: three steps in a hundred")
+    return warmup
+
+
+def _rewards(recipe: AxolotlRecipe) -> None:
+    names: list[Json] = recipe["trl.reward_funcs"]
+    weights: list[Json] = recipe.get("trl.reward_weights", [1.0] * len(names))
+    recipe.note("trl.reward_funcs", "an answer of which every reward is None is left out; in TRL it counts as 0")
+    if not names:
+        recipe.wrong("trl.reward_funcs", "name at least one function, such as rewards.accuracy_reward")
+    if len(names) != len(weights):
+        why = f"{len(names)} reward_funcs need {len(names)} weights, and there are {len(weights)}"
+        recipe.wrong("trl.reward_weights", why)
+        return
+    models = 0
+    for name, weight in zip(names, weights, strict=True):
+        if not isinstance(name, str) or not name.strip():
+            recipe.wrong("trl.reward_funcs", f"expected import paths and models, got {name!r}")
+        elif names.count(name) > 1:
+            recipe.wrong("trl.reward_funcs", f"{name} is given twice; add up its weights")
+        elif _FUNCTION.match(name) and not Path(name).exists():
+            played = {"kind": rollout.REWARD, "path": name, "weight": weight}
+            recipe.put(("rewards", name), played if recipe["trl.rollout_func"] else weight, "trl.reward_funcs")
+        else:
+            models += 1
+            part = {"kind": "reward_model", "weight": weight, "model": name}
+            recipe.put(("rewards", "reward_model" + (f"_{models}" if models > 1 else "")), part, "trl.reward_funcs")
+
+
+def _sampling(recipe: AxolotlRecipe) -> None:
+    if "trl.max_completion_length" not in recipe:
+        recipe.note("trl.max_completion_length", f"{recipe['trl.max_completion_length']}, TRL's default")
+    if "trl.top_k" in recipe:
+        recipe.put("sampling.top_k", max(0, recipe["trl.top_k"]), "trl.top_k")
+    # As in TRL, these come before the options that have names of their own.
+    translation = translated(recipe["trl.generation_kwargs"])
+    for option, value in translation.sampling.items():
+        recipe.put(f"sampling.{option}", value, "trl.generation_kwargs")
+    for why in translation.notes:
+        recipe.note("trl.generation_kwargs", why)
+    for why in translation.wrong:
+        recipe.wrong("trl.generation_kwargs", why)
+
+
+def _advantage(recipe: AxolotlRecipe) -> None:
+    usual = "normalize_then_sum" if recipe["rl"] == "gdpo" else "sum_then_normalize"
+    aggregation, scale = recipe.get("trl.multi_objective_aggregation", usual), recipe["trl.scale_rewards"]
+    if str(scale) not in ADVANTAGES:
+        recipe.wrong("trl.scale_rewards", f"expected true, false, group, batch or none, got {scale!r}")
+    if aggregation == "normalize_then_sum":
+        if scale not in (True, "group"):
+            recipe.nothing("trl.scale_rewards", "normalize_then_sum standardises each reward by itself")
+        recipe.put("advantage", "gdpo", "trl.multi_objective_aggregation", "rl")
+    elif aggregation != "sum_then_normalize":
+        why = f"expected sum_then_normalize or normalize_then_sum, got {aggregation}"
+        recipe.wrong("trl.multi_objective_aggregation", why)
+    else:
+        recipe.put("advantage", ADVANTAGES.get(str(scale), "grpo"), "trl.scale_rewards")
+
+
+def _loss(recipe: AxolotlRecipe) -> None:
+    level, named = recipe["trl.importance_sampling_level"], recipe["trl.loss_type"]
+    if named not in REDUCTIONS:
+        recipe.wrong("trl.loss_type", f"expected one of {', '.join(REDUCTIONS)}, got {named}")
+    if level not in ("token", "sequence"):
+        recipe.wrong("trl.importance_sampling_level", f"expected token or sequence, got {level}")
+    clipless = named in ("cispo", "sapo")
+    if clipless and level == "sequence":
+        recipe.wrong("trl.importance_sampling_level", f"of {named} ratios are the token's; leave it out")
+    kind = named if clipless else "gspo" if level == "sequence" else "grpo"
+    recipe.put("loss.kind", kind, "trl.loss_type", "trl.importance_sampling_level")
+    recipe.put("loss.reduction", REDUCTIONS.get(named, "token"), "trl.loss_type")
+    if "trl.loss_type" not in recipe:
+        recipe.note("trl.loss_type", "dapo, TRL's default")
+    sampled = _against_the_sampler(recipe)
+    if recipe.updates > 1:
+        recipe.put("updates_per_batch", recipe.updates, "trl.num_iterations")
+    elif recipe["trl.num_iterations"] < 1:
+        recipe.wrong("trl.num_iterations", "it must be at least 1")
+    _clips(recipe, kind, recipe.updates > 1 or sampled)
+    whence = ("trl.generation_batch_size", "trl.replay_buffer_size", _CORRECTION)
+    recipe.put("old_logprobs", "sampled" if sampled else "recomputed", *whence)
+    _corrections(recipe, sampled=sampled)
+    if recipe["trl.mask_truncated_completions"]:
+        recipe.put("truncated", "mask", "trl.mask_truncated_completions")
+
+
+def _clips(recipe: AxolotlRecipe, kind: str, differ: bool) -> None:
+    """What epsilon and epsilon_high are to this loss; ``differ``: whether any ratio may be other than 1."""
+    low = recipe["trl.epsilon"]
+    high = recipe.get("trl.epsilon_high", low)
+    if kind == "cispo":
+        recipe.put("loss.cap", high, "trl.epsilon_high", "trl.epsilon")
+        if high < 1:
+            text = f"{high:g} is the largest weight of a token under cispo, as in TRL, so that even tokens of ratio 1"
+            recipe.note("trl.epsilon_high", f"{text} count {high:g} times; its authors take 5")
+    elif kind != "sapo" and differ:
+        recipe.put("loss.clip_low", low, "trl.epsilon")
+        recipe.put("loss.clip_high", high, "trl.epsilon_high", "trl.epsilon")
+        if kind == "grpo":
+            recipe.put("loss.dual_clip", None, "trl.epsilon")
+    read = ("trl.epsilon_high" if "trl.epsilon_high" in recipe else "trl.epsilon") if kind == "cispo" else ""
+    unclipped = "with num_iterations 1 every ratio to the step's own policy is 1"
+    why = f"{kind} does not clip" if kind in ("cispo", "sapo") else "" if differ else unclipped
+    for option in ("trl.epsilon", "trl.epsilon_high"):
+        if why and option in recipe and option != read:
+            recipe.nothing(option, why)
+
+
+def _weighed(recipe: AxolotlRecipe) -> bool:
+    """Whether corrections weigh how far the sampler was from the policy."""
+    return bool(recipe["trl.use_vllm"] and recipe[_CORRECTION])
+
+
+def _against_the_sampler(recipe: AxolotlRecipe) -> bool:
+    """Whether ratios are to the logprobs that were sampled with.
+
+    Only they tell how old an answer is that is replayed, or that was sampled together with those of earlier steps.
+    """
+    recomputed, several = recipe["trl.replay_recompute_logps"], recipe.generated > 1
+    if several:
+        how = f"{recipe.generated} steps are sampled together, and ratios are to the sampler's logprobs"
+        recipe.note("trl.generation_batch_size", how)
+    if not recipe["trl.replay_buffer_size"]:
+        if not recomputed:
+            recipe.nothing("trl.replay_recompute_logps", "nothing is replayed")
+        return several
+    if recomputed and _weighed(recipe):
+        return several
+    why = "replayed answers are of an older policy, and no correction weighs that"
+    if not recomputed and _weighed(recipe):
+        recipe.note(
+            "trl.replay_recompute_logps", "ratios are to the sampler's logprobs, which are as old as the answer"
+        )
+    elif recomputed:
+        recipe.note("trl.replay_recompute_logps", f"ratios are to the sampler's logprobs: {why}")
+    return True
+
+
+def _corrections(recipe: AxolotlRecipe, *, sampled: bool) -> None:
+    """Weights for how far the sampler was from the policy: TRL has them with vLLM alone, OPSM always.
+
+    Where ratios are to what was ``sampled`` with they hold those weights: then only what is out of bounds is left out.
+    """
+    mode, threshold = "trl.vllm_importance_sampling_mode", "trl.off_policy_mask_threshold"
+    corrections: list[Json] = []
+    if _weighed(recipe):
+        default = "token_truncate" if recipe.asynchronous else "sequence_mask"
+        over, _, beyond = recipe.get(mode, default).partition("_")
+        if over not in ("token", "sequence") or beyond not in ("truncate", "mask"):
+            recipe.wrong(mode, "expected token_truncate, token_mask, sequence_truncate or sequence_mask")
+            return
+        low, high = _bounds(recipe)
+        if sampled and beyond == "truncate":
+            recipe.note(
+                mode, f"{over}_truncate is left out: ratios to the sampler, clipped by epsilon, hold its weights"
+            )
+        else:
+            bounds = {} if low is None else {"low": low}
+            corrections.append({"kind": over, "beyond": beyond, **bounds, "high": high})
+        if mode not in recipe:
+            whose = " of the asynchronous trainer" if recipe.asynchronous else ""
+            recipe.note(mode, f"{default} with cap {high:g}, its default{whose}")
+    if threshold in recipe:
+        corrections.append({"kind": "opsm", "threshold": recipe[threshold]})
+    if corrections:
+        recipe.put("corrections", corrections, mode, _CORRECTION, threshold)
+
+
+def _bounds(recipe: AxolotlRecipe) -> tuple[float | None, float]:
+    """Least and greatest weight; the greatest has an older and a newer name."""
+    cap, most, least = (f"trl.vllm_importance_sampling_{name}" for name in ("cap", "clip_max", "clip_min"))
+    if cap in recipe and most in recipe:
+        recipe.wrong(cap, "vllm_importance_sampling_clip_max is its newer name; leave one of them out")
+    return recipe[least], recipe.get(most, recipe.get(cap, 3.0))
+
+
+def _ratio_corrected(recipe: AxolotlRecipe) -> bool:
+    """Whether the penalty has the ratio before it."""
+    return bool(recipe.get("trl.use_bias_correction_kl", not recipe.asynchronous))
+
+
+def _reference(recipe: AxolotlRecipe) -> None:
+    moves = recipe["trl.sync_ref_model"]
+    if not recipe["trl.beta"]:
+        for option in ("trl.sync_ref_model", "trl.use_bias_correction_kl"):
+            if recipe[option]:
+                recipe.wrong(option, "it needs a penalty: set trl.beta above 0, or leave it out")
+        return
+    recipe.put("reference.kind", "average" if moves else "start", "trl.sync_ref_model", "trl.beta")
+    recipe.put("reference.beta", recipe["trl.beta"], "trl.beta")
+    recipe.put("reference.ratio_corrected", _ratio_corrected(recipe), "trl.use_bias_correction_kl")
+    if moves:
+        every = recipe.per_step(recipe["trl.ref_model_sync_steps"])
+        recipe.put("reference.mixup", recipe["trl.ref_model_mixup_alpha"], "trl.ref_model_mixup_alpha")
+        recipe.put("reference.every", every, "trl.ref_model_sync_steps")
+
+
+def _differences(recipe: AxolotlRecipe) -> None:
+    """What is computed otherwise than in TRL on purpose, in a line each where it matters to this file."""
+    loss, masked = recipe["trl.loss_type"], "trl.mask_truncated_completions"
+    if narrow := [path for path, off in _NARROWING.items() if recipe.get(path, off[0]) not in off]:
+        why = "logprobs are those of the tokens that may be sampled; TRL's are of the whole vocabulary"
+        recipe.note(narrow[0], why)
+    if recipe[masked] and loss in ("grpo", "dr_grpo"):
+        why = f"with {loss} the loss is divided by the answers that are left; TRL counts the masked ones, too"
+        recipe.note(masked, why)
+    if recipe["trl.importance_sampling_level"] == "sequence" and recipe["trl.beta"] and _ratio_corrected(recipe):
+        why = "use_bias_correction_kl weighs each token's KL by its own ratio; TRL by the sequence's"
+        recipe.note("trl.importance_sampling_level", why)
+
+
+def _again(recipe: AxolotlRecipe) -> None:
+    """Groups that are trained again, tasks that come again, and groups that are not trained."""
+    if size := recipe["trl.replay_buffer_size"]:
+        recipe.put("replay.size", size, "trl.replay_buffer_size")
+        recipe.note("trl.replay_buffer_size", "groups are replayed for replay.max_age (8) steps at most")
+    start, most, skips = "trl.reroll_start_fraction", "trl.reroll_max_groups", "trl.skip_zero_advantage_batches"
+    if recipe[start] != 1:
+        recipe.copy(start, "reroll.start_fraction")
+        recipe.copy(most, "reroll.max_groups")
+    elif most in recipe:
+        recipe.nothing(most, "reroll_start_fraction is 1, so no task comes again")
+    recipe.put("zero_variance_groups", "drop" if recipe[skips] else "keep", skips)
+    if recipe[skips]:
+        recipe.note(skips, "groups of equal rewards are not trained; others are sampled instead")
+
+
+def _engine(recipe: AxolotlRecipe) -> None:
+    """What samples, how weights reach it, and how far it may be behind."""
+    vllm, mode = recipe["trl.use_vllm"], recipe["trl.vllm_mode"]
+    if mode not in ("server", "colocate"):
+        recipe.wrong("trl.vllm_mode", f"expected server or colocate, got {mode}")
+    if recipe.serving and (not vllm or mode == "colocate"):
+        why = "an engine is served alone with use_vllm: true and vllm_mode: server; this file's is no server"
+        recipe.wrong("trl.vllm_mode" if vllm else "trl.use_vllm", why)
+    recipe.put("engine.kind", "vllm" if vllm else "embedded", "trl.vllm_mode" if mode == "colocate" else "trl.use_vllm")
+    if vllm:
+        (_colocated if mode == "colocate" else _served)(recipe)
+    _context(recipe)
+    lag = _ahead(recipe) + (_every(recipe) - 1 if vllm and mode == "server" else 0)
+    if lag:
+        recipe.put("max_lag", lag, "trl.prefetch_depth", "trl.async_prefetch", "trl.vllm_sync_interval")
+
+
+def _served(recipe: AxolotlRecipe) -> None:
+    """An engine in a process of its own, by ``tandem serve engine``."""
+    if recipe.serving:
+        recipe.put("engine.host", recipe["vllm.host"], "vllm.host")
+        recipe.put("engine.port", recipe["vllm.port"], "vllm.port")
+        _started(recipe, 0.9)
+    else:
+        host = recipe["trl.vllm_server_host"]
+        url = http_url("127.0.0.1" if host in _ANYWHERE else host, recipe["trl.vllm_server_port"])
+        recipe.put("engine.urls", [url], "trl.vllm_server_port", "trl.vllm_server_host")
+        recipe.put("engine.start_seconds", recipe["trl.vllm_server_timeout"], "trl.vllm_server_timeout")
+        recipe.note("vllm", f"the engine is expected at {url}; it is started by: tandem serve engine FILE")
+    lora, swaps = recipe["adapter"] == "lora", recipe["trl.vllm_lora_sync"]
+    if swaps and not lora:
+        recipe.wrong("trl.vllm_lora_sync", "it needs adapter: lora; leave it out")
+    recipe.put("sync.kind", "hotswap" if swaps and lora else "broadcast", "trl.vllm_lora_sync")
+    if "trl.vllm_sync_interval" in recipe:
+        recipe.put("sync.every", _every(recipe), "trl.vllm_sync_interval")
+
+
+def _colocated(recipe: AxolotlRecipe) -> None:
+    """An engine that the run starts on its own GPUs; one copy of the weights, where it divides them as the ranks do."""
+    _started(recipe, 0.3)
+    recipe.copy("trl.vllm_gpu_memory_utilization", "engine.gpu_memory_utilization")
+    recipe.copy("trl.vllm_enable_prefix_caching", "engine.enable_prefix_caching")
+    parts = recipe.ranks if recipe.sharding.shard == "weights" else 1
+    workers = recipe.engine_gpus
+    group = max(recipe["dp_shard_size"], recipe.sharding.group)
+    if parts > 1 and group > 1 and "vllm.tensor_parallel_size" not in recipe:
+        workers = group
+        recipe.put("engine.tensor_parallel_size", workers, "dp_shard_size")
+    shared = parts % workers == 0 and recipe["vllm.data_parallel_size"] == 1
+    recipe.put("sync.kind", "shared" if shared else "broadcast", "trl.vllm_mode")
+    if recipe["trl.vllm_enable_sleep_mode"] and not shared:
+        recipe.put("engine.sleep", 2, "trl.vllm_enable_sleep_mode")
+    elif recipe["trl.vllm_enable_sleep_mode"]:
+        recipe.nothing("trl.vllm_enable_sleep_mode", "shared weights are one copy, so none is put to sleep")
+    if recipe["trl.vllm_lora_sync"]:
+        recipe.wrong("trl.vllm_lora_sync", "it needs vllm_mode: server, in Axolotl too; leave it out")
+
+
+def _started(recipe: AxolotlRecipe, share: float) -> None:
+    """Options of an engine that is started here; ``share`` is the default of its memory."""
+    recipe.put("engine.gpu_memory_utilization", share, "vllm.gpu_memory_utilization")
+    for option in _STARTED:
+        recipe.copy(f"vllm.{option}", f"engine.{option}")
+    if recipe["vllm.data_parallel_size"] != 1:
+        recipe.copy("vllm.data_parallel_size", "engine.replicas")
+
+
+def _context(recipe: AxolotlRecipe) -> None:
+    """Most tokens of prompt and answer. Axolotl bounds generations by the server's length, not by sequence_len."""
+    named = ("vllm.max_model_len", "trl.vllm_max_model_len") if recipe["trl.use_vllm"] else ()
+    bounds = [path for path in named if path in recipe]
+    for path in bounds:
+        recipe.copy(path, "context")
+    if "sequence_len" in recipe:
+        whose = "max_model_len does" if bounds else "the model's own limit does, or with use_vllm vllm.max_model_len"
+        recipe.note("sequence_len", f"bounds no prompt and no answer, as in Axolotl: {whose}")
+
+
+def _every(recipe: AxolotlRecipe) -> int:
+    """Steps from one publish to the next."""
+    every: int = recipe["trl.vllm_sync_interval"]
+    if every < 1:
+        recipe.wrong("trl.vllm_sync_interval", "it must be at least 1")
+    return recipe.per_step(every)
+
+
+def _ahead(recipe: AxolotlRecipe) -> int:
+    """Steps by which generation is ahead of training."""
+    depth = recipe["trl.prefetch_depth"] if recipe["trl.async_prefetch"] else 0
+    if depth < 1 and recipe["trl.async_prefetch"]:
+        recipe.wrong("trl.prefetch_depth", "it must be at least 1")
+    if "trl.generation_batch_size" in recipe:
+        _check_generated(recipe, "trl.generation_batch_size")
+    return max(0, int(depth)) + recipe.generated - 1
+
+
+def _check_generated(recipe: AxolotlRecipe, option: str) -> None:
+    """How many completions are sampled together: of whole groups, passes and steps."""
+    batch, completions = recipe[option], recipe.completions
+    micro, size = recipe["micro_batch_size"], recipe["trl.num_generations"]
+    if min(batch, micro, size) < 1 or batch % size or batch % micro:
+        why = f"{batch} is no multiple of both num_generations {size} and micro_batch_size {micro}"
+        recipe.wrong(option, why)
+    elif batch > completions and batch % completions:
+        recipe.wrong(option, f"{batch} is no multiple of the {completions} completions of a step")
+    elif batch < completions and recipe.updates > 1:
+        recipe.wrong(
+            option,
+            f"with {batch} of a step's {completions} completions and num_iterations {recipe.updates} a step would "
+            "train the same completions twice; leave it out",
+        )
+    elif batch < completions:
+        recipe.nothing(option, "all of a step is sampled by the same weights anyway")
+
+
+def _data(recipe: AxolotlRecipe) -> None:
+    """The environment."""
+    if not recipe["datasets"]:
+        recipe.problems.add(recipe.file.where, "missing 'datasets': a list of mappings with path and type")
+    if (held := recipe["val_set_size"] or 0) < 0:
+        recipe.wrong("val_set_size", f"expected a share of the rows below 1, or how many of them, got {held:g}")
+    elif held and recipe["test_datasets"]:
+        recipe.wrong("val_set_size", "Axolotl takes it or test_datasets, not both; leave one of them out")
+    recipe.put("env.kind", ENV, "datasets")
+    recipe.put("env.cfg", recipe.plain, "datasets")
+    if recipe["trl.rollout_func"]:
+        recipe.put("env.kind", rollout.ENV, "trl.rollout_func")
+        recipe.copy("trl.rollout_func", "env.rollout_func")
+        template = recipe.tree.entries.get("chat_template")
+        if template is not None:
+            recipe.put("env.chat_template", plain(template), "chat_template")
+    for entry in [*recipe["datasets"], *recipe["test_datasets"]]:
+        if isinstance(entry, dict) and entry.get("name") and Path(str(entry.get("path"))).exists():
+            recipe.note("datasets", f"name {entry['name']} changes nothing: {entry['path']} is a local file")
+
+
+def _saved(recipe: AxolotlRecipe, steps: int) -> None:
+    """What is evaluated and saved."""
+    evaluated = recipe.every("eval_steps", "evals_per_epoch", steps)
+    if not (recipe["val_set_size"] or recipe["test_datasets"]):
+        recipe.put("evaluate.tasks", 0, "val_set_size")
+        if evaluated:
+            by = "evals_per_epoch" if recipe["evals_per_epoch"] else "eval_steps"
+            recipe.nothing(by, "val_set_size and test_datasets hold no rows out")
+    elif evaluated:
+        recipe.put("evaluate.every", evaluated, "eval_steps")
+    if saved := recipe.every("save_steps", "saves_per_epoch", steps):
+        recipe.put("checkpoint.every", saved, "save_steps")
+
+
+def _shown(recipe: AxolotlRecipe, steps: int) -> None:
+    """Answers that are printed, as often as TRL logs."""
+    shown, count = "trl.log_completions", "trl.num_completions_to_print"
+    every = recipe.every("logging_steps", "", steps)
+    if recipe[shown]:
+        recipe.put("print_completions.every", max(1, every), "logging_steps", shown)
+        recipe.put("print_completions.count", recipe[count], count, shown)
+        return
+    if shown in recipe:
+        recipe.put("print_completions.every", 0, shown)
+    if recipe["logging_steps"] != 1:
+        recipe.nothing("logging_steps", "every step is logged")
+
+
+def _loggers(recipe: AxolotlRecipe) -> None:
+    """Where numbers go."""
+    loggers: list[Json] = ["console"]
+    if (recipe["use_wandb"] or recipe["wandb_project"]) and recipe["wandb_mode"] != "disabled":
+        named = {key: recipe[f"wandb_{key}"] for key in ("project", "entity", "mode")}
+        loggers.append({"kind": "wandb", **{key: value for key, value in named.items() if value}})
+    if recipe["use_tensorboard"]:
+        loggers.append("tensorboard")
+    if recipe["use_trackio"]:
+        named = {"project": recipe["trackio_project_name"], "space": recipe["trackio_space_id"]}
+        loggers.append({"kind": "trackio", **{key: value for key, value in named.items() if value}})
+    if len(loggers) > 1:
+        recipe.put("loggers", loggers, "wandb_project", "use_wandb", "use_tensorboard", "use_trackio")

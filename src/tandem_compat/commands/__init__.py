@@ -1,0 +1,1 @@
+"""Verbs that speak another system's command line."""

@@ -1,0 +1,269 @@
+"""DeepSpeed's and FSDP's configurations as what a recipe says of ranks: what is sharded, and where states are.
+
+ZeRO-1, ZeRO-2 and SHARD_GRAD_OP divide gradients and optimizer states: ``distributed.shard: states``. ZeRO-3 and
+FULL_SHARD divide the weights too: ``weights``. What tunes their buffers changes nothing, since collectives are Tandem's
+own; whatever else they have is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from tandem.config.registry import did_you_mean
+from tandem.config.tree import Problems
+from tandem.distributed.placement import Placement, visible_accelerators
+from tandem.types import Json
+from tandem_compat.table import NO_USE, NOTHING, ForeignOption, Reader, becomes, by_name, refused, unused
+
+Shard = Literal["states", "weights"]
+
+_TRAINING = "the training's own options say it; write auto"
+_AUTO = ("auto",)
+
+DEEPSPEED: Mapping[str, ForeignOption] = by_name(
+    becomes("zero_optimization.stage", "whole", "distributed.shard: 0, 1 and 2 states, 3 weights", 0),
+    becomes("zero_optimization.offload_optimizer.device", "text", "optimizer: adamw_cpu for cpu", "none"),
+    refused("zero_optimization.offload_optimizer.nvme_path", "text", "states are in host memory, not in files"),
+    *(refused(f"zero_optimization.{name}", "anything", "gradients and weights travel as they are", off=(False, 1))
+      for name in ("zero_quantized_weights", "zero_quantized_gradients", "zero_hpz_partition_size")),
+    refused("fp16.enabled", "anything", "Tandem trains bfloat16 or float32 weights", off=(False, *_AUTO)),
+    *(refused(name, "anything", _TRAINING, off=_AUTO) for name in (
+        "gradient_accumulation_steps", "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu",
+        "optimizer.params.lr", "optimizer.params.betas", "optimizer.params.eps", "optimizer.params.weight_decay",
+    )),
+    refused("optimizer.type", "text", "the training's own options name it; write AdamW", off=("AdamW", "Adam")),
+    refused("optimizer.params.torch_adam", "anything", "optimizers are Tandem's own", off=(True, False)),
+    refused("optimizer.params.adam_w_mode", "anything", "adamw decays weights apart from gradients", off=(True,)),
+    *(row for prefix, names in {
+        "zero_optimization.": "offload_param.device offload_optimizer.pin_memory offload_param.pin_memory overlap_comm "
+        "contiguous_gradients reduce_scatter allgather_partitions allgather_bucket_size reduce_bucket_size "
+        "sub_group_size round_robin_gradients stage3_prefetch_bucket_size stage3_param_persistence_threshold "
+        "stage3_max_live_parameters max_live_parameters stage3_max_reuse_distance max_reuse_distance "
+        "stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save",
+        "fp16.": "auto_cast loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale",
+        "": "zero_force_ds_cpu_optimizer zero_allow_untested_optimizer bf16.enabled compile.disable compile.backend "
+        "steps_per_print wall_clock_breakdown",
+    }.items() for row in unused("anything", " ".join(prefix + name for name in names.split()))),
+)  # fmt: skip
+"""Keys of DeepSpeed's file, those of inner mappings with a dot."""
+
+FSDP: Mapping[str, ForeignOption] = by_name(
+    becomes("reshard_after_forward", "anything", "distributed.shard: true weights, false states"),
+    becomes("sharding_strategy", "anything", "distributed.shard: SHARD_GRAD_OP and NO_SHARD states, others weights"),
+    becomes("activation_checkpointing", "truth", "checkpointing: full", False),
+    becomes("offload_params", "truth", "optimizer: adamw_cpu; whole weights stay on the device", False),
+    refused("mixed_precision_policy", "anything", "the training's own options say the type of weights",
+        off=("bf16", "bfloat16", "no")),
+    *unused("anything",
+        "version fsdp_version cpu_offload_pin_memory state_dict_type final_state_dict_type auto_wrap_policy "
+        "transformer_layer_cls_to_wrap transformer_cls_to_wrap min_num_params use_orig_params sync_module_states "
+        "cpu_ram_efficient_loading backward_prefetch backward_prefetch_policy forward_prefetch limit_all_gathers"),
+)  # fmt: skip
+"""Keys of ``fsdp_config``, without the ``fsdp_`` that older ones begin with."""
+
+_STRATEGIES: Mapping[str, Shard] = {
+    "FULL_SHARD": "weights", "1": "weights", "SHARD_GRAD_OP": "states", "2": "states", "NO_SHARD": "states",
+    "3": "states", "HYBRID_SHARD": "weights", "4": "weights", "HYBRID_SHARD_ZERO2": "states", "5": "states",
+}  # fmt: skip
+_PRESETS: Mapping[str, tuple[int, bool]] = {
+    **{f"zero{stage}": (stage, False) for stage in range(4)},
+    **{f"zero{stage}_offload": (stage, True) for stage in (2, 3)},
+}
+"""Stage, and whether states are on the host, by the names that ms-swift has for files of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """What a configuration of DeepSpeed or FSDP asks for."""
+
+    shard: Shard
+    """What each rank keeps a share of."""
+    offload_optimizer: bool = False
+    """Whether masters and moments are in host memory."""
+    checkpointing: bool = False
+    """Whether layers are computed again in the backward pass."""
+    group: int = 1
+    """Ranks that hold all of what is sharded together, of which others have replicas; 1 where it is not said."""
+    notes: tuple[str, ...] = ()
+    """Keys that change nothing, and why."""
+
+
+Refuse = Callable[[str], None]
+"""What a mistake is reported to."""
+
+
+def of_deepspeed(source: Json, refuse: Refuse) -> Sharding | None:
+    """What ``deepspeed: zero2.json`` asks for.
+
+    Args:
+        source: the path of a file, a name such as zero2 or zero3_offload, or the file's mapping itself.
+        refuse: called with every key that is unknown, or that changes results and cannot be had.
+
+    Returns:
+        None if the file cannot be read.
+    """
+    if isinstance(source, str) and source in _PRESETS:
+        stage, offload = _PRESETS[source]
+        return Sharding(shard="weights" if stage == 3 else "states", offload_optimizer=offload)
+    if (options := _mapping(source, refuse)) is None:
+        return None
+    where = f"{source}: " if isinstance(source, str) and not source.lstrip().startswith("{") else ""
+    reader, notes = _read(_leaves(options), DEEPSPEED, where, refuse)
+    device, stage = (reader[f"zero_optimization.{name}"] for name in ("offload_optimizer.device", "stage"))
+    if device not in ("none", "cpu"):
+        refuse(f"{where}zero_optimization.offload_optimizer.device: states are on cpu, or with none on the device")
+    if stage not in range(4):
+        refuse(f"{where}zero_optimization.stage: there is no stage {stage}; it is from 0 to 3")
+    shard: Shard = "weights" if stage == 3 else "states"
+    return Sharding(shard=shard, offload_optimizer=device == "cpu", notes=notes)
+
+
+def of_fsdp(config: Mapping[str, Json], words: Sequence[str], refuse: Refuse) -> Sharding:
+    """What FSDP's options ask for.
+
+    Args:
+        config: ``fsdp_config``.
+        words: ``fsdp``, such as full_shard and auto_wrap.
+        refuse: as for ``of_deepspeed``.
+    """
+    options = ((key.removeprefix("fsdp_"), value) for key, value in config.items() if not key.startswith("_"))
+    reader, notes = _read(options, FSDP, "", refuse)
+    for word in words:
+        if word not in ("full_shard", "shard_grad_op", "auto_wrap", "offload"):
+            refuse(f"{word} is none of full_shard, shard_grad_op, auto_wrap and offload")
+    shard: Shard = "states" if "shard_grad_op" in words else "weights"
+    strategy, reshard = reader["sharding_strategy"], reader["reshard_after_forward"]
+    if isinstance(reshard, str):  # accelerate's older files have the strategy under this name
+        strategy, reshard = reshard, None
+    if strategy is not None:
+        shard = _STRATEGIES.get(str(strategy).upper(), shard)
+        if str(strategy).upper() not in _STRATEGIES:
+            choices = ", ".join(name for name in _STRATEGIES if not name.isdigit())
+            refuse(f"there is no sharding strategy {strategy}; choose from {choices}")
+    if reshard is not None:
+        shard = "weights" if reshard else "states"
+    offload = reader["offload_params"] or "offload" in words
+    return Sharding(
+        shard=shard, offload_optimizer=offload, checkpointing=reader["activation_checkpointing"], notes=notes
+    )
+
+
+def of_fsdp_file(source: str, refuse: Refuse) -> Sharding | None:
+    """What ms-swift's ``--fsdp`` asks for: fsdp2, its own preset, or a file of ``fsdp`` and ``fsdp_config``."""
+    if source == "fsdp2":
+        return Sharding(shard="weights", checkpointing=True)
+    if (options := _mapping(source, refuse, "fsdp2")) is None:
+        return None
+    for key in options.keys() - {"fsdp", "fsdp_config"}:
+        if not key.startswith("_"):
+            refuse(f"{source}: {key} is not known; leave it out")
+    config = options.get("fsdp_config") or {}
+    if not isinstance(config, Mapping):
+        refuse(f"{source}: fsdp_config is no mapping")
+        return None
+    words = str(options.get("fsdp") or "").split()
+    return of_fsdp(config, words, lambda text: refuse(f"{source}: {text}"))
+
+
+def of_accelerate(environ: Mapping[str, str], refuse: Refuse) -> Sharding | None:
+    """What ``accelerate launch`` asks for, by the variables that it sets of its file; None where it shards nothing."""
+    if environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
+        if (file := environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")) != "none":
+            return of_deepspeed(file, refuse)
+        stage = environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+        device = environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none")
+        zero: Json = {"stage": int(stage) if stage.isdigit() else stage, "offload_optimizer": {"device": device}}
+        return of_deepspeed({"zero_optimization": zero}, refuse)
+    if environ.get("ACCELERATE_USE_FSDP", "").lower() != "true":
+        return None
+    truth = {"true": True, "false": False}
+    named = {name.lower(): text for name, text in environ.items() if name.startswith("FSDP_")}
+    sharding = of_fsdp({name: truth.get(text.lower(), text) for name, text in named.items()}, (), refuse)
+    group = environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1")
+    return replace(sharding, group=max(1, int(group))) if group.isdigit() else sharding
+
+
+def started_ranks(environ: Mapping[str, str]) -> int | None:
+    """Ranks that a launcher started; None where none did.
+
+    Raises:
+        ConfigError: the launcher's variables are half set or contradict one another.
+    """
+    placement = Placement.from_environment(environ)
+    return placement.world_size if placement is not None else None
+
+
+def wanted_ranks(environ: Mapping[str, str], refuse: Callable[[str, str], None]) -> int:
+    """Ranks that a launcher started, or else those that ms-swift's variables ask for: NPROC_PER_NODE on each of NNODES.
+
+    Args:
+        environ: a process's environment.
+        refuse: called with a variable that is no number, and what it must be.
+    """
+    if (started := started_ranks(environ)) is not None:
+        return started
+    ranks = 1
+    for name in ("NPROC_PER_NODE", "NNODES"):
+        text = environ.get(name, "").strip() or "1"
+        if name == "NPROC_PER_NODE" and text in ("gpu", "auto"):
+            ranks *= max(1, len(visible_accelerators(environ)))
+        elif text.isdigit() and int(text) >= 1:
+            ranks *= int(text)
+        else:
+            refuse(f"{name}={text}, of the environment", "it must be a number of at least 1")
+    return ranks
+
+
+def _mapping(source: Json, refuse: Refuse, presets: str = ", ".join(_PRESETS)) -> Mapping[str, Json] | None:
+    """Options from a file or a text of JSON, or as they are."""
+    if isinstance(source, Mapping):
+        return source
+    text = str(source)
+    try:
+        options = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
+    except OSError as error:
+        refuse(f"{source} cannot be read: {error.strerror}; write the path of a file, or one of {presets}")
+        return None
+    except ValueError as error:
+        refuse(f"{source} is not JSON: {error}")
+        return None
+    if isinstance(options, Mapping):
+        return options
+    refuse(f"{source} is no mapping of options")
+    return None
+
+
+def _leaves(options: Mapping[str, Json], prefix: str = "") -> Iterator[tuple[str, Json]]:
+    """Values by dotted key."""
+    for key, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _read(
+    options: Iterator[tuple[str, Json]], table: Mapping[str, ForeignOption], where: str, refuse: Refuse
+) -> tuple[Reader, tuple[str, ...]]:
+    """Options that were set, mistakes reported, and one note for all keys that change nothing."""
+    problems = Problems()
+    reader = Reader(table, problems)
+    changes_nothing: list[str] = []
+    for key, value in options:
+        if value is None:
+            continue
+        if key not in table:
+            refuse(f"{where}{key} is not known{did_you_mean(key, table) or '; leave it out'}")
+            continue
+        reader.read(key, value)
+        if table[key].idle and value not in (*NOTHING, "auto", "none"):
+            changes_nothing.append(key)
+        elif key in reader.values and table[key].refused:
+            reader.settle(key)
+    for line in problems:
+        refuse(where + line)
+    return reader, (f"{where}{', '.join(changes_nothing)}: {NO_USE}",) if changes_nothing else ()

@@ -1,0 +1,449 @@
+"""Parts of a recipe by ms-swift's arguments: data, rewards and engine, optimizer and what is saved and shown."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from tandem.errors import RewardError, raised
+from tandem.ports import http_url
+from tandem.types import Json
+from tandem_compat import schedules
+from tandem_compat.swift.datasets import KIND as ROWS
+from tandem_compat.swift.datasets import TAGGED, SwiftDataset
+from tandem_compat.swift.options import ENGINE
+from tandem_compat.swift.plugin import KIND as PLUGIN
+from tandem_compat.swift.plugin import registered
+from tandem_compat.swift.rewards import NAMES, built_in
+from tandem_compat.swift.schedulers import KIND as TURNS
+from tandem_compat.swift.schedulers import ScheduledDataset
+from tandem_compat.table import Reader
+
+COMPLETIONS = "tandem_compat.swift.completions:CompletionsFile"
+"""The logger that writes completions.jsonl."""
+
+OPTIMIZERS = {
+    "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "adamw_8bit": "adamw8bit",
+    "adamw_bnb_8bit": "adamw8bit", "adafactor": "adafactor",
+}  # fmt: skip
+"""By ms-swift's names."""
+SCHEDULES = {**schedules.SCHEDULES, "cosine_warmup_with_min_lr": "cosine"}
+"""By ms-swift's names."""
+
+
+def datasets(args: Reader) -> dict[str, Json]:
+    """``env``, or ``envs`` of several data sets, drawn from as if they were one: in proportion to their rows."""
+    names = args["dataset"] or []
+    if not names:
+        args.wrong("dataset", "it is missing: a .jsonl file or a data set's name")
+        return {}
+    validation = args["val_dataset"] or []
+    if len(validation) > 1 or (validation and len(names) > 1):
+        args.wrong("val_dataset", "one data set has one other to be evaluated on")
+    if validation and args["split_dataset_ratio"]:
+        args.note("split_dataset_ratio", "changes nothing beside --val_dataset, which is held out")
+    system = _system(args)
+    envs = [_dataset(args, name, validation) | ({"system": system} if system else {}) for name in names]
+    if len(envs) == 1:
+        return {"env": envs[0]}
+    scored_by = rewards(args)
+    if args.problems:
+        return {}
+    known = [_of(env).column_names() for env in envs]
+    for env, names in zip(envs, known, strict=True):
+        more = sorted({name for others in known for name in others} - set(names))
+        env |= {"more_columns": more} if more else {}
+    return {
+        "envs": {
+            f"{_word(Path(env['path']).stem)}-{i}": {"env": env, "weight": rows(env), "rewards": scored_by}
+            for i, env in enumerate(envs, 1)
+        }
+    }
+
+
+def _word(name: str) -> str:
+    """A file's name as environments may be called."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "_", name)
+
+
+def rows(env: Mapping[str, Json]) -> int:
+    """Rows that a data set trains on.
+
+    Raises:
+        EnvError: it cannot be read.
+    """
+    return len(_of(env).tasks("train"))
+
+
+def _of(env: Mapping[str, Json]) -> SwiftDataset:
+    kind = ScheduledDataset if env["kind"] == TURNS else SwiftDataset
+    return kind(**{name: value for name, value in env.items() if name != "kind"})
+
+
+def _system(args: Reader) -> str:
+    r"""The system message: a text, in which \n is a line's end, or what is in a .txt file; empty: none."""
+    text = str(args["system"] or "")
+    if not text.endswith(".txt"):
+        return text.replace("\\n", "\n")
+    try:
+        return Path(text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        args.wrong("system", f"{text} cannot be read: {error}")
+        return ""
+
+
+def _dataset(args: Reader, name: str, validation: list[str]) -> dict[str, Json]:
+    """Options of one data set's environment."""
+    path, count = _sampled(args, "dataset", name)
+    hub = re.fullmatch(r"(?:(HF|MS)::)?([\w.-]+/[\w.-]+)(?::([\w.-]+))?", path)
+    env: dict[str, Json] = {"kind": ROWS, "path": path}
+    if hub is not None and not Path(path).exists() and not Path(path).suffix.lower().startswith(".json"):
+        if hub[1] == "MS":
+            args.wrong("dataset", f"{name}: only the Hugging Face hub is read; download it and name the file")
+        env |= {"path": hub[2], **({"subset": hub[3]} if hub[3] else {})}
+    env |= {"max_rows": count} if count else {}
+    env |= {"columns": args["columns"]} if args["columns"] else {}
+    share = 0.0 if evaluation_strategy(args) == "no" else args["split_dataset_ratio"]
+    held_out = _sampled(args, "val_dataset", validation[0])[0] if validation else ""
+    env |= {"test_path": held_out} if validation else {"test_share": share}
+    env |= {"gold_reply": TAGGED} if "format" in args["reward_funcs"] else {}
+    return env | (_turns(args) if args["multi_turn_scheduler"] else {})
+
+
+def _sampled(args: Reader, option: str, name: str) -> tuple[str, int | None]:
+    """Path of a data set's name such as ``rows.jsonl#100``, and how many rows are taken; None: all."""
+    path, _, count = name.partition("#")
+    if count and not (count.isdecimal() and int(count)):
+        args.wrong(option, f"{name}: what follows # is a number of rows, at least 1")
+        count = ""
+    return path, int(count) if count else None
+
+
+def _turns(args: Reader) -> dict[str, Json]:
+    """What plays several turns."""
+    name, files = args["multi_turn_scheduler"], list(args["external_plugins"])
+    if not files:
+        args.wrong("multi_turn_scheduler", f"name the file that registers {name} by --external_plugins")
+    most = args["max_turns"]
+    return {
+        "kind": TURNS,
+        "scheduler": name,
+        "files": files,
+        "model": args["model"],
+        **({"max_turns": most} if most else {}),
+    }
+
+
+def rewards(args: Reader) -> dict[str, Json]:
+    """Every reward by ms-swift's name for it, with its weight; reward models come last."""
+    names, models, weights = args["reward_funcs"], args["reward_model"], args["reward_weights"]
+    total = len(names) + len(models)
+    if not total:
+        args.wrong("reward_funcs", "neither it nor --reward_model names a reward")
+    if weights is not None and len(weights) != total:
+        args.wrong("reward_weights", f"there are {len(weights)} for {total} rewards; write one for each")
+        weights = None
+    plugged = _plugged(args)
+    kinds = {name: _reward(args, name, plugged) for name in names}
+    if len(kinds) < len(names):
+        args.wrong("reward_funcs", "a reward is named twice; give it a greater weight instead")
+    for i, model in enumerate(models):
+        kinds["reward_model" if len(models) == 1 else f"reward_model_{i + 1}"] = {
+            "kind": "reward_model",
+            "model": model,
+        }
+    entries = {}
+    for (name, options), weight in zip(kinds.items(), weights or [1.0] * len(kinds), strict=False):
+        scale = options.pop("scale", 1.0)
+        entries[name] = {**options, "weight": weight * scale}
+    return entries
+
+
+def _reward(args: Reader, name: str, plugged: Collection[str]) -> dict[str, Json]:
+    """One reward function's kind and options; ``scale`` multiplies its weight."""
+    if name in plugged:  # a plug-in may put one of its own in the place of a built-in one
+        files = list(args["external_plugins"])
+        return {"kind": PLUGIN, "registered": name, "files": files, "arguments": dict(args.values)}
+    if name not in NAMES:
+        known = ", ".join(dict.fromkeys((*NAMES, *plugged)))
+        more = "" if args["external_plugins"] else ", or name its file by --external_plugins"
+        args.wrong("reward_funcs", f"there is no {name!r}; choose from {known}{more}")
+        return {}
+    longest = args["max_completion_length"]
+    if name == "soft_overlong" and args["soft_cache_length"] is None:
+        args.wrong("soft_cache_length", "soft_overlong needs it: tokens over which the punishment grows")
+    if name == "cosine" and (args["cosine_max_len"] or longest) < longest:
+        why = "a longer answer gets what one of that length gets; the wave of ms-swift turns back there"
+        args.note("cosine_max_len", why)
+    return built_in(name, args)
+
+
+def _plugged(args: Reader) -> Collection[str]:
+    """Names of rewards that plug-in files register; a file of which none is asked for would change nothing."""
+    files, names = list(args["external_plugins"]), list(args["reward_funcs"])
+    if not files:
+        return ()
+    try:
+        with redirect_stdout(sys.stderr):  # what it prints is no part of a recipe
+            known = registered(files)
+    except RewardError as error:
+        args.wrong("external_plugins", str(error))
+        return names
+    except Exception as error:  # user code may raise anything while it is run
+        args.wrong("external_plugins", f"running {', '.join(files)} {raised(error)}")
+        return names
+    if known.keys().isdisjoint(names) and not args["multi_turn_scheduler"]:
+        args.nothing("external_plugins", f"none of --reward_funcs is registered ({', '.join(known) or 'nothing'} is)")
+    return tuple(known)
+
+
+def engine(args: Reader, mode: str, rounds: int, visible: Sequence[str], *, parts: int) -> dict[str, Json]:
+    """``engine``, and ``sync`` as weights have to travel.
+
+    Args:
+        args: the command line.
+        mode: none, server or colocate.
+        rounds: steps from one publish to the next.
+        visible: this process' GPUs.
+        parts: ranks among which the weights are divided, which engines share whose workers divide them; 1 where they
+            are whole.
+    """
+    periodic = {"every": rounds} if rounds > 1 else {}
+    if mode == "none":
+        return {"engine": {"kind": "embedded"}, "sync": {"kind": "shared"}}
+    if mode == "server":
+        options = {"kind": "vllm", "urls": _urls(args), "start_seconds": args["vllm_server_timeout"]}
+        return {"engine": options, "sync": {"kind": "broadcast", **periodic}}
+    devices, size = _devices(args, visible), args["vllm_tensor_parallel_size"]
+    options = {"kind": "vllm", **started(args)}
+    if devices:
+        wrong = [device for device in devices if not device.isdecimal()]
+        if wrong or len(devices) % size:
+            args.wrong("vllm_device", f"write GPUs such as cuda:1, a multiple of vllm_tensor_parallel_size ({size})")
+        groups = [",".join(devices[i : i + size]) for i in range(0, len(devices), size)]
+        options |= {"devices": groups, **({"replicas": len(groups)} if len(groups) > 1 else {})}
+    if "vllm_gpu_memory_utilization" not in args and not devices:
+        args.note("vllm_gpu_memory_utilization", "0.5 where it is left out, for the trainer is on the same GPU")
+    shared = parts % size == 0 and not devices
+    if level := _sleep(args, devices, shared=shared):
+        options["sleep"] = level
+    return {"engine": options, "sync": {"kind": "shared"} if shared else {"kind": "broadcast", **periodic}}
+
+
+def _devices(args: Reader, visible: Sequence[str]) -> list[str]:
+    """GPUs of an engine that is not on the trainer's; none if it is.
+
+    By ``auto`` it is the last ``num_infer_workers`` of the visible ones where one is left for the trainer.
+    """
+    named = [word.removeprefix("cuda:") for word in args["vllm_device"] or []]
+    workers = args["num_infer_workers"]
+    if not named and workers is None:
+        return []
+    if named not in ([], ["auto"]):
+        if workers not in (None, len(named)):
+            args.nothing("num_infer_workers", f"vllm_device names {len(named)}")
+        return named
+    count = int(workers or 1)
+    if count < len(visible):
+        return list(visible[-count:])
+    if count > max(1, len(visible)):
+        args.wrong("num_infer_workers", f"{len(visible)} GPUs are visible; write 1 where the trainer has one alone")
+    return []
+
+
+def _sleep(args: Reader, devices: list[str], *, shared: bool) -> int:
+    """How deep an engine beside the trainer sleeps while a step is trained; 0 where it must not, or need not."""
+    level = int(args["sleep_level"])
+    if level not in (0, 1, 2):
+        args.wrong("sleep_level", "it is 0, 1 or 2")
+    elif level and shared:
+        args.note("sleep_level", "trainer and engine hold one copy of the weights, so there is none to release; keys "
+                                  "and values stay within gpu_memory_utilization")  # fmt: skip
+    elif level and args["async_generate"]:
+        args.note("sleep_level", "changes nothing with --async_generate true, which samples while a step is trained")
+    elif level and devices and "0" not in devices:
+        args.nothing("sleep_level", "the engine is on other GPUs than the trainer")
+    else:
+        return level
+    return 0
+
+
+def started(args: Reader) -> dict[str, Json]:
+    """Options of an engine that is started here."""
+    options: dict[str, Json] = {}
+    extra = dict(args["vllm_engine_kwargs"] or {})
+    for row in ENGINE:
+        if row.path.startswith("engine.args.") and args.get(row.name):
+            extra[row.path.removeprefix("engine.args.")] = args[row.name]
+        elif row.path and not row.path.startswith("engine.args.") and row.name in args:
+            options[row.path.removeprefix("engine.")] = args[row.name]
+    return options | ({"args": extra} if extra else {})
+
+
+def _urls(args: Reader) -> list[str]:
+    """Addresses of engines that run already; one that listens everywhere is asked at this machine."""
+    if args["vllm_server_base_url"]:
+        for name in ("vllm_server_host", "vllm_server_port"):
+            if name in args:
+                args.note(name, "changes nothing beside --vllm_server_base_url, which has it")
+        return [url.rstrip("/").removesuffix("/v1") for url in args["vllm_server_base_url"]]
+    hosts, ports = args["vllm_server_host"] or [], args["vllm_server_port"]
+    if not hosts:
+        args.wrong("vllm_server_host", "--vllm_mode server needs it: where tandem swift deploy listens")
+    for host in hosts:
+        if "/" in host or host.count(":") == 1:
+            why = f"{host} is more than a host; write it as --vllm_server_base_url http://HOST:PORT"
+            args.wrong("vllm_server_host", why)
+            return []
+    if not all(port.isdecimal() for port in ports) or len(ports) not in (1, len(hosts)):
+        args.wrong("vllm_server_port", f"{' '.join(ports)}: write one port, or one for each of the {len(hosts)} hosts")
+        return []
+    pairs = zip(hosts, ports * len(hosts) if len(ports) == 1 else ports, strict=True)
+    return [http_url("127.0.0.1" if host == "0.0.0.0" else host, port) for host, port in pairs]
+
+
+def per_step(args: Reader, updates: float) -> int:
+    """Steps that are so many optimizer updates."""
+    return max(1, math.ceil(updates / int(args["num_iterations"])))
+
+
+def _every(args: Reader, name: str, strategy: str, steps: int) -> int:
+    """Steps from one time to the next of what an argument asks for: so many updates, or below 1 a share of the run."""
+    if strategy == "epoch":
+        return max(1, math.ceil(steps / max(1.0, float(args["num_train_epochs"]))))
+    interval = float(args[name])
+    if interval > 1 and interval != int(interval):
+        args.wrong(name, f"it is a whole number of steps, or a share of all of them below 1, not {interval:g}")
+    return per_step(args, interval) if interval >= 1 else math.ceil(interval * steps)
+
+
+def optimizer(args: Reader, steps: int, *, offloaded: bool) -> Json:
+    """``optimizer`` of a run of so many steps; ``offloaded`` if DeepSpeed or FSDP would have its states on the host."""
+    kind = OPTIMIZERS[args["optim"]]
+    if args["offload_optimizer"] or offloaded:
+        if kind != "adamw":
+            args.wrong(
+                "offload_optimizer" if args["offload_optimizer"] else "optim",
+                f"states are on the host with adamw alone, not with {args['optim']}",
+            )
+        kind = "adamw_cpu"
+    usual = 1e-4 if args["train_type"] == "lora" else 1e-5
+    rate = args["learning_rate"] if args["learning_rate"] is not None else usual
+    schedule = SCHEDULES[args["lr_scheduler_type"]]
+    warmup = _warmup(args, steps)
+    adam = {"beta1": args["adam_beta1"], "beta2": args["adam_beta2"], "eps": args["adam_epsilon"]}
+    options: dict[str, Json] = {"kind": kind, "lr": rate, "schedule": schedule}
+    options |= {"warmup_steps": warmup} if warmup else {}
+    if args["lr_scheduler_kwargs"] or schedule == "warmup_stable_decay":
+        kwargs, updates = args["lr_scheduler_kwargs"] or {}, int(args["num_iterations"])
+        extra, wrong = schedules.arguments(
+            schedule, kwargs, rate if args.positive("learning_rate") else None, lambda count: math.ceil(count / updates)
+        )
+        options |= extra
+        for why in wrong:
+            args.wrong("lr_scheduler_kwargs", why)
+    options |= {"max_grad_norm": args["max_grad_norm"], "weight_decay": args["weight_decay"]}
+    if kind == "adafactor":
+        for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
+            if name in args:
+                args.note(name, "changes nothing with --optim adafactor")
+        return options
+    return options | adam
+
+
+def _warmup(args: Reader, steps: int) -> int:
+    """Steps in which the learning rate rises."""
+    if args["lr_scheduler_type"] == "constant":
+        for name in ("warmup_steps", "warmup_ratio"):
+            if args[name]:
+                why = "changes nothing with --lr_scheduler_type constant, which has no warm-up in ms-swift, too"
+                args.note(name, f"{why} (constant_with_warmup has)")
+        return 0
+    updates, share = int(args["warmup_steps"]), float(args["warmup_ratio"])
+    if not 0 <= share <= 1:
+        args.wrong("warmup_ratio", f"it is a share of all steps, 0 to 1, not {share:g}")
+        return 0
+    return math.ceil(updates / int(args["num_iterations"])) or math.ceil(share * steps)
+
+
+def trained(args: Reader, mode: str) -> dict[str, Json]:
+    """``trainable``; beside an engine of its own an adapter's sum travels, unless the engine takes adapters."""
+    if args["train_type"] != "lora":
+        return {"kind": "full"}
+    modules = [args["target_regex"]] if args["target_regex"] else args["target_modules"]
+    return {
+        "kind": "lora",
+        "rank": args["lora_rank"],
+        "alpha": args["lora_alpha"],
+        "target_modules": modules[0] if args["target_regex"] or modules == ["all-linear"] else modules,
+        **({"merged": True} if mode != "none" and not args["vllm_enable_lora"] else {}),
+    }
+
+
+def evaluation_strategy(args: Reader) -> str:
+    """steps, epoch or no: when held-out rows are looked at; where it is left out, when checkpoints are saved."""
+    return str(args["eval_strategy"] or args["save_strategy"])
+
+
+def interval_places(args: Reader) -> dict[str, str]:
+    """Why arguments on when a run saves and evaluates change nothing, by place; empty where they count."""
+    saves, evaluates = args["save_strategy"], evaluation_strategy(args)
+    with_saves = f"with --save_strategy {saves}"
+    with_evaluates = f"with --eval_strategy {evaluates}" if args["eval_strategy"] else with_saves
+    held_out = bool(args["split_dataset_ratio"] or args["val_dataset"])
+    unheld = "" if held_out else "without --val_dataset or --split_dataset_ratio"
+    never = with_evaluates if evaluates == "no" else ""
+    for_both = held_out and evaluates == "steps" and "eval_steps" not in args
+    return {
+        "evaluation strategy": never,
+        "evaluation": unheld or never,
+        "evaluation by steps": unheld or (with_evaluates if evaluates != "steps" else ""),
+        "saved": with_saves if saves == "no" else "",
+        "saved by steps": "" if saves == "steps" or for_both else with_saves,
+    }
+
+
+def evaluated(args: Reader, steps: int) -> Json:
+    """``evaluate`` of a run of so many steps: nothing without held-out rows."""
+    strategy = evaluation_strategy(args)
+    if strategy == "no" or not (args["split_dataset_ratio"] or args["val_dataset"]):
+        return {"tasks": 0}
+    every = _every(args, "eval_steps" if "eval_steps" in args else "save_steps", strategy, steps)
+    samples = args["num_generations_eval"] or args["num_generations"]
+    greedy = {"temperature": args["temperature"], "top_p": args["top_p"]}
+    tasks = _sampled(args, "val_dataset", args["val_dataset"][0])[1] if args["val_dataset"] else None
+    return {"every": every, **({"tasks": tasks} if tasks else {}), "samples": samples, **greedy, "before": False}
+
+
+def checkpoint(args: Reader, steps: int) -> Json:
+    """``checkpoint`` of a run of so many steps."""
+    strategy = args["save_strategy"]
+    if strategy == "no":
+        return {"every": steps, "keep": 1}
+    every = min(steps, _every(args, "save_steps", strategy, steps))
+    return {"every": every, "keep": args["save_total_limit"] or math.ceil(steps / every)}
+
+
+def loggers(args: Reader) -> list[Json]:
+    """``loggers``: the terminal, boards, and completions.jsonl."""
+    boards = [name for name in args["report_to"] if name not in ("none", "swanlab")]
+    if "swanlab" in args["report_to"]:
+        args.note("report_to", "there is no logger for swanlab; numbers are in metrics.jsonl of the run's folder")
+    for name in boards:
+        if name not in ("tensorboard", "wandb", "trackio"):
+            args.wrong("report_to", f"there is no {name!r} here; choose from tensorboard, wandb, trackio, none")
+    return ["console", *boards, *([{"kind": COMPLETIONS}] if args["log_completions"] else [])]
+
+
+def folder(args: Reader) -> dict[str, Json]:
+    """The run's folder."""
+    path = Path(args["output_dir"] or Path("output") / Path(args["model"]).name)
+    if args["add_version"]:
+        return {"runs": str(path), **({"name": args["run_name"]} if args["run_name"] else {})}
+    if args["run_name"]:
+        args.wrong("run_name", "with --add_version false the run's folder is output_dir; leave it out")
+    return {"runs": str(path.parent), "name": path.name}

@@ -1,0 +1,197 @@
+"""Rewards and schedulers of ms-swift's plug-in files, which put them into registries of its by name."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tandem.errors import ConfigError, RewardError, message_of
+from tandem.importing import importing
+from tandem.rewards.grading.calls import Called, FunctionReward
+from tandem.types import Json, Rollout
+from tandem_compat.swift.options import RLHF
+
+KIND = f"{__name__}:PluginReward"
+"""How a recipe names the reward."""
+_REGISTRIES = {
+    "orms": ("swift.rewards", "swift.plugin"),
+    "multi_turns": ("swift.rollout.multi_turn", "swift.plugin.multi_turn"),
+}
+"""Modules of ms-swift that have them, by release."""
+
+
+Registered = Mapping[str, Any]
+"""Classes and functions by the names that plug-in files register them under."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PluginReward(FunctionReward):
+    """A reward that a plug-in file has registered; completions and columns reach it as in ms-swift."""
+
+    registered: str
+    """Its name in ``orms``."""
+    files: tuple[str, ...]
+    """The plug-in files, run in order."""
+    arguments: dict[str, Json] = field(default_factory=dict)
+    """Those of ms-swift's command line, which its class may look at; others have their defaults."""
+
+    def __post_init__(self) -> None:
+        if not self.files:
+            raise ConfigError("files must name the plug-in's files")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The options alone: what was made of the files stays in the process that ran them."""
+        return {name: value for name, value in vars(self).items() if name != "_called"}
+
+    def prepare(self) -> None:
+        """Run the files.
+
+        Raises:
+            RewardError: one fails, or none registers the name.
+        """
+        try:
+            self.called()
+        except RewardError:
+            raise
+        except Exception as error:  # user code may raise anything while it is run
+            raise RewardError(
+                f"reward {self.registered!r} of {', '.join(self.files)} fails: {message_of(error)}"
+            ) from error
+
+    def called(self) -> Called:
+        return self._called
+
+    @cached_property
+    def _called(self) -> Called:
+        rewards = registered(self.files)
+        if self.registered not in rewards:
+            known = ", ".join(sorted(rewards)) or "nothing"
+            raise RewardError(f"{', '.join(self.files)} registers no reward {self.registered!r}; in orms is: {known}")
+        reward = rewards[self.registered]
+        if inspect.isclass(reward):
+            reward = reward(**_options(reward, self.arguments))
+        parameters = inspect.signature(reward).parameters.values()
+        accepts = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+        def call(completions: Sequence[str], **columns: Any) -> Any:
+            """Completions come first, whatever the reward calls them."""
+            return reward(completions, **columns)
+
+        return Called(
+            call=call,
+            shape="columns",
+            is_async=any(inspect.iscoroutinefunction(function) for function in (reward, type(reward).__call__)),
+            accepts=None if any_name else frozenset(accepts | {"completions"}),
+            text=True,
+            more=_columns,
+        )
+
+    @property
+    def full_marks(self) -> None:
+        return None
+
+
+def registered(files: Sequence[str]) -> Registered:
+    """Every reward that plug-in files register, by name; in one process they are run once.
+
+    Raises:
+        RewardError: there is no such file, or it needs ms-swift, which is not installed.
+    """
+    return _registrations(files)[0]
+
+
+def schedulers(files: Sequence[str]) -> Registered:
+    """Every multi-turn scheduler that plug-in files register, by name; raises as ``registered``."""
+    return _registrations(files)[1]
+
+
+def _registrations(files: Sequence[str]) -> tuple[Registered, Registered]:
+    for file in files:
+        if not Path(file).is_file():
+            raise RewardError(f"there is no plug-in file {file}")
+    return _run(tuple((file, str(Path(file).absolute())) for file in files))
+
+
+@cache
+def _run(files: tuple[tuple[str, str], ...]) -> tuple[Registered, Registered]:
+    """Rewards and schedulers that files register, named as given and in full; raises whatever they raise."""
+    sys.path += [folder for _, place in files if (folder := str(Path(place).parent)) not in sys.path]  # modules beside
+    before = dict(_registry("orms"))
+    for file, place in files:
+        name = f"{Path(place).stem}_{hashlib.blake2b(place.encode(), digest_size=4).hexdigest()}"
+        spec = importlib.util.spec_from_file_location(name, place)
+        if spec is None or spec.loader is None:
+            raise RewardError(f"{file} is no Python file")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # classes are looked up by the module they say
+        try:
+            with importing():
+                spec.loader.exec_module(module)
+        except ModuleNotFoundError as error:
+            if error.name != "swift":
+                raise
+            raise RewardError(
+                f"{file} imports ms-swift, which is not installed here; install it (pip install ms-swift), or write "
+                "the reward as a function and name it in a recipe's rewards (docs/guide/rewards.md)"
+            ) from error
+    rewards = {key: thing for key, thing in _registry("orms").items() if before.get(key) is not thing}
+    return rewards, dict(_registry("multi_turns"))
+
+
+def _registry(name: str) -> Registered:
+    """A registry of ms-swift, wherever its release has it; empty where it is not installed."""
+    for place in _REGISTRIES[name]:
+        with suppress(ImportError):
+            registry: Registered = getattr(importlib.import_module(place), name)
+            return registry
+    return {}
+
+
+def _options(made: type, values: Mapping[str, Json]) -> dict[str, Any]:
+    """What a class of rewards is made with: ``args``, and single arguments and the tokenizer if it names them."""
+    if "__init__" not in {name for base in made.__mro__[:-1] for name in vars(base)}:
+        return {}
+    parameters = inspect.signature(made).parameters
+    names = {name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    args = _arguments(values)
+    options = {name: value for name, value in vars(args).items() if name in names}
+    if "args" in names or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        options["args"] = args
+    if "tokenizer" in names:
+        from tandem.model.policy import load_tokenizer
+
+        options["tokenizer"] = load_tokenizer(args.model)
+    return options
+
+
+def _arguments(values: Mapping[str, Json]) -> SimpleNamespace:
+    """ms-swift's arguments, by older names too; those that were not given have their defaults."""
+    known = {name: values.get(row.name, row.default) for row in RLHF for name in (row.name, *row.also)}
+    for name in ("cosine_max_len", "soft_max_length"):
+        known[name] = known[name] or known["max_completion_length"]
+    known["output_dir"] = known["output_dir"] or str(Path("output") / Path(known["model"] or "").name)
+    return SimpleNamespace(**known)
+
+
+def _columns(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """What ms-swift hands on beside the columns of the data: the conversation has the completion as its last turn."""
+    return {
+        "messages": [[m.as_dict() for m in r.messages] for r in rollouts],
+        "response_token_ids": [[t for turn in r.turns for t in turn.completion.tokens] for r in rollouts],
+        "prompt_id": [r.task.id for r in rollouts],
+        "request_id": [r.id for r in rollouts],
+        "finish_reason": [r.turns[-1].completion.finish if r.turns else None for r in rollouts],
+        "is_truncated": [r.truncated for r in rollouts],
+        "rollout_infos": [{**r.metrics, "num_turns": max(1, len(r.turns))} for r in rollouts],
+    }

@@ -1,0 +1,287 @@
+"""Options of other systems: one row says what an option becomes here, and one reader takes what was written of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from tandem.types import Json
+
+if TYPE_CHECKING:
+    from tandem.config.tree import Problems  # which loads yaml, and --help of the command lines need not
+
+Takes = Literal["text", "whole", "number", "truth", "flag", "texts", "numbers", "list", "mapping", "anything"]
+
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "text": (str,),
+    "whole": (int,),
+    "number": (int, float),
+    "truth": (bool,),
+    "flag": (bool,),
+    "list": (list,),
+    "mapping": (dict,),
+}
+NOTHING: tuple[Json, ...] = (False, "", "false", [], {})
+"""Values of an option that ask for nothing."""
+NO_USE = "Tandem has no use for it"
+_TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignOption:
+    """An option of another system. Of ``becomes``, ``idle`` and ``refused`` exactly one is set.
+
+    Example: ``becomes("warmup_steps", "whole", "optimizer.warmup_steps", 0)``.
+    """
+
+    name: str
+    """Its name there."""
+    becomes: str = ""
+    """What it is in a recipe."""
+    path: str = ""
+    """The option of a recipe that its value is handed on to; empty: rules say what becomes of it."""
+    idle: str = ""
+    """Why it changes nothing here; a note says so where it is set."""
+    refused: str = ""
+    """Why a value other than ``default`` and ``off`` is an error."""
+    takes: Takes = "anything"
+    """Type of its value; ``texts`` and ``numbers`` are several words of a command line, a ``flag`` is none."""
+    default: Json = None
+    """Its value where it is left out; of an idle or refused one, the value that asks for nothing."""
+    off: tuple[Any, ...] = ()
+    """More values of an idle or refused one that ask for nothing."""
+    where: str = ""
+    """Name of the condition under which it counts; empty: it always does."""
+    also: tuple[str, ...] = ()
+    """Older names."""
+
+    @property
+    def help(self) -> str:
+        """One line for --help."""
+        if self.becomes:
+            left_out = "" if self.default in (None, False) else f" Default: {self.default}."
+            return f"{self.becomes[0].upper()}{self.becomes[1:]}.{left_out}"
+        return f"Changes nothing: {self.idle}." if self.idle else f"Refused: {self.refused}."
+
+
+def becomes(name: str, takes: Takes, what: str, default: Json = None, *also: str, where: str = "") -> ForeignOption:
+    """A row of an option that a recipe has."""
+    return ForeignOption(name=name, takes=takes, becomes=what, default=default, also=also, where=where)
+
+
+def copied(name: str, takes: Takes, path: str, default: Json = None, *also: str, where: str = "") -> ForeignOption:
+    """A row of an option whose value is one of the recipe's, as it is."""
+    return ForeignOption(name=name, takes=takes, becomes=path, path=path, default=default, also=also, where=where)
+
+
+def idle(name: str, takes: Takes, why: str, *also: str, where: str = "", off: tuple[Json, ...] = ()) -> ForeignOption:
+    """A row of an option that changes nothing here."""
+    return ForeignOption(name=name, takes=takes, idle=why, also=also, where=where, off=off)
+
+
+def unused(takes: Takes, names: str) -> tuple[ForeignOption, ...]:
+    """Rows of options that only the other system has a use for."""
+    return tuple(idle(name, takes, NO_USE, off=NOTHING) for name in names.split())
+
+
+def refused(
+    name: str, takes: Takes, why: str, default: Json = None, *also: str, off: tuple[Json, ...] | None = None
+) -> ForeignOption:
+    """A row of an option that would change the result and cannot be had, unless it is false or empty."""
+    asks_nothing = off if off is not None else NOTHING if takes == "anything" else ()
+    return ForeignOption(name=name, takes=takes, refused=why, default=default, also=also, off=asks_nothing)
+
+
+def by_name(*rows: ForeignOption) -> dict[str, ForeignOption]:
+    """Rows as a table, by their names."""
+    return {row.name: row for row in rows}
+
+
+_WANTED = {
+    "text": "text",
+    "whole": "a whole number",
+    "number": "a number",
+    "truth": "true or false",
+    "numbers": "numbers",
+    "list": "a list",
+    "mapping": 'a mapping such as {"a": 1}',
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Translation:
+    """Translation of another system's command line."""
+
+    options: dict[str, Json]
+    """The recipe."""
+    notes: tuple[str, ...]
+    """What a person should know of how it differs from the command line."""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables to set before anything loads."""
+
+
+class Reader:
+    """Options that were set, by name, each checked against its row; mistakes and notes are gathered."""
+
+    def __init__(self, table: Mapping[str, ForeignOption], problems: Problems, prefix: str = "") -> None:
+        """Read nothing yet.
+
+        Args:
+            table: rows by name.
+            problems: where mistakes go.
+            prefix: what stands before a name in messages.
+        """
+        self.table = dict(table)
+        self.problems = problems
+        self.prefix = prefix
+        self.values: dict[str, Json] = {}
+        self.notes: list[str] = []
+
+    @classmethod
+    def of_command_line(cls, table: Mapping[str, ForeignOption], values: Mapping[str, Json]) -> Self:
+        """The options of a command line: lists of words, or values; None and null leave one out.
+
+        Raises:
+            ConfigError: with every value of another type.
+        """
+        from tandem.config.tree import Problems  # only now: help need not wait for yaml
+
+        reader = cls(table, Problems(), "--")
+        for name, value in values.items():
+            if isinstance(value, (list, tuple)):
+                if list(value) not in (["None"], ["null"]):
+                    reader.read_words(name, value)
+            elif value is not None:
+                reader.read(name, value)
+        reader.problems.raise_if_any("the command line")
+        return reader
+
+    def __contains__(self, name: str) -> bool:
+        """True if the option is set."""
+        return name in self.values
+
+    def __getitem__(self, name: str) -> Any:
+        """An option's value, or its default."""
+        return self.values.get(name, self.table[name].default)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """An option's value, or ``default`` where it is left out."""
+        return self.values.get(name, default)
+
+    def place(self, name: str) -> str:
+        """What messages about a mistake in an option begin with."""
+        return f"{self.prefix}{name}"
+
+    def wrong(self, name: str, message: str) -> None:
+        """Note that an option cannot be obeyed."""
+        self.problems.add(self.place(name), message)
+
+    def note(self, name: str, message: str) -> None:
+        """Note what a person should know of an option."""
+        self.notes.append(f"{self.prefix}{name}: {message}")
+
+    def nothing(self, name: str, why: str) -> None:
+        """Note that an option changes nothing."""
+        self.note(name, f"changes nothing: {why}")
+
+    def only(self, name: str, choices: Mapping[str, Any]) -> Any:
+        """What one of several texts stands for; None if it is none of them, which is a mistake."""
+        if self[name] not in choices:
+            self.wrong(name, f"there is no {self[name]!r} here; choose from {', '.join(filter(None, choices))}")
+            return None
+        return choices[self[name]]
+
+    def positive(self, *names: str) -> bool:
+        """True if numbers are above 0 and finite; others are mistakes."""
+        others = [name for name in names if self[name] is not None and not 0 < self[name] < math.inf]
+        for name in others:
+            self.wrong(name, f"it must be {'above 0' if self[name] <= 0 else 'finite'}, not {self[name]}")
+        return not others
+
+    def read(self, name: str, value: Json) -> None:
+        """Take a value of the option's own type; another is a mistake."""
+        row = self.table[name]
+        if row.takes in _TYPES and not _fits(value, *_TYPES[row.takes]):
+            self._mistyped(row, shown(value))
+        else:
+            self.values[name] = value
+
+    def read_words(self, name: str, words: Sequence[str]) -> None:
+        """Take the value that words of a command line stand for; others are a mistake."""
+        row = self.table[name]
+        try:
+            self.values[name] = _parsed(row.takes, words)
+        except ValueError:
+            self._mistyped(row, repr(" ".join(words)))
+
+    def settle(self, name: str, elsewhere: str = "") -> bool:
+        """Refuse an option that would change the result and cannot be had, or note that it changes nothing.
+
+        Args:
+            name: the option, which is set.
+            elsewhere: why it changes nothing where it stands; empty where it counts.
+
+        Returns:
+            True if a recipe has it.
+        """
+        row, value = self.table[name], self.values[name]
+        asks = value != row.default and value not in row.off
+        if elsewhere:
+            self.note(name, f"changes nothing {elsewhere}")
+        elif row.refused and asks:
+            self.wrong(name, f"it cannot be {shown(value)} here: {row.refused}; leave it out")
+        elif row.idle and asks:
+            self.nothing(name, row.idle)
+        return not (elsewhere or row.refused or row.idle)
+
+    def settle_all(self, places: Mapping[str, str]) -> None:
+        """Settle every option that is set; ``places`` says by condition why options of it change nothing."""
+        for name in self.values:
+            self.settle(name, places.get(self.table[name].where, ""))
+
+    def _mistyped(self, row: ForeignOption, value: str) -> None:
+        self.wrong(row.name, f"expected {_WANTED[row.takes]}, got {value}")
+
+
+def shown(value: Json) -> str:
+    """A value as a file has it."""
+    return {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
+
+
+def _fits(value: Json, *types: type) -> bool:
+    if isinstance(value, float) and math.isnan(value):
+        return False
+    return isinstance(value, types) and (bool in types or not isinstance(value, bool))
+
+
+def _number(word: str) -> float:
+    """The number that a word is; raises ValueError for others, of which nan is one."""
+    if math.isnan(number := float(word)):
+        raise ValueError
+    return number
+
+
+def _parsed(takes: Takes, words: Sequence[str]) -> Json:
+    """The value that words stand for; raises ValueError for others."""
+    match takes:
+        case "texts":
+            return list(words)
+        case "numbers":
+            return [_number(word) for word in words]
+        case "whole":
+            return int(words[-1])
+        case "number":
+            return _number(words[-1])
+        case "truth":
+            if words[-1].lower() not in _TRUTH:
+                raise ValueError
+            return _TRUTH[words[-1].lower()]
+        case "mapping":
+            if not isinstance(value := json.loads(words[-1]), dict):
+                raise ValueError
+            return value
+        case _:
+            return words[-1]
