@@ -48,7 +48,10 @@ def serve_broker(host: str, port: int, data: Path | None, body_bytes: int, held_
     logging.getLogger("aiohttp.server").addFilter(_is_ours)
     keys = _keys()
     sockets = listening(host, port)
-    with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
+    with contextlib.ExitStack() as stack:
+        for listener in sockets:
+            stack.enter_context(listener)
+        stack.enter_context(contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError))
         asyncio.run(_serve(host, sockets, data, body_bytes, held_bytes, keys, tell))
     tell("ended")
 
