@@ -18,6 +18,7 @@ from tandem.machine import Machine, accelerator, host, readable
 from tandem.trainer.memory_plan.modelled import MetaModel
 from tandem.trainer.memory_plan.ranks import RankCounts
 from tandem.trainer.pairs import has_slices, ranks_of_engine, shards_of
+from tandem.trainer.ranks.engines import devices_apart
 
 When = Literal["always", "starting", "running", "sampling", "training"]
 
@@ -184,9 +185,10 @@ class Engines:
         if ranks.world > 1 and has_slices(config):  # one for so many ranks
             started = max(1, ranks.local // workers)
         near = started if machine.is_host else engine.replicas
-        if engine.devices and not machine.is_host and not exported:
+        devices = engine.devices if ranks.world == 1 else devices_apart(config, ranks.local)
+        if devices and not machine.is_host and not exported:
             ours = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0].strip()
-            near = sum(ours in devices.replace(" ", "").split(",") for devices in engine.devices)
+            near = sum(ours in each.replace(" ", "").split(",") for each in devices)
         here = workers if machine.is_host else 1
         return cls(
             apart=True,

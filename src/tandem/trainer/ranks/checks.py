@@ -106,6 +106,11 @@ def _refuse(world: int, refused: dict[str, bool]) -> None:
 
 def _refused_engines(config: RunConfig, placement: Placement | None) -> dict[str, bool]:
     engine: Any = config.engine
+    if has_engines_apart(config):
+        return {
+            f"engine.sleep: {engine.sleep}: engines are on other GPUs than the ranks, which it would free nothing of; "
+            "leave it out, or name the ranks' in engine.devices": bool(engine.sleep) and not engine.devices,
+        }
     if not has_engines_beside(config):
         return {}
     return {
