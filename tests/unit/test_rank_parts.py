@@ -201,7 +201,7 @@ def test_engines_of_pairs_do_not_sleep_as_one_that_shares_its_weights_does_not(t
     sleeping = ["ranks=2", "engine=vllm", "engine.sleep=1"]
     with pytest.raises(UnsupportedPair, match="with one copy of the weights there is none to release"):
         check_pairs(load(recipe, sleeping).config)
-    with pytest.raises(UnsupportedPair, match="engine.sleep: 1: engines are on other GPUs"):
+    with pytest.raises(UnsupportedPair, match=r"engine\.sleep: 1: engines are on other GPUs"):
         check_ranks(load(recipe, [*sleeping, "sync=broadcast"]).config, 2)
 
 

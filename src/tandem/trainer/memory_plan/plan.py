@@ -18,7 +18,6 @@ from tandem.machine import Machine, accelerator, host, readable
 from tandem.trainer.memory_plan.modelled import MetaModel
 from tandem.trainer.memory_plan.ranks import RankCounts
 from tandem.trainer.pairs import has_slices, ranks_of_engine, shards_of
-from tandem.trainer.ranks.engines import devices_apart
 
 When = Literal["always", "starting", "running", "sampling", "training"]
 
@@ -177,6 +176,7 @@ class Engines:
         if ReportsChecksums not in config.engine.capabilities:
             return cls(apart=False)
         from tandem.engines.vllm.spec import CPU_CACHE_GB, Vllm
+        from tandem.trainer.ranks.engines import devices_apart
 
         engine, exported = config.engine, config.sync.capability is ExportsWeights
         if not isinstance(engine, Vllm) or engine.urls or _left_running(resumed):
