@@ -39,6 +39,14 @@ def test_nothing_is_told_of_a_recorded_run() -> None:
     assert [notice for row in recorded() for notice in watch.step(row["step"], row["metrics"])] == []
 
 
+def test_steps_without_a_gradient_are_not_what_its_norm_jumps_from() -> None:
+    """A policy that is nearly always right: most steps have equal rewards in every group, and a norm of 0."""
+    watch = AlarmWatch(RECORDED)
+    for row in recorded():
+        zeroed = {"grad_norm": 0.0, "loss": 0.0} if row["step"] % 4 else {}
+        assert watch.step(row["step"], {**row["metrics"], **zeroed}) == []
+
+
 def planted(row: dict[str, Any], **metrics: float) -> dict[str, float]:
     """A recorded step with some numbers times something from step 20 on."""
     factors = metrics if row["step"] >= 20 else {}

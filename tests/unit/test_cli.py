@@ -266,9 +266,12 @@ def test_a_resumed_run_may_change_only_what_leaves_training_as_it_was(run: Run, 
     assert run("train", "runs/served", "engine.urls=[http://b:2]")[0] == 0, "it was started elsewhere"
     assert trainer.calls[2][0].engine.urls == ("http://b:2",)
     make_run(Path("runs/own"), "engine=vllm")
-    code, _, err = run("train", "runs/own", "engine.urls=[http://b:2]")
-    assert (code, "a resumed run keeps its 'engine'" in err) == (2, True), "its options are not another's"
-    for override in ("seed=1", "optimizer.lr=1", "name=b", "runs=c", "model=x", "sync={kind: shared}"):
+    assert run("train", "runs/own", "sync={kind: broadcast}", "engine={kind: vllm, replicas: 2}", "ranks=2")[0] == 0
+    code, _, err = run("train", "runs/own", "sync={kind: broadcast, every: 2}")
+    assert (code, "a resumed run keeps its 'sync'" in err) == (2, True)
+    code, _, err = run("train", "runs/own", "engine.replicas=2", "engine.seeded=true")
+    assert (code, "engine.seeded=true: a resumed run keeps its 'engine'" in err) == (2, True)
+    for override in ("seed=1", "optimizer.lr=1", "name=b", "runs=c", "model=x", "engine=vllm"):
         code, _, err = run("train", "runs/a", override)
         assert code == 2
         assert (

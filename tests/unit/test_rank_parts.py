@@ -66,7 +66,6 @@ CUT = (WEIGHTS, "engine=vllm", "engine.tensor_parallel_size=2")
     (2, (WEIGHTS, "engine=vllm"), "engine.tensor_parallel_size: 1: each rank writes.*tensor_parallel_size to 2"),
     (6, (*CUT[:2], "engine.tensor_parallel_size=4"), "_size: 4: each rank writes.*_size to 2 or 3 or 6, or choose"),
     (2, (*CUT, "distributed.share_gpus=true"), "shard: weights and distributed.share_gpus"),
-    (2, (*CUT, "sync=broadcast"), "this sync: every rank's engine shares its weights; choose sync: shared"),
     (4, (*CUT, "distributed.replicas=4"), "replicas: 4 and engine.tensor_parallel_size: 2: each replica is cut"),
     (2, (*CUT, "engine.replicas=2"), "engine.replicas or engine.devices"),
     (2, (*CUT, "trainable=lora"), "shard: weights and this trainable"),
@@ -111,9 +110,7 @@ def test_a_run_of_slices_goes_on_with_another_number_of_ranks_and_workers(tmp_pa
     two = load(recipe, ["ranks=2", *CUT]).config
     alone = load(recipe, ["engine=vllm"]).config
     assert digest(two) == digest(alone)
-    assert digest(load(recipe, ["ranks=2", *CUT[1:], "sync=broadcast"]).config) != digest(
-        load(recipe, ["ranks=2", "engine=vllm", "sync=broadcast"]).config
-    )
+    assert digest(load(recipe, ["ranks=2", *CUT[1:], "sync=broadcast"]).config) == digest(alone), "another layout"
     recipe.write_text(dump(two))
     four = resumed(tmp_path, ["ranks=4"])
     assert digest(four) == digest(two)
@@ -122,8 +119,6 @@ def test_a_run_of_slices_goes_on_with_another_number_of_ranks_and_workers(tmp_pa
     back = resumed(tmp_path, ["ranks=1", "distributed.shard=states", "engine.tensor_parallel_size=1"])
     assert digest(back) == digest(two)
     recipe.write_text(dump(alone))
-    with pytest.raises(ConfigError, match="a resumed run keeps its 'engine'"):
-        resumed(tmp_path, ["ranks=3", "engine.tensor_parallel_size=3"])
     assert digest(resumed(tmp_path, ["ranks=2", "distributed.shard=weights", CUT[2]])) == digest(alone)
 
 
@@ -136,10 +131,32 @@ def test_workers_are_on_the_gpus_of_the_ranks_in_order(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    cut: Any = engines_of(load(recipe, ["ranks=2", *CUT]).config, 2)
+    cut: Any = engines_of(load(recipe, ["ranks=2", *CUT]).config, 2, 2)
     assert (cut.replicas, cut.devices, cut.tensor_parallel_size) == (1, devices, 2)
-    pairs: Any = engines_of(load(recipe, ["ranks=2", "engine=vllm"]).config, 2)
+    pairs: Any = engines_of(load(recipe, ["ranks=2", "engine=vllm"]).config, 2, 2)
     assert (pairs.replicas, ",".join(pairs.devices)) == (2, gpus)
+
+
+def test_engines_apart_are_on_the_gpus_after_those_of_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: m\nsteps: 3\nenv: arithmetic\nsync: broadcast\nranks: 2\n")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+
+    def devices(*engine: str) -> Any:
+        config = load(recipe, [f"engine={{kind: vllm, {', '.join(engine)}}}"]).config
+        check_ranks(config, 2)
+        return engines_of(config, 2, 2).devices
+
+    assert devices("replicas: 2") == ("5", "4")
+    assert devices("tensor_parallel_size: 2") == ("5,4",)
+    assert devices("devices: ['7,6']", "tensor_parallel_size: 2") == ("7,6",), "beside the ranks, if so told"
+    assert devices("urls: ['http://h:1']") == ()
+    with pytest.raises(UnsupportedPair, match=r"2 engines of 2 GPUs need 6 GPUs, and it has 4; lower ranks to 1"):
+        devices("replicas: 2", "tensor_parallel_size: 2")
 
 
 def test_each_engine_is_on_the_gpus_of_its_neighbouring_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +166,7 @@ def test_each_engine_is_on_the_gpus_of_its_neighbouring_ranks(tmp_path: Path, mo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     config = load(recipe, ["ranks=4", *CUT]).config
-    cut: Any = engines_of(config, 4)
+    cut: Any = engines_of(config, 4, 4)
     assert (cut.replicas, cut.devices, cut.tensor_parallel_size) == (2, ("7,6", "5,4"), 2)
     assert (ranks_of_engine(config), engine_devices(2, 2)) == (2, "5,4")
     assert ranks_of_engine(load(recipe, ["ranks=4", "engine=vllm"]).config) == 1
@@ -184,7 +201,7 @@ def test_engines_of_pairs_do_not_sleep_as_one_that_shares_its_weights_does_not(t
     sleeping = ["ranks=2", "engine=vllm", "engine.sleep=1"]
     with pytest.raises(UnsupportedPair, match="with one copy of the weights there is none to release"):
         check_pairs(load(recipe, sleeping).config)
-    with pytest.raises(UnsupportedPair, match="this sync: every rank's engine shares its weights"):
+    with pytest.raises(UnsupportedPair, match=r"engine\.sleep: 1: engines are on other GPUs"):
         check_ranks(load(recipe, [*sleeping, "sync=broadcast"]).config, 2)
 
 

@@ -8,16 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tandem.config.loading import (
+    ENGINE_KEEPS,
     RESUMABLE,
-    RESUMABLE_SYNC,
-    RESUMABLE_URLS,
-    RESUMABLE_WORKERS,
     RunConfig,
     digest,
     from_options,
     load,
 )
-from tandem.errors import REDACTED, CheckpointError, ConfigError, redacted
+from tandem.errors import REDACTED, CheckpointError, ConfigError
 from tandem.trainer import digests, user_code
 
 log = logging.getLogger(__name__)
@@ -44,25 +42,18 @@ def resumed(folder: Path, overrides: Sequence[str]) -> RunConfig:
         ConfigError: the folder is not a run's, or an override would make it another run.
     """
     recipe = recipe_of(folder)
-    within = {f"sync.{name}" for name in RESUMABLE_SYNC}
-    begun = load(recipe, []).config
-    if getattr(begun.engine, RESUMABLE_URLS, ()):
-        within.add(f"engine.{RESUMABLE_URLS}")
-    if "distributed.shard=weights" in overrides or begun.distributed.shard == "weights":
-        within.add(f"engine.{RESUMABLE_WORKERS}")
-    for override in overrides:
-        name = override.partition("=")[0]
-        option = name.partition(".")[0]
-        # A password is not kept in the folder, so it may be given again where nothing else changes.
-        again = redacted(override) != override and digest(load(recipe, [override]).config) == digest(begun)
-        if option not in RESUMABLE and name not in within and not again:
-            raise ConfigError(
-                f"command line: {override}: a resumed run keeps its {option!r}, for it would be another run; "
-                f"these may change: {', '.join(sorted(RESUMABLE | within))} (to change more, start a new run from "
-                f"{recipe})"
-            )
-    loaded = load(recipe, overrides)
+    begun, loaded = digest(load(recipe, []).config), load(recipe, overrides)
     config = loaded.config
+    fixed = [o for o in overrides if _option(o) not in RESUMABLE]
+    if digest(config) != begun or any(_option(o) in ("runs", "name") for o in fixed):
+        free = [o for o in fixed if _option(o) in ("sync", "engine") and digest(load(recipe, [o]).config) == begun]
+        culprit = next(o for o in fixed if o not in free)
+        raise ConfigError(
+            f"command line: {culprit}: a resumed run keeps its {_option(culprit)!r}, for it would be another run; "
+            f"these may change: {', '.join(sorted(RESUMABLE))}, how weights travel (sync, but for sync.every) and "
+            f"where engines run (engine, but for {', '.join(sorted(ENGINE_KEEPS))}). To change more, start a new run "
+            f"from {recipe}"
+        )
     if without := re.search(rf"\w+://[^\s/]*:{re.escape(REDACTED)}@[^\s']*", str(loaded.options)):
         raise ConfigError(
             f"{recipe} does not hold the password of {without.group()}; give that option anew, as name=URL with the "
@@ -74,7 +65,7 @@ def resumed(folder: Path, overrides: Sequence[str]) -> RunConfig:
             f"with; start a run anew from {recipe}"
         )
     newest = max(digests.steps_in(folder / "checkpoints"), default=0)
-    if config.steps < newest and any(override.partition("=")[0] == "steps" for override in overrides):
+    if config.steps < newest and any(_option(o) == "steps" for o in overrides):
         raise ConfigError(
             f"command line: steps={config.steps}: {folder} is at step {newest} already, and steps are those of the "
             f"whole run: name at least {newest}, or take an earlier checkpoint out of it with tandem export --step"
@@ -85,6 +76,11 @@ def resumed(folder: Path, overrides: Sequence[str]) -> RunConfig:
             f"another number of steps is another run; start one from {recipe}"
         )
     return config
+
+
+def _option(override: str) -> str:
+    """The top-level option that an override sets."""
+    return override.partition("=")[0].partition(".")[0]
 
 
 def weights_of(run: Path, step: int | None) -> Path:

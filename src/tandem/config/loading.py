@@ -428,25 +428,17 @@ RESUMABLE = frozenset({
     "print_completions", "ranks", "distributed", "micro_batch_tokens",
 })  # fmt: skip
 """Options that a resumed run may change: they do not decide what a training step computes."""
-RESUMABLE_SYNC = {"verify_every": 1, "tolerance": 0.0}
-"""Those of the way that weights travel, with the values that they have in the digest of every run."""
-RESUMABLE_WORKERS = "tensor_parallel_size"
-"""Of the engine, where ranks' weights are cut: it has a worker for each of so many ranks, and 1 in the digest."""
-RESUMABLE_URLS = "urls"
-"""Of the engine: where one runs that was started by somebody else, who may have started it elsewhere since; none in the
-digest."""
+ENGINE_KEEPS = frozenset({"kind", "seeded", "max_model_len", "args"})
+"""Options of the engine that a resumed run keeps; where engines run, how many and how large is free."""
 
 
 def digest(config: RunConfig) -> str:
     """Hex digest of everything that decides what a training step computes."""
     trained = {key: value for key, value in as_json(config).items() if key not in RESUMABLE | {"runs", "name"}}
-    assert isinstance(trained["sync"], dict)
-    trained["sync"] = {**trained["sync"], **RESUMABLE_SYNC}
-    engine = trained["engine"]
-    if isinstance(engine, dict) and RESUMABLE_URLS in engine:
-        engine = trained["engine"] = {**engine, RESUMABLE_URLS: []}
-    if config.distributed.shard == "weights" and isinstance(engine, dict) and RESUMABLE_WORKERS in engine:
-        trained["engine"] = {**engine, RESUMABLE_WORKERS: 1}
+    # How weights travel is free; how far the engine's may be behind is not.
+    trained["sync"] = {"every": config.sync.behind + 1}
+    if isinstance(engine := trained["engine"], dict):
+        trained["engine"] = {key: value for key, value in engine.items() if key in ENGINE_KEEPS}
     return hashlib.sha256(json.dumps(trained, sort_keys=True).encode()).hexdigest()
 
 

@@ -104,7 +104,9 @@ def _create(name: str, config: Mapping[str, Json], seed: int, size: int) -> Any:
     try:
         from reasoning_gym import factory
     except ImportError as error:
-        raise EnvError("this environment needs reasoning-gym; pip install 'tandem-rl[reasoning-gym]'") from error
+        raise EnvError(
+            f"this environment needs reasoning-gym ({error}); pip install 'tandem-rl[reasoning-gym]'"
+        ) from error
     finally:
         random.setstate(state)  # some of its modules draw while they are imported
     if name not in (known := factory.DATASETS):

@@ -128,7 +128,7 @@ def _jumps(metric: str, far: Callable[[float, float], float]) -> Callable[[Metri
 
     def look(history: MetricsHistory) -> str:
         window = history.now(JUMPS_WITHIN) or history.now(JUMPS_WITHIN // 2)
-        values = window.values(metric)
+        values = [value for value in window.values(metric) if value]  # 0: a step without a gradient
         if len(values) < JUMPS_WITHIN // 2:
             return ""
         usual = statistics.median(values)

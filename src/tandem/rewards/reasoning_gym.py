@@ -35,7 +35,7 @@ class ReasoningGymReward(Reward):
             import reasoning_gym  # noqa: F401 - here, before the first deadline runs
         except ImportError as error:
             raise RewardError(
-                "reward reasoning_gym needs reasoning-gym; pip install 'tandem-rl[reasoning-gym]'"
+                f"reward reasoning_gym needs reasoning-gym ({error}); pip install 'tandem-rl[reasoning-gym]'"
             ) from error
 
     def __call__(self, rollout: Rollout) -> float:

@@ -34,10 +34,19 @@ def check_pairs(config: RunConfig) -> None:
     _check_lag(config)
 
 
+def has_engines_beside(config: RunConfig) -> bool:
+    """True if each rank shares its weights with an engine in a process of its own, on the rank's device."""
+    return ReportsChecksums in config.engine.capabilities and config.sync.capability is ExportsWeights
+
+
+def has_engines_apart(config: RunConfig) -> bool:
+    """True if engines hold weights of their own, which the lead publishes to them."""
+    return ReportsChecksums in config.engine.capabilities and config.sync.capability is not ExportsWeights
+
+
 def has_slices(config: RunConfig) -> bool:
     """Whether ranks whose weights are cut write the slices of an engine in processes of its own."""
-    apart = ReportsChecksums in config.engine.capabilities and config.sync.capability is ExportsWeights
-    return apart and config.distributed.shard == "weights" and config.ranks != 1
+    return has_engines_beside(config) and config.distributed.shard == "weights" and config.ranks != 1
 
 
 def ranks_of_engine(config: RunConfig) -> int:

@@ -176,6 +176,7 @@ class Engines:
         if ReportsChecksums not in config.engine.capabilities:
             return cls(apart=False)
         from tandem.engines.vllm.spec import CPU_CACHE_GB, Vllm
+        from tandem.trainer.ranks.engines import devices_apart
 
         engine, exported = config.engine, config.sync.capability is ExportsWeights
         if not isinstance(engine, Vllm) or engine.urls or _left_running(resumed):
@@ -184,9 +185,10 @@ class Engines:
         if ranks.world > 1 and has_slices(config):  # one for so many ranks
             started = max(1, ranks.local // workers)
         near = started if machine.is_host else engine.replicas
-        if engine.devices and not machine.is_host and not exported:
+        devices = engine.devices if ranks.world == 1 else devices_apart(config, ranks.local)
+        if devices and not machine.is_host and not exported:
             ours = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0].strip()
-            near = sum(ours in devices.replace(" ", "").split(",") for devices in engine.devices)
+            near = sum(ours in each.replace(" ", "").split(",") for each in devices)
         here = workers if machine.is_host else 1
         return cls(
             apart=True,

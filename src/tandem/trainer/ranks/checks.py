@@ -8,12 +8,11 @@ import torch
 
 from tandem.config.loading import RunConfig
 from tandem.distributed.placement import Placement
-from tandem.engines.base import ExportsWeights, ReportsChecksums
 from tandem.errors import UnsupportedPair
 from tandem.model.context import CONTEXT_PARALLEL, check_heads
 from tandem.model.penalties import Penalties
 from tandem.optimizers.base import UpdatesParts
-from tandem.trainer.pairs import has_slices, ranks_of_engine, shards_of
+from tandem.trainer.pairs import has_engines_apart, has_engines_beside, has_slices, ranks_of_engine, shards_of
 
 
 def check_ranks(config: RunConfig, world: int, placement: Placement | None = None) -> None:
@@ -29,11 +28,23 @@ def check_ranks(config: RunConfig, world: int, placement: Placement | None = Non
     if has_slices(config):
         _refuse(world, _refused_slices(config, world, placement))
     local = world if placement is None else placement.local_world_size
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else local
-    if gpus < local and not config.distributed.share_gpus:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else None
+    if gpus is None or config.distributed.share_gpus:
+        return
+    if gpus < local:
         raise UnsupportedPair(
             f"ranks: {local} of this machine need as many GPUs, and it has {gpus}; lower ranks, or have several share "
             "a GPU, through host memory and slowly: distributed.share_gpus: true"
+        )
+    engine: Any = config.engine
+    if not has_engines_apart(config) or engine.urls or engine.devices:
+        return
+    needed = engine.replicas * engine.tensor_parallel_size
+    if gpus < local + needed:
+        raise UnsupportedPair(
+            f"ranks: {local} of this machine and {engine.replicas} engines of {engine.tensor_parallel_size} GPUs need "
+            f"{local + needed} GPUs, and it has {gpus}; lower ranks to {max(1, gpus - needed)} or engine.replicas, "
+            "name engine.devices, or choose sync: shared, where each rank shares its GPU with an engine"
         )
 
 
@@ -95,16 +106,18 @@ def _refuse(world: int, refused: dict[str, bool]) -> None:
 
 def _refused_engines(config: RunConfig, placement: Placement | None) -> dict[str, bool]:
     engine: Any = config.engine
-    if ReportsChecksums not in engine.capabilities:
+    if has_engines_apart(config):
+        return {
+            f"engine.sleep: {engine.sleep}: engines are on other GPUs than the ranks, which it would free nothing of; "
+            "leave it out, or name the ranks' in engine.devices": bool(engine.sleep) and not engine.devices,
+        }
+    if not has_engines_beside(config):
         return {}
     return {
-        "this sync: every rank's engine shares its weights; choose sync: shared": (
-            config.sync.capability is not ExportsWeights
-        ),
-        "engine.urls: the trainer starts an engine beside each rank; leave urls out": bool(engine.urls),
-        "engine.replicas or engine.devices: there is one engine for each rank, on its GPU; leave both out": (
-            engine.replicas > 1 or bool(engine.devices)
-        ),
+        "engine.urls and sync: shared: the trainer starts an engine beside each rank; leave urls out, or choose sync: "
+        "broadcast": bool(engine.urls),
+        "engine.replicas or engine.devices and sync: shared: there is one engine for each rank, on its GPU; leave both "
+        "out, or choose sync: broadcast": (engine.replicas > 1 or bool(engine.devices)),
         "engine.require_api_key: false on several hosts, where whoever reaches an engine could overwrite its weights; "
         "leave it out": placement is not None
         and placement.has_several_hosts

@@ -19,7 +19,7 @@ from tandem.distributed.placement import Placement
 from tandem.engines.base import Engine, EngineRequirements, EngineSpec, RankEngine
 from tandem.model.policy import Policy
 from tandem.trainer.live import live_policy
-from tandem.trainer.pairs import ranks_of_engine
+from tandem.trainer.pairs import has_engines_beside, ranks_of_engine
 from tandem.trainer.ranks.engines import engines_of
 from tandem.trainer.ranks.parts import RankParts
 from tandem.trainer.ranks.work import LeadWork
@@ -40,15 +40,15 @@ class ManyRanks(World):
         policy: rank 0's.
         ranks: all of them, connected.
         parts: what rank 0 has beside its policy.
-        has_several_hosts: whether each rank starts the engine on its own host.
+        placement: where rank 0 is; None: all ranks are on this host.
     """
 
     def __init__(
-        self, config: RunConfig, policy: Policy, ranks: Ranks, parts: RankParts, *, has_several_hosts: bool = False
+        self, config: RunConfig, policy: Policy, ranks: Ranks, parts: RankParts, placement: Placement | None = None
     ):
         super().__init__(config, policy)
         self.ranks, self.parts, self.size = ranks, parts, ranks.world
-        self._has_several_hosts = has_several_hosts
+        self._placement = placement
 
     @classmethod
     @asynccontextmanager
@@ -78,8 +78,7 @@ class ManyRanks(World):
             ranks.advice = f"; the last collectives of each rank: {flight_recorder.command(folder / 'logs')}"
             watching = asyncio.create_task(ranks.end_at(parts.fault()), name="NCCL's watchdog")
             stack.callback(watching.cancel)
-        several = placement is not None and placement.has_several_hosts
-        return cls(config, policy, ranks, parts, has_several_hosts=several)
+        return cls(config, policy, ranks, parts, placement)
 
     async def watch(self, training: Coroutine[Any, Any, T]) -> T:
         """Await training, and give it up as soon as a rank is lost."""
@@ -96,14 +95,17 @@ class ManyRanks(World):
     # The engines and their weights
 
     async def start_engine(self, stack: AsyncExitStack, requirements: EngineRequirements) -> Engine:
-        """Start every rank's engine, here or by the ranks of other hosts."""
-        hosts = self if self._has_several_hosts else None
+        """Start the engines: those apart from ranks here, those beside ranks on each rank's host."""
+        placement = self._placement
+        several = placement is not None and placement.has_several_hosts
+        hosts = self if several and has_engines_beside(self.config) else None
         return await super().start_engine(stack, replace(requirements, hosts=hosts))
 
     @property
     def engine(self) -> EngineSpec:
         """The recipe's engine, as often as ranks need it."""
-        return engines_of(self.config, self.size)
+        local_ranks = self.size if self._placement is None else self._placement.local_world_size
+        return engines_of(self.config, self.size, local_ranks)
 
     async def start_engines(self, requirements: EngineRequirements) -> Sequence[RankEngine]:
         """Have the first rank of each other engine start it, all at once."""
