@@ -25,6 +25,7 @@ from tandem.engines.vllm.adapters import (
     scaling,
 )
 from tandem.engines.vllm.client.engine import VllmEngine
+from tandem.engines.vllm.spec import Vllm
 from tandem.engines.vllm.worker.adapter import AdapterTensor, InPlaceAdapters
 from tandem.engines.vllm.worker.extension import WorkerExtension
 from tandem.errors import EngineError
@@ -575,17 +576,17 @@ class Server:
         return {h.name: h.tensor for h in self.adapters.stored(7)}
 
 
+def fleet_of(*servers: Server) -> Any:
+    requirements = EngineRequirements(model="", dtype="bfloat16")
+    return SimpleNamespace(
+        servers=list(servers), restart_count=0, context=64, requirements=requirements, options=Vllm(control_seconds=0.5)
+    )
+
+
 def test_the_trainer_borrows_a_slot_once_and_again_where_it_was_lost(tmp_path: Path) -> None:
     server = Server(tmp_path)
-    fleet: Any = SimpleNamespace(servers=[server], restart_count=0, context=64)
-    live = VllmEngine(
-        fleet,
-        seeded=False,
-        context=64,
-        ends=[],
-        requirements=EngineRequirements(model="", dtype="bfloat16"),
-        pause_seconds=1.0,
-    )
+    fleet = fleet_of(server)
+    live = VllmEngine(fleet, context=64, ends=[])
 
     def publish(seed: int) -> list[str]:
         server.requests.clear()
@@ -613,9 +614,8 @@ def test_the_trainer_borrows_a_slot_once_and_again_where_it_was_lost(tmp_path: P
 
 def test_each_rank_writes_the_slot_of_its_own_engine(tmp_path: Path) -> None:
     servers = [Server(tmp_path), Server(tmp_path)]
-    fleet: Any = SimpleNamespace(servers=servers, restart_count=0, context=64)
-    requirements = EngineRequirements(model="", dtype="bfloat16")
-    lead = VllmEngine(fleet, seeded=False, context=64, ends=[], requirements=requirements, pause_seconds=1.0)
+    fleet = fleet_of(*servers)
+    lead = VllmEngine(fleet, context=64, ends=[])
     follower = AdapterWriter()
 
     def publish(seed: int) -> None:
@@ -644,9 +644,9 @@ def test_what_a_trainer_has_loaded_is_served_when_it_is_stamped(tmp_path: Path, 
     async def every(path: str, body: Any) -> None:
         requests.append((path, body.served))
 
-    requirements = EngineRequirements(model="m", dtype="float32", payload="adapter")
-    fleet: Any = SimpleNamespace(servers=[], all=every, restart_count=0)
-    engine = VllmEngine(fleet, seeded=True, context=8, ends=[], requirements=requirements, pause_seconds=1.0)
+    fleet = fleet_of()
+    fleet.all = every
+    engine = VllmEngine(fleet, context=8, ends=[])
     adapter = LoraAdapter(config=CONFIG, tensors=())
     version = PolicyVersion(step=0, digest="")
     asyncio.run(engine.swap(tmp_path, version, adapter) if way == "swap" else engine.load(tmp_path, adapter))
