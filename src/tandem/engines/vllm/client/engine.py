@@ -132,7 +132,7 @@ class VllmEngine(Engine):
         self.fleet.watch(republish)
 
     async def close(self) -> None:
-        self._writer.close()
+        self._writer = AdapterWriter()  # lets go of the slot
         await self.fleet.close()
         if self._bridge is not None:
             self._bridge.unlink(missing_ok=True)  # the memory that it names is gone

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tandem.engines.vllm.protocol import REFUSED
 from tandem.engines.vllm.worker.adapter import InPlaceAdapters
-from tandem.engines.vllm.worker.parameter_map import TensorPlace, places, share, uncovered
+from tandem.engines.vllm.worker.parameter_map import TensorPlace, places, share
 from tandem.errors import EngineError, TransportError
 from tandem.transport import sharing
 from tandem.transport.checksums import ChecksumCache, ChecksumTally, Shard
@@ -109,14 +109,9 @@ class WorkerExtension:
         """Where each Hugging Face tensor lies; found anew each time, since storage may have been lent since.
 
         Raises:
-            EngineError: a parameter has no place, or a place does not cover it.
+            EngineError: a parameter has no place, or its places do not cover it.
         """
-        placements = places(self.tandem_model, world=self.tandem_world)
-        if rest := uncovered(self.tandem_model, placements):
-            raise EngineError(
-                f"{len(rest)} of the engine's parameters belong to no tensor that travels, first {rest[0]}"
-            )
-        return placements
+        return places(self.tandem_model, world=self.tandem_world)
 
     def tandem_map(self) -> str:
         """JSON: where every Hugging Face tensor lies in this rank's parameters."""
@@ -171,11 +166,6 @@ class WorkerExtension:
         """
         return _hexadecimal(self._tandem_current().tally.take())
 
-    def _tandem_standing(self, address: int) -> ChecksumCache:
-        """What sums the slot at an address: there are few slots, and many versions by name come and go in them."""
-        sums: dict[int, ChecksumCache] = self.__dict__.setdefault("_tandem_sums", {})
-        return sums.setdefault(address, ChecksumCache())
-
     def _tandem_current(self) -> _Layout:
         """The places, found anew only where storage was moved: views of the old one would be read and written on."""
         layout = self._tandem_layout
@@ -185,7 +175,7 @@ class WorkerExtension:
 
     @_refusing
     def tandem_export_adapter(self, lora_id: int, config: str, manifest: str) -> str:
-        """Make an adapter's slot attachable by the trainer; JSON of what ``AttachedAdapter`` takes.
+        """Make an adapter's slot attachable by the trainer; JSON of what ``AdapterWriter`` takes.
 
         ``manifest`` lists the tensors that will be written: name, shape and type.
         """
@@ -207,7 +197,9 @@ class WorkerExtension:
         adapters = self._tandem_in_place()
         parts = list(adapters.loaded(lora_id, names, json.loads(config)) if names else adapters.stored(lora_id))
         shards = (Shard(_part(part.name, part.first), part.tensor, part.first) for part in parts)
-        return _hexadecimal(self._tandem_standing(parts[0].tensor.data_ptr()).take(shards))
+        # By the slot's address: there are few slots, and many versions by name come and go in them.
+        sums: dict[int, ChecksumCache] = self.__dict__.setdefault("_tandem_sums", {})
+        return _hexadecimal(sums.setdefault(parts[0].tensor.data_ptr(), ChecksumCache()).take(shards))
 
     def tandem_forget(self, lora_id: int) -> None:
         """Free an adapter's slot."""
