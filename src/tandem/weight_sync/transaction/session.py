@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tandem.engines.base import Engine
-from tandem.errors import EngineError, StaleWeights, TandemError, TornWeights, UnsupportedPair
+from tandem.errors import EngineError, StaleWeights, TandemError, UnsupportedPair
 from tandem.lazy import torch
 from tandem.metrics import Max, Sum, Value
 from tandem.observability import waits
@@ -23,7 +23,7 @@ from tandem.types import PolicyVersion
 from tandem.weight_sync.base import SyncContext, WeightSync
 from tandem.weight_sync.transaction.state import SyncState
 from tandem.weight_sync.transaction.trained import PayloadSums, Trained
-from tandem.weight_sync.verify.probe import Behaviour, Checksums, ProbeAnswers, Rollouts, compare_frozen, differing
+from tandem.weight_sync.verify.probe import Behaviour, Checksums, ProbeAnswers, Rollouts, compare, compare_frozen
 
 if TYPE_CHECKING:
     from tandem.model.policy import Policy
@@ -372,7 +372,8 @@ class WeightSyncSession(SyncContext):
             sums = await self._sums(trainer_sums, should_verify=should_verify)
             version = self._named(version, digest(sums.trainer))
             commit.unverified = version
-            compare(sums)
+            advice = "the engine gives out nothing until a publish succeeds"
+            compare(sums.stored, sums.engines, "published tensors", advice)
         if not should_verify:
             return version, None
         answers = await (self._behaviour.ask(self.engine) if answering is None else answering)
@@ -430,19 +431,3 @@ async def open_session(
         await session.bind(fresh=True)
         async with session.open(start):
             yield session
-
-
-def compare(sums: PayloadSums) -> None:
-    """Compare the trainer's checksums with those of each engine's own bytes.
-
-    Raises:
-        StaleWeights: none of the trained tensors agree.
-        TornWeights: some do.
-    """
-    for name, engine_sums in sums.engines.items():
-        if wrong := differing(sums.stored, engine_sums):
-            kind = StaleWeights if len(wrong) == len(sums.stored) else TornWeights
-            raise kind(
-                f"{len(wrong)} of {len(sums.stored)} published tensors differ between the trainer and {name}, first "
-                f"{wrong[0]!r}; the engine gives out nothing until a publish succeeds"
-            )

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tandem.engines.base import PROBE_SAMPLES, Engine, ProbeResult, ReportsChecksums
 from tandem.errors import EngineError, StaleWeights, TornWeights
@@ -18,6 +18,7 @@ from tandem.weight_sync.verify.noise import FALSE_ALARMS, SUSPICION, LogprobComp
 
 if TYPE_CHECKING:
     from tandem.model.policy import Policy
+    from tandem.weight_sync.transaction.trained import Trained
 
 
 log = logging.getLogger(__name__)
@@ -54,20 +55,23 @@ def differing(trainer_sums: Checksums, engine_sums: Checksums) -> list[str]:
     return [name for name, value in trainer_sums.items() if engine_sums.get(name) != value]
 
 
-class HasFrozen(Protocol):
-    """Weights of a trainer, of which publishes do not carry all."""
+def compare(trainer_sums: Checksums, engines: Mapping[str, Checksums], what: str, what_follows: str) -> None:
+    """Compare the trainer's checksums with those of each engine's own bytes.
 
-    @property
-    def frozen(self) -> Mapping[str, Any]:
-        """Those that no publish carries, by Hugging Face name."""
-        ...
+    Raises:
+        StaleWeights: none of the tensors agree.
+        TornWeights: some do.
+    """
+    for name, engine_sums in engines.items():
+        if wrong := differing(trainer_sums, engine_sums):
+            kind = StaleWeights if len(wrong) == len(trainer_sums) else TornWeights
+            raise kind(
+                f"{len(wrong)} of {len(trainer_sums)} {what} differ between the trainer and {name}, first "
+                f"{wrong[0]!r}; {what_follows}"
+            )
 
-    async def frozen_checksums(self) -> Checksums:
-        """Checksums of their bytes."""
-        ...
 
-
-async def compare_frozen(engine: Engine, trained: HasFrozen) -> None:
+async def compare_frozen(engine: Engine, trained: Trained) -> None:
     """Compare the weights that no publish carries, once for every start of the engine: nothing else would see them.
 
     Args:
@@ -87,14 +91,8 @@ async def compare_frozen(engine: Engine, trained: HasFrozen) -> None:
             raise
         log.warning("weights that are not trained are not compared, only probed: %s", str(error).splitlines()[0])
         return
-    trainer_sums = await trained.frozen_checksums()
-    for name, engine_sums in sums.items():
-        if wrong := differing(trainer_sums, engine_sums):
-            kind = StaleWeights if len(wrong) == len(trainer_sums) else TornWeights
-            raise kind(
-                f"{len(wrong)} of {len(trainer_sums)} weights that are not trained differ between the trainer and "
-                f"{name}, first {wrong[0]!r}; both must start from the same model in the same type"
-            )
+    advice = "both must start from the same model in the same type"
+    compare(await trained.frozen_checksums(), sums, "weights that are not trained", advice)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
