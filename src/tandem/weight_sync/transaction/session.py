@@ -22,8 +22,8 @@ from tandem.transport.sharing import finish
 from tandem.types import PolicyVersion
 from tandem.weight_sync.base import SyncContext, WeightSync
 from tandem.weight_sync.transaction.state import SyncState
-from tandem.weight_sync.transaction.trained import PayloadSums, Trained
-from tandem.weight_sync.verify.probe import Behaviour, Checksums, ProbeAnswers, Rollouts, compare, compare_frozen
+from tandem.weight_sync.transaction.trained import PayloadSums, Trained, compare_frozen
+from tandem.weight_sync.verify.probe import Behaviour, Checksums, ProbeAnswers, Rollouts, compare
 
 if TYPE_CHECKING:
     from tandem.model.policy import Policy

@@ -11,14 +11,13 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.engines.base import PROBE_SAMPLES, Engine, ProbeResult, ReportsChecksums
-from tandem.errors import EngineError, StaleWeights, TornWeights
+from tandem.engines.base import PROBE_SAMPLES, Engine, ProbeResult
+from tandem.errors import StaleWeights, TornWeights
 from tandem.types import PolicyVersion
 from tandem.weight_sync.verify.noise import FALSE_ALARMS, SUSPICION, LogprobComparison, Noise, likelihood, nearer, scale
 
 if TYPE_CHECKING:
     from tandem.model.policy import Policy
-    from tandem.weight_sync.transaction.trained import Trained
 
 
 log = logging.getLogger(__name__)
@@ -69,30 +68,6 @@ def compare(trainer_sums: Checksums, engines: Mapping[str, Checksums], what: str
                 f"{len(wrong)} of {len(trainer_sums)} {what} differ between the trainer and {name}, first "
                 f"{wrong[0]!r}; {what_follows}"
             )
-
-
-async def compare_frozen(engine: Engine, trained: Trained) -> None:
-    """Compare the weights that no publish carries, once for every start of the engine: nothing else would see them.
-
-    Args:
-        engine: compared only if it checksums its own bytes.
-        trained: the trainer's weights.
-
-    Raises:
-        StaleWeights, TornWeights: the engine holds others.
-    """
-    if not isinstance(engine, ReportsChecksums) or not trained.frozen:
-        return
-    restart_count = engine.restart_count
-    try:
-        sums = await engine.checksums("weights")
-    except EngineError as error:
-        if engine.restart_count != restart_count or not (await engine.health()).ok:
-            raise
-        log.warning("weights that are not trained are not compared, only probed: %s", str(error).splitlines()[0])
-        return
-    advice = "both must start from the same model in the same type"
-    compare(await trained.frozen_checksums(), sums, "weights that are not trained", advice)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -361,11 +361,11 @@ class VllmEngine(Engine):
 
     async def _slot(self, index: int, request: wire.ExportAdapter) -> Mapping[str, Any]:
         """A server's slot, which is to be written now and is sampled with from then on."""
-        server, lent_for = self.servers[index], (self.restart_count, request)
+        server, exported_for = self.servers[index], (self.restart_count, request)
         for _ in range(2):
-            if index not in self._slots or self._slots[index][0] != lent_for:
+            if index not in self._slots or self._slots[index][0] != exported_for:
                 (rank,) = (await server.post("/bridge/lend_slot", request))["ranks"]
-                self._slots[index] = lent_for, rank
+                self._slots[index] = exported_for, rank
             description = self._slots[index][1]
             if (await server.post("/bridge/adapt", wire.Adapt(key=description["key"])))["held"]:
                 return description

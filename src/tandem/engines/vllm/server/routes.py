@@ -227,16 +227,16 @@ class _Live:
     async def generate(self, request: wire.Generate) -> wire.Generated:
         if request.stream:
             raise Refusal(400, "stream: /generate answers when all is sampled; /v1/completions streams")
-        asked = request.prompt
-        ids = await self.limits.ids(asked) if isinstance(asked, str) else asked.prompt_token_ids
+        prompt = request.prompt
+        ids = await self.limits.ids(prompt) if isinstance(prompt, str) else prompt.prompt_token_ids
         self.limits.check(ids, request)
         adapter = None if request.adapter is None else self.adapters.named(request.adapter)
         record = await self.frontend.generate(ids, request.sampling(), adapter=adapter, min_step=request.min_step)
         flat = request.flat_logprobs and request.logprobs is not None
         return wire.Generated(
             text=[c.text for c in record.completions],
-            prompt=asked
-            if isinstance(asked, str)
+            prompt=prompt
+            if isinstance(prompt, str)
             else self.client.get_tokenizer().decode(ids)
             if request.detokenize
             else "",

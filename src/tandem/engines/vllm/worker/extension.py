@@ -242,7 +242,7 @@ class WorkerExtension:
         if joining is None or not joining.done() or joining.exception() is not None:
             raise EngineError(f"engine worker {self.tandem_rank} is in no process group: start the receiver first")
         entries = [(name, tuple(shape), dtype) for name, shape, dtype in json.loads(manifest)]
-        receive = joining.result().receive
+        receive = joining.result(0).receive
         if lora_id:
             buckets = list(receive(entries, bucket_bytes, keep=True))
             self._tandem_in_place().put(
@@ -303,7 +303,7 @@ def _join(meeting: Rendezvous, rank: int, device: torch.device, who: str) -> Mem
 
 def _leave(joining: Future[Member]) -> None:
     if joining.exception() is None:
-        joining.result().close()
+        joining.result(0).close()
 
 
 def _described(place: TensorPlace, parameter: Tensor) -> dict[str, Any]:
