@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
+from tandem.errors import EngineError
 from tandem.types import Completion, PolicyVersion, Sampling
 
 MOST_SECONDS = 7 * 24 * 3600
@@ -231,6 +232,20 @@ class Engine(ABC):
     @abstractmethod
     def context(self) -> int:
         """Most tokens of a prompt and its completion together."""
+
+    def room(self, prompt: Sequence[int]) -> int:
+        """Tokens that the completion of a prompt may have.
+
+        Raises:
+            EngineError: none, or the prompt is empty.
+        """
+        room = self.context - len(prompt)
+        if not prompt or room < 1:
+            raise EngineError(
+                f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}; shorten the prompt "
+                "or raise context"
+            )
+        return room
 
 
 @runtime_checkable

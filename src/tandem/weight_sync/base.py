@@ -112,7 +112,7 @@ class WeightSync(ABC):
     @property
     def finishes(self) -> bool:
         """True if requests in flight end before weights change; otherwise they go on under the next version."""
-        return False
+        return getattr(self, "in_flight", "continue") == "finish"
 
     def check(self, *, trainable: Any, engine: EngineSpec) -> None:
         """Refuse a pair that cannot work, before any weight is loaded.

@@ -60,11 +60,6 @@ class Broadcast(Periodic):
         if not 0 <= self.port < 1 << 16:
             raise ValueError("port must be from 0 to 65535; 0 takes a free one")
 
-    @property
-    def finishes(self) -> bool:
-        """Whether requests in flight end first."""
-        return self.in_flight == "finish"
-
     async def bind(self, session: SyncContext) -> None:
         """Form the group.
 

@@ -51,11 +51,6 @@ class Shared(WeightSync):
                 "engine RECIPE); an engine that is started here says itself where its weights are: remove it"
             )
 
-    @property
-    def finishes(self) -> bool:
-        """Whether requests in flight end first."""
-        return self.in_flight == "finish"
-
     async def bind(self, session: SyncContext) -> None:
         """Make the policy's weights views of the engine's storage, each compared by value or written.
 

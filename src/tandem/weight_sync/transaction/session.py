@@ -369,31 +369,24 @@ class WeightSyncSession(SyncContext):
         # where no request is served meanwhile.
         asks_before = should_verify and self.sync.pause != "never"
         async with self._probed(ask=asks_before) as answering:
-            sums = await self._sums(trainer_sums, should_verify=should_verify)
-            version = self._named(version, digest(sums.trainer))
-            commit.unverified = version
+            if should_verify and self.sync.compares(self.engine):
+                sums = await self.trained.sums(self.engine, trainer_sums)
+            else:  # the engines' only where they are to be compared
+                own = await self.trained.checksums() if trainer_sums is None else trainer_sums
+                sums = PayloadSums(trainer=own, stored=own)
+            actual = digest(sums.trainer)
+            if version.digest and version.digest != actual:
+                raise StaleWeights(
+                    f"the policy holds weights {actual}, but version {version.step} was {version.digest}; "
+                    "the checkpoint's weights and its state do not belong together"
+                )
+            commit.unverified = version = PolicyVersion(step=version.step, digest=actual)
             advice = "the engine gives out nothing until a publish succeeds"
             compare(sums.stored, sums.engines, "published tensors", advice)
         if not should_verify:
             return version, None
         answers = await (self._behaviour.ask(self.engine) if answering is None else answering)
         return version, await self._behaviour.compare(self.engine, version, answers)
-
-    @staticmethod
-    def _named(version: PolicyVersion, actual: str) -> PolicyVersion:
-        if version.digest and version.digest != actual:
-            raise StaleWeights(
-                f"the policy holds weights {actual}, but version {version.step} was {version.digest}; "
-                "the checkpoint's weights and its state do not belong together"
-            )
-        return PolicyVersion(step=version.step, digest=actual)
-
-    async def _sums(self, trainer_sums: Checksums | None, *, should_verify: bool) -> PayloadSums:
-        """Checksums of the payload, the engines' only where they are to be compared."""
-        if should_verify and self.sync.compares(self.engine):
-            return await self.trained.sums(self.engine, trainer_sums)
-        sums = await self.trained.checksums() if trainer_sums is None else trainer_sums
-        return PayloadSums(trainer=sums, stored=sums)
 
     @asynccontextmanager
     async def _probed(self, *, ask: bool) -> AsyncIterator[asyncio.Task[ProbeAnswers] | None]:

@@ -160,12 +160,7 @@ class VllmEngine(Engine):
         return self._context
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling, key: int) -> Completion:
-        room = self._context - len(prompt)
-        if not prompt or room < 1:
-            raise EngineError(
-                f"a prompt of {len(prompt)} tokens leaves no room in a context of {self._context}; "
-                "shorten the prompt or raise context"
-            )
+        room = self.room(prompt)
         seed, least = key % 2**63 if self.fleet.options.seeded else None, self._least
         request = wire.completion_request(prompt, sampling, limit=room, ends=self._ends, flat=True, min_step=least)
         tries = 0
@@ -234,18 +229,14 @@ class VllmEngine(Engine):
 
     async def _probe(self, server: EngineServer, tokens: Sequence[int], samples: int) -> ProbeResult:
         request = wire.ProbeRequest(
-            tokens=list(tokens),
-            temperature=PROBE_TEMPERATURE,
-            max_tokens=samples,
-            adapter=self._pending,
+            tokens=list(tokens), temperature=PROBE_TEMPERATURE, max_tokens=samples, adapter=self._pending
         )
         response: wire.ProbeResponse = await server.post("/bridge/probe", request, wire.ProbeResponse)
-        finish: Finish = "stop" if response.finish == "stop" else "length"
         sampled = Completion(
             tokens=tuple(response.tokens),
             logprobs=_numbers(response.logprobs),
             versions=(0,) * len(response.tokens),
-            finish=finish,
+            finish="stop" if response.finish == "stop" else "length",
         )
         return ProbeResult(
             name=server.name,

@@ -130,29 +130,31 @@ class Fleet:
 
     async def _begin(self, index: int) -> None:
         if self._launch is None:
-            await self._arrival(self.servers[index])
+            await self._arrival([self.servers[index]])
         elif not await self._reattach(self._launch, index):
             _unused(self.servers[index].url)
             await self._spawn(index)
 
-    async def _arrival(self, server: EngineServer) -> EngineServer:
-        """Wait for an external server and check it: the order in which trainer and engine start does not matter."""
+    async def _arrival(self, servers: Sequence[EngineServer]) -> EngineServer:
+        """Wait for the first external server to answer, and check it: trainer and engines may start in any order."""
         seconds, warned = self.options.start_seconds, False
-        deadline = time.monotonic() + seconds
+        deadline, names = time.monotonic() + seconds, ", ".join(server.name for server in servers)
         # The wait's own deadline is beyond the one below, which says more.
-        async with waits.waiting(waits.actor("trainer"), "an engine to answer", on=server.name, deadline=seconds + 10):
+        async with waits.waiting(waits.actor("trainer"), "an engine to answer", on=names, deadline=seconds + 10):
             while True:
-                try:
-                    await self._check_server(server)
+                errors = await asyncio.gather(*map(self._check_server, servers), return_exceptions=True)
+                if None in errors:
                     break
-                except EngineUnreachable as error:
-                    message = f"{error}; is it running? Start one by: tandem serve engine RECIPE"
-                    if time.monotonic() >= deadline:
-                        raise EngineError(f"{message} (engine.start_seconds: {seconds:g})") from error
-                    if not warned:
-                        log.warning("%s; it is waited for", message)
-                        warned = True
+                if not (unreachable := [error for error in errors if isinstance(error, EngineUnreachable)]):
+                    raise next(error for error in errors if error is not None)
+                message = f"{unreachable[0]}; is it running? Start one by: tandem serve engine RECIPE"
+                if time.monotonic() >= deadline:
+                    raise EngineError(f"{message} (engine.start_seconds: {seconds:g})") from unreachable[0]
+                if not warned:
+                    log.warning("%s; it is waited for", message)
+                    warned = True
                 await asyncio.sleep(LOOK_SECONDS)
+        server = servers[errors.index(None)]
         if warned:
             log.warning("%s answers", server.name)
         return server
@@ -317,7 +319,7 @@ class Fleet:
         answers = await asyncio.gather(*(self._answers(server, patient=server in self.servers) for server in every))
         reachable = [server for server, does in zip(every, answers, strict=True) if does]
         if not reachable:
-            reachable = [await self._first_of(every)]
+            reachable = [await self._arrival(every)]
         elif names := ", ".join(server.name for server in self.servers if server not in reachable):
             log.warning("%s does not answer; the other engines take over until it does", names)
         self._away = [server for server in every if server not in reachable]
@@ -342,20 +344,6 @@ class Fleet:
             self._warnings.add(str(error))
             return False
         return True
-
-    async def _first_of(self, servers: Sequence[EngineServer]) -> EngineServer:
-        """The first that answers; an error if none does in time."""
-        arriving = {asyncio.ensure_future(self._arrival(server)) for server in servers}
-        try:
-            while True:
-                done, arriving = await asyncio.wait(arriving, return_when=asyncio.FIRST_COMPLETED)
-                arrived = [task for task in done if task.exception() is None]
-                if arrived or not arriving:
-                    return next(iter(arrived or done)).result()
-        finally:
-            for task in arriving:
-                task.cancel()
-            await asyncio.gather(*arriving, return_exceptions=True)
 
     def watch(self, republish: Callable[[], Awaitable[None]]) -> None:
         """Have ``republish`` bring the weights back to servers that lose them; it replaces one named before."""

@@ -151,20 +151,6 @@ def sound(body: bytes) -> dict[str, Any]:
     return tree
 
 
-def sampling_request(tree: dict[str, Any], limits: EngineLimits) -> StockRequest:
-    """The sampling request in the body of one of vLLM's own routes.
-
-    Raises:
-        Refusal: what vLLM, or this engine, cannot be asked.
-    """
-    try:
-        request = msgspec.convert(tree, StockRequest, strict=False)
-    except msgspec.ValidationError as error:
-        raise Refusal(400, f"the request's body is not as expected: {error}") from error
-    request.fits(limits)
-    return request
-
-
 def salted(tree: dict[str, Any], salt: str) -> bytes:
     """The body with a cache salt, its own one mixed in; as it is where vLLM itself must say what is wrong."""
     given_salt = tree.get("cache_salt")
@@ -195,7 +181,7 @@ class Stock:
             if path == LOADS:
                 require_free_name(str(tree.get("lora_name", "")))
                 allowed(str(tree.get("lora_path", "")))
-            answers = sampling_request(tree, self._limits).answers if path in SALTED else 0
+            answers = self._answers(tree) if path in SALTED else 0
         except (Refusal, ClientDisconnected) as error:
             await refuse(send, error)
             return
@@ -203,6 +189,15 @@ class Stock:
             await self._held(tree, answers, scope, receive, send)
         else:
             await self._app(scope, replayed(body, receive, self._front.broken_off), send)
+
+    def _answers(self, tree: dict[str, Any]) -> int:
+        """How many answers a sampling request asks for; raises Refusal where vLLM, or this engine, cannot be asked."""
+        try:
+            request = msgspec.convert(tree, StockRequest, strict=False)
+        except msgspec.ValidationError as error:
+            raise Refusal(400, f"the request's body is not as expected: {error}") from error
+        request.fits(self._limits)
+        return request.answers
 
     async def _held(self, tree: dict[str, Any], answers: int, scope: Scope, receive: Receive, send: Send) -> None:
         """What must not be answered from weights that are not proven; ``answers`` above 0 is what samples."""
