@@ -121,7 +121,7 @@ def profiled(at: int, file: Path) -> None:
         file.write_text(averages.table(sort_by=f"self_{device}_time_total", row_limit=30), encoding="utf-8")
         return stats
 
-    Step.forward_backward = watched  # type: ignore[method-assign]
+    Step.forward_backward = watched  # type: ignore[assignment, method-assign]
 
 
 def case(args: argparse.Namespace, text: str, deadline: float) -> tuple[list[dict[str, Any]], str]:

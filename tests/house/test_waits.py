@@ -42,7 +42,6 @@ ALLOWED = {
     # Over already: these do not wait.
     "tandem_broker/journal/ledger.py:committed": "it is done",
     "tandem/engines/vllm/server/asgi.py:unless": "it is done",
-    "tandem/engines/vllm/client/fleet.py:_first_of": "it is done",
     "tandem/rewards/judge.py:_verdict": "it is done",
     "tandem_broker/producer.py:_unless_stopped": "it is done",
     "tandem/transport/collective.py:connect": "it is done",

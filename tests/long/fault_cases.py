@@ -246,21 +246,21 @@ def _other_alpha(bench: Any, folder: Path, version: PolicyVersion) -> Path:
 
 def _slot(make: Callable[[Any, Any], Any]) -> Inject:
     """How an adapter is written into the slot that the engine lends."""
-    return instead(lambda bench: bench.slot, "write", make)
+    return instead(lambda bench: bench.slot, "copy", make)
 
 
-def _unwritten(bench: Any, write: Any) -> Any:
-    return lambda stored: sum(tensor.nbytes for _, tensor in stored)
+def _unwritten(bench: Any, copy: Any) -> Any:
+    return lambda description, stored: sum(tensor.nbytes for _, tensor in stored)
 
 
-def _elsewhere(bench: Any, write: Any) -> Any:
-    def wrong(stored: Any) -> int:
+def _elsewhere(bench: Any, copy: Any) -> Any:
+    def wrong(description: Any, stored: Any) -> int:
         memory = bench.slot
         right = list(memory._views)
         # All slots of a tensor lie one after another.
         memory._views[:] = [v.as_strided(v.shape, v.stride(), _next_slot(v)) for v in right]
         try:
-            return int(write(stored))
+            return int(copy(description, stored))
         finally:
             memory._views[:] = right
 
@@ -273,11 +273,11 @@ def _next_slot(view: torch.Tensor) -> int:
     return int(view.storage_offset() + size // 2)
 
 
-def _layers_swapped(bench: Any, write: Any) -> Any:
-    def wrong(stored: Any) -> int:
+def _layers_swapped(bench: Any, copy: Any) -> Any:
+    def wrong(description: Any, stored: Any) -> int:
         first, second = LORA_A.format(0), LORA_A.format(1)
         held = dict(stored)
-        return int(write([(n, held[{first: second, second: first}.get(n, n)]) for n in held]))
+        return int(copy(description, [(n, held[{first: second, second: first}.get(n, n)]) for n in held]))
 
     return wrong
 

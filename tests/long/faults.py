@@ -122,7 +122,7 @@ class SecondRank:
     @property
     def slot(self) -> Any:
         """Where it writes its adapter."""
-        return self.adapter._writer._attached
+        return self.adapter._writer
 
     def views(self, export: Any) -> Mapping[str, torch.Tensor]:
         """Its engine's weights."""
@@ -193,7 +193,7 @@ class Bench:
     @property
     def slot(self) -> Any:
         """Where its adapter is written."""
-        return self.engine._writer._attached if self.second is None else self.second.slot
+        return self.engine._writer if self.second is None else self.second.slot
 
     def gather(self) -> None:
         """Have every rank hold what the lead does."""

@@ -13,6 +13,7 @@ import os
 import signal
 import types
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextvars import ContextVar
 from typing import Any
 
@@ -113,20 +114,18 @@ class Worker(worker.WorkerExtension):
     def tandem_receive(self, manifest: str, bucket_bytes: int, lora_id: int, config: str) -> None:
         joining = self._tandem_joining
         assert joining is not None
-        assert joining.member is not None
-        member = joining.member
+        member = joining.result()
 
         def through(*arguments: Any, keep: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
             arriving = (pair for bucket in member.receive(*arguments, keep=keep) for pair in bucket)
             return ([pair] for pair in self._tandem_through(arriving))
 
-        joining.member = types.SimpleNamespace(  # type: ignore[assignment]
-            receive=through, close=member.close
-        )
+        self._tandem_joining = Future()
+        self._tandem_joining.set_result(types.SimpleNamespace(receive=through))  # type: ignore[arg-type]
         try:
             super().tandem_receive(manifest, bucket_bytes, lora_id, config)
         finally:
-            joining.member = member
+            self._tandem_joining = joining
 
     def _tandem_through(self, arriving: Named) -> Named:
         """What arrives, as the fault lets it through; what arrived is remembered for the one that comes too late."""

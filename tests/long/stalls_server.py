@@ -122,12 +122,14 @@ class Engine:
     async def on_bridge_checksums(self, body: Any) -> Any:
         from safetensors.torch import load_file
 
-        from tandem.engines.vllm.adapters import StoredAdapter
+        from tandem.engines.base import LoraAdapter
+        from tandem.engines.vllm.adapters import AdapterWriter
         from tandem.transport.checksums import ChecksumCache, Shard
 
         if body.get("travels") == "adapter":
             folder = self.adapters[body["adapter"]]
-            stored = StoredAdapter().of(load_file(folder / "adapter_model.safetensors").items(), body["config"])
+            tensors = tuple(load_file(folder / "adapter_model.safetensors").items())
+            stored = AdapterWriter().stored(LoraAdapter(config=body["config"], tensors=tensors))
         elif self.held:
             stored = list(self.held.items())
         else:

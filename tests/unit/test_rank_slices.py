@@ -19,7 +19,7 @@ from tandem.trainable.full import Full
 from tandem.trainer.ranks.slices import LeadSlices
 from tandem.types import PolicyVersion
 from tandem.weight_sync.shared import Shared
-from tandem.weight_sync.transaction.session import compare
+from tandem.weight_sync.verify.probe import compare
 
 
 @pytest.mark.slow
@@ -121,7 +121,8 @@ def test_a_publish_is_compared_with_the_bytes_of_all_workers() -> None:
     async def published(theirs: Mapping[str, int]) -> int:
         sync, bound = session(ranks, FakeEngine(theirs), fresh=False)
         moved = await sync.transfer(bound, PolicyVersion(step=1, digest=""))
-        compare(await bound.trained.sums(bound.engine, await bound.trained.checksums()))
+        sums = await bound.trained.sums(bound.engine, await bound.trained.checksums())
+        compare(sums.stored, sums.engines, "tensors", "")
         return moved
 
     assert asyncio.run(published(SUMS)) == 7

@@ -20,11 +20,10 @@ from tandem.engines.base import EngineRequirements, LoraAdapter
 from tandem.engines.vllm.adapters import (
     SHARED_NAME,
     AdapterWriter,
-    AttachedAdapter,
-    StoredAdapter,
     scaling,
 )
 from tandem.engines.vllm.client.engine import VllmEngine
+from tandem.engines.vllm.spec import Vllm
 from tandem.engines.vllm.worker.adapter import AdapterTensor, InPlaceAdapters
 from tandem.engines.vllm.worker.extension import WorkerExtension
 from tandem.errors import EngineError
@@ -467,6 +466,10 @@ FACTORS = [1.0, 2.0, 0.5, 2.0**-7, 10 / 6, 0.3, 32 / 12**0.5]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 
 
+def trained(tensors: dict[str, Tensor], config: dict[str, Any] = CONFIG) -> LoraAdapter:
+    return LoraAdapter(config=config, tensors=tuple(tensors.items()))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -477,27 +480,28 @@ def test_whatever_multiplies_b_gives_the_bits_of_one_float32_product(
     want = [(t.float() * torch.tensor(factor, dtype=torch.float32, device=device)).to(dtype) for t in tensors]
     one_by_one = [tensor * factor for tensor in tensors]  # what vLLM does when it loads a file
     config = {"r": 1, "lora_alpha": factor}
-    stored = StoredAdapter().of([(f"{n}.lora_B.default.weight", t.view(1, -1)) for n, t in enumerate(tensors)], config)
+    named = {f"{n}.lora_B.default.weight": t.view(1, -1) for n, t in enumerate(tensors)}
+    stored = AdapterWriter().stored(trained(named, config))
     for n, expected in enumerate(want):
         for product in (one_by_one[n], stored[n][1].flatten(), tensors[n].mul_(factor)):
             assert torch.equal(product, expected)
 
 
 def test_what_the_trainer_stores_follows_its_tensors_and_stays_in_its_place() -> None:
-    tensors, keeper = adapter(), StoredAdapter()
+    tensors, keeper = adapter(), AdapterWriter()
     before = {name: tensor.clone() for name, tensor in tensors.items()}
-    first = keeper.of(tensors.items(), CONFIG)
+    first = keeper.stored(trained(tensors))
     where = [tensor.data_ptr() for _, tensor in first]
     assert all(torch.equal(tensor, expected(tensors)[name]) for name, tensor in first)
     assert all(torch.equal(before[name], tensor) for name, tensor in tensors.items())
     assert all(pointer % 16 == 0 for pointer in where), "wide loads need it"
     for tensor in tensors.values():
         tensor.add_(1)
-    second = keeper.of(tensors.items(), CONFIG)
+    second = keeper.stored(trained(tensors))
     assert all(torch.equal(tensor, expected(tensors)[name]) for name, tensor in second)
     assert [tensor.data_ptr() for _, tensor in second] == where
     larger = adapter(rank=8)
-    third = keeper.of(larger.items(), CONFIG | {"r": 8})
+    third = keeper.stored(trained(larger, CONFIG | {"r": 8}))
     assert all(torch.equal(tensor, expected(larger, 10 / 8)[name]) for name, tensor in third)
 
 
@@ -509,13 +513,11 @@ def test_a_lent_slot_is_written_by_its_borrower(tmp_path: Path) -> None:
     slots, manager = engine()
     slots.put(8, CONFIG, adapter(5))  # beside it
     slots.put(7, CONFIG, adapter(4))  # as a broadcast does; its values move with the slot
-    keeper = StoredAdapter()
+    borrower = AdapterWriter()
     answer = json.loads(json.dumps(slots.export(7, CONFIG, meta(adapter()), tmp_path)))
-    borrowed = AttachedAdapter(answer, keeper.of(adapter().items(), CONFIG))
     assert all(torch.equal(h.tensor, expected(adapter(4))[h.name]) for h in slots.stored(7))
     for seed in (0, 1):
-        stored = keeper.of(adapter(seed).items(), CONFIG)
-        assert borrowed.write(stored) == sum(tensor.nbytes for tensor in adapter().values())
+        assert borrower.write(answer, trained(adapter(seed))) == sum(tensor.nbytes for tensor in adapter().values())
         want = expected(adapter(seed))
         assert all(torch.equal(h.tensor, want[h.name]) for h in slots.stored(7))
     q = manager.modules["model.layers.0.self_attn.qkv_proj"]
@@ -549,7 +551,7 @@ def test_what_does_not_fit_is_not_lent(tmp_path: Path) -> None:
     wide = adapter(dtype=torch.float32)
     answer = slots.export(7, CONFIG, meta(wide), tmp_path)
     with pytest.raises(EngineError, match=r"q_proj.lora_A.weight as torch.bfloat16.*the trainer has torch.float32"):
-        AttachedAdapter(answer, StoredAdapter().of(wide.items(), CONFIG))
+        AdapterWriter().write(answer, trained(wide))
     assert filled(manager) == 0
 
 
@@ -575,22 +577,21 @@ class Server:
         return {h.name: h.tensor for h in self.adapters.stored(7)}
 
 
+def fleet_of(*servers: Server) -> Any:
+    requirements = EngineRequirements(model="", dtype="bfloat16")
+    return SimpleNamespace(
+        servers=list(servers), restart_count=0, context=64, requirements=requirements, options=Vllm(control_seconds=0.5)
+    )
+
+
 def test_the_trainer_borrows_a_slot_once_and_again_where_it_was_lost(tmp_path: Path) -> None:
     server = Server(tmp_path)
-    fleet: Any = SimpleNamespace(servers=[server], restart_count=0, context=64)
-    live = VllmEngine(
-        fleet,
-        seeded=False,
-        context=64,
-        ends=[],
-        requirements=EngineRequirements(model="", dtype="bfloat16"),
-        pause_seconds=1.0,
-    )
+    fleet = fleet_of(server)
+    live = VllmEngine(fleet, context=64, ends=[])
 
     def publish(seed: int) -> list[str]:
         server.requests.clear()
-        lora = LoraAdapter(config=CONFIG, tensors=tuple(adapter(seed).items()))
-        assert asyncio.run(live.adapt(lora)) == sum(tensor.nbytes for tensor in adapter().values())
+        assert asyncio.run(live.adapt(trained(adapter(seed)))) == sum(tensor.nbytes for tensor in adapter().values())
         want = expected(adapter(seed))
         assert all(torch.equal(tensor, want[name]) for name, tensor in server.held().items())
         return list(server.requests)
@@ -613,18 +614,17 @@ def test_the_trainer_borrows_a_slot_once_and_again_where_it_was_lost(tmp_path: P
 
 def test_each_rank_writes_the_slot_of_its_own_engine(tmp_path: Path) -> None:
     servers = [Server(tmp_path), Server(tmp_path)]
-    fleet: Any = SimpleNamespace(servers=servers, restart_count=0, context=64)
-    requirements = EngineRequirements(model="", dtype="bfloat16")
-    lead = VllmEngine(fleet, seeded=False, context=64, ends=[], requirements=requirements, pause_seconds=1.0)
+    fleet = fleet_of(*servers)
+    lead = VllmEngine(fleet, context=64, ends=[])
     follower = AdapterWriter()
 
     def publish(seed: int) -> None:
-        trained = LoraAdapter(config=CONFIG, tensors=tuple(adapter(seed).items()))
-        asyncio.run(lead.adapt(trained))
-        (slot,) = asyncio.run(lead.slots_of_ranks(trained))
+        now = trained(adapter(seed))
+        asyncio.run(lead.adapt(now))
+        (slot,) = asyncio.run(lead.slots_of_ranks(now))
         want = expected(adapter(seed))
         assert not all(torch.equal(tensor, want[name]) for name, tensor in servers[1].held().items()), "not yet"
-        follower.write(msgspec.msgpack.decode(msgspec.msgpack.encode(slot)), trained)
+        follower.write(msgspec.msgpack.decode(msgspec.msgpack.encode(slot)), now)
         for server in servers:
             assert all(torch.equal(tensor, want[name]) for name, tensor in server.held().items())
 
@@ -644,9 +644,9 @@ def test_what_a_trainer_has_loaded_is_served_when_it_is_stamped(tmp_path: Path, 
     async def every(path: str, body: Any) -> None:
         requests.append((path, body.served))
 
-    requirements = EngineRequirements(model="m", dtype="float32", payload="adapter")
-    fleet: Any = SimpleNamespace(servers=[], all=every, restart_count=0)
-    engine = VllmEngine(fleet, seeded=True, context=8, ends=[], requirements=requirements, pause_seconds=1.0)
+    fleet = fleet_of()
+    fleet.all = every
+    engine = VllmEngine(fleet, context=8, ends=[])
     adapter = LoraAdapter(config=CONFIG, tensors=())
     version = PolicyVersion(step=0, digest="")
     asyncio.run(engine.swap(tmp_path, version, adapter) if way == "swap" else engine.load(tmp_path, adapter))

@@ -691,7 +691,7 @@ def test_who_was_handed_in_early_for_a_step_that_nobody_publishes_is_told() -> N
 
 def test_an_answer_that_comes_whole_is_split_by_what_was_counted_at_each_pause() -> None:
     """Where vLLM counts tokens in flight, they are handed over once, at the end."""
-    record = RequestRecord([PartialCompletion(), PartialCompletion()], [1], None, 0)
+    record = RequestRecord([PartialCompletion(), PartialCompletion()])
     record.completions[0].marks += [(3, 2), (4, 2), (5, 4)]
     record.completions[1].marks += [(3, 9)]
     parts = [
@@ -703,12 +703,13 @@ def test_an_answer_that_comes_whole_is_split_by_what_was_counted_at_each_pause()
     assert record.completions[1].generations == [3, 3, 3]
 
 
-@pytest.mark.parametrize("kind", [list, FlatLogprobs])
-def test_what_a_token_itself_has_is_told_without_the_others(kind: Any) -> None:
+def test_what_a_token_itself_has_is_told_without_the_others() -> None:
     """What was sampled comes first, and need not be the likeliest; answers come whole or in pieces."""
-    record = RequestRecord([PartialCompletion()], [1], None, 0)
+    record = RequestRecord([PartialCompletion()])
     for tokens in ([7, 8], [9]):
-        logprobs = kind([{t: SimpleNamespace(logprob=-float(t)), 5: SimpleNamespace(logprob=-0.5)} for t in tokens])
+        logprobs = FlatLogprobs(
+            [{t: SimpleNamespace(logprob=-float(t)), 5: SimpleNamespace(logprob=-0.5)} for t in tokens]
+        )
         part = SimpleNamespace(index=0, token_ids=tokens, logprobs=logprobs, text="", finish_reason=None)
         record.add(SimpleNamespace(prompt_logprobs=None, num_cached_tokens=0, outputs=[part]), 6)
     (answer,) = record.completions
@@ -718,15 +719,15 @@ def test_what_a_token_itself_has_is_told_without_the_others(kind: Any) -> None:
 
 def test_an_answer_ended_from_without_has_no_token_without_its_logprob() -> None:
     for finish, tokens in (("abort", [7, 8]), ("length", [7, 8, 9])):
-        logprobs = [{token: SimpleNamespace(logprob=-1.0)} for token in tokens]
-        record = RequestRecord([PartialCompletion(marks=[(3, 1)])], [1], None, 0)
+        logprobs = FlatLogprobs([{token: SimpleNamespace(logprob=-1.0)} for token in tokens])
+        record = RequestRecord([PartialCompletion(marks=[(3, 1)])])
         part = SimpleNamespace(index=0, token_ids=[7, 8, 9], logprobs=logprobs, text="", finish_reason=finish)
         record.add(SimpleNamespace(prompt_logprobs=None, num_cached_tokens=0, outputs=[part]), 6)
         (answer,) = record.completions
         assert (answer.tokens, answer.generations) == (tokens, [3, 6, 6][: len(tokens)])
         assert len(answer.logprobs) == len(answer.own_logprobs) == len(tokens)
     part.logprobs, part.finish_reason = None, "abort"
-    record = RequestRecord([PartialCompletion()], [1], None, 0)
+    record = RequestRecord([PartialCompletion()])
     record.add(SimpleNamespace(prompt_logprobs=None, num_cached_tokens=0, outputs=[part]), 6)
     assert record.completions[0].tokens == [7, 8, 9], "where none were asked for none are missing"
 

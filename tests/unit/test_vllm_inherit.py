@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,8 +14,9 @@ from aiohttp import web
 
 from tandem.engines.base import EngineRequirements, LoadsVersions
 from tandem.engines.vllm import protocol as wire
-from tandem.engines.vllm.client.engine import INHERIT_TRIES, inherit
+from tandem.engines.vllm.client.engine import INHERIT_TRIES, VllmEngine
 from tandem.engines.vllm.client.http import EngineServer, EngineUnreachable
+from tandem.engines.vllm.spec import Vllm
 from tandem.errors import EngineError
 from tandem.ports import free_port
 
@@ -68,17 +70,20 @@ def inherited(engine: Somebodys, requirements: EngineRequirements) -> tuple[list
     """What it says, how often it was woken and how often it was looked for again."""
     woken, again = [], []
 
-    async def wake() -> None:
-        woken.append(1)
+    class Woken(VllmEngine):
+        async def wake(self) -> None:
+            woken.append(1)
+
+    async def look() -> None:
+        again.append(1)
+        engine.away -= 1
 
     async def go() -> list[str]:
         async with engine.served() as server:
-
-            async def look() -> None:
-                again.append(1)
-                engine.away -= 1
-
-            return await inherit(lambda: [server], requirements, pause_seconds=5.0, wake=wake, again=look)
+            fleet: Any = SimpleNamespace(
+                servers=[server], requirements=requirements, options=Vllm(), ours=False, start=look
+            )
+            return await Woken(fleet, context=8, ends=[]).inherit()
 
     return asyncio.run(asyncio.wait_for(go(), 20)), len(woken), len(again)
 

@@ -88,7 +88,7 @@ def group(**options: Any) -> Iterator[tuple[Member, Receiver, ThreadPoolExecutor
         receiver.tandem_connect(json.dumps({**asdict(trainer.rendezvous), **options}), 1)
         trainer.connect()
         assert receiver._tandem_joining is not None
-        receiver._tandem_joining.join(20)
+        receiver._tandem_joining.result(20)
         assert receiver.tandem_connection() == {"state": "connected", "reason": "", "joining": 0}
         with ThreadPoolExecutor(1) as pool:
             yield trainer, receiver, pool

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.fake_vllm import LIMIT, FakeClient, Models, SamplingParams, install, settle
+from support.fake_vllm import LIMIT, FakeClient, Models, install, settle
 
 from tandem.engines.vllm.server import asgi
 from tandem.engines.vllm.server.adapters import FOLDERS, IN_PLACE_ID
@@ -134,17 +134,13 @@ def test_text_and_ids_are_answered_alike() -> None:
     run(body)
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_logprobs_are_told_flat_whether_or_not_this_vllm_can(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not known:
-        monkeypatch.delattr(SamplingParams, "flat_logprobs")
-
+def test_logprobs_are_told_flat() -> None:
     async def body(c: Client) -> None:
         c.vllm.weights = 3
         request = {"prompt": "ab", "max_tokens": 2, "n": 2, "flat_logprobs": True}
         response = (await c.post("/generate", {**request, "logprobs": 0})).json
         assert (response["logprobs"], response["token_logprobs"]) == (None, [[-3.0, -3.0]] * 2)
-        assert c.vllm.seen[0].params.flat_logprobs is known
+        assert c.vllm.seen[0].params.flat_logprobs is True
         response = (await c.post("/generate", request)).json
         assert response["logprobs"] is None
         assert "token_logprobs" not in response

@@ -176,7 +176,7 @@ async def opened(*somebodys: Somebodys, seconds: float = 20.0) -> AsyncIterator[
     requirements = EngineRequirements(model="m", dtype="bfloat16")
     servers = [EngineServer(url, "", control_seconds=5.0, request_seconds=5.0) for url in urls]
     fleet = Fleet(servers, launch=None, options=spec, requirements=requirements)
-    engine = VllmEngine(fleet, seeded=False, context=64, ends=[1], requirements=requirements, pause_seconds=5.0)
+    engine = VllmEngine(fleet, context=64, ends=[1])
     try:
         await engine.start()
         publisher = Publisher(engine)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
+from tandem.errors import EngineError
 from tandem.types import Completion, PolicyVersion, Sampling
 
 MOST_SECONDS = 7 * 24 * 3600
@@ -103,11 +104,9 @@ class RankHosts(Protocol):
 
     async def start_engines(self, requirements: EngineRequirements) -> Sequence[RankEngine]:
         """Have each start its engine, or find it; in the order of the engines."""
-        ...
 
     async def restart_engine(self, engine: int) -> RankEngine:
         """Have one start its engine again, which has died; the first of the run is engine 0."""
-        ...
 
 
 class Engine(ABC):
@@ -234,6 +233,20 @@ class Engine(ABC):
     def context(self) -> int:
         """Most tokens of a prompt and its completion together."""
 
+    def room(self, prompt: Sequence[int]) -> int:
+        """Tokens that the completion of a prompt may have.
+
+        Raises:
+            EngineError: none, or the prompt is empty.
+        """
+        room = self.context - len(prompt)
+        if not prompt or room < 1:
+            raise EngineError(
+                f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}; shorten the prompt "
+                "or raise context"
+            )
+        return room
+
 
 @runtime_checkable
 class ExportsWeights(Protocol):
@@ -241,7 +254,6 @@ class ExportsWeights(Protocol):
 
     async def export_weights(self) -> Mapping[str, Any]:
         """Hugging Face name and tensor, in this process, of every weight it samples from: its own storage."""
-        ...
 
 
 @runtime_checkable
@@ -250,11 +262,9 @@ class ExportsToRanks(Protocol):
 
     async def exports_of_ranks(self) -> Sequence[Any]:
         """For ranks 1 and on, where the weights of their engine are, as plain data."""
-        ...
 
     async def slots_of_ranks(self, adapter: LoraAdapter) -> Sequence[Any]:
         """For ranks 1 and on, where their engine samples this adapter from, as plain data; each writes its own."""
-        ...
 
 
 @runtime_checkable
@@ -266,7 +276,6 @@ class ExportsSlices(Protocol):
 
     async def exports_of_workers(self) -> Sequence[Sequence[Any]]:
         """Where slices are, engine by engine and worker by worker, as plain data for ``attach_parts``."""
-        ...
 
 
 @runtime_checkable
@@ -275,7 +284,6 @@ class TakesAdapter(Protocol):
 
     async def adapt(self, adapter: LoraAdapter) -> int:
         """Sample with this adapter from now on; returns the bytes copied."""
-        ...
 
 
 @runtime_checkable
@@ -284,7 +292,6 @@ class LoadsVersions(Protocol):
 
     async def swap(self, folder: Path, version: PolicyVersion, adapter: LoraAdapter) -> int:
         """Load a PEFT folder as this version; new requests use it once its version is set. Returns the bytes loaded."""
-        ...
 
 
 @runtime_checkable
@@ -293,11 +300,9 @@ class Relaunches(Protocol):
 
     async def relaunch(self, weights: Path | None) -> None:
         """End it and, once its memory is free, start it anew: on a model folder, or on the weights it had."""
-        ...
 
     async def load(self, folder: Path, adapter: LoraAdapter) -> None:
         """Load a PEFT folder, which holds ``adapter``, into the engine as it runs."""
-        ...
 
 
 @runtime_checkable
@@ -306,15 +311,12 @@ class ReceivesBroadcast(Protocol):
 
     async def workers(self) -> Sequence[Sequence[str]]:
         """For each engine the accelerator of each of its ranks: its UUID, or nothing on a host."""
-        ...
 
     async def addresses(self) -> Sequence[str]:
         """For each engine the trainer's own address on the way to it."""
-        ...
 
     async def connect(self, rendezvous: Mapping[str, Any], first: Sequence[int]) -> None:
         """Begin to join a group whose rank 0 is the trainer; ``first`` is the rank of each engine's first worker."""
-        ...
 
     async def connected(self) -> bool:
         """True once every worker has joined.
@@ -322,17 +324,14 @@ class ReceivesBroadcast(Protocol):
         Raises:
             TransportError: one could not.
         """
-        ...
 
     async def receive(
         self, manifest: Sequence[tuple[str, tuple[int, ...], str]], bucket_bytes: int, adapter: LoraAdapter | None
     ) -> None:
         """Take one publish from the group into the weights, or into the adapter."""
-        ...
 
     async def disconnect(self) -> None:
         """Leave the group."""
-        ...
 
 
 @runtime_checkable
@@ -341,11 +340,9 @@ class ReportsChecksums(Protocol):
 
     async def checksums(self, payload: Literal["weights", "adapter"]) -> Mapping[str, Mapping[str, int]]:
         """For each engine by name: checksum of each tensor it samples from, by its name in the payload."""
-        ...
 
     def as_stored(self, adapter: LoraAdapter) -> Iterable[tuple[str, Any]]:
         """An adapter's tensors under the names and with the values that the engine stores them."""
-        ...
 
 
 class EngineSpec(ABC):

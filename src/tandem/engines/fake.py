@@ -69,9 +69,7 @@ class FakeEngine(Engine):
     async def generate(self, prompt: Sequence[int], sampling: Sampling, key: int) -> Completion:
         if self._closed:
             raise EngineError("the engine is closed")
-        room = self._context - len(prompt)
-        if not prompt or room < 1:
-            raise EngineError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self._context}")
+        room = self.room(prompt)
         if sampling.penalised:
             raise EngineError("engine: fake draws uniformly; leave out penalties and min_tokens, or use another engine")
         self._waiting += 1

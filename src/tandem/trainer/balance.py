@@ -6,7 +6,7 @@ Tokens are those that are computed: what a tree shares counts once. Cost is in t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -67,7 +67,8 @@ class Balance:
         if self._ranks == 1 or not fewest:
             return fewest
         full = -(-len(fewest) // self._ranks) * self._ranks
-        return min(fewest, self._evened_to(full), key=lambda loads: _seconds(loads, self._ranks))
+        even = self._evened(self._fill(range(len(self._families)), math.inf), full, key=_highest)
+        return min(fewest, even, key=lambda loads: _seconds(loads, self._ranks))
 
     def _fewest(self) -> list[Load]:
         """As few as fit the budget."""
@@ -78,7 +79,9 @@ class Balance:
         cut = self._fill(range(len(self._families)), math.inf)
         if uncut and _work(cut) > _work(whole):
             return whole
-        return min(whole, self._evened(cut), key=lambda loads: (_work(loads), _highest(loads)))
+        # A prompt more is worth what it takes off the highest.
+        even = self._evened(cut, len(cut), key=lambda loads: _work(loads) + _highest(loads))
+        return min(whole, even, key=lambda loads: (_work(loads), _highest(loads)))
 
     def _whole(self) -> list[Load]:
         """Groups uncut where they fit the budget."""
@@ -92,7 +95,9 @@ class Balance:
         first_fit: list[Load] = []
         for unit in sorted(units, key=lambda unit: -unit.tokens):
             roomy = (load for load in first_fit if load.tokens + unit.tokens <= self._budget)
-            _into(unit, next(roomy, None), first_fit)
+            if (place := next(roomy, None)) is None:
+                first_fit.append(place := Load())
+            place.take(unit)
         # As many, the most costly first, each where there is least of those with room: alike, but one may find none.
         even = [Load() for _ in first_fit]
         for unit in sorted(units, key=lambda unit: -unit.cost):
@@ -103,29 +108,14 @@ class Balance:
             least.take(unit)
         return closed + even
 
-    def _evened(self, best: list[Load]) -> list[Load]:
-        """As many or fewer, groups one after another, under the cap on cost that makes them alike."""
-        low, high = sum(load.cost for load in best) / len(best), _highest(best)
-        for _ in range(_TRIES):
-            middle = (low + high) / 2
-            loads = self._fill(range(len(self._families)), middle)
-            if len(loads) <= len(best):
-                # A prompt more is worth what it takes off the highest.
-                best, high = min(best, loads, key=lambda loads: _work(loads) + _highest(loads)), middle
-            else:
-                low = middle
-        return best
-
-    def _evened_to(self, most: int) -> list[Load]:
-        """At most so many, alike in cost."""
-        every = range(len(self._families))
-        best = self._fill(every, math.inf)
+    def _evened(self, best: list[Load], most: int, key: Callable[[Sequence[Load]], float]) -> list[Load]:
+        """The best by ``key`` of at most so many, groups one after another, under caps on cost that make them alike."""
         low, high = sum(load.cost for load in best) / most, _highest(best)
         for _ in range(_TRIES):
             middle = (low + high) / 2
-            loads = self._fill(every, middle)
+            loads = self._fill(range(len(self._families)), middle)
             if len(loads) <= most:
-                best, high = loads, middle
+                best, high = min(best, loads, key=key), middle
             else:
                 low = middle
         return best
@@ -180,14 +170,6 @@ class Balance:
             cost += length - shared + seen / self._reach
             members.append(sample)
         return Load({**load.members, group: members}, tokens, cost)
-
-
-def _into(unit: Load, place: Load | None, loads: list[Load]) -> None:
-    """Add to a micro-batch, or begin one."""
-    if place is None:
-        place = Load()
-        loads.append(place)
-    place.take(unit)
 
 
 def _work(loads: Sequence[Load]) -> int:

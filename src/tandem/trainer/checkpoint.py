@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,7 +29,6 @@ from tandem.errors import CheckpointError, TandemError, command
 from tandem.observability import trace, waits
 from tandem.observability.emit import Telemetry
 from tandem.optimizers.base import Stepper
-from tandem.trainable.base import Trainable
 from tandem.trainer import digests
 from tandem.trainer.run_lock import RunLock
 from tandem.trainer.staging import Staging
@@ -57,10 +56,6 @@ def saved_steps(folder: Path) -> list[int]:
 
 Write = Callable[[Path], object]
 """Writes what was staged into a folder."""
-
-
-async def _noop() -> None:
-    """Nobody hears of a checkpoint."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,7 +93,7 @@ class Checkpoints:
             step % self.world.config.checkpoint.every == 0 or step >= self.world.config.steps
         )
 
-    async def begin(self, state: TrainerState, then: Callable[[], Awaitable[None]] = _noop) -> None:
+    async def begin(self, state: TrainerState, then: Callable[[], Awaitable[None]] | None = None) -> None:
         """Stage a checkpoint of this state, unless its step has one, and begin to write it.
 
         The checkpoint before is written by then. The last step's is written when this returns, and so is every one
@@ -168,13 +163,14 @@ class Checkpoints:
         model = await self.world.model()
         return await self.world.save(aside, self.world.policy.compute(self._staged, state, model))
 
-    async def _write(self, step: int, write: Write, final: Path, then: Callable[[], Awaitable[None]]) -> None:
+    async def _write(self, step: int, write: Write, final: Path, then: Callable[[], Awaitable[None]] | None) -> None:
         """Write what was staged, tell of it, and remove old ones."""
         with self._whole_or_none(step, _aside(final)):
             reason = f"step {step} to be written"
             await waits.wait(self._seal(write, final), owner="checkpoint", reason=reason, on=self._writer)
         self.telemetry.event("checkpoint_saved", step=step, path=str(final))
-        await then()
+        if then is not None:
+            await then()
         await self.staging.write(self._tidy)
 
     async def _seal(self, write: Write, final: Path) -> None:
@@ -222,13 +218,16 @@ class Checkpoints:
         weights = trainable.live_tensors(model)
         if model is policy.model:
             weights = hold(weights)
-        parts: deque[Write] = deque([partial(_write_weights, trainable, model, weights, policy.tokenizer)])
+        parts: deque[Write] = deque(
+            [lambda aside: trainable.write(model, weights, policy.tokenizer, aside / trainable.folder_name)]
+        )
         if self.contents == "all":
             parts.append(staged_states(self.work.stepper, 0, hold))
             if self.work.reference is not None and (saved := hold(self.work.reference.state_dict())):
                 parts.append(lambda aside: save_file(saved, aside / "reference.safetensors"))
             rng = tuple(torch.get_rng_state().tolist())
-            parts.append(partial(_write_state, dataclasses.replace(state, rng=rng)))
+            text = json.dumps({"format": FORMAT, **dataclasses.replace(state, rng=rng).to_json()})
+            parts.append(lambda aside: (aside / "state.json").write_text(text, encoding="utf-8"))
         return partial(_write_each, parts)
 
     async def restore(self, state: TrainerState) -> None:
@@ -327,16 +326,6 @@ def _write_each(parts: deque[Write], aside: Path) -> None:
     while parts:
         aside.stat()  # raises where the run's folder is gone, which no writer is to make anew
         parts.popleft()(aside)
-
-
-def _write_weights(
-    trainable: Trainable, model: nn.Module, weights: Mapping[str, torch.Tensor], tokenizer: Any, aside: Path
-) -> None:
-    trainable.write(model, weights, tokenizer, aside / trainable.folder_name)
-
-
-def _write_state(state: TrainerState, aside: Path) -> None:
-    (aside / "state.json").write_text(json.dumps({"format": FORMAT, **state.to_json()}), encoding="utf-8")
 
 
 def _make_anew(aside: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence, Sized
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -237,7 +237,10 @@ def rollout_source(
     """Where groups come from: a broker if the recipe names one, else what is played here."""
     if config.broker is None:
         return rollout_buffer(config, runners, trained, telemetry, lag_control)
-    source: RolloutSource = _broker_source()(
+    # A run without a broker loads nothing of it.
+    if not (points := entry_points(group="tandem.rollout_sources", name="broker")):
+        raise ConfigError("broker: tandem_broker is not installed; install Tandem again (pip install -e .)")
+    source: RolloutSource = next(iter(points)).load()(
         config,
         folder=folder,
         context=memory.context(config, policy.config),
@@ -248,15 +251,6 @@ def rollout_source(
         engine=engine,
     )
     return source
-
-
-def _broker_source() -> Callable[..., RolloutSource]:
-    """What makes the source of a recipe with ``broker:``; a run without one loads nothing of it."""
-    points = entry_points(group="tandem.rollout_sources", name="broker")
-    if not points:
-        raise ConfigError("broker: tandem_broker is not installed; install Tandem again (pip install -e .)")
-    make: Callable[..., RolloutSource] = next(iter(points)).load()
-    return make
 
 
 def rollout_buffer(

@@ -16,6 +16,9 @@ from tandem.rollout.task_sampler import EnvRunner
 from tandem.trainer.environments import Tasks
 from tandem.types import Group, Json, Sampling, Task
 
+TaskResult = tuple[EnvRunner, Group]
+"""One task, answered, and what played it."""
+
 _SHOWN = 40
 """Answers kept in a record, one of each of the first tasks, as many of each environment."""
 
@@ -64,7 +67,7 @@ class Evaluator:
             groups = await asyncio.gather(
                 *(self._group(runner, task, i, played) for i, (runner, task) in enumerate(pairs))
             )
-        results = [_TaskResult(runner=runner, group=group) for (runner, _), group in zip(pairs, groups, strict=True)]
+        results = [(runner, group) for (runner, _), group in zip(pairs, groups, strict=True)]
         return self._record(step, results, time.time() - begun)
 
     async def _group(self, runner: EnvRunner, task: Task, index: int, played: progress.Progress) -> Group:
@@ -76,10 +79,10 @@ class Evaluator:
         played.advance()
         return group
 
-    def _record(self, step: int, results: Sequence[_TaskResult], seconds: float) -> dict[str, Json]:
+    def _record(self, step: int, results: Sequence[TaskResult], seconds: float) -> dict[str, Json]:
         """All environments together, and each of them under ``envs``."""
         samples = self.config.evaluate.samples
-        by_name = {runner.name: [result for result in results if result.runner is runner] for runner in self.runners}
+        by_name = {runner.name: [result for result in results if result[0] is runner] for runner in self.runners}
         return {
             "step": step,
             "time": time.time(),
@@ -98,21 +101,13 @@ def held_out(config: RunConfig, tasks: Tasks) -> Tasks:
     return {name: [some[i] for i in range(min(config.evaluate.tasks, len(some)))] for name, some in tasks.items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TaskResult:
-    """One task, answered."""
-
-    runner: EnvRunner
-    group: Group
-
-
-def _numbers(results: Sequence[_TaskResult], samples: int) -> dict[str, Json]:
+def _numbers(results: Sequence[TaskResult], samples: int) -> dict[str, Json]:
     """mean@k and pass@k over tasks, with 95 % intervals; a failed answer counts as wrong."""
-    solved = [sum(map(result.runner.solved, result.group.rollouts)) for result in results]
+    solved = [sum(map(runner.solved, group.rollouts)) for runner, group in results]
     means = [right / samples for right in solved]
     ks = sorted({1, *(k for k in (2, 4, 8, 16, 32, 64) if k < samples), samples})
     passed = {k: [pass_at(right, samples, k) for right in solved] for k in ks}
-    every = [r for result in results for r in result.group.rollouts]
+    every = [r for _, group in results for r in group.rollouts]
     answered = [r for r in every if r.num_tokens]
     return {
         "tasks": len(results),
@@ -126,11 +121,12 @@ def _numbers(results: Sequence[_TaskResult], samples: int) -> dict[str, Json]:
     }
 
 
-def _shown(result: _TaskResult) -> dict[str, Json]:
+def _shown(result: TaskResult) -> dict[str, Json]:
     """A task and its first answer."""
-    first = result.group.rollouts[0]
+    runner, group = result
+    first = group.rollouts[0]
     return {
-        "task": f"{result.runner.label}{first.task.id}",
+        "task": f"{runner.label}{first.task.id}",
         "prompt": first.task.prompt[-1].content,
         "answer": first.task.answer,
         "text": first.text,

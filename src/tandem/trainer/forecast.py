@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,12 +34,15 @@ class Forecast:
 
 async def forecast(config: RunConfig, runners: Sequence[EnvRunner], count: int) -> Forecast:
     """Play the first ``count`` groups, a batch's worth at a time."""
-    begun, wanted = time.monotonic(), _first(config, runners, count)
+    begun, table = time.monotonic(), MixtureSchedule(runners, config.groups_per_step)
+    names = list(itertools.islice(itertools.chain.from_iterable(map(table.batch, itertools.count())), count))
+    by_name = {runner.name: runner for runner in runners}
     room, postprocess_rewards = asyncio.Semaphore(config.groups_per_step), postprocess(config)
     with progress.under_way("sampling", total=count, unit="groups") as played:
 
-        async def play(index: int, runner: EnvRunner, number: int) -> Group:
-            task, id = runner.of(Draw(env=runner.name, number=number))
+        async def play(index: int, name: str) -> Group:
+            runner = by_name[name]
+            task, id = runner.of(Draw(env=name, number=names[:index].count(name)))
             async with room:
                 group = await runner.group_runner.run(
                     task, id=id, index=index, size=config.group_size, sampling=config.sampling
@@ -48,18 +50,5 @@ async def forecast(config: RunConfig, runners: Sequence[EnvRunner], count: int) 
             played.advance()
             return postprocess_rewards(group)
 
-        groups = await asyncio.gather(*(play(i, runner, number) for i, (runner, number) in enumerate(wanted)))
+        groups = await asyncio.gather(*(play(index, name) for index, name in enumerate(names)))
     return Forecast(groups=tuple(groups), seconds=time.monotonic() - begun)
-
-
-def _first(config: RunConfig, runners: Sequence[EnvRunner], count: int) -> list[tuple[EnvRunner, int]]:
-    """Environment and number of the first draws of a run without a curriculum."""
-    by_name = {runner.name: runner for runner in runners}
-    table = MixtureSchedule(runners, config.groups_per_step)
-    names = itertools.chain.from_iterable(table.batch(batch) for batch in itertools.count())
-    drawn: Counter[str] = Counter()
-    drawn_tasks = []
-    for name in itertools.islice(names, count):
-        drawn_tasks.append((by_name[name], drawn[name]))
-        drawn[name] += 1
-    return drawn_tasks

@@ -201,7 +201,8 @@ class _RolloutWriter:
     async def begin(self, step: int, batch: StepBatch, stats: StepStats) -> None:
         """Write a step's rollouts, once those of the step before are written."""
         await self.done()
-        self._task = asyncio.ensure_future(asyncio.to_thread(self._write, step, batch, stats))
+        records = self._run.records(step, batch, stats)
+        self._task = asyncio.ensure_future(asyncio.to_thread(self._run.telemetry.rollouts, step, records))
 
     async def done(self) -> None:
         """Wait until nothing is being written."""
@@ -209,9 +210,6 @@ class _RolloutWriter:
         if task is not None:
             with trace.span("seconds/record"):
                 await task
-
-    def _write(self, step: int, batch: StepBatch, stats: StepStats) -> None:
-        self._run.telemetry.rollouts(step, self._run.records(step, batch, stats))
 
 
 def _emit(

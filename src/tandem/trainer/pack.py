@@ -156,9 +156,13 @@ class Packer:
             num_loss_tokens=sum(counts),
             num_samples=len(counts),
             metrics={
-                **_metrics(groups, by_rollout, version),
+                "lag": Histogram(tuple(float(version - group.version_min) for group in groups)),
+                "advantage/abs": Mean.of(map(abs, by_rollout.values())),
+                "groups/trained": Sum(float(len(groups))),
                 **_spared(samples, computed),
-                **_work(micro),
+                "tokens/trained": Sum(float(sum(len(m.targets_N) for m in micro))),
+                "tokens/computed": Sum(float(sum(len(m.tokens_T) for m in micro))),
+                "micro_batches": Sum(float(len(micro))),
                 **_imbalance(rounds, costs),
             },
             rounds=tuple(rounds),
@@ -179,7 +183,7 @@ class Packer:
         groups = [[_Arrays.of(sample) for sample in siblings] for siblings in samples if siblings]
         families = [
             GroupSamples(
-                tree=PrefixTree([each.computed for each in siblings]), rollouts=[each.rollout for each in siblings]
+                tree=PrefixTree([each.tokens[:-1] for each in siblings]), rollouts=[each.rollout for each in siblings]
             )
             for siblings in groups
         ]
@@ -211,7 +215,9 @@ class Packer:
             np.concatenate([sample.targets for sample in samples]),
             np.repeat(np.arange(len(samples)), counts),
         )
-        past = () if self.penalties is None else joined([sample.past() for sample in samples])
+        past: Sequence[NDArray[Any]] = ()
+        if self.penalties is not None:
+            past = joined([Past.of(sample.tokens, sample.at, sample.answers) for sample in samples])
         floats = (
             np.repeat([sample.temperature for sample in samples], counts),
             np.repeat([weigh(count) if count else 0.0 for count in counts], counts),
@@ -270,15 +276,6 @@ class _Arrays:
     advantages: NDArray[np.float64]
     answers: tuple[tuple[int, int], ...]
     """Where each completion begins, and the place after its last token."""
-
-    @property
-    def computed(self) -> Ints:
-        """All tokens but the last."""
-        return self.tokens[:-1]
-
-    def past(self) -> Past:
-        """What is before each trained token."""
-        return Past.of(self.tokens, self.at, self.answers)
 
     @staticmethod
     def of(sample: Sample) -> _Arrays:
@@ -375,24 +372,6 @@ def _spared(samples: Sequence[Sequence[Sample]], computed: Sequence[Sequence[Sam
     twice = sum(each) - sum(len({sample.tokens for sample in siblings}) for siblings in computed)
     skipped = sum(map(len, samples)) - sum(each)
     return {"samples/without_advantage": Sum(float(skipped)), "samples/duplicate": Sum(float(twice))}
-
-
-def _metrics(groups: Sequence[Group], advantages: Mapping[str, float], version: int) -> dict[str, Value]:
-    """Lag, advantages and number of the batch's groups."""
-    return {
-        "lag": Histogram(tuple(float(version - group.version_min) for group in groups)),
-        "advantage/abs": Mean.of(map(abs, advantages.values())),
-        "groups/trained": Sum(float(len(groups))),
-    }
-
-
-def _work(micro: Sequence[Micro]) -> dict[str, Value]:
-    """What the step will compute."""
-    return {
-        "tokens/trained": Sum(float(sum(len(m.targets_N) for m in micro))),
-        "tokens/computed": Sum(float(sum(len(m.tokens_T) for m in micro))),
-        "micro_batches": Sum(float(len(micro))),
-    }
 
 
 def _imbalance(rounds: Sequence[Sequence[int | None]], costs: Sequence[float]) -> dict[str, Value]:

@@ -42,9 +42,7 @@ class PrefixTree:
 
     def shared(self, a: int, b: int) -> int:
         """Leading tokens that two different sequences have in common, as far as the tree shares them."""
-        low, high = self.rank[a], self.rank[b]
-        if low > high:
-            low, high = high, low
+        low, high = sorted((self.rank[a], self.rank[b]))
         depth: int = self._shared[low][high - low - 1]
         return depth
 
@@ -100,13 +98,10 @@ class PackedRow:
             start = depth
             for end in sorted(left[i]):
                 if end > start:
-                    parent, start = self._segment(end - start, parent), end
-                    ends[i, end] = parent
-
-    def _segment(self, length: int, parent: int | None) -> int:
-        self.lengths.append(length)
-        self.parents.append(parent)
-        return len(self.lengths) - 1
+                    self.lengths.append(end - start)
+                    self.parents.append(parent)
+                    parent = ends[i, end] = len(self.lengths) - 1
+                    start = end
 
 
 def _alike(a: Ints, b: Ints) -> int:

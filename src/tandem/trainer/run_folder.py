@@ -40,8 +40,9 @@ def new_folder(config: RunConfig) -> Path:
         ConfigError: it exists, or cannot be made.
     """
     folder = Path(config.runs) / (config.name or _default_name(config))
-    if not config.name:
-        folder = _untaken(folder)
+    if not config.name:  # or with a number behind its name: runs may begin in the same second
+        numbered = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
+        folder = next(each for each in chain([folder], numbered) if not each.exists())
     try:
         if folder.exists():
             again = f"go on with it by: {command('train', folder)}"
@@ -66,12 +67,6 @@ def _default_name(config: RunConfig) -> str:
     if len(names) > 1 and len(envs) > MOST_OF_A_NAME:
         envs = f"{names[0]}+{len(names) - 1}"
     return f"{envs}-{Path(config.model).name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
-
-
-def _untaken(folder: Path) -> Path:
-    """The folder, or one with a number behind its name: runs may begin in the same second."""
-    tried = chain([folder], (folder.with_name(f"{folder.name}-{number}") for number in count(2)))
-    return next(each for each in tried if not each.exists())
 
 
 def write_recipe(config: RunConfig, folder: Path) -> None:
@@ -172,12 +167,10 @@ def failing(folder: Path) -> Iterator[None]:
         message = str(error) if isinstance(error, TandemError) else redacted(f"{type(error).__name__}: {error}")
         log.error("the run failed: %s", message, exc_info=True, extra=logs.FILE_ONLY)
         row = {"time": time.time(), "event": "run_failed", "error": type(error).__name__, "message": message}
-        with contextlib.suppress(OSError):  # of a full disk the error itself tells
-            lines = json_lines.JsonLinesFile(folder / "events.jsonl")
-            try:
-                lines.append(row)
-            finally:
-                lines.close()
+        events = folder / "events.jsonl"
+        # Of a full disk the error itself tells.
+        with contextlib.suppress(OSError), contextlib.closing(json_lines.JsonLinesFile(events)) as lines:
+            lines.append(row)
         raise
 
 

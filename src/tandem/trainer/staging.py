@@ -6,10 +6,9 @@ A staged tensor must not change while it is written. Either it is a copy in host
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import ClassVar, Literal, ParamSpec, TypeVar
+from typing import Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,56 +20,31 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Staging(ABC):
-    """How the tensors of a checkpoint are kept from changing while they are written."""
+class Staging:
+    """How the tensors of a checkpoint are kept from changing while they are written.
 
-    waits: ClassVar[bool]
-    """Whether training waits until a checkpoint is written."""
+    Args:
+        compute: the compute thread writes, and nothing is copied: nothing is trained or sampled on it meanwhile. None:
+            tensors are copied to host memory, from a GPU to pinned memory, and a thread of its own writes them.
+    """
 
-    @abstractmethod
-    def hold(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors as they are now, for the writer; called on the compute thread. Equal memory stays equal."""
-
-    @abstractmethod
-    async def write(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a function that writes, on a thread that may block."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Let what is being written end."""
-
-
-class Synchronous(Staging):
-    """Nothing is copied: the compute thread writes, and nothing is trained or sampled on it meanwhile."""
-
-    waits = True
-
-    def __init__(self, compute: Compute):
+    def __init__(self, compute: Compute | None):
         self._compute = compute
-
-    def hold(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The live tensors."""
-        return dict(tensors)
-
-    async def write(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run it on the compute thread."""
-        return await self._compute(function, *args, **kwargs)
-
-    def close(self) -> None:
-        """Nothing: the policy ends its thread."""
-
-
-class Asynchronous(Staging):
-    """Tensors are copied to host memory, from a GPU to pinned memory, and a thread of its own writes them."""
-
-    waits = False
-
-    def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "checkpoint")
+
+    @property
+    def waits(self) -> bool:
+        """Whether training waits until a checkpoint is written."""
+        return self._compute is not None
 
     @torch.no_grad()
     def hold(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies; those of tensors on a GPU are under way together, and there when this returns."""
+        """Tensors as they are now, for the writer; called on the compute thread. Equal memory stays equal.
+
+        Copies of tensors on a GPU are under way together, and there when this returns.
+        """
+        if self._compute is not None:
+            return dict(tensors)
         copies: dict[tuple[object, ...], Tensor] = {}
         by_name: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
@@ -83,14 +57,16 @@ class Asynchronous(Staging):
         return by_name
 
     async def write(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run it on this object's thread, one at a time."""
+        """Run a function that writes, one at a time, on a thread that may block."""
+        if self._compute is not None:
+            return await self._compute(function, *args, **kwargs)
         loop = asyncio.get_running_loop()
         reason = getattr(function, "__qualname__", type(function).__name__)
         async with waits.waiting(waits.actor("checkpoint"), reason, on="checkpoint thread"):
             return await loop.run_in_executor(self._pool, lambda: function(*args, **kwargs))
 
     def close(self) -> None:
-        """Let the current call finish and end the thread."""
+        """Let what is being written end."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
@@ -104,4 +80,4 @@ def _copy(tensor: Tensor) -> Tensor:
 def staging_of(asynchronous: bool | Literal["auto"], policy: Policy) -> Staging:
     """The recipe's way; auto: asynchronous where weights are on a GPU, beside which host memory is cheap."""
     chosen = policy.device.type != "cpu" if asynchronous == "auto" else asynchronous
-    return Asynchronous() if chosen else Synchronous(policy.compute)
+    return Staging(None if chosen else policy.compute)

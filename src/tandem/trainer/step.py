@@ -45,18 +45,16 @@ class Step:
             work=work, optimizer=config.optimizer, steps=config.steps, updates_per_batch=config.updates_per_batch
         )
 
-    async def forward_backward(self, batch: StepBatch, queued: Callable[[], None] = lambda: None) -> StepStats:
+    async def forward_backward(
+        self, batch: StepBatch, queued: Callable[[], None] = lambda: None, *, old: Sequence[OldLogprobs] = ()
+    ) -> StepStats:
         """Gradient of the step's loss, added up over its micro-batches.
 
         Args:
             batch: what to train on.
             queued: called when all is queued, and the host has nothing to do until the device is done.
+            old: of the first pass over this batch; empty in it.
         """
-        return await self._pass(batch, (), queued)
-
-    async def _pass(
-        self, batch: StepBatch, old: Sequence[OldLogprobs], queued: Callable[[], None] = lambda: None
-    ) -> StepStats:
         passed = await self.work.passed(batch, old, queued)
         logprobs: dict[str, list[float]] = {}
         for micro, of_micro in zip(batch.micro, passed.logprobs, strict=True):
@@ -83,7 +81,7 @@ class Step:
         again: list[Mapping[str, Value]] = []
         for _ in range(self.updates_per_batch - 1):
             await self.work.every("fold")
-            again.append((await self._pass(batch, first.old_logprobs)).metrics)
+            again.append((await self.forward_backward(batch, old=first.old_logprobs)).metrics)
             queued.append(await self.work.every("apply", lr, most))
         if self.work.reference is not None and self.work.reference.due(step):
             await self.work.every("fold")

@@ -67,9 +67,8 @@ class Bucket:
             if part.dtype not in typed:
                 width = part.dtype.itemsize
                 typed[part.dtype] = memory[: memory.numel() // width * width].view(part.dtype)
-            base = typed[part.dtype]
-            first = base.storage_offset() + part.start // part.dtype.itemsize
-            out.append((part.name, base.as_strided(part.shape, _strides(part.shape), first)))
+            first, count = part.start // part.dtype.itemsize, part.size // part.dtype.itemsize
+            out.append((part.name, typed[part.dtype][first : first + count].view(part.shape)))
         return out
 
 
@@ -115,10 +114,3 @@ class BucketPlan:
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1]
-    for size in shape[:0:-1]:
-        strides.append(strides[-1] * size)
-    return tuple(strides[: len(shape)][::-1])

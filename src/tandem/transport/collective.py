@@ -26,6 +26,7 @@ from torch import Tensor
 
 from tandem.errors import TransportError
 from tandem.transport.buckets import BUCKET_BYTES, BucketPlan, TensorEntry, manifest
+from tandem.transport.daemon import resolve
 from tandem.transport.rendezvous import GroupStore, Rendezvous, first_line, open_group, own_address, serve
 
 BUFFERS = 2
@@ -62,20 +63,17 @@ class Lane:
         """Where what is transferred must be."""
         self.group: Any = None
         self._stream = torch.cuda.Stream(device) if nccl else None
-        self._buffers: list[Tensor | None] = [None] * BUFFERS
+        self.buffers: dict[int, Tensor] = {}
 
     @property
     def nccl(self) -> bool:
         """Whether transfers are a GPU's work, which this thread need not wait for."""
         return self._stream is not None
 
-    def free(self) -> None:
-        """Let go of memory."""
-        self._buffers = [None] * BUFFERS
-
-    def first(self) -> Flight:
-        """A transfer of one byte, with which nccl makes its connections."""
-        return Flight(_from_rank_0(self.group, torch.zeros(1, dtype=torch.uint8, device=self.wire)), [])
+    def open(self, group: Any) -> Flight:
+        """Take the group; a first transfer of one byte, with which nccl makes its connections."""
+        self.group = group
+        return Flight(_from_rank_0(group, torch.zeros(1, dtype=torch.uint8, device=self.wire)), [])
 
     def launch(
         self,
@@ -107,22 +105,17 @@ class Lane:
 
     def _memory(self, index: int, size: int, most: int, *, keep: bool) -> Tensor:
         """Bytes for one bucket: one of two that are kept, or memory of its own for a tensor larger than those."""
-        place = index % BUFFERS
-        memory = self._buffers[place]
+        memory = self.buffers.get(index % BUFFERS)
         if keep or memory is None or memory.numel() < size:
             pinned = self.wire != self.device
             memory = torch.empty(size, dtype=torch.uint8, device=self.wire, pin_memory=pinned)
             if size <= most and not keep:
-                self._buffers[place] = memory
+                self.buffers[index % BUFFERS] = memory
         return memory
 
     def behind(self, flight: Flight) -> None:
         """Have the current stream wait for it; for gloo, which has none, this thread. Raises what went wrong."""
         flight.work.wait()
-
-    def over(self, flight: Flight) -> bool:
-        """Whether it has ended, well or not."""
-        return bool(flight.work.is_completed())
 
     def check(self, flight: Flight) -> None:
         """Raise what went wrong with one that is over."""
@@ -220,7 +213,9 @@ class Member:
             self._until(self._board.absent, "joining")
             self._names |= self._board.read("who")
             opened: Future[Flight] = Future()
-            self._aside(lambda: _resolve(opened, self._open))
+            self._aside(
+                lambda: resolve(opened, lambda: self._lane.open(open_group(self.rendezvous, self.rank, self._address)))
+            )
             self._until(lambda: [] if opened.done() else self._others, "connecting")
             try:
                 first = opened.result()
@@ -299,11 +294,7 @@ class Member:
         group, self._lane.group, self._server = [self._lane.group], None, None
         # Gloo's destructor waits for operations in progress, which end at their own deadline. An idle one is quick.
         self._aside(group.clear).join(timeout=1)
-        self._lane.free()
-
-    def _open(self) -> Flight:
-        self._lane.group = open_group(self.rendezvous, self.rank, self._address)
-        return self._lane.first()
+        self._lane.buffers.clear()
 
     def _planned(self, entries: list[TensorEntry], bucket_bytes: int) -> BucketPlan:
         plan = self._plan
@@ -354,7 +345,7 @@ class Member:
         return flight.views
 
     def _finish(self, flight: Flight) -> None:
-        self._until(lambda: [] if self._lane.over(flight) else self._others, flight.doing)
+        self._until(lambda: [] if flight.work.is_completed() else self._others, flight.doing)
         with self._explained(flight.doing):
             self._lane.check(flight)
 
@@ -433,10 +424,3 @@ class Member:
 
     def _called(self, ranks: Iterable[int]) -> str:
         return ", ".join(f"rank {r} ({self._names[r]})" if self._names.get(r) else f"rank {r}" for r in ranks)
-
-
-def _resolve(answer: Future[Any], work: Callable[[], Any]) -> None:
-    try:
-        answer.set_result(work())
-    except Exception as error:  # raised again where the answer is awaited
-        answer.set_exception(error)

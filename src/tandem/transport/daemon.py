@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -13,29 +14,17 @@ T = TypeVar("T")
 
 async def on_daemon(function: Callable[..., T], *args: Any) -> T:
     """Run a blocking call and await its result; a caller that is cancelled leaves the call to itself."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
+    answer: Future[T] = Future()
+    threading.Thread(target=resolve, args=(answer, function, *args), name="process group", daemon=True).start()
+    return await asyncio.wrap_future(answer)
 
-    def deliver(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)  # type: ignore[arg-type]
-        else:
-            future.set_exception(error)
 
-    def run() -> None:
+def resolve(answer: Future[T], function: Callable[..., T], *args: Any) -> None:
+    """Give a call's result or error to who waits for it, if anybody still does."""
+    with contextlib.suppress(InvalidStateError):
         try:
-            result = function(*args)
-        except BaseException as error:
-            _tell(loop, deliver, None, error)
-        else:
-            _tell(loop, deliver, result, None)
-
-    threading.Thread(target=run, name="process group", daemon=True).start()
-    return await future
-
-
-def _tell(loop: asyncio.AbstractEventLoop, deliver: Callable[..., None], *args: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed: no task waits any more
-        loop.call_soon_threadsafe(deliver, *args)
+            answer.set_result(function(*args))
+        except InvalidStateError:
+            raise
+        except BaseException as error:  # raised again where the answer is awaited
+            answer.set_exception(error)

@@ -34,11 +34,12 @@ def attach_parts(
         TransportError: the memory cannot be reached.
     """
     parameters = sharing.attach(exported)
-    return {name: [_part(parameters, place) for place in parts] for name, parts in places.items()}
-
-
-def _part(parameters: Mapping[str, Tensor], place: Mapping[str, Any]) -> AttachedPart:
-    parameter = parameters[place["vllm_name"]]
-    first = parameter.storage_offset() + place["offset"]
-    row, column = place.get("first", (0, 0))
-    return AttachedPart(first=(row, column), tensor=parameter.as_strided(place["size"], place["stride"], first))
+    attached: dict[str, list[AttachedPart]] = {}
+    for name, parts in places.items():
+        for place in parts:
+            parameter = parameters[place["vllm_name"]]
+            first = parameter.storage_offset() + place["offset"]
+            row, column = place.get("first", (0, 0))
+            view = parameter.as_strided(place["size"], place["stride"], first)
+            attached.setdefault(name, []).append(AttachedPart(first=(row, column), tensor=view))
+    return attached

@@ -191,7 +191,7 @@ def export_host(named: Mapping[str, Tensor], path: Path) -> ExportedTensors:
             first, end = spans[storage]
             if storage not in blocks:
                 blocks[storage] = torch.frombuffer(memory, dtype=torch.uint8, count=end - first, offset=places[storage])
-                blocks[storage].copy_(_bytes(tensor.untyped_storage())[first:end])
+                blocks[storage].copy_(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())[first:end])
             entries[name] = {
                 "storage_size": end - first,
                 "storage_offset": places[storage],
@@ -219,9 +219,31 @@ def export_cuda(named: Mapping[str, Tensor]) -> Description:
         _refuse(name, tensor, "cuda")
         storage = _storage_id(tensor)
         if storage not in handles:
-            handles[storage] = export_storage(name, tensor.untyped_storage())
+            handles[storage] = _handle(name, tensor.untyped_storage())
         entries[name] = {**handles[storage], **_layout(tensor, 0)}
     return {"kind": "cuda", "tensors": entries}
+
+
+def _handle(name: str, storage: torch.UntypedStorage) -> dict[str, Any]:
+    """By which another process opens a storage."""
+    try:
+        index, handle, size, offset, counter, counter_offset, event, wait = storage._share_cuda_()
+    except RuntimeError as error:
+        raise TransportError(f"{name} cannot be exported ({str(error).splitlines()[0]}); {_ADVICE}") from error
+    # CUDA's own 64 bytes, or a version, a letter (c for cudaMalloc, e for an expandable segment) and torch's handle.
+    if len(handle) != 64 and handle[1:2] == b"e":
+        raise TransportError(f"{name} lies in an expandable segment; {_ADVICE}")
+    return {
+        "device_index": index,
+        "device_uuid": gpu_uuid(index),
+        "ipc_handle_b64": base64.b64encode(handle).decode(),
+        "storage_size": size,
+        "storage_offset": offset,
+        "ref_counter_handle_b64": base64.b64encode(counter).decode(),
+        "ref_counter_offset": counter_offset,
+        "event_handle_b64": base64.b64encode(event).decode(),
+        "event_sync_required": bool(wait),
+    }
 
 
 def attach(description: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -271,10 +293,6 @@ def _refuse(name: str, tensor: Tensor, device: str) -> None:
 
 def _storage_id(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
@@ -335,32 +353,6 @@ _ADVICE = (
 def gpu_uuid(device: int | torch.device) -> str:
     """The same in every process that sees the GPU, however it numbers it."""
     return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def export_storage(name: str, storage: torch.UntypedStorage) -> dict[str, Any]:
-    """The handle of a storage, by which another process opens it; ``name`` is for errors.
-
-    Raises:
-        TransportError: memory that cannot be exported.
-    """
-    try:
-        index, handle, size, offset, counter, counter_offset, event, wait = storage._share_cuda_()
-    except RuntimeError as error:
-        raise TransportError(f"{name} cannot be exported ({str(error).splitlines()[0]}); {_ADVICE}") from error
-    # CUDA's own 64 bytes, or a version, a letter (c for cudaMalloc, e for an expandable segment) and torch's handle.
-    if len(handle) != 64 and handle[1:2] == b"e":
-        raise TransportError(f"{name} lies in an expandable segment; {_ADVICE}")
-    return {
-        "device_index": index,
-        "device_uuid": gpu_uuid(index),
-        "ipc_handle_b64": base64.b64encode(handle).decode(),
-        "storage_size": size,
-        "storage_offset": offset,
-        "ref_counter_handle_b64": base64.b64encode(counter).decode(),
-        "ref_counter_offset": counter_offset,
-        "event_handle_b64": base64.b64encode(event).decode(),
-        "event_sync_required": bool(wait),
-    }
 
 
 def _device_index(entry: Mapping[str, Any]) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from tandem.engines.base import Engine, EngineSpec, LoraAdapter
+from tandem.engines.base import Engine, EngineSpec
 from tandem.errors import UnsupportedPair
 from tandem.types import PolicyVersion
 from tandem.weight_sync.transaction.state import SyncStateMachine
@@ -23,19 +23,15 @@ class TrainerRanks(Protocol):
 
     def trained(self) -> Trained:
         """The weights or the adapter, wherever ranks hold them."""
-        ...
 
     async def attach(self, exports: Sequence[Any], fresh: bool) -> None:
         """Have each other rank attach the weights of its engine, given rank by rank as plain data."""
-        ...
 
     async def adapt(self, slots: Sequence[Any]) -> None:
         """Have each other rank write its adapter into its engine's slot, given rank by rank as plain data."""
-        ...
 
     async def fold(self, folding: Coroutine[Any, Any, None]) -> None:
         """Have every rank bring what it computes with up to date with its parameters, this one by ``folding``."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,10 +63,6 @@ class SyncContext:
         """Pause the engine until a publish, of that policy step if it is known, succeeds or is given up."""
         self.state.pause()
         await self.engine.pause(finish=finish, step=step)
-
-    def adapter(self) -> LoraAdapter:
-        """The adapter that is trained, live."""
-        return self.trained.adapter()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +112,7 @@ class WeightSync(ABC):
     @property
     def finishes(self) -> bool:
         """True if requests in flight end before weights change; otherwise they go on under the next version."""
-        return False
+        return getattr(self, "in_flight", "continue") == "finish"
 
     def check(self, *, trainable: Any, engine: EngineSpec) -> None:
         """Refuse a pair that cannot work, before any weight is loaded.

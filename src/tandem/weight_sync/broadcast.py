@@ -60,11 +60,6 @@ class Broadcast(Periodic):
         if not 0 <= self.port < 1 << 16:
             raise ValueError("port must be from 0 to 65535; 0 takes a free one")
 
-    @property
-    def finishes(self) -> bool:
-        """Whether requests in flight end first."""
-        return self.in_flight == "finish"
-
     async def bind(self, session: SyncContext) -> None:
         """Form the group.
 
@@ -77,7 +72,7 @@ class Broadcast(Periodic):
         from tandem.transport.collective import Member  # which need torch
         from tandem.transport.rendezvous import Rendezvous, accelerator
 
-        accelerators = await engine.workers()
+        engine_starts, accelerators = session.engine.restart_count, await engine.workers()
         ranks = [len(those) for those in accelerators]
         device = session.policy.device
         backend = self.backend
@@ -88,7 +83,8 @@ class Broadcast(Periodic):
             port=self.port,
             world=1 + sum(ranks),
             backend=backend,
-            name=f"tandem-{_group(session)}",
+            # Of one group of one run, so that a late joiner of an older one is not taken for a member.
+            name=f"tandem-{id(session):x}-{engine_starts}",
             seconds=self.timeout_seconds,
         )
         member = session.member = Member.host(meeting, device)
@@ -130,7 +126,7 @@ class Broadcast(Periodic):
         """
         engine, source = session.engine, session.trainable.source(session.policy.model)
         assert isinstance(engine, ReceivesBroadcast)
-        adapter = session.adapter() if session.trainable.payload == "adapter" else None
+        adapter = session.trained.adapter() if session.trainable.payload == "adapter" else None
         named = list(source)
         entries = [(e.name, tuple(e.shape), e.dtype) for e in manifest(named)]
         receiving = asyncio.ensure_future(engine.receive(entries, self.bucket_mb << 20, adapter))
@@ -199,8 +195,3 @@ def _address(addresses: Sequence[str]) -> str:
 def _backend(accelerators: Sequence[str]) -> Literal["nccl", "gloo"]:
     """NCCL, which wants an accelerator for each member; gloo on a host, or where two members have one between them."""
     return "nccl" if all(accelerators) and len(set(accelerators)) == len(accelerators) else "gloo"
-
-
-def _group(session: SyncContext) -> str:
-    """Names one group of one run, so that a late joiner of an older one is not taken for a member."""
-    return f"{id(session):x}-{session.engine.restart_count}"

@@ -32,7 +32,7 @@ class Hotswap(Periodic):
         for later in folders.glob("step-*"):  # of a life of this run that got further than its last checkpoint
             if later.name >= folder.name:
                 shutil.rmtree(later)
-        adapter = session.adapter()
+        adapter = session.trained.adapter()
         await session.policy.compute(_write, adapter, folder)
         loaded = await session.engine.swap(folder, version, adapter)
         for old in sorted(folders.iterdir())[: -(session.versions + SPARE)]:

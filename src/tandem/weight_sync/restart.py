@@ -39,7 +39,7 @@ class Restart(Periodic):
         if not session.fresh:
             await session.engine.relaunch(None if adapter else folder)
         if adapter:
-            await session.engine.load(folder, session.adapter())
+            await session.engine.load(folder, session.trained.adapter())
         for old in folder.parent.iterdir():
             if old != folder:
                 shutil.rmtree(old)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -50,11 +51,6 @@ class Shared(WeightSync):
                 "engine RECIPE); an engine that is started here says itself where its weights are: remove it"
             )
 
-    @property
-    def finishes(self) -> bool:
-        """Whether requests in flight end first."""
-        return self.in_flight == "finish"
-
     async def bind(self, session: SyncContext) -> None:
         """Make the policy's weights views of the engine's storage, each compared by value or written.
 
@@ -70,20 +66,18 @@ class Shared(WeightSync):
         else:
             exported = VllmBridge.read(find(Path(self.bridge))).attach()
             await session.pause()
-        await session.policy.compute(_attach, session, exported)
+        model, write = session.policy.model, session.state.write
+        parameters = session.trainable.base_names(model)
+        attaching = partial(attach, model, parameters, exported, fresh=session.fresh, write=write)
+        await session.policy.compute(attaching)
         if session.ranks is not None and isinstance(session.engine, ExportsToRanks):
             await session.ranks.attach(await session.engine.exports_of_ranks(), session.fresh)
         if session.fresh:  # else it may be one that was started again, and whose publish has begun
+            # What publishes do, so that the first takes no longer: kernels compile, slots and tables are made. The
+            # engine stands still, and its weights are published and proven before it goes on.
             with contextlib.suppress(EngineError):  # the publish that follows meets it too, and mends it
-                await self._warm_up(session)
-
-    async def _warm_up(self, session: SyncContext) -> None:
-        """Do once what publishes do, so that the first takes no longer: kernels compile, slots and tables are made.
-
-        The engine stands still, and its weights are published and proven before it goes on.
-        """
-        await self._adapted(session)
-        await session.trained.sums(session.engine)
+                await self._adapted(session)
+                await session.trained.sums(session.engine)
 
     async def transfer(self, session: SyncContext, version: PolicyVersion) -> int:
         """Nothing travels but an adapter that the engine does not hold; everything else must be the engine's own.
@@ -110,20 +104,14 @@ class Shared(WeightSync):
         engine = session.engine
         if session.trainable.payload != "adapter" or not isinstance(engine, TakesAdapter):
             return None
-        copied = await engine.adapt(session.adapter())
+        copied = await engine.adapt(session.trained.adapter())
         if session.ranks is not None and isinstance(engine, ExportsToRanks):
-            await session.ranks.adapt(await engine.slots_of_ranks(session.adapter()))
+            await session.ranks.adapt(await engine.slots_of_ranks(session.trained.adapter()))
         return copied
 
     def compares(self, engine: Engine) -> bool:
         """In process, that ``transfer`` saw the same addresses is the comparison; else of the engine's own bytes."""
         return isinstance(engine, ReportsChecksums)
-
-
-def _attach(session: SyncContext, exported: Mapping[str, Any]) -> None:
-    model = session.policy.model
-    parameters: Mapping[str, nn.Parameter] = session.trainable.base_names(model)
-    attach(model, parameters, exported, fresh=session.fresh, write=session.state.write)
 
 
 def attach_export(model: nn.Module, parameters: Mapping[str, nn.Parameter], export: Any, *, fresh: bool) -> None:

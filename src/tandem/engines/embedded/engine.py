@@ -85,12 +85,7 @@ class EmbeddedEngine(Engine):
     async def generate(self, prompt: Sequence[int], sampling: Sampling, key: int) -> Completion:
         if self._failure is not None:
             raise EngineError(self._failure)
-        room = self._context - len(prompt)
-        if not prompt or room < 1:
-            raise EngineError(
-                f"a prompt of {len(prompt)} tokens leaves no room in a context of {self._context}; "
-                "shorten the prompt or raise context"
-            )
+        room = self.room(prompt)
         limit = min(sampling.max_tokens, room)
         future = asyncio.get_running_loop().create_future()
         penalties = Penalties.of(sampling, sorted(self._policy.end_tokens))
@@ -205,8 +200,8 @@ class EmbeddedEngine(Engine):
     @torch.inference_mode()  # the cache's tensors were made in it, and may be written in it alone
     def _drop_cancelled(self) -> None:
         self._waiting = deque(r for r in self._waiting if not r.future.cancelled())
-        for row in [i for i, r in enumerate(self._running) if r.future.cancelled()][::-1]:
-            self._remove(row)
+        for request in [r for r in self._running if r.future.cancelled()]:
+            self._remove(request)
 
     def _fail(self, error: EngineError, cause: BaseException | None = None) -> None:
         error.__cause__ = cause
@@ -313,7 +308,7 @@ class EmbeddedEngine(Engine):
 
     def _take_out(self, ended: list[tuple[_Request, Finish]]) -> list[tuple[_Request, Finish]]:
         for request, _ in ended:
-            self._remove(self._running.index(request))
+            self._remove(request)
         return ended
 
     def _finish(self, request: _Request) -> Finish | None:
@@ -338,9 +333,9 @@ class EmbeddedEngine(Engine):
     def _text(self, tokens: Sequence[int]) -> str:
         return self._policy.tokenizer.decode(tokens, skip_special_tokens=True)  # type: ignore[no-any-return]
 
-    def _remove(self, row: int) -> None:
+    def _remove(self, request: _Request) -> None:
         """Close the gap that a finished row leaves with the last row."""
-        last = len(self._running) - 1
+        row, last = self._running.index(request), len(self._running) - 1
         if row != last:
             self._cache.move(last, row, self._running[last].cached)
             self._running[row] = self._running[last]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,33 +60,6 @@ def rank_of(config: Mapping[str, Any], most: int) -> int:
     return rank
 
 
-class StoredAdapter:
-    """The trainer's adapter as slots store it. B is multiplied into memory of its own, the same every time."""
-
-    def __init__(self) -> None:
-        self._products: dict[str, Tensor] = {}
-
-    def of(self, tensors: Iterable[tuple[str, Tensor]], config: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
-        """Name and tensor in the given order, computed from the values that the tensors have now.
-
-        Args:
-            tensors: PEFT's names, with or without the adapter's own, and live tensors.
-            config: PEFT's configuration.
-        """
-        factor = scaling(config)
-        plain = [(name.replace(".default.", "."), tensor.detach()) for name, tensor in tensors]
-        return [(name, self._product(name, t, factor) if ".lora_B." in name else t) for name, t in plain]
-
-    def _product(self, name: str, tensor: Tensor, factor: float) -> Tensor:
-        if factor == 1:
-            return tensor
-        out = self._products.get(name)
-        if out is None or (out.shape, out.dtype, out.device) != (tensor.shape, tensor.dtype, tensor.device):
-            out = self._products[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        # Not the fused form for lists, which rounds the factor to the tensors' type first.
-        return torch.mul(tensor, factor, out=out)
-
-
 SHARED_NAME = "tandem-adapter"
 """Names of files in shared memory begin with this; the rest says whose they are."""
 
@@ -109,56 +82,36 @@ class ExportedAdapter:
             tensor.data = self._exported.tensors[name]
 
     def description(self, index: int) -> dict[str, Any]:
-        """What ``AttachedAdapter`` needs; the borrower before, if any, holds it no longer."""
+        """What ``AdapterWriter`` needs; the borrower before, if any, holds it no longer."""
         self.key = secrets.token_hex(8)
         return {"key": self.key, "slot": index, "lent": self._description}
-
-
-class AttachedAdapter:
-    """The trainer's end of an adapter slot in shared memory."""
-
-    def __init__(self, answer: Mapping[str, Any], expect: Iterable[tuple[str, Tensor]]):
-        """Attach what ``ExportedAdapter`` described.
-
-        Args:
-            answer: its description.
-            expect: the adapter as it will be written.
-
-        Raises:
-            TransportError: it cannot be attached.
-            EngineError: the engine's slot is of another type or has too little room.
-        """
-        self.key: str = answer["key"]
-        self._views: list[Tensor] = []
-        stacked = sharing.attach(answer["lent"])
-        for name, tensor in expect:
-            rows, columns = tensor.shape
-            view = stacked[name][int(answer["slot"]), 0, :rows, :columns]
-            if view.shape != tensor.shape or view.dtype != tensor.dtype:
-                raise EngineError(
-                    f"the engine's slot takes {name} as {view.dtype} {tuple(view.shape)}, the trainer has "
-                    f"{tensor.dtype} {tuple(tensor.shape)}; give both the same dtype"
-                )
-            self._views.append(view)
-
-    def write(self, stored: Iterable[tuple[str, Tensor]]) -> int:
-        """Copy a version into the slot; returns its bytes. The engine must stand still."""
-        values = [tensor for _, tensor in stored]
-        torch._foreach_copy_(self._views, values)
-        sharing.finish(values[0].device)  # streams order nothing between processes
-        return sum(tensor.nbytes for tensor in values)
 
 
 class AdapterWriter:
     """A process's end of the slot of its engine: its adapter as it is stored there, and where."""
 
     def __init__(self) -> None:
-        self._stored = StoredAdapter()
-        self._attached: AttachedAdapter | None = None
+        self._products: dict[str, Tensor] = {}
+        self._key = ""
+        self._views: list[Tensor] = []
 
     def stored(self, adapter: LoraAdapter) -> list[tuple[str, Tensor]]:
-        """The adapter's tensors under the names and with the values that the engine stores them."""
-        return self._stored.of(adapter.tensors, adapter.config)
+        """The adapter's tensors, in order, under the names and with the values that the engine stores them.
+
+        B is multiplied into memory of its own, the same every time.
+        """
+        factor = scaling(adapter.config)
+        plain = [(name.replace(".default.", "."), tensor.detach()) for name, tensor in adapter.tensors]
+        return [(name, self._product(name, t, factor) if ".lora_B." in name else t) for name, t in plain]
+
+    def _product(self, name: str, tensor: Tensor, factor: float) -> Tensor:
+        if factor == 1:
+            return tensor
+        out = self._products.get(name)
+        if out is None or (out.shape, out.dtype, out.device) != (tensor.shape, tensor.dtype, tensor.device):
+            out = self._products[name] = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        # Not the fused form for lists, which rounds the factor to the tensors' type first.
+        return torch.mul(tensor, factor, out=out)
 
     def copy(self, description: Mapping[str, Any], stored: Sequence[tuple[str, Tensor]]) -> int:
         """Copy a version into the slot that an engine described, attached anew when it is lent anew; returns its bytes.
@@ -166,16 +119,30 @@ class AdapterWriter:
         The engine must stand still.
 
         Raises:
-            TransportError, EngineError: as ``AttachedAdapter``.
+            TransportError: the slot cannot be attached.
+            EngineError: it is of another type or has too little room.
         """
-        if self._attached is None or self._attached.key != description["key"]:
-            self._attached = AttachedAdapter(description, stored)
-        return self._attached.write(stored)
+        if self._key != description["key"]:
+            stacked, slot = sharing.attach(description["lent"]), int(description["slot"])
+            self._views = [_view(name, stacked[name][slot, 0], tensor) for name, tensor in stored]
+            self._key = description["key"]
+        values = [tensor for _, tensor in stored]
+        torch._foreach_copy_(self._views, values)
+        sharing.finish(values[0].device)  # streams order nothing between processes
+        return sum(tensor.nbytes for tensor in values)
 
     def write(self, description: Mapping[str, Any], adapter: LoraAdapter) -> int:
         """Copy what the adapter holds now; as ``copy``."""
         return self.copy(description, self.stored(adapter))
 
-    def close(self) -> None:
-        """Let go of the slot."""
-        self._attached = None
+
+def _view(name: str, slot: Tensor, tensor: Tensor) -> Tensor:
+    """The part of an engine's slot in which a tensor is stored."""
+    rows, columns = tensor.shape
+    view = slot[:rows, :columns]
+    if view.shape != tensor.shape or view.dtype != tensor.dtype:
+        raise EngineError(
+            f"the engine's slot takes {name} as {view.dtype} {tuple(view.shape)}, the trainer has "
+            f"{tensor.dtype} {tuple(tensor.shape)}; give both the same dtype"
+        )
+    return view

@@ -120,6 +120,10 @@ class Ids(Body):
 
 _NOT_SAMPLING = frozenset({"prompt", "adapter", "stream", "flat_logprobs", "min_step"})
 """Fields of ``Generate`` that say nothing of sampling."""
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+"""Fields of ``Generate`` that are those of ``Sampling``."""
 
 
 class Generate(Body):
@@ -186,13 +190,6 @@ def completion_request(
         prompt=Ids(prompt_token_ids=list(prompt)),
         max_tokens=min(sampling.max_tokens, limit),
         min_tokens=min(sampling.min_tokens, limit),
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
         stop=list(sampling.stop) or None,
         stop_token_ids=[*ends, *sampling.stop_token_ids],
         include_stop_str_in_output=True,
@@ -201,6 +198,7 @@ def completion_request(
         flat_logprobs=flat,
         min_step=min_step,
         detokenize=bool(sampling.stop),
+        **{name: getattr(sampling, name) for name in _SAMPLING},
     )
 
 

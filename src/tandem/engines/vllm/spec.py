@@ -7,7 +7,7 @@ import os
 import secrets
 import sys
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -220,22 +220,22 @@ class Vllm(EngineSpec):
             requirements=requirements,
             every=1 if requirements.hosts is None else self.replicas,
         )
-        engine = VllmEngine(
-            fleet,
-            seeded=self.seeded,
-            context=min(context, self.max_model_len or context),
-            ends=sorted(policy.end_tokens),
-            requirements=requirements,
-            pause_seconds=PAUSES * self.control_seconds,
-        )
+        longest = min(context, self.max_model_len or context)
+        engine = VllmEngine(fleet, context=longest, ends=sorted(policy.end_tokens))
         try:
             await engine.start()
             yield engine
         finally:
             await engine.close()
 
-    @asynccontextmanager
-    async def serve(self, *, context: int, requirements: EngineRequirements, adapters: Path) -> AsyncIterator[Fleet]:
+    @property
+    def pause_seconds(self) -> float:
+        """How long an engine may stay paused, its proof included."""
+        return PAUSES * self.control_seconds
+
+    def serve(
+        self, *, context: int, requirements: EngineRequirements, adapters: Path
+    ) -> AbstractAsyncContextManager[Fleet]:
         """Start the engines for trainers elsewhere, which name them in ``urls``; they end with the block.
 
         Args:
@@ -256,13 +256,11 @@ class Vllm(EngineSpec):
         )
         for server in fleet.servers:
             server.key = key
-        async with fleet.running():
-            yield fleet
+        return fleet.running()
 
-    @asynccontextmanager
-    async def beside_ranks(
+    def beside_ranks(
         self, number: int, *, engines: int, host: str, context: int, requirements: EngineRequirements
-    ) -> AsyncIterator[Fleet]:
+    ) -> AbstractAsyncContextManager[Fleet]:
         """Start one engine of several on this host, or find it, for the lead elsewhere; it ends with the block.
 
         Args:
@@ -273,16 +271,11 @@ class Vllm(EngineSpec):
             requirements: the run's.
         """
         spec = replace(self, host=host, replicas=1, port=self.port + number if self.port else 0)
+        launch = spec._launch(requirements, context)
         fleet = Fleet(
-            [spec._server(0)],
-            launch=spec._launch(requirements, context),
-            options=spec,
-            requirements=requirements,
-            first=number,
-            every=engines,
+            [spec._server(0)], launch=launch, options=spec, requirements=requirements, first=number, every=engines
         )
-        async with fleet.running():
-            yield fleet
+        return fleet.running()
 
     def _key(self) -> str:
         """The key that the recipe names; empty where it names none.
@@ -290,7 +283,7 @@ class Vllm(EngineSpec):
         Raises:
             ConfigError: its variable is not set.
         """
-        key = os.environ.get(self.api_key_variable, "") if self.api_key_variable else ""
+        key = os.environ.get(self.api_key_variable, "")
         if self.api_key_variable and not key:
             raise ConfigError(f"engine.api_key_variable: {self.api_key_variable} is not set in the environment")
         return key

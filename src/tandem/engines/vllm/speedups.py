@@ -57,7 +57,10 @@ class Pieces:
     """Those that have not ended, by id."""
 
     def __init__(self, **kwargs: Any):
-        self._held = HeldLogprobs()
+        self._held: dict[str, list[tuple[int, float, int]]] = {}  # id, logprob and rank of tokens that are kept back
+        self._due: dict[str, int] = {}  # tokens of a request's first piece, which is shorter: not all are full at once
+        self._begun = 0
+        self._like: Any = None
         super().__init__(**kwargs)
 
     def update_from_output(self, scheduled: Any, ran: Any) -> Any:
@@ -67,35 +70,53 @@ class Pieces:
             scheduled: what it was to do.
             ran: vLLM's ``ModelRunnerOutput``.
         """
-        rows, index = ran.logprobs, ran.req_id_to_index
+        rows, index, tokens = ran.logprobs, ran.req_id_to_index, list[tuple[int, float, int]]()
         single = rows is not None and rows.cu_num_generated_tokens is None
         if single:
+            self._like = rows
+            columns = rows.logprob_token_ids[:, 0], rows.logprobs[:, 0], rows.sampled_token_ranks
+            tokens = list(zip(*(column.tolist() for column in columns), strict=True))
             for key in ran.req_ids:
                 if key not in self._held and self._wants_pieces(key):
-                    self._held.begin(key)
+                    self._held[key], self._due[key] = [], 1 + self._begun % PIECE
+                    self._begun += 1
             if all(key in self._held for key in ran.req_ids):
                 ran = copy.copy(ran)
                 ran.logprobs = None  # nothing needs those of one token, and to cut them out takes time
         outputs = super().update_from_output(scheduled, ran)  # type: ignore[misc]
-        ours = [output for of in outputs.values() for output in of.outputs if output.request_id in self._held]
-        for output in ours:
+        for output in [output for of in outputs.values() for output in of.outputs if output.request_id in self._held]:
+            key = output.request_id
             if single:
                 output.new_logprobs = None
+                if output.new_token_ids:
+                    self._held[key].append(tokens[index[key]])
+                    if len(self._held[key]) >= self._due.get(key, PIECE):
+                        output.new_logprobs = self._take(key)
             elif output.new_logprobs is not None:  # of several tokens: what was held goes before them
-                output.new_logprobs = joined(self._held.take(output.request_id), output.new_logprobs)
-        if single:
-            self._held.add(rows, [(index[o.request_id], o) for o in ours if o.new_token_ids])
-        for output in ours:
+                output.new_logprobs = joined(self._take(key), output.new_logprobs)
             if output.finish_reason is not None:
-                output.new_logprobs = joined(output.new_logprobs, self._held.take(output.request_id))
-                self._held.end(output.request_id)
+                output.new_logprobs = joined(output.new_logprobs, self._take(key))
+                del self._held[key]
         return outputs
+
+    def _take(self, key: str) -> Any:
+        """The logprobs that are kept back of a request, which are not any longer; None if there are none."""
+        held, self._held[key] = self._held[key], []
+        self._due.pop(key, None)
+        if not held:
+            return None
+        types = self._like.logprob_token_ids.dtype, self._like.logprobs.dtype, self._like.sampled_token_ranks.dtype
+        ids, logprobs, ranks = (
+            np.array(column, kind) for column, kind in zip(zip(*held, strict=True), types, strict=True)
+        )
+        return type(self._like)(ids[:, None], logprobs[:, None], ranks, None)
 
     def finish_requests(self, *args: Any, **more: Any) -> Any:
         """End requests from without: what is held of them goes with them."""
         finished = super().finish_requests(*args, **more)  # type: ignore[misc]
         for key in [key for key in self._held if self._is_finished(key)]:
-            self._held.end(key)
+            self._take(key)
+            del self._held[key]
         return finished
 
     def _is_finished(self, key: str) -> bool:
@@ -106,74 +127,6 @@ class Pieces:
         """Whether it wants pieces, and of a token no other logprob than its own."""
         params = None if self._is_finished(key) else self.requests[key].sampling_params
         return params is not None and params.logprobs == 0 and bool((params.extra_args or {}).get(PIECES_KEY))
-
-
-class HeldLogprobs:
-    """Logprobs that are kept back, up to a piece of each request: a row for each, so that a pass is filed at once."""
-
-    def __init__(self) -> None:
-        self._row_of: dict[str, int] = {}
-        self._free: list[int] = []
-        self._counts = np.zeros(0, np.int64)
-        self._due = np.zeros(0, np.int64)
-        self._stores: list[np.ndarray[Any, Any]] = []
-        self._kind: Any = None
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._row_of
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._row_of)
-
-    def begin(self, key: str) -> None:
-        """Keep a request's back from now on; its first piece is shorter, so that not all are full at once."""
-        if not self._free:
-            rows = len(self._counts)
-            self._free = list(range(2 * rows + PIECE - 1, rows - 1, -1))
-            self._counts = np.concatenate([self._counts, np.zeros(len(self._free), np.int64)])
-            self._due = np.concatenate([self._due, np.zeros(len(self._free), np.int64)])
-        self._row_of[key] = row = self._free.pop()
-        self._due[row] = 1 + row % PIECE
-
-    def end(self, key: str) -> None:
-        """Forget a request."""
-        row = self._row_of.pop(key)
-        self._counts[row] = 0
-        self._free.append(row)
-
-    def add(self, logprobs: Any, outputs: Sequence[tuple[int, Any]]) -> None:
-        """File one token of each output, and give a full piece to the output that fills it.
-
-        Args:
-            logprobs: a forward pass's ``LogprobsLists``.
-            outputs: each with its row there.
-        """
-        if not outputs:
-            return
-        self._kind = type(logprobs)
-        arrays = (logprobs.logprob_token_ids[:, 0], logprobs.logprobs[:, 0], logprobs.sampled_token_ranks)
-        if not self._stores:
-            self._stores = [np.zeros((0, PIECE), array.dtype) for array in arrays]
-        if missing := len(self._counts) - len(self._stores[0]):
-            self._stores = [np.concatenate([s, np.zeros((missing, PIECE), s.dtype)]) for s in self._stores]
-        places = [place for place, _ in outputs]
-        rows = np.array([self._row_of[output.request_id] for _, output in outputs])
-        at = self._counts[rows]
-        for store, array in zip(self._stores, arrays, strict=True):
-            store[rows, at] = array[places]
-        self._counts[rows] = at + 1
-        for i in np.flatnonzero(at + 1 == self._due[rows]).tolist():
-            output = outputs[i][1]
-            output.new_logprobs = self.take(output.request_id)
-
-    def take(self, key: str) -> Any:
-        """What is held of a request, and no longer is; None if nothing was."""
-        row = self._row_of[key]
-        count, self._counts[row], self._due[row] = int(self._counts[row]), 0, PIECE
-        if not count:
-            return None
-        ids, logprobs, ranks = (store[row, :count].copy() for store in self._stores)
-        return self._kind(ids[:, None], logprobs[:, None], ranks, None)
 
 
 def joined(first: Any, second: Any) -> Any:

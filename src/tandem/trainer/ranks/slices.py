@@ -18,7 +18,7 @@ from tandem.distributed.slices import EngineSlice, Slice
 from tandem.engines.base import Engine, EngineRequirements
 from tandem.errors import TransportError
 from tandem.trainer.ranks.lead import ManyRanks
-from tandem.transport.parts import AttachedPart, attach_parts
+from tandem.transport.parts import attach_parts
 from tandem.transport.sharing import finish
 from tandem.weight_sync.base import WeightSync
 from tandem.weight_sync.transaction.trained import Trained
@@ -51,7 +51,10 @@ class RankSlices:
             parts = attach_parts(export["parameters"], export["places"])
         except TransportError as error:
             return str(error)
-        self._slices = {name: [_slice(part) for part in of] for name, of in parts.items()}
+        self._slices = {
+            name: [EngineSlice(part=Slice.at(part.first, part.tensor.shape), tensor=part.tensor) for part in of]
+            for name, of in parts.items()
+        }
         places = {part.tensor.device for of in self._slices.values() for part in of}
         if places != {self._weights.device}:
             return (
@@ -86,10 +89,6 @@ class RankSlices:
         """Gather all weights, one after another, and hand each over."""
         for name, tensor in self._weights.whole([name for name, _ in self._weights.model.named_parameters()]):
             take(name, tensor)
-
-
-def _slice(part: AttachedPart) -> EngineSlice:
-    return EngineSlice(part=Slice.at(part.first, part.tensor.shape), tensor=part.tensor)
 
 
 class Skeleton:

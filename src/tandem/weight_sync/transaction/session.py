@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tandem.engines.base import Engine
-from tandem.errors import EngineError, StaleWeights, TandemError, TornWeights, UnsupportedPair
+from tandem.errors import EngineError, StaleWeights, TandemError, UnsupportedPair
 from tandem.lazy import torch
 from tandem.metrics import Max, Sum, Value
 from tandem.observability import waits
@@ -22,8 +22,8 @@ from tandem.transport.sharing import finish
 from tandem.types import PolicyVersion
 from tandem.weight_sync.base import SyncContext, WeightSync
 from tandem.weight_sync.transaction.state import SyncState
-from tandem.weight_sync.transaction.trained import PayloadSums, Trained
-from tandem.weight_sync.verify.probe import Behaviour, Checksums, ProbeAnswers, Rollouts, compare_frozen, differing
+from tandem.weight_sync.transaction.trained import PayloadSums, Trained, compare_frozen
+from tandem.weight_sync.verify.probe import Behaviour, Checksums, ProbeAnswers, Rollouts, compare
 
 if TYPE_CHECKING:
     from tandem.model.policy import Policy
@@ -369,30 +369,24 @@ class WeightSyncSession(SyncContext):
         # where no request is served meanwhile.
         asks_before = should_verify and self.sync.pause != "never"
         async with self._probed(ask=asks_before) as answering:
-            sums = await self._sums(trainer_sums, should_verify=should_verify)
-            version = self._named(version, digest(sums.trainer))
-            commit.unverified = version
-            compare(sums)
+            if should_verify and self.sync.compares(self.engine):
+                sums = await self.trained.sums(self.engine, trainer_sums)
+            else:  # the engines' only where they are to be compared
+                own = await self.trained.checksums() if trainer_sums is None else trainer_sums
+                sums = PayloadSums(trainer=own, stored=own)
+            actual = digest(sums.trainer)
+            if version.digest and version.digest != actual:
+                raise StaleWeights(
+                    f"the policy holds weights {actual}, but version {version.step} was {version.digest}; "
+                    "the checkpoint's weights and its state do not belong together"
+                )
+            commit.unverified = version = PolicyVersion(step=version.step, digest=actual)
+            advice = "the engine gives out nothing until a publish succeeds"
+            compare(sums.stored, sums.engines, "published tensors", advice)
         if not should_verify:
             return version, None
         answers = await (self._behaviour.ask(self.engine) if answering is None else answering)
         return version, await self._behaviour.compare(self.engine, version, answers)
-
-    @staticmethod
-    def _named(version: PolicyVersion, actual: str) -> PolicyVersion:
-        if version.digest and version.digest != actual:
-            raise StaleWeights(
-                f"the policy holds weights {actual}, but version {version.step} was {version.digest}; "
-                "the checkpoint's weights and its state do not belong together"
-            )
-        return PolicyVersion(step=version.step, digest=actual)
-
-    async def _sums(self, trainer_sums: Checksums | None, *, should_verify: bool) -> PayloadSums:
-        """Checksums of the payload, the engines' only where they are to be compared."""
-        if should_verify and self.sync.compares(self.engine):
-            return await self.trained.sums(self.engine, trainer_sums)
-        sums = await self.trained.checksums() if trainer_sums is None else trainer_sums
-        return PayloadSums(trainer=sums, stored=sums)
 
     @asynccontextmanager
     async def _probed(self, *, ask: bool) -> AsyncIterator[asyncio.Task[ProbeAnswers] | None]:
@@ -430,19 +424,3 @@ async def open_session(
         await session.bind(fresh=True)
         async with session.open(start):
             yield session
-
-
-def compare(sums: PayloadSums) -> None:
-    """Compare the trainer's checksums with those of each engine's own bytes.
-
-    Raises:
-        StaleWeights: none of the trained tensors agree.
-        TornWeights: some do.
-    """
-    for name, engine_sums in sums.engines.items():
-        if wrong := differing(sums.stored, engine_sums):
-            kind = StaleWeights if len(wrong) == len(sums.stored) else TornWeights
-            raise kind(
-                f"{len(wrong)} of {len(sums.stored)} published tensors differ between the trainer and {name}, first "
-                f"{wrong[0]!r}; the engine gives out nothing until a publish succeeds"
-            )

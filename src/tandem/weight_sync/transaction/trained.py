@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from tandem.engines.base import Engine, LoraAdapter, ReportsChecksums
+from tandem.errors import EngineError
 from tandem.lazy import torch
 from tandem.transport.checksums import ChecksumCache, Shard, checksums
-from tandem.weight_sync.verify.probe import Checksums
+from tandem.weight_sync.verify.probe import Checksums, compare
 
 if TYPE_CHECKING:
     from tandem.model.policy import Policy
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,3 +113,27 @@ class Trained:
                 lambda: self._stored.take(Shard(*each) for each in engine.as_stored(self.adapter()))
             )
         return sums, sums
+
+
+async def compare_frozen(engine: Engine, trained: Trained) -> None:
+    """Compare the weights that no publish carries, once for every start of the engine: nothing else would see them.
+
+    Args:
+        engine: compared only if it checksums its own bytes.
+        trained: the trainer's weights.
+
+    Raises:
+        StaleWeights, TornWeights: the engine holds others.
+    """
+    if not isinstance(engine, ReportsChecksums) or not trained.frozen:
+        return
+    restart_count = engine.restart_count
+    try:
+        sums = await engine.checksums("weights")
+    except EngineError as error:
+        if engine.restart_count != restart_count or not (await engine.health()).ok:
+            raise
+        log.warning("weights that are not trained are not compared, only probed: %s", str(error).splitlines()[0])
+        return
+    advice = "both must start from the same model in the same type"
+    compare(await trained.frozen_checksums(), sums, "weights that are not trained", advice)

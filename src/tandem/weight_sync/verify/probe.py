@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from tandem.engines.base import PROBE_SAMPLES, Engine, ProbeResult, ReportsChecksums
-from tandem.errors import EngineError, StaleWeights, TornWeights
+from tandem.engines.base import PROBE_SAMPLES, Engine, ProbeResult
+from tandem.errors import StaleWeights, TornWeights
 from tandem.types import PolicyVersion
 from tandem.weight_sync.verify.noise import FALSE_ALARMS, SUSPICION, LogprobComparison, Noise, likelihood, nearer, scale
 
@@ -54,46 +54,19 @@ def differing(trainer_sums: Checksums, engine_sums: Checksums) -> list[str]:
     return [name for name, value in trainer_sums.items() if engine_sums.get(name) != value]
 
 
-class HasFrozen(Protocol):
-    """Weights of a trainer, of which publishes do not carry all."""
-
-    @property
-    def frozen(self) -> Mapping[str, Any]:
-        """Those that no publish carries, by Hugging Face name."""
-        ...
-
-    async def frozen_checksums(self) -> Checksums:
-        """Checksums of their bytes."""
-        ...
-
-
-async def compare_frozen(engine: Engine, trained: HasFrozen) -> None:
-    """Compare the weights that no publish carries, once for every start of the engine: nothing else would see them.
-
-    Args:
-        engine: compared only if it checksums its own bytes.
-        trained: the trainer's weights.
+def compare(trainer_sums: Checksums, engines: Mapping[str, Checksums], what: str, what_follows: str) -> None:
+    """Compare the trainer's checksums with those of each engine's own bytes.
 
     Raises:
-        StaleWeights, TornWeights: the engine holds others.
+        StaleWeights: none of the tensors agree.
+        TornWeights: some do.
     """
-    if not isinstance(engine, ReportsChecksums) or not trained.frozen:
-        return
-    restart_count = engine.restart_count
-    try:
-        sums = await engine.checksums("weights")
-    except EngineError as error:
-        if engine.restart_count != restart_count or not (await engine.health()).ok:
-            raise
-        log.warning("weights that are not trained are not compared, only probed: %s", str(error).splitlines()[0])
-        return
-    trainer_sums = await trained.frozen_checksums()
-    for name, engine_sums in sums.items():
+    for name, engine_sums in engines.items():
         if wrong := differing(trainer_sums, engine_sums):
             kind = StaleWeights if len(wrong) == len(trainer_sums) else TornWeights
             raise kind(
-                f"{len(wrong)} of {len(trainer_sums)} weights that are not trained differ between the trainer and "
-                f"{name}, first {wrong[0]!r}; both must start from the same model in the same type"
+                f"{len(wrong)} of {len(trainer_sums)} {what} differ between the trainer and {name}, first "
+                f"{wrong[0]!r}; {what_follows}"
             )
 
 

@@ -10,7 +10,6 @@ import os
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +19,6 @@ from tandem.engines.base import (
     PROBE_SAMPLES,
     PROBE_TEMPERATURE,
     Engine,
-    EngineRequirements,
     Health,
     LoadsVersions,
     LoraAdapter,
@@ -46,42 +44,22 @@ INHERIT_TRIES = 10
 """Times that servers may be lost while their state is read, before the run gives up on them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ExportedSlot:
-    """An adapter slot that a server has lent."""
-
-    restart_count: int
-    request: wire.ExportAdapter
-    description: Mapping[str, Any]
-    """Where it is, as ``AttachedAdapter`` takes it."""
-
-
 class VllmEngine(Engine):
     """One policy on one or more servers."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        *,
-        seeded: bool,
-        context: int,
-        ends: Sequence[int],
-        requirements: EngineRequirements,
-        pause_seconds: float,
-    ):
+    def __init__(self, fleet: Fleet, *, context: int, ends: Sequence[int]):
         self.fleet = fleet
-        self._seeded = seeded
         self._context = context
         self._ends = list(ends)
-        self._requirements = requirements
-        self._pause_seconds = pause_seconds
+        self._requirements = fleet.requirements
+        self._pause_seconds = fleet.options.pause_seconds
         self._version = PolicyVersion(step=0, digest="")
         self._least = -1
         self._swapped: list[str] = []
         self._pending: str | None = None
         self._adapter: LoraAdapter | None = None
         self._writer = AdapterWriter()
-        self._slots: dict[int, _ExportedSlot] = {}
+        self._slots: dict[int, tuple[tuple[int, wire.ExportAdapter], Mapping[str, Any]]] = {}
         self._bridge: Path | None = None
         self._pauses = Pauses()
         self._waves = Waves()
@@ -97,11 +75,44 @@ class VllmEngine(Engine):
         """Start or find the servers."""
         await self.fleet.start()
         if self.fleet.started_elsewhere:
-            again = self.recover if self.fleet.ours else self.fleet.start
-            self._swapped = await inherit(
-                lambda: self.servers, self._requirements, pause_seconds=self._pause_seconds, wake=self.wake, again=again
-            )
+            self._swapped = await self.inherit()
         self._context = self.fleet.least = min(self._context, self.fleet.context)
+
+    async def inherit(self) -> list[str]:
+        """Have servers that others used awake and without adapters in the way; versions by name that all of them hold.
+
+        Raises:
+            EngineError: they do not come back, or go each time.
+        """
+        for tries in range(1, INHERIT_TRIES + 1):
+            try:
+                await self.wake()  # their trainer may have died while they slept
+                return await self._without_adapters()
+            except EngineUnreachable as error:
+                if tries == INHERIT_TRIES:
+                    raise
+                log.warning("%s; it is looked for again", str(error).splitlines()[0])
+                await (self.recover() if self.fleet.ours else self.fleet.start())
+        raise AssertionError
+
+    async def _without_adapters(self) -> list[str]:
+        """Versions by name are served on, and unloaded when ours have taken their place."""
+        weights, swaps = self._requirements.payload == "weights", self._requirements.capability is LoadsVersions
+        names = []
+        for server in self.servers:
+            status = await server.get("/lora/status", dict)
+            loaded = [entry["name"] for entry in status["loaded"]]
+            if (weights and (loaded or status["in_place"])) or (swaps and status["in_place"]):
+                pauses, seconds, reason = Pauses(), self._pause_seconds, "its weights were in doubt before"
+                await pauses.pause([server], wire.Pause(finish=True, seconds=seconds))
+                try:
+                    unloaded = wire.UnloadAdapter(adapter_name=None if weights else wire.IN_PLACE)
+                    await server.post("/lora/unload", unloaded)
+                finally:
+                    await pauses.resume_unchanged([server], reason, sleeps=0, seconds=seconds)
+            names.append(loaded)
+        everywhere = set(names[0]).intersection(*names) if swaps else ()
+        return [name for name in names[0] if name.startswith("step-") and name in everywhere]
 
     async def recover(self) -> bool:
         recovered = await self.fleet.recover()
@@ -121,7 +132,7 @@ class VllmEngine(Engine):
         self.fleet.watch(republish)
 
     async def close(self) -> None:
-        self._writer.close()
+        self._writer = AdapterWriter()  # lets go of the slot
         await self.fleet.close()
         if self._bridge is not None:
             self._bridge.unlink(missing_ok=True)  # the memory that it names is gone
@@ -149,13 +160,8 @@ class VllmEngine(Engine):
         return self._context
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling, key: int) -> Completion:
-        room = self._context - len(prompt)
-        if not prompt or room < 1:
-            raise EngineError(
-                f"a prompt of {len(prompt)} tokens leaves no room in a context of {self._context}; "
-                "shorten the prompt or raise context"
-            )
-        seed, least = key % 2**63 if self._seeded else None, self._least
+        room = self.room(prompt)
+        seed, least = key % 2**63 if self.fleet.options.seeded else None, self._least
         request = wire.completion_request(prompt, sampling, limit=room, ends=self._ends, flat=True, min_step=least)
         tries = 0
         while True:
@@ -223,18 +229,14 @@ class VllmEngine(Engine):
 
     async def _probe(self, server: EngineServer, tokens: Sequence[int], samples: int) -> ProbeResult:
         request = wire.ProbeRequest(
-            tokens=list(tokens),
-            temperature=PROBE_TEMPERATURE,
-            max_tokens=samples,
-            adapter=self._pending,
+            tokens=list(tokens), temperature=PROBE_TEMPERATURE, max_tokens=samples, adapter=self._pending
         )
         response: wire.ProbeResponse = await server.post("/bridge/probe", request, wire.ProbeResponse)
-        finish: Finish = "stop" if response.finish == "stop" else "length"
         sampled = Completion(
             tokens=tuple(response.tokens),
             logprobs=_numbers(response.logprobs),
             versions=(0,) * len(response.tokens),
-            finish=finish,
+            finish="stop" if response.finish == "stop" else "length",
         )
         return ProbeResult(
             name=server.name,
@@ -269,9 +271,8 @@ class VllmEngine(Engine):
         return True
 
     async def pause(self, *, finish: bool = False, step: int | None = None) -> None:
-        await self._pauses.pause(
-            self.servers, wire.Pause(finish=finish, seconds=self._pause_seconds, step=step, by=_trainer_name())
-        )
+        by = f"trainer (pid {os.getpid()} on {socket.gethostname()})"
+        await self._pauses.pause(self.servers, wire.Pause(finish=finish, seconds=self._pause_seconds, step=step, by=by))
 
     async def resume_unchanged(self, reason: str) -> None:
         await self._pauses.resume_unchanged(self.servers, reason, sleeps=self.sleeps, seconds=self._pause_seconds)
@@ -291,7 +292,7 @@ class VllmEngine(Engine):
 
     @property
     def sleeps(self) -> int:
-        return self.fleet.sleeps
+        return int(self.fleet.options.sleep)
 
     async def sleep(self) -> None:
         await self.fleet.all("/bridge/sleep", wire.Sleep(level=1 if self.sleeps == 1 else 2))
@@ -351,16 +352,14 @@ class VllmEngine(Engine):
 
     async def _slot(self, index: int, request: wire.ExportAdapter) -> Mapping[str, Any]:
         """A server's slot, which is to be written now and is sampled with from then on."""
-        server = self.servers[index]
+        server, exported_for = self.servers[index], (self.restart_count, request)
         for _ in range(2):
-            exported = self._slots.get(index)
-            if exported is None or (exported.restart_count, exported.request) != (self.restart_count, request):
+            if index not in self._slots or self._slots[index][0] != exported_for:
                 (rank,) = (await server.post("/bridge/lend_slot", request))["ranks"]
-                exported = self._slots[index] = _ExportedSlot(
-                    restart_count=self.restart_count, request=request, description=rank
-                )
-            if (await server.post("/bridge/adapt", wire.Adapt(key=exported.description["key"])))["held"]:
-                return exported.description
+                self._slots[index] = exported_for, rank
+            description = self._slots[index][1]
+            if (await server.post("/bridge/adapt", wire.Adapt(key=description["key"])))["held"]:
+                return description
             del self._slots[index]  # the engine was restarted externally, or its adapter unloaded
         raise EngineError(
             f"{server.name} lent its adapter's slot to another client right after lending it here: another trainer "
@@ -438,11 +437,6 @@ class VllmEngine(Engine):
         await self.fleet.all("/nccl/stop_receiver")
 
 
-def _trainer_name() -> str:
-    """Name of this trainer in the /health of an engine that it paused."""
-    return f"trainer (pid {os.getpid()} on {socket.gethostname()})"
-
-
 def _slot_request(adapter: LoraAdapter, stored: Iterable[tuple[str, Any]]) -> wire.ExportAdapter:
     return wire.ExportAdapter(
         config=dict(adapter.config),
@@ -500,80 +494,15 @@ class Pauses:
             before = self._before.pop(server.instance_id, None)
             with contextlib.suppress(EngineUnreachable):
                 state = (await server.info()).state
-                served = state == "paused" and before == "serving"
-                if served and await _goes_on(server, wire.Wake(seconds=seconds) if sleeps else None):
-                    continue
-                if served or state == "proving" or (state == "paused" and before == "stopped"):
+                if state == "paused" and before == "serving":
+                    try:
+                        if sleeps:
+                            await server.post("/bridge/wake", wire.Wake(seconds=seconds))
+                        await server.post("/bridge/resume")
+                        continue
+                    except EngineUnreachable:
+                        raise
+                    except EngineError:  # it has lost its weights in its sleep, or does not wake up
+                        before = "stopped"
+                if state == "proving" or (state == "paused" and before == "stopped"):
                     await server.post("/bridge/stop", wire.Stop(reason=reason))
-
-
-async def _goes_on(server: EngineServer, wake: wire.Wake | None) -> bool:
-    """Whether it serves again; not if it has lost its weights in its sleep, or does not wake up."""
-    try:
-        if wake is not None:
-            await server.post("/bridge/wake", wake)
-        await server.post("/bridge/resume")
-    except EngineUnreachable:
-        raise
-    except EngineError:
-        return False
-    return True
-
-
-async def inherit(
-    servers: Callable[[], Sequence[EngineServer]],
-    requirements: EngineRequirements,
-    *,
-    pause_seconds: float,
-    wake: Callable[[], Awaitable[None]],
-    again: Callable[[], Awaitable[object]],
-) -> list[str]:
-    """Have them awake and without adapters in the way; versions by name that all of them hold already.
-
-    Args:
-        servers: those of now; after ``again`` they may be others.
-        requirements: of the run.
-        pause_seconds: seconds that a pause may last.
-        wake: their trainer may have died while they slept.
-        again: waits for servers that went away meanwhile, or starts them.
-
-    Raises:
-        EngineError: they do not come back, or go each time.
-    """
-
-    async def once() -> list[str]:
-        await wake()
-        return await _without_adapters(servers(), requirements, pause_seconds)
-
-    for _ in range(INHERIT_TRIES - 1):
-        try:
-            return await once()
-        except EngineUnreachable as error:
-            log.warning("%s; it is looked for again", str(error).splitlines()[0])
-            await again()
-    return await once()
-
-
-async def _without_adapters(
-    servers: Sequence[EngineServer], requirements: EngineRequirements, pause_seconds: float
-) -> list[str]:
-    """Versions by name are served on, and unloaded when ours have taken their place."""
-    weights, swaps = requirements.payload == "weights", requirements.capability is LoadsVersions
-    names = []
-    for server in servers:
-        status = await server.get("/lora/status", dict)
-        loaded = [entry["name"] for entry in status["loaded"]]
-        if (weights and (loaded or status["in_place"])) or (swaps and status["in_place"]):
-            pauses, only = Pauses(), None if weights else wire.IN_PLACE
-            await pauses.pause([server], wire.Pause(finish=True, seconds=pause_seconds))
-            try:
-                await server.post("/lora/unload", wire.UnloadAdapter(adapter_name=only))
-            finally:
-                await pauses.resume_unchanged(
-                    [server], "its weights were in doubt before", sleeps=0, seconds=pause_seconds
-                )
-        names.append(loaded)
-    if not swaps:
-        return []
-    everywhere = set(names[0]).intersection(*names)
-    return [name for name in names[0] if name.startswith("step-") and name in everywhere]

@@ -82,8 +82,6 @@ class Fleet:
         self.ready = asyncio.Event()
         """Clear while a server was started and nothing was published to it yet."""
         self.ready.set()
-        self.sleeps: int = options.sleep
-        """How deep they sleep while a step is trained."""
         self.least = 0
         """Tokens that a server must take to join later."""
         self.republish: Callable[[], Awaitable[None]] | None = None
@@ -94,17 +92,17 @@ class Fleet:
         self._warnings: set[str] = set()
         self._watching: asyncio.Task[None] | None = None
         self._launch = launch
-        self._options = options
-        self._requirements = requirements
+        self.options = options
+        self.requirements = requirements
         self._restarts = 0
         self._starts, self._first, self._every = 0, first, every
-        self._hosts = requirements.hosts
         self._recovering = asyncio.Lock()
-        self._closed = False
+        self.closed = False
+        """It takes no requests any more."""
 
     async def start(self) -> None:
         """Start or find every server, and check it against the run's requirements; one that fails ends all."""
-        here = 1 if self._hosts is not None else len(self.servers)
+        here = 1 if self.requirements.hosts is not None else len(self.servers)
         await together([*(self._begin(i) for i in range(here)), self._begin_elsewhere()])
 
     @asynccontextmanager
@@ -118,46 +116,45 @@ class Fleet:
 
     async def _begin_elsewhere(self) -> None:
         """Have ranks on other hosts start theirs."""
-        if self._hosts is not None:
-            engines = await self._hosts.start_engines(self._requirements)
+        if self.requirements.hosts is not None:
+            engines = await self.requirements.hosts.start_engines(self.requirements)
             await asyncio.gather(*(self._meet(index, engine) for index, engine in enumerate(engines, 1)))
 
     async def _meet(self, index: int, engine: RankEngine) -> None:
         """Go on with the engine that a rank has started on its host."""
         await self.servers[index].close()
-        server = self._options.client(engine.url, engine.key)
+        server = self.options.client(engine.url, engine.key)
         await self._check_server(server)
         self.servers[index] = server
         self.started_elsewhere = self.started_elsewhere or engine.reattached
 
     async def _begin(self, index: int) -> None:
         if self._launch is None:
-            await self._arrival(self.servers[index])
+            await self._arrival([self.servers[index]])
         elif not await self._reattach(self._launch, index):
             _unused(self.servers[index].url)
             await self._spawn(index)
 
-    async def _arrival(self, server: EngineServer) -> EngineServer:
-        """Wait for an external server and check it: the order in which trainer and engine start does not matter."""
-        deadline, warned = time.monotonic() + self._options.start_seconds, False
-        timeout_seconds = self._options.start_seconds + 10  # beyond the deadline below, which says more
-        async with waits.waiting(
-            waits.actor("trainer"), "an engine to answer", on=server.name, deadline=timeout_seconds
-        ):
+    async def _arrival(self, servers: Sequence[EngineServer]) -> EngineServer:
+        """Wait for the first external server to answer, and check it: trainer and engines may start in any order."""
+        seconds, warned = self.options.start_seconds, False
+        deadline, names = time.monotonic() + seconds, ", ".join(server.name for server in servers)
+        # The wait's own deadline is beyond the one below, which says more.
+        async with waits.waiting(waits.actor("trainer"), "an engine to answer", on=names, deadline=seconds + 10):
             while True:
-                try:
-                    await self._check_server(server)
+                errors = await asyncio.gather(*map(self._check_server, servers), return_exceptions=True)
+                if None in errors:
                     break
-                except EngineUnreachable as error:
-                    message = f"{error}; is it running? Start one by: tandem serve engine RECIPE"
-                    if time.monotonic() >= deadline:
-                        raise EngineError(
-                            f"{message} (engine.start_seconds: {self._options.start_seconds:g})"
-                        ) from error
-                    if not warned:
-                        log.warning("%s; it is waited for", message)
-                        warned = True
+                if not (unreachable := [error for error in errors if isinstance(error, EngineUnreachable)]):
+                    raise next(error for error in errors if error is not None)
+                message = f"{unreachable[0]}; is it running? Start one by: tandem serve engine RECIPE"
+                if time.monotonic() >= deadline:
+                    raise EngineError(f"{message} (engine.start_seconds: {seconds:g})") from unreachable[0]
+                if not warned:
+                    log.warning("%s; it is waited for", message)
+                    warned = True
                 await asyncio.sleep(LOOK_SECONDS)
+        server = servers[errors.index(None)]
         if warned:
             log.warning("%s answers", server.name)
         return server
@@ -168,7 +165,7 @@ class Fleet:
         process = None if record is None else EngineProcess.reattach(record)
         if record is None or process is None:
             return False
-        server = self._options.client(record.url, record.key)
+        server = self.options.client(record.url, record.key)
         server.process = process
         try:
             await server.get("/health", dict)
@@ -191,7 +188,7 @@ class Fleet:
                 return await self._start(index)
             except EngineError as error:
                 process = self.servers[index].process
-                if process is None or not process.killed or self._restarts >= self._options.restarts:
+                if process is None or not process.killed or self._restarts >= self.options.restarts:
                     raise
                 self._restarts += 1
                 log.warning("%s; starting it again", str(error).splitlines()[0])
@@ -208,7 +205,7 @@ class Fleet:
         )
         self._note(launch, index)  # at once: a trainer that dies during the start must leave a trace
         try:
-            seconds = self._options.start_seconds
+            seconds = self.options.start_seconds
             # It has a deadline of its own, and says more when that has passed.
             async with waits.waiting(waits.actor("trainer"), "its start", on=server.name, deadline=seconds + 10):
                 await process.wait_healthy(server.url, seconds)
@@ -223,9 +220,9 @@ class Fleet:
 
         Which of them does not matter, since the current weights are published to it.
         """
-        weights = self._requirements.weights
+        weights = self.requirements.weights
         pruned = weights is not None and self.model == str(weights) and not weights.exists()
-        return self._requirements.model if pruned else self.model
+        return self.requirements.model if pruned else self.model
 
     def _record(self, folder: Path, index: int) -> Path:
         return folder / f"engine-{self._first + index}.json"
@@ -250,7 +247,7 @@ class Fleet:
                 f"{server.name} gives {info.logprobs}, which leave the temperature out; start it with "
                 "--logprobs-mode processed_logprobs"
             )
-        if self._requirements.payload == "adapter" and not info.adapters:
+        if self.requirements.payload == "adapter" and not info.adapters:
             raise EngineError(f"{server.name} was started without adapters; start it with --enable-lora")
         if info.context < self.least:
             raise EngineError(f"{server.name} takes {info.context} tokens and this run needs {self.least}")
@@ -263,7 +260,7 @@ class Fleet:
 
     def restarts_of(self, server: EngineServer) -> bool:
         """Whether a server is started again where it dies: here, or by its rank."""
-        return server.process is not None or (self._hosts is not None and self.ours)
+        return server.process is not None or (self.requirements.hosts is not None and self.ours)
 
     async def recover(self) -> bool:
         """Start dead servers of ours again, and go on without those of others; False if nothing is to be published to.
@@ -272,7 +269,7 @@ class Fleet:
             EngineError: it happened too often, or all servers of others stay away.
         """
         async with self._recovering:
-            if self._closed:
+            if self.closed:
                 return False
             if self._launch is None:
                 return await self._regroup()
@@ -295,17 +292,17 @@ class Fleet:
             alive = server.process.alive()  # vLLM's server outlives its scheduler by some seconds
             reason = "lost the process of its scheduler" if alive else server.process.exit_reason()
             summary = server.process.log_summary()
-        if self._restarts > self._options.restarts:
+        if self._restarts > self.options.restarts:
             raise EngineError(
-                f"{server.name} {reason}, and engine.restarts allows {self._options.restarts} restarts{summary}"
+                f"{server.name} {reason}, and engine.restarts allows {self.options.restarts} restarts{summary}"
             )
         log.warning("%s %s; starting it again", server.name, reason)
         if server.process is not None:
             await server.process.stop()
             await self._spawn(index)
         else:
-            assert self._hosts is not None
-            await self._meet(index, await self._hosts.restart_engine(index))
+            assert self.requirements.hosts is not None
+            await self._meet(index, await self.requirements.hosts.restart_engine(index))
 
     async def settled(self) -> None:
         """Wait for the end of a recovery that is under way."""
@@ -322,7 +319,7 @@ class Fleet:
         answers = await asyncio.gather(*(self._answers(server, patient=server in self.servers) for server in every))
         reachable = [server for server, does in zip(every, answers, strict=True) if does]
         if not reachable:
-            reachable = [await self._first_of(every)]
+            reachable = [await self._arrival(every)]
         elif names := ", ".join(server.name for server in self.servers if server not in reachable):
             log.warning("%s does not answer; the other engines take over until it does", names)
         self._away = [server for server in every if server not in reachable]
@@ -347,20 +344,6 @@ class Fleet:
             self._warnings.add(str(error))
             return False
         return True
-
-    async def _first_of(self, servers: Sequence[EngineServer]) -> EngineServer:
-        """The first that answers; an error if none does in time."""
-        arriving = {asyncio.ensure_future(self._arrival(server)) for server in servers}
-        try:
-            while True:
-                done, arriving = await asyncio.wait(arriving, return_when=asyncio.FIRST_COMPLETED)
-                arrived = [task for task in done if task.exception() is None]
-                if arrived or not arriving:
-                    return next(iter(arrived or done)).result()
-        finally:
-            for task in arriving:
-                task.cancel()
-            await asyncio.gather(*arriving, return_exceptions=True)
 
     def watch(self, republish: Callable[[], Awaitable[None]]) -> None:
         """Have ``republish`` bring the weights back to servers that lose them; it replaces one named before."""
@@ -427,7 +410,7 @@ class Fleet:
 
     async def close(self) -> None:
         """End our servers and let go of the others."""
-        self._closed = True
+        self.closed = True
         self.ready.set()
         if self._watching is not None:
             self._watching.cancel()
@@ -445,11 +428,6 @@ class Fleet:
     def ours(self) -> bool:
         """True if the servers are ours to start and end."""
         return self._launch is not None
-
-    @property
-    def closed(self) -> bool:
-        """True once it was closed and takes no requests."""
-        return self._closed
 
     async def all(self, path: str, body: Any = None) -> list[Any]:
         """Tell every server at once; the first failure is raised when all have answered."""

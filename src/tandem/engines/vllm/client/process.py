@@ -21,6 +21,7 @@ import msgspec
 import tandem
 from tandem.errors import ConfigError, Deadline, EngineError
 from tandem.processes import Identity, alive_after, family, gone, identity, kill
+from tandem.transport.bridge import write_json
 from tandem.transport.sharing import remove_orphans
 
 _POLL_SECONDS = 0.1
@@ -83,12 +84,7 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     def write(self, path: Path) -> None:
         """Write it atomically, mode 0600."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f"{path.name}.{os.getpid()}.new")
-        new.unlink(missing_ok=True)
-        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(msgspec.json.encode(self))
-        new.replace(path)
+        write_json(path, msgspec.to_builtins(self))
 
     @classmethod
     def read(cls, path: Path) -> EngineRecord | None:
@@ -126,7 +122,8 @@ class EngineProcess:
         self._child = child
         self._known = {engine}
         self._stopped = False
-        self._killed = False
+        self.killed = False
+        """A signal from elsewhere ended it before it was told to end."""
 
     @classmethod
     def start(cls, command: Sequence[str], env: Mapping[str, str], log: Path, grace: float = 15.0) -> EngineProcess:
@@ -225,7 +222,7 @@ class EngineProcess:
         """
         if self._stopped:
             return
-        self._killed = self._child is not None and (self._exit() or 0) < 0
+        self.killed = self._child is not None and (self._exit() or 0) < 0
         started = self._family()  # now: what loses its parent later can no longer be found by it
         try:
             if self.alive():
@@ -247,11 +244,6 @@ class EngineProcess:
         remove_orphans()  # vLLM kills its workers as it ends, so what they lent on a host still has its name
         self._stopped = True
 
-    @property
-    def killed(self) -> bool:
-        """True if a signal from elsewhere ended it before it was told to end."""
-        return self._killed
-
     def exit_reason(self) -> str:
         """How the process ended, as a predicate: ``ended with exit code 1``."""
         if self._child is None:
@@ -265,23 +257,16 @@ class EngineProcess:
         hint = "; if nobody did that, the machine ran out of memory" if name == "SIGKILL" else ""
         return f"was killed by {name}{hint}"
 
-    def _printed(self) -> list[str]:
-        """Lines since it was started, of the log's last ``_TAIL_BYTES``."""
-        try:
-            with self._log.open("rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                file.seek(max(self._log_start, size - _TAIL_BYTES))
-                text = file.read().decode(errors="replace")
-        except OSError:
-            return []
-        return _COLOUR.sub("", text).rstrip().splitlines()
-
     def log_summary(self) -> str:
         """What the log says, for the end of a message.
 
         vLLM's processes each print a traceback as they fall, so the cause stands far above the last lines.
         """
-        lines = self._printed()
+        text = b""
+        with contextlib.suppress(OSError), self._log.open("rb") as file:
+            file.seek(max(self._log_start, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            text = file.read()
+        lines = _COLOUR.sub("", text.decode(errors="replace")).rstrip().splitlines()
         if not lines:
             return f"; it printed nothing to {self._log}"
         first = next((line for line in lines if _ERROR.search(line)), None)
@@ -328,12 +313,7 @@ def environment(base: Mapping[str, str], *, python: str | None = None, **extra: 
     env |= _SET
     if python is not None and os.path.dirname(python):
         env["PATH"] = os.pathsep.join(filter(None, [os.path.dirname(os.path.abspath(python)), env.get("PATH")]))
-    for name, value in extra.items():
-        if value is None:
-            env.pop(name, None)
-        else:
-            env[name] = value
-    return env
+    return {name: value for name, value in {**env, **extra}.items() if value is not None}
 
 
 def import_path(folder: Path) -> Path:

@@ -53,13 +53,8 @@ class PartialCompletion:
         """Of each token: its own, without an object for each."""
         values: list[float] = []
         for piece in self.logprob_pieces:
-            starts = getattr(piece, "start_indices", None)
-            if starts is None:
-                tokens = self.tokens[len(values) : len(values) + len(piece)]
-                values += [position[token].logprob for token, position in zip(tokens, piece, strict=True)]
-            else:  # vLLM's FlatLogprobs; what was sampled is the first of its position
-                logprobs = piece.logprobs
-                values += [logprobs[start] for start in starts]
+            logprobs = piece.logprobs  # of vLLM's FlatLogprobs; what was sampled is the first of its position
+            values += [logprobs[start] for start in piece.start_indices]
         return values
 
 
@@ -69,10 +64,9 @@ class RequestRecord:
 
     completions: list[PartialCompletion]
     """As many as were requested."""
-    prompt: list[int]
-    prompt_logprobs: list[dict[int, float] | None] | None
+    prompt_logprobs: list[dict[int, float] | None] | None = None
     """Of each prompt token but the first; None where not requested."""
-    cached: int
+    cached: int = 0
     """Prompt tokens that came from the prefix cache."""
 
     def add(self, output: Any, generation: int) -> None:
@@ -177,30 +171,6 @@ class Stopped(Exception):
     """The engine refuses requests: its weights are unverified, after a failed publish or an expired pause."""
 
 
-class StandstillClock:
-    """Seconds in which the scheduler stood still, since they were last taken."""
-
-    def __init__(self) -> None:
-        self._since: float | None = None
-        self._seconds = 0.0
-
-    def begin(self) -> None:
-        """The scheduler stands still from now on; where it did already, since then."""
-        if self._since is None:
-            self._since = time.monotonic()
-
-    def end(self) -> None:
-        """It goes on."""
-        if self._since is not None:
-            self._seconds += time.monotonic() - self._since
-            self._since = None
-
-    def take(self) -> float:
-        """Seconds of all that has ended, which count no more."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-
 class Frontend:
     """Generation, pauses and policy versions over vLLM's asynchronous engine, shared by all routes."""
 
@@ -221,7 +191,8 @@ class Frontend:
         self._generation_of: dict[str, int] = {}  # of adapters by name, where each is a version of its own
         self.lease = PauseLease(self.stop)
         self._broken_off = asyncio.Event()
-        self._standstill = StandstillClock()
+        self._stood_since: float | None = None
+        self._stood = 0.0
         self._version_set: int | None = None
         self._coming: int | None = None
         self._room = PrefillRoom()
@@ -266,7 +237,7 @@ class Frontend:
             self._room = PrefillRoom() if self.places.running else self._scheduler.room()
             # For those that there is room for now.
             asyncio.get_running_loop().call_later(ANSWERED, lambda: self._turn(self.state))
-            self._standstill.begin()
+            self._stood_since = self._stood_since or time.monotonic()
             return before
 
     async def still(self) -> None:
@@ -289,22 +260,17 @@ class Frontend:
             async with self._control:
                 changed = self._changed
                 if self.state != "proving":
-                    async with self._stopped_if_serving():
+                    serves = self.state == "serving"
+                    if serves:
+                        await self._scheduler.pause()
+                        self._stood_since = self._stood_since or time.monotonic()
+                    try:
                         yield
+                    finally:
+                        if serves:
+                            await self._go_on()
                     return
             await changed.wait()
-
-    @contextlib.asynccontextmanager
-    async def _stopped_if_serving(self) -> AsyncIterator[None]:
-        serves = self.state == "serving"
-        if serves:
-            await self._scheduler.pause()
-            self._standstill.begin()
-        try:
-            yield
-        finally:
-            if serves:
-                await self._go_on()
 
     async def _pause_scheduler(self) -> None:
         """Have the scheduler stand still, and every token that it sampled be filed under the generation that ends."""
@@ -356,7 +322,8 @@ class Frontend:
             self._name_generation()
             self.lease.end()
             self._turn("serving")
-            return self._standstill.take()
+            stood, self._stood = self._stood, 0.0
+            return stood
 
     def _name_generation(self) -> None:
         """Requests that ask for an adapter by name are of the generation in which it was stamped."""
@@ -452,7 +419,8 @@ class Frontend:
 
     async def _go_on(self) -> None:
         await self._scheduler.go_on()
-        self._standstill.end()
+        if self._stood_since is not None:
+            self._stood, self._stood_since = self._stood + time.monotonic() - self._stood_since, None
 
     def _turn(self, state: State) -> None:
         """Take a state, and have all that wait for one look again, in one turn of the event loop."""
@@ -518,15 +486,17 @@ class Frontend:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        options = _with_grammar(options)
+        if "regex" in options:  # vLLM makes a grammar of it
+            from vllm.sampling_params import StructuredOutputsParams
+
+            rest = {name: value for name, value in options.items() if name != "regex"}
+            options = {**rest, "structured_outputs": StructuredOutputsParams(regex=options["regex"])}
         # Token by token costs a tenth of the engine's speed; where vLLM counts tokens for us, the end is enough.
         kind = RequestOutputKind.FINAL_ONLY if self._scheduler.counting else RequestOutputKind.DELTA
-        whole = kind is RequestOutputKind.FINAL_ONLY and not options.get(
-            "detokenize", True
-        )  # so no text ends it either
-        # Where this release can: lists for all tokens, not a mapping and an object for each.
-        flat = {"flat_logprobs": True} if hasattr(SamplingParams, "flat_logprobs") else {}
-        return SamplingParams(**options, **flat, output_kind=kind, extra_args={PIECES_KEY: True} if whole else None)
+        whole = self._scheduler.counting and not options.get("detokenize", True)  # so no text ends it either
+        extra = {PIECES_KEY: True} if whole else None
+        # Flat: lists for all tokens, not a mapping and an object for each.
+        return SamplingParams(**options, flat_logprobs=True, output_kind=kind, extra_args=extra)
 
     async def generate(
         self,
@@ -563,7 +533,7 @@ class Frontend:
         return record
 
     async def _sampled(self, prompt: Sequence[int], params: Any, adapter: Any, salt: str) -> RequestRecord:
-        record = RequestRecord([PartialCompletion() for _ in range(params.n)], list(prompt), None, 0)
+        record = RequestRecord([PartialCompletion() for _ in range(params.n)])
         served, adapter = adapter is None, adapter or self.adapter
         # An adapter of its own name never changes under a request; one that is written in place does, as weights do.
         generation = None
@@ -590,13 +560,3 @@ class Frontend:
         """Call a method of the worker extension on every rank; results by rank. Raises Refusal where one refuses."""
         call = self.client.collective_rpc(method, args=args)
         return unrefused(list(await asyncio.wait_for(call, seconds)))
-
-
-def _with_grammar(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Arguments of vLLM's SamplingParams, ``regex`` among them as what it makes a grammar of."""
-    if "regex" not in options:
-        return options
-    from vllm.sampling_params import StructuredOutputsParams
-
-    rest = {name: value for name, value in options.items() if name != "regex"}
-    return {**rest, "structured_outputs": StructuredOutputsParams(regex=options["regex"])}

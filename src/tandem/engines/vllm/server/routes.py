@@ -86,42 +86,6 @@ def beyond_a_block(tokens: Sequence[int], config: Any) -> list[int]:
     return ([*tokens] * (block // len(tokens) + 1))[: block + 1]
 
 
-class Sleeper:
-    """The routes /bridge/sleep and /bridge/wake, over ``sleep`` and ``wake_up`` of vLLM's asynchronous engine."""
-
-    def __init__(self, frontend: Frontend):
-        self._frontend = frontend
-        self.level = 0
-        """How deep it sleeps; 0: it is awake."""
-
-    async def sleep(self, request: wire.Sleep) -> Any:
-        """POST /bridge/sleep: release the memory; twice is once."""
-        front = self._frontend
-        if front.state not in ("paused", "stopped"):
-            raise Refusal(409, "/bridge/sleep takes the memory of what is being sampled: pause first")
-        if running := front.places.running:
-            raise Refusal(409, f"{running} requests are in flight, and sleep would lose their keys and values")
-        if not getattr(front.client.vllm_config.model_config, "enable_sleep_mode", False):
-            raise Refusal(409, "this engine cannot sleep: start it with --enable-sleep-mode (engine.sleep)")
-        if not self.level:
-            front.lease.hold()
-            if request.level > 1:
-                front.written = True
-            self.level = request.level
-            await front.client.sleep(request.level)
-        return {"level": self.level}
-
-    async def wake(self, request: wire.Wake) -> Any:
-        """POST /bridge/wake: have the memory again, and stay paused; an engine that is awake is left alone."""
-        front = self._frontend
-        if self.level:
-            await front.client.wake_up()
-            await front.still()  # some releases begin to schedule as they wake up
-            self.level = 0
-            front.lease.renew(request.seconds)
-        return {"level": self.level}
-
-
 AWAKE = frozenset(
     {
         "/bridge/resume",
@@ -162,10 +126,14 @@ class Routes:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One ASGI event."""
-        if scope["type"] == "websocket":
-            await self._websocket(scope, receive, send)
-            return
         if scope["type"] != "http":
+            try:
+                if scope["type"] == "websocket":
+                    authorise(scope, "")
+            except Refusal as error:
+                await receive()
+                await send({"type": "websocket.close", "code": 1008, "reason": str(error)[:100]})
+                return
             await self._app(scope, receive, send)
             return
         path = scope["path"].removeprefix(scope.get("root_path", ""))
@@ -184,15 +152,6 @@ class Routes:
             return
         await live.stock(path, scope, receive, send)
 
-    async def _websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            authorise(scope, "")
-        except Refusal as error:
-            await receive()
-            await send({"type": "websocket.close", "code": 1008, "reason": str(error)[:100]})
-            return
-        await self._app(scope, receive, send)
-
     def _engine(self, scope: Scope) -> _Live:
         if self._live is None:
             engine = getattr(scope["app"].state, "engine_client", None)
@@ -206,7 +165,7 @@ class Routes:
             allow = [(b"allow", route.method.encode())]
             raise Refusal(405, f"{path} answers {route.method}, not {method}", allow)
         body = await read(receive)
-        if live.sleeper.level and path in AWAKE:
+        if live.sleep_level and path in AWAKE:
             raise Refusal(409, f"{path} needs memory that this engine has released: wake it first (POST /bridge/wake)")
         work = route.handler(None if route.body is None else parsed(body, route.body))
         if path in SAMPLE:
@@ -225,7 +184,8 @@ class _Live:
         self.stock = Stock(app, self.frontend, self.limits)
         self.adapters = Adapters(self.frontend, state)
         self.receiver = Receiver(self.frontend, self.adapters)
-        self.sleeper = Sleeper(self.frontend)
+        self.sleep_level = 0
+        """How deep the engine sleeps; 0: it is awake."""
         self.many = ManyAnswers(self.frontend, self.adapters, self.limits)
         self.routes: dict[str, Endpoint] = {
             "/health": Endpoint("GET", self.health),
@@ -241,8 +201,8 @@ class _Live:
             "/bridge/probe": Endpoint("POST", self.probe, wire.ProbeRequest),
             "/bridge/stamp": Endpoint("POST", self.set_version, wire.SetVersion),
             "/bridge/stop": Endpoint("POST", self.stop, wire.Stop),
-            "/bridge/sleep": Endpoint("POST", self.sleeper.sleep, wire.Sleep),
-            "/bridge/wake": Endpoint("POST", self.sleeper.wake, wire.Wake),
+            "/bridge/sleep": Endpoint("POST", self.sleep, wire.Sleep),
+            "/bridge/wake": Endpoint("POST", self.wake, wire.Wake),
             "/bridge/lend_slot": Endpoint("POST", self.export_adapter, wire.ExportAdapter),
             "/bridge/adapt": Endpoint("POST", self.adapt, wire.Adapt),
             "/bridge/adopt": Endpoint("POST", self.reattach, wire.Reattach),
@@ -267,19 +227,19 @@ class _Live:
     async def generate(self, request: wire.Generate) -> wire.Generated:
         if request.stream:
             raise Refusal(400, "stream: /generate answers when all is sampled; /v1/completions streams")
-        text = request.prompt if isinstance(request.prompt, str) else None
-        ids = (
-            await self.limits.ids(request.prompt)
-            if isinstance(request.prompt, str)
-            else request.prompt.prompt_token_ids
-        )
+        prompt = request.prompt
+        ids = await self.limits.ids(prompt) if isinstance(prompt, str) else prompt.prompt_token_ids
         self.limits.check(ids, request)
         adapter = None if request.adapter is None else self.adapters.named(request.adapter)
         record = await self.frontend.generate(ids, request.sampling(), adapter=adapter, min_step=request.min_step)
         flat = request.flat_logprobs and request.logprobs is not None
         return wire.Generated(
             text=[c.text for c in record.completions],
-            prompt=text if text is not None else self.client.get_tokenizer().decode(ids) if request.detokenize else "",
+            prompt=prompt
+            if isinstance(prompt, str)
+            else self.client.get_tokenizer().decode(ids)
+            if request.detokenize
+            else "",
             finish_reasons=[c.finish for c in record.completions],
             logprobs=None
             if flat or request.logprobs is None
@@ -384,12 +344,36 @@ class _Live:
         await self.frontend.stop(request.reason[:MAX_REASON_CHARS] + sender)
         return {"state": self.frontend.state}
 
+    async def sleep(self, request: wire.Sleep) -> Any:
+        """Release the memory; twice is once."""
+        front = self.frontend
+        self._require_paused("sleep takes the memory of")
+        if running := front.places.running:
+            raise Refusal(409, f"{running} requests are in flight, and sleep would lose their keys and values")
+        if not getattr(self.client.vllm_config.model_config, "enable_sleep_mode", False):
+            raise Refusal(409, "this engine cannot sleep: start it with --enable-sleep-mode (engine.sleep)")
+        if not self.sleep_level:
+            front.lease.hold()
+            front.written = front.written or request.level > 1
+            self.sleep_level = request.level
+            await self.client.sleep(request.level)
+        return {"level": self.sleep_level}
+
+    async def wake(self, request: wire.Wake) -> Any:
+        """Have the memory again, and stay paused; an engine that is awake is left alone."""
+        if self.sleep_level:
+            await self.client.wake_up()
+            await self.frontend.still()  # some releases begin to schedule as they wake up
+            self.sleep_level = 0
+            self.frontend.lease.renew(request.seconds)
+        return {"level": self.sleep_level}
+
     async def export_adapter(self, request: wire.ExportAdapter) -> Any:
-        self._require_paused("lend_slot")
+        self._require_paused("lend_slot writes")
         return {"ranks": await self.adapters.export_adapter(request)}
 
     async def adapt(self, request: wire.Adapt) -> Any:
-        self._require_paused("adapt")
+        self._require_paused("adapt writes")
         return {"held": await self.adapters.adapt(request.key)}
 
     async def reattach(self, request: wire.Reattach) -> Any:
@@ -403,4 +387,4 @@ class _Live:
 
     def _require_paused(self, what: str) -> None:
         if self.frontend.state not in ("paused", "stopped"):
-            raise Refusal(409, f"/bridge/{what} writes what is sampled from: pause first (POST /bridge/pause)")
+            raise Refusal(409, f"/bridge/{what} what is being sampled from: pause first (POST /bridge/pause)")

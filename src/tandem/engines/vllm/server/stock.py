@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
 
 import msgspec
 
@@ -54,8 +54,8 @@ SALTED = frozenset(
 """Stock routes that sample."""
 LOADS = "/v1/load_lora_adapter"
 """The stock route that loads an adapter."""
-MOST_ITEMS = 4096
-"""Messages of one request: each that is none costs vLLM a dozen messages about what it might have been."""
+AT_MOST = msgspec.Meta(max_length=4096)
+"""Messages of one request, and parts of one message: each costs vLLM a dozen attempts at what it might be."""
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -90,12 +90,18 @@ class StockSampling(msgspec.Struct):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+class StockMessage(msgspec.Struct):
+    """A message, or an item of a response's input."""
+
+    content: str | Annotated[list[str | dict[str, Any]], AT_MOST] | None = None
+
+
 class StockRequest(StockSampling):
     """Request body of one of vLLM's own routes."""
 
     prompt: str | list[Any] | None = None
-    messages: list[dict[str, Any]] | None = None
-    input: str | list[Any] | None = None
+    messages: Annotated[list[StockMessage], AT_MOST] | None = None
+    input: str | Annotated[list[StockMessage], AT_MOST] | None = None
     sampling_params: StockSampling | None = None
 
     @property
@@ -114,9 +120,6 @@ class StockRequest(StockSampling):
             limits.tokens("allowed_token_ids", options.allowed_token_ids or ())
         if isinstance(self.prompt, list):
             _prompts(self.prompt, limits)
-        if isinstance(self.input, list):
-            _objects("input", self.input)
-        _objects("messages", self.messages or ())
 
 
 def _prompts(prompt: list[Any], limits: EngineLimits) -> None:
@@ -130,20 +133,6 @@ def _prompts(prompt: list[Any], limits: EngineLimits) -> None:
             limits.prompt(tokens)
         elif not isinstance(tokens, str):
             raise Refusal(400, f"prompt is a list with {type(tokens).__name__} in it, not of texts or token ids")
-
-
-def _objects(name: str, items: Sequence[Any]) -> None:
-    """Raise Refusal unless it is a list of objects, with lists of objects or text in them, that is not too long."""
-    number = len(items)
-    for item in items:
-        if not isinstance(item, dict):
-            raise Refusal(400, f"{name} is a list with {type(item).__name__} in it, not of objects")
-        if isinstance(content := item.get("content"), list):
-            number += len(content)
-            if not all(isinstance(part, (dict, str)) for part in content):
-                raise Refusal(400, f"{name} has a content that is a list of neither texts nor objects")
-    if number > MOST_ITEMS:
-        raise Refusal(400, f"{name} has {number} messages and parts, {MOST_ITEMS} at most")
 
 
 def sound(body: bytes) -> dict[str, Any]:
@@ -160,20 +149,6 @@ def sound(body: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # as msgspec's errors are
         raise Refusal(400, f"the request's body is not as expected: {error}") from error
     return tree
-
-
-def sampling_request(tree: dict[str, Any], limits: EngineLimits) -> StockRequest:
-    """The sampling request in the body of one of vLLM's own routes.
-
-    Raises:
-        Refusal: what vLLM, or this engine, cannot be asked.
-    """
-    try:
-        request = msgspec.convert(tree, StockRequest, strict=False)
-    except msgspec.ValidationError as error:
-        raise Refusal(400, f"the request's body is not as expected: {error}") from error
-    request.fits(limits)
-    return request
 
 
 def salted(tree: dict[str, Any], salt: str) -> bytes:
@@ -206,7 +181,7 @@ class Stock:
             if path == LOADS:
                 require_free_name(str(tree.get("lora_name", "")))
                 allowed(str(tree.get("lora_path", "")))
-            answers = sampling_request(tree, self._limits).answers if path in SALTED else 0
+            answers = self._answers(tree) if path in SALTED else 0
         except (Refusal, ClientDisconnected) as error:
             await refuse(send, error)
             return
@@ -214,6 +189,15 @@ class Stock:
             await self._held(tree, answers, scope, receive, send)
         else:
             await self._app(scope, replayed(body, receive, self._front.broken_off), send)
+
+    def _answers(self, tree: dict[str, Any]) -> int:
+        """How many answers a sampling request asks for; raises Refusal where vLLM, or this engine, cannot be asked."""
+        try:
+            request = msgspec.convert(tree, StockRequest, strict=False)
+        except msgspec.ValidationError as error:
+            raise Refusal(400, f"the request's body is not as expected: {error}") from error
+        request.fits(self._limits)
+        return request.answers
 
     async def _held(self, tree: dict[str, Any], answers: int, scope: Scope, receive: Receive, send: Send) -> None:
         """What must not be answered from weights that are not proven; ``answers`` above 0 is what samples."""

@@ -140,7 +140,7 @@ class InPlaceAdapters:
             folder: where a shared file is made; read on a host alone.
 
         Returns:
-            what ``AttachedAdapter`` needs, by the names that ``stored`` gives.
+            what ``AdapterWriter`` needs, by the names that ``stored`` gives.
 
         Raises:
             EngineError: as ``put``.
@@ -173,7 +173,13 @@ class InPlaceAdapters:
                 f"{rank} and {len(named)}, first name that differs: {first}; the engine holds the adapter of another "
                 "run: have it unloaded first (POST /lora/unload)"
             )
-        _check_shapes(named, targets)
+        for name, target in targets.items():
+            tensor = named[name]
+            if tuple(tensor.shape) != target.shape or not tensor.is_floating_point():
+                raise EngineError(
+                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}, the engine takes floating-point {target.shape}: "
+                    "trainer and engine must run the same model, and the configuration must have the tensors' rank"
+                )
         return named, adapter or self._register(lora_id, rank, targets)
 
     def stored(self, lora_id: int) -> Iterator[AdapterTensor]:
@@ -244,21 +250,14 @@ class InPlaceAdapters:
         """Where each given tensor goes; both halves of every module must be there."""
         if not tensors:
             raise EngineError("the adapter has no tensors")
-        pairs: dict[str, dict[str, str]] = {}
-        for name in tensors:
-            match = _NAME.fullmatch(name)
-            assert match is not None
-            pairs.setdefault(match["module"], {})[match["half"]] = name
         targets = {}
-        for module, halves in pairs.items():
-            if len(halves) == 1:
-                (name,) = halves.values()
+        for name in tensors:
+            module, _, half = name.removesuffix(".weight").rpartition(".lora_")
+            if f"{module}.lora_{'B' if half == 'A' else 'A'}.weight" not in tensors:
                 raise EngineError(f"the adapter has {name} but not its other half; A and B come in pairs")
             layer, index = self._layer(module.removeprefix(_PEFT))
             a, b = layer.lora_a_stacked[index], layer.lora_b_stacked[index]
             inputs, outputs = self._inputs(layer), self._outputs(layer, index, module)
-            targets[halves["A"]] = _Target(a, _Range.whole(rank), inputs)
-            targets[halves["B"]] = _Target(b, outputs, _Range.whole(rank))
             room = a.shape[2] >= rank and b.shape[3] >= rank
             if not room or (a.shape[3], b.shape[2]) != (inputs.size, outputs.size):
                 raise EngineError(
@@ -266,7 +265,9 @@ class InPlaceAdapters:
                     f"A (rank, {inputs.size}) and B ({outputs.size}, rank) were expected: slots that are split among "
                     "workers by rank (--fully-sharded-loras) cannot be written from memory; start the engine without"
                 )
-        return {name: targets[name] for name in tensors}
+            of_rank = _Range.whole(rank)
+            targets[name] = _Target(a, of_rank, inputs) if half == "A" else _Target(b, outputs, of_rank)
+        return targets
 
     def _layer(self, module: str) -> tuple[Any, int]:
         """vLLM's layer that a module is part of, and which part: q_proj is the first of qkv_proj."""
@@ -353,13 +354,3 @@ def _named(tensors: Mapping[str, Any]) -> dict[str, Any]:
     if len(named) != len(tensors):
         raise EngineError(f"{len(tensors)} tensors came under {len(named)} names; give one adapter at a time")
     return named
-
-
-def _check_shapes(tensors: Mapping[str, Tensor], targets: Mapping[str, _Target]) -> None:
-    for name, target in targets.items():
-        tensor = tensors[name]
-        if tuple(tensor.shape) != target.shape or not tensor.is_floating_point():
-            raise EngineError(
-                f"{name} is {tensor.dtype} {tuple(tensor.shape)}, the engine takes floating-point {target.shape}: "
-                "trainer and engine must run the same model, and the configuration must have the tensors' rank"
-            )

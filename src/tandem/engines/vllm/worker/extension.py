@@ -13,6 +13,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -20,11 +21,12 @@ from torch import Tensor
 
 from tandem.engines.vllm.protocol import REFUSED
 from tandem.engines.vllm.worker.adapter import InPlaceAdapters
-from tandem.engines.vllm.worker.parameter_map import TensorPlace, places, share, uncovered
+from tandem.engines.vllm.worker.parameter_map import TensorPlace, places, share
 from tandem.errors import EngineError, TransportError
 from tandem.transport import sharing
 from tandem.transport.checksums import ChecksumCache, ChecksumTally, Shard
 from tandem.transport.collective import Member
+from tandem.transport.daemon import resolve
 from tandem.transport.rendezvous import Rendezvous, accelerator
 
 IN_PLACE = "TANDEM_IN_PLACE"
@@ -109,14 +111,9 @@ class WorkerExtension:
         """Where each Hugging Face tensor lies; found anew each time, since storage may have been lent since.
 
         Raises:
-            EngineError: a parameter has no place, or a place does not cover it.
+            EngineError: a parameter has no place, or its places do not cover it.
         """
-        placements = places(self.tandem_model, world=self.tandem_world)
-        if rest := uncovered(self.tandem_model, placements):
-            raise EngineError(
-                f"{len(rest)} of the engine's parameters belong to no tensor that travels, first {rest[0]}"
-            )
-        return placements
+        return places(self.tandem_model, world=self.tandem_world)
 
     def tandem_map(self) -> str:
         """JSON: where every Hugging Face tensor lies in this rank's parameters."""
@@ -171,11 +168,6 @@ class WorkerExtension:
         """
         return _hexadecimal(self._tandem_current().tally.take())
 
-    def _tandem_standing(self, address: int) -> ChecksumCache:
-        """What sums the slot at an address: there are few slots, and many versions by name come and go in them."""
-        sums: dict[int, ChecksumCache] = self.__dict__.setdefault("_tandem_sums", {})
-        return sums.setdefault(address, ChecksumCache())
-
     def _tandem_current(self) -> _Layout:
         """The places, found anew only where storage was moved: views of the old one would be read and written on."""
         layout = self._tandem_layout
@@ -185,7 +177,7 @@ class WorkerExtension:
 
     @_refusing
     def tandem_export_adapter(self, lora_id: int, config: str, manifest: str) -> str:
-        """Make an adapter's slot attachable by the trainer; JSON of what ``AttachedAdapter`` takes.
+        """Make an adapter's slot attachable by the trainer; JSON of what ``AdapterWriter`` takes.
 
         ``manifest`` lists the tensors that will be written: name, shape and type.
         """
@@ -207,7 +199,9 @@ class WorkerExtension:
         adapters = self._tandem_in_place()
         parts = list(adapters.loaded(lora_id, names, json.loads(config)) if names else adapters.stored(lora_id))
         shards = (Shard(_part(part.name, part.first), part.tensor, part.first) for part in parts)
-        return _hexadecimal(self._tandem_standing(parts[0].tensor.data_ptr()).take(shards))
+        # By the slot's address: there are few slots, and many versions by name come and go in them.
+        sums: dict[int, ChecksumCache] = self.__dict__.setdefault("_tandem_sums", {})
+        return _hexadecimal(sums.setdefault(parts[0].tensor.data_ptr(), ChecksumCache()).take(shards))
 
     def tandem_forget(self, lora_id: int) -> None:
         """Free an adapter's slot."""
@@ -229,24 +223,26 @@ class WorkerExtension:
         meeting = Rendezvous(**{**options, "backend": options["backend"] or self.tandem_backend})
         device = self.tandem_device
         who = f"engine worker {self.tandem_rank} (pid {os.getpid()}, {device})"
-        joining = self._tandem_joining = _Joining(meeting, first + self.tandem_rank, device, who)
-        self._tandem_joins = tuple(join for join in (*self._tandem_joins, joining) if join.state == "connecting")
-        joining.start()
+        joining = self._tandem_joining = Future()
+        self._tandem_joins = tuple(join for join in (*self._tandem_joins, joining) if not join.done())
+        arguments = joining, _join, meeting, first + self.tandem_rank, device, who
+        threading.Thread(target=resolve, args=arguments, name="tandem joining", daemon=True).start()
 
     def tandem_connection(self) -> dict[str, Any]:
         """How joining went: idle, connecting, connected, or error with its reason; and how many joins go on."""
         joining = self._tandem_joining
-        under_way = sum(join.state == "connecting" for join in self._tandem_joins)
-        state, reason = ("idle", "") if joining is None else (joining.state, joining.reason)
-        return {"state": state, "reason": reason, "joining": under_way}
+        state = "idle" if joining is None else "connected" if joining.done() else "connecting"
+        error = joining.exception() if joining is not None and joining.done() else None
+        under_way = sum(not join.done() for join in self._tandem_joins)
+        return {"state": "error" if error else state, "reason": str(error or ""), "joining": under_way}
 
     def tandem_receive(self, manifest: str, bucket_bytes: int, lora_id: int, config: str) -> None:
         """Take one publish: into the weights, or (``lora_id`` above 0) into an adapter."""
         joining = self._tandem_joining
-        if joining is None or joining.member is None:
+        if joining is None or not joining.done() or joining.exception() is not None:
             raise EngineError(f"engine worker {self.tandem_rank} is in no process group: start the receiver first")
         entries = [(name, tuple(shape), dtype) for name, shape, dtype in json.loads(manifest)]
-        receive = joining.member.receive
+        receive = joining.result(0).receive
         if lora_id:
             buckets = list(receive(entries, bucket_bytes, keep=True))
             self._tandem_in_place().put(
@@ -263,13 +259,13 @@ class WorkerExtension:
         if self.tandem_device.type == "cuda":
             torch.cuda.synchronize()
 
-    _tandem_joining: _Joining | None = None
-    _tandem_joins: tuple[_Joining, ...] = ()
+    _tandem_joining: Future[Member] | None = None
+    _tandem_joins: tuple[Future[Member], ...] = ()
 
     def tandem_disconnect(self) -> None:
         """Leave the group."""
         if self._tandem_joining is not None:
-            self._tandem_joining.leave()
+            self._tandem_joining.add_done_callback(_leave)  # at once, or when it has joined
         self._tandem_joining = None
 
 
@@ -298,36 +294,16 @@ class _Layout:
         )
 
 
-class _Joining(threading.Thread):
-    """Joins a group off the engine's own thread, which must go on sampling until every rank is there."""
+def _join(meeting: Rendezvous, rank: int, device: torch.device, who: str) -> Member:
+    """Join a group off the engine's own thread, which must go on sampling until every rank is there."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return Member.join(meeting, rank, device, who=who)
 
-    def __init__(self, meeting: Rendezvous, rank: int, device: torch.device, who: str):
-        super().__init__(name="tandem joining", daemon=True)
-        self.state, self.reason = "connecting", ""
-        self.member: Member | None = None
-        self._arguments = (meeting, rank, device, who)
-        self._left = False
 
-    def run(self) -> None:
-        meeting, rank, device, who = self._arguments
-        try:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
-            member = Member.join(meeting, rank, device, who=who)
-        except Exception as error:
-            # The boundary of a background task: /nccl/status tells it.
-            self.state, self.reason = "error", str(error)
-            return
-        if self._left:
-            member.close()
-            self.state = "left"
-            return
-        self.member, self.state = member, "connected"
-
-    def leave(self) -> None:
-        self._left = True
-        if self.member is not None:
-            self.member.close()
+def _leave(joining: Future[Member]) -> None:
+    if joining.exception() is None:
+        joining.result(0).close()
 
 
 def _described(place: TensorPlace, parameter: Tensor) -> dict[str, Any]:

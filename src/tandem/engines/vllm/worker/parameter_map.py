@@ -63,7 +63,8 @@ def places(model: nn.Module, *, world: int) -> dict[str, list[TensorPlace]]:
         world: tensor-parallel workers.
 
     Raises:
-        EngineError: a parameter of a kind that cannot be mapped, or layers that are spread over workers.
+        EngineError: a parameter of a kind that cannot be mapped, or is not covered by its tensors, or layers that are
+            spread over workers.
     """
     placements: dict[str, list[TensorPlace]] = {}
     packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
@@ -79,13 +80,15 @@ def places(model: nn.Module, *, world: int) -> dict[str, list[TensorPlace]]:
                 "worker has a slice or all of can be written in place; use tensor parallelism alone, or sync: restart"
             )
         column, columns = _columns(layer, parameter)
-        row = 0
-        for part in _parts(_unwrapped(owner), layer, parameter, packed):
-            if row + part.size > parameter.shape[0]:
-                raise EngineError(
-                    f"the engine's {name!r} has {parameter.shape[0]} rows, {row + part.size} were expected of the "
-                    f"tensors fused in it up to {part.name}; use sync: restart for this model"
-                )
+        parts = list(_parts(_unwrapped(owner), layer, parameter, packed))
+        row, rows = 0, sum(part.size for part in parts)
+        # Else values would be written beyond it, or some of it never; but for the padding of a vocabulary.
+        if rows > parameter.shape[0] or (rows < parameter.shape[0] and not hasattr(layer, "org_vocab_size")):
+            raise EngineError(
+                f"the engine's {name!r} has {parameter.shape[0]} rows, {rows} were expected of the tensors fused in "
+                f"it: {', '.join(part.name for part in parts)}; use sync: restart for this model"
+            )
+        for part in parts:
             place = TensorPlace(
                 tensor=parameter.data[row : row + part.size],
                 parameter=name,
@@ -184,22 +187,3 @@ def _columns(layer: Any, parameter: Tensor) -> tuple[int, int]:
     if hasattr(layer, "input_is_parallel") and layer.input_size_per_partition != layer.input_size:
         return layer.tp_rank * here, layer.input_size
     return 0, here
-
-
-def uncovered(model: nn.Module, placements: Mapping[str, list[TensorPlace]]) -> list[str]:
-    """Parameters of which some element, vocabulary padding aside, lies in no place."""
-    covered: dict[str, int] = {}
-    for parts in placements.values():
-        for place in parts:
-            covered[place.parameter] = covered.get(place.parameter, 0) + place.tensor.numel()
-    rest = []
-    for name, parameter in model.named_parameters():
-        layer: Any = model.get_submodule(name.rpartition(".")[0])
-        expected = parameter.numel()
-        if hasattr(layer, "org_vocab_size"):
-            rows = layer.shard_indices.org_vocab_end_index - layer.shard_indices.org_vocab_start_index
-            padding = parameter.shape[0] - rows
-            expected -= padding * (parameter.numel() // parameter.shape[0])
-        if covered.get(name, 0) != expected:
-            rest.append(name)
-    return rest
