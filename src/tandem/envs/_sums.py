@@ -1,14 +1,16 @@
-"""The space of sums such as ``3 + 4 * 2``: numbered, drawn from and split without listing it."""
+"""Base of environments of sums such as ``3 + 4 * 2``: the space of them is numbered, and drawn from without listing."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tandem.envs.base import Split
-from tandem.envs.data.split import split_of
+from tandem.envs.base import Environment, Split
+from tandem.envs.data.split import check_share, split_of
 from tandem.errors import ConfigError
 from tandem.expression import as_text, evaluate
+from tandem.types import Json, Message, Task
 
 _SYMBOLS = "+-*"
 _LARGEST_SPACE = 10**18
@@ -16,50 +18,81 @@ _MOST_TERMS = 60
 """Of two numbers or operators each, so many terms are beyond the largest space already."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sums:
-    """Every expression of ``terms`` numbers from ``low`` to ``high`` joined by the operators."""
+@dataclass(frozen=True, kw_only=True)
+class SumTasks(Environment):
+    """Expressions of ``terms`` numbers joined by the operators."""
 
-    operators: tuple[str, ...]
+    operators: tuple[str, ...] = ("+",)
     """Any of + - *."""
-    terms: int
-    """Numbers in one expression."""
-    low: int
+    terms: int = 2
+    """Numbers in one question."""
+    min_number: int = 1
     """Smallest number."""
-    high: int
+    max_number: int = 9
     """Largest number."""
+    prompt: str = "What is {expression}?"
+    """The question; {expression} stands for the sum."""
+    size: int = 10_000
+    """Most questions, both splits together; fewer if the numbers allow no more."""
+    test_share: float = 0.2
+    """Share of questions held out."""
+    seed: int = 0
+    """Which questions are drawn, and their order."""
 
     def __post_init__(self) -> None:
+        if "{expression}" not in self.prompt:
+            raise ConfigError(f"prompt must contain {{expression}}, got {self.prompt!r}")
+        if self.size < 1:
+            raise ConfigError(f"size must be at least 1, got {self.size}")
+        check_share(self.test_share)
         unknown = [symbol for symbol in self.operators if symbol not in tuple(_SYMBOLS)]
         if unknown or not self.operators or len(set(self.operators)) < len(self.operators):
             raise ConfigError(f"operators must be some of + - *, each once, got {list(self.operators)}")
         if not 2 <= self.terms <= _MOST_TERMS:
             raise ConfigError(f"terms must be from 2 to {_MOST_TERMS}, got {self.terms}")
-        if not 0 <= self.low <= self.high:
-            raise ConfigError(f"min_number must be from 0 to max_number ({self.high}), got {self.low}")
+        if not 0 <= self.min_number <= self.max_number:
+            raise ConfigError(f"min_number must be from 0 to max_number ({self.max_number}), got {self.min_number}")
         if self.count > _LARGEST_SPACE:
             raise ConfigError(f"terms: {self.terms} of them make more than 10^18 questions; use fewer or smaller ones")
 
     @property
+    def default_rewards(self) -> Mapping[str, Json]:
+        return {"number": 1.0}
+
+    @property
     def count(self) -> int:
         """How many expressions there are."""
-        return int((self.high - self.low + 1) ** self.terms * len(self.operators) ** (self.terms - 1))
+        return int((self.max_number - self.min_number + 1) ** self.terms * len(self.operators) ** (self.terms - 1))
 
-    def draw(self, size: int, seed: int, split: Split, test_share: float) -> list[int]:
+    def draw(self, split: Split) -> list[int]:
         """Numbers of the split's expressions among ``size`` drawn without repetition, in random order."""
-        drawn = random.Random(seed).sample(range(self.count), min(size, self.count))
-        return [number for number in drawn if split_of(self.expression(number), test_share) == split]
+        drawn = random.Random(self.seed).sample(range(self.count), min(self.size, self.count))
+        return [number for number in drawn if split_of(self.expression(number), self.test_share) == split]
 
     def expression(self, number: int) -> str:
         """The expression with this number."""
-        width = self.high - self.low + 1
+        width = self.max_number - self.min_number + 1
         number, first = divmod(number, width)
-        parts = [str(self.low + first)]
+        parts = [str(self.min_number + first)]
         for _ in range(self.terms - 1):
             number, symbol = divmod(number, len(self.operators))
             number, term = divmod(number, width)
-            parts += [self.operators[symbol], str(self.low + term)]
+            parts += [self.operators[symbol], str(self.min_number + term)]
         return " ".join(parts)
+
+    def question(self, expression: str) -> str:
+        """The prompt with an expression filled in."""
+        return self.prompt.replace("{expression}", expression)
+
+    def task(self, expression: str, prompt: tuple[Message, ...]) -> Task:
+        """The task of an expression."""
+        return Task(
+            id=expression.replace(" ", ""),
+            env=self.name,
+            prompt=prompt,
+            answer=worth(expression),
+            meta={"expression": expression},
+        )
 
 
 def worth(expression: str) -> str:

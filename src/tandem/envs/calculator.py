@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tandem.envs._sums import Sums, worth
-from tandem.envs.base import Chat, Environment, Split
-from tandem.envs.data.split import Tasks, check_share, opening, some
+from tandem.envs._sums import SumTasks
+from tandem.envs.base import Chat, Split
+from tandem.envs.data.split import Tasks, opening, some
 from tandem.errors import ConfigError
 from tandem.expression import BadExpression, as_text, evaluate
-from tandem.types import Json, Message, Task
+from tandem.types import Message, Task
 
 _CALL = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
 
@@ -23,51 +23,37 @@ _SYSTEM = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calculator(Environment):
+class Calculator(SumTasks):
     """Sums of large numbers; the policy may ask a calculator by writing <calc>12*34</calc>."""
 
     operators: tuple[str, ...] = ("+", "-", "*")
     """Any of + - *."""
-    terms: int = 2
-    """Numbers in one question."""
     min_number: int = 10
     """Smallest number."""
     max_number: int = 99
     """Largest number."""
-    prompt: str = "What is {expression}?"
-    """The question; {expression} stands for the sum."""
     system: str = _SYSTEM
     """System message that explains the tool; empty: none."""
     max_turns: int = 3
     """Most times the policy speaks; a call in the last turn is not answered."""
     role: Literal["user", "tool"] = "user"
     """Role of the calculator's messages; every chat template accepts user."""
-    size: int = 10_000
-    """Most questions, both splits together; fewer if the numbers allow no more."""
     test_share: float = 0.1
     """Share of questions held out."""
-    seed: int = 0
-    """Which questions are drawn, and their order."""
 
     def __post_init__(self) -> None:
-        if "{expression}" not in self.prompt:
-            raise ConfigError(f"prompt must contain {{expression}}, got {self.prompt!r}")
         if self.max_turns < 1:
             raise ConfigError(f"max_turns must be at least 1, got {self.max_turns}")
-        if self.size < 1:
-            raise ConfigError(f"size must be at least 1, got {self.size}")
-        check_share(self.test_share)
-        self._sums()
-
-    @property
-    def default_rewards(self) -> Mapping[str, Json]:
-        return {"number": 1.0}
+        super().__post_init__()
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        sums = self._sums()
-        rows = sums.draw(self.size, self.seed, split, self.test_share)
-        remedy = f"there are {sums.count} questions in all: widen the numbers, or change size or test_share"
-        return Tasks(some(rows, self.name, split, remedy), lambda number: self._task(sums.expression(number)))
+        remedy = f"there are {self.count} questions in all: widen the numbers, or change size or test_share"
+
+        def task(number: int) -> Task:
+            expression = self.expression(number)
+            return self.task(expression, opening(self.question(expression), self.system))
+
+        return Tasks(some(self.draw(split), self.name, split, remedy), task)
 
     async def play(self, task: Task, chat: Chat) -> Mapping[str, float]:
         calls = errors = 0
@@ -86,18 +72,6 @@ class Calculator(Environment):
 
     def check(self, task: Task) -> str:
         return task.answer
-
-    def _sums(self) -> Sums:
-        return Sums(operators=self.operators, terms=self.terms, low=self.min_number, high=self.max_number)
-
-    def _task(self, expression: str) -> Task:
-        return Task(
-            id=expression.replace(" ", ""),
-            env=self.name,
-            prompt=opening(self.prompt.replace("{expression}", expression), self.system),
-            answer=worth(expression),
-            meta={"expression": expression},
-        )
 
 
 def _compute(expression: str) -> tuple[str, bool]:
