@@ -41,32 +41,21 @@ if TYPE_CHECKING:
     from tandem.types import Task as Task
     from tandem.weight_sync.base import WeightSync as WeightSync
 
-_PUBLIC = {
-    "train": "tandem.api.run",
-    "evaluate": "tandem.api.run",
-    "Recipe": "tandem.api.recipe",
-    "Run": "tandem.api.run",
-    "MetricsTable": "tandem.api.run",
-    "Environment": "tandem.envs.base",
-    "Chat": "tandem.envs.base",
-    "Reward": "tandem.rewards.base",
-    "GroupReward": "tandem.rewards.base",
-    "Advantage": "tandem.algorithms.advantages.base",
-    "Loss": "tandem.algorithms.losses.base",
-    "MicroBatch": "tandem.algorithms.losses.base",
-    "TokenLoss": "tandem.algorithms.losses.base",
-    "Optimizer": "tandem.optimizers.base",
-    "Engine": "tandem.engines.base",
-    "WeightSync": "tandem.weight_sync.base",
-    "Task": "tandem.types",
-    "Message": "tandem.types",
-    "Sampling": "tandem.types",
-    "Completion": "tandem.types",
-    "Rollout": "tandem.types",
-    "Group": "tandem.types",
-    "TandemError": "tandem.errors",
+_MODULES = {
+    "tandem.api.run": ("train", "evaluate", "Run", "MetricsTable"),
+    "tandem.api.recipe": ("Recipe",),
+    "tandem.envs.base": ("Environment", "Chat"),
+    "tandem.rewards.base": ("Reward", "GroupReward"),
+    "tandem.algorithms.advantages.base": ("Advantage",),
+    "tandem.algorithms.losses.base": ("Loss", "MicroBatch", "TokenLoss"),
+    "tandem.optimizers.base": ("Optimizer",),
+    "tandem.engines.base": ("Engine",),
+    "tandem.weight_sync.base": ("WeightSync",),
+    "tandem.types": ("Task", "Message", "Sampling", "Completion", "Rollout", "Group"),
+    "tandem.errors": ("TandemError",),
 }
-"""Module that defines each public name; the imports above say the same to type checkers."""
+"""Public names by the module that defines them; the imports above say the same to type checkers."""
+_PUBLIC = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = ["__version__", *_PUBLIC]
 

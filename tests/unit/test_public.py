@@ -89,7 +89,7 @@ def test_import_loads_nothing_and_each_name_only_its_own() -> None:
 
 
 def test_a_name_that_is_not_there_lists_those_that_are() -> None:
-    with pytest.raises(AttributeError, match="'trian'; its names: train, evaluate, Recipe"):
+    with pytest.raises(AttributeError, match="'trian'; its names: train, evaluate, Run"):
         tandem.trian  # noqa: B018
 
 

@@ -39,11 +39,6 @@ Question = Callable[[], CheckText | Awaitable[CheckText]]
 _STATE = len("problem")
 """Columns of the longest state."""
 
-_CATEGORIES = {
-    "advantage": "advantages", "loss": "losses", "optimizer": "optimizers", "trainable": "trainable",
-    "engine": "engines", "sync": "sync", "curriculum": "curricula", "reference": "references",
-}  # fmt: skip
-"""Category of each part that a recipe has, or may have."""
 _TURNS = "it and the trainer take turns on the card, and steps are shorter if NVIDIA's MPS runs (docs/guide/engines.md)"
 
 
@@ -136,9 +131,11 @@ class _RecipeCheck:
         pairs.check_pairs(self._config)
         self.warnings += filter(None, [self._config.optimizer.doubt()])
         envs = [_environment(name, source) for name, source in self._config.sources.items()]
-        parts = {name: getattr(self._config, name) for name in _CATEGORIES}
+        several = (None, "envs", "rewards", "corrections", "loggers")
         named = [
-            f"{name} {resolve.kind_of(_CATEGORIES[name], part)}" for name, part in parts.items() if part is not None
+            f"{field.name} {resolve.kind_of(field.metadata['category'], part)}"
+            for field in resolve.options(RunConfig)
+            if field.metadata.get("category") not in several and (part := getattr(self._config, field.name)) is not None
         ]
         brokers = [redacted(f"broker {self._config.broker.url}")] if self._config.broker else []
         return ", ".join([*envs, *named, *brokers])

@@ -13,21 +13,9 @@ from rich.text import Text
 
 from tandem.config import registry as resolve
 from tandem.config.build import describe, hints, plain_value
+from tandem.config.loading import RunConfig
 
-_OPTION = {
-    "envs": "env",
-    "curricula": "curriculum",
-    "rewards": "rewards",
-    "advantages": "advantage",
-    "losses": "loss",
-    "corrections": "corrections",
-    "references": "reference",
-    "optimizers": "optimizer",
-    "trainable": "trainable",
-    "engines": "engine",
-    "sync": "sync",
-    "loggers": "loggers",
-}
+_OPTION = {f.metadata["category"]: f.name for f in resolve.options(RunConfig) if "category" in f.metadata}
 """What a recipe calls a category."""
 
 
