@@ -26,7 +26,6 @@ from tandem.cli.export import export
 from tandem.config import registry as resolve
 from tandem.config.loading import RunConfig, dump, load
 from tandem.errors import CheckpointError, ConfigError, UnsupportedPair
-from tandem.tools import doctor
 
 MINIMAL = "model: m\nsteps: 3\nenv: arithmetic\n"
 Run = Callable[..., tuple[int, str, str]]

@@ -54,7 +54,7 @@ def test_right_answers_pass_and_rewards_without_full_marks_are_not_asked() -> No
 def test_reward_that_refuses_a_gold_reply_is_named() -> None:
     env = Few(replies=("7", "It is 8", "9"))
     (failure,) = failures(env, {"number": (Number(), 1.0), "exact": (ExactReward(), 0.5)})
-    assert (failure.task, failure.reward, failure.got, failure.expected) == ("t1", "exact", 0.0, 1.0)
+    assert (failure.task, failure.reward) == ("t1", "exact")
     assert str(failure) == "task t1: reward 'exact' gives the gold reply 0, expected 1 ('It is 8')"
 
 

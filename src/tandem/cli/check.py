@@ -325,10 +325,10 @@ def require_right(name: str, graded: Sequence[GradedReplies]) -> None:
         return
     lines = distinct(failures)
     more = f"; and {len(lines) - _SHOWN} other kinds of failure" if len(lines) > _SHOWN else ""
-    if all(failure.error for failure in failures):
+    if not any(failure.reward for failure in failures):
         what, remedy = f"answers of {name} could not be graded", "mend the reward"
     else:
-        what = f"{sum(not f.error for f in failures)} gold replies of {name} did not get full marks"
+        what = f"{sum(bool(f.reward) for f in failures)} gold replies of {name} did not get full marks"
         remedy = "mend the reward, or what the environment's check() replies"
     raise RewardError(f"{what}: {'; '.join(lines[:_SHOWN])}{more}; {remedy}")
 

@@ -32,50 +32,31 @@ class GoldFailure:
 
     task: str
     """Id of the task."""
-    reward: str
-    """Name of the reward; empty if grading itself failed."""
-    got: float | None
-    """What it gave; None if nothing."""
-    expected: float | None
-    """Full marks; None if grading itself failed."""
-    reply: str
-    error: str = ""
-    """What failed while grading."""
+    problem: str
+    """What is wrong."""
+    reward: str = ""
+    """Name of the reward that gave less; empty if grading itself failed."""
+    reply: str = ""
+    """What it gave less for."""
 
     def __str__(self) -> str:
-        shown = "" if self.error else f" ({self.reply[:_SHOWN]!r})"
-        return f"task {self.task}: {self._problem}{shown}"
-
-    @property
-    def _problem(self) -> str:
-        if self.error:
-            return self.error
-        got = "nothing" if self.got is None else f"{self.got:g}"
-        return f"reward {self.reward!r} gives the gold reply {got}, expected {self.expected:g}"
+        shown = f" ({self.reply[:_SHOWN]!r})" if self.reward else ""
+        return f"task {self.task}: {self.problem}{shown}"
 
     @property
     def kind(self) -> str:
         """What it has in common with others of its kind, whatever the answers that were graded."""
-        return _MESSAGE.sub(r"\1\2", self._problem)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GoldReply:
-    """A task's gold reply: the environment's own, or its gold answer in the form that the rewards ask for."""
-
-    text: str
-    full_marks: Mapping[str, float | None]
-    """What it must earn, by reward; None where it proves nothing."""
+        return _MESSAGE.sub(r"\1\2", self.problem)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradedReplies:
     """Graded replies to one task, the siblings of one group."""
 
-    gold: GoldReply | None
-    """Its gold reply; None where none is known."""
+    full_marks: Mapping[str, float | None]
+    """What the gold reply must earn, by reward; None where it proves nothing."""
     right: Rollout | None
-    """The gold reply, graded."""
+    """The gold reply; None where none is known."""
     wrong: Rollout
     """Another task's, or nonsense."""
     empty: Rollout
@@ -91,8 +72,9 @@ async def check_environment(env: Environment, graders: Graders, tasks: int) -> l
         if gold is None:
             unknown += 1
             continue
-        (graded,) = await graders.grade([gold_rollout(task, gold.text)])
-        failures += _failures(graded, gold.full_marks)
+        reply, full_marks = gold
+        (graded,) = await graders.grade([gold_rollout(task, reply)])
+        failures += _failures(graded, full_marks)
     if unknown:
         logger.warning("%s knows no gold reply to %d of %d tasks: they were not checked", env.name, unknown, tasks)
     return failures
@@ -105,16 +87,18 @@ async def siblings(env: Environment, graders: Graders, tasks: Iterable[Task]) ->
     gives any answer the same, or fails on what a policy may say.
     """
     golds = [(task, _gold(env, graders, task)) for task in tasks]
-    texts = list(dict.fromkeys(gold.text for _, gold in golds if gold))
+    texts = list(dict.fromkeys(gold[0] for _, gold in golds if gold))
     after = dict(zip(texts, [*texts[1:], *texts[:1]], strict=True)) if len(texts) > 1 else {}
     graded: list[GradedReplies] = []
     failed = 0
     for task, gold in golds:
         if failed == _ENOUGH:
             break
-        replies = [gold.text, after.get(gold.text, _NONSENSE), ""] if gold else [_NONSENSE, ""]
-        group = await graders.grade([gold_rollout(task, reply, number=n) for n, reply in enumerate(replies)])
-        graded.append(GradedReplies(gold=gold, right=group[0] if gold else None, wrong=group[-2], empty=group[-1]))
+        reply, full_marks = gold or (None, {})
+        replies = [_NONSENSE, ""] if reply is None else [reply, after.get(reply, _NONSENSE), ""]
+        group = await graders.grade([gold_rollout(task, text, number=n) for n, text in enumerate(replies)])
+        right = group[0] if gold else None
+        graded.append(GradedReplies(full_marks=full_marks, right=right, wrong=group[-2], empty=group[-1]))
         failed += any(rollout.status == "error" for rollout in group)
     return graded
 
@@ -123,13 +107,13 @@ def failures_of(graded: Sequence[GradedReplies]) -> list[GoldFailure]:
     """Problems of these grades: gold replies without full marks, and the first answer that could not be graded."""
     failures: list[GoldFailure] = []
     for replies in graded:
-        if replies.right and replies.gold:
-            failures += _failures(replies.right, replies.gold.full_marks)
+        if replies.right:
+            failures += _failures(replies.right, replies.full_marks)
             if replies.right.status == "error":
                 continue
         for what, rollout in (("a wrong", replies.wrong), ("an empty", replies.empty)):
             if rollout.status == "error":
-                failures += (replace(f, error=f"{what} answer: {f.error}") for f in _failures(rollout, {}))
+                failures += (replace(f, problem=f"{what} answer: {f.problem}") for f in _failures(rollout, {}))
                 break
     return failures
 
@@ -156,8 +140,8 @@ async def require_full_marks(name: str, env: Environment, graders: Graders) -> N
     graders.metrics()  # rollouts of no step
 
 
-def _gold(env: Environment, graders: Graders, task: Task) -> GoldReply | None:
-    """A task's gold reply; raises as ``_reply``.
+def _gold(env: Environment, graders: Graders, task: Task) -> tuple[str, Mapping[str, float | None]] | None:
+    """A task's gold reply, and what it must earn from each reward; raises as ``_reply``.
 
     Where the environment knows the bare answer only, as of a data file, it is put into the form that the rewards ask
     for, and those about form alone are not judged by it.
@@ -165,13 +149,12 @@ def _gold(env: Environment, graders: Graders, task: Task) -> GoldReply | None:
     reply = _reply(env, task)
     if reply is None:
         return None
-    if reply != task.answer:
-        return GoldReply(text=reply, full_marks=graders.full_marks)
     full_marks = dict(graders.full_marks)
-    for name, reward in sorted(graders.parts.items(), key=lambda item: item[1].judges_form):  # form goes around answers
-        reply = reward.phrase(reply)
-        full_marks[name] = None if reward.judges_form else full_marks[name]
-    return GoldReply(text=reply, full_marks=full_marks)
+    if reply == task.answer:
+        for name, reward in sorted(graders.parts.items(), key=lambda item: item[1].judges_form):  # form goes around it
+            reply = reward.phrase(reply)
+            full_marks[name] = None if reward.judges_form else full_marks[name]
+    return reply, full_marks
 
 
 def _reply(env: Environment, task: Task) -> str | None:
@@ -201,11 +184,14 @@ def gold_rollout(task: Task, reply: str, *, number: int = 0) -> Rollout:
 
 
 def _failures(graded: Rollout, full_marks: Mapping[str, float | None]) -> list[GoldFailure]:
-    reply = graded.messages[-1].content
+    task, reply = graded.task.id, graded.messages[-1].content
     if graded.status == "error":
-        return [GoldFailure(task=graded.task.id, reward="", got=None, expected=None, reply=reply, error=graded.error)]
-    return [
-        GoldFailure(task=graded.task.id, reward=name, got=graded.rewards.get(name), expected=full, reply=reply)
-        for name, full in full_marks.items()
-        if full is not None and not math.isclose(graded.rewards.get(name, math.nan), full, abs_tol=1e-9)
-    ]
+        return [GoldFailure(task=task, problem=graded.error)]
+    failures = []
+    for name, full in full_marks.items():
+        got = graded.rewards.get(name)
+        if full is not None and (got is None or not math.isclose(got, full, abs_tol=1e-9)):
+            given = "nothing" if got is None else f"{got:g}"
+            problem = f"reward {name!r} gives the gold reply {given}, expected {full:g}"
+            failures.append(GoldFailure(task=task, problem=problem, reward=name, reply=reply))
+    return failures
