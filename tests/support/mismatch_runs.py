@@ -43,7 +43,7 @@ def trained(model: Path, runs: Path, name: str, **changes: Any) -> Path:
         "runs": str(runs),
         "name": name,
         "steps": STEPS,
-        "env": {"kind": "mismatch_runs:TwoTurns"},
+        "env": {"kind": "support.mismatch_runs:TwoTurns"},
         "rewards": {"learns.shaping:letters": 1.0},
         "groups_per_step": 2,
         "group_size": 4,
