@@ -151,7 +151,7 @@ def test_run_that_exists_already(train: Train) -> None:
 
 
 def test_a_run_that_failed_remembers_why(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
-    code, stderr = train(rewards={"length": {"weight": 1.0, "target": 500, "span": 1}}, groups_per_step=1)
+    code, stderr = train(rewards={"overlong": {"weight": 1.0, "max_tokens": 500, "cache": 1}}, groups_per_step=1)
     assert code == 9
     run = Path("runs/a")
     reason = one_message(stderr).removeprefix("tandem: ")
