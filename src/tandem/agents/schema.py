@@ -129,12 +129,8 @@ class CompletionRequest(msgspec.Struct, kw_only=True):
         if self.stop is not None:
             changes["stop"] = tuple(text for text in ([self.stop] if isinstance(self.stop, str) else self.stop) if text)
         made = replace(defaults, **{name: value for name, value in changes.items() if value is not None})
-        fine = {
-            "max_tokens": made.max_tokens >= 1,
-            "temperature": 0 <= made.temperature < math.inf,
-        }
-        for name, is_fine in fine.items():
-            if not is_fine:
+        for name, fine in (("max_tokens", made.max_tokens >= 1), ("temperature", 0 <= made.temperature < math.inf)):
+            if not fine:
                 raise BadRequest(f"{name} is out of range", param=name)
         while (odd := untrainable_option(defaults, made)) is not None:
             _tell(

@@ -33,7 +33,8 @@ def clean(folder: Path, *, yes: bool) -> Iterator[str]:
         half = list((run / "checkpoints").glob(".*.tmp"))
         if not old and not half:
             continue
-        if not _finished(run):
+        last = last_mark(list(json_lines.read(run / "events.jsonl")))
+        if last is None or last["event"] != "run_done":
             yield f"{run}: kept, it is not finished ({command('show', run)})"
             continue
         size = sum(
@@ -47,11 +48,6 @@ def clean(folder: Path, *, yes: bool) -> Iterator[str]:
             _remove(run, old, half)
     total = f"{machine.readable(freed)} freed" if yes else f"{machine.readable(freed)} would be freed"
     yield total if yes or not freed else f"{total}; to remove them: {command('clean', folder, '--yes')}"
-
-
-def _finished(run: Path) -> bool:
-    last = last_mark(list(json_lines.read(run / "events.jsonl")))
-    return last is not None and last["event"] == "run_done"
 
 
 def _remove(run: Path, checkpoints: list[Path], half: list[Path]) -> None:

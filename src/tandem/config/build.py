@@ -145,7 +145,8 @@ class Builder:
             cls = resolve.find(category, kind)
         except ConfigError as error:
             where = branch.key_where.get("kind", branch.where)
-            self.problems.add(where, f"{path}: {error}", _import_error(category, kind))
+            is_reward = category == "rewards" and ":" in kind  # one of the user's own has an exit code of its own
+            self.problems.add(where, f"{path}: {error}", RewardError if is_reward else ConfigError)
             return BAD
         return self.dataclass(cls, _drop_key(branch, "kind"), path, f"{path} ({kind})", category)
 
@@ -416,11 +417,6 @@ def _drop_key(branch: Branch, key: str) -> Branch:
     """A mapping less one entry."""
     entries = {name: value for name, value in branch.entries.items() if name != key}
     return Branch(entries=entries, key_where=branch.key_where, where=branch.where)
-
-
-def _import_error(category: str, kind: str) -> type[Exception]:
-    """The error that a part which cannot be found is: a reward's own import path has its own exit code."""
-    return RewardError if category == "rewards" and ":" in kind else ConfigError
 
 
 def encode(built: Any, *, complete: bool = True) -> dict[str, Json]:

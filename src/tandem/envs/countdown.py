@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -110,6 +111,9 @@ _Joined: TypeAlias = "int | tuple[_Joined, str, _Joined]"
 """An expression: a number, or two expressions with an operator between them."""
 
 
+_OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
+
+
 def _combine(numbers: Sequence[int], operators: Sequence[str], rng: random.Random) -> tuple[int, _Joined]:
     """Join numbers at random until one value is left; 0 if an operator does not fit.
 
@@ -120,16 +124,9 @@ def _combine(numbers: Sequence[int], operators: Sequence[str], rng: random.Rando
         left, left_of = pool.pop(rng.randrange(len(pool)))
         right, right_of = pool.pop(rng.randrange(len(pool)))
         symbol = operators[rng.randrange(len(operators))]
-        if symbol == "+":
-            value = left + right
-        elif symbol == "-":
-            value = left - right
-        elif symbol == "*":
-            value = left * right
-        elif right and not left % right:
-            value = left // right
-        else:
+        if symbol == "/" and (not right or left % right):
             return 0, 0
+        value = _OPERATIONS[symbol](left, right)
         pool.append((value, (left_of, symbol, right_of)))
     return pool[0]
 

@@ -34,7 +34,7 @@ def to_folder(path: Path) -> Iterator[Path]:
     file = path / "logs" / "run.log"
     file.parent.mkdir(parents=True, exist_ok=True)
     to_file = _File(file, encoding="utf-8")
-    to_file.setFormatter(_utc("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    to_file.setFormatter(_Plain("%(asctime)s %(levelname)-7s %(name)s: %(message)s", datefmt="%Y-%m-%dT%H:%M:%SZ"))
     to_terminal = _Terminal(level=logging.WARNING)
     to_terminal.addFilter(lambda record: not getattr(record, "file_only", False))
     to_terminal.setFormatter(_OneLine("%(levelname)s: %(message)s"))
@@ -52,12 +52,6 @@ def to_folder(path: Path) -> Iterator[Path]:
         for handler in (to_file, to_terminal):
             root.removeHandler(handler)
             handler.close()
-
-
-def _utc(pattern: str) -> logging.Formatter:
-    formatter = _Plain(pattern, datefmt="%Y-%m-%dT%H:%M:%SZ")
-    formatter.converter = time.gmtime
-    return formatter
 
 
 class _File(logging.FileHandler):
@@ -96,6 +90,8 @@ class _Terminal(logging.Handler):
 
 class _Plain(logging.Formatter):
     """Messages and errors may quote what a stranger sent: lines stay lines and everything else is harmless."""
+
+    converter = staticmethod(time.gmtime)
 
     def format(self, record: logging.LogRecord) -> str:
         return _harmless(super().format(record))

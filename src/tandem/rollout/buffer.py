@@ -291,7 +291,8 @@ class RolloutBuffer:
         """
         with progress.under_way("sampling", total=self.options.groups_per_step, unit="groups") as shown:
             while True:
-                self._raise_failure()
+                if self._failure is not None:
+                    raise self._failure
                 self._drop_stale()
                 first = self._first()
                 if sum(entry.state is EntryState.READY for entry in first) == self.options.groups_per_step:
@@ -498,7 +499,3 @@ class RolloutBuffer:
         """An entry's group was trained or dropped."""
         if not entry.group.replayed:  # of one that is replayed this was so before
             self._sampler.over(entry.draw)
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure

@@ -162,7 +162,8 @@ class GroupMaker:
         if self.from_broker:
             made[0] = replace(made[0], rollouts=(_silent(made[0].rollouts[0]), *made[0].rollouts[1:]))
         if self.env_advantages:
-            own_way = replace(made[1].rollouts[1], advantages=_token_advantages(made[1].rollouts[1].num_tokens))
+            differing = tuple((-1.0) ** i * (i % 5) for i in range(made[1].rollouts[1].num_tokens))  # in sign too
+            own_way = replace(made[1].rollouts[1], advantages=differing)
             made[1] = replace(made[1], rollouts=(made[1].rollouts[0], own_way, *made[1].rollouts[2:]))
         return made
 
@@ -219,11 +220,6 @@ def _silent(rollout: Rollout) -> Rollout:
         for t in rollout.turns
     )
     return replace(rollout, turns=tuple(turns))
-
-
-def _token_advantages(length: int) -> tuple[float, ...]:
-    """Advantages that differ within an answer, in sign too."""
-    return tuple((-1.0) ** i * (i % 5) for i in range(length))
 
 
 def _with_logprobs(rollout: Rollout, own: Own, drift: Sequence[float]) -> Rollout:

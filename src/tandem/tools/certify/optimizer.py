@@ -157,7 +157,8 @@ def lines(live: CertifiedPolicy, gradient: Gradient, bound: float) -> Iterator[C
     if kind not in OPTIMIZERS:
         yield skipped(TWO_STEPS, f"no formula is known here for optimizer {kind}")
         return
-    off = [abs(own.rate(step, total) - rate(options, step, total)) for step in _some(total)]
+    some = range(1, total + 1, max(1, total // RATES))
+    off = [abs(own.rate(step, total) - rate(options, step, total)) for step in some]
     yield judged(RATE, [max(off) / (own.lr or 1.0)], RATE_EXACT, "formula", f"{total:,} steps")
     begin = _first(live.placed(0))
     gradient, total = {name: gradient[name] for name in begin}, max(total, 2)
@@ -214,11 +215,6 @@ def _sized(gradient: Gradient, size: float) -> Gradient:
 
 def _numbers(weights: Mapping[str, Tensor]) -> int:
     return sum(weight.numel() for weight in weights.values())
-
-
-def _some(total: int) -> range:
-    """Steps of a run of which the learning rate is looked at."""
-    return range(1, total + 1, max(1, total // RATES))
 
 
 def _first(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

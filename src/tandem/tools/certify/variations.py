@@ -9,7 +9,7 @@ import torch
 
 from tandem.model.attention import Packed, sequential_positions
 from tandem.tools.certify.policy import CertifiedPolicy, Gradient
-from tandem.trainer.pack import Micro, Packer, StepBatch
+from tandem.trainer.pack import Micro, Packer
 from tandem.types import Group
 
 SMALL = 40
@@ -78,15 +78,14 @@ def tiles(live: CertifiedPolicy, pack: Packer, groups: Sequence[Group]) -> list[
     """The vocabulary walked in a few chunks, and in more."""
     batch = pack(groups, version=0)
     logits = max(len(micro.targets_N) for micro in batch.micro) * live.policy.head.weight.shape[0]
+    gradients = []
     try:
-        return [_tiled(live, batch, logits // cut) for cut in CUTS]
+        for cut in CUTS:
+            live.work.tile = logits // cut
+            gradients.append(live.gradients(batch))
     finally:
         live.work.tile = None
-
-
-def _tiled(live: CertifiedPolicy, batch: StepBatch, tile: int) -> list[Gradient]:
-    live.work.tile = tile
-    return live.gradients(batch)
+    return gradients
 
 
 def recomputed(live: CertifiedPolicy, pack: Packer, groups: Sequence[Group]) -> list[list[Gradient]]:
