@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tandem.errors import RewardError, raised
 from tandem.ports import http_url
@@ -21,9 +19,6 @@ from tandem_compat.swift.rewards import NAMES, built_in
 from tandem_compat.swift.schedulers import KIND as TURNS
 from tandem_compat.swift.schedulers import ScheduledDataset
 from tandem_compat.table import Reader
-
-if TYPE_CHECKING:
-    from tandem_compat.swift.rules import SwiftRecipe
 
 COMPLETIONS = "tandem_compat.swift.completions:CompletionsFile"
 """The logger that writes completions.jsonl."""
@@ -82,7 +77,7 @@ def _system(args: Reader) -> str:
 
 def _dataset(args: Reader, name: str, validation: list[str]) -> dict[str, Json]:
     """Options of one data set's environment."""
-    path, count = _sampled(args, "dataset", name)
+    path, count = sampled(args, "dataset", name)
     hub = re.fullmatch(r"(?:(HF|MS)::)?([\w.-]+/[\w.-]+)(?::([\w.-]+))?", path)
     env: dict[str, Json] = {"kind": ROWS, "path": path}
     if hub is not None and not Path(path).exists() and not Path(path).suffix.lower().startswith(".json"):
@@ -92,13 +87,13 @@ def _dataset(args: Reader, name: str, validation: list[str]) -> dict[str, Json]:
     env |= {"max_rows": count} if count else {}
     env |= {"columns": args["columns"]} if args["columns"] else {}
     share = 0.0 if evaluation_strategy(args) == "no" else args["split_dataset_ratio"]
-    held_out = _sampled(args, "val_dataset", validation[0])[0] if validation else ""
+    held_out = sampled(args, "val_dataset", validation[0])[0] if validation else ""
     env |= {"test_path": held_out} if validation else {"test_share": share}
     env |= {"gold_reply": TAGGED} if "format" in args["reward_funcs"] else {}
     return env | (_turns(args) if args["multi_turn_scheduler"] else {})
 
 
-def _sampled(args: Reader, option: str, name: str) -> tuple[str, int | None]:
+def sampled(args: Reader, option: str, name: str) -> tuple[str, int | None]:
     """Path of a data set's name such as ``rows.jsonl#100``, and how many rows are taken; None: all."""
     path, _, count = name.partition("#")
     if count and not (count.isdecimal() and int(count)):
@@ -287,27 +282,6 @@ def interval_places(args: Reader) -> dict[str, str]:
         "saved": with_saves if saves == "no" else "",
         "saved by steps": "" if saves == "steps" or for_both else with_saves,
     }
-
-
-def evaluated(args: SwiftRecipe, steps: int) -> None:
-    """Set ``evaluate`` of a run of so many steps: nothing without held-out rows."""
-    strategy = evaluation_strategy(args)
-    if strategy == "no" or not (args["split_dataset_ratio"] or args["val_dataset"]):
-        args.put("evaluate.tasks", 0)
-        return
-    args.put("evaluate.every", args.every("eval_steps" if "eval_steps" in args else "save_steps", strategy, steps))
-    if args["val_dataset"] and (tasks := _sampled(args, "val_dataset", args["val_dataset"][0])[1]):
-        args.put("evaluate.tasks", tasks)
-    args.put("evaluate.samples", args["num_generations_eval"] or args["num_generations"])
-    args.recipe["evaluate"] |= {"temperature": args["temperature"], "top_p": args["top_p"], "before": False}
-
-
-def checkpoint(args: SwiftRecipe, steps: int) -> None:
-    """Set ``checkpoint`` of a run of so many steps."""
-    strategy = args["save_strategy"]
-    every = steps if strategy == "no" else min(steps, args.every("save_steps", strategy, steps))
-    args.put("checkpoint.every", every)
-    args.put("checkpoint.keep", 1 if strategy == "no" else args["save_total_limit"] or math.ceil(steps / every))
 
 
 def loggers(args: Reader) -> None:

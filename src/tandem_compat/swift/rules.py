@@ -12,15 +12,15 @@ from tandem_compat.objective import SCALES, put_corrections, put_loss
 from tandem_compat.schedules import put_optimizer
 from tandem_compat.sharding import Sharding, of_accelerate, of_deepspeed, of_fsdp_file, wanted_ranks
 from tandem_compat.swift.parts import (
-    checkpoint,
     datasets,
     engine,
-    evaluated,
+    evaluation_strategy,
     folder,
     interval_places,
     loggers,
     rewards,
     rows,
+    sampled,
 )
 from tandem_compat.table import Reader, Translation
 
@@ -64,8 +64,8 @@ class SwiftRecipe(Reader):
         self._trainable()
         engine(self, self.mode, self._rounds, visible_accelerators(environ), parts=self._parts)
         self._ranks()
-        evaluated(self, steps)
-        checkpoint(self, steps)
+        self._evaluated(steps)
+        self._saved(steps)
         loggers(self)
         folder(self)
         return self.translated()
@@ -306,11 +306,29 @@ class SwiftRecipe(Reader):
             if self.mode != "none" and not self["vllm_enable_lora"]:
                 self.put("trainable.merged", True)
 
+    def _evaluated(self, steps: int) -> None:
+        """Nothing without held-out rows."""
+        strategy = evaluation_strategy(self)
+        if strategy == "no" or not (self["split_dataset_ratio"] or self["val_dataset"]):
+            self.put("evaluate.tasks", 0)
+            return
+        self.put("evaluate.every", self._every("eval_steps" if "eval_steps" in self else "save_steps", strategy, steps))
+        if self["val_dataset"] and (tasks := sampled(self, "val_dataset", self["val_dataset"][0])[1]):
+            self.put("evaluate.tasks", tasks)
+        self.put("evaluate.samples", self["num_generations_eval"] or self["num_generations"])
+        self.recipe["evaluate"] |= {"temperature": self["temperature"], "top_p": self["top_p"], "before": False}
+
+    def _saved(self, steps: int) -> None:
+        strategy = self["save_strategy"]
+        every = steps if strategy == "no" else min(steps, self._every("save_steps", strategy, steps))
+        self.put("checkpoint.every", every)
+        self.put("checkpoint.keep", 1 if strategy == "no" else self["save_total_limit"] or math.ceil(steps / every))
+
     def per_step(self, updates: float) -> int:
         """Steps that are so many optimizer updates."""
         return max(1, math.ceil(updates / int(self["num_iterations"])))
 
-    def every(self, name: str, strategy: str, steps: int) -> int:
+    def _every(self, name: str, strategy: str, steps: int) -> int:
         """Steps from one time to the next of what an argument asks for: so many updates, or below 1 a share of all."""
         if strategy == "epoch":
             return max(1, math.ceil(steps / max(1.0, float(self["num_train_epochs"]))))
