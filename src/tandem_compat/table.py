@@ -99,7 +99,7 @@ def idle(name: str, takes: Takes, why: str, *also: str, where: str = "", off: tu
 
 def unused(takes: Takes, names: str) -> tuple[ForeignOption, ...]:
     """Rows of options that only the other system has a use for."""
-    return tuple(idle(name, takes, NO_USE, off=NOTHING) for name in names.split())
+    return tuple(idle(name, takes, NO_USE, off=(*NOTHING, "auto", "none")) for name in names.split())
 
 
 def refused(
@@ -239,34 +239,21 @@ class Reader:
         except ValueError:
             self._mistyped(row, repr(" ".join(words)))
 
-    def settle(self, name: str, elsewhere: str = "") -> bool:
-        """Refuse an option that would change the result and cannot be had, or note that it changes nothing.
-
-        Args:
-            name: the option, which is set.
-            elsewhere: why it changes nothing where it stands; empty where it counts.
-
-        Returns:
-            True if a recipe has it.
-        """
-        row, value = self.table[name], self.values[name]
-        asks = value != row.default and value not in row.off
-        if elsewhere:
-            self.note(name, f"changes nothing {elsewhere}")
-        elif row.refused and asks:
-            self.wrong(name, f"it cannot be {shown(value)} here: {row.refused}; leave it out")
-        elif row.idle and asks:
-            self.nothing(name, row.idle)
-        return not (elsewhere or row.refused or row.idle)
-
     def settle_all(self, places: Mapping[str, str]) -> None:
-        """Settle every option that is set, and hand on those that are a recipe's as they are.
+        """Refuse what would change the result and cannot be had, tell what changes nothing, and hand the rest on.
 
         Args:
             places: why options that count under a condition change nothing, by its name; empty where they count.
         """
-        for name in self.values:
-            self.settle(name, places.get(self.table[name].where, ""))
+        for name, value in self.values.items():
+            row = self.table[name]
+            asks = value != row.default and value not in row.off
+            if elsewhere := places.get(row.where):
+                self.note(name, f"changes nothing {elsewhere}")
+            elif row.refused and asks:
+                self.wrong(name, f"it cannot be {shown(value)} here: {row.refused}; leave it out")
+            elif row.idle and asks:
+                self.nothing(name, row.idle)
         for name, row in self.table.items():
             if row.path and (name in self.values or row.default) and not places.get(row.where):
                 self.put(row.path, self[name], name)

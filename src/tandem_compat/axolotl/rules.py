@@ -297,11 +297,11 @@ def _sampling(recipe: AxolotlRecipe) -> None:
         recipe.put("sampling.top_k", max(0, recipe["trl.top_k"]), "trl.top_k")
     # As in TRL, these come before the options that have names of their own.
     translation = translated(recipe["trl.generation_kwargs"])
-    for option, value in translation.sampling.items():
+    for option, value in translation.recipe.items():
         recipe.put(f"sampling.{option}", value, "trl.generation_kwargs")
     for why in translation.notes:
         recipe.note("trl.generation_kwargs", why)
-    for why in translation.wrong:
+    for why in translation.problems:
         recipe.wrong("trl.generation_kwargs", why)
 
 
