@@ -20,6 +20,30 @@ CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_ma
 """Modes of importance sampling."""
 
 
+def put_groups(
+    reader: Reader, option: str, size: int, completions: int, factors: str, remedy: str = "change one of the three"
+) -> int:
+    """Set the groups of a step and their size; returns how many there are.
+
+    Args:
+        reader: what the options of the other system come to.
+        option: the option that says how large a group is, or makes it too small.
+        size: completions of a group.
+        completions: those of a step.
+        factors: what they are the product of, in words.
+        remedy: what makes them whole groups.
+    """
+    groups, rest = divmod(completions, size)
+    if size < 2:
+        reader.wrong(option, "a group needs at least 2 answers: each is judged against its siblings")
+    elif (rest or not groups) and not reader.problems:
+        what = f"a step has {factors} = {completions} completions"
+        reader.wrong(option, f"{what}, which are no whole number of groups of {size}; {remedy}")
+    reader.put("group_size", size, option)
+    reader.put("groups_per_step", max(groups, 1), "gradient_accumulation_steps", "micro_batch_size")
+    return max(groups, 1)
+
+
 def put_loss(reader: Reader, prefix: str = "") -> str:
     """Set the loss and what it is divided by; returns its kind. ``prefix`` stands before the options' names."""
     named, level = prefix + "loss_type", prefix + "importance_sampling_level"

@@ -191,13 +191,9 @@ class Reader:
         """An option's value, or ``default`` where it is left out."""
         return self.values.get(name, default)
 
-    def place(self, name: str) -> str:
-        """What messages about a mistake in an option begin with."""
-        return f"{self.prefix}{name}"
-
     def wrong(self, name: str, message: str) -> None:
         """Note that an option cannot be obeyed."""
-        self.problems.add(self.place(name), message)
+        self.problems.add(f"{self.prefix}{name}", message)
 
     def note(self, name: str, message: str) -> None:
         """Note what a person should know of an option."""

@@ -26,7 +26,7 @@ TRAINER: Mapping[str, ForeignOption] = by_name(
     becomes("model-name", "text", "Hugging Face id or a local folder", None, "model", path="model"),
     becomes("env", "text", "Tandem's own: play this environment, such as gsm8k, in the trainer's process instead of "
         "using atropos-url", path="env"),
-    becomes("group-size", "whole", "Tandem's own: answers per task; left out: the largest number up to 8 that divides "
+    becomes("group-size", "count", "Tandem's own: answers per task; left out: the largest number up to 8 that divides "
         "batch-size times gradient-accumulation-steps. Groups of a broker may have other sizes"),
     becomes("vllm-url", "texts", "Tandem's own: an engine that runs already, instead of one that is started; once for "
         "each", []),
@@ -139,28 +139,30 @@ SERVER: Mapping[str, ForeignOption] = by_name(
 
 
 ENVIRONMENT: Mapping[str, ForeignOption] = by_name(
-    becomes("env.group_size", "whole", "answers sampled per task", 4),
+    becomes("env.group_size", "whole", "answers sampled per task", 4, path="group_size"),
     becomes("env.max_num_workers", "whole", "groups played at once; -1: max_num_workers_per_node for each engine", -1),
     becomes("env.max_num_workers_per_node", "whole", "groups played at once for each engine", 8),
-    becomes("env.max_token_length", "whole", "most tokens of a prompt and its answer together", 2048),
+    becomes("env.max_token_length", "whole", "most tokens of a prompt and its answer together", 2048,
+        path="context"),
     becomes("env.max_batches_offpolicy", "whole", "batches that may be queued before the environment pauses", 3),
     becomes("env.total_steps", "whole", "steps of the trainer after which to end; -1: as many as it says it will take",
         1000),
     becomes("env.tokenizer_name", "text", "Hugging Face id or folder of the tokenizer; left out: "
         "openai.tokenizer_name, openai.model_name, or else the engine's"),
-    becomes("env.rollout_server_url", "text", "the broker", "http://localhost:8000"),
+    becomes("env.rollout_server_url", "text", "the broker", "http://localhost:8000", path="broker"),
     becomes("env.ensure_scores_are_not_same", "truth", "leave out groups whose scores are all equal", True),
-    becomes("env.min_batch_allocation", "number", "least share of every batch, 0 to 1"),
-    becomes("env.inference_weight", "number", "share of the generation against other environments'", 1.0),
+    becomes("env.min_batch_allocation", "number", "least share of every batch, 0 to 1", path="min_share"),
+    becomes("env.inference_weight", "positive", "share of the generation against other environments'", 1.0,
+        path="weight"),
     becomes("env.worker_timeout", "number", "seconds one group may take; -1: no limit", 600.0),
-    becomes("env.wandb_name", "text", "name at the broker; left out: the environment's"),
+    becomes("env.wandb_name", "text", "name at the broker; left out: the environment's", path="known_as"),
     idle("env.batch_size", "whole", "the trainer says how large its batches are", off=(-1,)),
     becomes("openai.base_url", "text", "the engine; several are separated by commas", "http://localhost:9001/v1"),
     becomes("openai.model_name", "text", "what the engine calls the model; default, and left out: as the tokenizer"),
     becomes("openai.tokenizer_name", "text", "tokenizer of the engine's model, where env.tokenizer_name does not say"),
     becomes("openai.api_key", "text", "the engine's API key", ""),
     becomes("openai.server_type", "text", "vllm or openai; which it is, is found out", "vllm"),
-    becomes("openai.timeout", "number", "seconds one answer may take", 1200.0),
+    becomes("openai.timeout", "number", "seconds one answer may take", 1200.0, path="engine.request_seconds"),
     refused("env.teacher_enabled", "truth", "no loss reads a teacher's logprobs", False),
     becomes("config", "text", "YAML file with the sections env and openai; flags go before it"),
     refused("slurm", "truth", "name the engines by --openai.base_url", False),

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from tandem.types import Json
 from tandem_compat.atropos.options import DTYPES, OPTIMIZERS, TRAINER, WAYS
+from tandem_compat.objective import put_groups
 from tandem_compat.table import Reader, Translation
 
 DECAY = 0.01
@@ -156,7 +157,7 @@ class TrainerRecipe(Reader):
     def _wrong_nodes(self, message: str) -> None:
         """Note a mistake in the number of nodes, where it was said."""
         name = "num-inference-nodes"
-        where = self.place(name) if name in self else "NUM_INFERENCE_NODES, of the environment"
+        where = f"--{name}" if name in self else "NUM_INFERENCE_NODES, of the environment"
         self.problems.add(where, message)
 
     @property
@@ -185,18 +186,9 @@ class TrainerRecipe(Reader):
         sequences = batch * steps
         usual = next((size for size in range(8, 1, -1) if sequences % size == 0), sequences)
         size = usual if self["group-size"] is None else self["group-size"]
-        groups, rest = divmod(sequences, max(size, 1))
-        if size < 2:
-            name = "group-size" if self["group-size"] is not None else "gradient-accumulation-steps"
-            self.wrong(name, "a step needs two answers to one task at least: an answer is judged against its siblings")
-        elif rest or not groups:
-            self.wrong(
-                "group-size",
-                f"a step has --batch-size {batch} x --gradient-accumulation-steps {steps} = {sequences} "
-                f"sequences, which are no whole number of groups of {size}; change one of the three",
-            )
-        self.put("group_size", size)
-        self.put("groups_per_step", groups)
+        name = "gradient-accumulation-steps" if self["group-size"] is None else "group-size"
+        factors = f"--batch-size {batch} x --gradient-accumulation-steps {steps}"
+        put_groups(self, name, size, sequences, factors)
         self.put("micro_batch_tokens", batch * self["seq-len"])
         self.put("sampling.max_tokens", self["seq-len"])
 

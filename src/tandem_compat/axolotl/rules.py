@@ -22,7 +22,7 @@ from tandem_compat.axolotl.ranks import read_ranks, read_replicas
 from tandem_compat.axolotl.recipe import AxolotlRecipe
 from tandem_compat.axolotl.templates import TEMPLATES, brought_by
 from tandem_compat.generation import translated
-from tandem_compat.objective import SCALES, put_corrections, put_loss
+from tandem_compat.objective import SCALES, put_corrections, put_groups, put_loss
 from tandem_compat.schedules import put_optimizer
 
 ENV = "tandem_compat.axolotl.datasets:AxolotlDatasets"
@@ -194,20 +194,12 @@ def _batch(recipe: AxolotlRecipe) -> int:
     micro, accumulated = recipe["micro_batch_size"], recipe["gradient_accumulation_steps"]
     size: int = recipe["trl.num_generations"]
     tokens = max(recipe["sequence_len"], recipe["trl.max_completion_length"])
-    groups, rest = divmod(recipe.completions, size)
-    each = f" x {recipe.batches} ranks" if recipe.batches > 1 else ""
-    if size < 2:
-        recipe.wrong("trl.num_generations", "it must be at least 2: an answer is judged against its siblings")
-    elif (rest or not groups) and not recipe.problems:
-        recipe.wrong(
-            "trl.num_generations",
-            f"a step has micro_batch_size {micro} x gradient_accumulation_steps {accumulated}{each} = "
-            f"{recipe.completions} completions, which are no whole number of groups of {size}; change one of the three",
-        )
-    recipe.put("groups_per_step", max(groups, 1), "gradient_accumulation_steps", "micro_batch_size")
+    factors = f"micro_batch_size {micro} x gradient_accumulation_steps {accumulated}"
+    factors += f" x {recipe.batches} ranks" if recipe.batches > 1 else ""
+    groups = put_groups(recipe, "trl.num_generations", size, recipe.completions, factors)
     shared_by = recipe.ranks // recipe.batches  # ranks that compute one sequence together
     recipe.put("micro_batch_tokens", -(-micro * tokens // shared_by), "micro_batch_size")
-    return max(groups, 1)
+    return groups
 
 
 def _steps(recipe: AxolotlRecipe, groups: int) -> int:

@@ -8,7 +8,7 @@ from functools import cached_property, partial
 
 from tandem.distributed.placement import visible_accelerators
 from tandem.errors import ConfigError
-from tandem_compat.objective import SCALES, put_corrections, put_loss
+from tandem_compat.objective import SCALES, put_corrections, put_groups, put_loss
 from tandem_compat.schedules import put_optimizer
 from tandem_compat.sharding import Sharding, of_accelerate, of_deepspeed, of_fsdp_file, wanted_ranks
 from tandem_compat.swift.parts import (
@@ -49,7 +49,6 @@ class SwiftRecipe(Reader):
         datasets(self)
         if "env" in self.recipe:
             self.put("rewards", rewards(self))
-        self.put("groups_per_step", self._completions // self["num_generations"])
         if lag := self._rounds - 1 + (self.mode != "none" and self["async_generate"]):
             self.put("max_lag", lag)
         if self["top_k"] > 0:
@@ -228,16 +227,10 @@ class SwiftRecipe(Reader):
             self.wrong("generation_batch_size", "steps_per_generation says the same; leave one of them out")
         group, step = self["num_generations"], self._completions
         batch = self["per_device_train_batch_size"] * self._batches
-        each = f" x {self._batches} ranks" if self._batches > 1 else ""
-        if group < 2:
-            self.wrong("num_generations", "it must be at least 2: an answer is judged against its siblings")
-        elif step % group:
-            self.wrong(
-                "num_generations",
-                f"per_device_train_batch_size x gradient_accumulation_steps{each} is {step}, which is no "
-                f"whole number of groups of {group}; --gradient_accumulation_steps {group // math.gcd(group, batch)} "
-                "makes it one",
-            )
+        factors = "per_device_train_batch_size x gradient_accumulation_steps"
+        factors += f" x {self._batches} ranks" if self._batches > 1 else ""
+        remedy = f"--gradient_accumulation_steps {group // math.gcd(group, batch)} makes it one"
+        put_groups(self, "num_generations", group, step, factors, remedy)
         size = self["generation_batch_size"] or (self["steps_per_generation"] or 0) * batch
         name = "generation_batch_size" if self["generation_batch_size"] else "steps_per_generation"
         if size % step:
