@@ -22,7 +22,10 @@ GRAMMAR = (
 )
 
 FIELDS: Mapping[str, ForeignOption] = by_name(
-    *(copied(name, "anything", name) for name in ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "max_tokens", "stop", "stop_token_ids"]),
+    *(copied(name, "anything", name) for name in (
+        "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+        "min_tokens", "max_tokens", "stop", "stop_token_ids",
+    )),
     *unused("anything",
         "seed logprobs prompt_logprobs prompt_logprob_token_ids prompt_logprob_start logprob_token_ids flat_logprobs "
         "detokenize skip_special_tokens spaces_between_special_tokens include_stop_str_in_output output_kind "
