@@ -60,19 +60,9 @@ def broker_source(
         policy_logprobs=options.missing_logprobs == "policy",
         decode=template.decode,
     )
-    board = next((logger for logger in config.loggers if isinstance(logger, Wandb)), None)
     return BrokerSource(
         broker=TrainerClient(Connection(options.url, key_in(options.key_variable, "broker"))),
-        run=RunParameters(
-            wandb_group=(board.group or "") if board else "",
-            wandb_project=board.project if board else "",
-            batch_size=config.groups_per_step * config.group_size,
-            max_token_len=context,
-            checkpoint_dir=str(folder.absolute()),
-            save_checkpoint_interval=config.checkpoint.every,
-            starting_step=0,
-            num_steps=config.steps,
-        ),
+        run=_parameters(config, folder, context),
         options=BrokerSourceOptions(
             groups_per_step=config.groups_per_step,
             group_size=config.group_size,
@@ -86,4 +76,18 @@ def broker_source(
         solved=full_marks,
         on_drop=dropped(config, trained, telemetry),
         failure=lambda: engine.failure,
+    )
+
+
+def _parameters(config: RunConfig, folder: Path, context: int) -> RunParameters:
+    board = next((logger for logger in config.loggers if isinstance(logger, Wandb)), None)
+    return RunParameters(
+        wandb_group=(board.group or "") if board else "",
+        wandb_project=board.project if board else "",
+        batch_size=config.groups_per_step * config.group_size,
+        max_token_len=context,
+        checkpoint_dir=str(folder.absolute()),
+        save_checkpoint_interval=config.checkpoint.every,
+        starting_step=0,
+        num_steps=config.steps,
     )
