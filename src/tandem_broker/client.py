@@ -274,9 +274,10 @@ class EnvClient(_Client):
             RequestRefused: the broker will not have this group.
             BrokerError: this broker could never serve it; says why.
         """
+        knows_keys = self.connection.speaks == "tandem"
         scored = group_to_wire(group)
         scored.generation_params = {**(scored.generation_params or {}), **(params or {})} or None
-        if len(scored.tokens) > self.spec.group_size and self.connection.speaks != "tandem":
+        if len(scored.tokens) > self.spec.group_size and not knows_keys:
             raise BrokerError(
                 f"group {group.id} has {len(scored.tokens)} sequences, since a rollout of it holds several "
                 f"conversations or temperatures; {self.connection.name} would keep a group larger than "
@@ -287,6 +288,9 @@ class EnvClient(_Client):
             # An engine of others does not say: then the broker's own guess is the better one.
             for name in ("tandem_version", "tandem_versions"):
                 scored.group_overrides.pop(name, None)
+        headers = {"Idempotency-Key": key} if knows_keys else {}
+        # Without keys not even what was not sent is sent again at once: by then it may be a broker without a trainer.
+        again: frozenset[Fate] = ALWAYS if knows_keys else frozenset()
         while True:
             if self._known != self.connection.outages:
                 await self.status()
@@ -294,7 +298,7 @@ class EnvClient(_Client):
                 scored.env_id = self.ticket.env_id
             outages = self.connection.outages
             try:
-                answer = await self._hand_in(scored, key)
+                answer = await self.connection.ask("POST", "/scored_data", scored, headers=headers, repeat=again)
             except RequestLost as error:
                 log.warning("group %s: %s", group.id, error)
                 return "lost"
@@ -303,16 +307,10 @@ class EnvClient(_Client):
                     raise
                 # It was away meanwhile and may have come back empty: the id is then nobody's, or another's.
             except ServerAway:
-                if self.connection.speaks == "tandem":
+                if knows_keys:
                     raise
             else:
                 return "buffered" if parse(answer, _StatusReply).status == "buffered" else "received"
-
-    async def _hand_in(self, scored: messages.ScoredGroup, key: str) -> HttpResponse:
-        if self.connection.speaks == "tandem":
-            return await self.connection.ask("POST", "/scored_data", scored, headers={"Idempotency-Key": key})
-        # Not even what was not sent is sent again at once: by then it may be a broker without a trainer.
-        return await self.connection.ask("POST", "/scored_data", scored, repeat=frozenset())
 
     async def disconnect(self) -> None:
         """Leave; what was handed in stays."""

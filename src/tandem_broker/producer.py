@@ -145,10 +145,11 @@ class Producer:
         """
         waiting = asyncio.ensure_future(stop.wait())
         try:
-            if await _unless_stopped(waiting, self._register()):
-                await _unless_stopped(waiting, self._keep_playing())
-            if stop.is_set():
-                await self._drain()
+            await _unless_stopped(waiting, self._keep_playing())
+            if stop.is_set() and self._running:
+                seconds = self.pace.drain_seconds
+                log.info("finishing %d groups, for %g s at most; Ctrl-C again drops them", len(self._running), seconds)
+                await asyncio.wait(self._running, timeout=seconds)
         finally:
             waiting.cancel()
             self.tally.groups["dropped"] += len(self._running)
@@ -156,11 +157,9 @@ class Producer:
                 task.cancel()
             await asyncio.gather(*self._running, return_exceptions=True)
 
-    async def _register(self) -> None:
+    async def _keep_playing(self) -> None:
         ticket = await self.client.register()
         self.tasks.name = f"{ticket.wandb_name}/{ticket.starting_step}"
-
-    async def _keep_playing(self) -> None:
         while self._failure is None:
             status = await self.client.status()
             await self._refresh_info()
@@ -299,12 +298,6 @@ class Producer:
                     return "lost"
                 log.warning("group %s is handed in again: %s", group.id, late)
 
-    async def _drain(self) -> None:
-        if self._running:
-            seconds = self.pace.drain_seconds
-            log.info("finishing %d groups, for %g s at most; Ctrl-C again drops them", len(self._running), seconds)
-            await asyncio.wait(self._running, timeout=seconds)
-
     def _log_progress(self, status: EnvStatus) -> None:
         now = time.monotonic()
         if now - self._logged_at < self.pace.log_seconds:
@@ -317,16 +310,14 @@ class Producer:
                  self.tally.line(), len(self._running), queued, mean)  # fmt: skip
 
 
-async def _unless_stopped(stopped: asyncio.Future[Literal[True]], work: Coroutine[Any, Any, None]) -> bool:
-    """Do the work unless it is to stop first; True if it was done."""
+async def _unless_stopped(stopped: asyncio.Future[Literal[True]], work: Coroutine[Any, Any, None]) -> None:
+    """Do the work unless it is to stop first."""
     task = asyncio.ensure_future(work)
     both: set[asyncio.Future[Any]] = {task, stopped}
     try:
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            return False
-        task.result()
-        return True
+        if task.done():
+            task.result()
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -62,8 +62,8 @@ class Dialect:
         ids = {"logprobs": 1, "return_token_ids": True, "return_tokens_as_token_ids": True}
         return msgspec.json.encode({**_OFF, **fields, **ids, "model": self.model, "prompt": list(prompt)})
 
-    def completion(self, body: bytes) -> Completion:
-        """What the answer says.
+    def completion(self, body: bytes, name: str) -> Completion:
+        """What the answer of the engine of that name says.
 
         Raises:
             EngineError: it lacks token ids or logprobs.
@@ -71,10 +71,12 @@ class Dialect:
         try:
             reply = msgspec.json.decode(body)
             return _chosen(reply["choices"][0]) if self.kind == "openai" else _generated(reply)
+        except EngineError as error:
+            raise EngineError(f"{name}: {error}") from error
         except (msgspec.DecodeError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise EngineError(
-                f"{self.path} answers without token ids or logprobs ({error!r}), and text cannot be trained on; "
-                "use vLLM, or an engine started by: tandem serve engine RECIPE"
+                f"{name}: {self.path} answers without token ids or logprobs ({error!r}), and text cannot be trained "
+                "on; use vLLM, or an engine started by: tandem serve engine RECIPE"
             ) from error
 
 
@@ -243,17 +245,11 @@ class RemoteEngine(Engine):
             else:
                 server.connection.outage.end()
                 server.failed_attempts = 0
-                completion = self._read(server, answer.body)
+                completion = server.dialect.completion(answer.body, server.connection.name)
                 self._newest = max(self._newest, completion.version_max)
                 return completion
             finally:
                 server.outstanding -= 1
-
-    def _read(self, server: _EngineServer, body: bytes) -> Completion:
-        try:
-            return server.dialect.completion(body)
-        except EngineError as error:
-            raise EngineError(f"{server.connection.name}: {error}") from error
 
     async def _next(self) -> _EngineServer:
         """The server with the fewest requests of those that answer; waits while none does."""
@@ -272,13 +268,11 @@ class RemoteEngine(Engine):
         Raises:
             EngineError: patience is at its end.
         """
-        if server.connection.outage.report(what) > self._spec.retry.give_up_seconds and not self._others(server):
+        away = server.connection.outage.report(what)
+        if away > self._spec.retry.give_up_seconds and all(other.connection.outage.ongoing for other in self._servers):
             raise EngineError(f"{what}; {self._spec.waited}")
         server.away_until = time.monotonic() + max(at_least, self._spec.retry.seconds(server.failed_attempts))
         server.failed_attempts += 1
-
-    def _others(self, server: _EngineServer) -> bool:
-        return any(not other.connection.outage.ongoing for other in self._servers if other is not server)
 
     def version(self) -> PolicyVersion:
         """The newest version that sampled something here."""

@@ -203,21 +203,18 @@ class BrokerSource:
                     if (failure := self.failure()) is not None:
                         raise failure
                     await asyncio.wait((polling,), timeout=self.options.poll_seconds)
-                    self._warn_waiting(time.monotonic() - began)
+                    if (seconds := time.monotonic() - began) > self._quiet_seconds:
+                        self._quiet_seconds = 2 * seconds
+                        log.warning(
+                            "no batch of %d sequences came from the broker for %.0f s: it waits for environments "
+                            "(tandem work), and its page in a browser says for which",
+                            self.options.sequences,
+                            seconds,
+                        )
                 return await polling
             finally:
                 polling.cancel()
                 await asyncio.gather(polling, return_exceptions=True)
-
-    def _warn_waiting(self, seconds: float) -> None:
-        if seconds > self._quiet_seconds:
-            self._quiet_seconds = 2 * seconds
-            log.warning(
-                "no batch of %d sequences came from the broker for %.0f s: it waits for environments (tandem work), "
-                "and its page in a browser says for which",
-                self.options.sequences,
-                seconds,
-            )
 
     async def _poll(self) -> TakenBatch:
         """Ask until there is a batch."""
@@ -360,13 +357,8 @@ class BrokerSource:
             if num >= self.options.sequences:
                 break
             batch.append(group)
-            num += _num_sequences(group)
+            num += sum(max(1, len(sequences(rollout))) for rollout in group.rollouts)  # as the broker counts it
         return batch if num >= self.options.sequences else None
-
-
-def _num_sequences(group: Group) -> int:
-    """What the broker counted it as."""
-    return sum(max(1, len(sequences(rollout))) for rollout in group.rollouts)
 
 
 def full_marks(rollout: Rollout) -> bool:

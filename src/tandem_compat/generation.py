@@ -7,12 +7,11 @@ the field is an option of ``sampling``; where it is not, it is refused.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from tandem.config.registry import did_you_mean
 from tandem.config.tree import Problems
 from tandem.types import Json
-from tandem_compat.table import ForeignOption, Reader, becomes, by_name, refused, unused
+from tandem_compat.table import ForeignOption, Reader, by_name, copied, refused, unused
 
 _UNSEEN = "it changes probabilities by what the trainer does not see, so they would be missing in the logprobs"
 
@@ -22,23 +21,11 @@ GRAMMAR = (
     "(rewards: format, with pattern or tags)"
 )
 
-_SAME = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "min_tokens",
-    "max_tokens",
-    "stop",
-    "stop_token_ids",
-)
-"""Fields that options of ``sampling`` are named after."""
-
 FIELDS: Mapping[str, ForeignOption] = by_name(
-    *(becomes(name, "anything", name) for name in _SAME),
+    *(copied(name, "anything", name) for name in (
+        "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+        "min_tokens", "max_tokens", "stop", "stop_token_ids",
+    )),
     *unused("anything",
         "seed logprobs prompt_logprobs prompt_logprob_token_ids prompt_logprob_start logprob_token_ids flat_logprobs "
         "detokenize skip_special_tokens spaces_between_special_tokens include_stop_str_in_output output_kind "
@@ -58,27 +45,16 @@ FIELDS: Mapping[str, ForeignOption] = by_name(
 """By name, as of vLLM 0.26 to 0.32."""
 
 
-class SamplingOptions(NamedTuple):
-    """Sampling options that foreign fields translate to."""
-
-    sampling: dict[str, Json]
-    """Options of ``sampling``."""
-    notes: list[str]
-    """Of what changes nothing."""
-    wrong: list[str]
-    """Of what is refused."""
-
-
-def translated(fields: Mapping[str, Json]) -> SamplingOptions:
-    """Options of ``sampling`` that given fields are; a field that is null is left out."""
+def translated(fields: Mapping[str, Json]) -> Reader:
+    """What given fields come to as options of ``sampling``; a field that is null is left out."""
     reader = Reader(FIELDS, Problems())
     for name, value in fields.items():
         if name not in FIELDS:
             reader.wrong(name, f"there is no such field of vLLM's SamplingParams{did_you_mean(name, FIELDS)}")
         elif value is not None:
-            reader.read(name, value)
-    sampling = {name: _plain(name, value) for name, value in reader.values.items() if reader.settle(name)}
-    return SamplingOptions(sampling, reader.notes, list(reader.problems))
+            reader.read(name, _plain(name, value))
+    reader.settle_all({})
+    return reader
 
 
 def _plain(name: str, value: Json) -> Json:

@@ -1,56 +1,76 @@
-"""Learning-rate schedules by transformers' names, with their arguments."""
+"""Optimizers and learning-rate schedules by transformers' names, with their arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from tandem.types import Json
 
+if TYPE_CHECKING:
+    from tandem_compat.table import Reader
+
+OPTIMIZERS: Mapping[str, str] = {
+    **dict.fromkeys(("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw_apex_fused", "adamw"), "adamw"),
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit", "paged_adamw_8bit"), "adamw8bit"),
+    "adafactor": "adafactor",
+}
+"""What each is here."""
 SCHEDULES: Mapping[str, str] = {
     "constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine",
-    "cosine_with_min_lr": "cosine", "warmup_stable_decay": "warmup_stable_decay",
+    "cosine_with_min_lr": "cosine", "cosine_warmup_with_min_lr": "cosine", "warmup_stable_decay": "warmup_stable_decay",
 }  # fmt: skip
 """What each is here."""
 
+_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+    "cosine": ("min_lr", "min_lr_rate", "num_cycles"),
+    "linear": ("min_lr", "min_lr_rate"),
+    "warmup_stable_decay": ("num_decay_steps", "decay_type", "min_lr_ratio", "warmup_type", "num_cycles"),
+}
 _FIXED: Mapping[str, Json] = {"num_cycles": 0.5, "warmup_type": "linear"}
 """Arguments that can only be what they are by default."""
 
 
-def arguments(
-    schedule: str, kwargs: Mapping[str, Json], lr: float | None, per_step: Callable[[float], int]
-) -> tuple[dict[str, Json], list[str]]:
-    """Options of an optimizer that a schedule's arguments come to, and what cannot be obeyed of them.
+def put_optimizer(
+    reader: Reader, optim: str, scheduler: str, lr: float | None, per_step: Callable[[float], int], offload: str
+) -> None:
+    """Set an optimizer's kind and its schedule.
 
     Args:
-        schedule: its name here.
-        kwargs: the arguments.
+        reader: what the options of the other system come to.
+        optim: the option that names the optimizer.
+        scheduler: the option that names the schedule; ``lr_scheduler_kwargs`` has its arguments.
         lr: the learning rate, of which ``min_lr`` is a share.
         per_step: a number of the other system's steps as Tandem's.
+        offload: the option that keeps the optimizer's states on the host; empty: none does.
     """
-    known = {
-        "cosine": ("min_lr", "min_lr_rate", "num_cycles"),
-        "linear": ("min_lr", "min_lr_rate"),
-        "warmup_stable_decay": ("num_decay_steps", "decay_type", "min_lr_ratio", "warmup_type", "num_cycles"),
-    }.get(schedule, ())
-    options: dict[str, Json] = {}
+    kind = OPTIMIZERS[reader[optim]]
+    if offload and kind != "adamw":
+        reader.wrong(optim, f"states are on the host with adamw alone, not with {reader[optim]}; leave {offload} out")
+    reader.put("optimizer.kind", "adamw_cpu" if offload else kind, optim)
+    schedule, kwargs = SCHEDULES[reader[scheduler]], reader["lr_scheduler_kwargs"] or {}
+    reader.put("optimizer.schedule", schedule, scheduler)
+    known = _ARGUMENTS.get(schedule, ())
     wrong: list[str] = []
+    ratio = "optimizer.min_lr_ratio"
     for name, value in kwargs.items():
         if name not in known:
             wrong.append(f"{name} is unknown to this schedule; it has {', '.join(known) or 'no arguments'}")
         elif name in _FIXED:
             wrong += [f"{name} must be {_FIXED[name]}, not {value!r}; leave it out"] if value != _FIXED[name] else []
         elif name == "decay_type":
-            options["decay"] = value
+            reader.put("optimizer.decay", value, "lr_scheduler_kwargs")
         elif isinstance(value, bool) or not isinstance(value, int | float):
             wrong.append(f"{name} is a number, not {value!r}")
         elif name == "num_decay_steps":
-            options["decay_steps"] = per_step(value)
-        elif name != "min_lr":
-            options["min_lr_ratio"] = value
-        elif lr:
-            options["min_lr_ratio"] = value / lr
+            reader.put("optimizer.decay_steps", per_step(value), "lr_scheduler_kwargs")
+        elif name != "min_lr" or lr:
+            reader.put(ratio, value / lr if name == "min_lr" and lr else value, "lr_scheduler_kwargs")
     if "min_lr" in kwargs and "min_lr_rate" in kwargs:
         wrong.append("give min_lr or min_lr_rate, not both")
     if schedule == "warmup_stable_decay" and "num_decay_steps" not in kwargs:
         wrong.append("warmup_stable_decay needs num_decay_steps")
-    return options, wrong
+    if reader[scheduler].endswith("_with_min_lr") and not {"min_lr", "min_lr_rate"} & set(kwargs):
+        wrong.append(f"{reader[scheduler]} needs min_lr or min_lr_rate")
+    for why in wrong:
+        reader.wrong("lr_scheduler_kwargs" if kwargs else scheduler, why)

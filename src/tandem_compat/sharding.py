@@ -17,7 +17,7 @@ from tandem.config.registry import did_you_mean
 from tandem.config.tree import Problems
 from tandem.distributed.placement import Placement, visible_accelerators
 from tandem.types import Json
-from tandem_compat.table import NO_USE, NOTHING, ForeignOption, Reader, becomes, by_name, refused, unused
+from tandem_compat.table import NO_USE, ForeignOption, Reader, becomes, by_name, refused, unused
 
 Shard = Literal["states", "weights"]
 
@@ -250,20 +250,14 @@ def _read(
     options: Iterator[tuple[str, Json]], table: Mapping[str, ForeignOption], where: str, refuse: Refuse
 ) -> tuple[Reader, tuple[str, ...]]:
     """Options that were set, mistakes reported, and one note for all keys that change nothing."""
-    problems = Problems()
-    reader = Reader(table, problems)
-    changes_nothing: list[str] = []
+    reader = Reader(table, Problems())
     for key, value in options:
-        if value is None:
-            continue
-        if key not in table:
+        if value is not None and key in table:
+            reader.read(key, value)
+        elif value is not None:
             refuse(f"{where}{key} is not known{did_you_mean(key, table) or '; leave it out'}")
-            continue
-        reader.read(key, value)
-        if table[key].idle and value not in (*NOTHING, "auto", "none"):
-            changes_nothing.append(key)
-        elif key in reader.values and table[key].refused:
-            reader.settle(key)
-    for line in problems:
+    reader.settle_all({})
+    for line in reader.problems:
         refuse(where + line)
-    return reader, (f"{where}{', '.join(changes_nothing)}: {NO_USE}",) if changes_nothing else ()
+    idle = ", ".join(note.partition(":")[0] for note in reader.notes)
+    return reader, (f"{where}{idle}: {NO_USE}",) if idle else ()

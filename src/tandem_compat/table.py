@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from tandem.types import Json
@@ -13,14 +13,16 @@ from tandem.types import Json
 if TYPE_CHECKING:
     from tandem.config.tree import Problems  # which loads yaml, and --help of the command lines need not
 
-Takes = Literal["text", "whole", "number", "truth", "flag", "texts", "numbers", "list", "mapping", "anything"]
+Takes = Literal[
+    "text", "whole", "count", "number", "positive", "share", "truth", "flag", "texts", "numbers", "list", "mapping",
+    "anything",
+]  # fmt: skip
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "text": (str,),
-    "whole": (int,),
-    "number": (int, float),
-    "truth": (bool,),
-    "flag": (bool,),
+    **dict.fromkeys(("whole", "count"), (int,)),
+    **dict.fromkeys(("number", "positive", "share"), (int, float)),
+    **dict.fromkeys(("truth", "flag"), (bool,)),
     "list": (list,),
     "mapping": (dict,),
 }
@@ -53,6 +55,8 @@ class ForeignOption:
     """Its value where it is left out; of an idle or refused one, the value that asks for nothing."""
     off: tuple[Any, ...] = ()
     """More values of an idle or refused one that ask for nothing."""
+    choices: tuple[Json, ...] = ()
+    """Values that it may have; empty: any."""
     where: str = ""
     """Name of the condition under which it counts; empty: it always does."""
     also: tuple[str, ...] = ()
@@ -67,14 +71,25 @@ class ForeignOption:
         return f"Changes nothing: {self.idle}." if self.idle else f"Refused: {self.refused}."
 
 
-def becomes(name: str, takes: Takes, what: str, default: Json = None, *also: str, where: str = "") -> ForeignOption:
+def becomes(
+    name: str,
+    takes: Takes,
+    what: str,
+    default: Json = None,
+    *also: str,
+    where: str = "",
+    path: str = "",
+    choices: Iterable[Json] = (),
+) -> ForeignOption:
     """A row of an option that a recipe has."""
-    return ForeignOption(name=name, takes=takes, becomes=what, default=default, also=also, where=where)
+    return ForeignOption(
+        name=name, takes=takes, becomes=what, path=path, default=default, also=also, where=where, choices=tuple(choices)
+    )
 
 
 def copied(name: str, takes: Takes, path: str, default: Json = None, *also: str, where: str = "") -> ForeignOption:
     """A row of an option whose value is one of the recipe's, as it is."""
-    return ForeignOption(name=name, takes=takes, becomes=path, path=path, default=default, also=also, where=where)
+    return becomes(name, takes, path, default, *also, where=where, path=path)
 
 
 def idle(name: str, takes: Takes, why: str, *also: str, where: str = "", off: tuple[Json, ...] = ()) -> ForeignOption:
@@ -84,7 +99,7 @@ def idle(name: str, takes: Takes, why: str, *also: str, where: str = "", off: tu
 
 def unused(takes: Takes, names: str) -> tuple[ForeignOption, ...]:
     """Rows of options that only the other system has a use for."""
-    return tuple(idle(name, takes, NO_USE, off=NOTHING) for name in names.split())
+    return tuple(idle(name, takes, NO_USE, off=(*NOTHING, "auto", "none")) for name in names.split())
 
 
 def refused(
@@ -103,7 +118,10 @@ def by_name(*rows: ForeignOption) -> dict[str, ForeignOption]:
 _WANTED = {
     "text": "text",
     "whole": "a whole number",
+    "count": "a whole number of at least 1",
     "number": "a number",
+    "positive": "a finite number above 0",
+    "share": "a share from 0 to 1",
     "truth": "true or false",
     "numbers": "numbers",
     "list": "a list",
@@ -139,6 +157,8 @@ class Reader:
         self.prefix = prefix
         self.values: dict[str, Json] = {}
         self.notes: list[str] = []
+        self.recipe: dict[str, Any] = {}
+        """What has been put so far."""
 
     @classmethod
     def of_command_line(cls, table: Mapping[str, ForeignOption], values: Mapping[str, Json]) -> Self:
@@ -171,13 +191,9 @@ class Reader:
         """An option's value, or ``default`` where it is left out."""
         return self.values.get(name, default)
 
-    def place(self, name: str) -> str:
-        """What messages about a mistake in an option begin with."""
-        return f"{self.prefix}{name}"
-
     def wrong(self, name: str, message: str) -> None:
         """Note that an option cannot be obeyed."""
-        self.problems.add(self.place(name), message)
+        self.problems.add(f"{self.prefix}{name}", message)
 
     def note(self, name: str, message: str) -> None:
         """Note what a person should know of an option."""
@@ -187,25 +203,27 @@ class Reader:
         """Note that an option changes nothing."""
         self.note(name, f"changes nothing: {why}")
 
-    def only(self, name: str, choices: Mapping[str, Any]) -> Any:
-        """What one of several texts stands for; None if it is none of them, which is a mistake."""
-        if self[name] not in choices:
-            self.wrong(name, f"there is no {self[name]!r} here; choose from {', '.join(filter(None, choices))}")
-            return None
-        return choices[self[name]]
+    def put(self, path: str | tuple[str, ...], value: Json, *options: str) -> None:
+        """Set an option of the recipe; mistakes in it are those of the first of these options that is set."""
+        *words, last = path.split(".") if isinstance(path, str) else path
+        branch = self.recipe
+        for word in words:
+            branch = branch.setdefault(word, {})
+        branch[last] = value
 
-    def positive(self, *names: str) -> bool:
-        """True if numbers are above 0 and finite; others are mistakes."""
-        others = [name for name in names if self[name] is not None and not 0 < self[name] < math.inf]
-        for name in others:
-            self.wrong(name, f"it must be {'above 0' if self[name] <= 0 else 'finite'}, not {self[name]}")
-        return not others
+    def copy(self, option: str, path: str) -> None:
+        """Hand an option on as it is, if it is set."""
+        if option in self:
+            self.put(path, self[option], option)
 
     def read(self, name: str, value: Json) -> None:
-        """Take a value of the option's own type; another is a mistake."""
+        """Take a value that the option may have; another is a mistake."""
         row = self.table[name]
-        if row.takes in _TYPES and not _fits(value, *_TYPES[row.takes]):
+        if not _fits(value, row.takes):
             self._mistyped(row, shown(value))
+        elif row.choices and value not in row.choices:
+            choices = ", ".join(choice if isinstance(choice, str) else shown(choice) for choice in row.choices)
+            self.wrong(name, f"there is no {shown(value)} here; choose from {choices}")
         else:
             self.values[name] = value
 
@@ -213,34 +231,45 @@ class Reader:
         """Take the value that words of a command line stand for; others are a mistake."""
         row = self.table[name]
         try:
-            self.values[name] = _parsed(row.takes, words)
+            self.read(name, _parsed(row.takes, words))
         except ValueError:
             self._mistyped(row, repr(" ".join(words)))
 
-    def settle(self, name: str, elsewhere: str = "") -> bool:
-        """Refuse an option that would change the result and cannot be had, or note that it changes nothing.
+    def settle_all(self, places: Mapping[str, str]) -> None:
+        """Refuse what would change the result and cannot be had, tell what changes nothing, and hand the rest on.
 
         Args:
-            name: the option, which is set.
-            elsewhere: why it changes nothing where it stands; empty where it counts.
-
-        Returns:
-            True if a recipe has it.
+            places: why options that count under a condition change nothing, by its name; empty where they count.
         """
-        row, value = self.table[name], self.values[name]
-        asks = value != row.default and value not in row.off
-        if elsewhere:
-            self.note(name, f"changes nothing {elsewhere}")
-        elif row.refused and asks:
-            self.wrong(name, f"it cannot be {shown(value)} here: {row.refused}; leave it out")
-        elif row.idle and asks:
-            self.nothing(name, row.idle)
-        return not (elsewhere or row.refused or row.idle)
+        for name, value in self.values.items():
+            row = self.table[name]
+            asks = value != row.default and value not in row.off
+            if elsewhere := places.get(row.where):
+                self.note(name, f"changes nothing {elsewhere}")
+            elif row.refused and asks:
+                self.wrong(name, f"it cannot be {shown(value)} here: {row.refused}; leave it out")
+            elif row.idle and asks:
+                self.nothing(name, row.idle)
+        for name, row in self.table.items():
+            if row.path and (name in self.values or row.default) and not places.get(row.where):
+                self.put(row.path, self[name], name)
 
-    def settle_all(self, places: Mapping[str, str]) -> None:
-        """Settle every option that is set; ``places`` says by condition why options of it change nothing."""
-        for name in self.values:
-            self.settle(name, places.get(self.table[name].where, ""))
+    def raise_if_wrong(self) -> None:
+        """Raise ConfigError with every mistake so far, if there is one."""
+        self.problems.raise_if_any("the command line")
+
+    def translated(self, environ: Mapping[str, str] | None = None) -> Translation:
+        """What has been put, in the order of a recipe's options; ``environ`` is set before anything loads.
+
+        Raises:
+            ConfigError: with every mistake.
+        """
+        from tandem.config.loading import RunConfig
+
+        self.raise_if_wrong()
+        order = [option.name for option in fields(RunConfig)]
+        options = dict(sorted(self.recipe.items(), key=lambda entry: order.index(entry[0])))
+        return Translation(options=options, notes=tuple(dict.fromkeys(self.notes)), environ=environ or {})
 
     def _mistyped(self, row: ForeignOption, value: str) -> None:
         self.wrong(row.name, f"expected {_WANTED[row.takes]}, got {value}")
@@ -251,10 +280,13 @@ def shown(value: Json) -> str:
     return {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
 
 
-def _fits(value: Json, *types: type) -> bool:
-    if isinstance(value, float) and math.isnan(value):
+def _fits(value: Any, takes: Takes) -> bool:
+    if takes in _TYPES and not isinstance(value, _TYPES[takes]):
         return False
-    return isinstance(value, types) and (bool in types or not isinstance(value, bool))
+    if isinstance(value, bool):
+        return takes in ("truth", "flag", "anything")
+    least, most = {"count": (1, math.inf), "positive": (5e-324, 1.7e308), "share": (0, 1)}.get(takes, (None, None))
+    return bool(value == value if least is None else least <= value <= most)  # nan is no number
 
 
 def _number(word: str) -> float:
@@ -271,9 +303,9 @@ def _parsed(takes: Takes, words: Sequence[str]) -> Json:
             return list(words)
         case "numbers":
             return [_number(word) for word in words]
-        case "whole":
+        case "whole" | "count":
             return int(words[-1])
-        case "number":
+        case "number" | "positive" | "share":
             return _number(words[-1])
         case "truth":
             if words[-1].lower() not in _TRUTH:

@@ -106,8 +106,8 @@ def test_groups_are_buffered_until_they_add_up() -> None:
     env = joined(store, group_size=4)
     assert Names(store).put(3, 3, 2, 2, env=env) == [3, 6, 8, 6]
     assert store.queued_groups == 2
-    assert store.latest is not None
-    assert store.latest.id == "3"
+    assert store.waiting.latest is not None
+    assert store.waiting.latest.id == "3"
 
 
 def test_environments_wait_until_the_trainer_polls() -> None:
@@ -258,7 +258,7 @@ def test_after_a_reset_running_environments_live_on_and_ids_are_not_reused() -> 
     store.reset()
     store.reset()  # before anybody has spoken again
     assert store.take(0.0) is None
-    assert (store.step, store.queued_groups, store.latest, store.run) == (0, 0, None, None)
+    assert (store.step, store.queued_groups, store.waiting.latest, store.run) == (0, 0, None, None)
     store.register(run(4))
     store.take(0.0)
     new = joined(store)

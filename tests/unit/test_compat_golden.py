@@ -35,7 +35,6 @@ from tandem_compat import swift
 from tandem_compat.atropos.environment import translate as translate_environment
 from tandem_compat.atropos.options import ENVIRONMENT, SERVER, TRAINER
 from tandem_compat.atropos.rules import RunningEngine, read
-from tandem_compat.atropos.rules import translate as translate_trainer
 from tandem_compat.atropos.server import translate as translate_server
 from tandem_compat.axolotl.options import GROUPS
 from tandem_compat.swift.options import DEPLOY, RLHF
@@ -244,7 +243,7 @@ def trainer(source: Source) -> tuple[Any, Any]:
     """What ``atropos-grpo`` comes to."""
     running = RunningEngine(**source["running"]) if "running" in source else None
     own = {"model-name": "m", "env": "arithmetic", **flags(source)}
-    translation = translate_trainer(read(own), source.get("environ", {}), running)
+    translation = read(own).translation(source.get("environ", {}), running)
     loads(translation.options)
     return translation.options, [*translation.notes, *translation.environ.items()]
 

@@ -39,15 +39,15 @@ def test_values_are_brought_into_sampling() -> None:
     translation = translated(
         {"stop": "a", "top_k": -1, "min_p": None, "frequency_penalty": 0.5, "skip_special_tokens": True}
     )
-    assert translation.sampling == {"stop": ["a"], "top_k": 0, "frequency_penalty": 0.5}
+    assert translation.recipe == {"stop": ["a"], "top_k": 0, "frequency_penalty": 0.5}
     assert [note.partition(":")[0] for note in translation.notes] == ["skip_special_tokens"]
-    assert translation.wrong == []
+    assert not translation.problems
 
 
 def test_the_rest_is_refused_by_name() -> None:
     translation = translated({"logit_bias": {3: 1.0}, "guided_decoding": {"regex": "a"}, "topk": 3, "bad_words": None})
-    assert translation.sampling == {}
-    unknown, *refused = translation.wrong
+    assert translation.recipe == {}
+    unknown, *refused = translation.problems
     assert [why.partition(":")[0] for why in refused] == ["logit_bias", "guided_decoding"]
     assert "reward the form" in refused[1]
     assert unknown.startswith("topk: ")

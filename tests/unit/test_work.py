@@ -731,7 +731,7 @@ def test_text_alone_cannot_be_trained_on() -> None:
 )
 def test_an_answer_of_another_form_is_the_engines_fault(dialect: Any, answer: dict[str, Any]) -> None:
     with pytest.raises(EngineError, match="answers without"):
-        dialect.completion(json.dumps(answer).encode())
+        dialect.completion(json.dumps(answer).encode(), "engine")
 
 
 def test_an_address_may_end_in_v1() -> None:

@@ -41,11 +41,17 @@ def restore(
     store.tenants.names.update(facts.get("names", {}))
     store.seen.update(keys)
     envs = {int(name.removeprefix("env:")): fact for name, fact in facts.items() if name.startswith("env:")}
-    for env_id in sorted(envs):
-        _tenant(store, env_id, envs[env_id], now)
+    for env_id, fact in sorted(envs.items()):
+        noted = {name: fact[name] for name in ("name", "key", "owner", "connected", "live")}
+        store.tenants.add(Tenant(env_id=env_id, spec=EnvRegistration(**fact["spec"]), heard=now, **noted))
     store.tenants.next_id = max(store.tenants.next_id, progress.get("next_id", 0))
     for order, entry, state, batch in sorted(rows, key=lambda row: row[0]):
-        _hold(store, Item(order, entry.size, entry.num_bytes, entry, store.tenants.of(entry.env), state, batch))
+        item = Item(order, entry.size, entry.num_bytes, entry, store.tenants.of(entry.env), state, batch)
+        store.waiting.hold(item)
+        if state == "buffered":
+            store.waiting.buffer(item)
+        elif state == "queued":
+            store.waiting.enqueue([item])
         store.order = max(store.order, order + 1)
     counts = store.counts
     counts.update(progress.get("counts", {}))
@@ -53,19 +59,6 @@ def restore(
     for name, fact in facts.items():
         if name.startswith("lease:"):
             _lease(store, msgspec.convert(fact, BatchLease), now)
-
-
-def _tenant(store: GroupQueue, env_id: int, fact: Mapping[str, Any], now: float) -> None:
-    noted = {name: fact[name] for name in ("name", "key", "owner", "connected", "live")}
-    store.tenants.add(Tenant(env_id=env_id, spec=EnvRegistration(**fact["spec"]), heard=now, **noted))
-
-
-def _hold(store: GroupQueue, item: Item) -> None:
-    store.waiting.hold(item)
-    if item.state == "buffered":
-        store.waiting.buffer(item)
-    elif item.state == "queued":
-        store.waiting.enqueue([item])
 
 
 def _lease(store: GroupQueue, lease: BatchLease, now: float) -> None:

@@ -326,11 +326,6 @@ class GroupQueue:
         """Groups in the queue."""
         return sum(tenant.queue.groups for tenant in self.tenants)
 
-    @property
-    def latest(self) -> GroupEntry | None:
-        """The group that entered the queue last, trained or not."""
-        return self.waiting.latest
-
     def _advance(self, now: float) -> None:
         """Leases that ran out come back; environments that fell silent lose their share."""
         self.tenants.sweep(now)

@@ -28,7 +28,7 @@ from tandem_broker.journal.ledger import read
 from tandem_broker.protocol import messages, wire
 from tandem_broker.protocol.submission import Submission, read_group, read_groups
 from tandem_broker.protocol.wire import Malformed
-from tandem_broker.queue.records import Busy, GroupEntry, GroupRefused, Receipt, ServedBatch
+from tandem_broker.queue.records import Acknowledgement, Busy, GroupEntry, GroupRefused, Receipt, ServedBatch
 from tandem_broker.queue.store import GroupQueue
 from tandem_broker.server.bodies import MESSAGE_BYTES, Bodies, BodyLimits, RequestRejected
 from tandem_broker.server.keys import Keys, Role, may, scoped
@@ -147,9 +147,9 @@ class BrokerServer:
             "trainer": {
                 "POST /register": self._register,
                 "GET /batch": self._batch,
-                "POST /ack": self._acknowledge,
-                "POST /renew": self._renew,
-                "POST /release": self._return_lease,
+                "POST /ack": self._of_a_lease(self.store.acknowledge),
+                "POST /renew": self._of_a_lease(self.store.renew),
+                "POST /release": self._of_a_lease(self.store.return_lease),
                 "GET /latest_example": self._latest_example,
                 "GET /reset_data": self._reset,
             },
@@ -265,9 +265,7 @@ class BrokerServer:
         owner = self._owner(request)
         key = scoped(owner, idempotency_key(request))
         accepted = self.store.register_env(spec, self._clock(), key=key, owner=owner)
-        if accepted is None:
-            return reply({"status": "wait for trainer to start"})
-        return reply(accepted)
+        return reply(accepted or {"status": "wait for trainer to start"})
 
     async def _disconnect_env(self, request: web.Request) -> web.StreamResponse:
         body = await self._message(request, messages.EnvName)
@@ -367,20 +365,15 @@ class BrokerServer:
         await response.write_eof()
         return response
 
-    async def _acknowledge(self, request: web.Request) -> web.StreamResponse:
-        body = await self._message(request, messages.BatchName)
-        acknowledgement = self.store.acknowledge(body.batch, self._clock())
-        return reply(outcome(bool(acknowledgement), acknowledgement.reason))
+    def _of_a_lease(self, act: Callable[[str, float], Acknowledgement | bool]) -> Handler:
+        """What is done to the batch that a body names."""
 
-    async def _renew(self, request: web.Request) -> web.StreamResponse:
-        body = await self._message(request, messages.BatchName)
-        is_renewed = self.store.renew(body.batch, self._clock())
-        return reply(outcome(is_renewed, f"no batch {body.batch} is leased"))
+        async def handler(request: web.Request) -> web.StreamResponse:
+            body = await self._message(request, messages.BatchName)
+            done = act(body.batch, self._clock())
+            return reply(outcome(bool(done), getattr(done, "reason", f"no batch {body.batch} is leased")))
 
-    async def _return_lease(self, request: web.Request) -> web.StreamResponse:
-        body = await self._message(request, messages.BatchName)
-        is_returned = self.store.return_lease(body.batch, self._clock())
-        return reply(outcome(is_returned, f"no batch {body.batch} is leased"))
+        return handler
 
     # --- people ---
 
@@ -407,10 +400,10 @@ class BrokerServer:
         return web.Response(text=text, content_type="text/plain", charset="utf-8")
 
     async def _latest_example(self, request: web.Request) -> web.StreamResponse:
-        if self.store.latest is None:
+        if (latest := self.store.waiting.latest) is None:
             return reply(EMPTY_EXAMPLE)
         try:
-            (payload,) = await read([self.store.latest])
+            (payload,) = await read([latest])
         except BrokerError as error:  # trained and gone from the disk, most often
             log.info("no latest example: %s", error)
             return reply(EMPTY_EXAMPLE)

@@ -31,34 +31,25 @@ def translate(env: str, values: Mapping[str, Json]) -> Translation:
                     "openai, of a server that tells token ids and logprobs")  # fmt: skip
     if not (tokenizer := tokenizer_of(flags.values)):
         flags.wrong("env.tokenizer_name", "it is missing: which tokenizer does the engine's model have?")
-    if (weight := flags["env.inference_weight"]) <= 0:
-        flags.wrong("env.inference_weight", f"it must be above 0, not {weight:g}; leave it out for a weight of 1")
-    flags.problems.raise_if_any("the command line")
+    flags.raise_if_wrong()
     urls = [url.strip() for url in flags["openai.base_url"].split(",") if url.strip()]
     key, workers, seconds = flags["openai.api_key"], flags["env.max_num_workers"], flags["env.worker_timeout"]
-    options: dict[str, Json] = {
+    flags.put("engine.urls", urls)
+    if served := _served(flags.values):
+        flags.put("engine.model", served)
+    if key:
+        flags.put("engine.api_key_variable", KEY_VARIABLE)
+    flags.put("sampling.max_tokens", flags["env.max_token_length"])
+    flags.recipe |= {
         "model": tokenizer,
         "env": env,
-        "broker": flags["env.rollout_server_url"],
-        "engine": {
-            "urls": urls,
-            "request_seconds": flags["openai.timeout"],
-            **({"model": served} if (served := _served(flags.values)) else {}),
-            **({"api_key_variable": KEY_VARIABLE} if key else {}),
-        },
-        "group_size": flags["env.group_size"],
-        "sampling": {"max_tokens": flags["env.max_token_length"]},
-        "context": flags["env.max_token_length"],
         "zero_variance_groups": "drop" if flags["env.ensure_scores_are_not_same"] else "keep",
         "n": workers if workers > 0 else flags["env.max_num_workers_per_node"] * len(urls),
         "ahead": float(flags["env.max_batches_offpolicy"]),
         "total_steps": flags["env.total_steps"] if flags["env.total_steps"] >= 0 else None,
-        "known_as": flags["env.wandb_name"],
-        "weight": flags["env.inference_weight"],
-        "min_share": flags["env.min_batch_allocation"],
         "group_seconds": seconds if seconds > 0 else float("inf"),
     }
-    return Translation(options=options, notes=tuple(flags.notes), environ={KEY_VARIABLE: key} if key else {})
+    return Translation(options=flags.recipe, notes=tuple(flags.notes), environ={KEY_VARIABLE: key} if key else {})
 
 
 def _served(values: Mapping[str, Json]) -> Json:

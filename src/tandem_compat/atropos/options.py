@@ -9,21 +9,34 @@ from collections.abc import Mapping, Sequence
 
 from tandem_compat.table import ForeignOption, becomes, by_name, idle, refused, unused
 
+WAYS = {
+    "none": ("full", "restart"),
+    "shared_vllm": ("full", "shared"),
+    "lora_only": ("lora", "hotswap"),
+    "lora_restart": ("lora", "restart"),
+    "lora_nccl": ("lora", "broadcast"),
+}
+"""--weight-bridge-mode: what is trained, and how it travels."""
+OPTIMIZERS = {"adamw": "adamw", "adamw_8bit": "adamw8bit", "adamw_cpu": "adamw_cpu", "adafactor": "adafactor"}
+"""--optimizer: the part."""
+DTYPES = {"auto": "bfloat16", "bfloat16": "bfloat16", "float16": "bfloat16", "half": "bfloat16", "float32": "float32"}
+"""--dtype: the type of the weights."""
+
 TRAINER: Mapping[str, ForeignOption] = by_name(
-    becomes("model-name", "text", "Hugging Face id or a local folder", None, "model"),
+    becomes("model-name", "text", "Hugging Face id or a local folder", None, "model", path="model"),
     becomes("env", "text", "Tandem's own: play this environment, such as gsm8k, in the trainer's process instead of "
-        "using atropos-url"),
-    becomes("group-size", "whole", "Tandem's own: answers per task; left out: the largest number up to 8 that divides "
+        "using atropos-url", path="env"),
+    becomes("group-size", "count", "Tandem's own: answers per task; left out: the largest number up to 8 that divides "
         "batch-size times gradient-accumulation-steps. Groups of a broker may have other sizes"),
     becomes("vllm-url", "texts", "Tandem's own: an engine that runs already, instead of one that is started; once for "
         "each", []),
-    becomes("lr", "number", "learning rate", 1e-5),
-    becomes("training-steps", "whole", "optimizer steps", 10),
-    becomes("batch-size", "whole", "sequences of one forward and backward", 2),
-    becomes("gradient-accumulation-steps", "whole", "forwards and backwards of one optimizer step", 32),
-    becomes("seq-len", "whole", "most tokens of a prompt and its answer together", 2048),
-    becomes("warmup-steps", "whole", "steps over which the learning rate rises", 0),
-    becomes("clip-eps", "number", "the probability ratio is clipped to 1 - eps and 1 + eps", 0.2),
+    becomes("lr", "number", "learning rate", 1e-5, path="optimizer.lr"),
+    becomes("training-steps", "count", "optimizer steps", 10, path="steps"),
+    becomes("batch-size", "count", "sequences of one forward and backward", 2),
+    becomes("gradient-accumulation-steps", "count", "forwards and backwards of one optimizer step", 32),
+    becomes("seq-len", "count", "most tokens of a prompt and its answer together", 2048, path="context"),
+    becomes("warmup-steps", "whole", "steps over which the learning rate rises", 0, path="optimizer.warmup_steps"),
+    becomes("clip-eps", "share", "the probability ratio is clipped to 1 - eps and 1 + eps", 0.2),
     refused("kl-coef", "number", "no loss has a penalty on the distance to the weights that sampled",
         0.0),
     refused("no-reference-logprobs", "flag", "ratios are to sampling's logprobs; for a loss without: loss=reinforce",
@@ -32,7 +45,8 @@ TRAINER: Mapping[str, ForeignOption] = by_name(
     becomes("distill-coef", "number", "weight of the teacher's term, which there is not", 1.0, where="teacher"),
     becomes("distill-temperature", "number", "temperature of the teacher's term, which there is not", 1.0,
         where="teacher"),
-    becomes("optimizer", "text", "adamw, adamw_8bit, adamw_cpu (states in host memory) or adafactor", "adamw"),
+    becomes("optimizer", "text", "adamw, adamw_8bit, adamw_cpu (states in host memory) or adafactor", "adamw",
+        choices=OPTIMIZERS),
     becomes("adafactor-scale-parameter", "flag", "multiply adafactor's rate by each tensor's root mean square", False,
         where="adafactor"),
     becomes("adafactor-relative-step", "flag", "refused, as by transformers: adafactor would choose the rate, and "
@@ -43,7 +57,8 @@ TRAINER: Mapping[str, ForeignOption] = by_name(
         where="full"),
     becomes("save-path", "text", "folder of step_N/, final_model/ and their like", "trained_model_checkpoints"),
     becomes("checkpoint-interval", "whole", "steps between checkpoints; 0 saves the last step alone", 3),
-    becomes("weight-bridge-mode", "text", "none, shared_vllm, lora_only, lora_restart or lora_nccl", "none"),
+    becomes("weight-bridge-mode", "text", "none, shared_vllm, lora_only, lora_restart or lora_nccl", "none",
+        choices=WAYS),
     becomes("single-copy", "flag", "one copy of the weights, with shared_vllm; it is always so", False,
         where="shared"),
     becomes("vllm-config-path", "text", "with shared_vllm, the file by which the engine that runs at vllm-port "
@@ -54,16 +69,19 @@ TRAINER: Mapping[str, ForeignOption] = by_name(
         where="shared"),
     becomes("vllm-port", "whole", "port of the engine: one that serves there already is used, else it is started "
         "there", 9001, where="no url"),
-    becomes("vllm-restart-interval", "whole", "steps between restarts, swaps or broadcasts, where the mode has one", 3,
+    becomes("vllm-restart-interval", "count", "steps between restarts, swaps or broadcasts, where the mode has one", 3,
         where="interval"),
     becomes("vllm-gpu", "whole", "number of the GPU that the engine is started on; left out: the trainer's",
         where="started"),
     becomes("gpu-memory-utilization", "number", "share of the GPU's memory that the engine takes", 0.45,
-        "vllm-gpu-memory-utilization", where="started"),
-    becomes("max-model-len", "whole", "longest context of the engine", 4096, where="started"),
-    becomes("dtype", "text", "type of the weights: bfloat16 or float32; auto and float16 are bfloat16", "bfloat16"),
-    becomes("lora-r", "whole", "rank of the adapter", 16, where="adapter"),
-    becomes("lora-alpha", "whole", "the adapter's output is multiplied by alpha/r", 32, where="adapter"),
+        "vllm-gpu-memory-utilization", where="started", path="engine.gpu_memory_utilization"),
+    becomes("max-model-len", "whole", "longest context of the engine", 4096, where="started",
+        path="engine.max_model_len"),
+    becomes("dtype", "text", "type of the weights: bfloat16 or float32; auto and float16 are bfloat16", "bfloat16",
+        choices=DTYPES),
+    becomes("lora-r", "whole", "rank of the adapter", 16, where="adapter", path="trainable.rank"),
+    becomes("lora-alpha", "whole", "the adapter's output is multiplied by alpha/r", 32, where="adapter",
+        path="trainable.alpha"),
     becomes("lora-dropout", "number", "left out: the policy that is scored must be the policy that sampled, which "
         "dropout would change", 0.05, where="adapter"),
     becomes("lora-target-modules", "text", "linear layers that are adapted, separated by spaces, or all-linear",
@@ -95,21 +113,23 @@ TRAINER: Mapping[str, ForeignOption] = by_name(
 _TLS = "there is no TLS here; put a proxy before it"
 
 SERVER: Mapping[str, ForeignOption] = by_name(
-    becomes("model", "text", "Hugging Face id or a local folder", None, "model-name"),
+    becomes("model", "text", "Hugging Face id or a local folder", None, "model-name", path="model"),
     becomes("host", "text", "address to listen at; left out: 127.0.0.1, since the server asks for no key"),
-    becomes("port", "whole", "port to listen at", 9001),
-    becomes("gpu-memory-utilization", "number", "share of the GPU's memory that the engine takes", 0.9),
-    becomes("max-model-len", "whole", "longest context; left out: the model's own"),
+    becomes("port", "whole", "port to listen at", 9001, path="engine.port"),
+    becomes("gpu-memory-utilization", "number", "share of the GPU's memory that the engine takes", 0.9,
+        path="engine.gpu_memory_utilization"),
+    becomes("max-model-len", "whole", "longest context; left out: the model's own", path="context"),
     becomes("dtype", "text", "type of the weights: bfloat16 or float32; auto and float16 are bfloat16, as in the "
-        "trainer", "auto"),
+        "trainer", "auto", choices=DTYPES),
     becomes("tensor-parallel-size", "whole", "GPUs of the engine; weights are shared with a trainer on 1 alone", 1,
-        "-tp"),
+        "-tp", path="engine.tensor_parallel_size"),
     becomes("enable-lora", "flag", "serve adapters, as --weight-bridge-mode lora_only needs", False),
-    becomes("max-lora-rank", "whole", "largest rank of an adapter", 16, where="adapter"),
+    becomes("max-lora-rank", "whole", "largest rank of an adapter", 16, where="adapter", path="trainable.rank"),
     becomes("max-loras", "whole", "versions of an adapter that are held at once, 2 or more", 8, where="adapter"),
-    becomes("max-num-seqs", "whole", "most answers sampled at once", 256),
-    becomes("enforce-eager", "flag", "do without CUDA graphs; nothing here needs it", False),
-    becomes("seed", "whole", "where sampling's random numbers begin", 0),
+    becomes("max-num-seqs", "whole", "most answers sampled at once", 256, path="engine.max_num_seqs"),
+    becomes("enforce-eager", "flag", "do without CUDA graphs; nothing here needs it", False,
+        path="engine.enforce_eager"),
+    becomes("seed", "whole", "where sampling's random numbers begin", 0, path="seed"),
     *(refused(f"ssl-{name}", "text", _TLS) for name in ("keyfile", "certfile", "ca-certs")),
     *unused("text", "log-level root-path"),
     *unused("whole", "ssl-cert-reqs"),
@@ -119,28 +139,30 @@ SERVER: Mapping[str, ForeignOption] = by_name(
 
 
 ENVIRONMENT: Mapping[str, ForeignOption] = by_name(
-    becomes("env.group_size", "whole", "answers sampled per task", 4),
+    becomes("env.group_size", "whole", "answers sampled per task", 4, path="group_size"),
     becomes("env.max_num_workers", "whole", "groups played at once; -1: max_num_workers_per_node for each engine", -1),
     becomes("env.max_num_workers_per_node", "whole", "groups played at once for each engine", 8),
-    becomes("env.max_token_length", "whole", "most tokens of a prompt and its answer together", 2048),
+    becomes("env.max_token_length", "whole", "most tokens of a prompt and its answer together", 2048,
+        path="context"),
     becomes("env.max_batches_offpolicy", "whole", "batches that may be queued before the environment pauses", 3),
     becomes("env.total_steps", "whole", "steps of the trainer after which to end; -1: as many as it says it will take",
         1000),
     becomes("env.tokenizer_name", "text", "Hugging Face id or folder of the tokenizer; left out: "
         "openai.tokenizer_name, openai.model_name, or else the engine's"),
-    becomes("env.rollout_server_url", "text", "the broker", "http://localhost:8000"),
+    becomes("env.rollout_server_url", "text", "the broker", "http://localhost:8000", path="broker"),
     becomes("env.ensure_scores_are_not_same", "truth", "leave out groups whose scores are all equal", True),
-    becomes("env.min_batch_allocation", "number", "least share of every batch, 0 to 1"),
-    becomes("env.inference_weight", "number", "share of the generation against other environments'", 1.0),
+    becomes("env.min_batch_allocation", "number", "least share of every batch, 0 to 1", path="min_share"),
+    becomes("env.inference_weight", "positive", "share of the generation against other environments'", 1.0,
+        path="weight"),
     becomes("env.worker_timeout", "number", "seconds one group may take; -1: no limit", 600.0),
-    becomes("env.wandb_name", "text", "name at the broker; left out: the environment's"),
+    becomes("env.wandb_name", "text", "name at the broker; left out: the environment's", path="known_as"),
     idle("env.batch_size", "whole", "the trainer says how large its batches are", off=(-1,)),
     becomes("openai.base_url", "text", "the engine; several are separated by commas", "http://localhost:9001/v1"),
     becomes("openai.model_name", "text", "what the engine calls the model; default, and left out: as the tokenizer"),
     becomes("openai.tokenizer_name", "text", "tokenizer of the engine's model, where env.tokenizer_name does not say"),
     becomes("openai.api_key", "text", "the engine's API key", ""),
     becomes("openai.server_type", "text", "vllm or openai; which it is, is found out", "vllm"),
-    becomes("openai.timeout", "number", "seconds one answer may take", 1200.0),
+    becomes("openai.timeout", "number", "seconds one answer may take", 1200.0, path="engine.request_seconds"),
     refused("env.teacher_enabled", "truth", "no loss reads a teacher's logprobs", False),
     becomes("config", "text", "YAML file with the sections env and openai; flags go before it"),
     refused("slurm", "truth", "name the engines by --openai.base_url", False),

@@ -41,16 +41,10 @@ def running_engine(flags: Reader, environ: Mapping[str, str]) -> RunningEngine |
     url, file = f"http://localhost:{flags['vllm-port']}", flags["vllm-config-path"]
     if file and flags["weight-bridge-mode"] == "shared_vllm" and not flags["use-shared-memory"]:
         return RunningEngine(url=url, bridge=file if Path(file).exists() else None)
-    return RunningEngine(url=url) if _is_engine(url) else None
-
-
-def _is_engine(url: str) -> bool:
-    """Whether an engine that was started alone answers: one that another trainer started is that trainer's.
-
-    One that wants a key does not say which it is, and is taken for one: the trainer is then told of the key.
-    """
+    # One that was started alone: another trainer's engine is that trainer's. One that wants a key does not say which it
+    # is, and is taken for one: the trainer is then told of the key.
     status, info = get_json(f"{url}/bridge/info")
-    return status == 401 or (isinstance(info, dict) and info.get("apart") is True)
+    return RunningEngine(url=url) if status == 401 or (isinstance(info, dict) and info.get("apart") is True) else None
 
 
 def get_json(url: str, key: str = "") -> tuple[int, Any]:

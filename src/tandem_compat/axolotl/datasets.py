@@ -218,7 +218,7 @@ def _transform(cfg: Mapping[str, Any], entry: Mapping[str, Any], number: int) ->
     removed = options.get("remove_columns") or ()
     removed = {removed} if isinstance(removed, str) else set(removed)
     if "tokenizer" in inspect.signature(change).parameters:
-        change = partial(change, tokenizer=_tokenizer(str(cfg["base_model"])))
+        change = partial(change, tokenizer=tokenizer_of(str(cfg["base_model"])))
     return partial(_merge, change, removed, path)
 
 
@@ -246,7 +246,8 @@ def _accepts(function: Callable[..., Any], name: str) -> bool:
 
 
 @cache
-def _tokenizer(model: str) -> Any:
+def tokenizer_of(model: str, chat_template: str = "") -> Any:
+    """A model's tokenizer; without a template of the policy's its own is used."""
     from tandem.model.policy import load_tokenizer
 
-    return load_tokenizer(model)
+    return load_tokenizer(model, chat_template=chat_template or None)

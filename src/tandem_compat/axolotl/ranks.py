@@ -50,7 +50,7 @@ def read_ranks(recipe: AxolotlRecipe, environ: Mapping[str, str]) -> None:
 def read_replicas(recipe: AxolotlRecipe) -> None:
     """Set how many replicas of divided weights there are; of divided states there is one, of all ranks."""
     group, option = max(recipe["dp_shard_size"], recipe.sharding.group), "dp_replicate_size"
-    replicas = max(1, int(recipe[option]))
+    replicas: int = recipe[option]
     if replicas == 1 and group > 1 and recipe.ranks % group == 0:
         replicas, option = recipe.ranks // group, "dp_shard_size"
     if replicas == 1 or recipe.serving:
@@ -68,7 +68,7 @@ def _context_parallel(recipe: AxolotlRecipe) -> int:
     """Ranks that share a sequence, and so a batch."""
     for option in ("context_parallel_size", "sequence_parallel_degree"):
         size: int = recipe[option]
-        if size < 1 or recipe.ranks % size:
+        if recipe.ranks % size:
             recipe.wrong(option, f"{recipe.ranks} ranks are no multiple of {size}")
         elif size > 1:
             recipe.put("distributed.context_parallel", size, option)
@@ -102,9 +102,7 @@ def _ranks(recipe: AxolotlRecipe, environ: Mapping[str, str], *, sharded: bool) 
         return 1
     wanted = 1
     for option in _SIZES:
-        if recipe[option] < 1:
-            recipe.wrong(option, "it must be at least 1")
-        wanted *= max(1, recipe[option])
+        wanted *= recipe[option]
     if started is not None and wanted not in (1, started):
         recipe.wrong("dp_shard_size", f"the launcher started {started} ranks, and the file is for {wanted}")
     if started is not None or wanted > 1:

@@ -25,7 +25,7 @@ _RENAMED: Mapping[str, str] = {
 class AxolotlRecipe(Reader):
     """Options by path, such as ``trl.beta``, and the recipe made of them so far.
 
-    What is null, mistaken, idle or refused in the file is not among the options.
+    What is null or mistaken in the file is not among the options.
     """
 
     def __init__(self, file: Branch, problems: Problems, *, serving: bool) -> None:
@@ -68,8 +68,6 @@ class AxolotlRecipe(Reader):
             self.places[path] = place
             self.table[path] = replace(rows[name], name=path)
             self.read(path, plain(tree))
-            if path in self.values and not self.settle(path):
-                del self.values[path]
 
     def wrong(self, name: str, message: str) -> None:
         """Note a mistake."""
@@ -89,22 +87,12 @@ class AxolotlRecipe(Reader):
             branch = inner
         branch.put(last, from_plain(value, where), where)
 
-    def copy(self, option: str, path: str) -> None:
-        """Hand an option on as it is, if it is set."""
-        if option in self:
-            self.put(path, self[option], option)
-
     @property
     def plain(self) -> dict[str, Json]:
         """The file's options as plain data, as transforms are given them."""
         data = plain(self.file)
         assert isinstance(data, dict)
         return data
-
-    @property
-    def updates(self) -> int:
-        """Optimizer updates of one step; Axolotl counts each as a step."""
-        return max(1, int(self["trl.num_iterations"]))
 
     @property
     def completions(self) -> int:
@@ -114,7 +102,7 @@ class AxolotlRecipe(Reader):
     @property
     def generated(self) -> int:
         """Steps whose completions are sampled together, before the first of them is trained."""
-        return max(1, int(self.get("trl.generation_batch_size", self.completions)) // max(1, self.completions))
+        return max(1, int(self.get("trl.generation_batch_size", 1)) // self.completions)
 
     @property
     def engine_gpus(self) -> int:
@@ -128,7 +116,7 @@ class AxolotlRecipe(Reader):
 
     def per_step(self, count: float) -> int:
         """A number of Axolotl's steps as Tandem's."""
-        return max(1, math.ceil(count / self.updates)) if count > 0 else 0
+        return max(1, math.ceil(count / self["trl.num_iterations"])) if count > 0 else 0
 
     def every(self, option: str, by_epoch: str, steps: int) -> int:
         """Steps from one time to the next of something that the file wants every so many steps; 0: never.

@@ -20,7 +20,7 @@ from tandem.lazy import torch
 from tandem.rewards.function import Function
 from tandem.rewards.grading.calls import Called
 from tandem.types import Json, Message, Rollout, Task
-from tandem_compat.axolotl.datasets import AxolotlDatasets
+from tandem_compat.axolotl.datasets import AxolotlDatasets, tokenizer_of
 
 ENV = f"{__name__}:RolloutFunction"
 """How a recipe names the environment."""
@@ -68,7 +68,7 @@ class RolloutFunction(AxolotlDatasets):
 
     def _call(self, task: Task, url: str) -> str:
         function = _function(self.rollout_func)
-        tokenizer = _tokenizer(str(self.cfg["base_model"]), self.chat_template)
+        tokenizer = tokenizer_of(str(self.cfg["base_model"]), self.chat_template)
         messages = [message.as_dict() for message in task.prompt]
         arguments = {
             "model": FunctionModel(url, tokenizer),
@@ -189,13 +189,6 @@ class FunctionModel:
 def _threads() -> ThreadPoolExecutor:
     """Of their own: asyncio's few would be taken by functions that wait for an engine that needs one."""
     return ThreadPoolExecutor(max_workers=256, thread_name_prefix="rollout_func")
-
-
-@cache
-def _tokenizer(model: str, chat_template: str) -> Any:
-    from tandem.model.policy import load_tokenizer
-
-    return load_tokenizer(model, chat_template=chat_template or None)
 
 
 def _function(path: str) -> Callable[..., Any]:

@@ -22,23 +22,11 @@ from tandem_compat.axolotl.ranks import read_ranks, read_replicas
 from tandem_compat.axolotl.recipe import AxolotlRecipe
 from tandem_compat.axolotl.templates import TEMPLATES, brought_by
 from tandem_compat.generation import translated
-from tandem_compat.schedules import SCHEDULES, arguments
+from tandem_compat.objective import SCALES, put_corrections, put_groups, put_loss
+from tandem_compat.schedules import put_optimizer
 
 ENV = "tandem_compat.axolotl.datasets:AxolotlDatasets"
 """The environment that plays an Axolotl file's data sets."""
-
-OPTIMIZERS: Mapping[str, str] = {
-    **dict.fromkeys(("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw_apex_fused", "adamw"), "adamw"),
-    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit", "paged_adamw_8bit"), "adamw8bit"),
-    "adafactor": "adafactor",
-}
-"""By Axolotl's names."""
-REDUCTIONS = {
-    "grpo": "sequence", "bnpo": "token", "dapo": "token", "dr_grpo": "constant", "cispo": "token", "sapo": "sequence",
-}  # fmt: skip
-"""trl.loss_type: what the sum over tokens is divided by."""
-ADVANTAGES = {"True": "grpo", "group": "grpo", "batch": "batch_std", "False": "dr_grpo", "none": "dr_grpo"}
-"""trl.scale_rewards."""
 
 FASTER = (
     "axolotl.integrations.liger.LigerPlugin",
@@ -57,7 +45,7 @@ _CORRECTION = "trl.vllm_importance_sampling_correction"
 
 def make(recipe: AxolotlRecipe, environ: Mapping[str, str]) -> None:
     """All of it; ``environ`` has the launcher's variables."""
-    _copies(recipe)
+    recipe.settle_all(_places(recipe))
     read_ranks(recipe, environ)
     _model(recipe)
     groups = _batch(recipe)
@@ -80,38 +68,30 @@ def make(recipe: AxolotlRecipe, environ: Mapping[str, str]) -> None:
     recipe.tree.entries = dict(sorted(recipe.tree.entries.items(), key=lambda entry: order.index(entry[0])))
 
 
-def _copies(recipe: AxolotlRecipe) -> None:
-    """Options that are one of a recipe, as they are; notes on those that do not count where they stand."""
-    places = {"": "", **_places(recipe)}
-    for path, row in recipe.table.items():
-        why, value = places[row.where], recipe[path]
-        if why and recipe.get(path):
-            recipe.note(path, f"changes nothing{why}")
-        elif row.path and value is not None and not why:
-            recipe.put(row.path, value, path)
-
-
 def _places(recipe: AxolotlRecipe) -> dict[str, str]:
     """Why options of each place change nothing; empty where they count."""
-    vllm = "" if recipe["trl.use_vllm"] else ": trl.use_vllm is false"
+    vllm = "" if recipe["trl.use_vllm"] else "where trl.use_vllm is false"
     colocated = recipe["trl.vllm_mode"] == "colocate"
-    uncorrected = ": the policy itself samples (trl.use_vllm is false)" if vllm else f": {_CORRECTION} is false"
+    uncorrected = "where the policy itself samples (trl.use_vllm is false)" if vllm else f"where {_CORRECTION} is false"
+    needed = {
+        "adapter": ("adapter", "adapter: lora"),
+        "trackio": ("use_trackio", "use_trackio: true"),
+        "shown": ("trl.log_completions", "log_completions: true"),
+        "prefetch": ("trl.async_prefetch", "async_prefetch"),
+        "moving reference": ("trl.sync_ref_model", "sync_ref_model"),
+    }
     return {
-        "adapter": "" if recipe["adapter"] else " without adapter: lora",
-        "cosine": "" if recipe["lr_scheduler"] == "cosine" else " without lr_scheduler: cosine",
-        "warm-up": " with lr_scheduler: constant, which has no warm-up in Axolotl, too"
+        **{place: "" if recipe[option] else f"without {text}" for place, (option, text) in needed.items()},
+        "cosine": "" if recipe["lr_scheduler"] == "cosine" else "without lr_scheduler: cosine",
+        "warm-up": "with lr_scheduler: constant, which has no warm-up in Axolotl, too"
         if recipe["lr_scheduler"] == "constant"
         else "",
-        "wandb": "" if recipe["use_wandb"] or recipe["wandb_project"] else " without wandb_project or use_wandb: true",
-        "trackio": "" if recipe["use_trackio"] else " without use_trackio: true",
-        "shown": "" if recipe["trl.log_completions"] else " without log_completions: true",
+        "wandb": "" if recipe["use_wandb"] or recipe["wandb_project"] else "without wandb_project or use_wandb: true",
         "vllm": vllm,
-        "server": vllm or (" with vllm_mode: colocate; there is no server" if colocated else ""),
-        "colocate": vllm or ("" if colocated else " with vllm_mode: server; the server is the group vllm's"),
-        "interval": vllm or (" with vllm_mode: colocate; weights are shared after every step" if colocated else ""),
-        "prefetch": "" if recipe["trl.async_prefetch"] else " without async_prefetch",
+        "server": vllm or ("with vllm_mode: colocate; there is no server" if colocated else ""),
+        "colocate": vllm or ("" if colocated else "with vllm_mode: server; the server is the group vllm's"),
+        "interval": vllm or ("with vllm_mode: colocate; weights are shared after every step" if colocated else ""),
         "correction": "" if _weighed(recipe) else uncorrected,
-        "moving reference": "" if recipe["trl.sync_ref_model"] else " without sync_ref_model",
     }
 
 
@@ -192,8 +172,6 @@ def _adapter(recipe: AxolotlRecipe) -> None:
 
 def _precision(recipe: AxolotlRecipe) -> None:
     half = recipe.get("bf16", not recipe["float32"])
-    if half not in (True, False, "auto", "full"):
-        recipe.wrong("bf16", f"expected true, false, auto or full, got {half!r}")
     if half and recipe["float32"]:
         recipe.nothing("float32", "bf16 says the type of the weights; leave one of them out")
     dtype = "bfloat16" if half else "float32"
@@ -207,9 +185,7 @@ def _precision(recipe: AxolotlRecipe) -> None:
     checkpointing = recipe["gradient_checkpointing"]
     if checkpointing in ("offload", "offload_disk"):
         recipe.note("gradient_checkpointing", "what is kept stays on the device, as with true")
-    if checkpointing not in (None, True, False, "offload", "offload_disk"):
-        recipe.wrong("gradient_checkpointing", f"expected true, false or offload, got {checkpointing!r}")
-    elif checkpointing is not None:
+    if checkpointing is not None:
         recipe.put("checkpointing", "full" if checkpointing else "none", "gradient_checkpointing")
 
 
@@ -218,25 +194,12 @@ def _batch(recipe: AxolotlRecipe) -> int:
     micro, accumulated = recipe["micro_batch_size"], recipe["gradient_accumulation_steps"]
     size: int = recipe["trl.num_generations"]
     tokens = max(recipe["sequence_len"], recipe["trl.max_completion_length"])
-    for path in ("micro_batch_size", "gradient_accumulation_steps", "trl.num_generations"):
-        if recipe[path] < 1:
-            recipe.wrong(path, "it must be at least 1")
-            return 1
-    groups, rest = divmod(recipe.completions, size)
-    each = f" x {recipe.batches} ranks" if recipe.batches > 1 else ""
-    if size < 2:
-        recipe.wrong("trl.num_generations", "it must be at least 2: an answer is judged against its siblings")
-    elif rest or not groups:
-        recipe.wrong(
-            "trl.num_generations",
-            f"a step has micro_batch_size {micro} x gradient_accumulation_steps {accumulated}{each} = "
-            f"{recipe.completions} completions, which are no whole number of groups of {size}; change one of the three",
-        )
-    recipe.put("groups_per_step", max(groups, 1), "gradient_accumulation_steps", "micro_batch_size")
-    recipe.put("group_size", size, "trl.num_generations")
+    factors = f"micro_batch_size {micro} x gradient_accumulation_steps {accumulated}"
+    factors += f" x {recipe.batches} ranks" if recipe.batches > 1 else ""
+    groups = put_groups(recipe, "trl.num_generations", size, recipe.completions, factors)
     shared_by = recipe.ranks // recipe.batches  # ranks that compute one sequence together
     recipe.put("micro_batch_tokens", -(-micro * tokens // shared_by), "micro_batch_size")
-    return max(groups, 1)
+    return groups
 
 
 def _steps(recipe: AxolotlRecipe, groups: int) -> int:
@@ -246,9 +209,6 @@ def _steps(recipe: AxolotlRecipe, groups: int) -> int:
         recipe.put("steps", steps, "max_steps")
         if "num_epochs" in recipe:
             recipe.note("num_epochs", f"max_steps ({recipe['max_steps']}) says when the run ends, as in Axolotl")
-    elif not 0 < recipe["num_epochs"] < math.inf:
-        recipe.wrong("num_epochs", f"expected a number above 0, got {recipe['num_epochs']:g}")
-        return 1
     elif recipe.serving or not recipe["datasets"] or recipe.problems:
         recipe.put("steps", steps := 1, "num_epochs")  # an engine alone takes none, and mistakes are told first
     else:
@@ -264,35 +224,19 @@ def _steps(recipe: AxolotlRecipe, groups: int) -> int:
         recipe.put("steps", steps, "num_epochs", "datasets")
         batches = f", in batches of {together} steps" if together > 1 else ""
         recipe.note("num_epochs", f"{rows} rows, {groups} of them a step{batches}, {epochs:g} times: {steps} steps")
-    if (updates := recipe.updates) > 1:
+    if (updates := recipe["trl.num_iterations"]) > 1:
         recipe.note("trl.num_iterations", f"a step has {updates} updates, each of which Axolotl counts as a step")
     return steps
 
 
 def _optimizer(recipe: AxolotlRecipe, steps: int) -> None:
-    name, scheduler = recipe["optimizer"], recipe["lr_scheduler"]
-    if name not in OPTIMIZERS:
-        recipe.wrong("optimizer", f"there is no {name} here; choose from {', '.join(OPTIMIZERS)}")
-    kind = OPTIMIZERS.get(name, "adamw")
-    if recipe.sharding.offload_optimizer and kind != "adamw":
-        recipe.wrong("optimizer", f"states are on the host with adamw alone, not with {name}; leave the offload out")
-    recipe.put("optimizer.kind", "adamw_cpu" if recipe.sharding.offload_optimizer else kind, "optimizer")
-    if name == "adafactor":
+    offload = "the offload" if recipe.sharding.offload_optimizer else ""
+    put_optimizer(recipe, "optimizer", "lr_scheduler", recipe["learning_rate"], recipe.per_step, offload)
+    if recipe["optimizer"] == "adafactor":
         recipe.note("optimizer", "the rate is relative here: a tensor moves by it times its root mean square")
     if "learning_rate" not in recipe.places:
         recipe.problems.add(recipe.file.where, "missing 'learning_rate'")
-    if scheduler not in SCHEDULES:
-        recipe.wrong("lr_scheduler", f"there is no {scheduler} here; choose from {', '.join(SCHEDULES)}")
-    schedule = SCHEDULES.get(scheduler, "cosine")
-    recipe.put("optimizer.schedule", schedule, "lr_scheduler")
-    options, wrong = arguments(schedule, recipe["lr_scheduler_kwargs"], recipe["learning_rate"], recipe.per_step)
-    if scheduler == "cosine_with_min_lr" and "min_lr_ratio" not in options:
-        wrong.append("cosine_with_min_lr needs min_lr or min_lr_rate")
-    for option, value in options.items():
-        recipe.put(f"optimizer.{option}", value, "lr_scheduler_kwargs")
-    for why in wrong:
-        recipe.wrong("lr_scheduler_kwargs" if recipe["lr_scheduler_kwargs"] else "lr_scheduler", why)
-    if scheduler != "constant" and (warmup := _warmup(recipe, steps)):
+    if recipe["lr_scheduler"] != "constant" and (warmup := _warmup(recipe, steps)):
         recipe.put("optimizer.warmup_steps", warmup, "warmup_steps", "warmup_ratio")
 
 
@@ -307,9 +251,6 @@ def _warmup(recipe: AxolotlRecipe, steps: int) -> int:
         if updates < 0:
             recipe.wrong("warmup_steps", "it must be at least 0")
         return recipe.per_step(2 if updates == 1 else updates)  # Axolotl, whose first rate is 0, makes one step two
-    if not 0 <= recipe["warmup_ratio"] <= 1:
-        recipe.wrong("warmup_ratio", f"expected a share of all steps, 0 to 1, got {recipe['warmup_ratio']:g}")
-        return 0
     warmup: int = math.ceil(recipe["warmup_ratio"] * steps)
     if "warmup_ratio" not in recipe:
         recipe.note("warmup_steps", f"{warmup}, Axolotl's default: three steps in a hundred")
@@ -348,50 +289,33 @@ def _sampling(recipe: AxolotlRecipe) -> None:
         recipe.put("sampling.top_k", max(0, recipe["trl.top_k"]), "trl.top_k")
     # As in TRL, these come before the options that have names of their own.
     translation = translated(recipe["trl.generation_kwargs"])
-    for option, value in translation.sampling.items():
+    for option, value in translation.recipe.items():
         recipe.put(f"sampling.{option}", value, "trl.generation_kwargs")
     for why in translation.notes:
         recipe.note("trl.generation_kwargs", why)
-    for why in translation.wrong:
+    for why in translation.problems:
         recipe.wrong("trl.generation_kwargs", why)
 
 
 def _advantage(recipe: AxolotlRecipe) -> None:
     usual = "normalize_then_sum" if recipe["rl"] == "gdpo" else "sum_then_normalize"
     aggregation, scale = recipe.get("trl.multi_objective_aggregation", usual), recipe["trl.scale_rewards"]
-    if str(scale) not in ADVANTAGES:
-        recipe.wrong("trl.scale_rewards", f"expected true, false, group, batch or none, got {scale!r}")
     if aggregation == "normalize_then_sum":
         if scale not in (True, "group"):
             recipe.nothing("trl.scale_rewards", "normalize_then_sum standardises each reward by itself")
         recipe.put("advantage", "gdpo", "trl.multi_objective_aggregation", "rl")
-    elif aggregation != "sum_then_normalize":
-        why = f"expected sum_then_normalize or normalize_then_sum, got {aggregation}"
-        recipe.wrong("trl.multi_objective_aggregation", why)
     else:
-        recipe.put("advantage", ADVANTAGES.get(str(scale), "grpo"), "trl.scale_rewards")
+        recipe.put("advantage", SCALES[str(scale)], "trl.scale_rewards")
 
 
 def _loss(recipe: AxolotlRecipe) -> None:
-    level, named = recipe["trl.importance_sampling_level"], recipe["trl.loss_type"]
-    if named not in REDUCTIONS:
-        recipe.wrong("trl.loss_type", f"expected one of {', '.join(REDUCTIONS)}, got {named}")
-    if level not in ("token", "sequence"):
-        recipe.wrong("trl.importance_sampling_level", f"expected token or sequence, got {level}")
-    clipless = named in ("cispo", "sapo")
-    if clipless and level == "sequence":
-        recipe.wrong("trl.importance_sampling_level", f"of {named} ratios are the token's; leave it out")
-    kind = named if clipless else "gspo" if level == "sequence" else "grpo"
-    recipe.put("loss.kind", kind, "trl.loss_type", "trl.importance_sampling_level")
-    recipe.put("loss.reduction", REDUCTIONS.get(named, "token"), "trl.loss_type")
+    kind = put_loss(recipe, "trl.")
+    if kind in ("cispo", "sapo") and recipe["trl.importance_sampling_level"] == "sequence":
+        recipe.wrong("trl.importance_sampling_level", f"of {kind} ratios are the token's; leave it out")
     if "trl.loss_type" not in recipe:
         recipe.note("trl.loss_type", "dapo, TRL's default")
     sampled = _against_the_sampler(recipe)
-    if recipe.updates > 1:
-        recipe.put("updates_per_batch", recipe.updates, "trl.num_iterations")
-    elif recipe["trl.num_iterations"] < 1:
-        recipe.wrong("trl.num_iterations", "it must be at least 1")
-    _clips(recipe, kind, recipe.updates > 1 or sampled)
+    _clips(recipe, kind, recipe["trl.num_iterations"] > 1 or sampled)
     whence = ("trl.generation_batch_size", "trl.replay_buffer_size", _CORRECTION)
     recipe.put("old_logprobs", "sampled" if sampled else "recomputed", *whence)
     _corrections(recipe, sampled=sampled)
@@ -456,37 +380,24 @@ def _corrections(recipe: AxolotlRecipe, *, sampled: bool) -> None:
 
     Where ratios are to what was ``sampled`` with they hold those weights: then only what is out of bounds is left out.
     """
-    mode, threshold = "trl.vllm_importance_sampling_mode", "trl.off_policy_mask_threshold"
-    corrections: list[Json] = []
+    option, threshold = "trl.vllm_importance_sampling_mode", "trl.off_policy_mask_threshold"
+    mode, bounds = "", {}
     if _weighed(recipe):
-        default = "token_truncate" if recipe.asynchronous else "sequence_mask"
-        over, _, beyond = recipe.get(mode, default).partition("_")
-        if over not in ("token", "sequence") or beyond not in ("truncate", "mask"):
-            recipe.wrong(mode, "expected token_truncate, token_mask, sequence_truncate or sequence_mask")
-            return
-        low, high = _bounds(recipe)
-        if sampled and beyond == "truncate":
-            recipe.note(
-                mode, f"{over}_truncate is left out: ratios to the sampler, clipped by epsilon, hold its weights"
-            )
-        else:
-            bounds = {} if low is None else {"low": low}
-            corrections.append({"kind": over, "beyond": beyond, **bounds, "high": high})
-        if mode not in recipe:
+        mode = recipe.get(option, "token_truncate" if recipe.asynchronous else "sequence_mask")
+        bounds = _bounds(recipe)
+        if option not in recipe:
             whose = " of the asynchronous trainer" if recipe.asynchronous else ""
-            recipe.note(mode, f"{default} with cap {high:g}, its default{whose}")
-    if threshold in recipe:
-        corrections.append({"kind": "opsm", "threshold": recipe[threshold]})
-    if corrections:
-        recipe.put("corrections", corrections, mode, _CORRECTION, threshold)
+            recipe.note(option, f"{mode} with cap {bounds['high']:g}, its default{whose}")
+    put_corrections(recipe, option, mode, bounds, threshold, sampled=sampled)
 
 
-def _bounds(recipe: AxolotlRecipe) -> tuple[float | None, float]:
+def _bounds(recipe: AxolotlRecipe) -> dict[str, Json]:
     """Least and greatest weight; the greatest has an older and a newer name."""
     cap, most, least = (f"trl.vllm_importance_sampling_{name}" for name in ("cap", "clip_max", "clip_min"))
     if cap in recipe and most in recipe:
         recipe.wrong(cap, "vllm_importance_sampling_clip_max is its newer name; leave one of them out")
-    return recipe[least], recipe.get(most, recipe.get(cap, 3.0))
+    low = {"low": recipe[least]} if least in recipe else {}
+    return {**low, "high": recipe.get(most, recipe.get(cap, 3.0))}
 
 
 def _ratio_corrected(recipe: AxolotlRecipe) -> bool:
@@ -505,9 +416,7 @@ def _reference(recipe: AxolotlRecipe) -> None:
     recipe.put("reference.beta", recipe["trl.beta"], "trl.beta")
     recipe.put("reference.ratio_corrected", _ratio_corrected(recipe), "trl.use_bias_correction_kl")
     if moves:
-        every = recipe.per_step(recipe["trl.ref_model_sync_steps"])
-        recipe.put("reference.mixup", recipe["trl.ref_model_mixup_alpha"], "trl.ref_model_mixup_alpha")
-        recipe.put("reference.every", every, "trl.ref_model_sync_steps")
+        recipe.put("reference.every", recipe.per_step(recipe["trl.ref_model_sync_steps"]), "trl.ref_model_sync_steps")
 
 
 def _differences(recipe: AxolotlRecipe) -> None:
@@ -543,8 +452,6 @@ def _again(recipe: AxolotlRecipe) -> None:
 def _engine(recipe: AxolotlRecipe) -> None:
     """What samples, how weights reach it, and how far it may be behind."""
     vllm, mode = recipe["trl.use_vllm"], recipe["trl.vllm_mode"]
-    if mode not in ("server", "colocate"):
-        recipe.wrong("trl.vllm_mode", f"expected server or colocate, got {mode}")
     if recipe.serving and (not vllm or mode == "colocate"):
         why = "an engine is served alone with use_vllm: true and vllm_mode: server; this file's is no server"
         recipe.wrong("trl.vllm_mode" if vllm else "trl.use_vllm", why)
@@ -620,36 +527,31 @@ def _context(recipe: AxolotlRecipe) -> None:
 
 def _every(recipe: AxolotlRecipe) -> int:
     """Steps from one publish to the next."""
-    every: int = recipe["trl.vllm_sync_interval"]
-    if every < 1:
-        recipe.wrong("trl.vllm_sync_interval", "it must be at least 1")
-    return recipe.per_step(every)
+    return recipe.per_step(recipe["trl.vllm_sync_interval"])
 
 
 def _ahead(recipe: AxolotlRecipe) -> int:
     """Steps by which generation is ahead of training."""
     depth = recipe["trl.prefetch_depth"] if recipe["trl.async_prefetch"] else 0
-    if depth < 1 and recipe["trl.async_prefetch"]:
-        recipe.wrong("trl.prefetch_depth", "it must be at least 1")
     if "trl.generation_batch_size" in recipe:
         _check_generated(recipe, "trl.generation_batch_size")
-    return max(0, int(depth)) + recipe.generated - 1
+    return int(depth) + recipe.generated - 1
 
 
 def _check_generated(recipe: AxolotlRecipe, option: str) -> None:
     """How many completions are sampled together: of whole groups, passes and steps."""
     batch, completions = recipe[option], recipe.completions
     micro, size = recipe["micro_batch_size"], recipe["trl.num_generations"]
-    if min(batch, micro, size) < 1 or batch % size or batch % micro:
+    if batch % size or batch % micro:
         why = f"{batch} is no multiple of both num_generations {size} and micro_batch_size {micro}"
         recipe.wrong(option, why)
     elif batch > completions and batch % completions:
         recipe.wrong(option, f"{batch} is no multiple of the {completions} completions of a step")
-    elif batch < completions and recipe.updates > 1:
+    elif batch < completions and recipe["trl.num_iterations"] > 1:
         recipe.wrong(
             option,
-            f"with {batch} of a step's {completions} completions and num_iterations {recipe.updates} a step would "
-            "train the same completions twice; leave it out",
+            f"with {batch} of a step's {completions} completions and several num_iterations a step would train the "
+            "same completions twice; leave it out",
         )
     elif batch < completions:
         recipe.nothing(option, "all of a step is sampled by the same weights anyway")

@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tandem.api.blocking import run_to_end
 from tandem.cli.train import ended
-from tandem_compat.atropos.rules import read, translate
+from tandem_compat.atropos.rules import read
 from tandem_compat.atropos.server import divided
 from tandem_compat.atropos.server import translate as translate_server
-from tandem_compat.atropos.services import require_broker, running_engine
-from tandem_compat.commands.translated import loaded, serve, written
+from tandem_compat.atropos.services import running_engine
+from tandem_compat.commands.translated import serve, train, written
 
 SOURCE = Path("tandem atropos-grpo")
 """What mistakes in the recipe are said to be in."""
@@ -37,15 +36,10 @@ def atropos(values: Mapping[str, Any], overrides: Sequence[str], *, show: bool, 
     """
     flags = read({**({"weight-bridge-mode": ["shared_vllm"], "benchmark": True} if unified else {}), **values})
     running = None if unified else running_engine(flags, os.environ)
-    translation = translate(flags, os.environ, running)
+    translation = flags.translation(os.environ, running)
     if show:
         return written(translation, overrides, SOURCE)
-    config = loaded(translation, overrides, SOURCE).config
-    if config.broker is not None:
-        require_broker(config.broker.url)
-    from tandem.trainer import assemble as run  # only now: a mistake in the flags is told before the rest has loaded
-
-    folder = run_to_end(run.train(config, resume=None))
+    folder = train(translation, overrides, SOURCE)
     text = f"{ended(folder)}; checkpoints: {flags['save-path']}"
     return f"{text}\n\n{benchmark(folder)}" if flags["benchmark"] else text
 

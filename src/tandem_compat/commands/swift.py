@@ -10,12 +10,11 @@ from pathlib import Path
 
 import typer
 
-from tandem.api.blocking import run_to_end
 from tandem.cli.train import ended
 from tandem.distributed.placement import Placement
 from tandem.errors import ConfigError
 from tandem_compat import swift
-from tandem_compat.commands.translated import loaded, serve, written
+from tandem_compat.commands.translated import serve, train, written
 
 
 def rlhf(arguments: Mapping[str, Sequence[str]], overrides: Sequence[str], *, show: bool) -> str:
@@ -37,13 +36,7 @@ def rlhf(arguments: Mapping[str, Sequence[str]], overrides: Sequence[str], *, sh
     translation = swift.rlhf(arguments, os.environ)
     if show:
         return written(translation, overrides, source)
-    recipe = loaded(translation, overrides, source)
-    from tandem.trainer import (
-        assemble as run,  # only now: a mistake in the arguments is told before the rest has loaded
-    )
-
-    folder = run_to_end(run.train(recipe.config, resume=None))
-    return ended(folder)
+    return ended(train(translation, overrides, source))
 
 
 def _no_file(overrides: Sequence[str]) -> None:

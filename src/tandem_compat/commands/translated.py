@@ -8,8 +8,10 @@ from pathlib import Path
 
 import typer
 
+from tandem.api.blocking import run_to_end
 from tandem.cli.train import shown, with_notes
 from tandem.config.loading import Loaded, from_options
+from tandem_compat.atropos.services import require_broker
 from tandem_compat.table import Translation
 
 
@@ -33,6 +35,20 @@ def loaded(translation: Translation, overrides: Sequence[str], source: Path) -> 
         typer.echo(f"tandem: {note}", err=True)
     os.environ.update(translation.environ)
     return from_options(translation.options, overrides, source)
+
+
+def train(translation: Translation, overrides: Sequence[str], source: Path) -> Path:
+    """Train as the recipe says; returns the run's folder. Otherwise as ``loaded``.
+
+    Raises:
+        BrokerError: there is no broker where the recipe has one.
+    """
+    config = loaded(translation, overrides, source).config
+    if config.broker is not None:
+        require_broker(config.broker.url)
+    from tandem.trainer import assemble  # only now: a mistake is told before the rest has loaded
+
+    return run_to_end(assemble.train(config, resume=None))
 
 
 def serve(translation: Translation, overrides: Sequence[str], source: Path, *, show: bool) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tandem.types import Json
 from tandem_compat.swift.options import DEPLOY, RLHF
 from tandem_compat.table import Reader, Takes, Translation, by_name
 
@@ -64,10 +63,7 @@ def rlhf(words: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> Tran
     """
     from tandem_compat.swift.rules import SwiftRecipe
 
-    args = Reader.of_command_line(by_name(*RLHF), words)
-    options, notes = SwiftRecipe(args, environ).recipe()
-    args.problems.raise_if_any("the command line")
-    return Translation(options=options, notes=tuple(notes))
+    return SwiftRecipe.of_command_line(by_name(*RLHF), words).translation(environ)
 
 
 def deploy(words: Mapping[str, Sequence[str]]) -> Translation:
@@ -76,50 +72,19 @@ def deploy(words: Mapping[str, Sequence[str]]) -> Translation:
     Raises:
         ConfigError: with every argument that is wrong or would change nothing.
     """
-    from tandem_compat.swift.parts import started
-
     args = Reader.of_command_line(by_name(*DEPLOY), words)
-    lora = args["vllm_enable_lora"]
+    lora, modules = args["vllm_enable_lora"], args["target_modules"]
+    args.put("engine", {"kind": "vllm", "gpu_memory_utilization": 0.9})
     args.settle_all({} if lora else {"adapter": "without --vllm_enable_lora true: whole weights are received"})
     if not args["model"]:
         args.wrong("model", "it is missing: a Hugging Face id or a folder")
-    if args["infer_backend"] != "vllm":
-        args.wrong("infer_backend", f"an engine that receives weights is vllm, not {args['infer_backend']}")
-    args.only("torch_dtype", {"bfloat16": 1, "float32": 1})
     if args["host"] == "0.0.0.0" and not args["api_key"]:
         why = "whoever reaches this machine can overwrite the engine's weights; 127.0.0.1, or --api_key, keeps it apart"
         args.note("host", why)
-    args.problems.raise_if_any("the command line")
-    replicas = args["vllm_data_parallel_size"]
-    engine: dict[str, Json] = {
-        "kind": "vllm",
-        "host": args["host"],
-        "port": args["port"],
-        "gpu_memory_utilization": 0.9,
-        **started(args),
-        **({"replicas": replicas} if replicas != 1 else {}),
-        **({"api_key_variable": KEY_VARIABLE} if args["api_key"] else {}),
-    }
-    options: dict[str, Json] = {
-        "model": args["model"],
-        "steps": 1,
-        "env": "arithmetic",
-        "trainable": _adapter(args) if lora else {"kind": "full"},
-        "engine": engine,
-        "sync": {"kind": "broadcast"},
-        "dtype": args["torch_dtype"],
-        "seed": args["seed"],
-        **({"context": args["max_length"]} if args["max_length"] is not None else {}),
-    }
-    environ = {KEY_VARIABLE: args["api_key"]} if args["api_key"] else {}
-    return Translation(options=options, notes=tuple(args.notes), environ=environ)
-
-
-def _adapter(args: Reader) -> dict[str, Json]:
-    """The adapter that an engine is made ready for."""
-    modules = args["target_modules"]
-    return {
-        "kind": "lora",
-        "rank": args["vllm_max_lora_rank"],
-        "target_modules": "all-linear" if modules == ["all-linear"] else modules,
-    }
+    if args["api_key"]:
+        args.put("engine.api_key_variable", KEY_VARIABLE)
+    args.put("trainable.kind", "lora" if lora else "full")
+    if lora:
+        args.put("trainable.target_modules", "all-linear" if modules == ["all-linear"] else modules)
+    args.recipe |= {"steps": 1, "env": "arithmetic", "sync": {"kind": "broadcast"}}
+    return args.translated({KEY_VARIABLE: args["api_key"]} if args["api_key"] else {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -12,10 +11,8 @@ from pathlib import Path
 from tandem.errors import RewardError, raised
 from tandem.ports import http_url
 from tandem.types import Json
-from tandem_compat import schedules
 from tandem_compat.swift.datasets import KIND as ROWS
 from tandem_compat.swift.datasets import TAGGED, SwiftDataset
-from tandem_compat.swift.options import ENGINE
 from tandem_compat.swift.plugin import KIND as PLUGIN
 from tandem_compat.swift.plugin import registered
 from tandem_compat.swift.rewards import NAMES, built_in
@@ -26,22 +23,12 @@ from tandem_compat.table import Reader
 COMPLETIONS = "tandem_compat.swift.completions:CompletionsFile"
 """The logger that writes completions.jsonl."""
 
-OPTIMIZERS = {
-    "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "adamw_8bit": "adamw8bit",
-    "adamw_bnb_8bit": "adamw8bit", "adafactor": "adafactor",
-}  # fmt: skip
-"""By ms-swift's names."""
-SCHEDULES = {**schedules.SCHEDULES, "cosine_warmup_with_min_lr": "cosine"}
-"""By ms-swift's names."""
 
-
-def datasets(args: Reader) -> dict[str, Json]:
-    """``env``, or ``envs`` of several data sets, drawn from as if they were one: in proportion to their rows."""
-    names = args["dataset"] or []
+def datasets(args: Reader) -> None:
+    """Set ``env``, or ``envs`` of several data sets, drawn from as if they were one: in proportion to their rows."""
+    names, validation = args["dataset"] or [], args["val_dataset"] or []
     if not names:
         args.wrong("dataset", "it is missing: a .jsonl file or a data set's name")
-        return {}
-    validation = args["val_dataset"] or []
     if len(validation) > 1 or (validation and len(names) > 1):
         args.wrong("val_dataset", "one data set has one other to be evaluated on")
     if validation and args["split_dataset_ratio"]:
@@ -49,25 +36,17 @@ def datasets(args: Reader) -> dict[str, Json]:
     system = _system(args)
     envs = [_dataset(args, name, validation) | ({"system": system} if system else {}) for name in names]
     if len(envs) == 1:
-        return {"env": envs[0]}
+        args.put("env", envs[0])
+    if len(envs) < 2:
+        return
     scored_by = rewards(args)
-    if args.problems:
-        return {}
+    args.raise_if_wrong()
     known = [_of(env).column_names() for env in envs]
-    for env, names in zip(envs, known, strict=True):
+    for i, (env, names) in enumerate(zip(envs, known, strict=True), 1):
         more = sorted({name for others in known for name in others} - set(names))
         env |= {"more_columns": more} if more else {}
-    return {
-        "envs": {
-            f"{_word(Path(env['path']).stem)}-{i}": {"env": env, "weight": rows(env), "rewards": scored_by}
-            for i, env in enumerate(envs, 1)
-        }
-    }
-
-
-def _word(name: str) -> str:
-    """A file's name as environments may be called."""
-    return re.sub(r"[^A-Za-z0-9_-]+", "_", name)
+        word = re.sub(r"[^A-Za-z0-9_-]+", "_", Path(env["path"]).stem)
+        args.put(f"envs.{word}-{i}", {"env": env, "weight": rows(env), "rewards": scored_by})
 
 
 def rows(env: Mapping[str, Json]) -> int:
@@ -98,7 +77,7 @@ def _system(args: Reader) -> str:
 
 def _dataset(args: Reader, name: str, validation: list[str]) -> dict[str, Json]:
     """Options of one data set's environment."""
-    path, count = _sampled(args, "dataset", name)
+    path, count = sampled(args, "dataset", name)
     hub = re.fullmatch(r"(?:(HF|MS)::)?([\w.-]+/[\w.-]+)(?::([\w.-]+))?", path)
     env: dict[str, Json] = {"kind": ROWS, "path": path}
     if hub is not None and not Path(path).exists() and not Path(path).suffix.lower().startswith(".json"):
@@ -108,13 +87,13 @@ def _dataset(args: Reader, name: str, validation: list[str]) -> dict[str, Json]:
     env |= {"max_rows": count} if count else {}
     env |= {"columns": args["columns"]} if args["columns"] else {}
     share = 0.0 if evaluation_strategy(args) == "no" else args["split_dataset_ratio"]
-    held_out = _sampled(args, "val_dataset", validation[0])[0] if validation else ""
+    held_out = sampled(args, "val_dataset", validation[0])[0] if validation else ""
     env |= {"test_path": held_out} if validation else {"test_share": share}
     env |= {"gold_reply": TAGGED} if "format" in args["reward_funcs"] else {}
     return env | (_turns(args) if args["multi_turn_scheduler"] else {})
 
 
-def _sampled(args: Reader, option: str, name: str) -> tuple[str, int | None]:
+def sampled(args: Reader, option: str, name: str) -> tuple[str, int | None]:
     """Path of a data set's name such as ``rows.jsonl#100``, and how many rows are taken; None: all."""
     path, _, count = name.partition("#")
     if count and not (count.isdecimal() and int(count)):
@@ -128,14 +107,8 @@ def _turns(args: Reader) -> dict[str, Json]:
     name, files = args["multi_turn_scheduler"], list(args["external_plugins"])
     if not files:
         args.wrong("multi_turn_scheduler", f"name the file that registers {name} by --external_plugins")
-    most = args["max_turns"]
-    return {
-        "kind": TURNS,
-        "scheduler": name,
-        "files": files,
-        "model": args["model"],
-        **({"max_turns": most} if most else {}),
-    }
+    most = {"max_turns": args["max_turns"]} if args["max_turns"] else {}
+    return {"kind": TURNS, "scheduler": name, "files": files, "model": args["model"], **most}
 
 
 def rewards(args: Reader) -> dict[str, Json]:
@@ -151,16 +124,12 @@ def rewards(args: Reader) -> dict[str, Json]:
     kinds = {name: _reward(args, name, plugged) for name in names}
     if len(kinds) < len(names):
         args.wrong("reward_funcs", "a reward is named twice; give it a greater weight instead")
-    for i, model in enumerate(models):
-        kinds["reward_model" if len(models) == 1 else f"reward_model_{i + 1}"] = {
-            "kind": "reward_model",
-            "model": model,
-        }
-    entries = {}
-    for (name, options), weight in zip(kinds.items(), weights or [1.0] * len(kinds), strict=False):
-        scale = options.pop("scale", 1.0)
-        entries[name] = {**options, "weight": weight * scale}
-    return entries
+    for i, model in enumerate(models, 1):
+        kinds["reward_model" if len(models) == 1 else f"reward_model_{i}"] = {"kind": "reward_model", "model": model}
+    return {
+        name: {"weight": weight * options.pop("scale", 1.0), **options}
+        for (name, options), weight in zip(kinds.items(), weights or [1.0] * len(kinds), strict=False)
+    }
 
 
 def _reward(args: Reader, name: str, plugged: Collection[str]) -> dict[str, Json]:
@@ -201,8 +170,8 @@ def _plugged(args: Reader) -> Collection[str]:
     return tuple(known)
 
 
-def engine(args: Reader, mode: str, rounds: int, visible: Sequence[str], *, parts: int) -> dict[str, Json]:
-    """``engine``, and ``sync`` as weights have to travel.
+def engine(args: Reader, mode: str, rounds: int, visible: Sequence[str], *, parts: int) -> None:
+    """Set the engine's kind and place, and ``sync`` as weights have to travel.
 
     Args:
         args: the command line.
@@ -212,26 +181,26 @@ def engine(args: Reader, mode: str, rounds: int, visible: Sequence[str], *, part
         parts: ranks among which the weights are divided, which engines share whose workers divide them; 1 where they
             are whole.
     """
-    periodic = {"every": rounds} if rounds > 1 else {}
-    if mode == "none":
-        return {"engine": {"kind": "embedded"}, "sync": {"kind": "shared"}}
+    args.put("engine.kind", "embedded" if mode == "none" else "vllm")
+    shared = mode == "none"
     if mode == "server":
-        options = {"kind": "vllm", "urls": _urls(args), "start_seconds": args["vllm_server_timeout"]}
-        return {"engine": options, "sync": {"kind": "broadcast", **periodic}}
-    devices, size = _devices(args, visible), args["vllm_tensor_parallel_size"]
-    options = {"kind": "vllm", **started(args)}
-    if devices:
-        wrong = [device for device in devices if not device.isdecimal()]
-        if wrong or len(devices) % size:
+        args.put("engine.urls", _urls(args))
+    elif mode == "colocate":
+        devices, size = _devices(args, visible), args["vllm_tensor_parallel_size"]
+        if not all(map(str.isdecimal, devices)) or len(devices) % size:
             args.wrong("vllm_device", f"write GPUs such as cuda:1, a multiple of vllm_tensor_parallel_size ({size})")
-        groups = [",".join(devices[i : i + size]) for i in range(0, len(devices), size)]
-        options |= {"devices": groups, **({"replicas": len(groups)} if len(groups) > 1 else {})}
-    if "vllm_gpu_memory_utilization" not in args and not devices:
-        args.note("vllm_gpu_memory_utilization", "0.5 where it is left out, for the trainer is on the same GPU")
-    shared = parts % size == 0 and not devices
-    if level := _sleep(args, devices, shared=shared):
-        options["sleep"] = level
-    return {"engine": options, "sync": {"kind": "shared"} if shared else {"kind": "broadcast", **periodic}}
+        if devices:
+            groups = [",".join(devices[i : i + size]) for i in range(0, len(devices), size)]
+            args.put("engine.devices", groups)
+            if len(groups) > 1:
+                args.put("engine.replicas", len(groups))
+        elif "vllm_gpu_memory_utilization" not in args:
+            args.note("vllm_gpu_memory_utilization", "0.5 where it is left out, for the trainer is on the same GPU")
+        shared = parts % size == 0 and not devices
+        _sleep(args, devices, shared=shared)
+    args.put("sync.kind", "shared" if shared else "broadcast")
+    if rounds > 1 and not shared:
+        args.put("sync.every", rounds)
 
 
 def _devices(args: Reader, visible: Sequence[str]) -> list[str]:
@@ -255,33 +224,19 @@ def _devices(args: Reader, visible: Sequence[str]) -> list[str]:
     return []
 
 
-def _sleep(args: Reader, devices: list[str], *, shared: bool) -> int:
-    """How deep an engine beside the trainer sleeps while a step is trained; 0 where it must not, or need not."""
-    level = int(args["sleep_level"])
-    if level not in (0, 1, 2):
-        args.wrong("sleep_level", "it is 0, 1 or 2")
-    elif level and shared:
+def _sleep(args: Reader, devices: list[str], *, shared: bool) -> None:
+    """How deep an engine beside the trainer sleeps while a step is trained."""
+    if not args["sleep_level"]:
+        return
+    if shared:
         args.note("sleep_level", "trainer and engine hold one copy of the weights, so there is none to release; keys "
-                                  "and values stay within gpu_memory_utilization")  # fmt: skip
-    elif level and args["async_generate"]:
+                                 "and values stay within gpu_memory_utilization")  # fmt: skip
+    elif args["async_generate"]:
         args.note("sleep_level", "changes nothing with --async_generate true, which samples while a step is trained")
-    elif level and devices and "0" not in devices:
+    elif devices and "0" not in devices:
         args.nothing("sleep_level", "the engine is on other GPUs than the trainer")
     else:
-        return level
-    return 0
-
-
-def started(args: Reader) -> dict[str, Json]:
-    """Options of an engine that is started here."""
-    options: dict[str, Json] = {}
-    extra = dict(args["vllm_engine_kwargs"] or {})
-    for row in ENGINE:
-        if row.path.startswith("engine.args.") and args.get(row.name):
-            extra[row.path.removeprefix("engine.args.")] = args[row.name]
-        elif row.path and not row.path.startswith("engine.args.") and row.name in args:
-            options[row.path.removeprefix("engine.")] = args[row.name]
-    return options | ({"args": extra} if extra else {})
+        args.put("engine.sleep", args["sleep_level"])
 
 
 def _urls(args: Reader) -> list[str]:
@@ -304,84 +259,6 @@ def _urls(args: Reader) -> list[str]:
         return []
     pairs = zip(hosts, ports * len(hosts) if len(ports) == 1 else ports, strict=True)
     return [http_url("127.0.0.1" if host == "0.0.0.0" else host, port) for host, port in pairs]
-
-
-def per_step(args: Reader, updates: float) -> int:
-    """Steps that are so many optimizer updates."""
-    return max(1, math.ceil(updates / int(args["num_iterations"])))
-
-
-def _every(args: Reader, name: str, strategy: str, steps: int) -> int:
-    """Steps from one time to the next of what an argument asks for: so many updates, or below 1 a share of the run."""
-    if strategy == "epoch":
-        return max(1, math.ceil(steps / max(1.0, float(args["num_train_epochs"]))))
-    interval = float(args[name])
-    if interval > 1 and interval != int(interval):
-        args.wrong(name, f"it is a whole number of steps, or a share of all of them below 1, not {interval:g}")
-    return per_step(args, interval) if interval >= 1 else math.ceil(interval * steps)
-
-
-def optimizer(args: Reader, steps: int, *, offloaded: bool) -> Json:
-    """``optimizer`` of a run of so many steps; ``offloaded`` if DeepSpeed or FSDP would have its states on the host."""
-    kind = OPTIMIZERS[args["optim"]]
-    if args["offload_optimizer"] or offloaded:
-        if kind != "adamw":
-            args.wrong(
-                "offload_optimizer" if args["offload_optimizer"] else "optim",
-                f"states are on the host with adamw alone, not with {args['optim']}",
-            )
-        kind = "adamw_cpu"
-    usual = 1e-4 if args["train_type"] == "lora" else 1e-5
-    rate = args["learning_rate"] if args["learning_rate"] is not None else usual
-    schedule = SCHEDULES[args["lr_scheduler_type"]]
-    warmup = _warmup(args, steps)
-    adam = {"beta1": args["adam_beta1"], "beta2": args["adam_beta2"], "eps": args["adam_epsilon"]}
-    options: dict[str, Json] = {"kind": kind, "lr": rate, "schedule": schedule}
-    options |= {"warmup_steps": warmup} if warmup else {}
-    if args["lr_scheduler_kwargs"] or schedule == "warmup_stable_decay":
-        kwargs, updates = args["lr_scheduler_kwargs"] or {}, int(args["num_iterations"])
-        extra, wrong = schedules.arguments(
-            schedule, kwargs, rate if args.positive("learning_rate") else None, lambda count: math.ceil(count / updates)
-        )
-        options |= extra
-        for why in wrong:
-            args.wrong("lr_scheduler_kwargs", why)
-    options |= {"max_grad_norm": args["max_grad_norm"], "weight_decay": args["weight_decay"]}
-    if kind == "adafactor":
-        for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
-            if name in args:
-                args.note(name, "changes nothing with --optim adafactor")
-        return options
-    return options | adam
-
-
-def _warmup(args: Reader, steps: int) -> int:
-    """Steps in which the learning rate rises."""
-    if args["lr_scheduler_type"] == "constant":
-        for name in ("warmup_steps", "warmup_ratio"):
-            if args[name]:
-                why = "changes nothing with --lr_scheduler_type constant, which has no warm-up in ms-swift, too"
-                args.note(name, f"{why} (constant_with_warmup has)")
-        return 0
-    updates, share = int(args["warmup_steps"]), float(args["warmup_ratio"])
-    if not 0 <= share <= 1:
-        args.wrong("warmup_ratio", f"it is a share of all steps, 0 to 1, not {share:g}")
-        return 0
-    return math.ceil(updates / int(args["num_iterations"])) or math.ceil(share * steps)
-
-
-def trained(args: Reader, mode: str) -> dict[str, Json]:
-    """``trainable``; beside an engine of its own an adapter's sum travels, unless the engine takes adapters."""
-    if args["train_type"] != "lora":
-        return {"kind": "full"}
-    modules = [args["target_regex"]] if args["target_regex"] else args["target_modules"]
-    return {
-        "kind": "lora",
-        "rank": args["lora_rank"],
-        "alpha": args["lora_alpha"],
-        "target_modules": modules[0] if args["target_regex"] or modules == ["all-linear"] else modules,
-        **({"merged": True} if mode != "none" and not args["vllm_enable_lora"] else {}),
-    }
 
 
 def evaluation_strategy(args: Reader) -> str:
@@ -407,43 +284,24 @@ def interval_places(args: Reader) -> dict[str, str]:
     }
 
 
-def evaluated(args: Reader, steps: int) -> Json:
-    """``evaluate`` of a run of so many steps: nothing without held-out rows."""
-    strategy = evaluation_strategy(args)
-    if strategy == "no" or not (args["split_dataset_ratio"] or args["val_dataset"]):
-        return {"tasks": 0}
-    every = _every(args, "eval_steps" if "eval_steps" in args else "save_steps", strategy, steps)
-    samples = args["num_generations_eval"] or args["num_generations"]
-    greedy = {"temperature": args["temperature"], "top_p": args["top_p"]}
-    tasks = _sampled(args, "val_dataset", args["val_dataset"][0])[1] if args["val_dataset"] else None
-    return {"every": every, **({"tasks": tasks} if tasks else {}), "samples": samples, **greedy, "before": False}
-
-
-def checkpoint(args: Reader, steps: int) -> Json:
-    """``checkpoint`` of a run of so many steps."""
-    strategy = args["save_strategy"]
-    if strategy == "no":
-        return {"every": steps, "keep": 1}
-    every = min(steps, _every(args, "save_steps", strategy, steps))
-    return {"every": every, "keep": args["save_total_limit"] or math.ceil(steps / every)}
-
-
-def loggers(args: Reader) -> list[Json]:
-    """``loggers``: the terminal, boards, and completions.jsonl."""
+def loggers(args: Reader) -> None:
+    """Set ``loggers``: the terminal, boards, and completions.jsonl."""
     boards = [name for name in args["report_to"] if name not in ("none", "swanlab")]
     if "swanlab" in args["report_to"]:
         args.note("report_to", "there is no logger for swanlab; numbers are in metrics.jsonl of the run's folder")
     for name in boards:
         if name not in ("tensorboard", "wandb", "trackio"):
             args.wrong("report_to", f"there is no {name!r} here; choose from tensorboard, wandb, trackio, none")
-    return ["console", *boards, *([{"kind": COMPLETIONS}] if args["log_completions"] else [])]
+    args.put("loggers", ["console", *boards, *([{"kind": COMPLETIONS}] if args["log_completions"] else [])])
 
 
-def folder(args: Reader) -> dict[str, Json]:
-    """The run's folder."""
+def folder(args: Reader) -> None:
+    """Set the run's folder."""
     path = Path(args["output_dir"] or Path("output") / Path(args["model"]).name)
-    if args["add_version"]:
-        return {"runs": str(path), **({"name": args["run_name"]} if args["run_name"] else {})}
-    if args["run_name"]:
-        args.wrong("run_name", "with --add_version false the run's folder is output_dir; leave it out")
-    return {"runs": str(path.parent), "name": path.name}
+    args.put("runs", str(path if args["add_version"] else path.parent))
+    if not args["add_version"]:
+        args.put("name", path.name)
+        if args["run_name"]:
+            args.wrong("run_name", "with --add_version false the run's folder is output_dir; leave it out")
+    elif args["run_name"]:
+        args.put("name", args["run_name"])

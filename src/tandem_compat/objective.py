@@ -1,0 +1,79 @@
+"""Losses, advantages and corrections by TRL's names, which Axolotl and ms-swift share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tandem.types import Json
+from tandem_compat.table import Reader
+
+REDUCTIONS: Mapping[str, str] = {
+    "grpo": "sequence", "bnpo": "token", "dapo": "token", "dr_grpo": "constant", "cispo": "token", "sapo": "sequence",
+}  # fmt: skip
+"""loss_type: what the sum over tokens is divided by."""
+SCALES: Mapping[str, str] = {
+    "group": "grpo", "true": "grpo", "True": "grpo", "batch": "batch_std", "none": "dr_grpo", "false": "dr_grpo",
+    "False": "dr_grpo", "gdpo": "gdpo",
+}  # fmt: skip
+"""scale_rewards: the advantage."""
+CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+"""Modes of importance sampling."""
+
+
+def put_groups(
+    reader: Reader, option: str, size: int, completions: int, factors: str, remedy: str = "change one of the three"
+) -> int:
+    """Set the groups of a step and their size; returns how many there are.
+
+    Args:
+        reader: what the options of the other system come to.
+        option: the option that says how large a group is, or makes it too small.
+        size: completions of a group.
+        completions: those of a step.
+        factors: what they are the product of, in words.
+        remedy: what makes them whole groups.
+    """
+    groups, rest = divmod(completions, size)
+    if size < 2:
+        reader.wrong(option, "a group needs at least 2 answers: each is judged against its siblings")
+    elif (rest or not groups) and not reader.problems:
+        what = f"a step has {factors} = {completions} completions"
+        reader.wrong(option, f"{what}, which are no whole number of groups of {size}; {remedy}")
+    reader.put("group_size", size, option)
+    reader.put("groups_per_step", max(groups, 1), "gradient_accumulation_steps", "micro_batch_size")
+    return max(groups, 1)
+
+
+def put_loss(reader: Reader, prefix: str = "") -> str:
+    """Set the loss and what it is divided by; returns its kind. ``prefix`` stands before the options' names."""
+    named, level = prefix + "loss_type", prefix + "importance_sampling_level"
+    clipless = reader[named] in ("cispo", "sapo")
+    kind: str = reader[named] if clipless else "grpo" if reader[level] == "token" else "gspo"
+    reader.put("loss.kind", kind, named, level)
+    reader.put("loss.reduction", REDUCTIONS[reader[named]], named)
+    return kind
+
+
+def put_corrections(
+    reader: Reader, option: str, mode: str, bounds: Mapping[str, Json], threshold: str, *, sampled: bool
+) -> None:
+    """Set the weights for how far the sampler was from the policy.
+
+    Args:
+        reader: what the options of the other system come to.
+        option: the option that names the mode.
+        mode: one of ``CORRECTIONS``; empty: nothing is weighed.
+        bounds: of the weights.
+        threshold: the option of OPSM's threshold.
+        sampled: ratios are to what was sampled with, and hold those weights: only what is out of bounds is left out.
+    """
+    corrections: list[Json] = []
+    kind, _, beyond = mode.partition("_")
+    if sampled and beyond == "truncate":
+        reader.note(option, f"{mode} is left out: ratios to the engine, clipped by epsilon, hold its weights")
+    elif mode:
+        corrections.append({"kind": kind, "beyond": beyond, **bounds})
+    if reader[threshold] is not None:
+        corrections.append({"kind": "opsm", "threshold": reader[threshold]})
+    if corrections:
+        reader.put("corrections", corrections, option, threshold)
