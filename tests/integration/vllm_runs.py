@@ -29,6 +29,8 @@ from support.processes import start
 REPOSITORY = Path(__file__).parents[2]
 CUDA = torch.cuda.is_available() and importlib.util.find_spec("vllm") is not None
 DTYPE = "bfloat16" if CUDA else "float32"
+# Torch has read it; what it compiles for vLLM with the instruction set lowered is no valid C++.
+os.environ.pop("ATEN_CPU_CAPABILITY", None)
 HEAD_DIM = 64 if CUDA else 32
 """Of the tiny models: what vLLM's attention takes at least."""
 GAP = 0.3 if CUDA else 1e-4
