@@ -40,7 +40,8 @@ RUN = RunParameters(
 def config(model: Path, broker: str, engine: FakeEngine, *more: str) -> recipes.Work:
     options = [
         f"model={model}", "env=arithmetic", f"broker={broker}", f"engine.urls=[{engine.url}]", "engine.model=m",
-        "rewards={length: {weight: 1.0, target: 4}}", "group_size=4", "sampling.max_tokens=16", "n=4", *more,
+        "rewards={overlong: {weight: 1.0, max_tokens: 16, cache: 12}}", "group_size=4", "sampling.max_tokens=16",
+        "n=4", *more,
     ]  # fmt: skip
     return recipes.load(None, options)
 
@@ -129,7 +130,7 @@ SEVERAL = {
     "sums": {"env": {"kind": "arithmetic"}, "weight": 1.0, "min_share": 0.5},
     "more": {"env": {"kind": "arithmetic", "operators": ["-"]}, "weight": 3.0},
 }
-LENGTH = {"length": {"weight": 1.0, "target": 4}}
+LENGTH = {"overlong": {"weight": 1.0, "max_tokens": 16, "cache": 12}}
 
 
 def several(model: Path, broker: str, engine: FakeEngine, *more: str) -> recipes.Work:
@@ -210,7 +211,7 @@ def test_ctrl_c_finishes_what_is_under_way(tiny_model: Path, tmp_path: Path) -> 
             engine.gate.clear()
             words = [
                 "work", f"model={tiny_model}", "env=arithmetic", f"broker={broker.url}", f"engine={engine.url}",
-                "engine.model=m", "rewards={length: {weight: 1.0, target: 4}}", "group_size=4", "n=3",
+                "engine.model=m", "rewards={overlong: {weight: 1.0, max_tokens: 16, cache: 12}}", "group_size=4", "n=3",
                 "sampling.max_tokens=16",
             ]  # fmt: skip
             child = await asyncio.create_subprocess_exec(

@@ -113,7 +113,7 @@ def publishing(rank: int, name: str, dtype: str) -> dict[str, Any]:
             parameter.mul_(-1.5)
     world = dist.get_world_size()
     engine, fresh = (served(source, Worker(rank, world)) for source in (model, changed))
-    engine_places = places(engine, rank=rank, world=world)
+    engine_places = places(engine, world=world)
     slices = {
         of: [EngineSlice(part=Slice.at(place.first, place.tensor.shape), tensor=place.tensor) for place in parts]
         for of, parts in engine_places.items()

@@ -215,7 +215,7 @@ def test_micro_batches_packing_and_order_change_nothing(
     for other, budget in ((groups, 1), (groups, 40), (turned, 1000), (turned, 25)):
         computed, again = gradient(policy, other, sampling=sampling, loss=loss, budget=budget, mask=mask)
         assert distance(computed, whole) <= 1e-6
-        assert flatten(again.metrics)["loss"] == pytest.approx(loss_of, rel=1e-6)
+        assert flatten(again.metrics)["loss"] == pytest.approx(loss_of, rel=1e-5)
         for name in ("kl_behavior", "entropy"):
             assert flatten(again.metrics)[name] == pytest.approx(flatten(stats.metrics)[name], rel=1e-5)
         assert again.logprobs.keys() == stats.logprobs.keys()

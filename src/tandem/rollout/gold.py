@@ -191,7 +191,7 @@ def _failures(graded: Rollout, full_marks: Mapping[str, float | None]) -> list[G
     for name, full in full_marks.items():
         got = graded.rewards.get(name)
         if full is not None and (got is None or not math.isclose(got, full, abs_tol=1e-9)):
-            given = "nothing" if got is None else f"{got:g}"
-            problem = f"reward {name!r} gives the gold reply {given}, expected {full:g}"
+            earned = "nothing" if got is None else f"{got:g}"
+            problem = f"reward {name!r} gives the gold reply {earned}, expected {full:g}"
             failures.append(GoldFailure(task=task, problem=problem, reward=name, reply=reply))
     return failures
