@@ -164,7 +164,10 @@ def test_a_packed_tree_is_its_sequences(pair: tuple[Any, Any]) -> None:
 
 @pytest.mark.slow
 def test_a_neighbour_is_invisible(pair: tuple[Any, Any]) -> None:
-    """Changing one sibling changes nothing but it and what continues it; an expert's products may round otherwise."""
+    """Changing one sibling changes nothing but it and what continues it, not in the last bit.
+
+    Experts multiply the rows they are given together, so those of others may round otherwise.
+    """
     _, ours = pair
     segments, parents, lengths = tree()
     plan = Packed(lengths=tuple(lengths), parents=parents)
@@ -172,7 +175,8 @@ def test_a_neighbour_is_invisible(pair: tuple[Any, Any]) -> None:
         first = hidden(ours, [t for s in segments for t in s], plan).split(lengths)
         segments[4] = [(t + 1) % 64 for t in segments[4]]
         second = hidden(ours, [t for s in segments for t in s], plan).split(lengths)
-    assert [i for i in range(len(segments)) if float((first[i] - second[i]).abs().max()) > 1e-5] == [4, 7]
+    rounding = 1e-5 if any(hasattr(ours.config, name) for name in ("num_experts", "num_local_experts")) else 0.0
+    assert [i for i in range(len(segments)) if float((first[i] - second[i]).abs().max()) > rounding] == [4, 7]
 
 
 @pytest.mark.slow

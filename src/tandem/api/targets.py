@@ -47,7 +47,7 @@ def resumed(folder: Path, overrides: Sequence[str]) -> RunConfig:
     fixed = [o for o in overrides if _option(o) not in RESUMABLE]
     if digest(config) != begun or any(_option(o) in ("runs", "name") for o in fixed):
         free = [o for o in fixed if _option(o) in ("sync", "engine") and digest(load(recipe, [o]).config) == begun]
-        culprit = next(o for o in fixed if o not in free)
+        culprit = next((o for o in fixed if o not in free), overrides[-1])
         raise ConfigError(
             f"command line: {culprit}: a resumed run keeps its {_option(culprit)!r}, for it would be another run; "
             f"these may change: {', '.join(sorted(RESUMABLE))}, how weights travel (sync, but for sync.every) and "
