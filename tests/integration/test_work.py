@@ -23,7 +23,7 @@ from tandem.errors import ConfigError
 from tandem_broker.client import Connection, TakenBatch, TrainerClient
 from tandem_broker.commands import recipe as recipes
 from tandem_broker.commands import work
-from tandem_broker.journal.ledger import opened
+from tandem_broker.journal import opened
 from tandem_broker.producer import GroupTally
 from tandem_broker.protocol.convert import group_from_wire
 from tandem_broker.protocol.messages import RunParameters, ScoredGroup

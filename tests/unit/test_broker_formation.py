@@ -21,7 +21,7 @@ EVERY = settings(max_examples=100)  # in each tier: an example takes no time
 
 def items(sizes: Sequence[int], first: int = 0, step: int = 1) -> list[Item]:
     return [
-        Item(first + step * k, size, 0, GroupEntry(id=str(k), env=None, size=size, payload=b""), TENANT, "queued")
+        Item(first + step * k, GroupEntry(id=str(k), env=None, size=size, payload=b""), TENANT, "queued")
         for k, size in enumerate(sizes)
     ]
 

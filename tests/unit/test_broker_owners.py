@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.brokers import ENV, Client, env_spec, group, play, run_parameters, served, some
 
-from tandem_broker.journal.ledger import Ledger
+from tandem_broker.journal import Ledger
 from tandem_broker.queue.records import StoreOptions
 from tandem_broker.queue.store import GroupQueue
 from tandem_broker.server.keys import Keys
