@@ -11,10 +11,9 @@ from itertools import chain
 from typing import Any
 
 import pytest
-from support.brokers import ENV, RUN, Client, group, play
+from support.brokers import RUN, Client, group, play
 
 from tandem.errors import BrokerError
-from tandem_broker.queue.records import StoreOptions
 from tandem_broker.server import app
 from tandem_broker.server.bodies import BodyLimits
 from tandem_broker.server.keys import Keys
@@ -160,12 +159,6 @@ def test_batches_are_compressed_for_clients_elsewhere(near: bool, monkeypatch: p
     play(scene)
 
 
-def test_which_addresses_are_near() -> None:
-    assert app.is_near("127.0.0.1")
-    assert app.is_near("::1")
-    assert not any(map(app.is_near, ("10.0.0.1", None, "somewhere")))
-
-
 def test_environments_that_are_none() -> None:
     async def scene(client: Client) -> None:
         await client.begin()
@@ -179,18 +172,6 @@ def test_environments_that_are_none() -> None:
         assert (await client.post("/scored_data", group(env_id=99))).json == {"status": "received"}  # like null
         assert (await client.post("/disconnect-env", {})).status == 422
         assert (await client.get("/status-env", {"env_id": 10**30})).status == 422
-
-    play(scene)
-
-
-def test_the_latest_example_is_forgotten_with_the_rest() -> None:
-    async def scene(client: Client) -> None:
-        await client.begin()
-        await client.post("/scored_data", group(scores=[9, 8, 7, 6]))
-        assert (await client.get("/latest_example")).json["scores"] == [9, 8, 7, 6]
-        assert (await client.get("/reset_data")).body == b"Reset successful"
-        assert (await client.get("/latest_example")).json["scores"] == []
-        assert (await client.get("/batch")).json["status"] == "error"
 
     play(scene)
 
@@ -331,17 +312,6 @@ def test_leases() -> None:
     play(scene)
 
 
-def test_without_a_lease_no_key_is_added() -> None:
-    async def scene(client: Client) -> None:
-        await client.begin(batch_size=4)
-        await client.post("/scored_data", group())
-        reply = await client.get("/batch")
-        assert set(reply.json) == {"batch"}
-        assert "Tandem-Batch" not in reply.headers
-
-    play(scene)
-
-
 @pytest.mark.slow
 def test_a_batch_whose_trainer_is_gone_is_served_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene(client: Client) -> None:
@@ -379,43 +349,6 @@ def test_what_is_sent_again_with_its_key_is_taken_once(path: str) -> None:
         assert (await client.get("/status")).json["queue_size"] == 2 * queued
         for bad in ("x" * 201, "a b"):
             assert (await client.post(path, body, Idempotency_Key=bad)).status == 400
-
-    play(scene)
-
-
-def test_an_environment_with_a_key_is_known_again() -> None:
-    async def scene(client: Client) -> None:
-        await client.begin()
-        first = (await client.post("/register-env", ENV, Idempotency_Key="me")).json
-        assert (await client.post("/register-env", ENV, Idempotency_Key="me")).json == first
-        assert (await client.post("/register-env", ENV)).json["env_id"] == 1
-
-    play(scene)
-
-
-def test_a_full_queue_holds_environments_back() -> None:
-    async def scene(client: Client) -> None:
-        await client.begin(batch_size=4)
-        for _ in range(2):
-            assert (await client.post("/scored_data", group())).status == 200
-        plain = await client.post("/scored_data", group())
-        ours = await client.post("/scored_data", group(), Idempotency_Key="k")
-        assert (plain.status, ours.status) == (503, 429)
-        assert min(int(one.headers["Retry-After"]) for one in (plain, ours)) >= 1
-        assert (await client.post("/scored_data_list", [group()])).status == 503
-        await client.get("/batch?lease=9")
-        held = (await client.get("/status?detail=1")).json["detail"]
-        assert (held["queued_groups"], held["leased_groups"]) == (1, 1)
-
-    play(scene, options=StoreOptions(max_groups=2))
-
-
-def test_a_group_that_no_batch_can_hold_is_refused() -> None:
-    async def scene(client: Client) -> None:
-        await client.begin(batch_size=4)
-        assert (await client.post("/scored_data", group(5))).status == 422
-        assert (await client.post("/scored_data_list", [group(), group(5)])).status == 422
-        assert (await client.get("/status")).json["queue_size"] == 0
 
     play(scene)
 
@@ -483,21 +416,6 @@ def test_metrics() -> None:
         sample = re.compile(r'[a-z_]+(\{([a-zA-Z_]+="([^"\\\n]|\\.)*",?)+\})? [0-9.e+-]+')
         for line in text.splitlines():
             assert line.startswith("# ") or sample.fullmatch(line), line
-
-    play(scene)
-
-
-def test_metrics_say_nothing_twice_of_environments_of_one_name() -> None:
-    async def scene(client: Client) -> None:
-        for _ in range(2):
-            await client.begin(batch_size=4)
-            await client.env()
-            await client.get("/reset_data")
-        await client.begin(batch_size=4)
-        text = (await client.get("/metrics")).body.decode()
-        samples = [line.rpartition(" ")[0] for line in text.splitlines() if not line.startswith("#")]
-        assert len(samples) == len(set(samples))
-        assert sum("env_connected" in name for name in samples) == 1
 
     play(scene)
 

@@ -86,13 +86,6 @@ def test_a_damaged_file_is_refused(tmp_path: Path, damage: str) -> None:
     assert "damaged" in refused(tmp_path)
 
 
-def test_a_kill_alone_costs_nothing(tmp_path: Path) -> None:
-    killed(tmp_path)
-    ledger = Ledger.open(tmp_path, StoreOptions(), 0.0)
-    assert ledger.store.queued_groups == 40
-    ledger.close()
-
-
 ODD: dict[str, tuple[Callable[[Path], object], str]] = {
     "the ledger is a folder": (lambda folder: (folder / "ledger.sqlite").mkdir(), "it is no file"),
     "the lock is a folder": (lambda folder: (folder / "lock").mkdir(), "lock cannot be opened"),

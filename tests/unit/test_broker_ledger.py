@@ -17,9 +17,8 @@ from support.brokers import env_spec, run_parameters, some
 
 from tandem.errors import BrokerError
 from tandem_broker.journal import Ledger
-from tandem_broker.queue.records import GroupEntry, GroupRefused, StoreOptions
+from tandem_broker.queue.records import GroupEntry, StoreOptions
 
-ROOT = Path(__file__).parents[2]
 RUN = run_parameters(batch_size=4, max_token_len=64, wandb_project="p", num_steps=9)
 
 
@@ -78,19 +77,6 @@ def test_an_environment_that_was_silent_holds_no_share_after_a_restart(tmp_path:
         assert two.store.status_env(0, 102.0).unallocated_fraction == 0.5  # it spoke
     with ledger(tmp_path, now=103.0) as three:
         assert [env["connected"] for env in three.store.status(103.0).envs] == [True, True]
-
-
-def test_partial_groups_that_were_joined_are_still_joined_after_a_restart(tmp_path: Path) -> None:
-    with ledger(tmp_path) as one:
-        begun(one)
-        one.store.register_env(env_spec(name="e", max_token_length=8, group_size=4), 0.0)
-        assert [put(one, name, size=size, env=0) for name, size in (("a", 3), ("b", 1), ("c", 2))] == ["buffered"] * 3
-    with ledger(tmp_path) as two:
-        assert {item.entry.id: item.state for item in two.store.waiting} == {
-            "a": "queued",
-            "b": "queued",
-            "c": "buffered",
-        }
 
 
 @pytest.mark.parametrize("delivered", [True, False])
@@ -183,23 +169,6 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
     file.close()
     with pytest.raises(BrokerError, match="has format 1"):
         Ledger.open(tmp_path, StoreOptions(), 0.0)
-
-
-@pytest.mark.parametrize("step", [2**53, 2**63, 2**64 - 1])
-def test_a_number_that_no_column_takes_costs_nobody_else(tmp_path: Path, step: int) -> None:
-    """Neither those that are written with it nor those after it."""
-    with ledger(tmp_path) as one:
-        begun(one)
-        put(one, "before")
-        poison = GroupEntry(id="poison", env=None, size=4, version=step, received=5.0, payload=b"p")
-        with pytest.raises(GroupRefused, match="expected 0 to below"):
-            one.store.put(poison, 0.0)
-        put(one, "with")
-        one.commit()
-        put(one, "after")
-        one.commit()
-    with ledger(tmp_path) as two:
-        assert two.store.queued_groups == 3
 
 
 def test_a_ledger_that_cannot_write_promises_nothing_more(tmp_path: Path) -> None:

@@ -92,14 +92,6 @@ def test_shares_and_weights_in_a_status() -> None:
     assert store.status_env(0, 0.0).queue_size == (8 - 4 + 4) // 4
 
 
-@pytest.mark.parametrize(("weight", "expected"), [(0.0, 0.01), (1.0, 1.0)])
-def test_weights_of_zero_and_a_lone_environment_that_left(weight: float, expected: float) -> None:
-    store = started(8)
-    env = joined(store, weight=weight)
-    store.disconnect(env, 0.0)
-    assert store.status_env(env, 0.0).env_weight == expected
-
-
 def test_groups_are_buffered_until_they_add_up() -> None:
     """Sizes 3, 3, 2, 2 of an environment with groups of 4: 3, 6, 8 and 6 sequences wait; the two 2s go on."""
     store = started(100)
@@ -133,31 +125,12 @@ def test_groups_before_any_registration_are_served_after_it() -> None:
     assert store.status(0.0).counts["dropped"] == 1  # the group of 16
 
 
-def test_a_second_registration_counts() -> None:
-    store = started(8)
-    Names(store).put(4, 4, 4)
-    env = joined(store)
-    assert store.take(0.0, lease=True)
-    store.register(run(4, starting_step=7))
-    assert (store.step, store.started) == (7, False)
-    assert names(store.take(1.0)) == ["0"]  # the lease of the trainer before came back
-    assert store.step == 8
-    assert store.status_env(env, 1.0).current_step == 8
-
-
 def test_batches_are_first_in_first_out_and_a_step_each() -> None:
     store = started(4)
     Names(store).put(4, 4, 4, 4)
     served = [store.take(0.0) for _ in range(5)]
     assert [names(batch) for batch in served] == [["0"], ["1"], ["2"], ["3"], None]
     assert [batch.step for batch in served if batch] == [1, 2, 3, 4]
-
-
-def test_larger_than_the_environments_groups_is_served_as_it_is() -> None:
-    store = started(8)
-    env = joined(store, group_size=4)
-    assert Names(store).put(8, env=env) == [0]
-    assert names(store.take(0.0)) == ["0"]
 
 
 def test_impossible_sizes_are_refused_at_once() -> None:
@@ -167,26 +140,12 @@ def test_impossible_sizes_are_refused_at_once() -> None:
     assert store.status(0.0).counts["refused"] == 1
 
 
-def test_joined_partial_groups_make_a_batch() -> None:
-    store = started(4)
-    env = joined(store, group_size=4)
-    Names(store).put(3, 1, env=env)
-    assert names(store.take(0.0)) == ["0", "1"]
-
-
 def test_partial_groups_that_never_add_up_to_a_group_still_make_a_batch() -> None:
     store = started(9)
     env = joined(store, group_size=4)
     Names(store).put(3, 3, 3, env=env)
     assert store.status(0.0).buffered_groups == 3
     assert names(store.take(0.0)) == ["0", "1", "2"]
-
-
-def test_sizes_that_do_not_divide_the_largest() -> None:
-    store = started(4)
-    Names(store).put(3, 3, 1, 1, 1, 1)
-    assert [names(store.take(0.0)) for _ in range(3)] == [["0", "2"], ["1", "3"], None]
-    assert "2 of the 4 sequences" in store.status(0.0).waits_for
 
 
 def test_sizes_that_cannot_add_up_are_told() -> None:
@@ -246,11 +205,6 @@ def test_shares_are_relaxed_only_if_sizes_allow_nothing_else() -> None:
     assert {entry.env for entry in batch.entries} == {a, b}
 
 
-def test_a_batch_size_beyond_the_largest_is_refused() -> None:
-    with pytest.raises(GroupRefused, match="batch_size"):
-        GroupQueue().register(run(1 << 17))
-
-
 def test_after_a_reset_running_environments_live_on_and_ids_are_not_reused() -> None:
     store = started(4)
     old = joined(store, share=0.5)
@@ -266,17 +220,6 @@ def test_after_a_reset_running_environments_live_on_and_ids_are_not_reused() -> 
     assert store.status_env(new, 0.0).unallocated_fraction == 1.0  # the old one has not spoken
     assert store.status_env(old, 0.0).unallocated_fraction == 0.5
     assert store.status(0.0).envs[-1]["name"] == "e_0"
-
-
-def test_after_a_reset_no_new_environment_has_the_name_of_one_that_lives_on() -> None:
-    store = started(4)
-    old = joined(store)
-    store.reset()
-    store.register(run(4))
-    store.take(0.0)
-    store.status_env(old, 0.0)
-    joined(store)
-    assert [env["name"] for env in store.status(0.0).envs] == ["e_0", "e_1"]
 
 
 def test_the_same_identity_is_the_same_environment() -> None:
@@ -428,18 +371,6 @@ def test_too_much_is_put_off_and_memory_stays_flat() -> None:
         put(4)
     store.acknowledge(batch.id, 0.0)
     put(4)
-
-
-def test_bytes_and_each_environment_are_bounded() -> None:
-    store = started(4, StoreOptions(max_env_bytes=30, max_bytes=50))
-    greedy, modest = joined(store), joined(store)
-    put = Names(store).put
-    put(4, 4, 4, env=greedy)
-    with pytest.raises(Busy, match="environment e_0"):
-        put(4, env=greedy)
-    put(4, 4, env=modest)
-    with pytest.raises(Busy, match="the broker"):
-        put(4, env=modest)
 
 
 def test_a_full_queue_lets_in_what_a_share_waits_for() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from support.rollouts import answered, make_group
 
-from tandem.config.loading import digest, from_options
+from tandem.config.loading import from_options
 from tandem.errors import ConfigError
-from tandem.observability.completions import MOST_TEXT, Completions, shortened, shown
+from tandem.observability.completions import Completions
 from tandem.observability.emit import Telemetry
 from tandem.observability.loggers.base import RunInfo
 from tandem.observability.loggers.console import Console
@@ -67,20 +67,3 @@ def test_the_recipe_says_how_often_by_a_number_or_a_mapping() -> None:
     for wrong in (-1, {"count": 0}, {"every": 0, "count": 2}):
         with pytest.raises(ConfigError, match="print_completions"):
             read(wrong)
-
-
-def test_it_is_no_part_of_what_a_run_computes() -> None:
-    plain: dict[str, Any] = {"model": "m", "steps": 1, "env": "arithmetic"}
-    one, other = (
-        from_options(options, (), Path("r.yaml")).config for options in (plain, {**plain, "print_completions": 0})
-    )
-    assert digest(one) == digest(other)
-
-
-def test_a_long_text_keeps_its_beginning_and_its_end() -> None:
-    text = "begin" + "x" * 3 * MOST_TEXT + "end"
-    cut = shortened(text)
-    assert len(cut) < MOST_TEXT + 60
-    assert cut.startswith("begin")
-    assert cut.endswith("end")
-    assert shown(answered("t@0/0", text, 1.0))["text"] == cut

@@ -102,45 +102,6 @@ def test_options_of_the_chat_template_are_obeyed(tiny_model: Path) -> None:
     served(Template(tokenizer, {}), Scripted([A, END]), talk)
 
 
-def test_what_is_off_may_be_said_to_be_off(template: Template) -> None:
-    engine = Scripted([A, END])
-    off = {"top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
-
-    async def talk(post: Any, session: Session, _: Proxy) -> None:
-        await post(USER, **off, min_tokens=0, logit_bias={}, user="u", metadata={"a": "b"}, ignore_eos=False, seed=None)
-        assert engine.requests[0][1] == Sampling(max_tokens=8)
-
-    served(template, engine, talk)
-
-
-def test_greedy_answers_are_those_of_a_run_that_is_greedy(template: Template) -> None:
-    engine = Scripted([A, END])
-
-    async def talk(post: Any, session: Session, _: Proxy) -> None:
-        for warmth in (0, 0.001, 0.01):
-            await post(USER, temperature=warmth)
-        assert [request[1].temperature for request in engine.requests] == [0.7, 0.7, 0.01]
-
-    async def evaluated(post: Any, session: Session, _: Proxy) -> None:
-        await post(USER, temperature=0)
-        await post(USER, temperature=0.5)
-        assert [request[1].temperature for request in engine.requests] == [0, 0.5]
-
-    served(template, engine, talk, temperature=0.7)
-    engine.requests.clear()
-    served(template, engine, evaluated, temperature=0.0)
-
-
-def test_an_answer_may_be_shorter_than_any_may_end_by_itself(template: Template) -> None:
-    engine = Scripted([A])
-
-    async def talk(post: Any, session: Session, _: Proxy) -> None:
-        await post(USER, max_tokens=3)
-        assert (engine.requests[0][1].max_tokens, engine.requests[0][1].min_tokens) == (3, 3), "vLLM refuses another"
-
-    served(template, engine, talk, min_tokens=5)
-
-
 def test_a_session_that_is_asked_in_python_records_no_more(template: Template) -> None:
     async def go() -> None:
         async with Fake(vocab=258).open(None, context=1000) as engine:

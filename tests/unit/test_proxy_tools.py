@@ -11,9 +11,8 @@ import pytest
 from support.fake_engine import END
 from support.proxy_sessions import USER, Scripted, message_of, served
 
-from tandem.agents import schema as _openai
 from tandem.agents.server import Proxy, Session
-from tandem.agents.tool_calls import BareCalls, Tagged, ToolCall, ToolMessage, as_text
+from tandem.agents.tool_calls import BareCalls, Tagged
 from tandem.rollout.template import Template
 from tandem.types import Message
 
@@ -133,24 +132,6 @@ def test_what_the_policy_did_not_say_is_rendered(hermes: Template, change: dict[
     talked(hermes, engine, talk)
 
 
-def test_other_tools_are_another_conversation(hermes: Template) -> None:
-    engine = sampled(hermes, CALLS, "three", "four")
-    other = {"type": "function", "function": {"name": "other"}}
-
-    async def talk(post: Any, session: Session) -> None:
-        message = message_of(await post(USER, tools=[ADD]))
-        await post(USER, message, RESULT, tools=[ADD, other])
-        await post(USER, message, RESULT, tools=[ADD], tool_choice="none")
-        assert not is_continued(session)
-        assert not is_continued(session, 0, 2)
-        assert '"name": "other"' in hermes.decode(session.turns[1].prompt)
-        rendered = hermes.decode(session.turns[2].prompt)
-        assert "Tools:" not in rendered
-        assert '<tool_call>\n{"name": "add", "arguments": {"b": 2, "a": 1}}\n</tool_call>' in rendered
-
-    talked(hermes, engine, talk)
-
-
 def test_several_calls_and_one_alone(hermes: Template) -> None:
     two = '<tool_call>{"name": "add", "arguments": {}}</tool_call><tool_call>{"name": "b", "arguments": {}}</tool_call>'
 
@@ -205,20 +186,6 @@ def test_what_cannot_be_promised_is_refused(hermes: Template, body: Any, param: 
     talked(hermes, engine, talk)
 
 
-def test_that_strict_is_not_enforced_is_said_once(hermes: Template, caplog: pytest.LogCaptureFixture) -> None:
-    _openai._tell.cache_clear()
-    strict = {**ADD, "function": {**_ADD, "strict": True}}
-
-    async def talk(post: Any, session: Session) -> None:
-        await post(USER, tools=[ADD])
-        assert "strict" not in caplog.text
-        for _ in range(2):
-            await post(USER, tools=[strict])
-        assert caplog.text.count("strict, which is not enforced") == 1
-
-    talked(hermes, sampled(hermes, "x", "y", "z"), talk)
-
-
 def test_a_template_without_tools_refuses_them(tiny_model: Path) -> None:
     from conftest import CHAT_TEMPLATE
 
@@ -252,17 +219,6 @@ def test_calls_of_llama_go_on_too(tiny_model: Path) -> None:
     talked(llama, engine, talk)
 
 
-def test_calls_in_an_unknown_form_are_text(tiny_model: Path) -> None:
-    template = template_of(tiny_model, OTHER)
-
-    async def talk(post: Any, session: Session) -> None:
-        answer = await post(USER, tools=[ADD])
-        assert message_of(answer) == {"role": "assistant", "content": CALLS}
-        assert answer["choices"][0]["finish_reason"] == "stop"
-
-    talked(template, sampled(template, CALLS), talk)
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -280,13 +236,6 @@ def test_calls_that_cannot_be_read_are_text(text: str) -> None:
     assert Tagged().read(text, {"add"}) == (text, ())
 
 
-def test_calls_after_thinking() -> None:
-    text = '<think><tool_call>x</tool_call></think>\n<tool_call>{"name": "add", "arguments": {"ä": 1}}</tool_call>'
-    rest, (call,) = Tagged().read(text, ())
-    assert rest == "<think><tool_call>x</tool_call></think>"
-    assert call == ToolCall(name="add", arguments='{"ä": 1}')
-
-
 @pytest.mark.parametrize(
     ("text", "names"),
     [
@@ -302,11 +251,6 @@ def test_bare_calls(text: str, names: Sequence[str]) -> None:
     rest, calls = BareCalls().read(text, {"a", "b"})
     assert [call.name for call in calls] == names
     assert rest == ("" if names else text)
-
-
-def test_people_read_calls_as_text() -> None:
-    message = ToolMessage(role="assistant", content="so", calls=(ToolCall(name="add", arguments="no json"),))
-    assert as_text(message) == Message(role="assistant", content='so\n{"name": "add", "arguments": "no json"}')
 
 
 # Completions

@@ -122,15 +122,6 @@ def test_the_request() -> None:
     assert "Authorization" not in server.headers[0]
 
 
-def test_null_takes_a_field_out_of_the_request() -> None:
-    server = FakeServer()
-    judged(group("7"), server, request={"temperature": None, "max_tokens": None, "max_completion_tokens": 9})
-    assert {k: v for k, v in server.requests[0].items() if k != "messages"} == {
-        "model": "grader",
-        "max_completion_tokens": 9,
-    }
-
-
 def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "sesame")
     server = FakeServer()
@@ -149,13 +140,6 @@ def test_the_template_is_filled_in_once_and_braces_that_name_nothing_stay() -> N
     assert server.requests[0]["messages"][0]["content"] == (
         '{reply} style|What is 3 + 4?|I say {answer}|7|{"json": 1}|{ x }|3'
     )
-
-
-def test_a_template_that_names_what_a_task_has_not() -> None:
-    server = FakeServer()
-    got, _ = judged(group("7", "8"), server, template="{reply} {rubric}")
-    assert "template names {rubric}; task t has: prompt, reply, answer, lowest, highest" in got[0].error
-    assert not server.requests
 
 
 def test_a_conversation_is_shown_with_its_roles() -> None:
@@ -195,13 +179,6 @@ def test_scores_are_found() -> None:
     assert scores == pytest.approx({text: score / 10 for text, score in texts.items()})
 
 
-def test_own_pattern_and_scale() -> None:
-    server = FakeServer()
-    server.script = says('{"grade": -1} or {"grade": 3}')
-    got, _ = judged(group("x"), server, pattern=r'"grade": (-?\d+)', lowest=-5.0, highest=5.0)
-    assert got[0].reward == pytest.approx(0.8)
-
-
 def test_an_answer_without_a_score_costs_its_rollout() -> None:
     texts = {
         "I cannot say. 7 of them are fine.": "found no score in the judge's answer ...'I cannot say. 7 of them",
@@ -217,15 +194,6 @@ def test_an_answer_without_a_score_costs_its_rollout() -> None:
     for rollout, error in zip(got[1:], texts.values(), strict=True):
         assert error in rollout.error
     assert metrics["grading/failed_bad_value"] == 3.0
-
-
-def test_an_answer_that_was_cut_before_it_said_anything() -> None:
-    server = FakeServer()
-    server.script = lambda reply, times: completion(None, finish_reason="length")
-    got, _ = judged(group("x"), server)
-    assert (
-        "got an answer without text from the judge (finish_reason length; max_tokens may be too small)" in got[0].error
-    )
 
 
 # how many at once
@@ -257,26 +225,11 @@ def test_busy_servers_are_asked_again() -> None:
     assert len(server.requests) == 18
 
 
-def test_a_page_of_a_proxy_is_no_answer() -> None:
-    server = FakeServer()
-    server.script = lambda reply, attempt: web.Response(text="<html>") if attempt == 1 else None
-    got, _ = judged(group("7"), server)
-    assert got[0].reward == pytest.approx(0.7)
-
-
 def test_a_request_that_takes_too_long_is_asked_again() -> None:
     server = FakeServer()
     server.script = lambda reply, attempt: "hang" if attempt == 1 else None
     got, _ = judged(group("7"), server, timeout_seconds=0.3)
     assert got[0].reward == pytest.approx(0.7)
-
-
-def test_a_server_that_names_a_pause_gets_it() -> None:
-    server = FakeServer()
-    server.script = status(429, 1, **{"Retry-After": "60"})
-    got, _ = judged(group("7"), server, deadline_seconds=0.5)
-    assert f"had no answer from {server.url} within 0.5 s" in got[0].error
-    assert len(server.requests) == 1  # the minute is not over
 
 
 @pytest.mark.parametrize(
@@ -299,12 +252,6 @@ def test_a_server_that_stays_away_may_end_the_run() -> None:
     server.script = status(503, 99)
     with pytest.raises(RewardError, match=r"reward 'judge' had no answer from http.*: it said 503, asked 2 times"):
         judged(group("7"), server, retries=1, away="stop")
-
-
-def test_nobody_is_there() -> None:
-    got, _ = judged(group("7"), FakeServer(), url="http://127.0.0.1:9/v1", retries=0)
-    assert got[0].status == "error"
-    assert "had no answer from http://127.0.0.1:9/v1/chat/completions: Cannot connect" in got[0].error
 
 
 def test_the_deadline_holds_for_all_questions_of_a_group_together() -> None:
@@ -358,8 +305,3 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], message: str)
     with pytest.raises(ConfigError) as caught:
         Judge(**{"url": "http://x/v1", "model": "m", **options})
     assert message in str(caught.value)
-
-
-def test_inert_options() -> None:
-    assert Judge(url="http://x", model="m").inert() == {}
-    assert set(Judge(url="http://x", model="m", retries=0).inert()) == {"backoff_seconds"}
