@@ -806,7 +806,6 @@ def test_doctor_finds_this_machine_fit(run: Run) -> None:
         "memory",
         "accelerator",
         "disk",
-        "write access",
     ):
         assert f" {what} " in out
     assert out.endswith("ready to train\n")
