@@ -281,39 +281,6 @@ def test_a_run_whose_record_of_module_folders_was_cut_off(run: Run) -> None:
 # clean
 
 
-def test_clean_removes_old_checkpoints_of_finished_runs_when_told_so(run: Run) -> None:
-    for name, events in (("a", ["run_started", "run_done"]), ("b", ["run_done", "resumed"])):
-        make_run(Path("runs") / name, steps=(5, 10, 15))
-        rows = "".join(f'{{"time": 1.0, "event": "{event}"}}\n' for event in events)
-        (Path("runs") / name / "events.jsonl").write_text(rows)
-        for step in (5, 10, 15):
-            (Path("runs") / name / f"checkpoints/{step:06d}/optimizer.safetensors").write_bytes(bytes(500_000))
-
-    def left(name: str) -> list[str]:
-        return sorted(path.name for path in (Path("runs") / name / "checkpoints").iterdir())
-
-    code, out, _ = run("clean", "runs")
-    assert code == 0
-    assert "runs/a: 1 MB, checkpoints of steps 5, 10" in out
-    assert "runs/b: kept, it is not finished" in out
-    assert out.endswith("would be freed; to remove them: tandem clean runs --yes\n")
-    assert left("a") == left("b") == ["000005", "000010", "000015"]
-    code, out, _ = run("clean", "runs/a", "--yes")
-    assert code == 0
-    assert out.splitlines()[-1].endswith(" freed")
-    assert left("a") == ["000015"]
-    assert left("b") == ["000005", "000010", "000015"]
-    assert run("clean", "runs/a")[1].endswith(" would be freed\n")
-    Path("runs/a/checkpoints/.000005.tmp").mkdir()  # as a removal leaves it that was killed
-    Path("runs/a/checkpoints/.000005.tmp/optimizer.safetensors").write_bytes(bytes(500_000))
-    assert "runs/a: 500 kB, halves of checkpoints" in run("clean", "runs/a", "--yes")[1]
-    assert left("a") == ["000015"]
-    Path("empty").mkdir()
-    code, _, err = run("clean", "empty")
-    assert code == 2
-    assert "holds none" in err
-
-
 # list
 
 
