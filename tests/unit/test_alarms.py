@@ -160,17 +160,6 @@ def test_stop_is_asked_for_by_the_first_alarm_and_by_one_that_is_open_after_a_re
     assert stopped == [1]
 
 
-def test_advice_names_options_with_values() -> None:
-    (notice,) = [n for n in watched(SICK["answers are cut"][1], ONSET + SOON) if n.alarm == "length"]
-    assert notice.finding is not None
-    assert "sampling.max_tokens=1024 (now 512)" in notice.finding.change
-    _, made = SICK["a format reward saturates while nothing is solved"]
-    hacked = next(n.finding for n in watched(made, ONSET + SOON) if n.alarm == "reward_hacking")
-    assert hacked is not None
-    assert "rewards.format=0.01 (now 0.1)" in hacked.change
-    assert "optimizer.lr=2.5e-06 (now 1e-05)" in hacked.change
-
-
 def test_an_alarm_that_comes_and_goes_is_one_that_stays() -> None:
     """Twenty steps with the pattern and twenty without, again and again: its episodes grow into each other."""
     finding = Finding(seen="s", means="m", change="c")
