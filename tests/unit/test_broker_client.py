@@ -14,7 +14,7 @@ from support.rollouts import make_group, make_rollout
 from tandem.errors import BrokerError
 from tandem.http import ServerAway
 from tandem.types import Group
-from tandem_broker.client import Connection, EnvClient, NotRegistered, RequestRefused, TrainerClient
+from tandem_broker.client import Connection, EnvClient, RequestRefused, TrainerClient
 from tandem_broker.protocol.messages import EnvRegistration, RunParameters
 
 T = TypeVar("T")
@@ -97,16 +97,6 @@ def test_a_group_arrives_as_the_wire_has_it(ours: bool) -> None:
             assert sent["tokens"] == [[1, 2, 7, 0], [1, 2, 7, 1]]
             assert sent["masks"] == [[-100, -100, 7, 0], [-100, -100, 7, 1]]
             assert sent["group_overrides"]["tandem_version"] == 3
-
-    run(go())
-
-
-def test_an_unknown_version_is_not_told() -> None:
-    async def go() -> None:
-        async with FakeBroker(ours=True) as broker, environment(broker) as client:
-            await client.register()
-            await client.submit(group(version=-1), "k")
-            assert not {"tandem_version", "tandem_versions"} & set(broker.groups[0]["group_overrides"])
 
     run(go())
 
@@ -289,25 +279,6 @@ def test_a_leased_batch_says_what_each_group_is() -> None:
             assert await client.batch() is None
 
     run(go())
-
-
-def test_a_plain_batch_has_no_lease(caplog: pytest.LogCaptureFixture) -> None:
-    async def go() -> None:
-        async with FakeBroker(ours=False) as broker, TrainerClient(connection(broker)) as client:
-            broker.batches.append({"batch": [wired()]})
-            taken = await client.batch(lease=60, policy=3)
-            assert broker.seen[-1][0] == "/batch"
-            assert taken is not None
-            assert (taken.id, taken.ids, taken.versions) == (None, [None], [None])
-            broker.batches.append({"batch": [], "status": "error", "message": "nobody"})
-            with pytest.raises(NotRegistered, match="nobody"):
-                await client.batch()
-            broker.batches.extend([{"batch": [wired()]}] * 2)
-            broker.faults["/batch"].extend(["lose", "lose"])  # aiohttp itself asks a second time
-            assert await client.batch() is None
-
-    run(go())
-    assert "may be lost" in caplog.text
 
 
 def test_a_plain_batch_whose_connection_broke_is_asked_for_once(caplog: pytest.LogCaptureFixture) -> None:

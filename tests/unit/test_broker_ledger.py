@@ -108,21 +108,6 @@ def test_a_lease_that_ran_out_stays_over_after_a_restart(tmp_path: Path) -> None
         assert two.store.take(0.0) is None
 
 
-def test_a_late_acknowledgement_after_a_restart_is_told_who_was_first(tmp_path: Path) -> None:
-    with ledger(tmp_path) as one:
-        begun(one)
-        put(one, "a")
-        first = some(one.store.take(0.0, lease=True, seconds=10.0))
-        second = some(one.store.take(10.0, lease=True))
-        one.store.acknowledge(second.id, 11.0)
-    for _ in range(2):
-        with ledger(tmp_path):
-            pass
-    with ledger(tmp_path) as two:
-        late = two.store.acknowledge(first.id, 0.0)
-        assert (late.ok, late.trained, late.already) == (False, 0, 1)
-
-
 def test_an_acknowledgement_whose_answer_was_lost_is_known_after_a_restart(tmp_path: Path) -> None:
     with ledger(tmp_path) as one:
         begun(one)

@@ -7,7 +7,6 @@ from support.brokers import env_spec, run_parameters, some
 
 from tandem_broker.protocol.messages import EnvAccepted, EnvStatus, RunParameters
 from tandem_broker.queue.records import (
-    Acknowledgement,
     Busy,
     GroupEntry,
     GroupRefused,
@@ -125,14 +124,6 @@ def test_groups_before_any_registration_are_served_after_it() -> None:
     assert store.status(0.0).counts["dropped"] == 1  # the group of 16
 
 
-def test_batches_are_first_in_first_out_and_a_step_each() -> None:
-    store = started(4)
-    Names(store).put(4, 4, 4, 4)
-    served = [store.take(0.0) for _ in range(5)]
-    assert [names(batch) for batch in served] == [["0"], ["1"], ["2"], ["3"], None]
-    assert [batch.step for batch in served if batch] == [1, 2, 3, 4]
-
-
 def test_impossible_sizes_are_refused_at_once() -> None:
     store = started(8)
     with pytest.raises(GroupRefused, match="9 sequences and a batch 8"):
@@ -180,16 +171,6 @@ def test_disconnecting_frees_a_share_at_once_and_for_good() -> None:
     store.heartbeat(gone, 0.0)
     assert names(store.take(0.0)) == ["0", "1"]
     assert [(env["connected"], env["left"]) for env in store.status(0.0).envs] == [(False, True), (True, False)]
-
-
-def test_anonymous_groups_fill_batches_beside_a_minimum() -> None:
-    store = started(8)
-    env = joined(store, share=0.5)
-    put = Names(store).put
-    put(4, 4, env=None)
-    assert store.take(0.0) is None
-    put(4, env=env)
-    assert names(store.take(0.0)) == ["2", "0"]
 
 
 def test_shares_are_relaxed_only_if_sizes_allow_nothing_else() -> None:
@@ -281,24 +262,6 @@ def test_groups_trained_late_do_not_come_back_with_another_lease(release: bool) 
         store.return_lease(second.id, 12.0)
     assert store.take(30.0) is None
     assert (store.queued_groups, store.status(30.0).held_bytes) == (0, 0)
-
-
-def test_acknowledging_twice_gives_the_same_answer() -> None:
-    store = started(4)
-    Names(store).put(4)
-    batch = some(store.take(0.0, lease=True))
-    assert store.acknowledge(batch.id, 0.0) == store.acknowledge(batch.id, 0.0) == Acknowledgement(ok=True, trained=1)
-    assert not store.acknowledge("never", 0.0)
-    assert store.status(0.0).held_bytes == 0
-
-
-def test_a_released_batch_is_served_next() -> None:
-    store = started(4)
-    Names(store).put(4, 4)
-    batch = some(store.take(0.0, lease=True))
-    assert store.return_lease(batch.id, 0.0)
-    assert not store.return_lease(batch.id, 0.0)
-    assert names(store.take(0.0)) == ["0"]
 
 
 def test_a_plain_trainers_batch_is_trained_when_its_answer_went_out_and_it_asks_again() -> None:

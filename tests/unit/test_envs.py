@@ -45,17 +45,6 @@ def test_arithmetic_obeys_precedence() -> None:
     assert by_expression["3 * 3 + 1"] == "10"
 
 
-def test_arithmetic_draws_from_a_huge_space_at_once() -> None:
-    env = Arithmetic(terms=4, max_number=9999, size=300)
-    train = env.tasks("train")
-    assert 180 < len(train) < 280
-    assert len({task.id for task in train}) == len(train)
-    assert train[-1] == train[len(train) - 1]
-    assert [t.id for t in train[2:4]] == [train[2].id, train[3].id]
-    with pytest.raises(IndexError):
-        train[len(train)]
-
-
 def test_arithmetic_question_stays_in_its_split_whatever_the_options() -> None:
     def expressions(env: Arithmetic, split: Any) -> set[str]:
         return {task.meta["expression"] for task in env.tasks(split)}
@@ -185,13 +174,6 @@ def test_gym_chain_sum_gives_every_question_once() -> None:
     assert env.check(train[0]) == train[0].answer
     assert train[0].prompt[0].content.startswith("State the final answer")
     assert train[0].meta["task"] == "chain_sum"
-
-
-def test_gym_instruction_with_tags_puts_gold_replies_in_tags() -> None:
-    env = ReasoningGym(task="chain_sum", size=5, test_share=0.0, instruction="Put it in <answer></answer>.")
-    task = env.tasks("train")[0]
-    assert env.check(task) == f"<answer>{task.answer}</answer>"
-    assert task.prompt[-1].content.endswith("\nPut it in <answer></answer>.")
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -68,23 +69,6 @@ def test_gsm8k_pays_for_worked_answers_alone(tmp_path: Path) -> None:
     assert earned(eggs, "He has 3 eggs and buys 4, so 3 + 4 = 7.\n#### 8") == 0.0
     assert earned(eggs, "He has 3 eggs and buys 4, so 3 + 4 = 7.\n#### 7") == 1.0
     assert earned(coins, env.check(coins)) == 1.0, "its row says 5*2=10 and no more"
-
-
-def test_gsm8k_test_path_is_held_out_and_nothing_else(tmp_path: Path) -> None:
-    env = Gsm8k(path=jsonl(tmp_path / "a.jsonl", EGGS, CLIPS), test_path=jsonl(tmp_path / "b.jsonl", COINS))
-    assert len(env.tasks("train")) == 2
-    assert [task.id for task in env.tasks("test")] == ["test/1"]
-
-
-def test_gsm8k_holds_out_a_share_of_one_file(tmp_path: Path) -> None:
-    rows = [{"question": f"What is {n}?", "answer": f"#### {n}"} for n in range(200)]
-    env = Gsm8k(path=jsonl(tmp_path / "a.jsonl", *rows), test_share=0.25)
-    train, test = ({task.prompt for task in env.tasks(split)} for split in ("train", "test"))  # type: ignore[arg-type]
-    assert len(train) + len(test) == 200
-    assert not train & test
-    assert 30 < len(test) < 70
-    reworded = Gsm8k(path=env.path, test_share=0.25, instruction="Hm.")
-    assert [task.id for task in reworded.tasks("test")] == [task.id for task in env.tasks("test")]
 
 
 def test_gsm8k_row_without_marker_names_its_line(tmp_path: Path) -> None:
@@ -299,6 +283,22 @@ def test_malformed_row_names_its_line(tmp_path: Path, line: str, message: str) -
         train(Dataset(path=path, test_share=0.0))
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", b"prompt,answer\na,1\nb\n", r":3: 1 fields, expected 2 \(prompt, answer\)"),
+        ("a.csv", b"\nprompt,answer,answer\na,1,2\n", ":2: 2 columns are called 'answer'; give each a name"),
+        ("a.csv", b'prompt,answer\n"a,1\n', r":\d: not valid CSV"),
+        ("a.jsonl", b'{"prompt": "a", "answer": "1"}\n{"prompt": "\xff"}\n', r":2: not UTF-8 \(byte 13"),
+        ("a.xlsx", b"", r": cannot read \.xlsx; use \.jsonl"),
+    ],
+)
+def test_a_file_that_cannot_be_read_names_the_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(EnvError, match=re.escape(name) + message):
+        train(Dataset(path=str(tmp_path / name)))
+
+
 def test_a_json_file_is_one_list_or_has_lines(tmp_path: Path) -> None:
     rows = [{"prompt": f"é {n}", "answer": str(n)} for n in range(3)]
     path = tmp_path / "a.json"
@@ -325,12 +325,6 @@ def test_empty_data_set_says_so(tmp_path: Path, content: str) -> None:
     for env in (Dataset(path=str(tmp_path / "a.jsonl")), Gsm8k(path=str(tmp_path / "a.jsonl"))):
         with pytest.raises(EnvError, match=r"a\.jsonl is empty; expected at least one row"):
             env.tasks("train")
-
-
-def test_split_without_rows_says_so(tmp_path: Path) -> None:
-    env = Dataset(path=jsonl(tmp_path / "a.jsonl", {"prompt": "a", "answer": "1"}), test_share=0.0)
-    with pytest.raises(EnvError, match="has no test tasks; add rows, change test_share"):
-        env.tasks("test")
 
 
 def test_missing_file_is_guessed(tmp_path: Path) -> None:

@@ -63,19 +63,6 @@ def test_norm_of_a_large_matrix_has_all_its_digits() -> None:
     assert float(global_norm(grads)) == pytest.approx(want, rel=1e-7)
 
 
-def test_it_works_as_a_hook_of_backward() -> None:
-    layer = torch.nn.Linear(4, 2, dtype=torch.bfloat16)
-    stepper = AdamW().bind(list(layer.named_parameters()))
-    for parameter in layer.parameters():
-        parameter.register_post_accumulate_grad_hook(stepper.accumulate)
-    before = layer.weight.detach().clone()
-    for _ in range(2):
-        layer(torch.ones(3, 4, dtype=torch.bfloat16)).sum().backward()
-    assert layer.weight.grad is None
-    assert stepper.step(0.1, 0.0) == pytest.approx(math.sqrt(8 * 36 + 2 * 36))
-    assert not torch.equal(layer.weight, before)
-
-
 def test_rates() -> None:
     warm = AdamW(lr=1.0, warmup_steps=4)
     assert [warm.rate(step, 10) for step in range(1, 7)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]

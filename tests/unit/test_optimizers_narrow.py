@@ -5,13 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from tandem.errors import ConfigError
 from tandem.optimizers import _narrow
-from tandem.optimizers._adam import Adam
 from tandem.optimizers._narrow import random_bits, round_stochastically, stream, write_stochastically
-from tandem.optimizers.adamw import AdamW
 
 MASK = 0xFFFFFFFF
 
@@ -85,40 +81,5 @@ def test_stochastic_rounding_is_unbiased_between_the_two_neighbours() -> None:
     assert float(error[~already].max()) < 4.5, "in standard deviations of the mean"
 
 
-def updated(options: Adam, start: Tensor, steps: int = 20, lr: float = 1e-5) -> tuple[Tensor, dict[str, Tensor]]:
-    """A weight after some steps of random gradients, and the state."""
-    weight = Parameter(start.clone())
-    stepper = options.bind([("w", weight)])
-    generator = torch.Generator().manual_seed(3)
-    for _ in range(steps):
-        weight.grad = torch.randn(start.shape, generator=generator).to(start.dtype)
-        stepper.accumulate(weight)
-        stepper.step(lr, 1.0)
-    return weight.detach(), stepper.state_dict()
-
-
 def start(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
-
-
-def test_stochastic_wanders_about_the_masters() -> None:
-    """No drift: over many weights the mean of stochastic minus masters is far below a bit."""
-    _, with_masters = updated(AdamW(precision="masters"), start(300, 300), steps=50)
-    stochastic, state = updated(AdamW(precision="stochastic"), start(300, 300), steps=50)
-    assert set(state) == {"w/step", "w/exp_avg", "w/exp_avg_sq"}
-    master = with_masters["w/master"].double()
-    bit = torch.exp2(torch.floor(torch.log2(master.abs().clamp_min(1e-6))) - 7)
-    gap = (stochastic.double() - master) / bit
-    assert 0.3 < float(gap.square().mean().sqrt()) < 5
-    assert float(gap.mean().abs()) < 4.5 * float(gap.std()) / 300
-
-
-def test_float32_weights_are_their_own_masters_and_float16_needs_some() -> None:
-    weight = Parameter(torch.ones(3))
-    for precision in ("masters", "stochastic"):
-        state = AdamW(precision=precision).bind([("w", weight)]).state_dict()  # type: ignore[arg-type]
-        assert set(state) == {"w/step", "w/exp_avg", "w/exp_avg_sq"}
-    half = Parameter(torch.ones(3, dtype=torch.float16))
-    AdamW().bind([("w", half)])
-    with pytest.raises(ConfigError, match=r"stochastic is for bfloat16 weights, and w is torch\.float16"):
-        AdamW(precision="stochastic").bind([("w", half)])

@@ -219,17 +219,6 @@ def test_a_server_answers_nobody_without_the_key_of_an_episode(template: Templat
     served(template, engine, talk)
 
 
-@pytest.mark.parametrize("headers", [{"Host": "evil.example.com"}, {"Origin": "http://evil.example.com"}])
-def test_a_web_page_cannot_speak_in_an_episode(template: Template, headers: dict[str, str]) -> None:
-    async def talk(post: Any, session: Session, _: Proxy) -> None:
-        url = f"{post.url}/{post.name}/v1/chat/completions"
-        async with post.http.post(url, json={"messages": [USER]}, headers=headers) as response:
-            assert response.status == 403, await response.text()
-        assert not session.turns
-
-    served(template, Scripted([A, END]), talk)
-
-
 def test_a_long_request_does_not_hold_the_event_loop(template: Template, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is long is read and tokenised in a thread, and what is short where it comes in."""
     threads: list[bool] = []
@@ -317,20 +306,6 @@ def test_a_function_is_an_environment(template: Template, monkeypatch: pytest.Mo
     assert two.prompt[: len(whole)] == whole
     assert [m.role for m in chat.messages] == ["system", "user", "assistant", "user", "assistant", "assistant"]
     assert chat.messages[-1].content == "the answer to 7"
-
-
-@pytest.mark.parametrize(("returned", "last"), [(" a\n", "a"), ("b", "b"), (None, "a")])
-def test_what_the_policy_said_and_the_agent_returns_is_one_message(
-    template: Template, monkeypatch: pytest.MonkeyPatch, returned: str | None, last: str
-) -> None:
-    async def echoes(task: Task, url: str) -> str | None:
-        async with aiohttp.ClientSession() as http:
-            await http.post(f"{url}/chat/completions", json={"messages": [USER]})
-        return returned
-
-    monkeypatch.setattr("tandem.envs.agent._function", lambda path: echoes)
-    chat, _ = played(template, "my_agent:echoes")
-    assert [message.content for message in chat.messages] == ["hello", "a", *(["b"] if last == "b" else [])]
 
 
 @pytest.mark.slow

@@ -205,20 +205,6 @@ def test_the_template_says_how_calls_are_written(tiny_model: Path) -> None:
     assert template_of(tiny_model, OTHER).speech.shown
 
 
-def test_calls_of_llama_go_on_too(tiny_model: Path) -> None:
-    llama = template_of(tiny_model, LLAMA)
-    engine = sampled(llama, '{"name": "add","parameters": {"a": 1}}', '{"name": "me", "parameters": {}}')
-
-    async def talk(post: Any, session: Session) -> None:
-        message = message_of(await post(USER, tools=[ADD]))
-        assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
-        message = message_of(await post(USER, message, RESULT, tools=[ADD]))
-        assert is_continued(session)
-        assert message == {"role": "assistant", "content": '{"name": "me", "parameters": {}}'}, "no tool is called me"
-
-    talked(llama, engine, talk)
-
-
 @pytest.mark.parametrize(
     "text",
     [

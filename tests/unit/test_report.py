@@ -129,17 +129,6 @@ def test_model_output_cannot_leave_the_data_element(tmp_path: Path) -> None:
     assert [1, HOSTILE] in data["rollouts"]["pieces"]
 
 
-def test_numbers_that_are_not_finite_are_reported(tmp_path: Path) -> None:
-    rows = [
-        {"step": i, "time": 1.0 * i, "metrics": {"grad_norm": None if i == 2 else 0.5, "loss": 0.1}}
-        for i in range(1, 4)
-    ]
-    write(tmp_path / "metrics.jsonl", rows)
-    data = data_of(build(tmp_path))
-    assert data["series"]["odd"] == {"grad_norm": [2]}
-    assert data["series"]["values"]["grad_norm"] == [0.5, None, 0.5]
-
-
 def alarm_event(step: int, alarm: str = "length", over: bool = False) -> dict[str, Any]:
     row: dict[str, Any] = {"time": 100.0 + step, "event": "alarm_over" if over else "alarm", "alarm": alarm}
     row |= {"step": step, "since": step - 2}
@@ -232,21 +221,6 @@ def test_a_change_counts_where_its_interval_is_above_the_first_ones(
     assert summarise(load(tmp_path))["beyond_interval"] is beyond
 
 
-def test_the_latest_evaluation_of_a_step_counts(tmp_path: Path) -> None:
-    rows = [
-        {"step": 0, "env": "e", "mean": 0.1},
-        {"step": 4, "env": "e", "mean": 0.2},
-        {"step": 4, "env": "e", "mean": 0.3},
-    ]
-    write(tmp_path / "eval.jsonl", rows)
-    (tmp_path / "config.yaml").write_text("steps: 4")
-    summary = summarise(load(tmp_path))
-    assert summary["before"]
-    assert summary["after"]
-    assert (summary["before"]["mean"], summary["after"]["mean"]) == (0.1, 0.3)
-    assert not summary["beyond_interval"], "no interval, no claim"
-
-
 def mixed_run(folder: Path) -> Path:
     """A run of two environments."""
     make_run(folder, steps=4)
@@ -268,19 +242,6 @@ def mixed_run(folder: Path) -> Path:
     ]  # fmt: skip
     write(folder / "eval.jsonl", looks)
     return folder
-
-
-def test_several_environments_are_shown_together_and_each_by_itself(tmp_path: Path) -> None:
-    run = load(mixed_run(tmp_path / "run"))
-    summary = summarise(run)
-    assert dict(summary["facts"])["environment"] == "sums 2 (at least 25%) + tool 1.5"
-    assert summary["before"]
-    assert (summary["before"]["env"], summary["before"]["mean"]) == ("sums+tool", 0.5)
-    shown = page.payload(run, summary)["evaluations"]
-    assert [(row["step"], row["env"], row["mean"], row["tasks"], row["pass"]) for row in shown[:3]] == [
-        (0, "sums+tool", 0.5, 8, 0.6), (0, "sums", 0.25, 4, 0.4), (0, "tool", 0.75, 4, None),
-    ]  # fmt: skip
-    assert len(shown) == 6
 
 
 def test_a_run_that_failed_says_by_what(tmp_path: Path) -> None:
@@ -316,24 +277,6 @@ def test_held_out_answers_are_paired_by_task(run_folder: Path) -> None:
     assert pairs[0]["task"] == "arithmetic/test-0"
     assert pairs[0]["before"]["samples"] == 4
     assert sum(p["after"]["reward"] for p in pairs) > sum(p["before"]["reward"] for p in pairs)
-
-
-def test_dropped_groups_are_shown_in_bounds(tmp_path: Path) -> None:
-    rollouts = [{"text": "x" * 3000, "reward": 0.0, "truncated": False, "error": ""}] * 8
-    row = {
-        "reason": "zero_variance",
-        "why": "every reward 0",
-        "group": "g",
-        "prompt": "?",
-        "answer": "",
-        "rollouts": rollouts,
-    }
-    write(tmp_path / "dropped.jsonl", [{"step": step, **row} for step in range(1, 301)])
-    (tmp_path / "config.yaml").write_text("steps: 4")
-    dropped = data_of(build(tmp_path))["dropped"]
-    assert 10 < len(dropped) <= 40
-    assert (dropped[0]["step"], dropped[-1]["step"]) == (1, 300)
-    assert len(json.dumps(dropped)) < 700_000
 
 
 CHROMIUM = next(

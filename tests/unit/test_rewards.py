@@ -19,7 +19,6 @@ from tandem.rewards.number import Number
 from tandem.rewards.overlong import Overlong
 from tandem.rewards.reasoning_gym import ReasoningGymReward
 from tandem.rewards.repetition import Repetition
-from tandem.rewards.reward_model import RewardModel
 from tandem.types import Completion, Message, Rollout, Task, Turn
 
 
@@ -82,13 +81,6 @@ def test_number_finds_the_last_number(reply: str, gold: str) -> None:
 )
 def test_number_is_strict_about_the_value(reply: str, gold: str) -> None:
     assert Number()(rollout_of(reply, answer=gold)) == 0.0
-
-
-def test_number_after_a_marker() -> None:
-    reward = Number(after="####")
-    assert reward(rollout_of("#### 6\n#### 7", answer="7")) == 1.0
-    assert reward(rollout_of("7", answer="7")) == 0.0
-    assert reward(rollout_of("7 #### ", answer="7")) == 0.0
 
 
 def test_number_tolerance_is_relative_to_the_gold() -> None:
@@ -174,16 +166,6 @@ def test_cosine_length_is_ms_swifts(tokens: int, right: bool, values: tuple[floa
     assert got == pytest.approx(ms_swift_cosine(min(tokens, 100), 100, right, values), abs=1e-12)
 
 
-def test_cosine_length_asks_its_own_accuracy() -> None:
-    tasks = {"meta": {"numbers": [3, 5, 8], "target": 64}, "tokens": 100}
-    reward = CosineLength(accuracy=CountdownReward(partial=0.9), max_tokens=100)
-    assert reward(rollout_of("<answer>(3 + 5) * 8</answer>", **tasks)) == pytest.approx(0.5)
-    assert reward(rollout_of("<answer>3 + 5 + 8</answer>", **tasks)) == pytest.approx(0.0)  # 0.9 is not full marks
-    assert reward.full_marks is None
-    with pytest.raises(ConfigError, match="accuracy must be a reward of one rollout"):
-        CosineLength(accuracy=RewardModel(model="m"), max_tokens=100)
-
-
 def test_options_out_of_range_are_refused() -> None:
     for make, first in [
         (lambda: Overlong(max_tokens=5, cache=6), "cache"),
@@ -221,15 +203,6 @@ PUZZLE = {"numbers": [3, 5, 8], "target": 64}
 )
 def test_countdown(reply: str, value: float) -> None:
     assert CountdownReward(partial=0.1)(rollout_of(reply, meta=PUZZLE)) == value
-
-
-def test_countdown_may_leave_numbers_out() -> None:
-    rollout = rollout_of("<answer>8 * 5</answer>", meta={"numbers": [3, 5, 8], "target": 40})
-    assert CountdownReward(use="some")(rollout) == 1.0
-    assert CountdownReward(use="all")(rollout) == 0.0
-    assert (
-        CountdownReward(use="some")(rollout_of("<answer>8 * 5 + 8 - 8</answer>", meta={**PUZZLE, "target": 40})) == 0.0
-    )
 
 
 # math_verify

@@ -18,7 +18,7 @@ from tandem.errors import ConfigError, RewardError
 from tandem.rewards.cosine_length import CosineLength
 from tandem.rewards.function import Function
 from tandem.rewards.grading.workers import Graders
-from tandem.types import TEXT, Completion, Message, Rollout, Task, Turn
+from tandem.types import Completion, Message, Rollout, Task, Turn
 
 pytestmark = pytest.mark.slow
 
@@ -157,13 +157,6 @@ def test_what_a_reward_changes_no_other_and_no_sibling_sees(order: tuple[str, st
     ]
 
 
-def test_a_function_that_a_function_made_is_found_by_its_path(tmp_path: Path) -> None:
-    recipe = tmp_path / "made.yaml"
-    recipe.write_text("model: m\nsteps: 1\nenv: arithmetic\nrewards: {trl_functions.made: 1}\n")
-    specs = {name: spec.reward for name, spec in load(recipe).config.rewards.items()}
-    assert [rollout.reward for rollout in graded(specs, group("7", "8"))] == [0.5, 0.5]
-
-
 def test_what_a_function_is_given(tmp_path: Path) -> None:
     log = tmp_path / "graders.log"
     meta = {"prompt": "raw", "completion": "gold", "level": 3, "answer": 7}
@@ -181,18 +174,6 @@ def test_what_a_function_is_given(tmp_path: Path) -> None:
         "columns": {"level": [3, 3]},
         "more": ["level", "log_extra", "log_metric"],
     }
-
-
-def test_what_goes_on_with_a_text_is_text(tmp_path: Path) -> None:
-    """As in TRL, where the form of the prompt decides."""
-    log = tmp_path / "graders.log"
-    task = Task(id="t", env="e", prompt=(Message(role=TEXT, content="3 + 4 ="),), answer="7")
-    replies = [Message(role="assistant", content=reply) for reply in (" 7", " 8")]
-    rollouts = [replace(r, task=task, messages=(*task.prompt, m)) for r, m in zip(group("", ""), replies, strict=True)]
-    graded({"seen": of("seen")}, rollouts, log=log)
-    (line,) = [line for line in log.read_text().splitlines() if line.startswith("SEEN ")]
-    shown = json.loads(line.removeprefix("SEEN "))
-    assert (shown["prompts"], shown["completions"]) == (["3 + 4 =", "3 + 4 ="], [" 7", " 8"])
 
 
 def test_logged_numbers_are_metrics_of_the_rollouts(tmp_path: Path) -> None:

@@ -201,32 +201,9 @@ def test_failed_rollouts_pass_through() -> None:
 # TRL's signature
 
 
-def test_trl_function_gets_columns() -> None:
-    got, _ = graded({"trl": "sample_graders:trl"}, group("7", "8", level=10))
-    assert [rollout.reward for rollout in got] == [11.0, 10.0]
-
-
-def test_async_trl_function_gets_only_what_it_asks_for() -> None:
-    got, _ = graded({"trl": "sample_graders:trl_async"}, group("a", "none", unwanted=1))
-    assert [rollout.reward for rollout in got] == [1.0, None]
-
-
 def test_trl_function_that_misses_a_column_says_which() -> None:
     got, _ = graded({"trl": "sample_graders:wants"}, group("a", "b"))
     assert all("'colour'" in rollout.error and rollout.status == "error" for rollout in got)
-
-
-@pytest.mark.parametrize(
-    ("culprit", "message"), [("raise", "bad sibling"), ("die", "exit code 9"), ("hang", "longer than 0.8 s")]
-)
-def test_trl_function_that_fails_costs_its_group_and_no_other(culprit: str, message: str) -> None:
-    async def go() -> tuple[list[Rollout], list[Rollout]]:
-        async with Graders({"rank": ("sample_graders:rank", 1.0)}, timeout=0.4) as graders:
-            return await graders.grade(group("a", culprit)), await graders.grade(group("a", "aaa", "aa"))
-
-    failed, fine = asyncio.run(go())
-    assert all(rollout.status == "error" and message in rollout.error for rollout in failed)
-    assert [rollout.reward for rollout in fine] == [0.0, 2 / 3, 1 / 3]
 
 
 @pytest.mark.parametrize(

@@ -258,17 +258,6 @@ def test_numbers_that_are_not_finite_are_strict_json_and_warned_of_once(
     assert caplog.text.count("grad_norm is nan") == 1
 
 
-def test_events_take_anything_but_their_own_keys(tmp_path: Path) -> None:
-    with Telemetry(info(tmp_path)) as telemetry:
-        telemetry.event("checkpoint_saved", name="a", path=tmp_path)
-        with pytest.raises(ValueError, match="cannot be called time"):
-            telemetry.event("x", time=1)
-    (row,) = rows(tmp_path / "events.jsonl")
-    assert row["event"] == "checkpoint_saved"
-    assert row["path"] == str(tmp_path)
-    assert row["name"] == "a"
-
-
 def test_long_waits_become_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "LONG", 0.0)
 

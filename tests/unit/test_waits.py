@@ -214,26 +214,6 @@ def test_a_wait_can_be_given_up_from_another_thread() -> None:
         asyncio.run(run())
 
 
-def test_a_wait_that_is_given_up_twice_is_cancelled_once() -> None:
-    async def given_up() -> None:
-        async with waits.waiting("a", "b", on="c") as wait:
-            assert wait.give_up is not None
-            wait.give_up()
-            wait.give_up()
-            await asyncio.Event().wait()
-
-    async def run() -> int:
-        with pytest.raises(Deadline):
-            await given_up()
-        await asyncio.sleep(0)  # what is left of a cancellation would be raised here
-        task = asyncio.current_task()
-        assert task is not None
-        return task.cancelling()
-
-    assert asyncio.run(run()) == 0
-    assert waits.current() == []
-
-
 def test_a_task_that_is_cancelled_while_its_wait_is_given_up_stays_cancelled() -> None:
     async def run() -> None:
         async def waiter() -> None:

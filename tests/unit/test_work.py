@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -16,7 +15,7 @@ from support.fake_engine import END, FakeEngine
 from support.rollouts import make_group, make_rollout
 
 from tandem.config.loading import RunConfig
-from tandem.errors import BrokerError, ConfigError, Deadline, EngineError
+from tandem.errors import ConfigError, Deadline, EngineError
 from tandem.observability import waits
 from tandem.rollout.group_runner import keep_rewards
 from tandem.types import Group, Message, Sampling, Task
@@ -27,7 +26,7 @@ from tandem_broker.commands.env import env
 from tandem_broker.commands.work import mask_truncated
 from tandem_broker.producer import IN_A_ROW, PlayPace, Producer, TaskShuffle
 from tandem_broker.protocol.messages import EnvRegistration, EnvStatus, Info
-from tandem_broker.remote_engine import Dialect, RemoteEngine, RemoteEngines
+from tandem_broker.remote_engine import RemoteEngine, RemoteEngines
 
 T = TypeVar("T")
 PLACES = ["broker=http://b:1", "engine=http://e:2/v1"]
@@ -96,34 +95,6 @@ def test_mistakes_are_found_at_once(words: list[str], message: str) -> None:
         recipes.load(None, words)
     with pytest.raises(ConfigError, match="cannot read the recipe"):
         recipes.load(Path("nowhere.yaml"), words)
-
-
-ENVS = "envs: {sums: {env: arithmetic, weight: 3, min_share: 0.25}, calculator: 1}\n"
-
-
-def test_several_environments_are_played_or_one_of_them(tmp_path: Path) -> None:
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text(f"model: m\nsteps: 3\n{ENVS}")
-    config = recipes.load(recipe, PLACES)
-    assert {name: (s.weight, s.min_share) for name, s in config.sources.items()} == {
-        "sums": (3.0, 0.25), "calculator": (1.0, 0.0),
-    }  # fmt: skip
-    assert list(recipes.load(recipe, [*PLACES, "env_name=calculator"]).sources) == ["calculator"]
-    assert recipes.load(recipe, [*PLACES, "envs.sums=5"]).sources["sums"].weight == 5.0
-    for override, message in {
-        "env_name=other": r"env_name must be an entry of envs \(sums, calculator\)",
-        "weight=2": "weight changes nothing: each entry of envs has its own",
-        "known_as=x": "known_as changes nothing",
-        "rewards.number=1": "rewards must be given in each entry",
-        "env=arithmetic": "envs must be left out where env is given",
-    }.items():
-        with pytest.raises(ConfigError, match=message):
-            recipes.load(recipe, [*PLACES, override])
-    alone = recipes.load(None, ["model=m", "env=arithmetic", *PLACES, "known_as=mine", "weight=2", "min_share=0.5"])
-    ((name, source),) = alone.sources.items()
-    assert (name, source.weight, source.min_share) == ("mine", 2.0, 0.5)
-    with pytest.raises(ConfigError, match="there is none"):
-        recipes.load(None, ["model=m", "env=arithmetic", *PLACES, "env_name=arithmetic"])
 
 
 def test_shared_options_have_the_recipes_defaults() -> None:
@@ -292,18 +263,6 @@ def test_what_ails_every_group_ends_the_work(error: Exception) -> None:
             worker_of(made).error = error
             with pytest.raises(type(error), match=str(error)):
                 await started(made, asyncio.Event())
-
-    run(go())
-
-
-def test_refusals_in_a_row_end_the_work() -> None:
-    async def go() -> None:
-        async with FakeBroker(ours=True) as broker:
-            made = producer(broker, n=1)
-            broker.faults["/scored_data"].extend([422, "ok", 422, 422, 422])
-            with pytest.raises(BrokerError, match="a fault"):
-                await started(made, asyncio.Event())
-            assert made.tally.groups["refused"] == 4
 
     run(go())
 
@@ -517,38 +476,6 @@ def test_requests_are_asked_again(fault: Any) -> None:
     run(go())
 
 
-def test_an_error_of_the_request_is_not_asked_for_ever() -> None:
-    async def go() -> None:
-        async with FakeEngine("tandem") as fake, remote(fake).open(context=100, ends=[]) as engine:
-            fake.faults.extend([400])
-            with pytest.raises(EngineError, match="answers /generate with 400"):
-                await sample(engine)
-            assert len(fake.requests) == 1
-            fake.faults.extend([500] * 9)
-            with pytest.raises(EngineError, match="500"):
-                await sample(engine)
-            assert len(fake.requests) == 4
-
-    run(go())
-
-
-def test_others_take_over_while_one_is_away() -> None:
-    async def go() -> None:
-        async with (
-            FakeEngine("tandem") as one,
-            FakeEngine("tandem") as other,
-            remote(one, other, give_up_seconds=0.0).open(context=100, ends=[]) as engine,
-        ):
-            await one.down()
-            for _ in range(4):
-                await sample(engine)
-            assert len(other.requests) == 4
-            assert not one.requests
-            await one.up()
-
-    run(go())
-
-
 def test_patience_ends_when_all_are_away() -> None:
     async def go() -> None:
         async with (
@@ -576,21 +503,3 @@ def test_text_alone_cannot_be_trained_on() -> None:
                 await sample(engine)
 
     run(go())
-
-
-@pytest.mark.parametrize(
-    ("dialect", "answer"),
-    [
-        (Dialect("atropos"), {"logprobs": [[[{}]]], "finish_reasons": ["stop"]}),
-        (Dialect("atropos"), {"logprobs": [[[None]]], "finish_reasons": ["stop"]}),
-        (Dialect("atropos"), {"logprobs": [[[{"5": -0.1}]]], "finish_reasons": [{"type": "stop"}]}),
-        (Dialect("openai", "m"), {"choices": [{"logprobs": {"tokens": [5], "token_logprobs": [-0.1]}}]}),
-        (
-            Dialect("openai", "m"),
-            {"choices": [{"logprobs": {"token_logprobs": None}, "token_ids": [5], "finish_reason": "stop"}]},
-        ),
-    ],
-)
-def test_an_answer_of_another_form_is_the_engines_fault(dialect: Any, answer: dict[str, Any]) -> None:
-    with pytest.raises(EngineError, match="answers without"):
-        dialect.completion(json.dumps(answer).encode(), "engine")

@@ -345,8 +345,8 @@ class BrokerServer:
         if not is_leased:
             self.store.acknowledge(batch.id, self._clock())  # nothing else will: it is out
         self.meter.totals.update(batches=1, groups=len(payloads), bytes=sum(map(len, payloads)))
-        for entry in batch.entries:
-            self.meter.lag(max(0, self.store.policy_step - (entry.version or 0)))
+        lags = (max(0, self.store.policy_step - (entry.version or 0)) for entry in batch.entries)
+        self.meter.totals["lag_steps"] += sum(lags)
         return response
 
     async def _send(
