@@ -221,19 +221,19 @@ def defined_at(function: object) -> str:
     return f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code is not None else ""
 
 
-def number(
+def bounded(
     default: Any = dataclasses.MISSING, *, least: float = 0, above: float = -math.inf, below: float = math.inf
 ) -> Any:
-    """Declare a dataclass field whose number, unless it is None, is within these bounds; see ``check_numbers``.
+    """Declare a dataclass field whose number, unless it is None, is within these bounds; see ``check_bounds``.
 
     Example:
         >>> from dataclasses import dataclass
         >>> @dataclass
         ... class Loader:
-        ...     workers: int = number(4, least=1)
+        ...     workers: int = bounded(4, least=1)
         ...
         ...     def __post_init__(self) -> None:
-        ...         check_numbers(self)
+        ...         check_bounds(self)
         >>> Loader(workers=0)
         Traceback (most recent call last):
         tandem.errors.ConfigError: workers must be at least 1, got 0
@@ -244,8 +244,8 @@ def number(
     return dataclasses.field(default=default, metadata={"fits": fits})
 
 
-def check_numbers(part: Any) -> None:
-    """Check the fields of a dataclass that ``number`` declared.
+def check_bounds(part: Any) -> None:
+    """Check the fields of a dataclass that ``bounded`` declared.
 
     Raises:
         ConfigError: with one line for each that is out of range.

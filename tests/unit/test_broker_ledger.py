@@ -108,17 +108,6 @@ def test_a_lease_that_ran_out_stays_over_after_a_restart(tmp_path: Path) -> None
         assert two.store.take(0.0) is None
 
 
-def test_an_acknowledgement_whose_answer_was_lost_is_known_after_a_restart(tmp_path: Path) -> None:
-    with ledger(tmp_path) as one:
-        begun(one)
-        put(one, "a")
-        batch = some(one.store.take(0.0, lease=True))
-        answer = one.store.acknowledge(batch.id, 0.0)
-    with ledger(tmp_path) as two:
-        assert two.store.acknowledge(batch.id, 0.0) == answer
-        assert two.store.take(0.0) is None
-
-
 def test_a_reset_leaves_nothing(tmp_path: Path) -> None:
     with ledger(tmp_path) as one:
         begun(one)

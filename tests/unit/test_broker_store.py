@@ -114,16 +114,6 @@ def test_environments_wait_until_the_trainer_polls() -> None:
 # --- faults of the original ---
 
 
-def test_groups_before_any_registration_are_served_after_it() -> None:
-    store = GroupQueue()
-    Names(store).put(4, 4, 16)
-    assert store.take(0.0) is None
-    assert not store.started
-    store.register(run(8))
-    assert names(store.take(0.0)) == ["0", "1"]
-    assert store.status(0.0).counts["dropped"] == 1  # the group of 16
-
-
 def test_impossible_sizes_are_refused_at_once() -> None:
     store = started(8)
     with pytest.raises(GroupRefused, match="9 sequences and a batch 8"):
@@ -225,16 +215,6 @@ def test_a_batch_not_acknowledged_in_time_comes_back_to_the_front() -> None:
     assert names(again) == ["0", "1"]
     assert store.step == 2  # served again is not another step
     assert again.id != batch.id
-
-
-def test_renewing_keeps_a_lease() -> None:
-    store = started(4)
-    Names(store).put(4)
-    batch = some(store.take(0.0, lease=True, seconds=10.0))
-    assert store.renew(batch.id, 9.0)
-    assert store.take(18.0, lease=True) is None
-    assert store.take(19.0, lease=True) is not None
-    assert not store.renew(batch.id, 19.0)
 
 
 def test_of_two_leases_with_the_same_groups_the_first_acknowledgement_wins() -> None:

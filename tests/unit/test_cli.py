@@ -258,17 +258,6 @@ def test_a_run_without_whole_checkpoints_cannot_go_on(run: Run, trainer: types.S
     assert trainer.calls == []
 
 
-def test_fewer_steps_than_a_run_has_taken_are_refused(run: Run, trainer: types.SimpleNamespace) -> None:
-    make_run(Path("runs/a"))
-    Path("runs/a/checkpoints/000003").mkdir(parents=True)
-    code, _, err = run("train", "runs/a", "steps=2")
-    assert code == 2
-    assert "command line: steps=2: runs/a is at step 3 already" in err
-    assert "name at least 3" in err
-    assert run("train", "runs/a", "steps=4")[0] == 0
-    assert [config.steps for config, _ in trainer.calls] == [4]
-
-
 # clean
 
 
@@ -529,16 +518,6 @@ def test_eval_measures_a_runs_newest_checkpoint_or_another(run: Run, trainer: ty
         Path("runs/a/checkpoints/000005/model"),
     ]
     assert trainer.calls[0][0].evaluate.samples == 2
-
-
-@pytest.mark.slow
-def test_eval_measures_a_model_folder(run: Run, trainer: types.SimpleNamespace, tiny_model: Path) -> None:
-    assert run("eval", str(tiny_model), "env=arithmetic")[0] == 0
-    assert trainer.calls[0][0].model == str(tiny_model)
-    assert run("eval", str(tiny_model), "envs.arithmetic=1")[0] == 0
-    code, _, err = run("eval", str(tiny_model), "evaluate.tasks=3")
-    assert code == 2
-    assert "says nothing of tasks; name an environment, such as env=gsm8k" in err
 
 
 def test_show_summarises_a_run(run: Run) -> None:

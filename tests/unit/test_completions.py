@@ -47,16 +47,6 @@ def test_an_answer_is_shown_after_the_first_step_and_every_few_steps(
     assert len(lines) < 40, "a few lines for each"
 
 
-def test_none_are_shown_where_none_are_wanted_and_all_where_all_are(tmp_path: Path) -> None:
-    assert events_of(tmp_path / "a", PrintCompletions(every=0)) == []
-    whole = events_of(tmp_path / "b", PrintCompletions(every=20, count=None))
-    assert [len(event["samples"]) for event in whole] == [8, 8]
-    some = events_of(tmp_path / "c", PrintCompletions(every=10, count=3))
-    assert [len(event["samples"]) for event in some] == [3, 3, 3]
-    again = events_of(tmp_path / "d", PrintCompletions(every=10, count=3))
-    assert [event["samples"] for event in again] == [event["samples"] for event in some]
-
-
 def test_the_recipe_says_how_often_by_a_number_or_a_mapping() -> None:
     def read(setting: Any) -> PrintCompletions:
         options = {"model": "m", "steps": 1, "env": "arithmetic", "print_completions": setting}

@@ -354,14 +354,6 @@ def test_options_that_make_no_sense(tmp_path: Path) -> None:
 # dataset: splits, transforms, the hub
 
 
-def test_equal_prompts_stay_on_one_side(tmp_path: Path) -> None:
-    rows = [{"prompt": f"q{n % 20}", "answer": str(n)} for n in range(100)]
-    env = Dataset(path=jsonl(tmp_path / "a.jsonl", *rows), test_share=0.3)
-    sides = [{task.prompt for task in env.tasks(split)} for split in ("train", "test")]  # type: ignore[arg-type]
-    assert all(sides)
-    assert not sides[0] & sides[1]
-
-
 @pytest.fixture
 def transforms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "row_changes.py").write_text(

@@ -117,20 +117,6 @@ def test_one_micro_batch_updates_as_float32_gradients_do(kind: Any, precision: A
         assert with_wide.state_dict().keys() == with_narrow.state_dict().keys(), "a gradient is no state"
 
 
-@pytest.mark.parametrize("summed", ["float32", "bfloat16"])
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_adafactor_waits_for_no_number(precision: Any, summed: Any) -> None:
-    """Its means and sizes stay where they are: the meta device has no numbers to ask for."""
-    named = [(str(shape), Parameter(torch.empty(shape, dtype=torch.bfloat16, device="meta"))) for shape in ((9, 7), 5)]
-    stepper: Any = Adafactor(precision=precision, gradients=summed, weight_decay=0.1).bind(named)
-    for trained, (_, parameter) in zip(stepper.weights, named, strict=True):
-        give(stepper, parameter, [torch.empty_like(parameter)])
-        trained.steps += 1
-    with torch.no_grad():
-        stepper.update(stepper.weights, 1e-3, 0.5)
-    assert all(state["step"] == 1 for state in stepper.states.values())
-
-
 def test_what_it_cannot_be_is_refused(tmp_path: Path) -> None:
     half = Parameter(torch.ones(3, dtype=torch.float16))
     with pytest.raises(ConfigError, match=r"gradients: bfloat16 is for bfloat16 weights, and w is torch\.float16"):

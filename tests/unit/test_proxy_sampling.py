@@ -145,28 +145,6 @@ def test_who_is_waited_for_is_the_engine(template: Template) -> None:
     asyncio.run(go())
 
 
-def test_an_environment_goes_on_with_the_conversation_that_its_agent_had(template: Template) -> None:
-    engine: Any = Scripted([A, END], [B, END], [A, END])
-
-    async def go() -> EngineChat:
-        chat = EngineChat(engine, template, TASK, Sampling(max_tokens=8), "s")
-        async with chat.serve() as url, aiohttp.ClientSession() as http:
-            messages = [USER]
-            for more in ({"role": "user", "content": "go on"}, None):
-                response = await http.post(f"{url}/chat/completions", json={"messages": messages})
-                messages = [*messages, (await response.json())["choices"][0]["message"], more]
-        chat.add(Message(role="user", content="and now?"))
-        await chat.reply()
-        return chat
-
-    chat = asyncio.run(go())
-    assert [m.content for m in chat.messages] == ["hello", "a", "go on", "b", "and now?", "a"]
-    first, second, third = chat.turns
-    for before, after in ((first, second), (second, third)):
-        so_far = (*before.prompt, *before.completion.tokens)
-        assert after.prompt[: len(so_far)] == so_far
-
-
 @pytest.mark.parametrize("swallows", [True, False], ids=["swallowed", "raised"])
 def test_an_engine_that_fails_is_no_fault_of_the_agent(template: Template, swallows: bool) -> None:
     class Broken(Scripted):

@@ -170,18 +170,6 @@ def test_weighted_sum_of_a_part_and_functions() -> None:
     assert metrics["seconds/grading"] > 0
 
 
-def test_numbers_of_other_libraries() -> None:
-    got, _ = graded({"numpy": "sample_graders:numpy", "bool": "sample_graders:by_text"}, group("scalar", "bool"))
-    assert [rollout.rewards["numpy"] for rollout in got] == [0.25, 0.5]
-    assert got[1].rewards["bool"] == 1.0
-
-
-def test_none_leaves_a_reward_out_of_the_sum() -> None:
-    got, _ = graded({"a": "sample_graders:by_text", "number": (Number(), 3.0)}, group("none", "7", answer="none 7"))
-    assert [(rollout.status, rollout.reward) for rollout in got] == [("ok", 0.0), ("ok", 4.0)]
-    assert got[0].rewards == {"number": 0.0}
-
-
 def test_a_rollout_of_which_no_reward_says_anything_is_left_out_of_its_group() -> None:
     got, _ = graded({"a": "sample_graders:by_text", "b": "sample_graders:trl_async"}, group("none", "7", "8"))
     assert [(rollout.status, rollout.reward) for rollout in got] == [("ok", None), ("ok", 2.0), ("ok", 2.0)]

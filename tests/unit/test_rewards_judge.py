@@ -132,16 +132,6 @@ def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         judged(group("7"), server, key_variable="JUDGE_KEY")
 
 
-def test_the_template_is_filled_in_once_and_braces_that_name_nothing_stay() -> None:
-    server = FakeServer()
-    server.script = says("5")
-    template = '{rubric}|{prompt}|{reply}|{answer}|{"json": 1}|{ x }|{extra.index}'
-    judged(group("I say {answer}", rubric="{reply} style", extra={"index": 3}), server, template=template)
-    assert server.requests[0]["messages"][0]["content"] == (
-        '{reply} style|What is 3 + 4?|I say {answer}|7|{"json": 1}|{ x }|3'
-    )
-
-
 def test_a_conversation_is_shown_with_its_roles() -> None:
     server = FakeServer()
     server.script = says("5")
@@ -257,15 +247,6 @@ def test_what_would_never_be_answered_ends_the_run(code: int) -> None:
     with pytest.raises(RewardError, match=rf"was refused by http.*: {code} .*no such model"):
         judged(group("7", "8"), server)
     assert len(server.requests) == 2
-
-
-def test_one_question_that_is_refused_costs_its_rollout() -> None:
-    server = FakeServer()
-    server.script = lambda reply, attempt: web.Response(status=400, text="too long") if reply == "x" else None
-    got, metrics = judged(group("5", "x"), server, away="stop")
-    assert [rollout.status for rollout in got] == ["ok", "error"]
-    assert "400 too long" in got[1].error
-    assert metrics["grading/failed_raised"] == 1.0
 
 
 # options

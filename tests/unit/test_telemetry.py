@@ -316,23 +316,6 @@ def test_an_alarm_is_an_event_and_a_metric(tmp_path: Path) -> None:
     assert metrics[30]["alarms/length"] == 1.0
 
 
-@pytest.mark.parametrize("resumed", [10, 21, 26])
-def test_a_resumed_run_tells_what_it_would_have_told(resumed: int, tmp_path: Path) -> None:
-    for folder in ("whole", "resumed"):
-        with Telemetry(info(tmp_path / folder), [], AlarmWatch({})) as telemetry:
-            for step in range(1, 31):
-                telemetry.emit(step, [collapsing(step)])
-    with Telemetry(info(tmp_path / "resumed", resumed_step=resumed), [], AlarmWatch({})) as telemetry:
-        for step in range(resumed + 1, 31):
-            telemetry.emit(step, [collapsing(step)])
-    whole, again = (
-        [row["metrics"] for row in rows(tmp_path / folder / "metrics.jsonl")] for folder in ("whole", "resumed")
-    )
-    assert whole == again
-    alarms = [row["step"] for row in rows(tmp_path / "resumed" / "events.jsonl") if row["event"] == "alarm"]
-    assert alarms == alarms[:1] * (2 if resumed < alarms[0] else 1), "told again only where it was undone"
-
-
 def test_broken_rows_in_the_middle_are_skipped_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"step": 1}\nnot json\n[1]\n{"step": 2}\n{"step": 3')

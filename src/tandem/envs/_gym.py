@@ -13,7 +13,7 @@ from typing import Any
 
 from tandem.envs.base import Environment, Split
 from tandem.envs.data.split import Tasks, digest, opening, some, split_of
-from tandem.errors import EnvError, number
+from tandem.errors import EnvError, bounded
 from tandem.types import Json, Task
 
 logger = logging.getLogger(__name__)
@@ -26,9 +26,9 @@ _GIVE_UP_AFTER = 500
 class GymTasks(Environment):
     """Base of the reasoning-gym environments."""
 
-    size: int = number(1000, least=1)
+    size: int = bounded(1000, least=1)
     """Most questions, both splits together; fewer if the task has no more. They are made when the run starts."""
-    test_share: float = number(0.2, below=1)
+    test_share: float = bounded(0.2, below=1)
     """Share of questions held out."""
     seed: int = 0
     """Which questions are made."""

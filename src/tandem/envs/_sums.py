@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tandem.envs.base import Environment, Split
 from tandem.envs.data.split import split_of
-from tandem.errors import ConfigError, number
+from tandem.errors import ConfigError, bounded
 from tandem.expression import as_text, evaluate
 from tandem.types import Json, Message, Task
 
@@ -32,9 +32,9 @@ class SumTasks(Environment):
     """Largest number."""
     prompt: str = "What is {expression}?"
     """The question; {expression} stands for the sum."""
-    size: int = number(10_000, least=1)
+    size: int = bounded(10_000, least=1)
     """Most questions, both splits together; fewer if the numbers allow no more."""
-    test_share: float = number(0.2, below=1)
+    test_share: float = bounded(0.2, below=1)
     """Share of questions held out."""
     seed: int = 0
     """Which questions are drawn, and their order."""

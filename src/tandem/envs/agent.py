@@ -18,7 +18,7 @@ from typing import Any
 
 from tandem.envs.base import Chat, Split
 from tandem.envs.dataset import Dataset, imported
-from tandem.errors import ConfigError, EnvError, number
+from tandem.errors import ConfigError, EnvError, bounded
 from tandem.types import Message, Task
 
 _FUNCTION = re.compile(r"[\w.]+:[A-Za-z_]\w*$")
@@ -31,7 +31,7 @@ class Agent(Dataset):
     agent: str
     """``pkg.mod:fn``, awaited with the task and the API's base URL, or a command, which has OPENAI_BASE_URL and reads
     the task as JSON. The text that the one returns and the other prints is the last message that rewards see."""
-    timeout_seconds: float = number(600.0, above=0)
+    timeout_seconds: float = bounded(600.0, above=0)
     """How long one task may take."""
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Literal, Protocol
 
-from tandem.errors import check_numbers
+from tandem.errors import check_bounds
 from tandem.types import Json, Message, Task
 
 Split = Literal["train", "test"]
@@ -85,7 +85,7 @@ class Environment(ABC):
     """
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        check_bounds(self)
 
     @property
     def name(self) -> str:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from tandem.envs.base import Environment, Split
 from tandem.envs.data.split import Tasks, opening, some, split_of
-from tandem.errors import ConfigError, number
+from tandem.errors import ConfigError, bounded
 from tandem.types import Json, Task
 
 _INSTRUCTION = "Put the expression between <answer> and </answer>, for example <answer>(1 + 2) * 3</answer>."
@@ -30,9 +30,9 @@ class Countdown(Environment):
     """Fewest numbers in a puzzle."""
     max_numbers: int = 4
     """Most numbers in a puzzle."""
-    max_number: int = number(99, least=1)
+    max_number: int = bounded(99, least=1)
     """Largest given number; the smallest is 1."""
-    max_target: int = number(999, least=1)
+    max_target: int = bounded(999, least=1)
     """Largest target; the smallest is 1."""
     operators: tuple[str, ...] = ("+", "-", "*", "/")
     """Any of + - * /."""
@@ -42,9 +42,9 @@ class Countdown(Environment):
     """Added beneath every question."""
     system: str = ""
     """System message; empty: none."""
-    size: int = number(2000, least=1)
+    size: int = bounded(2000, least=1)
     """Most puzzles, both splits together; fewer if the options allow no more."""
-    test_share: float = number(0.1, below=1)
+    test_share: float = bounded(0.1, below=1)
     """Share of puzzles held out."""
     seed: int = 0
     """Which puzzles are made."""

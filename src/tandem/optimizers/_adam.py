@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from tandem.errors import number
+from tandem.errors import bounded
 from tandem.lazy import torch
 from tandem.optimizers._precise import PreciseStepper, TrainedWeight, whole
 from tandem.optimizers.base import Optimizer, ParameterPart, PartStepper, Stepper
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 class Adam(Optimizer):
     """Options of AdamW (arXiv 1711.05101)."""
 
-    beta1: float = number(0.9, below=1)
+    beta1: float = bounded(0.9, below=1)
     """Decay of the gradient's running mean."""
-    beta2: float = number(0.999, below=1)
+    beta2: float = bounded(0.999, below=1)
     """Decay of the squared gradient's running mean."""
-    eps: float = number(1e-8)
+    eps: float = bounded(1e-8)
     """Added to the root of the squared gradient's mean; it matters where gradients are this small."""
-    weight_decay: float = number(0.0)
+    weight_decay: float = bounded(0.0)
     """Share of each weight that is subtracted per step, times the rate."""
 
     def bind(self, named_parameters: Sequence[tuple[str, Parameter]]) -> Stepper:

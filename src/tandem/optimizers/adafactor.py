@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tandem.errors import number
+from tandem.errors import bounded
 from tandem.lazy import torch
 from tandem.optimizers._precise import Precise, PreciseStepper, TrainedWeight, whole
 from tandem.optimizers.base import Stepper
@@ -34,11 +34,11 @@ class Adafactor(Precise):
     """False: the rate is absolute, the root mean square of the largest update that clip_rms lets through."""
     beta2_decay: float = -0.8
     """At step t the squared gradient's running mean forgets a share of t to this power."""
-    scale_floor: float = number(1e-3)
+    scale_floor: float = bounded(1e-3)
     """A tensor whose root mean square is smaller moves as if it were this."""
-    clip_rms: float = number(1.0, above=0)
+    clip_rms: float = bounded(1.0, above=0)
     """An update whose root mean square, before the rate, is larger is scaled down to it."""
-    weight_decay: float = number(0.0)
+    weight_decay: float = bounded(0.0)
     """Share of each weight that is subtracted per step, times the rate."""
 
     def __post_init__(self) -> None:

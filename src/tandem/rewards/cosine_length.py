@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from tandem.errors import ConfigError, number
+from tandem.errors import ConfigError, bounded
 from tandem.rewards.base import GroupReward, Reward
 from tandem.types import Rollout
 
@@ -21,7 +21,7 @@ class CosineLength(Reward):
 
     accuracy: Reward = field(metadata={"category": "rewards"})
     """The reward that says which answers are right: those to which it gives full marks (1 where it names none)."""
-    max_tokens: int = number(least=1)
+    max_tokens: int = bounded(least=1)
     """Sampled tokens, all turns together, at which an answer is long; usually sampling.max_tokens."""
     right_short: float = 1.0
     """For a right answer of no tokens."""

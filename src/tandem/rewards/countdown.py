@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from tandem.errors import number
+from tandem.errors import bounded
 from tandem.expression import BadExpression, evaluate
 from tandem.rewards._answers import in_tag, last_tag
 from tandem.rewards.base import Reward
@@ -20,7 +20,7 @@ class CountdownReward(Reward):
 
     use: Literal["all", "some"] = "all"
     """all: each number exactly once. some: each at most once."""
-    partial: float = number(0.0, below=1)
+    partial: float = bounded(0.0, below=1)
     """For an expression that uses the numbers rightly but has another value."""
     tag: str = "answer"
     """The expression stands in the last <tag>...</tag>; without one, or if empty, on the last line."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from tandem.errors import ConfigError, RewardError, number, redacted
+from tandem.errors import ConfigError, RewardError, bounded, redacted
 from tandem.rewards.base import Failure, GroupReward, Verdict
 from tandem.types import Rollout, column
 
@@ -69,21 +69,21 @@ class Judge(GroupReward):
     """Score that is a reward of 0."""
     highest: float = 10.0
     """Score that is a reward of 1."""
-    max_tokens: int = number(512, least=1)
+    max_tokens: int = bounded(512, least=1)
     """Most tokens of the judge's answer."""
     request: dict[str, Any] = field(default_factory=dict)
     """More fields of the request, as the server knows them; null takes one out, such as {temperature: null}."""
     key_variable: str = ""
     """Environment variable with the API key; empty: none is sent."""
-    concurrency: int = number(8, least=1)
+    concurrency: int = bounded(8, least=1)
     """Questions under way at once, in each of grading.workers processes."""
-    timeout_seconds: float = number(60.0, above=0)
+    timeout_seconds: float = bounded(60.0, above=0)
     """Seconds that one request may take."""
-    retries: int = number(4)
+    retries: int = bounded(4)
     """How often a question is asked again."""
-    backoff_seconds: float = number(1.0, above=0)
+    backoff_seconds: float = bounded(1.0, above=0)
     """Seconds before it is asked again for the first time; each time they double."""
-    deadline_seconds: float = number(300.0, above=0)
+    deadline_seconds: float = bounded(300.0, above=0)
     """Seconds that the questions about one group may take, with all that are asked again."""
     away: Literal["leave_out", "none", "stop"] = "leave_out"
     """If there is no answer in the end: leave the rollout out of its group, leave this reward out of the rollout's

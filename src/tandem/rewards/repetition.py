@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem.errors import number
+from tandem.errors import bounded
 from tandem.rewards.base import Reward
 from tandem.types import Rollout
 
@@ -13,7 +13,7 @@ from tandem.types import Rollout
 class Repetition(Reward):
     """Minus the share of word n-grams that were said before: 0 for none, close to -1 for a loop."""
 
-    ngram: int = number(3, least=1)
+    ngram: int = bounded(3, least=1)
     """Words in one n-gram."""
 
     def __call__(self, rollout: Rollout) -> float:

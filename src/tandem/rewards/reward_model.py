@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from tandem.errors import ConfigError, RewardError, number
+from tandem.errors import ConfigError, RewardError, bounded
 from tandem.rewards.base import Failure, GroupReward, Verdict
 from tandem.types import TEXT, Message, Rollout
 
@@ -24,17 +24,17 @@ class RewardModel(GroupReward):
 
     model: str
     """Hugging Face id or a local folder, with a head for sequence classification."""
-    label: int | None = number(None)
+    label: int | None = bounded(None)
     """Which output is the reward, from 0; null: the only one."""
     device: str = "cpu"
     """Where it computes: cpu, cuda, cuda:1."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Type of its weights; auto: as they were saved."""
-    batch: int = number(8, least=1)
+    batch: int = bounded(8, least=1)
     """Conversations in one forward pass, those of like length together."""
     chat_template: str = ""
     """Jinja chat template, as text or the path of a file; empty: its tokenizer's own."""
-    timeout_seconds: float = number(120.0, above=0)
+    timeout_seconds: float = bounded(120.0, above=0)
     """Seconds that all siblings of a task together may take."""
 
     def __post_init__(self) -> None:
