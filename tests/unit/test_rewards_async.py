@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tandem.errors import RewardError
 from tandem.metrics import flatten
 from tandem.observability import waits
-from tandem.rewards.base import Failure, GroupReward, Verdict
 from tandem.rewards.grading.workers import Graders
 from tandem.rewards.number import Number
 from tandem.rollout.gold import gold_rollout
@@ -121,15 +119,6 @@ def test_async_calls_of_a_group_go_on_side_by_side() -> None:
     assert "grading/restarts" not in metrics
 
 
-def test_several_async_functions_go_on_side_by_side() -> None:
-    specs = {"one": "async_graders:first", "two": "async_graders:second", "number": Number()}
-    got, _ = graded(specs, group("7", "8"))
-    assert [rollout.rewards for rollout in got] == [
-        {"one": 1.0, "two": 2.0, "number": 1.0},
-        {"one": 1.0, "two": 2.0, "number": 0.0},
-    ]
-
-
 def test_one_that_waits_too_long_is_given_up_and_its_process_lives_on() -> None:
     specs = {"f": "async_graders:by_text", "number": Number()}
     got, metrics = graded(specs, group("7", "forever", "raise", "8"), 0.5)
@@ -158,13 +147,6 @@ def test_the_one_that_takes_its_process_along_is_found(culprit: str, reason: str
 
 
 # pools
-
-
-def test_a_reward_that_is_alone_has_a_process_to_itself(module: Any) -> None:
-    specs = {"large": module.Large(), "f": "async_graders:blocks", "g": "async_graders:blocks"}
-    got, _ = graded(specs, group("7", "8"), workers=3)
-    assert got[0].rewards["large"] == got[1].rewards["large"] != got[0].rewards["f"]
-    assert len({value for rollout in got for name, value in rollout.rewards.items() if name != "large"}) == 1
 
 
 def test_a_hung_grader_leaves_the_large_ones_process_alone(module: Any) -> None:
@@ -213,33 +195,6 @@ def test_a_failure_may_cost_the_reward_alone(module: Any, caplog: pytest.LogCapt
     assert [(rollout.status, rollout.reward) for rollout in got] == [("ok", 2.0), ("ok", 0.0)]
     assert metrics["grading/failed_away"] == 1.0
     assert "reward 'ask' had no answer; this reward is left out of its rollout's sum" in caplog.text
-
-
-def test_a_failure_may_cost_its_rollout(module: Any) -> None:
-    got, metrics = graded({"ask": module.Fails(), "n": Number()}, group("7", "ask"))
-    assert [(rollout.status, rollout.reward) for rollout in got] == [("ok", 2.0), ("error", None)]
-    assert metrics["grading/failed_away"] == 1.0
-
-
-def test_a_failure_may_end_the_run(module: Any) -> None:
-    with pytest.raises(RewardError, match="reward 'ask' had no answer"):
-        graded({"ask": module.Fails(costs="run")}, group("7", "ask"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Twice(GroupReward):
-    """Its own two ways to be called."""
-
-    def scores(self, rollouts: Sequence[Rollout]) -> Sequence[Verdict]:
-        return [None if r.text == "n" else Failure("away", "is away") if r.text == "f" else 2.0 for r in rollouts]
-
-
-def test_a_group_reward_may_be_asked_of_one_rollout() -> None:
-    one, none, away = group("7", "n", "f")
-    assert Twice()(one) == 2.0
-    assert Twice()(none) is None
-    with pytest.raises(RewardError, match="is away"):
-        Twice()(away)
 
 
 # who waits for whom
