@@ -71,6 +71,7 @@ class Broadcast(Periodic):
         assert isinstance(engine, ReceivesBroadcast)
         from tandem.transport.collective import Member  # which need torch
         from tandem.transport.rendezvous import Rendezvous, accelerator
+        from tandem.transport.weight_transfer import WeightTransferGroup
 
         engine_starts, accelerators = session.engine.restart_count, await engine.workers()
         ranks = [len(those) for those in accelerators]
@@ -87,7 +88,8 @@ class Broadcast(Periodic):
             name=f"tandem-{id(session):x}-{engine_starts}",
             seconds=self.timeout_seconds,
         )
-        member = session.member = Member.host(meeting, device)
+        group = Member if session.engine.sums_bytes else WeightTransferGroup
+        member = session.member = group.host(meeting, device)
         self._record(session, member.rendezvous)
         await engine.connect(asdict(member.rendezvous), list(accumulate(ranks, initial=1))[:-1])
         late = 2 * self.timeout_seconds
