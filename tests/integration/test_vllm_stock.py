@@ -1,10 +1,11 @@
-"""A plain ``vllm serve``, without anything of Tandem's, as the engine apart: adapters by name, proven by a probe alone."""
+"""A plain ``vllm serve`` as the engine apart: adapters by name, each publish proven by a probe alone."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,26 +26,26 @@ from integration.vllm_runs import (
     until,
 )
 
+from tandem.engines.vllm.spec import LINEAR
 from tandem.ports import free_port
 
 pytestmark = [needs_engine, pytest.mark.slow]
 
 LORA = {"kind": "lora", "rank": 8, "alpha": 16}
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @contextmanager
 def stock_vllm(place: Path, model: Path) -> Iterator[str]:
     """vLLM's server by its own command line; its address."""
     port = free_port()
-    here = ["--gpu-memory-utilization", "0.05"] if CUDA else ["--kv-cache-memory-bytes", "250000000"]
-    command = [
-        engine_python() or "python", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port),
-        "--dtype", DTYPE, "--max-model-len", "256", "--max-num-seqs", "32", "--enforce-eager", *here, "--enable-lora",
-        "--max-lora-rank", "8", "--max-loras", "3", "--lora-target-modules", *TARGETS,
-        "--logprobs-mode", "processed_logprobs",
-        "--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor",
-    ]  # fmt: skip
+    here = "--gpu-memory-utilization 0.05" if CUDA else "--kv-cache-memory-bytes 250000000"
+    words = (
+        f"-m vllm.entrypoints.openai.api_server --model {model} --port {port} --dtype {DTYPE} --max-model-len 256 "
+        f"--max-num-seqs 32 --enforce-eager {here} --enable-lora --max-lora-rank 8 --max-loras 3 "
+        f"--lora-target-modules {' '.join(LINEAR)} --logprobs-mode processed_logprobs "
+        "--distributed-executor-backend vllm.v1.executor.uniproc_executor.UniProcExecutor"
+    )
+    command = [engine_python() or sys.executable, *words.split()]
     own = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     log = place / "vllm.txt"
     with log.open("w") as out:
