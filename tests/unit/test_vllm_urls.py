@@ -75,8 +75,6 @@ class StockVllm:
                 return web.Response()
             case "/metrics":
                 return web.Response(text=f"process_start_time_seconds {self.started}\n")
-            case "/is_paused":
-                return web.json_response({"is_paused": False})
             case "/get_world_size":
                 return web.json_response({"world_size": 2})
             case "/v1/models":
@@ -279,7 +277,9 @@ def test_a_publish_is_proven_by_a_probe_alone(policy: Policy, tmp_path: Path, ar
         server = StockVllm(adapters=True)
 
         def stale(tokens: Sequence[int], temperature: float) -> list[float]:
-            with policy.model.disable_adapter():
+            bare = Lora(rank=4).untrained(policy.model)
+            assert bare is not None
+            with bare:
                 return policy.scores(tokens, temperature)[0]
 
         server.scores = lambda tokens, temperature: policy.scores(tokens, temperature)[0]
@@ -314,4 +314,4 @@ def test_the_id_of_a_group_is_what_vllm_unpickles(monkeypatch: pytest.MonkeyPatc
 def test_weights_of_a_trainer_without_a_gpu_are_refused_with_what_can_be() -> None:
     meeting = Rendezvous(host="127.0.0.1", world=2, backend="gloo")
     with pytest.raises(TransportError, match=r"by NCCL alone.*trainable: lora with sync: hotswap"):
-        WeightTransferGroup.host(meeting, torch.device("cpu"))
+        WeightTransferGroup(meeting, torch.device("cpu"))

@@ -52,11 +52,6 @@ class WeightTransferGroup:
         self._nccl.ncclGetErrorString.restype = ctypes.c_char_p
         self._group = ctypes.c_void_p()
 
-    @classmethod
-    def host(cls, rendezvous: Rendezvous, device: torch.device) -> WeightTransferGroup:
-        """Serve the store and return at once; ``.rendezvous``, with the port, is for the others."""
-        return cls(rendezvous, device)
-
     def connect(self) -> None:
         """Wait for all workers.
 
@@ -97,9 +92,7 @@ class WeightTransferGroup:
         if group.value is not None:
             self._call("ncclCommAbort", group)
 
-    def close(self) -> None:
-        """Leave for good."""
-        self.abort()
+    close = abort
 
     def _stream(self) -> ctypes.c_void_p:
         return ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)

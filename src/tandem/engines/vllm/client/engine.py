@@ -75,26 +75,18 @@ class VllmEngine(Engine):
     async def start(self) -> None:
         """Start or find the servers."""
         await self.fleet.start()
-        self._say_what_proves()
-        if self.fleet.started_elsewhere:
-            self._swapped = await self.inherit()
-        self._context = self.fleet.least = min(self._context, self.fleet.context)
-
-    def _say_what_proves(self) -> None:
-        """Say plainly that stock servers are proven by less than Tandem's.
-
-        Raises:
-            EngineError: there are some of each kind, which take weights in different ways.
-        """
         stock = [server.name for server in self.servers if server.plain]
         if len(stock) not in (0, len(self.servers)):
-            raise EngineError(f"{', '.join(stock)} is stock vLLM and the others are not; let engine.urls name one kind")
+            raise EngineError(f"{', '.join(stock)} is stock vLLM and the others are not; name one kind in engine.urls")
         if stock:
             log.warning(
                 "%s: stock vLLM, which cannot checksum its weights or tag tokens with versions: each publish is proven "
                 "by a probe alone, and every answer is sampled by one version",
                 ", ".join(stock),
             )
+        if self.fleet.started_elsewhere:
+            self._swapped = await self.inherit()
+        self._context = self.fleet.least = min(self._context, self.fleet.context)
 
     async def inherit(self) -> list[str]:
         """Have servers that others used awake and without adapters in the way; versions by name that all of them hold.

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
+from msgspec.structs import replace
 
 from tandem.engines.base import EngineRequirements, LoadsVersions, ReceivesBroadcast
 from tandem.engines.vllm import protocol as wire
@@ -99,7 +100,7 @@ class UrlServer(EngineServer):
         self._forget()
         self._model = Model("")
         self._takes_adapters = self._takes_weights = False
-        self._logprobs = ""
+        self._world, self._logprobs = 1, ""
         self._flying: Counter[str | None] = Counter()
         self._changed = asyncio.Event()
         self._paused_at = 0.0
@@ -141,16 +142,13 @@ class UrlServer(EngineServer):
             self._looked_at = started
         elif self._state == "away":
             self._state = "new"
-        world = (await self.get("/get_world_size", dict))["world_size"] if self._takes_weights else 1
+        worker = wire.Workers(rank=0, world=self._world, pid=0, device="", torch="", backend="nccl")
+        places = [f"{self.url}#{rank}" for rank in range(self._world)]
         return wire.EngineInfo(
             engine=started, state=self._state, reason="", step=self._step, digest=self._digest, updates=0,
             running=self._flying.total(), adapter=self._adapter, model=self._model.id,
             context=self._model.max_model_len or 0, logprobs=self._logprobs, adapters=self._takes_adapters,
-            workers=[
-                wire.Workers(rank=rank, world=world, pid=0, device="", accelerator=f"{self.url}#{rank}", torch="",
-                             backend="nccl")
-                for rank in range(world)
-            ],
+            workers=[replace(worker, rank=rank, accelerator=place) for rank, place in enumerate(places)],
         )  # fmt: skip
 
     async def _look(self) -> None:
@@ -162,7 +160,8 @@ class UrlServer(EngineServer):
         self._forget()
         statuses = [(await self.ask("GET", path))[0] for path in (LOAD, UPDATE)]
         self._takes_adapters, self._takes_weights = (status == 405 for status in statuses)
-        if self._takes_weights and (await self.get("/is_paused", dict))["is_paused"]:
+        if self._takes_weights:
+            self._world = (await self.get("/get_world_size", dict))["world_size"]
             await self._tell("/resume")  # its trainer may have died while it was paused
         choice = await self._complete([0], None, max_tokens=1, temperature=SHARP, **UNFILTERED)
         processed = abs(choice.logprobs.token_logprobs[0]) < 0.5
@@ -196,23 +195,20 @@ class UrlServer(EngineServer):
         status, content = await self.ask("POST", path, {} if body is None else body)
         self._refused(path, status, content)
 
-    async def _metric(self, name: str) -> str:
-        _, content = await self.ask("GET", "/metrics")
-        found = re.search(rf"^{name}(?:{{.*}})? (\S+)$", content.decode(errors="replace"), re.MULTILINE)
-        return found[1] if found else ""
-
     async def _started(self) -> str:
         """When its process started, which tells it from one that took its place.
 
         Raises:
             EngineError: it does not say.
         """
-        if not (started := await self._metric("process_start_time_seconds")):
+        _, content = await self.ask("GET", "/metrics")
+        found = re.search(rb"^process_start_time_seconds (\S+)$", content, re.MULTILINE)
+        if found is None:
             raise EngineError(
                 f"{self.name} does not say in /metrics when its process started, so a restart would go unnoticed; "
                 "start it with one API server process and its metrics"
             )
-        return f"started at {started}"
+        return f"started at {found[1].decode()}"
 
     async def _until(self, ready: Callable[[], bool]) -> None:
         """Wait for the state to be so.
@@ -298,8 +294,7 @@ class UrlServer(EngineServer):
         status, _ = await self.ask("GET", "/health")
         if status >= 400:
             raise EngineCoreDied(f"{self.name} answers /health with {status}")
-        load = {key: float(await self._metric(f"vllm:num_requests_{key}") or 0) for key in ("running", "waiting")}
-        return {"engine": await self._started(), **load}
+        return {"engine": await self._started(), "running": self._flying.total(), "waiting": 0}
 
     # The transaction
 
@@ -340,12 +335,7 @@ class UrlServer(EngineServer):
         return {"loaded": [{"name": m.id} for m in models.data if m.parent is not None], "in_place": False}
 
     async def _load(self, body: wire.LoadAdapter) -> dict[str, Any]:
-        try:
-            await self._tell(LOAD, {"lora_name": body.adapter_name, "lora_path": body.adapter_path})
-        except EngineUnreachable:
-            raise
-        except EngineError as error:
-            raise EngineError(f"{error}; it must reach the folder by this path, and have room for its rank") from error
+        await self._tell(LOAD, {"lora_name": body.adapter_name, "lora_path": body.adapter_path})
         return {}
 
     async def _unload(self, body: wire.UnloadAdapter) -> dict[str, Any]:
