@@ -230,7 +230,7 @@ def _emit(
             seconds=published.seconds,
             bytes=published.bytes,
             probe_gap=published.probe_gap,
-            probe_alone=not run.weight_sync.engine.sums_bytes,
+            probe_alone=published.probe_alone,
         )
     seconds = time.perf_counter() - begun
     merged = merge([stats.metrics, batch.metrics, *parts])
