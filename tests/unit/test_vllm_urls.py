@@ -59,7 +59,7 @@ class StockVllm:
         self.scores: Scores = lambda tokens, temperature: [-1.0] * (len(tokens) - 1)
         self.gate = asyncio.Event()
         self.gate.set()
-        self.asked: list[dict[str, Any]] = []
+        self.requests: list[dict[str, Any]] = []
         self._raw = raw
         self._routes = {"/v1/completions": self._complete}
         if adapters:
@@ -90,7 +90,7 @@ class StockVllm:
         return await self._routes[request.path](json.loads(await request.read()))
 
     async def _complete(self, body: dict[str, Any]) -> web.Response:
-        self.asked.append(body)
+        self.requests.append(body)
         if body["model"] not in ("m", *self.loaded):
             return web.json_response({"error": {"message": "The model does not exist."}}, status=404)
         await self.gate.wait()
@@ -188,7 +188,7 @@ def test_a_request_is_sampled_by_the_version_it_began_with_and_waits_for_the_one
             (first,) = server.loaded
             server.gate.clear()
             old = asyncio.ensure_future(engine.generate([5, 6], Sampling(max_tokens=3, top_k=7, stop=("x",)), key=0))
-            await eventually(lambda: len(server.asked) == 2)
+            await eventually(lambda: len(server.requests) == 2)
             assert engine.accept_requests_for(1)
             new = asyncio.ensure_future(engine.generate([5, 6], Sampling(max_tokens=2), key=0))
             for step in (1, 2):
@@ -199,7 +199,7 @@ def test_a_request_is_sampled_by_the_version_it_began_with_and_waits_for_the_one
             assert (await new).versions == (1, 1)
             await publish_adapter(engine, 3)
             assert len(server.loaded) == ADAPTERS.versions
-            begun, later = server.asked[1:3]
+            begun, later = server.requests[1:3]
             assert (begun["model"], begun["prompt"], begun["top_k"], begun["stop"]) == (first, [5, 6], 7, ["x"])
             assert begun["return_token_ids"]
             assert begun["cache_salt"] != later["cache_salt"]

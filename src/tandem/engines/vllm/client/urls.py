@@ -71,7 +71,7 @@ class Choice(msgspec.Struct):
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
-class Completions(msgspec.Struct):
+class CompletionResponse(msgspec.Struct):
     """Answer of /v1/completions."""
 
     choices: list[Choice]
@@ -109,7 +109,7 @@ class UrlServer(EngineServer):
             "/health": self._health,
             "/bridge/pause": self._pause,
             "/bridge/resume": self._resume,
-            "/bridge/stamp": self._stamp,
+            "/bridge/stamp": self._set_version,
             "/bridge/stop": self._stop,
             "/bridge/probe": self._probe,
             "/lora/status": self._adapters,
@@ -202,42 +202,46 @@ class UrlServer(EngineServer):
             EngineError: it does not say.
         """
         _, content = await self.ask("GET", "/metrics")
-        found = re.search(rb"^process_start_time_seconds (\S+)$", content, re.MULTILINE)
-        if found is None:
+        line = re.search(rb"^process_start_time_seconds (\S+)$", content, re.MULTILINE)
+        if line is None:
             raise EngineError(
                 f"{self.name} does not say in /metrics when its process started, so a restart would go unnoticed; "
                 "start it with one API server process and its metrics"
             )
-        return f"started at {found[1].decode()}"
+        return f"started at {line[1].decode()}"
 
-    async def _until(self, ready: Callable[[], bool]) -> None:
+    async def _until(self, ready: Callable[[], bool], reason: str, *, on: str, seconds: float) -> None:
         """Wait for the state to be so.
 
         Raises:
             EngineUnreachable: the server is not used any more.
         """
-        while not ready():
-            if self._state == "away":
-                raise EngineUnreachable(f"{self.name} does not answer any more")
-            self._changed.clear()
-            await self._changed.wait()
+        if ready():
+            return
+        async with waits.waiting(waits.actor("trainer"), reason, on=on, deadline=seconds):
+            while not ready():
+                if self._state == "away":
+                    raise EngineUnreachable(f"{self.name} does not answer any more")
+                self._changed.clear()
+                await self._changed.wait()
 
     # Sampling
 
     async def sample(self, request: wire.Generate, *, seed: int | None, later: float) -> Sampled:
         """One completion, by one version; it begins once the version that it asks for is served."""
         self.outstanding += 1
-        seconds = self.request_seconds + later
+        least, seconds = request.min_step, self.request_seconds + later
         try:
-            async with waits.waiting(waits.actor("trainer"), f"POST {COMPLETIONS}", on=self.name, deadline=seconds):
-                await self._until(lambda: self._state == "serving" and self._step >= request.min_step)
-                step, adapter = self._step, self._adapter
-                self._flying[adapter] += 1
-                try:
-                    choice = await self._generated(request, adapter, seed)
-                finally:
-                    self._flying[adapter] -= 1
-                    self._changed.set()
+            await self._until(
+                lambda: self._state == "serving" and self._step >= least, "a version", on="trainer", seconds=seconds
+            )
+            step, adapter = self._step, self._adapter
+            self._flying[adapter] += 1
+            try:
+                choice = await self._generated(request, adapter, seed)
+            finally:
+                self._flying[adapter] -= 1
+                self._changed.set()
         finally:
             self.outstanding -= 1
         return Sampled(
@@ -270,7 +274,7 @@ class UrlServer(EngineServer):
             raise EngineCoreDied(f"{self.name} answers {COMPLETIONS} with {status}, and ends")
         self._refused(COMPLETIONS, status, content)
         try:
-            (choice,) = msgspec.json.decode(content, type=Completions).choices
+            (choice,) = msgspec.json.decode(content, type=CompletionResponse).choices
         except (msgspec.DecodeError, ValueError) as error:
             raise self.odd(COMPLETIONS, f"{error}; it must answer with token_ids and logprobs") from error
         return choice
@@ -301,9 +305,8 @@ class UrlServer(EngineServer):
     async def _pause(self, body: wire.Pause) -> dict[str, Any]:
         """Once nothing of this trainer is in flight; of others, where the server can be paused at all."""
         before, self._state = self._state, "paused"
-        seconds = self.request_seconds
-        async with waits.waiting(waits.actor("trainer"), "requests in flight to end", on=self.name, deadline=seconds):
-            await self._until(lambda: not self._flying.total())
+        idle, seconds = lambda: not self._flying.total(), self.request_seconds
+        await self._until(idle, "requests in flight to end", on=self.name, seconds=seconds)
         if self._takes_weights:
             await self._tell("/pause?mode=wait")
         self._paused_at = time.monotonic()
@@ -317,7 +320,7 @@ class UrlServer(EngineServer):
         self._changed.set()
         return {"step": self._step, "digest": self._digest, "seconds": paused}
 
-    async def _stamp(self, body: wire.SetVersion) -> dict[str, Any]:
+    async def _set_version(self, body: wire.SetVersion) -> dict[str, Any]:
         self._step, self._digest, self._adapter = body.step or 0, body.digest, body.adapter
         self._changed.set()
         return {"engine": await self._started()}
