@@ -50,25 +50,14 @@ PASSED = (
 """Fields of ``Generate`` that /v1/completions has by the same names."""
 
 
-class Logprob(msgspec.Struct):
-    """Part of an answer of /v1/completions."""
-
-    logprob: float
-
-
-class Logprobs(msgspec.Struct):
-    """Part of an answer of /v1/completions."""
-
-    token_logprobs: list[float]
-
-
 class Choice(msgspec.Struct):
     """Part of an answer of /v1/completions: one completion."""
 
     token_ids: list[int]
-    logprobs: Logprobs
+    logprobs: dict[str, list[Any]]
+    """Under ``token_logprobs``, each token's own."""
     finish_reason: str | None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: list[dict[int, dict[str, Any]] | None] | None = None
 
 
 class CompletionResponse(msgspec.Struct):
@@ -81,8 +70,8 @@ class Model(msgspec.Struct):
     """Part of an answer of /v1/models: the model, or an adapter of it."""
 
     id: str
+    parent: str | None
     max_model_len: int | None = None
-    parent: str | None = None
 
 
 class Models(msgspec.Struct):
@@ -98,7 +87,7 @@ class UrlServer(EngineServer):
         super().__init__(url, key, control_seconds=control_seconds, request_seconds=request_seconds)
         self._looked_at = ""
         self._forget()
-        self._model = Model("")
+        self._model = Model("", None)
         self._takes_adapters = self._takes_weights = False
         self._world, self._logprobs = 1, ""
         self._flying: Counter[str | None] = Counter()
@@ -164,7 +153,7 @@ class UrlServer(EngineServer):
             self._world = (await self.get("/get_world_size", dict))["world_size"]
             await self._tell("/resume")  # its trainer may have died while it was paused
         choice = await self._complete([0], None, max_tokens=1, temperature=SHARP, **UNFILTERED)
-        processed = abs(choice.logprobs.token_logprobs[0]) < 0.5
+        processed = abs(choice.logprobs["token_logprobs"][0]) < 0.5
         self._logprobs = "processed_logprobs" if processed else "raw_logprobs"
 
     def lacks(self, requirements: EngineRequirements) -> str:
@@ -247,7 +236,7 @@ class UrlServer(EngineServer):
         return Sampled(
             number=0,
             tokens=tuple(choice.token_ids),
-            logprobs=tuple(choice.logprobs.token_logprobs),
+            logprobs=tuple(choice.logprobs["token_logprobs"]),
             versions=[(step, len(choice.token_ids))],
             finish=choice.finish_reason or "abort",
             engine=self.instance_id,
@@ -286,9 +275,9 @@ class UrlServer(EngineServer):
         )  # fmt: skip
         known = zip(body.tokens[1:], (choice.prompt_logprobs or [])[1:], strict=True)
         return wire.ProbeResponse(
-            scored=[None if logprobs is None else logprobs[token].logprob for token, logprobs in known],
+            scored=[None if logprobs is None else logprobs[token]["logprob"] for token, logprobs in known],
             tokens=choice.token_ids,
-            logprobs=list[float | None](choice.logprobs.token_logprobs),
+            logprobs=list[float | None](choice.logprobs["token_logprobs"]),
             finish=choice.finish_reason or "abort",
             cached=0,
             temperature=body.temperature,
@@ -334,8 +323,8 @@ class UrlServer(EngineServer):
     # Adapters
 
     async def _adapters(self, body: None) -> dict[str, Any]:
-        models = await self.get(MODELS, Models)
-        return {"loaded": [{"name": m.id} for m in models.data if m.parent is not None], "in_place": False}
+        models = (await self.get(MODELS, Models)).data
+        return {"loaded": [{"name": model.id} for model in models if model.parent], "in_place": False}
 
     async def _load(self, body: wire.LoadAdapter) -> dict[str, Any]:
         await self._tell(LOAD, {"lora_name": body.adapter_name, "lora_path": body.adapter_path})
@@ -374,13 +363,7 @@ class UrlServer(EngineServer):
     async def _receive(self, body: wire.Receive) -> dict[str, Any]:
         """Take one publish, and then answer the probe: nothing else of this trainer is asked before it has passed."""
         names, shapes, dtypes = zip(*body.manifest, strict=True)
-        try:
-            await self._tell("/start_weight_update")
-        except EngineUnreachable:
-            raise
-        except EngineError:  # a trainer died in the midst of one
-            await self._tell("/finish_weight_update")
-            await self._tell("/start_weight_update")
+        await self._tell("/start_weight_update")
         await self._tell(UPDATE, {"update_info": {"names": names, "dtype_names": dtypes, "shapes": shapes}})
         await self._tell("/finish_weight_update")
         await self._tell("/resume")
