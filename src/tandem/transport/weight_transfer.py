@@ -90,7 +90,7 @@ class WeightTransferGroup:
         """Give the group up, from any thread; again does nothing."""
         group, self._group = self._group, ctypes.c_void_p()
         if group.value is not None:
-            self._call("ncclCommAbort", group)
+            self._nccl.ncclCommAbort(group)
 
     close = abort
 
