@@ -9,7 +9,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,8 +30,9 @@ from tandem.trainable.lora import Lora
 from tandem.transport.rendezvous import Rendezvous
 from tandem.transport.weight_transfer import UniqueId, WeightTransferGroup, pickled
 from tandem.types import PolicyVersion, Sampling
+from tandem.weight_sync.broadcast import Broadcast
 from tandem.weight_sync.hotswap import Hotswap
-from tandem.weight_sync.transaction.session import open_session
+from tandem.weight_sync.transaction.session import WeightSyncSession, open_session
 
 ADAPTERS = EngineRequirements(model="m", dtype="float32", payload="adapter", capability=LoadsVersions)
 WEIGHTS = EngineRequirements(model="m", dtype="float32", payload="weights", capability=ReceivesBroadcast)
@@ -60,6 +61,7 @@ class StockVllm:
         self.gate = asyncio.Event()
         self.gate.set()
         self.requests: list[dict[str, Any]] = []
+        self.updated = list[str]()
         self._raw = raw
         self._routes = {"/v1/completions": self._complete}
         if adapters:
@@ -115,6 +117,7 @@ class StockVllm:
         return web.Response(text="Success")
 
     async def _done(self, body: dict[str, Any]) -> web.Response:
+        self.updated += body.get("update_info", {}).get("names", [])
         return web.json_response({"message": "done"})
 
     @asynccontextmanager
@@ -241,6 +244,24 @@ def test_whole_weights_are_transferred_once_what_is_in_flight_has_ended() -> Non
             ]  # fmt: skip
 
     run(go())
+
+
+def test_weights_that_are_not_trained_travel_along_since_vllm_reloads_whole_layers(tiny_model: Path) -> None:
+    trainable = Lora(rank=4, merged=True, target_modules=("q_proj",))
+
+    async def go(policy: Policy) -> None:
+        server = StockVllm(transfer=True)
+        async with server.up(), engine_of(server, requirements=WEIGHTS) as engine:
+            session = WeightSyncSession(
+                sync=Broadcast(), policy=policy, engine=engine, trainable=trainable, folder=Path()
+            )
+            sent: list[str] = []
+            session.member = SimpleNamespace(send=lambda named, bucket_bytes: sent.extend(name for name, _ in named))
+            await Broadcast().transfer(session, PolicyVersion(step=1, digest=""))
+            assert sorted(sent) == sorted(server.updated) == sorted(trainable.base_names(policy.model))
+
+    with live_policy(tiny_model, trainable=trainable) as policy:
+        run(go(policy))
 
 
 def test_one_that_was_restarted_is_published_to_again_before_it_samples() -> None:
