@@ -151,6 +151,11 @@ class Engine(ABC):
         """True if this trainer did not start it, so that its weights are unknown."""
         return False
 
+    @property
+    def sums_bytes(self) -> bool:
+        """False if it cannot checksum the bytes that it holds, so that a probe alone proves a publish."""
+        return True
+
     async def stop(self, reason: str) -> None:
         """Give out nothing until a publish succeeds: the weights are in doubt."""
         await self.pause()

@@ -230,6 +230,7 @@ def _emit(
             seconds=published.seconds,
             bytes=published.bytes,
             probe_gap=published.probe_gap,
+            probe_alone=published.probe_alone,
         )
     seconds = time.perf_counter() - begun
     merged = merge([stats.metrics, batch.metrics, *parts])

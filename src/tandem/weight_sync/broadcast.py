@@ -71,6 +71,7 @@ class Broadcast(Periodic):
         assert isinstance(engine, ReceivesBroadcast)
         from tandem.transport.collective import Member  # which need torch
         from tandem.transport.rendezvous import Rendezvous, accelerator
+        from tandem.transport.weight_transfer import WeightTransferGroup
 
         engine_starts, accelerators = session.engine.restart_count, await engine.workers()
         ranks = [len(those) for those in accelerators]
@@ -87,7 +88,8 @@ class Broadcast(Periodic):
             name=f"tandem-{id(session):x}-{engine_starts}",
             seconds=self.timeout_seconds,
         )
-        member = session.member = Member.host(meeting, device)
+        host = Member.host if session.engine.sums_bytes else WeightTransferGroup
+        member = session.member = host(meeting, device)
         self._record(session, member.rendezvous)
         await engine.connect(asdict(member.rendezvous), list(accumulate(ranks, initial=1))[:-1])
         late = 2 * self.timeout_seconds
@@ -128,6 +130,8 @@ class Broadcast(Periodic):
         assert isinstance(engine, ReceivesBroadcast)
         adapter = session.trained.adapter() if session.trainable.payload == "adapter" else None
         named = list(source)
+        if not session.engine.sums_bytes:  # vLLM reloads whole layers: what is left out of one would be garbage
+            named += session.trained.frozen.items()
         entries = [(e.name, tuple(e.shape), e.dtype) for e in manifest(named)]
         receiving = asyncio.ensure_future(engine.receive(entries, self.bucket_mb << 20, adapter))
         sending = asyncio.ensure_future(on_daemon(self._send, session.member, named))

@@ -99,6 +99,8 @@ class Published:
     """Seconds the engine sampled nothing."""
     probe_gap: float | None = None
     """Largest difference of the probe's logprobs between engine and trainer; None if this publish was not verified."""
+    probe_alone: bool = False
+    """The engine could not checksum its bytes, so that the probe alone verified it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -359,6 +361,7 @@ class WeightSyncSession(SyncContext):
             bytes=copied,
             paused=paused,
             probe_gap=gap,
+            probe_alone=not self.engine.sums_bytes,
         )
 
     async def _verified(

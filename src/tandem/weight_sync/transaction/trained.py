@@ -125,7 +125,7 @@ async def compare_frozen(engine: Engine, trained: Trained) -> None:
     Raises:
         StaleWeights, TornWeights: the engine holds others.
     """
-    if not isinstance(engine, ReportsChecksums) or not trained.frozen:
+    if not isinstance(engine, ReportsChecksums) or not engine.sums_bytes or not trained.frozen:
         return
     restart_count = engine.restart_count
     try:

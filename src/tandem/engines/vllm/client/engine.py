@@ -28,6 +28,7 @@ from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.adapters import AdapterWriter
 from tandem.engines.vllm.client.fleet import Fleet
 from tandem.engines.vllm.client.http import EngineReplaced, EngineServer, EngineUnreachable
+from tandem.engines.vllm.client.urls import UrlServer
 from tandem.engines.vllm.client.waves import Waves
 from tandem.engines.vllm.protocol import Sampled
 from tandem.errors import EngineError, StaleWeights, TransportError
@@ -74,6 +75,15 @@ class VllmEngine(Engine):
     async def start(self) -> None:
         """Start or find the servers."""
         await self.fleet.start()
+        stock = [server.name for server in self.servers if server.plain]
+        if len(stock) not in (0, len(self.servers)):
+            raise EngineError(f"{', '.join(stock)} is stock vLLM and the others are not; name one kind in engine.urls")
+        if stock:
+            log.warning(
+                "%s: stock vLLM, which cannot checksum its weights or tag tokens with versions: each publish is proven "
+                "by a probe alone, and every answer is sampled by one version",
+                ", ".join(stock),
+            )
         if self.fleet.started_elsewhere:
             self._swapped = await self.inherit()
         self._context = self.fleet.least = min(self._context, self.fleet.context)
@@ -138,6 +148,10 @@ class VllmEngine(Engine):
             self._bridge.unlink(missing_ok=True)  # the memory that it names is gone
 
     @property
+    def sums_bytes(self) -> bool:
+        return not any(server.plain for server in self.servers)
+
+    @property
     def started_elsewhere(self) -> bool:
         return self.fleet.started_elsewhere
 
@@ -173,7 +187,10 @@ class VllmEngine(Engine):
             restart_count, server = self.restart_count, min(self.servers, key=lambda s: s.outstanding)
             later = self._pause_seconds if least > self._version.step else 0.0  # it waits for the trainer first
             try:
-                sampled = await self._waves.answer(server, request, seed=seed, later=later)
+                if isinstance(server, UrlServer) and server.plain:
+                    sampled = await server.sample(request, seed=seed, later=later)
+                else:
+                    sampled = await self._waves.answer(server, request, seed=seed, later=later)
                 return self._completion(server, sampled, least)
             except EngineUnreachable:
                 tries += 1

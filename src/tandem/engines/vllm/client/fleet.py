@@ -239,9 +239,11 @@ class Fleet:
             raise
         except EngineError as error:
             raise EngineError(
-                f"{error}; stock vLLM lacks the routes that engine.urls need; start it by: tandem serve engine RECIPE"
+                f"{error}; engine.urls need vLLM's server or Tandem's, started by: tandem serve engine RECIPE"
             ) from error
         server.instance_id = info.engine
+        if reason := server.lacks(self.requirements):
+            raise EngineError(reason)
         if info.logprobs != "processed_logprobs":
             raise EngineError(
                 f"{server.name} gives {info.logprobs}, which leave the temperature out; start it with "
@@ -323,6 +325,8 @@ class Fleet:
         elif names := ", ".join(server.name for server in self.servers if server not in reachable):
             log.warning("%s does not answer; the other engines take over until it does", names)
         self._away = [server for server in every if server not in reachable]
+        for server in self._away:
+            server.leave()
         if before == [(server.url, server.instance_id) for server in reachable]:
             return False
         self.servers[:] = reachable

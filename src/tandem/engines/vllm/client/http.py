@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from tandem.engines.base import EngineRequirements
 from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.client.process import EngineProcess
 from tandem.errors import EngineError, StaleWeights, redacted
@@ -21,7 +22,7 @@ T = TypeVar("T")
 
 AGAIN = 2
 """How often a call is repeated whose connection broke: the network's fault, unless nothing listens there any more."""
-ONCE = ("/nccl/", "/lora/")
+ONCE = ("/nccl/", "/lora/", "/v1/load_lora", "/init_weight", "/start_weight", "/update_weight", "/finish_weight")
 """How routes begin whose calls do something else the second time."""
 GONE_SECONDS = 10.0
 """An engine that cannot be connected to for this long has gone."""
@@ -48,6 +49,9 @@ class ApiKeyRefused(EngineError):
 class EngineServer:
     """Client of one engine's HTTP process, with the child process if the trainer started it."""
 
+    plain = False
+    """It is a stock vLLM, without Tandem's routes."""
+
     def __init__(self, url: str, key: str, *, control_seconds: float, request_seconds: float):
         self.url = url.rstrip("/")
         self.process: EngineProcess | None = None
@@ -70,7 +74,8 @@ class EngineServer:
     def opened(self) -> aiohttp.ClientSession:
         """The session; made where the event loop runs."""
         if self._session is None:
-            headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+            headers = {"Content-Type": "application/json"}
+            headers |= {"Authorization": f"Bearer {self.key}"} if self.key else {}
             connector = aiohttp.TCPConnector(limit=0)  # vLLM queues; a second queue here would only hide it
             self._session = aiohttp.ClientSession(connector=connector, headers=headers)
             if self.process is not None:
@@ -105,6 +110,13 @@ class EngineServer:
     async def info(self) -> wire.EngineInfo:
         """What it is and holds."""
         return await self.get("/bridge/info", wire.EngineInfo)
+
+    def lacks(self, requirements: EngineRequirements) -> str:
+        """Why it cannot be published to as a run requires; empty if it can."""
+        return ""
+
+    def leave(self) -> None:
+        """It is not used any more, until it answers again."""
 
     async def address(self) -> str:
         """This machine's address on the way to it, by which it reaches us too unless something in between translates.
@@ -157,14 +169,18 @@ class EngineServer:
         self._refused(path, status, content)
 
     async def _call(self, method: str, path: str, body: Any, kind: Any, seconds: float) -> Any:
-        data = None if body is None else msgspec.json.encode(body)
-        async with waits.waiting(waits.actor("trainer"), f"{method} {path}", on=self.name, deadline=seconds):
-            status, content = await self._answer(method, path, lambda: data)
+        status, content = await self.ask(method, path, body, seconds)
         self._refused(path, status, content)
         try:
             return msgspec.json.decode(content, type=kind)
         except msgspec.DecodeError as error:  # a logprob that is no number, for one
             raise self.odd(path, error) from error
+
+    async def ask(self, method: str, path: str, body: Any = None, seconds: float = 0.0) -> tuple[int, bytes]:
+        """Status and body of an answer, whatever they are; see ``post``."""
+        data, seconds = None if body is None else msgspec.json.encode(body), seconds or self._control
+        async with waits.waiting(waits.actor("trainer"), f"{method} {path}", on=self.name, deadline=seconds):
+            return await self._answer(method, path, lambda: data)
 
     def odd(self, path: str, error: object) -> EngineError:
         """The error of an answer that cannot be read."""
