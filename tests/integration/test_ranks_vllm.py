@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from integration import vllm_runs as vllm
-from rank_kills import wide_model
+from kills_ranks import wide_model
 from safetensors.torch import load_file
 from support.processes import start
 from support.tiers import long_but

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from aiohttp import web
+from support import fake_vllm
 from transformers import DynamicCache, LlamaForCausalLM
 
 os.environ.pop("TANDEM_IN_PLACE", None)  # it speaks of vLLM's own kernels, and there are none here
@@ -29,7 +30,7 @@ GONE_SECONDS = 0.05
 """Between two looks whether a client is still there."""
 FILES = {
     "__init__.py": "from kills_engine import SamplingParams\n",
-    "sampling_params.py": "from kills_engine import RequestOutputKind\n",
+    "sampling_params.py": "class RequestOutputKind: DELTA, FINAL_ONLY = 'delta', 'final'\n",
     "entrypoints/__init__.py": "",
     "entrypoints/openai/__init__.py": "",
     "entrypoints/openai/api_server.py": "import sys\nfrom kills_engine import main\nmain(sys.argv[1:])\n",
@@ -43,41 +44,13 @@ def package(folder: Path) -> list[str]:
         path = folder / "vllm" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return [str(folder), str(Path(__file__).parent)]
-
-
-class RequestOutputKind:
-    """As vLLM has it."""
-
-    DELTA = "delta"
-    FINAL_ONLY = "final"
+    here = Path(__file__).parent
+    return [str(folder), str(here), str(here.parent)]
 
 
 @dataclass(kw_only=True)
-class SamplingParams:
+class SamplingParams(fake_vllm.SamplingParams):
     """What Tandem sends; what changes the distribution beyond temperature is refused."""
-
-    n: int = 1
-    max_tokens: int = 16
-    temperature: float = 1.0
-    seed: int | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    stop_token_ids: list[int] | None = None
-    output_kind: str = "delta"
-    min_tokens: int = 0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    stop: Any = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    detokenize: bool = True
-    extra_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         plain = (self.n, self.min_tokens, self.top_p, self.top_k, self.min_p, self.repetition_penalty, self.stop)
@@ -207,7 +180,7 @@ class Client:
         part = SimpleNamespace(
             index=0,
             token_ids=[token],
-            logprobs=None if params.logprobs is None else [{token: SimpleNamespace(logprob=float(logprobs[token]))}],
+            logprobs=None if params.logprobs is None else _flat([{token: float(logprobs[token])}]),
             text="",
             finish_reason=_finish(request),
         )
@@ -226,9 +199,14 @@ def _done(request: Request) -> bool:
     return bool(request.tokens) and _finish(request) is not None
 
 
-def _scored(logits: torch.Tensor, prompt: Sequence[int]) -> list[dict[int, Any] | None]:
+def _flat(positions: Sequence[Mapping[int, float]]) -> Any:
+    kept = [{token: SimpleNamespace(logprob=value) for token, value in each.items()} for each in positions]
+    return fake_vllm.FlatLogprobs(kept)
+
+
+def _scored(logits: torch.Tensor, prompt: Sequence[int]) -> Any:
     rows = logits[:-1].log_softmax(-1)
-    return [None, *({t: SimpleNamespace(logprob=float(row[t]))} for row, t in zip(rows, prompt[1:], strict=True))]
+    return _flat([{}, *({t: float(row[t])} for row, t in zip(rows, prompt[1:], strict=True))])
 
 
 async def serve(options: argparse.Namespace) -> None:
