@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -21,11 +22,13 @@ from typing import Any
 
 import torch
 from aiohttp import web
-from support import fake_vllm
+from support import fake_vllm  # type: ignore[import-not-found]
 from transformers import DynamicCache, LlamaForCausalLM
 
 os.environ.pop("TANDEM_IN_PLACE", None)  # it speaks of vLLM's own kernels, and there are none here
 
+WITNESS = "TANDEM_WITNESS"
+"""Variable that names a file for what is sampled; each token with the sum of the last norm's weights at that moment."""
 GONE_SECONDS = 0.05
 """Between two looks whether a client is still there."""
 FILES = {
@@ -49,7 +52,7 @@ def package(folder: Path) -> list[str]:
 
 
 @dataclass(kw_only=True)
-class SamplingParams(fake_vllm.SamplingParams):
+class SamplingParams(fake_vllm.SamplingParams):  # type: ignore[misc]
     """What Tandem sends; what changes the distribution beyond temperature is refused."""
 
     def __post_init__(self) -> None:
@@ -68,6 +71,7 @@ class Request:
     outputs: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
     cache: DynamicCache = field(default_factory=DynamicCache)
     tokens: list[int] = field(default_factory=list)
+    sums: list[float] = field(default_factory=list)
 
 
 class Client:
@@ -177,6 +181,10 @@ class Client:
         else:
             token = int(logprobs.argmax())
         request.tokens.append(token)
+        request.sums.append(weight_sum(self._model.model.norm.weight))
+        if WITNESS in os.environ and _done(request):
+            with open(os.environ[WITNESS], "a") as file:
+                file.write(json.dumps([request.prompt, request.tokens, request.sums]) + "\n")
         part = SimpleNamespace(
             index=0,
             token_ids=[token],
@@ -197,6 +205,11 @@ def _finish(request: Request) -> str | None:
 
 def _done(request: Request) -> bool:
     return bool(request.tokens) and _finish(request) is not None
+
+
+def weight_sum(weight: torch.Tensor) -> float:
+    """A number that tells versions of a weight apart."""
+    return float(weight.double().sum())
 
 
 def _flat(positions: Sequence[Mapping[int, float]]) -> Any:

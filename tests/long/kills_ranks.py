@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kills_account import equals, saved, steps
+from kills_account import equals, steps
+from kills_engine import WITNESS
 from kills_systems import TANDEM, System
 from processes import Child, kill, marked, tiny_model, until
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -83,7 +84,7 @@ def losses(ranks: int, *, apart: int) -> Iterator[Loss]:
     for turn in range(2 * ranks):
         for place, boundary in enumerate(BOUNDARIES):
             rank = (place + turn) % ranks
-            how = HOWS[(place + turn + (turn // ranks if ranks % 2 == 0 else 0)) % 2]
+            how = HOWS[(place // ranks + turn // ranks + turn % ranks) % 2]
             if boundary != "start" or rank:  # the lead has no other ranks before it starts them
                 yield Loss(kind="rank", number=rank, how=how, boundary=boundary)
             if others:
@@ -102,6 +103,9 @@ class Outcome:
     said: str
     wrong: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.loss!s:<42}{self.named:>6.1f} s  {self.then:<14} {self.said.strip()[:110]} {self.wrong}"
+
 
 @dataclass
 class Ranks(System):
@@ -111,12 +115,16 @@ class Ranks(System):
     apart: int = 2
     changes: dict[str, Any] = field(default_factory=dict)
     """Options of the recipe."""
+    sampled: Path | None = None
+    """A file for what engines sample, token by token with a sum of the weights that it is of."""
     lost: str = ""
     """The loss that the next start is to have."""
     ports: list[tuple[int, int]] = field(default_factory=list)
     limit: float = END_SECONDS
 
     def __post_init__(self) -> None:
+        if self.sampled is not None:
+            self.environment = {WITNESS: str(self.sampled)}
         super().__post_init__()
         self.ports = [(free_port(), free_port()) for _ in range(self.apart)]
         trainer = self.children.pop("trainer")
@@ -127,7 +135,7 @@ class Ranks(System):
         self.children["trainer"] = trainer
 
     def recipe(self) -> dict[str, Any]:
-        ours = {"ranks": self.ranks, "checkpoint": {"every": 1, "keep": 2}, "zero_variance_groups": "keep"}
+        ours = {"ranks": self.ranks, "checkpoint": {"every": 1, "keep": 2}}
         sync = {"kind": "broadcast", "timeout_seconds": 8.0, "bucket_mb": 1} if self.apart else "shared"
         return {**super().recipe(), **ours, "micro_batch_tokens": 30, "sync": sync, **self.changes}
 
@@ -279,9 +287,3 @@ class Ranks(System):
             child.kill()
         for process in marked(self.place):
             kill(process)
-
-
-def table(outcomes: list[Outcome]) -> str:
-    """A line for each loss."""
-    rows = [f"{str(each.loss):<42}{each.named:>6.1f} s  {each.then:<14} {each.said.strip()[:110]}" for each in outcomes]
-    return "\n".join(rows)
