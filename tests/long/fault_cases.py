@@ -47,6 +47,8 @@ class Fault:
     """Instead of a publish."""
     rebind: bool = False
     """The way itself is broken afterwards and must be formed anew."""
+    vllm: bool = False
+    """It is one of vLLM's parts, which a stand-in does not have."""
 
 
 class NotInjected(AssertionError):
@@ -365,12 +367,12 @@ OPTIMIZER_DIES = Fault(name="optimizer dies halfway", by="stands still", inject=
 TRAINER_DIES = Fault(name="trainer dies while the engine is paused", by="deadline", inject=nothing, act=_never_resumed)
 NUMBERLESS = Fault(name="NaN in a weight", by="probe", inject=inside("cache", everywhere=True), act=_nan)
 SAMPLER = (
-    Fault(name="temperature left out of logprobs", by="probe", inject=inside("sampler", how="temperature")),
-    Fault(name="raw logprobs instead of processed ones", by="probe", inject=inside("sampler", how="raw")),
+    Fault(name="temperature left out of logprobs", by="probe", inject=inside("sampler", how="temperature"), vllm=True),
+    Fault(name="raw logprobs instead of processed ones", by="probe", inject=inside("sampler", how="raw"), vllm=True),
     Fault(name="engine says its logprobs are raw", by="refused", inject=inside("admits raw"), act=_greeted),
 )
 PAUSED = (
-    Fault(name="prefix cache outlives its weights", by="prefix cache", inject=inside("old salt")),
+    Fault(name="prefix cache outlives its weights", by="prefix cache", inject=inside("old salt"), vllm=True),
     *SAMPLER,
     NUMBERLESS,
     OPTIMIZER_DIES,

@@ -374,6 +374,7 @@ async def way(engine: Any, name: str, model: Path, folder: Path, dtype: str, *, 
             second = SecondRank(world.policy, policy, config.trainable)
         bench = Bench(engine, world, folder, nudge=NUDGES[what], second=second)
         await bench.link.bind(fresh=False)
+        await world.bind(None)
         await bench.policy.compute(bench.nudge)  # an adapter that is all zeros would prove nothing
         await bench.gather()
         bench.step += 1
@@ -411,15 +412,16 @@ def write_model(folder: Path, dtype: str) -> Path:
 async def struck(
     name: str, folder: Path, *, ranks: int, python: str | None, dtype: str, only: str = ""
 ) -> AsyncIterator[Outcome]:
-    """Every fault of one way, or those whose name has a word; where ranks share weights each has an engine."""
-    model, (how, what) = write_model(folder / "model", dtype), name.split()
-    stands_in = how == "restart" and what != "lora" and not CUDA  # which is there in a fifth of the time
-    if stands_in:
-        package(folder / "stand-in")
+    """Every fault of one way, or those whose name has a word; where ranks share weights each has an engine.
+
+    An engine of this very interpreter on a CPU is a stand-in, which has no adapters and is not struck where vLLM is.
+    """
+    model, how = write_model(folder / "model", dtype), name.split()[0]
+    stands_in = python == sys.executable
     # The model runs where the scheduler does, on a CPU too, so that both die together.
     alone = {} if CUDA else {"distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor"}
     spec = FaultyVllm(
-        python=sys.executable if stands_in else python,
+        python=python,
         enforce_eager=True,
         max_num_seqs=16,
         kv_cache_gb=0.25,
@@ -446,5 +448,5 @@ async def struck(
         way(engine, name, model, folder, dtype, ranks=ranks) as bench,
     ):
         for fault in WAYS[ranks][name]:
-            if only in fault.name:
+            if only in fault.name and not (stands_in and fault.vllm):
                 yield await bench.strike(name, fault)

@@ -17,6 +17,7 @@ import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,8 +79,6 @@ class Client:
     """What Tandem uses of vLLM's ``AsyncLLM``: one token for every request in each turn, while nobody pauses it."""
 
     def __init__(self, model: Any, options: argparse.Namespace):
-        from tandem.engines.vllm.worker.extension import WorkerExtension
-
         parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1)
         self.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(
@@ -94,8 +93,8 @@ class Client:
             scheduler_config=SimpleNamespace(max_num_seqs=256),
         )
         self._model = model
-        self._worker = WorkerExtension()
-        self._worker.model_runner = SimpleNamespace(model=model, vllm_config=self.vllm_config)
+        self._worker = resolve_name(options.worker_extension_cls)()
+        self._worker.model_runner = SimpleNamespace(model=model, vllm_config=self.vllm_config, kv_caches=[])
         self._requests: list[Request] = []
         self._there = asyncio.Event()
         self._goes_on = asyncio.Event()
@@ -177,7 +176,8 @@ class Client:
         scored = _scored(logits, request.prompt) if first and params.prompt_logprobs is not None else None
         logprobs = (logits[-1] / (params.temperature or 1.0)).log_softmax(-1)
         if params.temperature:
-            token = int(torch.multinomial(logprobs.exp(), 1, generator=request.generator))
+            # Something, as vLLM does, where weights are no numbers.
+            token = int(torch.multinomial(logprobs.exp().nan_to_num(1.0), 1, generator=request.generator))
         else:
             token = int(logprobs.argmax())
         request.tokens.append(token)
@@ -224,13 +224,11 @@ def _scored(logits: torch.Tensor, prompt: Sequence[int]) -> Any:
 
 async def serve(options: argparse.Namespace) -> None:
     """Answer HTTP until the end of the process."""
-    from tandem.engines.vllm.server.routes import Routes
-
     torch.set_num_threads(1)
     model: Any = LlamaForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     state = SimpleNamespace(engine_client=Client(model.eval().requires_grad_(False), options))
     app = SimpleNamespace(state=state)
-    routes = Routes(_nothing_else)
+    routes = resolve_name(options.middleware)(_nothing_else)
 
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
         return await _answered(routes, app, request)
@@ -278,6 +276,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--max-model-len", type=int, default=256)
+    parser.add_argument("--worker-extension-cls", default="tandem.engines.vllm.worker.extension.WorkerExtension")
+    parser.add_argument("--middleware", default="tandem.engines.vllm.server.routes.Routes")
     options, _ = parser.parse_known_args(arguments)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve(options))
