@@ -421,8 +421,8 @@ def transported(small: str, v: str, gate: str, up: str, *, after: int = 6) -> tu
 
 MAPPED = (
     Fault(name="two tensors swapped in the map, both ends", by="probe", inject=inside("map swap", names=[GATE, UP])),
-    Fault(name="q one row off in the map, both ends", by="checksum", inject=inside("map row", name=Q)),
-    Fault(name="k one row off in the map, both ends", by="checksum", inject=inside("map row", name=K)),
+    Fault(name="q one row off in the map, both ends", by="checksum", inject=inside("map row", name=Q), vllm=True),
+    Fault(name="k one row off in the map, both ends", by="checksum", inject=inside("map row", name=K), vllm=True),
 )
 BROADCAST = (
     *transported(NORM, V, GATE, UP),
