@@ -324,11 +324,6 @@ async def _not_gathered() -> None:
     """The other rank does not learn what the lead trained."""
 
 
-async def _lead_alone(here: Any) -> None:
-    """Only the lead's weights follow its adapter."""
-    await here
-
-
 def _relaunched(change: Callable[[Any, Any, Any], Path | None] | None) -> Inject:
     """The engine starts again on something else, or (None) does not."""
 
@@ -476,14 +471,6 @@ ALIKE = (
         inject=instead(lambda bench: bench, "gather", lambda *_: _not_gathered),
     ),
 )
-FOLDED = (
-    *ALIKE,
-    Fault(
-        name="the second rank does not fold",
-        by="checksum",
-        inject=instead(lambda bench: bench.world, "fold", lambda *_: _lead_alone),
-    ),
-)
 ONE_RANK: Mapping[str, tuple[Fault, ...]] = {
     "shared full": SHARED,
     "broadcast full": BROADCAST,
@@ -496,11 +483,11 @@ WAYS: Mapping[int, Mapping[str, tuple[Fault, ...]]] = {
         "shared full": SHARED,
         "shared lora": ADAPTER,
         "broadcast full": (*BROADCAST, *PAUSED, *ALIKE),
-        "broadcast merged": (*transported(DOWN, V, GATE, UP), *MAPPED, *PAUSED, *FOLDED),
+        "broadcast merged": (*transported(DOWN, V, GATE, UP), *MAPPED, *PAUSED, *ALIKE),
         "broadcast lora": (*transported(*map(_lora, (DOWN, V, GATE, UP))), *PAUSED, *ALIKE),
         "hotswap lora": (*HOTSWAP, *SAMPLER, OPTIMIZER_DIES, *ALIKE),
         "restart full": (*RESTART_WEIGHTS, *ALIKE),
-        "restart merged": (*RESTART_WEIGHTS, *FOLDED),
+        "restart merged": (*RESTART_WEIGHTS, *ALIKE),
         "restart lora": (
             *RESTART,
             Fault(name="another alpha in the adapter's folder", by="checksum", inject=_loaded(_other_alpha)),
