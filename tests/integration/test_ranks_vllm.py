@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from integration import vllm_runs as vllm
-from rank_kills import wide_model
+from kills_ranks import wide_model
 from safetensors.torch import load_file
 from support.processes import start
 from support.tiers import long_but
@@ -65,6 +65,20 @@ def test_two_ranks_publish_to_an_engine_apart(tmp_path: Path, way: str) -> None:
     assert all(event["bytes"] > 0 and event["probe_gap"] is not None for event in published.values())
     assert len({event["digest"] for event in published.values()}) == 3, "every step moved the weights"
     assert len(list((run / "logs").glob("engine-*.log"))) == 1
+
+
+@pytest.mark.long
+def test_two_engines_sample_while_two_ranks_train_up_to_two_steps_ahead(tmp_path: Path) -> None:
+    """Weights reach answers that are being sampled, and each token is weighed by the version that it has."""
+    options = {"ranks": 2, "max_lag": 2, "old_logprobs": "recomputed", "corrections": ["token"], "steps": 6}
+    model, engines = wide_model(tmp_path, head_dim=vllm.HEAD_DIM), vllm.engine(replicas=2)
+    options |= {"sync": "broadcast", "engine": engines, "sampling": {"max_tokens": 96}}
+    run = trained_run(tmp_path, model, "ahead", **options)
+    assert list(vllm.published(run)) == [1, 2, 3, 4, 5, 6]
+    assert all(0 <= row["step"] - 1 - row["versions"][0] <= 2 for row in vllm.rollouts(run))
+    assert any(len(row["stamps"]) > 1 for row in vllm.rollouts(run))
+    vllm.groups_once(run, each=4)
+    vllm.same_logprobs(run)
 
 
 @pytest.mark.parametrize("ranks", long_but([{"ranks": 2}, {"ranks": 2, "distributed": {"shard": "weights"}}]))

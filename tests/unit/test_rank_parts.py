@@ -12,13 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny_policy import live_policy
 
 from tandem.api.targets import resumed
 from tandem.config.loading import digest, dump, load
 from tandem.config.sections import Distributed
 from tandem.distributed.placement import Placement
 from tandem.engines.base import EngineRequirements
-from tandem.errors import ConfigError, UnsupportedPair
+from tandem.engines.vllm.spec import Vllm
+from tandem.errors import ConfigError, TornWeights, UnsupportedPair
+from tandem.trainable.full import Full
 from tandem.trainer.live import rank_device
 from tandem.trainer.memory_plan import RankCounts
 from tandem.trainer.pairs import check_pairs, ranks_of_engine
@@ -30,6 +33,7 @@ from tandem.trainer.ranks.lead import ManyRanks
 from tandem.trainer.ranks.parts import RankParts
 from tandem.trainer.ranks.work import RankWork
 from tandem.transport.rendezvous import Rendezvous
+from tandem.weight_sync.broadcast import Broadcast
 
 WEIGHTS = "distributed.shard=weights"
 
@@ -324,3 +328,19 @@ def test_a_pass_ends_before_the_engine_is_paused_for_the_update(monkeypatch: pyt
     work.take(["first", None])  # type: ignore[list-item]
     asyncio.run(work.rounds(lambda: order.append("queued")))
     assert order == ["2 rounds", "first", "stood in", "summed", "queued"]
+
+
+def test_a_rank_that_holds_other_weights_than_the_lead_is_named_by_the_next_publish(tiny_model: Path) -> None:
+    """Where no engine shares its weights, and so none would tell."""
+
+    async def others(command: str, body: Any, here: Any) -> tuple[Any, list[Any]]:
+        assert command == "checksums"
+        sums = await here
+        return sums, [sums, {**sums, "model.norm.weight": 0}]
+
+    with live_policy(tiny_model) as policy:
+        config = SimpleNamespace(distributed=Distributed(), engine=Vllm(), sync=Broadcast(), trainable=Full(), ranks=3)
+        ranks: Any = SimpleNamespace(execute=others, world=3)
+        world = ManyRanks(config, policy, ranks, RankParts(group=None, rendezvous=None))  # type: ignore[arg-type]
+        with pytest.raises(TornWeights, match=r"1 of \d+ trained tensors differ between the trainer and rank 2.*norm"):
+            asyncio.run(world.trained().checksums())

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, closing
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +104,7 @@ class _Rank:
             "adapt": self._adapt,
             "cut": self._cut,
             "bind": self._bind,
+            "checksums": self._checksums,
             "restore": self._restore,
             "save": self._save,
         }
@@ -177,6 +179,14 @@ class _Rank:
             self._adapter = AdapterOfRank(self._config.trainable, self._policy)
         await self._policy.compute(self._adapter.write, body)
         await self._policy.compute(finish, self._policy.device)
+
+    async def _checksums(self, body: Any) -> dict[str, int]:
+        """Checksums of what this rank trains."""
+        return dict(await self._trained.checksums())
+
+    @cached_property
+    def _trained(self) -> Trained:
+        return Trained(self._config.trainable, self._policy)
 
     async def _cut(self, body: Any) -> None:
         """Take this rank's slices of the weights from the lead."""

@@ -29,6 +29,7 @@ from tandem.engines.vllm.adapters import AdapterWriter
 from tandem.engines.vllm.client.fleet import Fleet
 from tandem.engines.vllm.client.http import EngineReplaced, EngineServer, EngineUnreachable
 from tandem.engines.vllm.client.urls import UrlServer
+from tandem.engines.vllm.client.http import EngineReplaced, EngineServer, EngineStopped, EngineUnreachable
 from tandem.engines.vllm.client.waves import Waves
 from tandem.engines.vllm.protocol import Sampled
 from tandem.errors import EngineError, StaleWeights, TransportError
@@ -192,6 +193,11 @@ class VllmEngine(Engine):
                 else:
                     sampled = await self._waves.answer(server, request, seed=seed, later=later)
                 return self._completion(server, sampled, least)
+            except EngineStopped:  # by a publish that broke off, and is made again where an engine died under it
+                if restart_count == self.restart_count and self.fleet.republish is not None:
+                    await self.fleet.republish()
+                if restart_count == self.restart_count:
+                    raise
             except EngineUnreachable:
                 tries += 1
                 if self.fleet.closed or not await self._restarted(server, restart_count, tries):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -36,6 +36,14 @@ class EngineUnreachable(EngineError):
 
 class EngineCoreDied(EngineUnreachable):
     """The HTTP process answers that vLLM's engine core has died; that process will end too, in a few seconds."""
+
+
+class EngineStopped(EngineError):
+    """The weights that it samples from are in doubt: it gives out nothing until a publish succeeds."""
+
+
+_REFUSALS: Mapping[str, type[EngineError]] = {"EngineDeadError": EngineCoreDied, "Stopped": EngineStopped}
+"""Errors by the titles of problems."""
 
 
 class EngineReplaced(EngineUnreachable, StaleWeights):
@@ -191,12 +199,12 @@ class EngineServer:
             variable = "engine.api_key_variable names the environment variable that holds it"
             raise ApiKeyRefused(f"{self.name} answers {path} with {status}: {_detail(content)}; {variable}")
         if status >= 400:
-            # The title of the problem.
-            raise self.refusal(path, status, _detail(content), engine_dead=b'"EngineDeadError"' in content)
+            title = next((title for title in _REFUSALS if f'"{title}"'.encode() in content), "")
+            raise self.refusal(path, status, title, _detail(content))
 
-    def refusal(self, path: str, status: int, detail: str, *, engine_dead: bool) -> EngineError:
-        """The error of a request that was refused; ``engine_dead`` if the engine behind what answers has died."""
-        kind = EngineCoreDied if engine_dead else EngineError
+    def refusal(self, path: str, status: int, title: str, detail: str) -> EngineError:
+        """The error of a request that was refused; ``title`` is that of the problem."""
+        kind = _REFUSALS.get(title, EngineError)
         return kind(f"{self.name} answers {path} with {status}: {detail}{self._last_words()}")
 
     async def _answer(
