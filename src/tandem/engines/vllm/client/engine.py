@@ -27,9 +27,8 @@ from tandem.engines.base import (
 from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.adapters import AdapterWriter
 from tandem.engines.vllm.client.fleet import Fleet
-from tandem.engines.vllm.client.http import EngineReplaced, EngineServer, EngineUnreachable
-from tandem.engines.vllm.client.urls import UrlServer
 from tandem.engines.vllm.client.http import EngineReplaced, EngineServer, EngineStopped, EngineUnreachable
+from tandem.engines.vllm.client.urls import UrlServer
 from tandem.engines.vllm.client.waves import Waves
 from tandem.engines.vllm.protocol import Sampled
 from tandem.errors import EngineError, StaleWeights, TransportError
