@@ -149,6 +149,8 @@ class RunConfig:
     """How often sampled answers are shown with their rewards: every so many steps, or a mapping of every and count."""
     loggers: tuple[MetricsLogger, ...] = parts("loggers", ("console",))
     """Where metrics go besides metrics.jsonl, which is always written."""
+    metric_names: Literal["tandem", "trl"] = "tandem"
+    """trl: loggers get a step's numbers by TRL's names, too, such as completions/mean_length."""
     runs: str = "runs"
     """Folder that holds the run's folder."""
     name: str | None = None
@@ -425,7 +427,7 @@ def as_json(config: RunConfig) -> dict[str, Json]:
 
 RESUMABLE = frozenset({
     "steps", "evaluate", "checkpoint", "checkpointing", "loggers", "threads", "grading", "broker", "timeouts", "alarms",
-    "print_completions", "ranks", "distributed", "micro_batch_tokens",
+    "print_completions", "metric_names", "ranks", "distributed", "micro_batch_tokens",
 })  # fmt: skip
 """Options that a resumed run may change: they do not decide what a training step computes."""
 ENGINE_KEEPS = frozenset({"kind", "seeded", "max_model_len", "args"})

@@ -203,6 +203,14 @@ def visible_accelerators(environ: Mapping[str, str]) -> list[str]:
     return [str(number) for number in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
 
 
+def counts_hosts(environ: Mapping[str, str]) -> bool:
+    """Whether RANK and WORLD_SIZE, as a cluster's platform has set them, number hosts: NNODES and NODE_RANK say so."""
+    if environ.get("LOCAL_RANK") or environ.get("LOCAL_WORLD_SIZE"):
+        return False
+    pairs = (("WORLD_SIZE", "NNODES"), ("RANK", "NODE_RANK"))
+    return all(environ.get(rank, "") == environ.get(host, "") != "" for rank, host in pairs)
+
+
 def _is_alone(numbered: Mapping[str, str]) -> bool:
     """Whether the variables that are set describe a run of one process, as images and notebooks have them."""
     return "WORLD_SIZE" in numbered and all(_ALONE[name] == text.strip() for name, text in numbered.items())

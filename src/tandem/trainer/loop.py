@@ -73,7 +73,7 @@ class RunParts:
     """Metrics, events and rollout records."""
     records: Callable[[int, StepBatch, StepStats], Iterable[Mapping[str, Json]]]
     """Rollout records of a step, each made on iteration."""
-    show: Callable[[int, Sequence[Group]], None]
+    show: Callable[[int, Sequence[Group], Mapping[str, float]], None]
     """Prints some answers of each step's groups."""
     stop: asyncio.Event
     """Set to end the run in order, with everything saved."""
@@ -121,7 +121,7 @@ async def train(run: RunParts, state: TrainerState) -> TrainerState:
             await rollouts.begin(step, packed, stats)
             _emit(run, state, packed, stats, metrics, begun, published)
             await run.checkpoints.check()
-            run.show(step, batch.groups)
+            run.show(step, batch.groups, packed.advantages)
             if run.checkpoints.due(step):
                 await _save(run, buffer, rollouts, state)
             if evaluates:
