@@ -286,10 +286,15 @@ def inert_objective(config: RunConfig) -> dict[str, str]:
     if config.broker is None or not config.broker.env_advantages:
         why = "the tokens of an answer have one advantage (broker.env_advantages is not set)"
         unread |= {f"loss.{name}": why for name in getattr(loss, "per_token", ())}
-    compares = getattr(loss, "compares", True) or getattr(config.reference, "ratio_corrected", False)
+    compares = getattr(loss, "compares", True) or getattr(loss_reference(config), "ratio_corrected", False)
     if not compares and not config.corrections:
         unread["old_logprobs"] = "this loss has no ratio, and there are no corrections"
     return unread
+
+
+def loss_reference(config: RunConfig) -> Reference | None:
+    """The reference whose penalty is a term of the loss; None where there is none, or the reward has it."""
+    return None if config.reference is None or config.reference.in_reward else config.reference
 
 
 def only_by_advantage(config: RunConfig) -> bool:

@@ -107,8 +107,7 @@ async def train(run: RunParts, state: TrainerState) -> TrainerState:
             evaluates = step == run.steps or run.evaluator.wants(step)
             free_slots = None if evaluates else batch.free_slots
             await weight_sync.sleep()
-            with trace.span("seconds/pack"):
-                packed = run.pack(batch.groups, version=state.step)
+            packed = await run.step.packed(run.pack, batch.groups, state.step)
             stats = await run.step.forward_backward(packed, partial(_request_early, run, weight_sync, step, free_slots))
             run.reached(step)
             # Before the state that is saved: a resumed run goes on as far ahead as this one would have.
