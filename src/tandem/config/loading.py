@@ -381,6 +381,8 @@ def _build(
     options = plain(tree)
     if options.get("dtype") == "auto" and config.dtype == "float32":
         notes = (*notes, "dtype: auto is float32 here, for this processor has no instructions for bfloat16")
+    if config.matmul == "fp8":
+        notes = (*notes, FP8)
     return Loaded(config=config, source=source, places=builder.places, options=options, notes=notes)
 
 
@@ -430,6 +432,8 @@ def as_json(config: RunConfig) -> dict[str, Json]:
     return encode(config)
 
 
+FP8 = "matmul: fp8 saves time and no memory: weights stay bfloat16, and each product rounds a copy of its own"
+"""What is said wherever it is chosen."""
 RESUMABLE = frozenset({
     "steps", "evaluate", "checkpoint", "checkpointing", "loggers", "threads", "grading", "broker", "timeouts", "alarms",
     "print_completions", "metric_names", "ranks", "distributed", "micro_batch_tokens",

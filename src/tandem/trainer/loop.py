@@ -106,7 +106,7 @@ async def train(run: RunParts, state: TrainerState) -> TrainerState:
             # What is evaluated has the engine to itself: then the next groups are requested after it.
             evaluates = step == run.steps or run.evaluator.wants(step)
             free_slots = None if evaluates else batch.free_slots
-            await weight_sync.sleep()
+            await weight_sync.sleep(step, last=step == run.steps)
             packed = await run.step.packed(run.pack, batch.groups, state.step)
             stats = await run.step.forward_backward(packed, partial(_request_early, run, weight_sync, step, free_slots))
             run.reached(step)
