@@ -29,7 +29,7 @@ def events_of(folder: Path, options: PrintCompletions, steps: int = 20) -> list[
     with Telemetry(RunInfo(name="run", folder=folder, steps=steps, config={}), [Console(live="never")]) as telemetry:
         show = Completions(options, telemetry)
         for step in range(1, steps + 1):
-            show(step, groups())
+            show(step, groups(), {})
     return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
 
 

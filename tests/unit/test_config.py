@@ -929,6 +929,11 @@ def test_alarms_are_one_word_or_a_mapping(here: Path) -> None:
     assert digest(warned) == digest(read(MINIMAL + "alarms: stop\n")), "a resumed run may change it"
 
 
+def test_fp8_says_what_it_saves(here: Path) -> None:
+    Path("recipe.yaml").write_text(MINIMAL + "matmul: fp8\n")
+    assert "saves time and no memory" in load(Path("recipe.yaml")).notes[0]
+
+
 @pytest.mark.parametrize(("computes", "dtype"), [(True, "bfloat16"), (False, "float32")])
 def test_dtype_auto_is_what_the_machine_computes_and_said_where_it_is_not_bfloat16(
     here: Path, monkeypatch: pytest.MonkeyPatch, computes: bool, dtype: str

@@ -8,6 +8,7 @@ import itertools
 import math
 import random
 from pathlib import Path
+from statistics import fmean, stdev
 from types import SimpleNamespace
 from typing import Any
 
@@ -242,6 +243,10 @@ def test_measure_tells_scored_from_failed() -> None:
     assert scalars["reward"] == pytest.approx(1.1)
     assert scalars["tokens/generated"] == 4 * 10 + 8
     assert scalars["rollouts/truncated"] == pytest.approx(1 / 10)
+    spreads = [stdev(rewards) for group in groups if len(rewards := [r.reward or 0.0 for r in group.scored]) >= 2]
+    assert scalars["reward/group_std"] == pytest.approx(fmean(spreads))
+    assert scalars["groups/zero_variance"] == pytest.approx(sum(spread == 0 for spread in spreads) / len(spreads))
+    assert scalars["length/ended/max"] <= scalars["length/max"]
 
 
 def test_measure_tells_environments_apart() -> None:

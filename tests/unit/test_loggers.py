@@ -18,7 +18,7 @@ from tandem.errors import ConfigError
 from tandem.observability import board as boards
 from tandem.observability import trace, waits
 from tandem.observability.board import RunBoard
-from tandem.observability.loggers.base import COLUMNS, RunInfo, Writer
+from tandem.observability.loggers.base import RunInfo, Writer
 from tandem.observability.loggers.console import Console
 from tandem.observability.loggers.tensorboard import Tensorboard
 from tandem.observability.loggers.trackio import Trackio
@@ -54,6 +54,7 @@ COMPLETIONS: dict[str, Any] = {
             "text": "It is\n\x1b[31m3\x1b[0m.",
             "reward": 0.25,
             "rewards": {"number": 0.0, "format": 0.5},
+            "advantage": -0.7,
             "truncated": True,
             "error": "",
         }
@@ -354,9 +355,15 @@ def test_loggers_have_a_table_of_answers(logger: Any, tmp_path: Path, monkeypatc
     logger.open(info(tmp_path)).event("completions", COMPLETIONS)
     values, step = next(what for name, what in calls if name == "log")
     assert (step or values["step"]) == 10
-    row = values["completions"]["data"][0]
-    cells = row if isinstance(row, list) else [row[column] for column in COLUMNS]
-    assert cells == [10, "gsm8k", "7", "1 + 1?", "2", COMPLETIONS["samples"][0]["text"], 0.25, "number 0, format 0.5"]
+    table = values["completions"]
+    row = (
+        table["data"][0] if isinstance(logger, Trackio) else dict(zip(table["columns"], table["data"][0], strict=True))
+    )
+    assert row == {
+        "step": 10, "env": "gsm8k", "task": "7", "prompt": "1 + 1?", "answer": "2",
+        "completion": COMPLETIONS["samples"][0]["text"], "reward": 0.25, "rewards/number": 0.0, "rewards/format": 0.5,
+        "advantage": -0.7,
+    }  # fmt: skip
 
 
 def test_trackio_continues_the_same_run_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

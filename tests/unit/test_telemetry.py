@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
 import os
@@ -97,6 +98,20 @@ def test_a_step_is_merged_once_and_reaches_every_writer(tmp_path: Path) -> None:
     assert row["step"] == 1
     assert row["metrics"] == scalars
     assert row["time"] > 1e9
+
+
+def test_loggers_get_trls_names_too_and_the_folder_does_not(tmp_path: Path) -> None:
+    writer = Recorder()
+    named = dataclasses.replace(info(tmp_path), config={"metric_names": "trl"})
+    metrics = {"reward/rewards.accuracy": Histogram((0.0, 1.0)), "length": Histogram((2.0, 4.0)), "lr": Sum(0.5)}
+    with Telemetry(named, [Recording(writer)]) as telemetry:
+        scalars = telemetry.emit(1, [metrics])
+    _, (_, logged) = writer.calls[0]
+    assert {name: value for name, value in logged.items() if name not in scalars} == {
+        "rewards/accuracy/mean": 0.5, "rewards/accuracy/std": 0.5, "completions/mean_length": 3.0,
+        "completions/min_length": 2.0, "completions/max_length": 4.0, "learning_rate": 0.5,
+    }  # fmt: skip
+    assert rows(tmp_path / "metrics.jsonl")[0]["metrics"] == scalars
 
 
 def test_a_step_cannot_be_emitted_twice(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tandem import machine
 from tandem.cli._graders_log import graders_log
 from tandem.config import registry as resolve
 from tandem.config.build import RewardSpec
-from tandem.config.loading import Loaded, RunConfig, load
+from tandem.config.loading import FP8, Loaded, RunConfig, load
 from tandem.config.sources import EnvSource
 from tandem.engines.base import ExportsWeights, ReportsChecksums
 from tandem.envs.base import Split
@@ -251,6 +251,8 @@ class _RecipeCheck:
         self.plan = plan.table()
         if as_run != self._config:
             self.plan += f"\n  distributed.gradients: {as_run.distributed.gradients}, which is auto's choice here"
+        if self._config.matmul == "fp8":
+            self.plan += f"\n  {FP8}"
         if not plan.within(1 / (1 + memory.MARGIN)):
             self.warnings.append(f"the plan may be off by {memory.MARGIN:.0%}: this run may not fit")
         return f"about {machine.readable(plan.total)} at the peak of {machine.readable(plan.machine.free)} free"

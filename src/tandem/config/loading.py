@@ -149,6 +149,8 @@ class RunConfig:
     """How often sampled answers are shown with their rewards: every so many steps, or a mapping of every and count."""
     loggers: tuple[MetricsLogger, ...] = parts("loggers", ("console",))
     """Where metrics go besides metrics.jsonl, which is always written."""
+    metric_names: Literal["tandem", "trl"] = "tandem"
+    """trl: loggers get a step's numbers by TRL's names, too, such as completions/mean_length."""
     runs: str = "runs"
     """Folder that holds the run's folder."""
     name: str | None = None
@@ -284,10 +286,15 @@ def inert_objective(config: RunConfig) -> dict[str, str]:
     if config.broker is None or not config.broker.env_advantages:
         why = "the tokens of an answer have one advantage (broker.env_advantages is not set)"
         unread |= {f"loss.{name}": why for name in getattr(loss, "per_token", ())}
-    compares = getattr(loss, "compares", True) or getattr(config.reference, "ratio_corrected", False)
+    compares = getattr(loss, "compares", True) or getattr(loss_reference(config), "ratio_corrected", False)
     if not compares and not config.corrections:
         unread["old_logprobs"] = "this loss has no ratio, and there are no corrections"
     return unread
+
+
+def loss_reference(config: RunConfig) -> Reference | None:
+    """The reference whose penalty is a term of the loss; None where there is none, or the reward has it."""
+    return None if config.reference is None or config.reference.in_reward else config.reference
 
 
 def only_by_advantage(config: RunConfig) -> bool:
@@ -374,6 +381,8 @@ def _build(
     options = plain(tree)
     if options.get("dtype") == "auto" and config.dtype == "float32":
         notes = (*notes, "dtype: auto is float32 here, for this processor has no instructions for bfloat16")
+    if config.matmul == "fp8":
+        notes = (*notes, FP8)
     return Loaded(config=config, source=source, places=builder.places, options=options, notes=notes)
 
 
@@ -423,9 +432,11 @@ def as_json(config: RunConfig) -> dict[str, Json]:
     return encode(config)
 
 
+FP8 = "matmul: fp8 saves time and no memory: weights stay bfloat16, and each product rounds a copy of its own"
+"""What is said wherever it is chosen."""
 RESUMABLE = frozenset({
     "steps", "evaluate", "checkpoint", "checkpointing", "loggers", "threads", "grading", "broker", "timeouts", "alarms",
-    "print_completions", "ranks", "distributed", "micro_batch_tokens",
+    "print_completions", "metric_names", "ranks", "distributed", "micro_batch_tokens",
 })  # fmt: skip
 """Options that a resumed run may change: they do not decide what a training step computes."""
 ENGINE_KEEPS = frozenset({"kind", "seeded", "max_model_len", "args"})

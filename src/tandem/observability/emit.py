@@ -16,6 +16,7 @@ from tandem.observability import json_lines, waits
 from tandem.observability.alarms import AlarmWatch
 from tandem.observability.loggers.base import MetricsLogger, RunInfo, Writer
 from tandem.observability.loggers.jsonl import Jsonl
+from tandem.observability.trl_names import with_trl_names
 from tandem.types import Json
 
 logger = logging.getLogger(__name__)
@@ -132,7 +133,8 @@ class Telemetry:
             notices = self._alarms.step(step, scalars) if self._alarms else []
             scalars |= self._alarms.scalars() if self._alarms else {}
             self._to_folder("metrics.jsonl", lambda writer: writer.write(step, scalars))
-            self._to_loggers(lambda writer: writer.write(step, scalars))
+            named = with_trl_names(scalars) if self._info.config.get("metric_names") == "trl" else scalars
+            self._to_loggers(lambda writer: writer.write(step, named))
             for notice in notices:
                 fields = notice.fields()
                 logger.info("alarm: %s", fields)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Self
 
@@ -132,11 +132,20 @@ class Packer:
             skip_forced=bool(config.sampling.regex),
         )
 
-    def __call__(self, groups: Sequence[Group], *, version: int) -> StepBatch:
-        """Pack one step's groups. ``version`` is the policy step that will be trained; it only measures lag."""
+    def __call__(
+        self, groups: Sequence[Group], *, version: int, penalties: Mapping[str, float] | None = None
+    ) -> StepBatch:
+        """Pack one step's groups.
+
+        Args:
+            groups: of the step.
+            version: the policy step that will be trained; it only measures lag.
+            penalties: what advantages take off the reward of each rollout, by its id.
+        """
         by_rollout: dict[str, float] = {}
         samples: list[list[Sample]] = []
-        for group, values in zip(groups, advantages(self.advantage, groups), strict=True):
+        judged = [_penalised(group, penalties) for group in groups] if penalties else groups
+        for group, values in zip(groups, advantages(self.advantage, judged), strict=True):
             siblings: list[Sample] = []
             for rollout, value in zip(group.scored, values, strict=True):
                 of_tokens = rollout.advantages
@@ -249,6 +258,14 @@ class Packer:
         whole = moved(np.concatenate(arrays, dtype=kind, casting="same_kind"), self.device)
         parts: tuple[Tensor, ...] = whole.split([len(array) for array in arrays])
         return parts
+
+
+def _penalised(group: Group, penalties: Mapping[str, float]) -> Group:
+    """The group with penalties taken off its rewards."""
+    rollouts = (
+        r if r.reward is None else replace(r, reward=r.reward - penalties.get(r.id, 0.0)) for r in group.rollouts
+    )
+    return replace(group, rollouts=tuple(rollouts))
 
 
 def _advantage(config: RunConfig) -> Advantage:

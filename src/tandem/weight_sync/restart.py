@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from tandem.engines.base import Relaunches
+from tandem.lazy import torch
 from tandem.types import PolicyVersion
 from tandem.weight_sync.base import Periodic, SyncContext
 
@@ -36,6 +37,7 @@ class Restart(Periodic):
             return 0
         folder = session.folder / "weights" / f"step-{version.step:06d}"
         await session.policy.compute(_save, session, folder, adapter)
+        await session.policy.compute(torch.cuda.empty_cache)  # the engine needs what the step has used
         if not session.fresh:
             await session.engine.relaunch(None if adapter else folder)
         if adapter:

@@ -160,6 +160,13 @@ class VllmEngine(Engine):
         self._adapter = adapter
         await self._load(folder, f"{folder.name}-{self.restart_count}")
 
+    @property
+    def beside_trainer(self) -> bool:
+        return not self.fleet.options.devices
+
+    async def end(self) -> None:
+        await self.fleet.end()
+
     async def relaunch(self, weights: Path | None) -> None:
         """End the engines and start them anew: on a model folder, or on the weights that they had."""
         if weights is not None:
@@ -293,6 +300,8 @@ class VllmEngine(Engine):
         return True
 
     async def pause(self, *, finish: bool = False, step: int | None = None) -> None:
+        if self.fleet.ended:
+            return
         by = f"trainer (pid {os.getpid()} on {socket.gethostname()})"
         await self._pauses.pause(self.servers, wire.Pause(finish=finish, seconds=self._pause_seconds, step=step, by=by))
 
@@ -320,7 +329,7 @@ class VllmEngine(Engine):
         await self.fleet.all("/bridge/sleep", wire.Sleep(level=1 if self.sleeps == 1 else 2))
 
     async def wake(self) -> None:
-        if self.sleeps:
+        if self.sleeps and not self.fleet.ended:
             await self.fleet.all("/bridge/wake", wire.Wake(seconds=self._pause_seconds))
 
     async def stop(self, reason: str) -> None:
