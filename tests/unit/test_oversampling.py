@@ -7,12 +7,14 @@ import json
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import pytest
 from support.buffering import Kind, Mixture, Trainer, always_good, ids, rollout, run, trained
 
+from tandem.config.loading import load
 from tandem.config.sections import Replay
 from tandem.metrics import flatten
 from tandem.rollout.data_state import DataState
@@ -199,3 +201,10 @@ def test_ahead_of_training_more_groups_are_in_flight_and_none_is_too_old() -> No
         return mean(map(len, trainer.company[100:]))
 
     assert company("auto") > 1.3 * company("off")
+
+
+def test_off_is_a_word_though_it_is_a_truth_to_yaml(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: m\nsteps: 1\nenv: arithmetic\noversample: off\n")
+    config = load(recipe, []).config
+    assert config.oversample == "off"

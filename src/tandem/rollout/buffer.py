@@ -473,14 +473,13 @@ class RolloutBuffer:
                 over.append(entry)
             elif entry.in_flight:
                 return
-            elif entry.state is EntryState.READY or (len(entry.group.scored) > 1 and not self._flat(entry.group)):
+            elif entry.state is EntryState.READY or (
+                len(entry.group.scored) > 1 and not (entry.group.zero_variance and self.options.drop_zero_variance)
+            ):
                 wanted[entry.draw.env] -= 1
         if not wanted.total():
             for entry in over:
                 self._leave_out(entry)
-
-    def _flat(self, group: Group) -> bool:
-        return group.zero_variance and self.options.drop_zero_variance
 
     def _sort_scored(self) -> None:
         """Sort scored groups: keep those with signal, replace or drop the others."""

@@ -166,7 +166,7 @@ async def opened(
         graders = {
             name: Graders(
                 {reward: (spec.reward, spec.weight) for reward, spec in source.rewards.items()},
-                workers=config.grading.processes(config.groups_per_step),
+                workers=config.grading.processes(config.groups_per_step * config.group_size),
                 timeout=config.grading.timeout_seconds,
                 log=log,
                 steps=config.steps,
