@@ -1,4 +1,4 @@
-"""Pool of grading processes with the same rewards: each grades an answer or a group at a time; dead ones are replaced."""
+"""Pool of grading processes with the same rewards: each grades an answer or a group at a time."""
 
 from __future__ import annotations
 
