@@ -548,12 +548,9 @@ class RolloutBuffer:
 
     def _leave_out(self, entry: Entry) -> None:
         """Have the task of a group that the batch has no place for played again; its requests are aborted."""
-        if entry.in_flight:
-            group = None
-            if entry.task is not None:
-                entry.task.cancel()
-        else:
-            group = entry.group
+        group = None if entry.in_flight else entry.group
+        if group is None and entry.task is not None:
+            entry.task.cancel()
         self._metrics.drop("surplus", entry.draw, group)
         if group is None or not group.replayed:
             self._sampler.repeat(entry.draw)
