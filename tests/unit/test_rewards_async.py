@@ -98,6 +98,24 @@ def group(*replies: str, id: str = "t@0") -> list[Rollout]:
     return [replace(gold_rollout(task, reply), id=f"{id}/{i}") for i, reply in enumerate(replies)]
 
 
+@pytest.mark.parametrize(
+    ("specs", "singly"),
+    [
+        ({"number": Number()}, True),
+        ({"plain": "async_graders:blocks"}, True),
+        ({"number": Number(), "group": "async_graders:first"}, False),
+        ({"async": "async_graders:one_of_four"}, False),
+    ],
+    ids=str,
+)
+def test_answers_are_graded_singly_where_no_reward_takes_groups_or_is_async(specs: Any, singly: bool) -> None:
+    async def go() -> bool:
+        async with Graders({name: (spec, 1.0) for name, spec in specs.items()}) as graders:
+            return graders.singly
+
+    assert asyncio.run(go()) is singly
+
+
 def graded(
     specs: Mapping[str, Any], rollouts: list[Rollout], timeout: float = 5.0, **options: Any
 ) -> tuple[list[Rollout], dict[str, float]]:

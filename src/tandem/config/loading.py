@@ -85,6 +85,12 @@ class RunConfig:
     """What truncated: penalise subtracts from the reward."""
     zero_variance_groups: Literal["drop", "keep"] = "drop"
     """Groups whose rewards are all equal: sample another, or train on them (their advantage is 0)."""
+    oversample: float | Literal["auto", "keep", "off"] = "auto"
+    """Groups sampled at once for a batch, where those without signal are dropped: auto as many as will fill it by the
+    share that had signal so far, keep the same but trains what is over too, off one for each place; or a factor."""
+    on_policy_tail: Literal["wait", "abort"] = "wait"
+    """On-policy, answers that are not needed any more when the batch is full: wait for them, or abort them; their tasks
+    are played again."""
     max_resample_times: int | None = None
     """How often a batch's worth of zero-variance groups is sampled anew; then the step takes what there is. null: until
     the batch is full."""
@@ -189,6 +195,7 @@ class RunConfig:
                 "recomputed with beyond: truncate, since with sampled the loss already contains the importance ratio; "
                 "or use beyond: mask",
             ),
+            oversample=(isinstance(self.oversample, str) or 1 <= self.oversample < math.inf, "at least 1, or a word"),
             max_resample_times=(self.max_resample_times is None or self.max_resample_times >= 0, "at least 0, or null"),
             replay=((wrong := replay_fault(self)) is None, wrong or ""),
             truncated_penalty=(0 <= self.truncated_penalty < math.inf, "at least 0: it is subtracted"),
@@ -254,11 +261,16 @@ class RunConfig:
         others = getattr(self.engine, "urls", ())  # whose requests are in flight at any time
         if self.max_lag == 0 and getattr(self.sync, "in_flight", "") == "finish" and not others:
             unread["sync.in_flight"] = "with max_lag: 0 no request is in flight when weights change"
+        if self.max_lag != 0:
+            unread["on_policy_tail"] = "with max_lag above 0 answers go on while a step is trained"
         if self.zero_variance_groups == "keep":
-            unread["max_resample_times"] = "zero_variance_groups: keep samples nothing anew"
+            unread |= dict.fromkeys(
+                ("oversample", "max_resample_times"), "zero_variance_groups: keep samples nothing anew"
+            )
         if self.broker is not None:
             elsewhere = "tasks are drawn elsewhere (broker)"
-            unread |= dict.fromkeys(("max_resample_times", "replay", "reroll", "curriculum"), elsewhere)
+            drawn = ("oversample", "on_policy_tail", "max_resample_times", "replay", "reroll", "curriculum")
+            unread |= dict.fromkeys(drawn, elsewhere)
             unread["truncated"] = "answers are cut and judged elsewhere (broker); give it to tandem work"
         # Which tokens end an answer is read by the trainer where they may not come too early.
         stops = ("sampling.stop", *(() if self.sampling.min_tokens else ("sampling.stop_token_ids",)))

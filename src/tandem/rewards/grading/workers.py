@@ -56,7 +56,7 @@ class Graders:
 
         Args:
             specs: Rewards and their weights by name.
-            workers: Processes; each grades one group at a time. A reward that is ``alone`` has one of its own.
+            workers: Processes; each grades an answer or a group at a time. A reward that is ``alone`` has its own.
             timeout: Seconds that one reward may take for one rollout; a function of a whole group gets that
                 much for each of its rollouts.
             log: File for what graders print and for their tracebacks; None: our own stderr.
@@ -98,6 +98,11 @@ class Graders:
     def full_marks(self) -> Mapping[str, float | None]:
         """What a gold reply earns from each reward; None where it proves nothing or is not known."""
         return self._full_marks
+
+    @property
+    def singly(self) -> bool:
+        """True if every answer can be graded as it ends: no reward needs its siblings, or awaits beside theirs."""
+        return all(pool.singly for pool in self._pools)
 
     async def open(self) -> None:
         """Start all workers at once and wait until they are ready.

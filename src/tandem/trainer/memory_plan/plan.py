@@ -259,7 +259,7 @@ class Planner:
     def _engine_lines(self, config: RunConfig, engines: Engines) -> list[MemoryLine]:
         """Processes, engines, and buffers on the way to them."""
         counts, width, is_host, near = self.modelled.counts, _width(config), self.machine.is_host, engines.near
-        graders = config.grading.processes(config.groups_per_step) * max(1, len(config.sources))
+        graders = config.grading.processes(config.groups_per_step * config.group_size) * max(1, len(config.sources))
         programs = LIBRARIES * self.ranks.local + graders * GRADER + engines.started * ENGINE
         why = f"Python and its libraries, graders: {graders}, engines: {engines.started}"
         lines = [self._line("programs", programs, why, beside=True, each=False)]
