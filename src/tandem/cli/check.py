@@ -125,10 +125,10 @@ class _RecipeCheck:
         return {name: question for name, question, is_asked in questions if is_asked}
 
     def _parts(self) -> str:
-        """Pairs of parts that must work together."""
-        from tandem.trainer import pairs
+        """Parts and ranks that must work together."""
+        from tandem.trainer.ranks import checks
 
-        pairs.check_pairs(self._config)
+        checks.check_config(self._config)
         self.warnings += filter(None, [self._config.optimizer.doubt()])
         envs = [_environment(name, source) for name, source in self._config.sources.items()]
         several = (None, "envs", "rewards", "corrections", "loggers")
@@ -143,7 +143,7 @@ class _RecipeCheck:
     def _engine(self) -> str:
         """Whether this machine can have it."""
         config = self._config
-        text = config.engine.check(trainable=config.trainable, folder=Path(config.runs) / (config.name or ""))
+        text = config.engine.check(folder=Path(config.runs) / (config.name or ""))
         exported = ReportsChecksums in config.engine.capabilities and config.sync.capability is ExportsWeights
         return f"{text}; {_TURNS}" if exported and config.most_lag and machine.in_turns() else text
 
@@ -268,7 +268,7 @@ class _RecipeCheck:
         if idle := counts.idle_options(self._config):
             return idle
         world = counts.world
-        checks.check_ranks(self._config, world)
+        checks.check_gpus(self._config, counts.local)
         if self._planner is None:
             return None
         weights = self._planner.modelled.counts.trainable * (2 if self._config.dtype == "bfloat16" else 4)

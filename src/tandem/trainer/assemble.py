@@ -88,9 +88,11 @@ async def _train(
     stop: asyncio.Event,
 ) -> Path:
     counts = memory.RankCounts.of(config)
-    check_pairs(config)
-    checks.check_ranks(config, counts.world, placement)
-    config.engine.check(trainable=config.trainable, folder=resume or Path(config.runs) / (config.name or ""))
+    checks.check_config(config)
+    if placement is not None:
+        checks.check_ranks(config, counts.world, placement)
+    checks.check_gpus(config, counts.local)
+    config.engine.check(folder=resume or Path(config.runs) / (config.name or ""))
     tasks = {split: environments.tasks(config, split) for split in environments.splits(config)}
     with waits.blocking("trainer", "its shape, prompts and memory", model_of(config), config.timeouts.wait_seconds):
         model = load_config(config.model)
@@ -170,7 +172,7 @@ async def _published(config: RunConfig, policy: Policy, *, fresh: bool) -> Async
     # What is evaluated is in one process, however many trained it.
     check_pairs(replace(config, ranks=1))
     with tempfile.TemporaryDirectory(prefix="tandem-eval-") as folder:
-        config.engine.check(trainable=config.trainable, folder=Path(folder))
+        config.engine.check(folder=Path(folder))
         requirements = engine_requirements(config, Path(folder))
         async with (
             config.engine.open(policy, context=context, requirements=requirements) as engine,
