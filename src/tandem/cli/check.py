@@ -52,7 +52,9 @@ def check(recipe: Path, overrides: Sequence[str], tasks: int) -> int:
 
 
 async def _check(loaded: Loaded, tasks: int) -> int:
-    check = _RecipeCheck(loaded.config, tasks)
+    from tandem.trainer.ranks import layout
+
+    check = _RecipeCheck(layout.placed(loaded.config), tasks)
     console = Console()
     problems: list[TandemError] = []
     warned = 0
@@ -242,7 +244,9 @@ class _RecipeCheck:
         Raises:
             DoesNotFit: it exceeds the machine.
         """
-        planner = self._planner
+        from tandem.trainer.ranks import layout
+
+        planner, counts = self._planner, memory.RankCounts.of(self._config)
         if planner is None:
             return None
         planner.plan(self._config).require()
@@ -251,6 +255,8 @@ class _RecipeCheck:
         self.plan = plan.table()
         if as_run != self._config:
             self.plan += f"\n  distributed.gradients: {as_run.distributed.gradients}, which is auto's choice here"
+        if counts.world > 1 or ReportsChecksums in as_run.engine.capabilities:
+            self.plan += f"\n\nlayout, at the peak:\n{layout.drawn(planner, as_run)}"
         if not plan.within(1 / (1 + memory.MARGIN)):
             self.warnings.append(f"the plan may be off by {memory.MARGIN:.0%}: this run may not fit")
         return f"about {machine.readable(plan.total)} at the peak of {machine.readable(plan.machine.free)} free"

@@ -59,9 +59,9 @@ def shown(loaded: Loaded, notes: Iterable[str]) -> str:
         UnsupportedPair: its options cannot be had together, as ``tandem check`` and a run say.
         ConfigError: this machine lacks what an option needs.
     """
-    from tandem.trainer.ranks import checks  # which needs torch
+    from tandem.trainer.ranks import checks, layout  # which need torch
 
-    checks.check_config(loaded.config)
+    checks.check_config(layout.placed(loaded.config))
     return with_notes(loaded.options, notes)
 
 

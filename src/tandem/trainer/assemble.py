@@ -33,7 +33,7 @@ from tandem.trainer.evaluate import Evaluator, held_out
 from tandem.trainer.live import live_policy, model_of, reference_of
 from tandem.trainer.pack import Packer
 from tandem.trainer.pairs import check_pairs, has_slices
-from tandem.trainer.ranks import checks
+from tandem.trainer.ranks import checks, layout
 from tandem.trainer.record import records
 from tandem.trainer.requirements import engine_requirements, started_on_ours
 from tandem.trainer.run_lock import RunLock
@@ -87,6 +87,7 @@ async def _train(
     on_step: OnStep | None,
     stop: asyncio.Event,
 ) -> Path:
+    recipe, config = config, layout.placed(config)
     counts = memory.RankCounts.of(config)
     checks.check_config(config)
     if placement is not None:
@@ -103,14 +104,14 @@ async def _train(
         planner = memory.planner(config, model, prompt_tokens=longest, resumed=resume)
         planner.plan(config).require()
         as_divided = memory.with_gradients(planner, config)
-    folder = dog.folder = resume or run_folder.new_folder(config)
+    folder = dog.folder = resume or run_folder.new_folder(recipe)
     lock.take(folder)
     explained = out_of_memory.explained(config, lambda: planner.plan(config).largest())
     with run_folder.reporting(folder), explained, vitals.shown(folder):
         for doubt in filter(None, (counts.idle_options(config), config.optimizer.doubt())):
             log.warning("%s", doubt)
         if resume:
-            run_folder.write_recipe(config, folder)  # what this resume changed holds for the next one too
+            run_folder.write_recipe(recipe, folder)  # what this resume changed holds for the next one too
         steps = saved_steps(folder / "checkpoints")
         if resume:
             for change in user_code.keep(config, folder, steps[-1] if steps else 0):
