@@ -148,7 +148,7 @@ def test_engines_apart_are_on_the_gpus_after_those_of_the_ranks(
 
     def devices(*engine: str) -> Any:
         config = load(recipe, [f"engine={{kind: vllm, {', '.join(engine)}}}"]).config
-        check_gpus(config, 2)
+        check_gpus(config, RankCounts(world=2, local=2))
         return engines_of(config, 2, 2).devices
 
     assert devices("replicas: 2") == ("5", "4")
@@ -251,9 +251,11 @@ def test_more_ranks_than_gpus_are_refused_unless_they_share_them(
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: m\nsteps: 3\nenv: arithmetic\n")
     with pytest.raises(UnsupportedPair, match=r"ranks: 3 of this machine need as many GPUs, and it has 2.*: true"):
-        check_gpus(load(recipe, ["ranks=3"]).config, 3)
-    check_gpus(load(recipe, ["ranks=3", "engine=vllm", "distributed.share_gpus=true"]).config, 3)
-    check_gpus(load(recipe, ["ranks=2"]).config, 2)
+        check_gpus(load(recipe, ["ranks=3"]).config, RankCounts(world=3, local=3))
+    check_gpus(
+        load(recipe, ["ranks=3", "engine=vllm", "distributed.share_gpus=true"]).config, RankCounts(world=3, local=3)
+    )
+    check_gpus(load(recipe, ["ranks=2"]).config, RankCounts(world=2, local=2))
     assert [rank_device(rank).index for rank in range(4)] == [0, 1, 0, 1]
 
 

@@ -274,7 +274,7 @@ class _RecipeCheck:
         if idle := counts.idle_options(self._config):
             return idle
         world = counts.world
-        checks.check_gpus(self._config, counts.local)
+        checks.check_gpus(self._config, counts)
         if self._planner is None:
             return None
         weights = self._planner.modelled.counts.trainable * (2 if self._config.dtype == "bfloat16" else 4)

@@ -92,7 +92,7 @@ async def _train(
     checks.check_config(config)
     if placement is not None:
         checks.check_ranks(config, counts.world, placement)
-    checks.check_gpus(config, counts.local)
+    checks.check_gpus(config, counts)
     config.engine.check(folder=resume or Path(config.runs) / (config.name or ""))
     tasks = {split: environments.tasks(config, split) for split in environments.splits(config)}
     with waits.blocking("trainer", "its shape, prompts and memory", model_of(config), config.timeouts.wait_seconds):

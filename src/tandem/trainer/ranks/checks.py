@@ -48,14 +48,14 @@ def check_ranks(config: RunConfig, world: int, placement: Placement | None = Non
         _refuse(world, _refused_slices(config, world, placement))
 
 
-def check_gpus(config: RunConfig, local: int) -> None:
+def check_gpus(config: RunConfig, counts: RankCounts) -> None:
     """Refuse more ranks of this host, and engines apart from them, than it has GPUs.
 
     Raises:
         UnsupportedPair: says how many there are, and what would do.
     """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else None
-    if local == 1 or gpus is None or config.distributed.share_gpus:
+    local, gpus = counts.local, torch.cuda.device_count() if torch.cuda.is_available() else None
+    if counts.world == 1 or gpus is None or config.distributed.share_gpus:
         return
     if gpus < local:
         raise UnsupportedPair(
