@@ -170,7 +170,15 @@ def of_fsdp_file(source: str, refuse: Refuse) -> Sharding | None:
 
 
 def shard_of(
-    reader: Reader, sharding: Sharding, ranks: int, *, full: bool, reference: bool, optimizer: str, workers: int = 0
+    reader: Reader,
+    sharding: Sharding,
+    ranks: int,
+    *,
+    full: bool,
+    reference: bool,
+    optimizer: str,
+    fp8: bool = False,
+    workers: int = 0,
 ) -> Shard:
     """What ranks keep a share of: their weights where these can be cut, else states; results are the same.
 
@@ -181,11 +189,13 @@ def shard_of(
         full: every weight is trained.
         reference: there is a reference.
         optimizer: its kind in a recipe, unless its states are on the host.
+        fp8: products are in 8 bits.
         workers: those of each engine on the ranks' GPUs; 0: there is none.
     """
     whole = {
         "an adapter is beside them": not full,
         "a reference is beside them": reference,
+        "8-bit products are of them": fp8,
         "adamw on the device alone follows the cut": optimizer != "adamw" or sharding.offload_optimizer,
         "an engine of one GPU holds them on each rank's, and shares them": workers == 1,
         f"the {workers} GPUs of an engine do not divide {ranks} ranks": workers > 1 and ranks % workers > 0,

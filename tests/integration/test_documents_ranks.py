@@ -13,8 +13,9 @@ import re
 import shlex
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ import pytest
 import yaml
 from integration import vllm_runs as vllm
 from integration.test_documents import ROWS
-from support.compat_cases import axolotl_files, examples, swift_files
+from support.compat_cases import axolotl_files, examples, forget_swift, swift_files
 from support.documents import build_brief_model
 from support.processes import start
 from support.tiers import long_but
 
+from tandem.cli import app as cli
 from tandem.ports import free_port
 
 pytestmark = [pytest.mark.slow, vllm.needs_engine]
@@ -56,7 +58,7 @@ class Layout:
 
 
 URLS, BESIDE = Layout("urls"), Layout("beside", sync="shared")
-COUNTED = Layout("beside", sync="shared", gpus={"num_infer_workers": "2"})
+COUNTED = Layout("beside", sync="shared", gpus={"num_infer_workers": "2"}, environ={"CUDA_VISIBLE_DEVICES": "0,1"})
 SLICED = Layout("beside", sync="shared", gpus={"vllm_tensor_parallel_size": "2"})
 THREE = {"CUDA_VISIBLE_DEVICES": "0,1,2"}
 SWIFT = {
@@ -192,13 +194,7 @@ def trains_and_goes_on(
     """What ``--show`` prints passes ``check``; its run is killed after a step, goes on, and proves every publish."""
     folder = place / "runs" / re.sub(r"\W", "-", what)
     more = [*COMMON, f"runs={folder}", *(OWN if layout.engine in ("apart", "beside") else ())]
-    shown = ended(place, [*words, *more, "--show"], environ)
-    (place / "shown.yaml").write_text("".join(line for line in shown.splitlines(True) if not line.startswith("#")))
-    checked = ended(place, ["check", "shown.yaml"], environ)
-    assert "problem" not in checked
-    recipe = yaml.safe_load((place / "shown.yaml").read_text())
-    assert (recipe["ranks"], recipe["distributed"]["shard"]) == (2, layout.shard)
-    assert recipe.get("sync", {}).get("kind", "shared") == layout.sync
+    recipe = shown(place, layout, [*words, *more], environ)
     run, log = folder / "run", place / f"{folder.name}.txt"
     process = start([*words, *more], cwd=place, out=log, environment=ENVIRONMENT | environ)
 
@@ -221,6 +217,29 @@ def trains_and_goes_on(
     assert all(event["probe_gap"] is not None for event in publishes.values())
     engines = len(list((run / "logs").glob("engine-*.log")))
     assert engines == {"apart": 1, "beside": 2}.get(layout.engine, 0)
+
+
+def shown(place: Path, layout: Layout, words: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
+    """The recipe that ``--show`` prints, which is of the layout; ``tandem check`` finds nothing wrong with it."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as printed:
+        patch.chdir(place)
+        patch.syspath_prepend(str(place))
+        forget_swift(patch)
+        for name, value in environ.items():
+            patch.setenv(name, value)
+        assert code_of(*words, "--show") == 0
+        (place / "shown.yaml").write_text(printed.getvalue())
+        assert code_of("check", "shown.yaml") == 0, printed.getvalue()
+    recipe: dict[str, Any] = yaml.safe_load((place / "shown.yaml").read_text())
+    assert (recipe["ranks"], recipe["distributed"]["shard"]) == (2, layout.shard)
+    assert recipe.get("sync", {}).get("kind", "shared") == layout.sync
+    return recipe
+
+
+def code_of(*words: str) -> int | str | None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(list(words))
+    return stopped.value.code or 0
 
 
 def ended(place: Path, words: Sequence[str], environ: Mapping[str, str]) -> str:

@@ -41,6 +41,7 @@ def read_ranks(recipe: AxolotlRecipe, environ: Mapping[str, str]) -> None:
         full=not recipe["adapter"],
         reference=bool(recipe["trl.beta"]),
         optimizer=OPTIMIZERS.get(recipe["optimizer"], ""),
+        fp8=recipe["fp8"],
         workers=workers if recipe["trl.use_vllm"] and recipe["trl.vllm_mode"] == "colocate" else 0,
     )
     recipe.sharding = replace(recipe.sharding, shard=shard)
