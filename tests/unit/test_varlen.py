@@ -14,6 +14,7 @@ import torch
 from support.naive_attention import naive
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
@@ -79,6 +80,35 @@ def test_the_kernels_way_is_that_of_segments(plan: Packed, window: int | None, m
         both(way, plan, tensors, torch.float32, window) for way in (_varlen.attend, attention._segments)
     )
     torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("plan", [PLAN, FLAT, LONG], ids=["tree", "flat", "long"])
+def test_sequence_by_sequence_is_the_way_of_segments(plan: Packed) -> None:
+    """With torch's plain attention in the place of cuDNN's, which has no CPU kernel."""
+
+    def squares(query: Tensor, key: Tensor, value: Tensor, scaling: Any, *others: Any) -> Tensor:
+        return attention.by_sequence(query, key, value, scaling, others[-1], SDPBackend.MATH)
+
+    tensors = row(plan, 4, 2, 8)
+    outputs, expected = (both(way, plan, tensors, torch.float32, None) for way in (squares, attention._segments))
+    torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "parents", "long"),
+    [
+        ((8192,), (None,), True),
+        ((4000, 300), (None, None), False),
+        ((500, 8000, 8000), (None, 0, 0), True),
+        ((9000, 500, 500), (None, 0, 0), False),
+        ((6000, 100, 100, 100), (None, None, None, None), True),
+    ],
+    ids=["one", "nearly", "a short prompt", "a long prompt", "most of it"],
+)
+def test_rows_are_long_by_where_their_attention_is(
+    lengths: tuple[int, ...], parents: tuple[int | None, ...], long: bool
+) -> None:
+    assert Packed(lengths=lengths, parents=parents).long == long
 
 
 @pytest.mark.usefixtures("stand_in")

@@ -19,6 +19,7 @@ from tandem.config import loading as config
 from tandem.engines.base import EngineRequirements
 from tandem.engines.embedded.spec import Embedded
 from tandem.engines.vllm import spec as vllm
+from tandem.engines.vllm.server.places import PROBES
 from tandem.engines.vllm.spec import LAST_PORT, Vllm
 from tandem.engines.vllm.speedups import AT_ONCE, FEW, SWITCH
 from tandem.errors import ConfigError
@@ -299,3 +300,12 @@ def test_a_recipe_that_would_gain_from_mps_is_told_so(
     engine = {"kind": "vllm", "urls": ["http://x:1"]}
     check(recipe(tmp_path, **{"engine": engine, "sync": "shared", **changes}), [], 1)
     assert ("NVIDIA's MPS" in " ".join(capsys.readouterr().out.split())) is recommended
+
+
+@pytest.mark.parametrize(
+    ("answers", "options", "places"), [(4, {}, 64), (300, {}, 600), (4096, {}, 1024), (300, {"max_num_seqs": 32}, 32)]
+)
+def test_an_engine_has_room_for_two_steps_answers(answers: int, options: dict[str, Any], places: int) -> None:
+    requirements = EngineRequirements(model="m", dtype="float32", answers=answers)
+    words = Vllm(**options).command(requirements, 64, model="m", port=1)
+    assert ("--max-num-seqs", str(places + PROBES)) in pairs(words)

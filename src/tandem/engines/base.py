@@ -83,6 +83,8 @@ class EngineRequirements:
     """Capability that the weight sync needs."""
     versions: int = 2
     """Policy versions that requests in flight may need at once."""
+    answers: int = 128
+    """Answers of one training step that one engine samples."""
     seed: int = 0
     hosts: RankHosts | None = None
     """The trainer's other ranks where each starts its engine on its own host; None: all engines are started here."""

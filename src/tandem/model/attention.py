@@ -13,19 +13,20 @@ Shapes: T tokens of a packed row, R cache rows, H query heads, K key/value heads
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 
 from tandem.errors import EngineError
 from tandem.model import _varlen
 from tandem.model.context import ContextPacked, heads_of_row, tokens_of_rank
-from tandem.model.plans import Decode, KVCache, Packed, Spans, decode_plan, sequential_positions
+from tandem.model.plans import LONG, Decode, KVCache, Packed, Spans, decode_plan, sequential_positions
 
 __all__ = ["NAME", "Decode", "KVCache", "Packed", "Plan", "attend", "decode_plan", "sequential_positions"]
 
@@ -33,6 +34,11 @@ log = logging.getLogger(__name__)
 
 NAME = "tandem"
 """The ``attn_implementation`` a policy is loaded with."""
+
+_SQUARE = 512
+"""Sizes of cuDNN's squares are multiples of it."""
+_ALIKE = 2e-2
+"""Two bfloat16 kernels agree if their results are no further apart, relative to their norm."""
 
 Plan = Packed | Decode | ContextPacked
 """What a forward pass is of."""
@@ -144,6 +150,12 @@ def _packed(
     if query.device.type == "cuda":
         why = _varlen.refusal(query, key, value, scaling, dropout, window)
         if why is None:
+            if (
+                plan.long
+                and window is None
+                and _cudnn_is_faster(query.shape[1], key.shape[1], query.shape[3], query.dtype)
+            ):
+                return by_sequence(query, key, value, scaling, plan)
             return _varlen.attend(query, key, value, scaling, window, plan.spans(query.device))
         _notice(why)
     return _segments(query, key, value, scaling, dropout, window, plan)
@@ -187,6 +199,66 @@ def _segments(
         )
         outs.append(out)
     return torch.cat(outs, dim=2).transpose(1, 2).to(dtype)
+
+
+def by_sequence(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    plan: Packed,
+    backend: SDPBackend = SDPBackend.CUDNN_ATTENTION,
+) -> Tensor:
+    """One packed row, (1, H, T, D) -> (1, T, H, D), a causal square for each sequence.
+
+    Queries of ancestors are computed again and left out, which costs little where most of a sequence is its last
+    segment. Squares are padded at their end, which causal queries do not see: cuDNN builds a plan for every new size.
+    """
+    queries, keys, values = (x.split(plan.lengths, dim=2) for x in (query, key, value))
+    outs = []
+    with sdpa_kernel(backend):
+        for i, (length, before) in enumerate(zip(plan.lengths, plan.before, strict=True)):
+            chain, total = (*plan.ancestors(i), i), before + length
+            square = (torch.cat([x[a] for a in chain], dim=2) for x in (queries, keys, values))
+            q, k, v = (F.pad(x, (0, 0, 0, -total % _SQUARE)) for x in square)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+            outs.append(out[:, :, before:total])
+    return torch.cat(outs, dim=2).transpose(1, 2)
+
+
+@cache
+def _cudnn_is_faster(heads: int, key_heads: int, size: int, dtype: torch.dtype) -> bool:
+    """True if cuDNN agrees with the flash kernel on one long sequence, forward and backward, in less time."""
+    plan = Packed(lengths=(LONG,), parents=(None,))
+    draw = torch.Generator("cuda").manual_seed(0)
+    query, key, value = (
+        torch.randn((1, h, LONG, size), generator=draw, device="cuda", dtype=dtype).requires_grad_()
+        for h in (heads, key_heads, key_heads)
+    )
+    ways: dict[str, Callable[[], Tensor]] = {
+        "flash": lambda: _varlen.attend(query, key, value, None, None, plan.spans(query.device)),
+        "cudnn": lambda: by_sequence(query, key, value, None, plan),
+    }
+    took: dict[str, float] = {}
+    results: dict[str, tuple[Tensor, ...]] = {}
+    try:
+        with torch.enable_grad():
+            for name, run in ways.items():
+                for _ in range(3):  # the first one builds kernels
+                    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                    begin.record()
+                    out = run()
+                    results[name] = (out, *torch.autograd.grad(out, (query, key, value), torch.ones_like(out)))
+                    end.record()
+                    end.synchronize()
+                    took[name] = begin.elapsed_time(end)
+    except RuntimeError as error:
+        log.info("attention of long sequences stays with the flash kernel: cuDNN's does not run here: %s", error)
+        return False
+    apart = max(float((a - b).norm() / a.norm()) for a, b in zip(*results.values(), strict=True))
+    faster = apart < _ALIKE and took["cudnn"] < took["flash"]
+    log.info("attention of long sequences: flash %.2f ms, cuDNN %.2f ms, %.1e apart", *took.values(), apart)
+    return faster
 
 
 def _store(

@@ -90,9 +90,9 @@ class _Way:
         if self._scores is None:
             # Not before: the weights may have moved to another device after they were loaded.
             self._choose(compilation.decide(self._compile, hidden.device), hidden)
-        # The kernel is within the layer's only graph then.
+        # The kernel is within the layer's only graph then; that of long rows is called between two.
         row = plan.whole if isinstance(plan, ContextPacked) else plan
-        spans = {"spans": row.spans(hidden.device)} if self._whole and isinstance(row, Packed) else {}
+        spans = {"spans": row.spans(hidden.device)} if self._whole and isinstance(row, Packed) and not row.long else {}
         try:
             assert self._scores is not None
             run = self._trainable if torch.is_grad_enabled() else self._scores

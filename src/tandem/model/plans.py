@@ -15,6 +15,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+LONG = 4096
+"""Tokens from which a sequence is long: cuDNN's attention is then faster than the variable-length flash kernel."""
+
 
 class KVCache:
     """Keys and values of R rows, grown as rows get longer. One tensor per layer, (R, K, L, D)."""
@@ -112,6 +115,14 @@ class Packed:
     def longest(self) -> int:
         """Most tokens that any token sees, itself included."""
         return max(map(sum, zip(self.before, self.lengths, strict=True)), default=0)
+
+    @property
+    def long(self) -> bool:
+        """True if most of the row's attention is that of long sequences, each mostly its last segment."""
+        total = np.asarray(self.before, dtype=np.float64) + self.lengths
+        squares = float((total**2).sum())
+        needed = squares - float((np.asarray(self.before, dtype=np.float64) ** 2).sum())
+        return squares < 1.25 * needed and float((total**3).sum()) >= LONG * squares
 
     def ancestors(self, segment: int) -> list[int]:
         """Segments that it continues, the first of the sequence first."""

@@ -11,6 +11,7 @@ import torch
 from tandem.config.loading import RunConfig
 from tandem.engines.base import Engine, EngineRequirements, ReportsChecksums
 from tandem.model.policy import load_config
+from tandem.trainer.pairs import has_engines_beside, ranks_of_engine
 
 
 def engine_requirements(config: RunConfig, folder: Path | None, *, restored: int = 0) -> EngineRequirements:
@@ -26,8 +27,16 @@ def engine_requirements(config: RunConfig, folder: Path | None, *, restored: int
         targets=_adapted(config),
         capability=config.sync.capability,
         versions=config.most_lag + 2,
+        answers=-(-config.groups_per_step * config.group_size // _engines(config)),
         seed=config.seed,
     )
+
+
+def _engines(config: RunConfig) -> int:
+    """Engines that share a step's answers."""
+    if has_engines_beside(config) and isinstance(config.ranks, int):
+        return max(1, config.ranks // ranks_of_engine(config))
+    return len(getattr(config.engine, "urls", ())) or int(getattr(config.engine, "replicas", 1))
 
 
 def _adapted(config: RunConfig) -> tuple[str, ...]:

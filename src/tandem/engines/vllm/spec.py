@@ -83,8 +83,8 @@ class Vllm(EngineSpec):
     a start all the same. On a CPU 0 means 1."""
     max_model_len: int | None = None
     """Most tokens of a prompt and its answer together; null: the recipe's context."""
-    max_num_seqs: int = 256
-    """Most answers sampled at once; a probe of new weights has a place of its own beside them."""
+    max_num_seqs: int | None = None
+    """Most answers sampled at once, beside a probe of new weights; null: two steps' answers, from 64 to 1024."""
     enforce_eager: bool = False
     """True does without CUDA graphs and compilation: a faster start, slower sampling."""
     enable_prefix_caching: bool = True
@@ -333,7 +333,8 @@ class Vllm(EngineSpec):
             "dtype": requirements.dtype,
             "seed": (requirements.seed + number) % 2**31,
             "max-model-len": self.max_model_len or context,
-            "max-num-seqs": self.max_num_seqs + PROBES,
+            # Twice a step's: those that replace its answers or follow them are sampled beside them.
+            "max-num-seqs": (self.max_num_seqs or min(max(2 * requirements.answers, 64), 1024)) + PROBES,
             "tensor-parallel-size": self.tensor_parallel_size,
             "logprobs-mode": "processed_logprobs",
             "worker-extension-cls": "tandem.engines.vllm.worker.extension.WorkerExtension",

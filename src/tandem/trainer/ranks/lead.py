@@ -28,7 +28,7 @@ from tandem.trainer.world import World
 
 T = TypeVar("T")
 
-SENT_REQUIREMENTS = ("model", "dtype", "payload", "rank", "targets", "versions", "seed")
+SENT_REQUIREMENTS = ("model", "dtype", "payload", "rank", "targets", "versions", "seed", "answers")
 """Plain fields of an engine's requirements; what else there is, a rank has itself."""
 
 
