@@ -84,6 +84,7 @@ def test_a_run_keeps_the_number_and_may_go_on_with_another(recipe: Path) -> None
     assert "gpus: 2" in dump(config)
     placed = layout.placed(load(recipe, [f"model={build_tiny_model(recipe.parent / 'tiny')}", "gpus=3", *APART]).config)
     assert (placed.gpus, placed.ranks, placed.engine.replicas) == (None, 2, 1)  # type: ignore[attr-defined]
+    assert layout.described(placed) == "gpus: 2 ranks, distributed.shard: states; engines: 1 × 1 GPU"
     (recipe.parent / "again.yaml").write_text(dump(placed))
     assert load(recipe.parent / "again.yaml").config.ranks == 2, "as followers are told it"
 

@@ -61,8 +61,9 @@ def shown(loaded: Loaded, notes: Iterable[str]) -> str:
     """
     from tandem.trainer.ranks import checks, layout  # which need torch
 
-    checks.check_config(layout.placed(loaded.config))
-    return with_notes(loaded.options, notes)
+    checks.check_config(config := layout.placed(loaded.config))
+    divided = () if config is loaded.config else (layout.described(config),)
+    return with_notes(loaded.options, (*notes, *divided))
 
 
 def with_notes(options: Json, notes: Iterable[str]) -> str:

@@ -109,6 +109,13 @@ def _require(config: RunConfig, model: Any, planner: memory_plan.Planner) -> Non
         )
 
 
+def described(config: RunConfig) -> str:
+    """What ``gpus`` came to, in words."""
+    engine: Any = config.engine
+    engines = f"; engines: {engine.replicas} × {engine.tensor_parallel_size} GPU" if has_engines_apart(config) else ""
+    return f"gpus: {config.ranks} ranks, distributed.shard: {config.distributed.shard}{engines}"
+
+
 def drawn(planner: memory_plan.Planner, config: RunConfig) -> str:
     """Which GPU holds what at the peak of the plan: one line for all that hold the same."""
     machine, local = planner.machine, planner.ranks.local
