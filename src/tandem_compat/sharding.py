@@ -169,6 +169,44 @@ def of_fsdp_file(source: str, refuse: Refuse) -> Sharding | None:
     return of_fsdp(config, words, lambda text: refuse(f"{source}: {text}"))
 
 
+def shard_of(
+    reader: Reader,
+    sharding: Sharding,
+    ranks: int,
+    *,
+    full: bool,
+    reference: bool,
+    optimizer: str,
+    fp8: bool = False,
+    workers: int = 0,
+) -> Shard:
+    """What ranks keep a share of: their weights where these can be cut, else states; results are the same.
+
+    Args:
+        reader: told why weights stay whole.
+        sharding: what the other system would divide.
+        ranks: how many there are.
+        full: every weight is trained.
+        reference: there is a reference.
+        optimizer: its kind in a recipe, unless its states are on the host.
+        fp8: products are in 8 bits.
+        workers: those of each engine on the ranks' GPUs; 0: there is none.
+    """
+    whole = {
+        "an adapter is beside them": not full,
+        "a reference is beside them": reference,
+        "8-bit products are of them": fp8,
+        "adamw on the device alone follows the cut": optimizer != "adamw" or sharding.offload_optimizer,
+        "an engine of one GPU holds them on each rank's, and shares them": workers == 1,
+        f"the {workers} GPUs of an engine do not divide {ranks} ranks": workers > 1 and ranks % workers > 0,
+    }
+    if ranks == 1 or sharding.shard == "states" or not any(whole.values()):
+        return sharding.shard
+    reason = next(why for why, applies in whole.items() if applies)
+    reader.notes.append(f"distributed.shard: states, and each rank has whole weights: {reason}")
+    return "states"
+
+
 def of_accelerate(environ: Mapping[str, str], refuse: Refuse) -> Sharding | None:
     """What ``accelerate launch`` asks for, by the variables that it sets of its file; None where it shards nothing."""
     if environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":

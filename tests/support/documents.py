@@ -31,13 +31,13 @@ SHORT_RUN = ("steps=2", "name=run", "threads=1")
 """Overrides of every example."""
 
 
-def build_brief_model(folder: Path) -> Path:
+def build_brief_model(folder: Path, head_dim: int = 16) -> Path:
     """Write a tiny model whose answers are a few characters long, often just ``3``, whatever the limit of tokens is.
 
     So an example keeps its lengths. The first number of every hidden state is large and the same, and the head turns it
     into a preference for some tokens.
     """
-    build_tiny_model(folder, tie=False, context=65536)
+    build_tiny_model(folder, tie=False, context=65536, head_dim=head_dim)
     config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     config.num_hidden_layers = 4  # some examples train the first four
     with torch.random.fork_rng(devices=[]), torch.no_grad():

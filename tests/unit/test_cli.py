@@ -244,7 +244,7 @@ def test_a_resumed_run_may_change_only_what_leaves_training_as_it_was(run: Run, 
         assert (
             f"command line: {override}: a resumed run keeps its '{override.partition('=')[0].partition('.')[0]}'" in err
         )
-        may = "alarms, broker, checkpoint, checkpointing, distributed, evaluate, grading, loggers"
+        may = "alarms, broker, checkpoint, checkpointing, distributed, evaluate, gpus, grading, loggers"
         assert f"these may change: {may}" in err
 
 
@@ -469,7 +469,7 @@ def test_check_refuses_parts_that_cannot_work_together(
     def refuse(config: RunConfig) -> None:
         raise UnsupportedPair("sync shared cannot carry trainable: lora; it carries full")
 
-    monkeypatch.setattr("tandem.trainer.pairs.check_pairs", refuse)
+    monkeypatch.setattr("tandem.trainer.ranks.checks.check_pairs", refuse)
     Path("recipe.yaml").write_text(MINIMAL)
     code, out, _ = run("check", "recipe.yaml", f"model={tiny_model}", "--tasks", "2")
     assert code == 2

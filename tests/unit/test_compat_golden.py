@@ -29,7 +29,7 @@ from support.compat_cases import (
 
 from tandem.config.loading import from_options, load
 from tandem.errors import TandemError
-from tandem.trainer.pairs import check_pairs
+from tandem.trainer.ranks.checks import check_config
 from tandem_broker.commands.recipe import from_options as work_options
 from tandem_compat import swift
 from tandem_compat.atropos.environment import translate as translate_environment
@@ -136,7 +136,7 @@ def outcome(translate: Translate, source: Source) -> Result:
 
 def loads(recipe: Any, *overrides: str) -> None:
     """A recipe that a run would take."""
-    check_pairs(from_options(recipe, overrides, Path("x")).config)
+    check_config(from_options(recipe, overrides, Path("x")).config)
 
 
 # Axolotl
@@ -147,10 +147,10 @@ def axolotl(source: Source) -> tuple[Any, Any]:
     text = axolotl_file(source)
     Path("a.yaml").write_text(text)
     overrides = OVERRIDES[:1] if "fp8: true" in text else ()
-    with patch.dict(os.environ, source.get("environ", {})):
+    with patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": "0"} | source.get("environ", {})):
         loaded = load(Path("a.yaml"), overrides, serving=source.get("serving", False))
-    if "file" in source and not loaded.config.compile:  # which torch is asked for
-        check_pairs(loaded.config)
+        if ("file" in source or "environ" in source) and not loaded.config.compile:  # which torch is asked for
+            check_config(loaded.config)
     options: dict[str, Any] = json.loads(json.dumps(loaded.options))
     options["env"].pop("cfg")
     return options, loaded.notes
@@ -182,7 +182,7 @@ def command(source: Source) -> tuple[Any, Any]:
     """What ``swift rlhf`` comes to."""
     words = swift_words(source["line"]) if "line" in source else swift_words(SWIFT) | swift_words(source["changes"])
     translation = swift.rlhf(words, {"CUDA_VISIBLE_DEVICES": "0"} | source.get("environ", {}))
-    if "line" in source:
+    if "line" in source or "environ" in source:
         loads(translation.options, *(OVERRIDES[1:] if "sleep" in translation.options["engine"] else ()))
     return translation.options, translation.notes
 

@@ -27,7 +27,7 @@ from tandem.trainer.memory_plan import RankCounts
 from tandem.trainer.pairs import check_pairs, ranks_of_engine
 from tandem.trainer.ranks import parts as rank_parts
 from tandem.trainer.ranks import work as rank_work
-from tandem.trainer.ranks.checks import check_host, check_ranks
+from tandem.trainer.ranks.checks import check_gpus, check_host, check_ranks
 from tandem.trainer.ranks.engines import engine_devices, engines_of
 from tandem.trainer.ranks.lead import ManyRanks
 from tandem.trainer.ranks.parts import RankParts
@@ -152,7 +152,7 @@ def test_engines_apart_are_on_the_gpus_after_those_of_the_ranks(
 
     def devices(*engine: str) -> Any:
         config = load(recipe, [f"engine={{kind: vllm, {', '.join(engine)}}}"]).config
-        check_ranks(config, 2)
+        check_gpus(config, RankCounts(world=2, local=2))
         return engines_of(config, 2, 2).devices
 
     assert devices("replicas: 2") == ("5", "4")
@@ -252,16 +252,14 @@ def test_more_ranks_than_gpus_are_refused_unless_they_share_them(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert re.search("ranks: 3 of this machine need as many GPUs, and it has 2.*share_gpus: true", refused(tmp_path, 3))
-    sharing = load(tmp_path / "recipe.yaml", ["ranks=3", "engine=vllm", "distributed.share_gpus=true"]).config
-    check_ranks(sharing, 3)
-    check_ranks(load(tmp_path / "recipe.yaml", ["ranks=2"]).config, 2)
-    place = Placement(
-        rank=0, world_size=4, local_rank=0, local_world_size=3, master_addr="a", master_port=1, launcher="slurm"
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: m\nsteps: 3\nenv: arithmetic\n")
+    with pytest.raises(UnsupportedPair, match=r"ranks: 3 of this machine need as many GPUs, and it has 2.*: true"):
+        check_gpus(load(recipe, ["ranks=3"]).config, RankCounts(world=3, local=3))
+    check_gpus(
+        load(recipe, ["ranks=3", "engine=vllm", "distributed.share_gpus=true"]).config, RankCounts(world=3, local=3)
     )
-    with pytest.raises(UnsupportedPair, match="ranks: 3 of this machine"):
-        check_ranks(load(tmp_path / "recipe.yaml", []).config, 4, place)
-    check_ranks(load(tmp_path / "recipe.yaml", []).config, 4, replace(place, local_world_size=2))
+    check_gpus(load(recipe, ["ranks=2"]).config, RankCounts(world=2, local=2))
     assert [rank_device(rank).index for rank in range(4)] == [0, 1, 0, 1]
 
 

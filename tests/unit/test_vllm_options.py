@@ -20,11 +20,9 @@ from tandem.engines.base import EngineRequirements
 from tandem.engines.embedded.spec import Embedded
 from tandem.engines.vllm import spec as vllm
 from tandem.engines.vllm.server.places import PROBES
-from tandem.engines.vllm.spec import LAST_PORT, RANKS, Vllm
+from tandem.engines.vllm.spec import LAST_PORT, Vllm
 from tandem.engines.vllm.speedups import AT_ONCE, FEW, SWITCH
 from tandem.errors import ConfigError
-from tandem.trainable.full import Full
-from tandem.trainable.lora import Lora
 from tandem.trainer import assemble as run
 from tandem.weight_sync.broadcast import Broadcast
 
@@ -186,15 +184,15 @@ def test_an_interpreter_without_vllm_is_refused(tmp_path: Path) -> None:
     for script, why in cases.items():
         python = interpreter(tmp_path, script)
         with pytest.raises(ConfigError, match=rf"engine\.python: {python} cannot run vLLM: {why}.*tandem doctor"):
-            Vllm(python=python).check(trainable=Full(), folder=tmp_path)
+            Vllm(python=python).check(folder=tmp_path)
     with pytest.raises(ConfigError, match=r"engine\.python: /nowhere/python cannot be run.*tandem doctor"):
-        Vllm(python="/nowhere/python").check(trainable=Full(), folder=tmp_path)
+        Vllm(python="/nowhere/python").check(folder=tmp_path)
     python = interpreter(tmp_path, THERE)
-    assert Vllm(python=python).check(trainable=Full(), folder=tmp_path) == f"vLLM, by {python}"
+    assert Vllm(python=python).check(folder=tmp_path) == f"vLLM, by {python}"
 
 
 def test_a_check_does_not_claim_that_an_engine_elsewhere_runs(tmp_path: Path) -> None:
-    checked = Vllm(urls=("http://127.0.0.1:1",)).check(trainable=Full(), folder=tmp_path)
+    checked = Vllm(urls=("http://127.0.0.1:1",)).check(folder=tmp_path)
     assert checked == "expected at http://127.0.0.1:1; whether it runs is seen when a run starts"
 
 
@@ -206,16 +204,16 @@ def test_the_interpreter_is_asked_as_the_engine_would_be_started(
     (tmp_path / "vllm" / "__init__.py").write_text("raise SystemExit('it was imported')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert Vllm().check(trainable=Full(), folder=tmp_path) == f"vLLM, by {sys.executable}"
+    assert Vllm().check(folder=tmp_path) == f"vLLM, by {sys.executable}"
     bare = interpreter(tmp_path, f'exec {sys.executable} -S "$@"')
     with pytest.raises(ConfigError, match="there is none in it"):
-        Vllm(python=bare).check(trainable=Full(), folder=tmp_path)
+        Vllm(python=bare).check(folder=tmp_path)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="this interpreter has vLLM")
 def test_the_trainers_own_interpreter_is_looked_into_by_default(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"engine\.python is not set.*has no vLLM; let engine\.python name one"):
-        Vllm().check(trainable=Full(), folder=tmp_path)
+        Vllm().check(folder=tmp_path)
 
 
 @pytest.mark.parametrize(("on", "value"), [(True, None), (False, "0")])
@@ -227,23 +225,14 @@ def test_an_engine_is_told_to_leave_vllms_internals_alone(
     assert Vllm(speedups=on)._environment(requirements, tmp_path, 0, "").get(SWITCH) == value
 
 
-def test_an_adapter_that_is_too_large_is_refused(tmp_path: Path) -> None:
-    python = interpreter(tmp_path, THERE)
-    for engine in (Vllm(python=python), Vllm(urls=("http://x:1",))):
-        engine.check(trainable=Lora(rank=RANKS[-1]), folder=tmp_path)
-        engine.check(trainable=Lora(rank=999, merged=True), folder=tmp_path)
-        with pytest.raises(ConfigError, match=r"trainable\.rank: .*up to 512, not 999"):
-            engine.check(trainable=Lora(rank=999), folder=tmp_path)
-
-
 def test_a_folder_that_an_engine_cannot_be_told_of_is_refused(tmp_path: Path) -> None:
     python, folder = interpreter(tmp_path, THERE), tmp_path / f"a{os.pathsep}b"
     with pytest.raises(ConfigError, match=r"':' in it; choose another name= or runs="):
-        Vllm(python=python).check(trainable=Full(), folder=folder)
+        Vllm(python=python).check(folder=folder)
     with pytest.raises(ConfigError, match="choose another"):
         Vllm(python=python)._launch(EngineRequirements(model="m", dtype="float32", folder=folder), 64)
-    assert "http://x:1" in Vllm(urls=("http://x:1",)).check(trainable=Full(), folder=folder)
-    Embedded().check(trainable=Full(), folder=folder)
+    assert "http://x:1" in Vllm(urls=("http://x:1",)).check(folder=folder)
+    Embedded().check(folder=folder)
 
 
 BEFORE: dict[str, tuple[dict[str, Any], str]] = {
@@ -273,7 +262,8 @@ def test_it_is_told_before_a_run_begins(case: str, tmp_path: Path, capsys: pytes
     assert not (tmp_path / "runs").exists()
     assert check(path, [], 1) == ConfigError.exit_code
     output = " ".join(capsys.readouterr().out.split())
-    assert f"problem engine {'engine.python' if case == 'no vLLM' else ''}" in output
+    where = {"no vLLM": "engine engine.python", "its rank": "parts"}.get(case, "engine")
+    assert f"problem {where}" in output
     assert says.split()[-1] in output
 
 

@@ -52,7 +52,9 @@ def check(recipe: Path, overrides: Sequence[str], tasks: int) -> int:
 
 
 async def _check(loaded: Loaded, tasks: int) -> int:
-    check = _RecipeCheck(loaded.config, tasks)
+    from tandem.trainer.ranks import layout
+
+    check = _RecipeCheck(layout.placed(loaded.config), tasks)
     console = Console()
     problems: list[TandemError] = []
     warned = 0
@@ -125,10 +127,10 @@ class _RecipeCheck:
         return {name: question for name, question, is_asked in questions if is_asked}
 
     def _parts(self) -> str:
-        """Pairs of parts that must work together."""
-        from tandem.trainer import pairs
+        """Parts and ranks that must work together."""
+        from tandem.trainer.ranks import checks
 
-        pairs.check_pairs(self._config)
+        checks.check_config(self._config)
         self.warnings += filter(None, [self._config.optimizer.doubt()])
         envs = [_environment(name, source) for name, source in self._config.sources.items()]
         several = (None, "envs", "rewards", "corrections", "loggers")
@@ -143,7 +145,7 @@ class _RecipeCheck:
     def _engine(self) -> str:
         """Whether this machine can have it."""
         config = self._config
-        text = config.engine.check(trainable=config.trainable, folder=Path(config.runs) / (config.name or ""))
+        text = config.engine.check(folder=Path(config.runs) / (config.name or ""))
         exported = ReportsChecksums in config.engine.capabilities and config.sync.capability is ExportsWeights
         return f"{text}; {_TURNS}" if exported and config.most_lag and machine.in_turns() else text
 
@@ -242,7 +244,9 @@ class _RecipeCheck:
         Raises:
             DoesNotFit: it exceeds the machine.
         """
-        planner = self._planner
+        from tandem.trainer.ranks import layout
+
+        planner, counts = self._planner, memory.RankCounts.of(self._config)
         if planner is None:
             return None
         planner.plan(self._config).require()
@@ -253,6 +257,8 @@ class _RecipeCheck:
             self.plan += f"\n  distributed.gradients: {as_run.distributed.gradients}, which is auto's choice here"
         if self._config.matmul == "fp8":
             self.plan += f"\n  {FP8}"
+        if counts.world > 1 or ReportsChecksums in as_run.engine.capabilities:
+            self.plan += f"\n\nlayout, at the peak:\n{layout.drawn(planner, as_run)}"
         if not plan.within(1 / (1 + memory.MARGIN)):
             self.warnings.append(f"the plan may be off by {memory.MARGIN:.0%}: this run may not fit")
         return f"about {machine.readable(plan.total)} at the peak of {machine.readable(plan.machine.free)} free"
@@ -270,7 +276,7 @@ class _RecipeCheck:
         if idle := counts.idle_options(self._config):
             return idle
         world = counts.world
-        checks.check_ranks(self._config, world)
+        checks.check_gpus(self._config, counts)
         if self._planner is None:
             return None
         weights = self._planner.modelled.counts.trainable * (2 if self._config.dtype == "bfloat16" else 4)

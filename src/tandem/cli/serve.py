@@ -54,7 +54,7 @@ def serve_engine(config: RunConfig, tell: Tell) -> None:
             "engine.urls names engines that run already; to start one here, remove urls (engine.port says where)"
         )
     check_pairs(config)
-    engine.check(trainable=config.trainable, folder=_folder(config))
+    engine.check(folder=_folder(config))
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
         asyncio.run(_serve(config, engine, tell))

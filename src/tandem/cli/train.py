@@ -56,15 +56,14 @@ def shown(loaded: Loaded, notes: Iterable[str]) -> str:
     """A recipe in YAML, with notes as comments.
 
     Raises:
-        UnsupportedPair: its options cannot be had together, as ``tandem check`` says.
+        UnsupportedPair: its options cannot be had together, as ``tandem check`` and a run say.
         ConfigError: this machine lacks what an option needs.
     """
-    from tandem.trainer import memory_plan, pairs  # which need torch
-    from tandem.trainer.ranks import checks
+    from tandem.trainer.ranks import checks, layout  # which need torch
 
-    pairs.check_pairs(loaded.config)
-    checks.check_division(loaded.config, memory_plan.RankCounts.of(loaded.config).world)
-    return with_notes(loaded.options, notes)
+    checks.check_config(config := layout.placed(loaded.config))
+    divided = () if config is loaded.config else (layout.described(config),)
+    return with_notes(loaded.options, (*notes, *divided))
 
 
 def with_notes(options: Json, notes: Iterable[str]) -> str:

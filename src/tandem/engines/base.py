@@ -364,16 +364,17 @@ class EngineSpec(ABC):
 
     capabilities: ClassVar[frozenset[type]] = frozenset()
     """Capabilities that its engines offer to weight syncs."""
+    most_rank: ClassVar[int | None] = None
+    """Largest rank of an adapter that they have room for; None: any."""
 
     def refuses(self, capability: type) -> str:
         """Reason why, with these options, its engines lack this capability; empty if they have it."""
         return ""
 
-    def check(self, *, trainable: Any, folder: Path) -> str:
+    def check(self, *, folder: Path) -> str:
         """Check, before anything is loaded, that this engine can run here; returns the findings as text.
 
         Args:
-            trainable: the recipe's.
             folder: the run's, which need not exist yet.
 
         Raises:

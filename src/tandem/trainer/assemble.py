@@ -33,7 +33,7 @@ from tandem.trainer.evaluate import Evaluator, held_out
 from tandem.trainer.live import live_policy, model_of, reference_of
 from tandem.trainer.pack import Packer
 from tandem.trainer.pairs import check_pairs, has_slices
-from tandem.trainer.ranks import checks
+from tandem.trainer.ranks import checks, layout
 from tandem.trainer.record import records
 from tandem.trainer.requirements import engine_requirements, started_on_ours
 from tandem.trainer.run_lock import RunLock
@@ -87,10 +87,13 @@ async def _train(
     on_step: OnStep | None,
     stop: asyncio.Event,
 ) -> Path:
+    recipe, config = config, layout.placed(config)
     counts = memory.RankCounts.of(config)
-    check_pairs(config)
-    checks.check_ranks(config, counts.world, placement)
-    config.engine.check(trainable=config.trainable, folder=resume or Path(config.runs) / (config.name or ""))
+    checks.check_config(config)
+    if placement is not None:
+        checks.check_ranks(config, counts.world, placement)
+    checks.check_gpus(config, counts)
+    config.engine.check(folder=resume or Path(config.runs) / (config.name or ""))
     tasks = {split: environments.tasks(config, split) for split in environments.splits(config)}
     with waits.blocking("trainer", "its shape, prompts and memory", model_of(config), config.timeouts.wait_seconds):
         model = load_config(config.model)
@@ -101,14 +104,14 @@ async def _train(
         planner = memory.planner(config, model, prompt_tokens=longest, resumed=resume)
         planner.plan(config).require()
         as_divided = memory.with_gradients(planner, config)
-    folder = dog.folder = resume or run_folder.new_folder(config)
+    folder = dog.folder = resume or run_folder.new_folder(recipe)
     lock.take(folder)
     explained = out_of_memory.explained(config, lambda: planner.plan(config).largest())
     with run_folder.reporting(folder), explained, vitals.shown(folder):
         for doubt in filter(None, (counts.idle_options(config), config.optimizer.doubt())):
             log.warning("%s", doubt)
         if resume:
-            run_folder.write_recipe(config, folder)  # what this resume changed holds for the next one too
+            run_folder.write_recipe(recipe, folder)  # what this resume changed holds for the next one too
         steps = saved_steps(folder / "checkpoints")
         if resume:
             for change in user_code.keep(config, folder, steps[-1] if steps else 0):
@@ -170,7 +173,7 @@ async def _published(config: RunConfig, policy: Policy, *, fresh: bool) -> Async
     # What is evaluated is in one process, however many trained it.
     check_pairs(replace(config, ranks=1))
     with tempfile.TemporaryDirectory(prefix="tandem-eval-") as folder:
-        config.engine.check(trainable=config.trainable, folder=Path(folder))
+        config.engine.check(folder=Path(folder))
         requirements = engine_requirements(config, Path(folder))
         async with (
             config.engine.open(policy, context=context, requirements=requirements) as engine,

@@ -30,6 +30,9 @@ def check_pairs(config: RunConfig) -> None:
             "sampling.regex: the sampler's logprobs are of the tokens that the grammar allows, the policy's of all; "
             "set old_logprobs to recomputed"
         )
+    rank, most = getattr(config.trainable, "rank", 0), config.engine.most_rank
+    if config.trainable.payload == "adapter" and most is not None and rank > most:
+        raise UnsupportedPair(f"trainable.rank: vLLM has room for ranks up to {most}, not {rank}")
     _sync(config).check(trainable=config.trainable, engine=config.engine)
     _check_lag(config)
 

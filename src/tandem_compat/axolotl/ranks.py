@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 from tandem.distributed.placement import visible_accelerators
 from tandem.errors import ConfigError
 from tandem_compat.axolotl.recipe import AxolotlRecipe
-from tandem_compat.sharding import (
-    Sharding,
-    of_accelerate,
-    of_deepspeed,
-    of_fsdp,
-    started_ranks,
-)
+from tandem_compat.schedules import OPTIMIZERS
+from tandem_compat.sharding import Sharding, of_accelerate, of_deepspeed, of_fsdp, shard_of, started_ranks
 
 _SIZES = ("dp_shard_size", "dp_replicate_size")
 
@@ -34,7 +30,21 @@ def read_ranks(recipe: AxolotlRecipe, environ: Mapping[str, str]) -> None:
         recipe.put("checkpointing", "full", key)
     if recipe.serving:
         return
-    recipe.ranks = _ranks(recipe, environ, sharded=sharding is not None)
+    # As accelerate, which axolotl train starts: a rank on each GPU that is named, or in a file that shards on all.
+    recipe.ranks = _ranks(recipe, environ, each=sharding is not None or "CUDA_VISIBLE_DEVICES" in environ)
+    group = max(recipe["dp_shard_size"], recipe.sharding.group)
+    workers = recipe.engine_gpus if "vllm.tensor_parallel_size" in recipe else group
+    shard = shard_of(
+        recipe,
+        recipe.sharding,
+        recipe.ranks,
+        full=not recipe["adapter"],
+        reference=bool(recipe["trl.beta"]),
+        optimizer=OPTIMIZERS.get(recipe["optimizer"], ""),
+        fp8=recipe["fp8"],
+        workers=workers if recipe["trl.use_vllm"] and recipe["trl.vllm_mode"] == "colocate" else 0,
+    )
+    recipe.sharding = replace(recipe.sharding, shard=shard)
     shared = _context_parallel(recipe)
     recipe.batches = recipe.ranks // shared
     if recipe.ranks > 1:
@@ -93,8 +103,8 @@ def _sharding(recipe: AxolotlRecipe, environ: Mapping[str, str]) -> tuple[str, S
     return "ranks", of_accelerate(environ, partial(recipe.wrong, "the launcher's file"))
 
 
-def _ranks(recipe: AxolotlRecipe, environ: Mapping[str, str], *, sharded: bool) -> int:
-    """Ranks that a launcher started, that the file wants, or where it shards one for each accelerator."""
+def _ranks(recipe: AxolotlRecipe, environ: Mapping[str, str], *, each: bool) -> int:
+    """Ranks that a launcher started, that the file wants, or one for ``each`` accelerator."""
     try:
         started = started_ranks(environ)
     except ConfigError as error:
@@ -107,4 +117,4 @@ def _ranks(recipe: AxolotlRecipe, environ: Mapping[str, str], *, sharded: bool) 
         recipe.wrong("dp_shard_size", f"the launcher started {started} ranks, and the file is for {wanted}")
     if started is not None or wanted > 1:
         return started or wanted
-    return max(1, len(visible_accelerators(environ))) if sharded else 1
+    return max(1, len(visible_accelerators(environ))) if each else 1

@@ -489,13 +489,17 @@ def _colocated(recipe: AxolotlRecipe) -> None:
     _started(recipe, 0.3)
     recipe.copy("trl.vllm_gpu_memory_utilization", "engine.gpu_memory_utilization")
     recipe.copy("trl.vllm_enable_prefix_caching", "engine.enable_prefix_caching")
-    parts = recipe.ranks if recipe.sharding.shard == "weights" else 1
-    workers = recipe.engine_gpus
-    group = max(recipe["dp_shard_size"], recipe.sharding.group)
-    if parts > 1 and group > 1 and "vllm.tensor_parallel_size" not in recipe:
-        workers = group
-        recipe.put("engine.tensor_parallel_size", workers, "dp_shard_size")
-    shared = parts % workers == 0 and recipe["vllm.data_parallel_size"] == 1
+    engines, workers = "vllm.data_parallel_size", "vllm.tensor_parallel_size"
+    if recipe.ranks > 1 and recipe[engines] != 1:
+        recipe.put("engine.replicas", 1, engines)
+        recipe.nothing(engines, "each rank's weights are shared with an engine")
+    if recipe.ranks > 1 and recipe.sharding.shard == "states" and recipe.engine_gpus > 1:
+        recipe.put("engine.tensor_parallel_size", 1, workers)
+        recipe.note(workers, "1: each rank has whole weights, which its own engine shares")
+    elif recipe.ranks > 1 and recipe.sharding.shard == "weights" and workers not in recipe:
+        group = max(recipe["dp_shard_size"], recipe.sharding.group)
+        recipe.put("engine.tensor_parallel_size", group, "dp_shard_size")
+    shared = recipe.ranks > 1 or (recipe.engine_gpus == 1 and recipe[engines] == 1)
     recipe.put("sync.kind", "shared" if shared else "broadcast", "trl.vllm_mode")
     if recipe["trl.vllm_enable_sleep_mode"] and not shared:
         recipe.put("engine.sleep", 2, "trl.vllm_enable_sleep_mode")

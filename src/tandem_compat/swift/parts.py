@@ -11,6 +11,7 @@ from pathlib import Path
 from tandem.errors import RewardError, raised
 from tandem.ports import http_url
 from tandem.types import Json
+from tandem_compat.sharding import Shard
 from tandem_compat.swift.datasets import KIND as ROWS
 from tandem_compat.swift.datasets import TAGGED, SwiftDataset
 from tandem_compat.swift.plugin import KIND as PLUGIN
@@ -170,7 +171,7 @@ def _plugged(args: Reader) -> Collection[str]:
     return tuple(known)
 
 
-def engine(args: Reader, mode: str, rounds: int, visible: Sequence[str], *, parts: int) -> None:
+def engine(args: Reader, mode: str, rounds: int, visible: Sequence[str], *, ranks: int, shard: Shard) -> None:
     """Set the engine's kind and place, and ``sync`` as weights have to travel.
 
     Args:
@@ -178,32 +179,35 @@ def engine(args: Reader, mode: str, rounds: int, visible: Sequence[str], *, part
         mode: none, server or colocate.
         rounds: steps from one publish to the next.
         visible: this process' GPUs.
-        parts: ranks among which the weights are divided, which engines share whose workers divide them; 1 where they
-            are whole.
+        ranks: how many there are.
+        shard: what they keep a share of: an engine beside ranks that have whole weights is of one of them.
     """
     args.put("engine.kind", "embedded" if mode == "none" else "vllm")
     shared = mode == "none"
     if mode == "server":
         args.put("engine.urls", _urls(args))
     elif mode == "colocate":
-        devices, size = _devices(args, visible), args["vllm_tensor_parallel_size"]
-        if not all(map(str.isdecimal, devices)) or len(devices) % size:
+        gpus, size = devices(args, visible), args["vllm_tensor_parallel_size"]
+        if not all(map(str.isdecimal, gpus)) or len(gpus) % size:
             args.wrong("vllm_device", f"write GPUs such as cuda:1, a multiple of vllm_tensor_parallel_size ({size})")
-        if devices:
-            groups = [",".join(devices[i : i + size]) for i in range(0, len(devices), size)]
+        if gpus:
+            groups = [",".join(gpus[i : i + size]) for i in range(0, len(gpus), size)]
             args.put("engine.devices", groups)
             if len(groups) > 1:
                 args.put("engine.replicas", len(groups))
         elif "vllm_gpu_memory_utilization" not in args:
             args.note("vllm_gpu_memory_utilization", "0.5 where it is left out, for the trainer is on the same GPU")
-        shared = parts % size == 0 and not devices
-        _sleep(args, devices, shared=shared)
+        shared = not gpus and (ranks > 1 or size == 1)
+        if shared and shard == "states" and size > 1:
+            args.put("engine.tensor_parallel_size", 1)
+            args.note("vllm_tensor_parallel_size", "1: each rank has whole weights, which its own engine shares")
+        _sleep(args, gpus, shared=shared)
     args.put("sync.kind", "shared" if shared else "broadcast")
     if rounds > 1 and not shared:
         args.put("sync.every", rounds)
 
 
-def _devices(args: Reader, visible: Sequence[str]) -> list[str]:
+def devices(args: Reader, visible: Sequence[str]) -> list[str]:
     """GPUs of an engine that is not on the trainer's; none if it is.
 
     By ``auto`` it is the last ``num_infer_workers`` of the visible ones where one is left for the trainer.
@@ -224,7 +228,7 @@ def _devices(args: Reader, visible: Sequence[str]) -> list[str]:
     return []
 
 
-def _sleep(args: Reader, devices: list[str], *, shared: bool) -> None:
+def _sleep(args: Reader, gpus: list[str], *, shared: bool) -> None:
     """How deep an engine beside the trainer sleeps while a step is trained."""
     if not args["sleep_level"]:
         return
@@ -233,7 +237,7 @@ def _sleep(args: Reader, devices: list[str], *, shared: bool) -> None:
                                  "and values stay within gpu_memory_utilization")  # fmt: skip
     elif args["async_generate"]:
         args.note("sleep_level", "changes nothing with --async_generate true, which samples while a step is trained")
-    elif devices and "0" not in devices:
+    elif gpus and "0" not in gpus:
         args.nothing("sleep_level", "the engine is on other GPUs than the trainer")
     else:
         args.put("engine.sleep", args["sleep_level"])

@@ -9,10 +9,11 @@ from functools import cached_property, partial
 from tandem.distributed.placement import visible_accelerators
 from tandem.errors import ConfigError
 from tandem_compat.objective import SCALES, put_corrections, put_groups, put_loss
-from tandem_compat.schedules import put_optimizer
-from tandem_compat.sharding import Sharding, of_accelerate, of_deepspeed, of_fsdp_file, wanted_ranks
+from tandem_compat.schedules import OPTIMIZERS, put_optimizer
+from tandem_compat.sharding import Shard, Sharding, of_accelerate, of_deepspeed, of_fsdp_file, shard_of, wanted_ranks
 from tandem_compat.swift.parts import (
     datasets,
+    devices,
     engine,
     evaluation_strategy,
     folder,
@@ -63,7 +64,7 @@ class SwiftRecipe(Reader):
         self.put("steps", steps := self._steps())
         self._optimizer(steps)
         self._trainable()
-        engine(self, self.mode, self._rounds, visible_accelerators(environ), parts=self._parts)
+        engine(self, self.mode, self._rounds, visible_accelerators(environ), ranks=self.ranks, shard=self._shard)
         self._ranks()
         self._evaluated(steps)
         self._saved(steps)
@@ -118,16 +119,25 @@ class SwiftRecipe(Reader):
         launcher = partial(self.problems.add, "the launcher's file")
         return of_accelerate(self.environ, launcher) or Sharding(shard="states")
 
-    @property
-    def _parts(self) -> int:
-        """Ranks among which the weights are divided."""
-        return self.ranks if self.sharding.shard == "weights" else 1
+    @cached_property
+    def _shard(self) -> Shard:
+        """What ranks keep a share of."""
+        beside = self.mode == "colocate" and not devices(self, visible_accelerators(self.environ))
+        return shard_of(
+            self,
+            self.sharding,
+            self.ranks,
+            full=self["train_type"] == "full",
+            reference=bool(self["beta"]),
+            optimizer="adamw_cpu" if self["offload_optimizer"] else OPTIMIZERS[self["optim"]],
+            workers=self["vllm_tensor_parallel_size"] if beside else 0,
+        )
 
     def _ranks(self) -> None:
         """How a step is divided among ranks and passes."""
         if self.ranks > 1:
             self.put("ranks", self.ranks)
-            self.put("distributed.shard", self.sharding.shard)
+            self.put("distributed.shard", self._shard)
         if self["sequence_parallel_size"] > 1:
             self.put("distributed.context_parallel", self["sequence_parallel_size"])
         if self["gradient_checkpointing"] or self.sharding.checkpointing:

@@ -60,6 +60,7 @@ class Vllm(EngineSpec):
     """vLLM, started by us on this machine, or already running at ``urls`` (by: tandem serve engine RECIPE)."""
 
     has_grammars: ClassVar[bool] = True
+    most_rank: ClassVar[int | None] = RANKS[-1]
     capabilities: ClassVar[frozenset[type]] = frozenset(
         {ExportsWeights, ExportsSlices, TakesAdapter, LoadsVersions, Relaunches, ReceivesBroadcast, ReportsChecksums}
     )
@@ -191,16 +192,14 @@ class Vllm(EngineSpec):
             return f"engine.sleep: {self.sleep} needs an accelerator: vLLM on a CPU has no sleep mode"
         return ""
 
-    def check(self, *, trainable: Any, folder: Path) -> str:
+    def check(self, *, folder: Path) -> str:
         """See that an engine can be started here for this run, or say that it is not ours to start.
 
         Raises:
-            ConfigError: the adapter is too large, the key's variable is not set, the interpreter has no vLLM, or the
+            ConfigError: the key's variable is not set, the interpreter has no vLLM, or the
                 folder's name cannot be told it.
         """
         self._key()
-        if trainable.payload == "adapter":
-            _rank(getattr(trainable, "rank", 0))
         if self.urls:
             return (
                 f"expected at {', '.join(self.urls)}; whether it runs is seen when a run starts, and a stock vLLM "
@@ -363,7 +362,8 @@ class Vllm(EngineSpec):
             options["limit-mm-per-prompt"] = self.limit_mm_per_prompt
         if requirements.payload == "adapter":
             most = requirements.versions if requirements.capability is LoadsVersions else 1
-            room = {"max-lora-rank": _rank(requirements.rank), "max-loras": most, "max-cpu-loras": most}
+            rank = next(rank for rank in RANKS if rank >= requirements.rank)
+            room = {"max-lora-rank": rank, "max-loras": most, "max-cpu-loras": most}
             options |= {"enable-lora": True, **room}
             # Above all not the head: with it wrapped, prompt logprobs beside other requests are computed with these
             # requests' places, which ends the engine (vLLM 0.32 on a CPU) or reads past a buffer's end (0.26).
@@ -418,18 +418,6 @@ def _has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def _rank(min_rank: int) -> int:
-    """The smallest rank that vLLM has room for and that an adapter of rank ``min_rank`` fits into.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    rank = next((rank for rank in RANKS if rank >= min_rank), None)
-    if rank is None:
-        raise ConfigError(f"trainable.rank: vLLM has room for ranks up to {RANKS[-1]}, not {min_rank}")
-    return rank
 
 
 def _separable(folder: Path) -> None:

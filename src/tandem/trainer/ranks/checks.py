@@ -12,11 +12,30 @@ from tandem.errors import UnsupportedPair
 from tandem.model.context import CONTEXT_PARALLEL, check_heads
 from tandem.model.penalties import Penalties
 from tandem.optimizers.base import UpdatesParts
-from tandem.trainer.pairs import has_engines_apart, has_engines_beside, has_slices, ranks_of_engine, shards_of
+from tandem.trainer.memory_plan.ranks import RankCounts
+from tandem.trainer.pairs import (
+    check_pairs,
+    has_engines_apart,
+    has_engines_beside,
+    has_slices,
+    ranks_of_engine,
+    shards_of,
+)
+
+
+def check_config(config: RunConfig) -> None:
+    """Refuse what the recipe alone tells cannot be: ``--show``, ``tandem check`` and a run have this one list.
+
+    Raises:
+        UnsupportedPair: names the options, and what can be done.
+        ConfigError: this machine lacks what an option needs.
+    """
+    check_pairs(config)
+    check_ranks(config, RankCounts.of(config).world)
 
 
 def check_ranks(config: RunConfig, world: int, placement: Placement | None = None) -> None:
-    """Refuse, before anything is loaded, what several ranks cannot do.
+    """Refuse what several ranks cannot do, on whatever machine; with ``placement``, on these hosts.
 
     Raises:
         UnsupportedPair: names the option, and what can be done.
@@ -27,9 +46,16 @@ def check_ranks(config: RunConfig, world: int, placement: Placement | None = Non
     _refuse(world, _refused_engines(config, placement))
     if has_slices(config):
         _refuse(world, _refused_slices(config, world, placement))
-    local = world if placement is None else placement.local_world_size
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else None
-    if gpus is None or config.distributed.share_gpus:
+
+
+def check_gpus(config: RunConfig, counts: RankCounts) -> None:
+    """Refuse more ranks of this host, and engines apart from them, than it has GPUs.
+
+    Raises:
+        UnsupportedPair: says how many there are, and what would do.
+    """
+    local, gpus = counts.local, torch.cuda.device_count() if torch.cuda.is_available() else None
+    if counts.world == 1 or gpus is None or config.distributed.share_gpus:
         return
     if gpus < local:
         raise UnsupportedPair(
