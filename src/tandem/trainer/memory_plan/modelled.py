@@ -41,13 +41,13 @@ class MetaModel:
             ConfigError: an option of ``trainable`` names what the model does not have.
         """
         import torch
-        from transformers import AutoModelForCausalLM
 
-        from tandem.model.attention import NAME
+        from tandem.model import packing
 
         dtype, trainable = getattr(torch, config.dtype), config.trainable
+        self.choice = packing.chosen(model_config, config.packing)
+        model = packing.bare(model_config, dtype=dtype, packing=config.packing)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model_config, attn_implementation=NAME, dtype=dtype)
             self._model = model = trainable.prepare(model).eval()
         self._width = dtype.itemsize
         self.layers: int = model_config.get_text_config().num_hidden_layers
@@ -82,7 +82,7 @@ class MetaModel:
 
         model = self._model.to(torch.bfloat16)
         policy = Policy(model, None, name="", compute=None)  # type: ignore[arg-type]
-        plan = Packed(lengths=(16, 16, 16), parents=(None, 0, 0))
+        plan = Packed(lengths=(16, 16, 16), parents=(None, 0, 0) if self.choice.packing == "tree" else (None,) * 3)
         weights = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
         saved: dict[int, tuple[Any, int]] = {}  # storages are held, so that no address is given twice
 

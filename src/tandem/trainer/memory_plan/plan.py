@@ -436,7 +436,9 @@ def with_gradients(run: Planner, config: RunConfig) -> RunConfig:
 
 def context(config: RunConfig, model_config: Any) -> int:
     """Most tokens of a prompt and its answer together."""
-    most: int = model_config.get_text_config().max_position_embeddings
+    from tandem.model.policy import most_positions
+
+    most = most_positions(model_config.get_text_config())
     return most if config.context is None else min(config.context, most)
 
 
