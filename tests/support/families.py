@@ -189,4 +189,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def config_of(name: str) -> Any:
     """The configuration of a family's tiny model."""
     options = FAMILIES[name]
-    return AutoConfig.for_model(name, **(options if "text_config" in options else {**SIZES, **options}))
+    config = AutoConfig.for_model(name, **(options if "text_config" in options else {**SIZES, **options}))
+    config.get_text_config().initializer_range = 0.1  # wide enough that tokens differ in probability
+    return config

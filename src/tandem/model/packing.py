@@ -30,8 +30,8 @@ CLOSE = 1e-5
 """Most relative distance of logits and gradients between two right ways: wrong ones are 1e-2 apart and more."""
 _MOST_PADDED = 1.25
 """Tokens of a plain batch, padding included, in those of its sequences."""
-_PREFIX, _SEQUENCES = 12, (19, 22, 15)
-"""Tokens that the first two compared sequences share, and those of each sequence: all are longer than the window."""
+_PREFIX, _TAILS = 12, (7, 10, 15)
+"""Tokens that the first two compared sequences share, and those that each of three has alone."""
 _LARGEST = {
     "sliding_window": 8,
     "attention_window_size": 8,
@@ -57,10 +57,6 @@ class Choice:
     packing: Literal["tree", "plain"]
     why: str
     """In words, with the figures."""
-    error: float
-    """Largest relative distance of its logits and gradient from those of one sequence at a time."""
-    end: LogitEnd | None
-    """What the model does to its head's logits."""
 
 
 def causal_class(config: Any) -> Any:
@@ -135,46 +131,79 @@ def _unfolded(model: nn.Module, tokens_T: Tensor, plan: Packed) -> Tensor:
     return torch.cat(outs)[moved(place_T, tokens_T.device)]
 
 
-_IRRELEVANT = ("_name_or_path", "dtype", "transformers_version", "architectures")
-_CHOICES: dict[tuple[str, str], Choice] = {}
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Relative distances of a small copy's logits and gradient from those of one sequence at a time, or what failed."""
+
+    tree: float | str
+    plain: float | str
+    """Not computed, and 0, where the tree is right."""
+    end: LogitEnd | None
+    """What the model does to its head's logits."""
+
+
+_COMPARED: dict[str, Comparison] = {}
+
+
+def compared(config: Any) -> Comparison:
+    """Both ways beside one sequence at a time. Each configuration is compared once in a process.
+
+    Raises:
+        ConfigError: its model does not run, or does more to its head's logits than is known here.
+    """
+    key = json.dumps(_described(config.to_dict()), sort_keys=True, default=str)
+    if key not in _COMPARED:
+        logged = logging.root.manager.disable
+        logging.disable(logging.WARNING)  # transformers' advice is not about this copy
+        try:
+            with (
+                torch.random.fork_rng(devices=[]),
+                torch.device("cpu"),
+                torch.inference_mode(False),
+                torch.enable_grad(),
+            ):
+                torch.manual_seed(0)
+                case = _case(config)
+                tree = case.error(NAME)
+                _COMPARED[key] = Comparison(tree, 0.0 if _is_close(tree) else case.error(None), case.end)
+        finally:
+            logging.disable(logged)
+    return _COMPARED[key]
+
+
+def _described(part: Any) -> Any:
+    """What of a configuration says what is computed."""
+    if not isinstance(part, dict):
+        return part
+    left_out = ("_name_or_path", "dtype", "transformers_version", "architectures")
+    return {name: _described(value) for name, value in part.items() if name not in left_out}
+
+
+def _is_close(error: float | str) -> bool:
+    return isinstance(error, float) and error <= CLOSE
+
+
+def _told(error: float | str) -> str:
+    return error if isinstance(error, str) else f"it is {error:.1g} from one sequence at a time"
 
 
 def chosen(config: Any, packing: Packing = "auto") -> Choice:
-    """How a model of this configuration is computed. Each configuration is compared once in a process.
+    """How a model of this configuration is computed.
 
     Raises:
         ConfigError: it cannot be computed right, or not in the way asked for.
     """
-    plain = {name: value for name, value in config.to_dict().items() if name not in _IRRELEVANT}
-    key = json.dumps(plain, sort_keys=True, default=str), packing
-    if key not in _CHOICES:
-        _CHOICES[key] = _compared(config, packing)
-    return _CHOICES[key]
-
-
-def _compared(config: Any, packing: Packing) -> Choice:
-    threads, level = torch.get_num_threads(), logging.root.manager.disable
-    logging.disable(logging.WARNING)  # transformers' advice about kernels is not about this copy
-    try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
-            torch.manual_seed(0)
-            case = _case(config)
-            tree = None if packing == "plain" else case.error(NAME)
-            if isinstance(tree, float) and tree <= CLOSE:
-                return Choice("tree", f"as a tree it is {tree:.0e} from one sequence at a time", tree, case.end)
-            apart = tree if isinstance(tree, str) else f"as a tree it is {tree:.1g} from one sequence at a time"
-            plain = f"tree was asked for, and {apart}" if packing == "tree" else case.error(None)
-    finally:
-        torch.set_num_threads(threads)
-        logging.disable(level)
-    if isinstance(plain, float) and plain <= CLOSE:
-        return Choice("plain", "it was asked for" if tree is None else apart, plain, case.end)
-    what = plain if isinstance(plain, str) else f"unfolded to rows it is {plain:.1g} from one sequence at a time"
-    raise ConfigError(
-        f"a {config.model_type} model cannot be trained: {what}, where {CLOSE:.0e} is allowed; use another model"
-        if packing != "tree"
-        else f"packing: {what}; use packing: auto"
-    )
+    found = compared(config)
+    if packing == "tree" and not _is_close(found.tree):
+        raise ConfigError(f"packing: tree does not fit a {config.model_type} model: {_told(found.tree)}; use auto")
+    if packing != "plain" and _is_close(found.tree):
+        return Choice("tree", _told(found.tree))
+    if not _is_close(found.plain):
+        raise ConfigError(
+            f"a {config.model_type} model cannot be trained: unfolded to rows {_told(found.plain)}, and at "
+            f"most {CLOSE:.0e} is allowed; use a model of another architecture"
+        )
+    return Choice("plain", "asked for" if _is_close(found.tree) else f"as a tree {_told(found.tree)}")
 
 
 class _Case:
@@ -187,17 +216,15 @@ class _Case:
         self.parameters = [p for p in causal.parameters() if p.requires_grad]
         vocabulary, width = self.head.weight.shape
         self.end = _end(causal, torch.randn(1, 8, width))
-        prefix, *tails = (
-            torch.randint(3, min(vocabulary, 500), (n,)) for n in (_PREFIX, *(n - _PREFIX for n in _SEQUENCES[:2]), 15)
-        )
-        sequences = [torch.cat([prefix, tails[0]]), torch.cat([prefix, tails[1]]), tails[2]]
+        prefix, *tails = (torch.randint(3, min(vocabulary, 500), (n,)) for n in (_PREFIX, *_TAILS))
         self.tokens = torch.cat([prefix, *tails])
-        # The gradient is of what only one sequence has.
+        # The gradient is of what one sequence alone has.
         self.slopes = [torch.randn(len(tail), vocabulary) for tail in tails]
-        logits = [causal(input_ids=tokens[None], use_cache=False).logits[0] for tokens in sequences]
-        self.logits = torch.cat([logits[0], *(z[-len(s) :] for z, s in zip(logits[1:], self.slopes[1:], strict=True))])
-        self.gradient = self._gradient([z[-len(s) :] for z, s in zip(logits, self.slopes, strict=True)])
-        self.logits = self.logits.detach()
+        sequences = [torch.cat([prefix, tails[0]]), torch.cat([prefix, tails[1]]), tails[2]]
+        whole = [causal(input_ids=tokens[None], use_cache=False).logits[0] for tokens in sequences]
+        logits = [z[-n:] for z, n in zip(whole, _TAILS, strict=True)]
+        self.logits = torch.cat([whole[0][:_PREFIX], *logits]).detach()
+        self.gradient = self._gradient(logits)
 
     def _gradient(self, logits: list[Tensor]) -> Tensor:
         loss = torch.stack([(z * s).sum() for z, s in zip(logits, self.slopes, strict=True)]).sum()
@@ -205,8 +232,8 @@ class _Case:
         return torch.cat([part.flatten() for part in parts])
 
     def error(self, attention: str | None) -> float | str:
-        """Relative distance of a packed row's logits and gradient from one sequence at a time, or what failed."""
-        lengths = (_PREFIX, *map(len, self.slopes))
+        """How far a packed row's logits and gradient are, or what failed."""
+        lengths = (_PREFIX, *_TAILS)
         plan = Packed(lengths=lengths, parents=(None, 0, 0, None))
         try:
             self.causal.set_attn_implementation(attention or self.own)
@@ -293,8 +320,9 @@ def _shallow(config: Any) -> Any:
     """The same with layers until one of each kind has come."""
     with torch.device("meta"):
         model = backbone(causal_class(config).from_config(config))
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     first: dict[tuple[Any, ...], int] = {}
-    for i, layer in enumerate(max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)):
+    for i, layer in enumerate(max(lists, key=lambda layers: len(layers))):
         kind = tuple(
             (name, type(module), *(p.shape for p in module._parameters.values() if p is not None), *_traits(module))
             for name, module in layer.named_modules()

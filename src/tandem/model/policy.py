@@ -101,7 +101,7 @@ class Policy:
     @cached_property
     def end(self) -> LogitEnd | None:
         """What the model does to its head's logits."""
-        return packings.chosen(self.causal.config, "tree" if packings.is_tree(self.causal) else "plain").end
+        return packings.compared(self.causal.config).end
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The model's logits of last hidden states, float32."""

@@ -110,15 +110,18 @@ class Lora(Trainable):
     def targets(self, model: nn.Module) -> list[str]:
         """Names of the modules to adapt, checked against the model; no tensor is looked at."""
         head = model.get_output_embeddings()  # type: ignore[operator]
+        outside = self.beside_text(model)
         linear = [
-            name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and module is not head
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear) and module is not head and id(module) not in outside
         ]
         self.check_layers(linear)
         if self.layers is not None:
             linear = [name for name in linear if layer_of(name) in self.layers]
         known = sorted({name.rpartition(".")[2] for name in linear})
-        if self.target_modules == "all-linear":
-            return known
+        if self.target_modules == "all-linear":  # where there is a part for images, its layers may have the same names
+            return linear if outside else known
         has = f"it has {', '.join(known)}, such as {linear[0]}" if linear else "it has none"
         if isinstance(self.target_modules, str):
             matched = [name for name in linear if re.fullmatch(self.target_modules, name)]

@@ -7,6 +7,7 @@ own, and each draws from its own counter-based random stream, so that its tokens
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import time
 from collections import deque
@@ -277,7 +278,7 @@ class EmbeddedEngine(Engine):
         device = self._policy.device
         tokens_R1 = torch.tensor([[r.tokens[-1]] for r in requests], device=device)
         if isinstance(cache, _PlainCache):
-            return cache.decoded(tokens_R1)
+            return cache.decoded(tokens_R1, [r.cached for r in requests])
         plan = decode_plan(cache, [r.cached for r in requests], device, self._policy.dtype)
         return self._policy.hidden(tokens_R1, plan.positions_R[:, None], plan)[:, 0]
 
@@ -354,6 +355,7 @@ class _PlainCache(KVCache):
     def __init__(self, policy: Policy, rows: int):
         super().__init__(rows)
         self._model = packing.backbone(policy.causal)
+        self._has_positions = "position_ids" in inspect.signature(self._model.forward).parameters
         self._at: dict[int, tuple[Any, int]] = {}
         """Cache of each row, and its place there."""
         self._name = ""
@@ -375,13 +377,13 @@ class _PlainCache(KVCache):
             out = self._model(input_ids=torch.tensor([prompt], device=device), use_cache=True)
             self._name = next(name for name in ("past_key_values", "cache_params") if name in out)
             cache = out[self._name]
-            cache.reorder_cache(torch.zeros(len(rows), dtype=torch.int64, device=device))
+            _take(cache, torch.zeros(len(rows), dtype=torch.int64, device=device))
             self._at |= {row: (cache, place) for place, row in enumerate(rows)}
             hidden.append(out.last_hidden_state[0])
         return torch.cat(hidden)
 
-    def decoded(self, tokens_R1: Tensor) -> Tensor:
-        """Hidden state of one more token of each row."""
+    def decoded(self, tokens_R1: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Hidden state of one more token of each row, which has ``lengths`` before it."""
         rows_of: dict[int, list[int]] = {}
         for row in range(len(tokens_R1)):
             rows_of.setdefault(id(self._at[row][0]), []).append(row)
@@ -390,12 +392,23 @@ class _PlainCache(KVCache):
         for rows in rows_of.values():
             cache, places = self._at[rows[0]][0], [self._at[row][1] for row in rows]
             at |= {row: (cache, place) for place, row in enumerate(rows)}
-            cache.reorder_cache(torch.tensor(places, device=tokens_R1.device))  # those that have ended are left out
-            out = self._model(input_ids=tokens_R1[rows], **{self._name: cache}, use_cache=True)
+            _take(cache, torch.tensor(places, device=tokens_R1.device))  # those that have ended are left out
+            options = {self._name: cache}
+            if self._has_positions:  # some models count from 0 if they are not told
+                options["position_ids"] = torch.full_like(tokens_R1[rows], lengths[rows[0]])
+            out = self._model(input_ids=tokens_R1[rows], **options, use_cache=True)
             hidden.append(out.last_hidden_state[:, 0])
         self._at = at
         order = [row for rows in rows_of.values() for row in rows]
         return torch.cat(hidden)[np.argsort(order)]
+
+
+def _take(cache: Any, places: Tensor) -> None:
+    """Make these rows of transformers' cache all that it has."""
+    if all(hasattr(layer, "batch_select_indices") for layer in cache.layers):
+        cache.batch_select_indices(places)
+    else:  # layers with a state know the other name alone
+        cache.reorder_cache(places)
 
 
 def _cache(policy: Policy, rows: int) -> KVCache:
