@@ -206,7 +206,7 @@ def chosen(config: Any, packing: Packing = "auto") -> Choice:
     return Choice("plain", "asked for" if _is_close(found.tree) else f"as a tree {_told(found.tree)}")
 
 
-class _Case:
+class Case:
     """What a small model computes of three sequences one at a time, and how far other ways are from it."""
 
     def __init__(self, causal: Any):
@@ -286,7 +286,7 @@ def _end(causal: Any, hidden_1NH: Tensor) -> LogitEnd | None:
     return None if end == (1.0, None) else end
 
 
-def _case(config: Any) -> _Case:
+def _case(config: Any) -> Case:
     """A case of the first layers, up to one of each kind, with short windows; of more where so few do not run.
 
     Raises:
@@ -299,7 +299,7 @@ def _case(config: Any) -> _Case:
     ways: list[Callable[[], Any]] = [lambda: _shallow(small), lambda: small, lambda: config]
     for way in ways:
         try:
-            return _Case(auto.from_config(way(), dtype=torch.float32).eval())
+            return Case(auto.from_config(way(), dtype=torch.float32).eval())
         except ConfigError:
             raise
         except Exception as error:
@@ -320,9 +320,12 @@ def _shallow(config: Any) -> Any:
     """The same with layers until one of each kind has come."""
     with torch.device("meta"):
         model = backbone(causal_class(config).from_config(config))
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    layers: list[nn.Module] = []
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) > len(layers):
+            layers = list(module)
     first: dict[tuple[Any, ...], int] = {}
-    for i, layer in enumerate(max(lists, key=lambda layers: len(layers))):
+    for i, layer in enumerate(layers):
         kind = tuple(
             (name, type(module), *(p.shape for p in module._parameters.values() if p is not None), *_traits(module))
             for name, module in layer.named_modules()
