@@ -292,11 +292,12 @@ def _case(config: Any) -> Case:
     Raises:
         ConfigError: not even all of them do.
     """
-    auto, small = causal_class(config), copy.deepcopy(config)
-    for part in (small, small.get_text_config(), getattr(small, "vision_config", None)):
-        if part is not None:
-            _cut(part)
-    ways: list[Callable[[], Any]] = [lambda: _shallow(small), lambda: small, lambda: config]
+    auto = causal_class(config)
+    ways: list[Callable[[], Any]] = [
+        lambda: _shallow(_cut(config)),
+        lambda: _cut(config),
+        lambda: copy.deepcopy(config),
+    ]
     for way in ways:
         try:
             return Case(auto.from_config(way(), dtype=torch.float32).eval())
@@ -307,13 +308,17 @@ def _case(config: Any) -> Case:
     raise ConfigError(f"a random {config.model_type} model does not run: {failed}; use another model") from failed
 
 
-def _cut(config: Any) -> None:
-    for name, value in list(vars(config).items()):
-        most = 64 if "intermediate_size" in name else _LARGEST.get(name)
-        if most is not None and isinstance(value, int) and value > most:
-            setattr(config, name, most)
-        elif name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-            setattr(config, name, None)
+def _cut(config: Any) -> Any:
+    """The same with short windows, narrow perceptrons, few words and experts."""
+    cut = copy.deepcopy(config)
+    for part in filter(None, (cut, cut.get_text_config(), getattr(cut, "vision_config", None))):
+        for name, value in list(vars(part).items()):
+            most = 64 if "intermediate_size" in name else _LARGEST.get(name)
+            if most is not None and isinstance(value, int) and value > most:
+                setattr(part, name, most)
+            elif name.endswith("token_id") and isinstance(value, int) and value >= _LARGEST["vocab_size"]:
+                setattr(part, name, 0)
+    return cut
 
 
 def _shallow(config: Any) -> Any:

@@ -122,7 +122,8 @@ class Lora(Trainable):
             linear = [name for name in linear if layer_of(name) in self.layers]
         known = sorted({name.rpartition(".")[2] for name in linear})
         if self.target_modules == "all-linear":
-            others = {name.rpartition(".")[2] for name, _ in model.named_modules() if name not in set(linear)}
+            adaptable = set(linear)
+            others = {name.rpartition(".")[2] for name, _ in model.named_modules() if name not in adaptable}
             return linear if others & set(known) and self.layers is None else known
         has = f"it has {', '.join(known)}, such as {linear[0]}" if linear else "it has none"
         if isinstance(self.target_modules, str):
@@ -138,7 +139,7 @@ class Lora(Trainable):
         return list(self.target_modules)
 
     def _left_out(self, model: nn.Module) -> set[int]:
-        """Ids of linear layers without an adapter: the head, those of images, and those that PEFT or kernels misread."""
+        """Ids of linear layers without an adapter: the head, those of images, those that PEFT or kernels misread."""
         experts = any(p.dim() == 3 and "experts" in name for name, p in model.named_parameters())
         left_out = self.beside_text(model) | {id(model.get_output_embeddings())}  # type: ignore[operator]
         for module in model.modules():
