@@ -405,9 +405,9 @@ class _PlainCache(KVCache):
 
 def _take(cache: Any, places: Tensor) -> None:
     """Make these rows of transformers' cache all that it has."""
-    if all(hasattr(layer, "batch_select_indices") for layer in cache.layers):
+    if "batch_select_indices" in vars(type(cache)):  # one with a state beside its layers
         cache.batch_select_indices(places)
-    else:  # layers with a state know the other name alone
+    else:
         cache.reorder_cache(places)
 
 
