@@ -217,7 +217,8 @@ class _RecipeCheck:
         self._planner = memory.planner(self._config, self._model)
         counts = self._planner.modelled.counts
         sizes = f"{counts.parameters:,} parameters, {counts.trainable:,} trained"
-        return f"{self._config.model}: {self._model.model_type}, {sizes}"
+        choice = self._planner.modelled.choice
+        return f"{self._config.model}: {self._model.model_type}, {sizes}; packing: {choice.packing}, {choice.why}"
 
     def _prompts(self) -> str | None:
         """Lengths of rendered prompts against the context.
@@ -236,7 +237,12 @@ class _RecipeCheck:
         longest = rendering.longest_prompt([task for some in self._tasks.values() for task in some], template, limit)
         self._planner = dataclasses.replace(self._planner, prompt_tokens=longest)
         note = rendering.shortfall(longest, limit, self._config.sampling.max_tokens)
-        return f"at most {longest} tokens of a context of {limit}{note and f', which {note}'}"
+        cost = ""
+        if self._planner.modelled.choice.packing == "plain":
+            answers, size = self._config.sampling.max_tokens, self._config.group_size
+            times = size * (longest + answers) / (longest + size * answers)
+            cost = f"; computed with each answer (packing: plain), at most {times:.1f} times the tokens of a tree"
+        return f"at most {longest} tokens of a context of {limit}{note and f', which {note}'}{cost}"
 
     def _memory(self) -> str | None:
         """The memory plan.

@@ -125,6 +125,9 @@ class RunConfig:
     instructions for bfloat16, else bfloat16; the run's own recipe has what it was."""
     micro_batch_tokens: int = 1024
     """Most tokens that a rank computes in one forward and backward; lowers memory, changes no result."""
+    packing: Literal["auto", "tree", "plain"] = "auto"
+    """How what sequences share is computed: once (tree), or with each (plain); auto: tree where a small random copy of
+    the model computes the same by it as of one sequence at a time."""
     compile: bool | Literal["auto"] = "auto"
     """Compile the model's layers for the training pass: auto where they run on CUDA and the machine has a compiler."""
     checkpointing: Literal["none", "selective", "full"] = "none"

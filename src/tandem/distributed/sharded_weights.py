@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tandem.distributed.slice_writer import SliceWriter
 from tandem.distributed.slices import EngineSlice, Slice, shard_dimension, shard_slice
 from tandem.errors import ConfigError
+from tandem.model import packing
 from tandem.model.layers import decoder_layers
 from tandem.transport.checksums import ChecksumTally
 from tandem.transport.checksums import Shard as ChecksumShard
@@ -87,7 +88,7 @@ class ShardedWeights:
             self._cut(layer, reshard_after_forward=True)
         # Embeddings, last norm and head: needed at both ends of a pass, so they stay until the backward pass is over.
         self._cut(model, reshard_after_forward=False)
-        setattr(model, BACKBONE, MethodType(_backbone, model))
+        setattr(model, BACKBONE, MethodType(packing.hidden, model))
         register_fsdp_forward_method(model, BACKBONE)
 
     def _cut(self, module: nn.Module, *, reshard_after_forward: bool) -> None:
@@ -250,13 +251,6 @@ class ShardedWeights:
             name: ((high << 32) + low) % (1 << 64)
             for name, (high, low) in zip(self._shards(), halves.tolist(), strict=True)
         }
-
-
-def _backbone(causal: Any, tokens_BT: Tensor, positions_BT: Tensor, plan: Any) -> Tensor:
-    backbone = getattr(causal, causal.base_model_prefix)
-    out = backbone(input_ids=tokens_BT, position_ids=positions_BT, use_cache=False, plan=plan)
-    hidden: Tensor = out.last_hidden_state
-    return hidden
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ class WeightShardStepper:
             policy, device = self._policy, self._weights.device
             tokens = torch.arange(2, device=device)  # of a single one the compiler would make code apart
             hidden = policy.hidden(tokens[None], tokens[None], Packed(lengths=(2,), parents=(None,)))[0]
-            logprobs, _ = token_logprobs(hidden, policy.head.weight, tokens, bias=policy.head.bias)
+            logprobs, _ = token_logprobs(hidden, policy.head.weight, tokens, bias=policy.head.bias, end=policy.end)
             (logprobs.sum() * 0.0).backward()
         self._policy.has_computed = False
         if self._num_left:

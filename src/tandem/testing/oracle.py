@@ -492,7 +492,8 @@ class PlainModel:
     def __init__(self, model: nn.Module, trainable: tuple[str, Options]):
         self.model = copy.deepcopy(model).double().eval().requires_grad_(False)
         causal: Any = self.model
-        causal.set_attn_implementation("sdpa")
+        causal.set_attn_implementation("sdpa" if causal._supports_sdpa else "eager")
+        causal.set_experts_implementation("eager")  # products of experts by groups know no float64
         self._parameters = dict(self.model.named_parameters())
         self.kind, options = trainable
         self._merged = bool(options.get("merged"))

@@ -127,6 +127,16 @@ class Trainable(ABC):
         """Bytes kept where the weights are, beside the model's parameters; ``on_host``: the weights are on the host."""
         return 0
 
+    def beside_text(self, model: nn.Module) -> set[int]:
+        """Ids of the modules that a model for images has beside its language model: they are not trained."""
+        causal: Any = model
+        if causal.config.get_text_config() is causal.config:
+            return set()
+        text = {
+            id(module) for part in (causal.get_decoder(), causal.get_output_embeddings()) for module in part.modules()
+        }
+        return {id(module) for module in causal.modules()} - text
+
     def check_layers(self, names: Iterable[str]) -> None:
         """Raise ConfigError unless every wanted layer has one of the names."""
         known = {index for name in names if (index := layer_of(name)) is not None}

@@ -29,6 +29,11 @@ class Full(Trainable):
         self.check_layers(name for name, _ in model.named_parameters())
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(self.layers is None or layer_of(name) in self.layers)
+        outside = self.beside_text(model)
+        for module in model.modules():
+            if id(module) in outside:
+                for parameter in module.parameters(recurse=False):
+                    parameter.requires_grad_(False)
         return model
 
     def live_tensors(self, model: nn.Module) -> dict[str, Tensor]:

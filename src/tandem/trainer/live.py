@@ -12,8 +12,8 @@ from tandem import machine
 from tandem.algorithms.references.base import ReferenceWeights
 from tandem.config.loading import RunConfig
 from tandem.engines.base import ExportsWeights, ReportsChecksums
-from tandem.model import float8, layers
-from tandem.model.policy import Compute, Policy, bare_model, load_model, load_tokenizer
+from tandem.model import float8, layers, packing
+from tandem.model.policy import Compute, Policy, load_config, load_model, load_tokenizer
 from tandem.observability import progress, waits
 
 
@@ -35,9 +35,10 @@ async def live_policy(
             torch.cuda.set_device(rank_device(local_rank))
         dtype = getattr(torch, config.dtype)
         if bare:
-            model = bare_model(config.model, dtype=dtype)
+            model = packing.bare(load_config(config.model), dtype=dtype, packing=config.packing)
         else:
-            model = load_model(config.model, dtype=dtype, device=weights_device(config, local_rank))
+            device = weights_device(config, local_rank)
+            model = load_model(config.model, dtype=dtype, device=device, packing=config.packing)
         model = prepared(config, model)
         if config.matmul == "fp8":
             float8.convert(model)

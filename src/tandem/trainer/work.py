@@ -184,6 +184,7 @@ class LocalWork:
             part.own(micro.targets_N),
             part.own(micro.temperature_N),
             bias=head.bias,
+            end=self.policy.end,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,

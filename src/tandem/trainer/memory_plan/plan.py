@@ -357,8 +357,9 @@ class Planner:
         text: Any = self.model_config.get_text_config()
         rows = config.groups_per_step * config.group_size * (config.most_lag + 1)
         rows = getattr(config.engine, "max_rows", None) or rows
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        query_heads = getattr(text, "num_attention_heads", None) or 1
+        heads = getattr(text, "num_key_value_heads", None) or query_heads
+        head = vars(text).get("head_dim") or text.hidden_size // query_heads
         grown = sum(self.longest(config)) * 3 // 2  # it grows by halves
         token = 2 * text.num_hidden_layers * heads * head * _width(config)
         logits = text.vocab_size * 4 * (7 if config.sampling.penalised else 3)
@@ -440,7 +441,9 @@ def with_gradients(run: Planner, config: RunConfig) -> RunConfig:
 
 def context(config: RunConfig, model_config: Any) -> int:
     """Most tokens of a prompt and its answer together."""
-    most: int = model_config.get_text_config().max_position_embeddings
+    from tandem.model.policy import most_positions
+
+    most = most_positions(model_config.get_text_config())
     return most if config.context is None else min(config.context, most)
 
 

@@ -8,7 +8,8 @@ import torch
 
 from tandem.config.loading import RunConfig
 from tandem.distributed.placement import Placement
-from tandem.errors import UnsupportedPair
+from tandem.errors import ConfigError, UnsupportedPair
+from tandem.model import packing
 from tandem.model.context import CONTEXT_PARALLEL, check_heads
 from tandem.model.penalties import Penalties
 from tandem.optimizers.base import UpdatesParts
@@ -183,6 +184,8 @@ def check_model_heads(config: RunConfig, model_config: Any) -> None:
     Raises:
         ConfigError: names the option and the numbers that would do.
     """
+    if config.distributed.context_parallel > 1 and packing.chosen(model_config, config.packing).packing == "plain":
+        raise ConfigError(f"{CONTEXT_PARALLEL}: {model_config.model_type} is not packed as a tree; set it to 1")
     text = model_config.get_text_config()
     query_heads = getattr(text, "num_attention_heads", None)
     if not isinstance(query_heads, int):
