@@ -232,6 +232,7 @@ def bare_model(name: str, *, dtype: torch.dtype) -> Any:
     Raises:
         ConfigError: its configuration cannot be read, or such a model would be computed wrongly.
     """
+    disable_progress_bar()
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(load_config(name), attn_implementation=NAME, dtype=dtype)
     return _checked(model, name).eval()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 log = logging.getLogger(__name__)
+
+WEIGHTS_FILE = "model.safetensors"
+"""Name by which transformers saves and looks for all weights of a small model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +54,36 @@ class Full(Trainable):
         missing = set(read_into(live, safetensors_in(folder)))
         if any(missing.issuperset(names) for _, names in names_of.values()):
             _reload(model, folder)
+
+
+def write_part(model: Any, tensors: Mapping[str, Tensor], folder: Path, number: int, of: int) -> list[Path]:
+    """Write one of several weight files of a model's folder; the first brings the model's configuration.
+
+    Args:
+        model: asked for its configuration alone.
+        tensors: of this file, by Hugging Face name.
+        folder: made if it is not there.
+        number: of the file, from 0.
+        of: how many files there are.
+    """
+    aside, file = folder / f".part-{number}", folder / f"model-{number + 1:05d}-of-{of:05d}.safetensors"
+    model.save_pretrained(aside, state_dict=dict(tensors), max_shard_size="1000TB")
+    (aside / WEIGHTS_FILE).rename(file)
+    others = [other.rename(folder / other.name) for other in aside.iterdir()] if number == 0 else []
+    shutil.rmtree(aside)
+    return [file, *others]
+
+
+def write_index(folder: Path) -> None:
+    """Say which of a folder's weight files has which tensor, once all ranks have written theirs."""
+    from safetensors import safe_open
+
+    file_of: dict[str, str] = {}
+    for file in (files := safetensors_in(folder)):
+        with safe_open(file, framework="pt") as stored:
+            file_of |= dict.fromkeys(stored.keys(), file.name)
+    index = {"metadata": {"total_size": sum(file.stat().st_size for file in files)}, "weight_map": file_of}
+    (folder / f"{WEIGHTS_FILE}.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
 def _reload(model: nn.Module, folder: Path) -> None:
