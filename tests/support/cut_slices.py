@@ -168,9 +168,9 @@ class Allocated(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = op(*args, **(kwargs or {}))
-        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        taken = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in given:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in taken:
                 size = tensor.untyped_storage().nbytes()
                 self.now += size
                 self.most = max(self.most, self.now)

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-WEIGHTS_FILE = "model.safetensors"
-"""Name by which transformers saves and looks for all weights of a small model."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Full(Trainable):
@@ -66,12 +63,19 @@ def write_part(model: Any, tensors: Mapping[str, Tensor], folder: Path, number: 
         number: of the file, from 0.
         of: how many files there are.
     """
-    aside, file = folder / f".part-{number}", folder / f"model-{number + 1:05d}-of-{of:05d}.safetensors"
-    model.save_pretrained(aside, state_dict=dict(tensors), max_shard_size="1000TB")
-    (aside / WEIGHTS_FILE).rename(file)
-    others = [other.rename(folder / other.name) for other in aside.iterdir()] if number == 0 else []
+    from safetensors.torch import save_file
+    from transformers.core_model_loading import revert_weight_conversion
+
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"model-{number + 1:05d}-of-{of:05d}.safetensors"
+    save_file(revert_weight_conversion(model, dict(tensors)), file, metadata={"format": "pt"})
+    if number:
+        return [file]
+    aside = folder / ".configuration"  # transformers would remove the other ranks' files
+    model.save_pretrained(aside, state_dict={})
+    configuration = [other.rename(folder / other.name) for other in aside.glob("*.json")]
     shutil.rmtree(aside)
-    return [file, *others]
+    return [file, *configuration]
 
 
 def write_index(folder: Path) -> None:
@@ -83,7 +87,7 @@ def write_index(folder: Path) -> None:
         with safe_open(file, framework="pt") as stored:
             file_of |= dict.fromkeys(stored.keys(), file.name)
     index = {"metadata": {"total_size": sum(file.stat().st_size for file in files)}, "weight_map": file_of}
-    (folder / f"{WEIGHTS_FILE}.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
 def _reload(model: nn.Module, folder: Path) -> None:
