@@ -192,8 +192,8 @@ def sending(rank: int, name: str, shape: Sequence[int], dtype: str, bucket_bytes
     expected = {of: parameter.detach() for of, parameter in changed.named_parameters()}
     entries = [TensorEntry(of, tuple(tensor.shape), dtype) for of, tensor in expected.items()]
     report: dict[str, Any] = {"whole": sum(tensor.nbytes for tensor in expected.values())}
-    allocated = Allocated()
     for lost in (True, False):
+        allocated = Allocated()
         if rank:
             with allocated:
                 mine.send(list(expected), bucket_bytes)
