@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +101,12 @@ class Trainable(ABC):
         Called after the optimizer's step, on the compute thread, while no token is sampled. Writes in place, in the
         storage that the weights have at that time.
         """
+
+    def unfold(self, model: nn.Module) -> None:  # noqa: B027
+        """Bring all weights back to what they were before training, and keep no copy: they are about to be cut."""
+
+    def cut(self, model: nn.Module, part: Callable[[str], tuple[slice, slice]]) -> None:  # noqa: B027
+        """Take weights of which a rank has some rows and columns, by name, as they are now; ``fold`` comes next."""
 
     @property
     def folds(self) -> bool:

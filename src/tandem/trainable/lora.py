@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,6 +163,16 @@ class Lora(Trainable):
         """Merged: write W0 + alpha/rank * B A into every adapted weight; otherwise nothing."""
         for _, layer in _merged_layers(model):
             layer.fold()
+
+    def unfold(self, model: nn.Module) -> None:
+        """Merged: every adapted weight is W0 again."""
+        for _, layer in _merged_layers(model):
+            layer.unfold()
+
+    def cut(self, model: nn.Module, part: Callable[[str], tuple[slice, slice]]) -> None:
+        """Merged: take a rank's part of every W0."""
+        for name, layer in _merged_layers(model):
+            layer.cut(*part(f"{name}.weight"))
 
     @property
     def folds(self) -> bool:

@@ -8,13 +8,15 @@ knows no deadline: call this from a daemon thread and ``abort`` from another.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tandem.errors import TransportError
+from tandem.transport.buckets import TensorEntry, manifest
+from tandem.transport.collective import Pack
 from tandem.transport.rendezvous import Rendezvous, serve
 
 KEY = "broadcast_from/0/0"
@@ -70,21 +72,32 @@ class WeightTransferGroup:
             self._call("ncclAllReduce", place, place, ctypes.c_size_t(1), FLOAT32, SUM, self._group, self._stream())
             torch.cuda.current_stream(self._device).synchronize()
 
-    def send(self, named: Iterable[tuple[str, Tensor]], bucket_bytes: int = 0) -> None:
-        """Send every tensor, one by one; ``bucket_bytes`` is for groups that pack them.
+    def send(self, named: Iterable[tuple[str, Tensor]], bucket_bytes: int = 0) -> int:
+        """Send every tensor, one by one; returns the bytes. ``bucket_bytes`` is for groups that pack them.
 
         Raises:
             TransportError: NCCL's reason, or the group was given up.
         """
+        tensors = {name: tensor.detach() for name, tensor in named}
+
+        def pack(views: Sequence[tuple[str, Tensor]]) -> None:
+            for name, view in views:
+                view.copy_(tensors[name])
+
+        return self.send_packed(manifest(tensors.items()), pack)
+
+    def send_packed(self, entries: Sequence[TensorEntry], pack: Pack, bucket_bytes: int = 0) -> int:
+        """The same of tensors that ``pack`` writes."""
         with torch.cuda.device(self._device):
-            for _, tensor in named:
-                data = tensor.detach().contiguous()
-                place = ctypes.c_void_p(data.data_ptr())
-                count = ctypes.c_size_t(data.numel())
+            for entry in entries:
+                data = torch.empty(tuple(entry.shape), dtype=getattr(torch, entry.dtype), device=self._device)
+                pack([(entry.name, data)])
+                place, count = ctypes.c_void_p(data.data_ptr()), ctypes.c_size_t(data.numel())
                 self._call("ncclBroadcast", place, place, count, DTYPES[data.dtype], 0, self._group, self._stream())
             torch.cuda.current_stream(self._device).synchronize()
         if self._group.value is None:
             raise TransportError("the weight transfer was given up")
+        return sum(entry.bytes for entry in entries)
 
     def abort(self) -> None:
         """Give the group up, from any thread; again does nothing."""

@@ -158,8 +158,8 @@ class ManyRanks(World):
         await self._others("restore", lambda rank: str(checkpoint))
 
     async def save(self, folder: Path, here: Coroutine[Any, Any, T]) -> T:
-        """Have every rank stage its share of the states, this one by ``here``; the others then write theirs."""
-        return await (self._all("save", str(folder), here) if self._saves_states else here)
+        """Have every rank stage its share, this one by ``here``; the others then write theirs."""
+        return await (self._all("save", str(folder), here) if self.saves_everywhere else here)
 
     async def written(self) -> Mapping[str, str]:
         """Digests of what other ranks have written of the staged checkpoint, once they have.
@@ -167,14 +167,14 @@ class ManyRanks(World):
         Raises:
             OSError: the disk of one refuses, which is said once none of them writes any more.
         """
-        reports = await self.ranks.reports("their files to be written") if self._saves_states else []
+        reports = await self.ranks.reports("their files to be written") if self.saves_everywhere else []
         for rank, report in enumerate(reports, 1):
             if "error" in report:
                 raise OSError(f"rank {rank}: {report['error']}")
         return {name: digest for report in reports for name, digest in report["digests"].items()}
 
     @property
-    def _saves_states(self) -> bool:
+    def saves_everywhere(self) -> bool:
         """Whether other ranks have a part of what is saved: not where weights alone are."""
         return self.config.checkpoint.save == "all"
 
