@@ -86,6 +86,7 @@ class Local:
     renewals: int = 0
     away: bool = False
     outage: Exception = field(default_factory=lambda: BrokerError("the broker does not answer"))
+    sent: dict[str, ScoredGroup] = field(default_factory=dict)
 
     async def __aenter__(self) -> Local:
         return self
@@ -97,9 +98,9 @@ class Local:
         for scored in groups:
             version = (scored.group_overrides or {}).get("tandem_version")
             name = f"e{self.store.counts['accepted']}"
-            self.store.put(
-                GroupEntry(id=name, env=None, size=len(scored.scores), version=version, payload=scored), self.now
-            )
+            entry = GroupEntry(id=name, env=None, size=len(scored.scores), version=version, payload=b"")
+            self.sent[name] = scored
+            self.store.put(entry, self.now)
 
     async def info(self) -> Info:
         size = self.batch_size or (self.store.run.batch_size if self.store.run else -1)
@@ -132,7 +133,7 @@ class Local:
     def _as_taken(self, taken: ServedBatch) -> TakenBatch:
         return TakenBatch(
             id=taken.id if self.leases else None,
-            groups=[entry.payload for entry in taken.entries],
+            groups=[self.sent[entry.id] for entry in taken.entries],
             ids=[entry.id for entry in taken.entries],
             versions=[entry.version if self.leases else None for entry in taken.entries],
             malformed=self.malformed,
