@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from tandem.types import Json
 
@@ -144,6 +144,9 @@ class Translation:
 class Reader:
     """Options that were set, by name, each checked against its row; mistakes and notes are gathered."""
 
+    updates: ClassVar[str] = ""
+    """The option that says how many updates a batch is for."""
+
     def __init__(self, table: Mapping[str, ForeignOption], problems: Problems, prefix: str = "") -> None:
         """Read nothing yet.
 
@@ -215,6 +218,18 @@ class Reader:
         """Hand an option on as it is, if it is set."""
         if option in self:
             self.put(path, self[option], option)
+
+    def per_step(self, updates: float) -> int:
+        """Steps that are so many updates of the other system, which it calls steps."""
+        return max(1, math.ceil(updates / self[self.updates])) if updates > 0 else 0
+
+    def interval(self, name: str, steps: int) -> int:
+        """Steps from one time to the next of what an option asks for: so many updates, or below 1 a share of all."""
+        count: float = self[name] or 0
+        if count < 0 or (count > 1 and not float(count).is_integer()):
+            self.wrong(name, f"expected a number of steps, or a share of all below 1, got {count:g}")
+            return 1
+        return math.ceil(count * steps) if 0 < count < 1 else self.per_step(count)
 
     def read(self, name: str, value: Json) -> None:
         """Take a value that the option may have; another is a mistake."""

@@ -37,8 +37,7 @@ TRAINER: Mapping[str, ForeignOption] = by_name(
     becomes("seq-len", "count", "most tokens of a prompt and its answer together", 2048, path="context"),
     becomes("warmup-steps", "whole", "steps over which the learning rate rises", 0, path="optimizer.warmup_steps"),
     becomes("clip-eps", "share", "the probability ratio is clipped to 1 - eps and 1 + eps", 0.2),
-    refused("kl-coef", "number", "no loss has a penalty on the distance to the weights that sampled",
-        0.0),
+    refused("kl-coef", "number", "no loss has a penalty on the distance to the weights that sampled", 0.0),
     refused("no-reference-logprobs", "flag", "ratios are to sampling's logprobs; for a loss without: loss=reinforce",
         False),
     refused("distill-enabled", "flag", "no loss reads a teacher's distill_token_ids and distill_logprobs", False),
@@ -169,15 +168,12 @@ ENVIRONMENT: Mapping[str, ForeignOption] = by_name(
     refused("testing", "truth", "there is no pretended engine; run a real one: tandem serve engine RECIPE", False),
     idle("env.use_wandb", "truth", "the trainer logs; this environment does not", off=(False,)),
     *unused("truth", "env.include_messages"),
-    *unused("whole",
-        "env.steps_per_eval env.max_eval_workers env.num_rollouts_to_keep env.num_rollouts_per_group_for_logging "
-        "env.min_items_sent_before_logging openai.num_max_requests_at_once openai.num_requests_for_eval "
-        "openai.rolling_buffer_length env.teacher_top_k"),
     *unused("text",
-        "env.eval_handling env.data_dir_to_save_evals env.data_path_to_save_groups openai.n_kwarg_is_ignored "
-        "openai.health_check openai.tracing_enabled teacher.base_url teacher.model_name teacher.server_type "
-        "teacher.tokenizer_name"),
-    *unused("number", "env.eval_limit_ratio"),
+        "env.steps_per_eval env.max_eval_workers env.num_rollouts_to_keep env.num_rollouts_per_group_for_logging "
+        "env.min_items_sent_before_logging env.teacher_top_k env.eval_handling env.eval_limit_ratio "
+        "env.data_dir_to_save_evals env.data_path_to_save_groups openai.num_max_requests_at_once "
+        "openai.num_requests_for_eval openai.rolling_buffer_length openai.n_kwarg_is_ignored openai.health_check "
+        "openai.tracing_enabled teacher.base_url teacher.model_name teacher.server_type teacher.tokenizer_name"),
 )  # fmt: skip
 """Flags of the environments, such as ``gsm8k_server.py serve --env.group_size 8``."""
 

@@ -28,6 +28,8 @@ class AxolotlRecipe(Reader):
     What is null or mistaken in the file is not among the options.
     """
 
+    updates = "trl.num_iterations"
+
     def __init__(self, file: Branch, problems: Problems, *, serving: bool) -> None:
         """Read the whole file.
 
@@ -114,17 +116,12 @@ class AxolotlRecipe(Reader):
         """True if Axolotl would train with its asynchronous trainer, which has defaults of its own."""
         return bool(self["trl.use_data_producer"] or self["trl.async_prefetch"])
 
-    def per_step(self, count: float) -> int:
-        """A number of Axolotl's steps as Tandem's."""
-        return max(1, math.ceil(count / self["trl.num_iterations"])) if count > 0 else 0
-
     def every(self, option: str, by_epoch: str, steps: int) -> int:
         """Steps from one time to the next of something that the file wants every so many steps; 0: never.
 
         Below 1 it is a share of the run's ``steps``, as transformers takes it, and so is what is wanted so often
         ``by_epoch``, as Axolotl hands it on.
         """
-        count: float = self[option] or 0
         if often := self.get(by_epoch, 0):
             if not 0 <= often < math.inf:
                 self.wrong(by_epoch, f"expected how often in an epoch, got {often:g}")
@@ -132,10 +129,7 @@ class AxolotlRecipe(Reader):
                 self.wrong(by_epoch, f"Axolotl takes it or {option}, not both; leave one of them out")
             times: float = often * self["num_epochs"]
             return math.ceil(steps / max(1.0, times))
-        if count < 0 or (count > 1 and not float(count).is_integer()):
-            self.wrong(option, f"expected a number of steps, or a share of all below 1, got {count:g}")
-            return 0
-        return math.ceil(count * steps) if 0 < count < 1 else self.per_step(count)
+        return self.interval(option, steps)
 
 
 def _meant(name: str, rows: Mapping[str, ForeignOption]) -> str:

@@ -5,9 +5,10 @@ Where the text of an argument's ``becomes`` says what it is in a recipe, ``rules
 
 from __future__ import annotations
 
+from tandem.types import Json
 from tandem_compat.objective import CORRECTIONS, REDUCTIONS, SCALES
 from tandem_compat.schedules import OPTIMIZERS, SCHEDULES
-from tandem_compat.table import ForeignOption, becomes, copied, idle, refused, unused
+from tandem_compat.table import NOTHING, ForeignOption, Takes, becomes, copied, idle, refused, unused
 
 _ROWS = "rows are read once, when a run starts"
 _GONE = "the engine's weights are the trainer's, so there is no second copy to move or release"
@@ -17,26 +18,23 @@ _TURNS = "gyms are played by an environment (docs/guide/environments.md), or wri
 _PLAYED = "the trainer plays, so give it to tandem swift rlhf"
 _RESUME = "to go on with a run: tandem train RUN"
 
+_ENGINE: tuple[tuple[str, Takes, Json], ...] = (
+    ("gpu_memory_utilization", "number", None), ("tensor_parallel_size", "count", 1), ("max_model_len", "whole", None),
+    ("max_num_seqs", "whole", 256), ("enforce_eager", "truth", False), ("limit_mm_per_prompt", "mapping", None),
+    ("enable_prefix_caching", "truth", True),
+)  # fmt: skip
+_ARGS: tuple[tuple[str, Takes, Json], ...] = (
+    ("disable_custom_all_reduce", "truth", False), ("disable_cascade_attn", "truth", False),
+    ("enable_expert_parallel", "truth", False), ("max_logprobs", "whole", None),
+)  # fmt: skip
 ENGINE: tuple[ForeignOption, ...] = (
-    copied("vllm_gpu_memory_utilization", "number", "engine.gpu_memory_utilization", None, "gpu_memory_utilization",
-        where="colocate"),
-    copied("vllm_tensor_parallel_size", "count", "engine.tensor_parallel_size", 1, "tensor_parallel_size",
-        where="colocate"),
-    copied("vllm_max_model_len", "whole", "engine.max_model_len", None, "max_model_len", where="colocate"),
-    copied("vllm_max_num_seqs", "whole", "engine.max_num_seqs", 256, "max_num_seqs", where="colocate"),
-    copied("vllm_enforce_eager", "truth", "engine.enforce_eager", False, "enforce_eager", where="colocate"),
-    copied("vllm_limit_mm_per_prompt", "mapping", "engine.limit_mm_per_prompt", None, "limit_mm_per_prompt",
-        where="colocate"),
-    copied("vllm_enable_prefix_caching", "truth", "engine.enable_prefix_caching", True, "enable_prefix_caching",
-        where="colocate"),
+    *(copied(f"vllm_{name}", takes, f"engine.{name}", default, name, where="colocate")
+      for name, takes, default in _ENGINE),
     becomes("vllm_enable_lora", "truth", "trainable.merged: false, so that the adapter travels and not the sum", False,
         where="vllm"),
     copied("vllm_engine_kwargs", "mapping", "engine.args", None, where="colocate"),
-    copied("vllm_disable_custom_all_reduce", "truth", "engine.args.disable_custom_all_reduce", False,
-        "disable_custom_all_reduce", where="colocate"),
-    copied("vllm_disable_cascade_attn", "truth", "engine.args.disable_cascade_attn", False, where="colocate"),
-    copied("vllm_enable_expert_parallel", "truth", "engine.args.enable_expert_parallel", False, where="colocate"),
-    copied("vllm_max_logprobs", "whole", "engine.args.max_logprobs", None, "max_logprobs", where="colocate"),
+    *(copied(f"vllm_{name}", takes, f"engine.args.{name}", default, name, where="colocate")
+      for name, takes, default in _ARGS),
     refused("vllm_pipeline_parallel_size", "whole", "an engine is split by tensor_parallel_size alone", 1),
     refused("vllm_quantization", "text", _QUANTISED + ", and the engine samples from them"),
     refused("vllm_speculative_config", "text", "its drafts are not versioned with the policy"),
@@ -50,10 +48,11 @@ _BASE: tuple[ForeignOption, ...] = (
     copied("seed", "whole", "seed", 42),
     becomes("max_length", "count", "context, with max_completion_length added"),
     idle("template", "text", "the tokenizer's chat template is used; chat_template names another"),
-    refused("adapters", "texts", "merge the adapter first and name the folder as model"),
-    refused("quant_method", "text", _QUANTISED),
-    refused("quant_bits", "whole", _QUANTISED),
-    refused("model_revision", "text", "download that revision and name its folder as model"),
+    *(refused(name, "anything", _QUANTISED) for name in ("quant_method", "quant_bits")),
+    *(refused(name, "texts", "merge the adapter first and name the folder as model")
+      for name in ("adapters", "ref_adapters", "reward_adapters")),
+    *(refused(name, "texts", "download that revision and name its folder instead of a hub's name")
+      for name in ("model_revision", "reward_model_revision")),
     *unused("text", "model_type task_type attn_impl"),
     *unused("truth", "use_hf check_model"),
 )  # fmt: skip
@@ -115,21 +114,17 @@ _LEARNING: tuple[ForeignOption, ...] = (
         where="reference"),
     becomes("off_policy_sequence_mask_delta", "number", "corrections: opsm with this threshold"),
     becomes("sequence_parallel_size", "count", "distributed.context_parallel", 1),
-    refused("ref_adapters", "texts", "merge the adapter first and name the folder as model"),
-    refused("tuner_backend", "text", _LORA, "peft"),
     becomes("loss_scale", "text", "nothing: last_round or default; either trains every sampled token", "last_round",
         choices=("last_round", "default")),
     refused("top_entropy_quantile", "number", "every sampled token is trained", 1.0),
-    refused("use_dora", "truth", _LORA, False),
     refused("use_rslora", "truth", "write the lora_alpha that it comes to: lora_alpha x sqrt(lora_rank)", False),
-    refused("lora_bias", "text", _LORA, "none"),
+    *(refused(name, "anything", _LORA, off=(*NOTHING, "peft", "none", "true"))
+      for name in ("tuner_backend", "lora_bias", "lorap_lr_ratio", "init_weights")),
+    refused("use_dora", "truth", _LORA, False),
     refused("modules_to_save", "texts", _LORA),
+    *(refused(name, "texts", "trainable.layers names what is trained", off=([], ["0"], ["0.0"]))
+      for name in ("freeze_parameters", "freeze_parameters_ratio", "trainable_parameters")),
     becomes("target_regex", "text", "trainable.target_modules, as a regular expression of whole names", where="lora"),
-    refused("lorap_lr_ratio", "number", _LORA),
-    refused("init_weights", "text", _LORA, "true"),
-    refused("freeze_parameters", "texts", "trainable.layers names what is trained"),
-    refused("freeze_parameters_ratio", "number", "trainable.layers names what is trained", 0.0),
-    refused("trainable_parameters", "texts", "trainable.layers names what is trained"),
     idle("lora_dropout", "number", "Tandem has no dropout: the policy that is scored must be the one that sampled",
         where="lora", off=(0,)),
     becomes("deepspeed", "text", "distributed.shard and optimizer: adamw_cpu, by zero0 to zero3, zero2_offload or "
@@ -174,8 +169,6 @@ _DATA: tuple[ForeignOption, ...] = (
     becomes("truncation_strategy", "text", "nothing: a prompt without room is an error", "raise",
         choices=("raise", "delete", "left", "right")),
     becomes("columns", "mapping", "env.columns: names in the data, and what they are called here"),
-    refused("reward_model_revision", "texts", "download that revision and name its folder as reward_model"),
-    refused("reward_adapters", "texts", "merge the adapter first and name the folder as reward_model"),
     refused("dataset_shuffle", "truth", "tasks are always drawn in a shuffled order", True),
     refused("streaming", "truth", _ROWS, False),
     idle("data_seed", "whole", "seed fixes the order of tasks, too"),
@@ -265,13 +258,11 @@ DEPLOY: tuple[ForeignOption, ...] = (
     becomes("api_key", "text", "engine.api_key_variable"),
     becomes("infer_backend", "text", "nothing: it must be vllm", "vllm", choices=("vllm",)),
     refused("served_model_name", "text", "an engine is known by its model, which is what a trainer asks for"),
-    idle("multi_turn_scheduler", "text", _PLAYED),
-    idle("max_turns", "whole", _PLAYED),
     refused("use_gym_env", "truth", _TURNS, False),
+    *(idle(name, "anything", _PLAYED)
+      for name in ("multi_turn_scheduler", "max_turns", "max_new_tokens", "temperature")),
     idle("external_plugins", "texts", _PLAYED, "plugin", "custom_register_path"),
     idle("vllm_use_async_engine", "truth", "it always is", "use_async_engine"),
-    idle("max_new_tokens", "whole", _PLAYED),
-    idle("temperature", "number", _PLAYED),
     *unused("whole", "log_interval"),
     *unused("truth", "verbose"),
 )  # fmt: skip

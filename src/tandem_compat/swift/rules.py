@@ -34,6 +34,7 @@ class SwiftRecipe(Reader):
     """One command line, made a recipe part by part."""
 
     environ: Mapping[str, str]
+    updates = "num_iterations"
 
     def translation(self, environ: Mapping[str, str]) -> Translation:
         """The whole recipe.
@@ -327,15 +328,8 @@ class SwiftRecipe(Reader):
         self.put("checkpoint.every", every)
         self.put("checkpoint.keep", 1 if strategy == "no" else self["save_total_limit"] or math.ceil(steps / every))
 
-    def per_step(self, updates: float) -> int:
-        """Steps that are so many optimizer updates."""
-        return max(1, math.ceil(updates / int(self["num_iterations"])))
-
     def _every(self, name: str, strategy: str, steps: int) -> int:
         """Steps from one time to the next of what an argument asks for: so many updates, or below 1 a share of all."""
         if strategy == "epoch":
             return max(1, math.ceil(steps / max(1.0, float(self["num_train_epochs"]))))
-        interval = float(self[name])
-        if interval > 1 and not interval.is_integer():
-            self.wrong(name, f"it is a whole number of steps, or a share of all of them below 1, not {interval:g}")
-        return self.per_step(interval) if interval >= 1 else math.ceil(interval * steps)
+        return self.interval(name, steps)
