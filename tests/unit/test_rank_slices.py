@@ -133,7 +133,12 @@ def session(ranks: FakeRanks, engine: FakeEngine, *, fresh: bool) -> tuple[Share
         ranks.calls.append("pause")
 
     return sync, SimpleNamespace(
-        engine=engine, fresh=fresh, pause=pause, policy=policy, trained=TrainedSlices(Full(), policy, ranks)
+        engine=engine,
+        fresh=fresh,
+        pause=pause,
+        policy=policy,
+        trainable=Full(),
+        trained=TrainedSlices(Full(), policy, ranks),
     )
 
 

@@ -132,7 +132,8 @@ class Broadcast(Periodic):
         assert isinstance(engine, ReceivesBroadcast)
         trained.sends_frozen = not engine.sums_bytes  # vLLM reloads whole layers: what is left out would be garbage
         adapter = trained.adapter() if session.trainable.payload == "adapter" else None
-        entries = [(e.name, e.shape, e.dtype) for e in trained.manifest]
+        manifest = trained.manifest
+        entries = [(entry.name, entry.shape, entry.dtype) for entry in manifest]
         receiving = asyncio.ensure_future(engine.receive(entries, bucket_bytes, adapter))
         sending = asyncio.ensure_future(trained.send(session.member, bucket_bytes))
         late = 4 * self.timeout_seconds
@@ -152,7 +153,7 @@ class Broadcast(Periodic):
         for error in results:
             if isinstance(error, BaseException):
                 raise TransportError(f"the publish of version {version.step} broke off: {error}") from error
-        return int(results[1])  # type: ignore[arg-type]  # none of them is an error
+        return sum(entry.bytes for entry in manifest)
 
     async def unbind(self, session: SyncContext) -> None:
         """Leave the group, and have the engines leave it."""
