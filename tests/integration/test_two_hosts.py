@@ -22,6 +22,7 @@ import pytest
 import yaml
 from conftest import build_tiny_model
 from integration.vllm_runs import CUDA, HEAD_DIM, SLOW, engine, metrics, needs_engine, published, recipe, until
+from kills_engine import package
 from kills_ranks import wide_model
 from support.tiers import long_but
 
@@ -114,7 +115,8 @@ HERE: dict[str, dict[str, Any]] = {
     "weights": FULL,
     "adapter": LORA,
     "weights of two ranks": {**FULL, "ranks": 2},
-    "cut weights of two ranks": {**FULL, "ranks": 2, "distributed": {"shard": "weights"}},
+    "weights of two ranks, to a stand-in": {**FULL, "ranks": 2},
+    "cut weights of two ranks, to a stand-in": {**FULL, "ranks": 2, "distributed": {"shard": "weights"}},
     "adapter of two ranks": {**LORA, "ranks": 2},
 }
 
@@ -124,13 +126,15 @@ def test_an_engine_on_another_host_is_trained(hosts: Hosts, tmp_path: Path, what
     """Served there, named by its address here, and nothing said of the trainer's own."""
     model, options = wide_model(tmp_path, head_dim=HEAD_DIM), {"sync": "broadcast", "steps": 2, **HERE[what]}
     served = {"trainable": options["trainable"], "sync": "broadcast", "rewards": {"number": 1.0}}
-    there = recipe(model, tmp_path / "there", engine=engine(host=ENGINE, port=PORT), **served)
+    python = {"python": None, "args": {}} if "stand-in" in what else {}
+    there = recipe(model, tmp_path / "there", engine=engine(host=ENGINE, port=PORT, **python), **served)
     urls = {"kind": "vllm", "urls": [f"http://{ENGINE}:{PORT}"], "start_seconds": 240.0}
     here = recipe(model, tmp_path / "runs", engine=urls, rewards={"marks:letters": 1.0}, **options)
     (tmp_path / "marks.py").write_text(SLOW)
     for name, recipe_ in (("there", there), ("here", here)):
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(recipe_))
-    server = _start(hosts.engine, tmp_path, "served.txt", "serve", "engine", "there.yaml")
+    stand_in = os.pathsep.join(package(tmp_path / "stand-in")) if python else os.environ.get("PYTHONPATH", "")
+    server = _start(hosts.engine, tmp_path, "served.txt", "serve", "engine", "there.yaml", PYTHONPATH=stand_in)
     trainer = None
     try:
 

@@ -100,11 +100,11 @@ class Outcome:
     """Seconds until an error named it; infinite if none did."""
     then: str
     """How the run ended, or that it went on."""
-    said: str
+    line: str
     wrong: str = ""
 
     def __str__(self) -> str:
-        return f"{self.loss!s:<42}{self.named:>6.1f} s  {self.then:<14} {self.said.strip()[:110]} {self.wrong}"
+        return f"{self.loss!s:<42}{self.named:>6.1f} s  {self.then:<14} {self.line.strip()[:110]} {self.wrong}"
 
 
 @dataclass
@@ -212,11 +212,11 @@ class Ranks(System):
         code = self.trainer.wait(self.limit)
         over = loss.boundary == "end" and loss.number > 0
         word = f"rank {loss.number} (pid " if loss.number else "lost the lead, rank 0"
-        said = next((line for line in self._said(before) if word in line), "")
+        line = next((line for line in self._logged(before) if word in line), "")
         wrong = "" if seconds <= self.limit else f"others ended after {seconds:.1f} s"
         if over and (code or steps(self.folder) != self.steps):
             wrong = f"the run did not end in order, but with {code}"
-        elif not over and (not said or (loss.number and code != 13)):
+        elif not over and (not line or (loss.number and code != 13)):
             wrong = f"it ended with {code}, and no error names what was lost"
         time.sleep(0.5)  # what ranks had started ends with them
         if left := [v[""] for p, v in marked(self.place).items() if p not in self._apart()]:
@@ -224,14 +224,14 @@ class Ranks(System):
             for process in marked(self.place):
                 if process not in self._apart():
                     kill(process)
-        return Outcome(loss=loss, named=seconds, then=f"ended with {code}", said=said, wrong=wrong)
+        return Outcome(loss=loss, named=seconds, then=f"ended with {code}", line=line, wrong=wrong)
 
     def _recovered(self, loss: Loss, since: float, before: dict[Path, int]) -> Outcome:
         """The run says which engine is lost, and goes on when it is back, or ends."""
         url = self.engine_options()["urls"][loss.number]
-        said, at = "", steps(self.folder)
-        while not said and time.monotonic() < since + self.limit:
-            said = next((line for line in self._said(before) if url in line), "")
+        line, at = "", steps(self.folder)
+        while not line and time.monotonic() < since + self.limit:
+            line = next((line for line in self._logged(before) if url in line), "")
             time.sleep(0.02)
         seconds = time.monotonic() - since
         lost = self.children[f"{loss.kind} {loss.number}"]
@@ -242,13 +242,13 @@ class Ranks(System):
             lost.start()
         with suppress(Exception):
             until(lambda: steps(self.folder) > at + 1 or not self.trainer.alive, "", START_SECONDS)
-        code, wrong = self.trainer.code, "" if said else f"nobody named it within {self.limit:g} s"
+        code, wrong = self.trainer.code, "" if line else f"nobody named it within {self.limit:g} s"
         if self.trainer.alive and steps(self.folder) <= at + 1:
             wrong = f"it does not go on:\n{self.logs()}"
         elif code is not None and code not in ENDED:
             wrong = f"it ended with {code}:\n{self.logs()}"
         return Outcome(
-            loss=loss, named=seconds, then="went on" if code is None else f"ended with {code}", said=said, wrong=wrong
+            loss=loss, named=seconds, then="went on" if code is None else f"ended with {code}", line=line, wrong=wrong
         )
 
     def _apart(self) -> set[Identity | None]:
@@ -260,7 +260,7 @@ class Ranks(System):
     def _sizes(self) -> dict[Path, int]:
         return {log: log.stat().st_size for log in self._logs()}
 
-    def _said(self, before: dict[Path, int]) -> list[str]:
+    def _logged(self, before: dict[Path, int]) -> list[str]:
         """Lines that ranks have logged since."""
         logs = [log for log in self._logs() if not log.name.startswith(("engine", "network"))]
         texts = [log.read_bytes()[before.get(log, 0) :].decode(errors="replace") for log in logs]

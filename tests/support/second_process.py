@@ -92,8 +92,8 @@ def described(name: str, tensor: Tensor) -> list[Any]:
     return [name, list(tensor.shape), str(tensor.dtype), hashlib.sha256(raw).hexdigest()]
 
 
-def obey(connection: Connection, said: Path) -> None:
-    with said.open("wb") as file:
+def obey(connection: Connection, output: Path) -> None:
+    with output.open("wb") as file:
         for standard in (1, 2):
             os.dup2(file.fileno(), standard)
     jobs = Jobs()
@@ -104,10 +104,10 @@ def obey(connection: Connection, said: Path) -> None:
 class Peer:
     """Another process that does what it is told; what it says is in a file."""
 
-    def __init__(self, said: Path = Path(os.devnull)) -> None:
+    def __init__(self, output: Path = Path(os.devnull)) -> None:
         self._connection, theirs = forkserver().Pipe()
-        self._said = said
-        self.process = forkserver().Process(target=obey, args=(theirs, said), daemon=True)
+        self._output = output
+        self.process = forkserver().Process(target=obey, args=(theirs, output), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -122,10 +122,10 @@ class Peer:
         return self._connection.recv()
 
     def leave(self) -> tuple[str, int | None]:
-        """End it; what it said, and how it ended."""
+        """End it; what it output, and how it ended."""
         self._connection.send(None)
         self.process.join()
-        return self._said.read_text(), self.process.exitcode
+        return self._output.read_text(), self.process.exitcode
 
     def kill(self) -> None:
         self.process.kill()
