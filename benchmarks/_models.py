@@ -49,6 +49,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 151936,
         "tie_word_embeddings": True,
     },
+    "qwen3-4b": {
+        "hidden_size": 2560,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 9728,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
     "qwen2.5-7b": {
         "hidden_size": 3584,
         "num_hidden_layers": 28,
@@ -68,7 +78,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-"""Qwen2's configuration of each, from the published ones."""
+"""Qwen2's configuration of each, or Qwen3's where heads have a size of their own, from the published ones."""
 
 CONTEXT = 4096
 CHAT_TEMPLATE = (
@@ -121,10 +131,11 @@ def build(shape: str, dtype: torch.dtype, folder: Path) -> Path:
 
 def model_config(shape: str) -> Any:
     """Transformers' configuration of it."""
-    from transformers import Qwen2Config
+    from transformers import Qwen2Config, Qwen3Config
 
     special = tokenizer()
-    return Qwen2Config(
+    kind = Qwen3Config if "head_dim" in SHAPES[shape] else Qwen2Config
+    return kind(
         **SHAPES[shape],
         max_position_embeddings=CONTEXT,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},

@@ -12,6 +12,7 @@ What is not listed below is TRL's default. Settings:
 - checkpointing=true: recompute activations (TRL's default)
 - correction=true: a pass more for the old logprobs, which corrects for vLLM's (TRL's default)
 - liger=false: Liger's kernels
+- server=0: port of a ``trl vllm-serve`` on this host, instead of an engine in this process
 - vllm=true: false samples by transformers, to try this script where there is no vLLM
 """
 
@@ -41,6 +42,7 @@ SETTINGS = {
     "checkpointing": "true",
     "correction": "true",
     "liger": "false",
+    "server": "0",
     "vllm": "true",
 }
 
@@ -64,10 +66,11 @@ def config(work: Work, chosen: dict[str, str], utilization: float, out: str) -> 
         forced = {}
     engine: dict[str, Any] = {"use_vllm": chosen["vllm"] == "true"}
     if engine["use_vllm"]:
+        apart: dict[str, Any] = {"vllm_mode": "server", "vllm_server_port": int(chosen["server"])}
+        here = {"vllm_mode": "colocate", "vllm_max_model_length": work.context}
+        engine |= apart if int(chosen["server"]) else here
         engine |= {
-            "vllm_mode": "colocate",
             "vllm_gpu_memory_utilization": utilization,
-            "vllm_max_model_length": work.context,
             "vllm_importance_sampling_correction": chosen["correction"] == "true",
         }
     return GRPOConfig(

@@ -10,6 +10,9 @@
 - ``trl``: TRL's GRPOTrainer on the same cards, by accelerate with FSDP2, vLLM colocated, as much for each card.
 - ``seven``: the larger shape, adamw8bit with float32 masters.
 - ``sharded``: ``distributed.shard: weights``, and one engine over all cards.
+- ``apart``, ``apart-sharded``, ``apart-lora``, ``apart-seven``: one half of the cards trains, an engine on each of the
+  others samples; weights by broadcast, adapters by hotswap.
+- ``trl-apart``: TRL's GRPOTrainer the same way, by FSDP2 and ``trl vllm-serve``.
 - ``context``: steps without an engine on long sequences, that cards share and that one card has alone.
 
 Medians of steps without the first two. Each result is a line of --out as soon as it is there, and logs are beside it.
@@ -50,15 +53,19 @@ from _versus import (
 )
 from versus_trl import Bench, left_out
 
+from tandem.ports import free_port
+
 FITTING = ("micro_batch_tokens=4608", "checkpointing=selective")
 """What one card of 80 GB has room for beside 16 bytes of states a weight of the 3B shape: two groups of the batch."""
 NO_MULTICAST: dict[str, Any] = {"compilation_config": {"pass_config": {"fuse_allreduce_rms": False}}}
 """vLLM's own choice on Hopper is a fused all-reduce by NVLink multicast, which a host may have switched off."""
+BROADCAST = "sync={kind: broadcast, tolerance: 1.0}"
 GOALS = (
     ("as much for each card / one card", "pairs", "one", 1.08),
     ("the same work in all / one card", "pairs-half", "one", 0.62),
     ("pairs / TRL with FSDP2", "pairs", "trl", 0.50),
     ("sharded weights / pairs", "sharded", "pairs", 1.25),
+    ("engines apart / TRL with FSDP2 and a server", "apart", "trl-apart", 0.45),
 )
 TRY: dict[str, Any] = {"groups": 2, "siblings": 2, "tokens": 8, "prompt": 40, "steps": 3, "shape": "tiny"}
 TRY |= {"larger": "tiny", "length": 512, "minutes": 60.0, "limit": 1200.0}
@@ -79,6 +86,8 @@ class Setting:
     spans: bool = False
     """One engine is over all cards."""
     larger: bool = False
+    apart: bool = False
+    """Half of the cards sample, and the other half has the batch."""
 
 
 SETTINGS = {
@@ -88,6 +97,15 @@ SETTINGS = {
     "one": Setting(alone=True, share=False),
     "seven": Setting(("optimizer.kind=adamw8bit",), ("micro_batch_tokens=4608", "checkpointing=full"), larger=True),
     "sharded": Setting(("distributed.shard=weights",), spans=True),
+    "apart": Setting((BROADCAST,), apart=True),
+    "apart-sharded": Setting((BROADCAST, "distributed.shard=weights"), apart=True),
+    "apart-lora": Setting(("sync={kind: hotswap, tolerance: 1.0}", "trainable={kind: lora, rank: 32}"), apart=True),
+    "apart-seven": Setting(
+        (BROADCAST, "distributed.shard=weights", "optimizer.kind=adamw8bit"),
+        ("micro_batch_tokens=4608", "checkpointing=full"),
+        larger=True,
+        apart=True,
+    ),
 }
 
 
@@ -104,37 +122,50 @@ class Pairs(Bench):
                 continue
             for card in self.cards:
                 card.mark()
-            {"trl": self._trl, "context": self._context}.get(name, self._ours)(name)
+            {"trl": self._trl, "trl-apart": self._trl_apart, "context": self._context}.get(name, self._ours)(name)
             peaks = [round((card.peak or 0.0) - b, 2) for card, b in zip(self.cards, before, strict=True)]
             append(self.args.out, half="cards", setting=name, gb=peaks)
 
-    def _work(self, *, share: bool) -> list[str]:
-        times = self.args.cards if share else 1
-        return work_options(replace(self.work, groups=self.work.groups * times))
+    def _work(self, *, cards: int) -> list[str]:
+        return work_options(replace(self.work, groups=self.work.groups * cards))
 
     def _ours(self, name: str) -> None:
         setting, cards = SETTINGS[name], self.args.cards
+        ranks = 1 if setting.alone else cards // 2 if setting.apart else cards
         engine = engine_options(self.args)
         engine["max_num_seqs"] *= cards  # of any setting
+        if setting.apart:
+            engine["replicas"] = cards - ranks
         if not self.args.tries:
-            engine["kv_cache_gb"] = self.args.kv_cache_gb
+            engine |= {"gpu_memory_utilization": 0.8} if setting.apart else {"kv_cache_gb": self.args.kv_cache_gb}
         if setting.spans:
             engine |= {"tensor_parallel_size": cards, "args": {**engine["args"], **NO_MULTICAST}}
         model = made_apart(self.args.larger if setting.larger else self.args.shape, self.args.folder)
         lines = self.logs / f"tandem-{name}.jsonl"
         command = [sys.executable, str(HERE / "_versus_tandem.py"), str(model), str(lines)]
-        command += ["--engine", json.dumps(engine), *self._work(share=setting.share)]
+        command += ["--engine", json.dumps(engine), *self._work(cards=ranks if setting.share else 1)]
         command += [*(() if self.args.tries else setting.on_gpu), *setting.options, *self.args.override]
-        self.setting("tandem", name, [*command, f"ranks={1 if setting.alone else cards}"])
+        self.setting("tandem", name, [*command, f"ranks={ranks}"])
 
-    def _trl(self, name: str) -> None:
-        config = self.logs / "accelerate.yaml"
-        config.write_text(json.dumps(accelerate_config(self.args.cards, cpu=self.args.tries)), encoding="utf-8")
+    def _trl(self, name: str, cards: int = 0, *chosen: str) -> None:
+        config, cards = self.logs / "accelerate.yaml", cards or self.args.cards
+        config.write_text(json.dumps(accelerate_config(cards, cpu=self.args.tries)), encoding="utf-8")
         command = [self.args.trl_python or sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
         command += [str(config), str(HERE / "_versus_trl.py"), str(made_apart(self.args.shape, self.args.folder))]
-        command += [str(self.logs / f"trl-{name}.jsonl"), "--utilization", str(self.args.utilization)]
-        command += [*self._work(share=True), *self.args.trl, *(["rows=1", "vllm=false"] if self.args.tries else [])]
+        command += [str(self.logs / f"trl-{name}.jsonl"), "--utilization", str(self.args.utilization), *chosen]
+        command += [*self._work(cards=cards), *self.args.trl, *(["rows=1", "vllm=false"] if self.args.tries else [])]
         self.setting("trl", name, command)
+
+    def _trl_apart(self, name: str) -> None:
+        """TRL's server on the second half of the cards, one engine on each."""
+        ranks, port = self.args.cards // 2, free_port("127.0.0.1")
+        command = [self.args.trl_python or sys.executable, "-m", "trl.scripts.vllm_serve", "--port", str(port)]
+        command += ["--model", str(made_apart(self.args.shape, self.args.folder)), "--max_model_len"]
+        command += [str(self.work.context), "--data_parallel_size", str(self.args.cards - ranks)]
+        command += ["--gpu_memory_utilization", "0.8"]
+        devices = {"CUDA_VISIBLE_DEVICES": ",".join(str(card) for card in range(ranks, self.args.cards))}
+        with ended(command, environment() | devices, self.logs / "trl-server.log"):
+            self._trl(name, ranks, f"server={port}")
 
     def _context(self, name: str) -> None:
         """Both cases by ``step_gpu.py``, which notes each length's tokens a second."""
@@ -207,7 +238,7 @@ def report(lines: Sequence[Mapping[str, Any]]) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [*SETTINGS, "trl", "context"]
+    names = [*SETTINGS, "trl", "trl-apart", "context"]
     parser.add_argument("--settings", default="pairs,pairs-half,one,trl", help="comma-separated, in this order")
     parser.add_argument("--cards", type=int, default=2)
     parser.add_argument("--try", dest="tries", action="store_true", help="tiny shapes, on a CPU")

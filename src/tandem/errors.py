@@ -24,13 +24,16 @@ HTTP request, one child process, the command line.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import math
 import os
 import re
 import shlex
 import sysconfig
 import traceback
 from pathlib import Path
+from typing import Any
 
 
 class TandemError(Exception):
@@ -216,6 +219,44 @@ def defined_at(function: object) -> str:
     """Place of a function's source, `` (file.py:12)``; empty where it is not known."""
     code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
     return f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code is not None else ""
+
+
+def bounded(
+    default: Any = dataclasses.MISSING, *, least: float = 0, above: float = -math.inf, below: float = math.inf
+) -> Any:
+    """Declare a dataclass field whose number, unless it is None, is within these bounds; see ``check_bounds``.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @dataclass
+        ... class Loader:
+        ...     workers: int = bounded(4, least=1)
+        ...
+        ...     def __post_init__(self) -> None:
+        ...         check_bounds(self)
+        >>> Loader(workers=0)
+        Traceback (most recent call last):
+        tandem.errors.ConfigError: workers must be at least 1, got 0
+    """
+    text = f"above {above:g}" if above >= least else f"at least {least:g}"
+    text += "" if below == math.inf else f" and below {below:g}"
+    fits = (lambda value: value is None or (value >= least and above < value < below), text)
+    return dataclasses.field(default=default, metadata={"fits": fits})
+
+
+def check_bounds(part: Any) -> None:
+    """Check the fields of a dataclass that ``bounded`` declared.
+
+    Raises:
+        ConfigError: with one line for each that is out of range.
+    """
+    wrong = []
+    for field in dataclasses.fields(part):
+        fits, text = field.metadata.get("fits", (lambda value: True, ""))
+        if not fits(value := getattr(part, field.name)):
+            wrong.append(f"{field.name} must be {text}, got {value}")
+    if wrong:
+        raise ConfigError("\n".join(wrong))
 
 
 def require(**checks: tuple[bool, str]) -> None:

@@ -97,6 +97,7 @@ _VERL: Mapping[str, str] = {
     "algorithm.use_kl_in_reward": "reference: start, whose KL is a term of the loss, not of the reward",
     "algorithm.filter_groups.enable": "zero_variance_groups: drop or keep",
     "algorithm.filter_groups.max_num_gen_batches": "max_resample_times",
+    "data.gen_batch_size": "oversample: auto, or this / train_batch_size",
     "custom_reward_function.path": "rewards: functions by import path, pkg.module:name",
     "custom_reward_function.name": "rewards: functions by import path, pkg.module:name",
     "trainer.total_training_steps": "steps",
@@ -110,6 +111,13 @@ _VERL: Mapping[str, str] = {
     "trainer.experiment_name": "name",
     "trainer.default_local_dir": "runs",
     "trainer.resume_mode": "nothing: a run is resumed by its folder, tandem train RUN",
+}
+
+
+_PRIME_RL = {
+    "orchestrator.oversampling_factor": "oversample: auto, or this factor",
+    "orchestrator.buffer.online_difficulty_filtering": "zero_variance_groups: drop or keep",
+    "orchestrator.max_async_level": "max_lag",
 }
 
 
@@ -141,6 +149,7 @@ def _tables() -> tuple[tuple[str, Mapping[str, str]], ...]:
         ("TRL", _TRL),
         ("TRL or Axolotl", {name: _meaning(option) for name, option in TRL.items()}),
         ("verl", _VERL),
+        ("prime-rl", _PRIME_RL),
         ("TRL or ms-swift", swift),
         ("Axolotl", axolotl),
     )

@@ -15,7 +15,7 @@ from typing import Literal
 
 from tandem.config.registry import did_you_mean
 from tandem.config.tree import Problems
-from tandem.distributed.placement import Placement, visible_accelerators
+from tandem.distributed.placement import Placement, counts_hosts, visible_accelerators
 from tandem.types import Json
 from tandem_compat.table import NO_USE, ForeignOption, Reader, becomes, by_name, refused, unused
 
@@ -226,12 +226,12 @@ def of_accelerate(environ: Mapping[str, str], refuse: Refuse) -> Sharding | None
 
 
 def started_ranks(environ: Mapping[str, str]) -> int | None:
-    """Ranks that a launcher started; None where none did.
+    """Ranks that a launcher started; None where none did, and where a platform has only numbered its hosts.
 
     Raises:
         ConfigError: the launcher's variables are half set or contradict one another.
     """
-    placement = Placement.from_environment(environ)
+    placement = None if counts_hosts(environ) else Placement.from_environment(environ)
     return placement.world_size if placement is not None else None
 
 

@@ -37,10 +37,8 @@ ALLOWED = {
     "tandem/engines/vllm/server/many.py:give_out": "whoever asks the engine has a deadline",
     "tandem/engines/vllm/server/places.py:empty": "whoever asks the engine has a deadline",
     "tandem/engines/vllm/server/places.py:taken": "whoever asks the engine has a deadline",
-    "tandem_broker/journal/ledger.py:close": "the broker ends when its disk has what it accepted",
     "tandem/distributed/ray_cluster.py:run": "a rank runs as long as it does, in a process that Ray watches",
     # Over already: these do not wait.
-    "tandem_broker/journal/ledger.py:committed": "it is done",
     "tandem/engines/vllm/server/asgi.py:unless": "it is done",
     "tandem/rewards/judge.py:_verdict": "it is done",
     "tandem_broker/producer.py:_unless_stopped": "it is done",

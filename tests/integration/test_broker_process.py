@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 from support.brokers import ENV, RUN, group
 
 
@@ -53,15 +52,6 @@ def call(url: str, path: str, body: Any = None, **headers: str) -> Any:
         return json.loads(answer.read())
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
-def test_it_ends_when_told_to(end: signal.Signals) -> None:
-    with broker("serve", "broker") as (process, url, _):
-        assert call(url, "/status") == {"current_step": 0, "queue_size": 0}
-        process.send_signal(end)
-        rest, _ = process.communicate(timeout=20)
-        assert (process.returncode, rest.split()) == (0, ["ended"])
-
-
 def test_what_was_accepted_survives_kill_9(tmp_path: Path) -> None:
     with broker("serve", "broker", "--data", str(tmp_path)) as (process, url, output):
         assert str(tmp_path) in "".join(output)
@@ -91,20 +81,3 @@ def test_what_is_no_http_is_answered_and_leaves_no_trace_in_the_terminal() -> No
         process.send_signal(signal.SIGTERM)
         rest, _ = process.communicate(timeout=20)
         assert rest.split() == ["ended"]
-
-
-def test_keys_come_from_the_environment(tmp_path: Path) -> None:
-    with broker("serve", "broker", TANDEM_BROKER_KEY="secret") as (_, url, output):
-        assert "secret" not in "".join(output)
-        with pytest.raises(urllib.error.HTTPError, match="401"):
-            call(url, "/info")
-        assert call(url, "/info", Authorization="Bearer secret")["batch_size"] == -1
-    completed = subprocess.run(
-        [sys.executable, "-m", "tandem", "serve", "broker", "--port", "0"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "TANDEM_BROKER_ENV_KEY": "secret"},
-    )
-    assert completed.returncode == 2
-    assert "set both" in completed.stderr

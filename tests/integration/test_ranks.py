@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_kills import wide_model
+from kills_ranks import wide_model
 from safetensors.torch import load_file
 from support.processes import start
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from integration import vllm_runs as vllm
-from rank_kills import wide_model
+from kills_ranks import wide_model
 from safetensors.torch import load_file
 from support.processes import start
 from support.tiers import long_but
@@ -20,37 +20,43 @@ from tandem.config.tree import render
 pytestmark = [pytest.mark.slow, vllm.needs_engine]
 
 
+LORA = {"kind": "lora", "rank": 8}
+CUT: dict[str, Any] = {"distributed": {"shard": "weights"}}
 KINDS: dict[str, dict[str, Any]] = {
     "full": {},
-    "lora": {"trainable": {"kind": "lora", "rank": 8}},
-    "merged": {"trainable": {"kind": "lora", "rank": 8, "merged": True}},
+    "lora": {"trainable": LORA},
+    "merged": {"trainable": {**LORA, "merged": True}},
     "context": {"distributed": {"context_parallel": 2}},
+    "full, cut": CUT,
+    "lora, cut": {"trainable": LORA, **CUT},
+    "merged, cut": {"trainable": {**LORA, "merged": True}, **CUT},
 }
 
 
-@pytest.mark.parametrize("kind", long_but(list(KINDS), "full"))
+@pytest.mark.parametrize("kind", long_but(list(KINDS), "full", "full, cut"))
 def test_two_pairs_train_publish_and_prove(tmp_path: Path, kind: str) -> None:
-    """Every publish is proven on both engines, so each holds what its rank has; of whole weights nothing is copied."""
+    """Every publish is proven on both engines, so each holds what its rank has; only whole weights are not copied."""
     model = wide_model(tmp_path, head_dim=vllm.HEAD_DIM)
     run = trained_run(tmp_path, model, "pairs", ranks=2, engine=vllm.engine(), **KINDS[kind])
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     published = [event for event in events if event["event"] == "published"]
     assert [event["step"] for event in published] == [1, 2, 3]
-    assert all((event["bytes"] == 0) == (kind != "lora") for event in published)
+    assert all((event["bytes"] == 0) == (kind != "lora" and "cut" not in kind) for event in published)
     assert all(event["probe_gap"] is not None for event in published)
     assert len({event["digest"] for event in published}) == 3, "every step moved the weights"
     assert len(list((run / "logs").glob("*engine*"))) >= 2
 
 
-LORA = {"kind": "lora", "rank": 8}
 APART: dict[str, dict[str, Any]] = {
     "broadcast": {"sync": "broadcast"},
-    "broadcast of cut weights": {"sync": "broadcast", "distributed": {"shard": "weights"}},
+    "broadcast of cut weights": {"sync": "broadcast", **CUT},
+    "broadcast of a merged adapter of cut weights": {"sync": "broadcast", "trainable": {**LORA, "merged": True}, **CUT},
     "broadcast of an adapter": {"sync": "broadcast", "trainable": LORA},
     "broadcast of a merged adapter": {"sync": "broadcast", "trainable": {**LORA, "merged": True}},
     "hotswap": {"sync": "hotswap", "trainable": LORA},
+    "hotswap of cut weights": {"sync": "hotswap", "trainable": LORA, **CUT},
     "restart": {"sync": {"kind": "restart", "every": 1}},
-    "restart of cut weights": {"sync": {"kind": "restart", "every": 1}, "distributed": {"shard": "weights"}},
+    "restart of cut weights": {"sync": {"kind": "restart", "every": 1}, **CUT},
 }
 
 
@@ -67,6 +73,20 @@ def test_two_ranks_publish_to_an_engine_apart(tmp_path: Path, way: str) -> None:
     assert len(list((run / "logs").glob("engine-*.log"))) == 1
 
 
+@pytest.mark.long
+def test_two_engines_sample_while_two_ranks_train_up_to_two_steps_ahead(tmp_path: Path) -> None:
+    """Weights reach answers that are being sampled, and each token is weighed by the version that it has."""
+    options = {"ranks": 2, "max_lag": 2, "old_logprobs": "recomputed", "corrections": ["token"], "steps": 6}
+    model, engines = wide_model(tmp_path, head_dim=vllm.HEAD_DIM), vllm.engine(replicas=2)
+    options |= {"sync": "broadcast", "engine": engines, "sampling": {"max_tokens": 96}}
+    run = trained_run(tmp_path, model, "ahead", **options)
+    assert list(vllm.published(run)) == [1, 2, 3, 4, 5, 6]
+    assert all(0 <= row["step"] - 1 - row["versions"][0] <= 2 for row in vllm.rollouts(run))
+    assert any(len(row["stamps"]) > 1 for row in vllm.rollouts(run))
+    vllm.groups_once(run, each=4)
+    vllm.same_logprobs(run)
+
+
 @pytest.mark.parametrize("ranks", long_but([{"ranks": 2}, {"ranks": 2, "distributed": {"shard": "weights"}}]))
 def test_two_ranks_and_two_engines_train_what_one_rank_and_one_engine_train(
     tmp_path: Path, ranks: dict[str, Any]
@@ -78,7 +98,7 @@ def test_two_ranks_and_two_engines_train_what_one_rank_and_one_engine_train(
         # Where a gradient is all noise, its sign decides Adam's step: eps makes that step small.
         optimizer = {"kind": "adamw", "lr": 1e-3, "eps": 1e-3}
         run = trained_run(tmp_path, model, name, **{**engine, "sync": "broadcast", "optimizer": optimizer, **options})
-        trained.append(load_file(run / "checkpoints/000003/model/model.safetensors"))
+        trained.append(vllm.weights(run, 3))
     before, (one, two) = load_file(model / "model.safetensors"), trained
     assert max(float((one[of] - before[of]).abs().max()) for of in before) > 1e-4
     for of, tensor in one.items():

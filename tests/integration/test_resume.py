@@ -164,6 +164,7 @@ def uninterrupted(place: Place) -> Path:
 MIXTURE: dict[str, Any] = {
     **{key: value for key, value in RECIPE.items() if key not in ("env", "rewards")},
     "groups_per_step": 4,
+    "on_policy_tail": "abort",
     "seed": 5,
     "envs": {
         "small": {"env": {"kind": "arithmetic", "max_number": 12}, "rewards": {"marks:odd": 1.0}, "min_share": 0.25},

@@ -52,7 +52,7 @@ def test_ranks_write_the_slices_of_their_workers(tmp_path: Path) -> None:
     assert all(event["probe_gap"] <= vllm.GAP for event in events)
     assert len({event["digest"] for event in events}) > newest, "every step moved the weights"
     vllm.same_logprobs(run)
-    before, after = load_file(model / "model.safetensors"), weights(run, newest + 1)
+    before, after = load_file(model / "model.safetensors"), vllm.weights(run, newest + 1)
     assert {name: t.shape for name, t in after.items()} == {name: t.shape for name, t in before.items()}
 
 
@@ -78,7 +78,7 @@ def test_slices_train_what_one_rank_trains_and_outlive_their_engine(tmp_path: Pa
     with started(tmp_path, written(tmp_path, alone)) as process:
         ended(process)
     assert sorted(vllm.published(run)) == [1, 2, 3, 4]
-    one, two = weights(tmp_path / "runs" / "alone", 4), weights(run, 4)
+    one, two = vllm.weights(tmp_path / "runs" / "alone", 4), vllm.weights(run, 4)
     assert one.keys() == two.keys()
     started_from = load_file(model / "model.safetensors")
     for name, tensor in one.items():
@@ -109,7 +109,7 @@ def test_four_ranks_share_two_engines_and_go_on_as_two_with_one(tmp_path: Path, 
     events = vllm.published(run)
     assert sorted(events) == [1, 2]
     assert all(event["probe_gap"] <= vllm.GAP for event in events.values())
-    one, four = weights(tmp_path / "runs" / "alone", 2), weights(run, 2)
+    one, four = vllm.weights(tmp_path / "runs" / "alone", 2), vllm.weights(run, 2)
     started_from = load_file(model / "model.safetensors")
     for name, tensor in one.items():
         assert float((tensor - started_from[name]).abs().max()) > 30 * CLOSE, name
@@ -171,7 +171,3 @@ def ended(process: Any) -> None:
     """See that a run ends well."""
     output, _ = process.communicate(timeout=540)
     assert process.returncode == 0, output
-
-
-def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
-    return load_file(run / "checkpoints" / f"{step:06d}" / "model" / "model.safetensors")

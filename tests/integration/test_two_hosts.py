@@ -22,6 +22,8 @@ import pytest
 import yaml
 from conftest import build_tiny_model
 from integration.vllm_runs import CUDA, HEAD_DIM, SLOW, engine, metrics, needs_engine, published, recipe, until
+from kills_ranks import wide_model
+from support.tiers import long_but
 
 pytestmark = [
     needs_engine,
@@ -107,38 +109,33 @@ def _end(*processes: subprocess.Popen[bytes] | None) -> None:
                 process.wait()
 
 
-@pytest.mark.parametrize(
-    "trainable",
-    [
-        pytest.param({"kind": "full"}, id="weights"),
-        pytest.param({"kind": "lora", "rank": 8}, id="adapter", marks=pytest.mark.long),
-    ],
-)
-def test_an_engine_on_another_host_is_trained(hosts: Hosts, tmp_path: Path, trainable: dict[str, Any]) -> None:
+FULL, LORA = {"trainable": {"kind": "full"}}, {"trainable": {"kind": "lora", "rank": 8}}
+HERE: dict[str, dict[str, Any]] = {
+    "weights": FULL,
+    "adapter": LORA,
+    "weights of two ranks": {**FULL, "ranks": 2},
+    "cut weights of two ranks": {**FULL, "ranks": 2, "distributed": {"shard": "weights"}},
+    "adapter of two ranks": {**LORA, "ranks": 2},
+}
+
+
+@pytest.mark.parametrize("what", long_but(HERE, "weights"))
+def test_an_engine_on_another_host_is_trained(hosts: Hosts, tmp_path: Path, what: str) -> None:
     """Served there, named by its address here, and nothing said of the trainer's own."""
-    model = build_tiny_model(tmp_path / "tiny", head_dim=HEAD_DIM)
-    there = recipe(
-        model, tmp_path / "there", trainable=trainable, sync="broadcast", engine=engine(host=ENGINE, port=PORT)
-    )
+    model, options = wide_model(tmp_path, head_dim=HEAD_DIM), {"sync": "broadcast", "steps": 2, **HERE[what]}
+    served = {"trainable": options["trainable"], "sync": "broadcast", "rewards": {"number": 1.0}}
+    there = recipe(model, tmp_path / "there", engine=engine(host=ENGINE, port=PORT), **served)
     urls = {"kind": "vllm", "urls": [f"http://{ENGINE}:{PORT}"], "start_seconds": 240.0}
-    here = recipe(
-        model,
-        tmp_path / "runs",
-        trainable=trainable,
-        sync="broadcast",
-        engine=urls,
-        steps=2,
-        rewards={"marks:letters": 1.0},
-    )
+    here = recipe(model, tmp_path / "runs", engine=urls, rewards={"marks:letters": 1.0}, **options)
     (tmp_path / "marks.py").write_text(SLOW)
-    for name, options in (("there", {**there, "rewards": {"number": 1.0}}), ("here", here)):
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(options))
-    served = _start(hosts.engine, tmp_path, "served.txt", "serve", "engine", "there.yaml")
+    for name, recipe_ in (("there", there), ("here", here)):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(recipe_))
+    server = _start(hosts.engine, tmp_path, "served.txt", "serve", "engine", "there.yaml")
     trainer = None
     try:
 
         def up() -> bool:
-            assert served.poll() is None, (tmp_path / "served.txt").read_text()
+            assert server.poll() is None, (tmp_path / "served.txt").read_text()
             return "Ctrl-C ends it" in (tmp_path / "served.txt").read_text()
 
         until(up, "the start of the engine", 240)
@@ -150,21 +147,15 @@ def test_an_engine_on_another_host_is_trained(hosts: Hosts, tmp_path: Path, trai
         meeting = json.loads((folder / "nccl_bridge_config.json").read_text())["nccl_init_method"]
         assert meeting.startswith(f"tcp://{TRAINER}:")
     finally:
-        _end(trainer, served)
+        _end(trainer, server)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "trainable",
-    [
-        pytest.param({"kind": "full"}, id="weights"),
-        pytest.param({"kind": "lora", "rank": 8}, id="adapter"),
-    ],
-)
+@pytest.mark.parametrize("trainable", [FULL, LORA], ids=["weights", "adapter"])
 def test_ranks_on_two_hosts_each_start_their_engine(hosts: Hosts, tmp_path: Path, trainable: dict[str, Any]) -> None:
     """As srun starts them; the second host's engine is killed once, and its rank starts it again."""
     model = build_tiny_model(tmp_path / "tiny", head_dim=HEAD_DIM)
-    options = recipe(model, tmp_path / "runs", trainable=trainable, steps=6, rewards={"marks:letters": 1.0})
+    options = recipe(model, tmp_path / "runs", steps=6, rewards={"marks:letters": 1.0}, **trainable)
     (tmp_path / "marks.py").write_text(SLOW)
     (tmp_path / "pairs.yaml").write_text(yaml.safe_dump(options))
     place = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": TRAINER}

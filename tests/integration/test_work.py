@@ -19,11 +19,10 @@ import pytest
 from support.fake_broker import FakeBroker, quick, until
 from support.fake_engine import END, FakeEngine
 
-from tandem.errors import ConfigError
 from tandem_broker.client import Connection, TakenBatch, TrainerClient
 from tandem_broker.commands import recipe as recipes
 from tandem_broker.commands import work
-from tandem_broker.journal.ledger import opened
+from tandem_broker.journal import opened
 from tandem_broker.producer import GroupTally
 from tandem_broker.protocol.convert import group_from_wire
 from tandem_broker.protocol.messages import RunParameters, ScoredGroup
@@ -168,17 +167,6 @@ def test_several_environments_are_several_to_the_broker_and_fill_their_shares(ti
     asyncio.run(go())
 
 
-def test_one_environment_that_fails_ends_the_others(tiny_model: Path) -> None:
-    async def go() -> None:
-        async with asyncio.timeout(30), FakeBroker(ours=True) as broker, FakeEngine("tandem") as engine:
-            broker.batch_size = 2
-            with pytest.raises(ConfigError, match="group_size is 4"):
-                await work.run(several(tiny_model, broker.url, engine), {})
-            assert not broker.envs, "all of them left"
-
-    asyncio.run(go())
-
-
 def test_an_engine_that_goes_away_costs_no_group(tiny_model: Path) -> None:
     async def go() -> None:
         tallies: dict[str, GroupTally] = {}
@@ -233,20 +221,3 @@ def test_ctrl_c_finishes_what_is_under_way(tiny_model: Path, tmp_path: Path) -> 
     assert "finishing 3 groups" in err
     assert envs == 0, "it leaves the broker"
     assert "Traceback" not in err
-
-
-def test_mistakes_are_told_in_one_line(tiny_model: Path) -> None:
-    async def go(message: str, *more: str, served: str = "m", batch: int = 8) -> None:
-        async with (
-            asyncio.timeout(30),
-            FakeBroker(ours=True) as broker,
-            FakeEngine("atropos", model=served) as engine,
-        ):
-            broker.batch_size = batch
-            with pytest.raises(Exception, match=message) as caught:
-                await work.run(config(tiny_model, broker.url, engine, *more), {})
-            assert "\n" not in str(caught.value)
-
-    asyncio.run(go("serves another, not m", served="another"))
-    asyncio.run(go("group_size is 4 and the trainer's batches have 2", batch=2))
-    asyncio.run(go("is not set in the environment", "broker.key_variable=TANDEM_NOT_THERE"))

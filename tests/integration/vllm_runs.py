@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 from support.processes import start
 
 REPOSITORY = Path(__file__).parents[2]
@@ -321,3 +322,9 @@ class Trainer:
             left = Left.of(self.folder)
             if alive(left.pid):
                 os.killpg(left.pid, signal.SIGKILL)  # it leads a session of its own
+
+
+def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
+    """The model of a checkpoint, of all its files."""
+    files = (run / "checkpoints" / f"{step:06d}" / "model").glob("*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}

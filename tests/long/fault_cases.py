@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from tandem.engines.base import LoraAdapter
 from tandem.engines.vllm import protocol as wire
@@ -25,6 +26,7 @@ V = "model.layers.1.self_attn.v_proj.weight"
 GATE, UP = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"
 NORM = "model.layers.1.input_layernorm.weight"
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+DOWN = "model.layers.1.mlp.down_proj.weight"
 LORA_A = "base_model.model.model.layers.{}.mlp.up_proj.lora_A.weight"
 
 Inject = Callable[[Any], AbstractAsyncContextManager[None]]
@@ -45,6 +47,8 @@ class Fault:
     """Instead of a publish."""
     rebind: bool = False
     """The way itself is broken afterwards and must be formed anew."""
+    vllm: bool = False
+    """It is one of vLLM's parts, which a stand-in does not have."""
 
 
 class NotInjected(AssertionError):
@@ -167,7 +171,7 @@ def _skipped(bench: Any, move: Any) -> Any:
 async def _nan(bench: Any) -> None:
     def spoil() -> None:
         with torch.no_grad():
-            dict(bench.parameters())[Q].view(-1)[5] = float("nan")
+            next(p for name, p in bench.parameters() if "q_proj" in name).view(-1)[5] = float("nan")
 
     await bench.publish(then=spoil)
 
@@ -303,6 +307,11 @@ def _adapter(**factors: float) -> Inject:
     return _of_rank(instead(_engine, "adapt", asynchronous), lent if "r" in factors else own)
 
 
+def _lora(weight: str) -> str:
+    """Name of the adapter's first factor of a weight."""
+    return f"base_model.model.{weight.removesuffix('.weight')}.lora_A.default.weight"
+
+
 def _not_loaded(bench: Any, swap: Any) -> Any:
     async def wrong(folder: Path, version: PolicyVersion, adapter: LoraAdapter) -> int:
         bench.engine._pending = bench.engine._swapped[-1]
@@ -311,6 +320,61 @@ def _not_loaded(bench: Any, swap: Any) -> Any:
     return wrong
 
 
+async def _not_gathered() -> None:
+    """The other rank does not learn what the lead trained."""
+
+
+def _relaunched(change: Callable[[Any, Any, Any], Path | None] | None) -> Inject:
+    """The engine starts again on something else, or (None) does not."""
+
+    def make(bench: Any, relaunch: Any) -> Any:
+        async def wrong(folder: Path | None) -> None:
+            if change is not None:
+                await relaunch(change(bench, folder, None))
+
+        return wrong
+
+    return instead(_engine, "relaunch", make)
+
+
+def _bit_on_disk(bench: Any, folder: Path | None, version: Any) -> Path | None:
+    assert folder is not None
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors[V].view(torch.int8).view(-1)[7] ^= 1
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+def _loaded(change: Callable[[Any, Path, Any], Path]) -> Inject:
+    """After a restart another adapter is loaded than was saved."""
+
+    def make(bench: Any, load: Any) -> Any:
+        async def wrong(folder: Path, adapter: LoraAdapter) -> None:
+            await load(change(bench, folder, None), adapter)
+
+        return wrong
+
+    return instead(_engine, "load", make)
+
+
+OPTIMIZER_DIES = Fault(name="optimizer dies halfway", by="stands still", inject=nothing, act=_optimizer_dies)
+TRAINER_DIES = Fault(name="trainer dies while the engine is paused", by="deadline", inject=nothing, act=_never_resumed)
+NUMBERLESS = Fault(name="NaN in a weight", by="probe", inject=inside("cache", everywhere=True), act=_nan)
+SAMPLER = (
+    Fault(name="temperature left out of logprobs", by="probe", inject=inside("sampler", how="temperature"), vllm=True),
+    Fault(name="raw logprobs instead of processed ones", by="probe", inject=inside("sampler", how="raw"), vllm=True),
+    Fault(name="engine says its logprobs are raw", by="refused", inject=inside("admits raw"), act=_greeted),
+)
+PAUSED = (
+    Fault(name="prefix cache outlives its weights", by="prefix cache", inject=inside("old salt"), vllm=True),
+    *SAMPLER,
+    NUMBERLESS,
+    OPTIMIZER_DIES,
+    TRAINER_DIES,
+    Fault(name="the stamp is lost", by="version", inject=inside("lost stamp")),
+)
+"""What can go wrong in every way that pauses an engine which goes on."""
 SHARED = (
     Fault(name="engine keeps its weights elsewhere: writes reach nobody", by="checksum", inject=inside("moved")),
     Fault(name="one tensor lies elsewhere", by="checksum", inject=inside("moved", names=[NORM])),
@@ -322,43 +386,48 @@ SHARED = (
         act=_bind,
         rebind=True,
     ),
-    Fault(name="prefix cache outlives its weights", by="prefix cache", inject=inside("old salt")),
-    Fault(name="temperature left out of logprobs", by="probe", inject=inside("sampler", how="temperature")),
-    Fault(name="raw logprobs instead of processed ones", by="probe", inject=inside("sampler", how="raw")),
-    Fault(name="engine says its logprobs are raw", by="refused", inject=inside("admits raw"), act=_greeted),
-    Fault(name="NaN in a weight", by="probe", inject=inside("cache", everywhere=True), act=_nan),
-    Fault(name="optimizer dies halfway", by="stands still", inject=nothing, act=_optimizer_dies),
-    Fault(name="trainer dies while the engine is paused", by="deadline", inject=nothing, act=_never_resumed),
-    Fault(name="the stamp is lost", by="version", inject=inside("lost stamp")),
+    *PAUSED,
+)
+
+
+def transported(small: str, v: str, gate: str, up: str, *, after: int = 6) -> tuple[Fault, ...]:
+    """What can go wrong on the way of tensors that have these names."""
+    return (
+        Fault(name="tensor not sent", by="checksum", inject=inside("drop", names=[small])),
+        Fault(name="transport silently does nothing", by="checksum", inject=inside("drop")),
+        Fault(name="torn write: the second half is lost", by="checksum", inject=inside("half", after=after)),
+        Fault(name="two tensors swapped on the way", by="checksum", inject=inside("swap", names=[gate, up])),
+        Fault(name="v written one row off", by="checksum", inject=inside("alter", name=v, how="row")),
+        Fault(name="one bit of one element flips", by="checksum", inject=inside("alter", name=v, how="bit")),
+        Fault(name="NaN arrives", by="checksum", inject=inside("alter", name=v, how="nan")),
+        Fault(name="narrowed to another type on the way", by="checksum", inject=inside("alter", name=up, how="narrow")),
+        Fault(name="two publishes swapped: the last one arrives again", by="checksum", inject=inside("late")),
+        Fault(name="publish skipped", by="checksum", inject=instead(_sync, "transfer", _skipped)),
+        Fault(name="version stamped before the move", by="checksum", inject=instead(_sync, "transfer", _stamped_first)),
+        Fault(
+            name="sender goes silent in the middle",
+            by="deadline",
+            inject=instead(lambda bench: bench.link.member, "_launch", _stalled),
+            rebind=True,
+        ),
+        Fault(name="engine killed in the middle", by="started again", inject=nothing, act=_killed),
+    )
+
+
+MAPPED = (
+    Fault(name="two tensors swapped in the map, both ends", by="probe", inject=inside("map swap", names=[GATE, UP])),
+    Fault(name="q one row off in the map, both ends", by="checksum", inject=inside("map row", name=Q), vllm=True),
+    Fault(name="k one row off in the map, both ends", by="checksum", inject=inside("map row", name=K), vllm=True),
 )
 BROADCAST = (
-    Fault(name="tensor not sent", by="checksum", inject=inside("drop", names=[NORM])),
-    Fault(name="transport silently does nothing", by="checksum", inject=inside("drop")),
-    Fault(name="torn write: the second half is lost", by="checksum", inject=inside("half", after=6)),
-    Fault(name="two tensors swapped on the way", by="checksum", inject=inside("swap", names=[GATE, UP])),
-    Fault(name="two tensors swapped in the map, both ends", by="probe", inject=inside("map swap", names=[GATE, UP])),
-    Fault(name="v written one row off", by="checksum", inject=inside("alter", name=V, how="row")),
-    Fault(name="q one row off in the map, both ends", by="checksum", inject=inside("map row", name=Q)),
-    Fault(name="k one row off in the map, both ends", by="checksum", inject=inside("map row", name=K)),
-    Fault(name="one bit of one element flips", by="checksum", inject=inside("alter", name=V, how="bit")),
-    Fault(name="NaN arrives", by="checksum", inject=inside("alter", name=V, how="nan")),
-    Fault(name="narrowed to another type on the way", by="checksum", inject=inside("alter", name=UP, how="narrow")),
+    *transported(NORM, V, GATE, UP),
+    *MAPPED,
     Fault(name="untied head written with the embedding", by="checksum", inject=inside("tie", name=HEAD, to=EMBED)),
     Fault(
         name="rows shifted by the vocabulary's padding",
         by="checksum",
         inject=inside("alter", name=EMBED, how="padding"),
     ),
-    Fault(name="two publishes swapped: the last one arrives again", by="checksum", inject=inside("late")),
-    Fault(name="publish skipped", by="checksum", inject=instead(_sync, "transfer", _skipped)),
-    Fault(name="version stamped before the move", by="checksum", inject=instead(_sync, "transfer", _stamped_first)),
-    Fault(
-        name="sender goes silent in the middle",
-        by="deadline",
-        inject=instead(lambda bench: bench.link.member, "_launch", _stalled),
-        rebind=True,
-    ),
-    Fault(name="engine killed in the middle", by="started again", inject=nothing, act=_killed),
 )
 ADAPTER = (
     Fault(name="stale adapter: said to be written, and was not", by="checksum", inject=_slot(_unwritten)),
@@ -383,17 +452,56 @@ HOTSWAP = (
         act=lambda bench: bench.opened(),
     ),
 )
-WAYS: Mapping[str, tuple[Fault, ...]] = {
+RESTART = (
+    Fault(name="engine not restarted", by="checksum", inject=_relaunched(None)),
+    Fault(name="trainer dies while the engine is paused", by="deadline", inject=nothing, act=_never_resumed),
+    OPTIMIZER_DIES,
+)
+RESTART_WEIGHTS = (
+    *RESTART,
+    Fault(name="started on the weights of before", by="checksum", inject=_relaunched(_previous)),
+    Fault(name="started on the model of the start", by="checksum", inject=_relaunched(lambda *_: None)),
+    Fault(name="one bit of what was saved differs", by="checksum", inject=_relaunched(_bit_on_disk)),
+    Fault(name="NaN in a weight", by="probe", inject=nothing, act=_nan),
+)
+ALIKE = (
+    Fault(
+        name="the second rank trained nothing",
+        by="checksum",
+        inject=instead(lambda bench: bench, "gather", lambda *_: _not_gathered),
+    ),
+)
+ONE_RANK: Mapping[str, tuple[Fault, ...]] = {
     "shared full": SHARED,
     "broadcast full": BROADCAST,
     "shared lora": ADAPTER,
     "hotswap lora": HOTSWAP,
 }
+WAYS: Mapping[int, Mapping[str, tuple[Fault, ...]]] = {
+    1: ONE_RANK,
+    2: {
+        "shared full": SHARED,
+        "shared lora": ADAPTER,
+        "broadcast full": (*BROADCAST, *PAUSED, *ALIKE),
+        "broadcast merged": (*transported(DOWN, V, GATE, UP), *MAPPED, *PAUSED, *ALIKE),
+        "broadcast lora": (*transported(*map(_lora, (DOWN, V, GATE, UP))), *PAUSED, *ALIKE),
+        "hotswap lora": (*HOTSWAP, *SAMPLER, OPTIMIZER_DIES, *ALIKE),
+        "restart full": (*RESTART_WEIGHTS, *ALIKE),
+        "restart merged": (*RESTART_WEIGHTS, *ALIKE),
+        "restart lora": (
+            *RESTART,
+            Fault(name="another alpha in the adapter's folder", by="checksum", inject=_loaded(_other_alpha)),
+            *ALIKE,
+        ),
+    },
+}
+"""Faults by the number of ranks and the way: how weights travel, and what is trained."""
 
 CAUGHT: tuple[tuple[str, str], ...] = (
     ("another process than", "boot id"),
     ("prefix cache", "prefix cache"),
     ("published tensors differ", "checksum"),
+    ("trained tensors differ", "checksum"),
     ("weights that are not trained differ", "checksum"),
     ("nats", "probe"),
     ("answers a probe as", "probe"),

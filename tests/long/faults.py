@@ -1,57 +1,45 @@
-"""Injects faults into publishes to a real vLLM and shows that each is caught within one publish, and by what.
+"""The fault bench: publishes of every way to a real vLLM, in which something goes wrong (``fault_cases.py``).
 
-    .venv/bin/python tests/long/faults.py [--engine-python PYTHON] [--ways "shared full" ...] [--json FILE]
-    .venv/bin/python tests/long/faults.py --model .cache/smollm2 --dtype bfloat16      # pretrained instead of random
-    .venv/bin/python tests/long/faults.py --ranks 2          # two engines, the fault in that of rank 1, a follower
+Each fault must be caught within one publish, and by what is to catch it. After it the engine gives out nothing or
+answers exactly as before, and the next publish must succeed, be proven and be what tokens of every engine are sampled
+from. The engine runs where torch finds an accelerator, else on the CPU; the last of several is the faulty one.
 
-One engine, or one for each rank, serves them all. After every fault it must either give out nothing or answer exactly
-as before it, and the next publish must succeed, be proven and be what tokens of every engine are sampled from. Exits
-with 1 if a fault was missed, or caught by something else than it should be. The engine runs where torch finds an
-accelerator, else on the CPU. Of two ranks the second has a policy of its own in this process, and does what a follower
-does; ways that pairs refuse (broadcast, hotswap) publish to both engines from rank 0.
+With two ranks ways that share weights have an engine for each: the second has a policy of its own in this process and
+does what a follower does. In all other ways the second rank is a process, as in a run.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
-import logging
 import os
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import msgspec
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from fault_cases import WAYS, Fault, NotInjected, caught_by
+from kills_engine import package
 
+from tandem.config.loading import dump, from_options
 from tandem.distributed.placement import visible_accelerators
-from tandem.engines.base import EngineRequirements, ReceivesBroadcast
+from tandem.engines.base import EngineRequirements, ReceivesBroadcast, Relaunches
 from tandem.engines.vllm.spec import Vllm
 from tandem.errors import EngineError, SyncError
-from tandem.model.policy import Compute, Policy, load_model, load_tokenizer
+from tandem.model.policy import Policy, load_tokenizer
 from tandem.trainable.base import Trainable
-from tandem.trainable.full import Full
-from tandem.trainable.lora import Lora
+from tandem.trainer.live import live_policy
 from tandem.trainer.ranks.follow import AdapterOfRank
+from tandem.trainer.ranks.lead import ManyRanks
+from tandem.trainer.world import World
 from tandem.transport.bridge import VllmBridge
 from tandem.types import Completion, PolicyVersion, Sampling
 from tandem.weight_sync import shared
-from tandem.weight_sync.base import WeightSync
-from tandem.weight_sync.broadcast import Broadcast
-from tandem.weight_sync.hotswap import Hotswap
-from tandem.weight_sync.shared import Shared
 from tandem.weight_sync.transaction.session import WeightSyncSession
 from tandem.weight_sync.transaction.trained import Trained
 from tandem.weight_sync.verify.noise import LogprobComparison, scale
@@ -61,12 +49,26 @@ CUDA = torch.cuda.is_available()
 RANK = 8
 NOISE = 0.02 if CUDA else 1e-3
 """Most rounding of a logit in float32, nats."""
-NUDGES = {"made up": {"full": 0.1, "lora": 1.0}, "pretrained": {"full": 0.03, "lora": 1.0}}
+NUDGES = {"full": 0.1, "lora": 1.0, "merged": 1.0}
 """How far weights are moved at each publish, in standard deviations of each tensor."""
 BUSY = 1000
 """Requests that an engine is said to have besides, so that another is asked."""
 PROMPT = "Count: one, two, three, four, five, six, seven."
 SAMPLING = Sampling(temperature=0.8, max_tokens=6)
+LORA = {"kind": "lora", "rank": RANK, "alpha": 2 * RANK}
+TRAINABLES: dict[str, Any] = {"full": "full", "lora": LORA, "merged": {**LORA, "merged": True}}
+SYNCS: dict[str, Any] = {
+    "shared": "shared",
+    # gloo, since trainer and engine may have to share one GPU, which NCCL does not do
+    "broadcast": {
+        "kind": "broadcast",
+        "timeout_seconds": 10.0 if CUDA else 4.0,
+        "bucket_mb": 1,
+        "backend": "gloo",
+    },
+    "hotswap": "hotswap",
+    "restart": {"kind": "restart", "every": 1},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +79,10 @@ class FaultyVllm(Vllm):
         self, requirements: EngineRequirements, context: int, *, model: str, port: int, number: int = 0
     ) -> list[str]:
         command = super().command(requirements, context, model=model, port=port, number=number)
-        ours = {"--worker-extension-cls": "faulty.Worker", "--middleware": "faulty.Routes", "--max-loras": "5"}
-        for option, value in {**ours, "--max-cpu-loras": "5"}.items():
+        ours = {"--worker-extension-cls": "faulty.Worker", "--middleware": "faulty.Routes"}
+        if requirements.payload == "adapter":
+            ours |= {"--max-loras": "5", "--max-cpu-loras": "5"}
+        for option, value in ours.items():
             command[command.index(option) + 1] = value
         return command
 
@@ -90,6 +94,8 @@ class FaultyVllm(Vllm):
         if not link.is_symlink():
             link.symlink_to(HERE / link.name)
         environment["PYTHONPATH"] += f"{os.pathsep}{alone}"
+        if self.python == sys.executable:
+            environment["PYTHONPATH"] += os.pathsep + os.pathsep.join(package(folder / "stand-in"))
         return environment
 
 
@@ -146,43 +152,38 @@ class SecondRank:
         """Nothing is merged here."""
         await mine
 
-    @torch.no_grad()
-    def gather(self, parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+    async def gather(self) -> None:
         """Have all that the lead has, as after an update."""
-        for (_, theirs), (_, own) in zip(parameters, self.trainable.parameters(self.policy.model), strict=True):
-            own.copy_(theirs)
+        await self.policy.compute(self._copy)
+
+    @torch.no_grad()
+    def _copy(self) -> None:
+        lead, own = (self.trainable.parameters(policy.model) for policy in (self.lead, self.policy))
+        for (_, theirs), (_, mine) in zip(lead, own, strict=True):
+            mine.copy_(theirs)
 
 
 class Bench:
     """One way of one policy to the engines; the last one is the faulty one."""
 
-    def __init__(
-        self,
-        engine: Any,
-        policy: Policy,
-        trainable: Trainable,
-        sync: WeightSync,
-        folder: Path,
-        *,
-        nudge: float,
-        second: SecondRank | None = None,
-    ):
-        self.engine, self.policy, self.trainable, self.second = engine, policy, trainable, second
-        self.link = self._session(sync, folder)
+    def __init__(self, engine: Any, world: World, folder: Path, *, nudge: float, second: SecondRank | None = None):
+        self.engine, self.world, self.second = engine, world, second
+        self.policy, self.trainable, self.folder = world.policy, world.config.trainable, folder
+        self.link = self._session()
         self.step = int(engine.version().step)
         self._random = torch.Generator().manual_seed(0)
         self._size = nudge
         self._start: list[torch.Tensor] = []
-        self._prompt = policy.tokenizer.encode(PROMPT)
+        self._prompt = self.policy.tokenizer.encode(PROMPT)
 
-    def _session(self, sync: WeightSync, folder: Path) -> WeightSyncSession:
+    def _session(self) -> WeightSyncSession:
         return WeightSyncSession(
-            sync=sync,
+            sync=self.world.sync,
             policy=self.policy,
             engine=self.engine,
             trainable=self.trainable,
-            folder=folder,
-            ranks=self.second,
+            folder=self.folder,
+            ranks=self.second or self.world,
         )
 
     @property
@@ -195,10 +196,14 @@ class Bench:
         """Where its adapter is written."""
         return self.engine._writer if self.second is None else self.second.slot
 
-    def gather(self) -> None:
-        """Have every rank hold what the lead does."""
+    async def gather(self) -> None:
+        """Have every rank hold what the lead does, a process by way of a file."""
         if self.second is not None:
-            self.second.gather(self.parameters())
+            await self.second.gather()
+        elif self.world.size > 1:
+            path = self.folder / "of-lead"
+            await self.policy.compute(self.trainable.save, self.policy.model, self.policy.tokenizer, path)
+            await self.world.load_weights(path)
 
     def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """What is trained."""
@@ -220,7 +225,7 @@ class Bench:
         async with self.link.commit(self.step):
             await self.policy.compute(self.nudge)
             await self.policy.compute(then)
-            await self.policy.compute(self.gather)
+            await self.gather()
         await self.answer()
 
     async def answer(self, server: int = -1) -> Completion:
@@ -286,6 +291,7 @@ class Bench:
                 if rebind or attempt:
                     await self.link.bind(fresh=False)
                 await self.policy.compute(self._restore, kept)
+                await self.gather()
                 await self.publish_well()
             except Exception as error:
                 if attempt:
@@ -299,7 +305,6 @@ class Bench:
         with torch.no_grad():
             for (_, p), value in zip(self.parameters(), kept, strict=True):
                 p.copy_(value)
-        self.gather()
 
     async def _afterwards(self, before: Sequence[Completion]) -> str:
         """What the faulty engine gives out after a fault that was caught, or another one where that is wrong."""
@@ -321,7 +326,7 @@ class Bench:
     async def opened(self) -> None:
         """Begin anew, as a resumed run does."""
         kept = self.link
-        self.link = self._session(kept.sync, kept.folder)
+        self.link = self._session()
         try:
             await self.link.bind(fresh=True)
             self.step += 1
@@ -350,46 +355,36 @@ class Bench:
 
 
 @asynccontextmanager
-async def way(
-    engine: Any, name: str, model: Path, folder: Path, dtype: torch.dtype, *, kind: str
-) -> AsyncIterator[Bench]:
+async def way(engine: Any, name: str, model: Path, folder: Path, dtype: str, *, ranks: int) -> AsyncIterator[Bench]:
     """A policy of its own, bound and published to the engine."""
     how, what = name.split()
-    sync: WeightSync = {
-        "shared": Shared(),
-        # gloo, since trainer and engine may have to share one GPU, which NCCL does not do
-        "broadcast": Broadcast(timeout_seconds=10.0 if CUDA else 4.0, bucket_mb=1, backend="gloo"),
-        "hotswap": Hotswap(),
-    }[how]
-    trainable: Trainable = Full() if what == "full" else Lora(rank=RANK, alpha=2 * RANK)
-    device = torch.device("cuda" if CUDA and how != "shared" else "cpu")
-    compute = Compute(1)
-
-    def load() -> Any:
-        torch.manual_seed(0)
-        return trainable.prepare(load_model(str(model), dtype=dtype, device=device)).eval()
-
-    async def loaded() -> Policy:
-        return Policy(await compute(load), load_tokenizer(str(model)), name=str(model), compute=compute)
-
-    try:
-        policy, second = await loaded(), None
-        if how == "shared" and len(engine.servers) > 1:
-            second = SecondRank(policy, await loaded(), trainable)
-        bench = Bench(engine, policy, trainable, sync, folder, nudge=NUDGES[kind][what], second=second)
+    pairs = ranks if how == "shared" else 1
+    options: dict[str, Any] = {
+        "model": str(model), "steps": 1, "env": "arithmetic", "dtype": dtype, "threads": 1, "compile": False,
+        "trainable": TRAINABLES[what], "sync": SYNCS[how], "engine": "vllm", "ranks": ranks // pairs,
+        "distributed": {"share_gpus": CUDA},
+    }  # fmt: skip
+    config = from_options(options, (), folder / "config.yaml").config
+    (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
+    async with AsyncExitStack() as stack:
+        opening = ManyRanks.connected(config, ranks, None, folder) if ranks > pairs else World.opened(config)
+        world, second = await stack.enter_async_context(opening), None
+        if pairs > 1:
+            policy = await stack.enter_async_context(live_policy(config))
+            second = SecondRank(world.policy, policy, config.trainable)
+        bench = Bench(engine, world, folder, nudge=NUDGES[what], second=second)
         await bench.link.bind(fresh=False)
-        await compute(bench.nudge)  # an adapter that is all zeros would prove nothing
-        await compute(bench.gather)
+        await world.bind(None)
+        await bench.policy.compute(bench.nudge)  # an adapter that is all zeros would prove nothing
+        await bench.gather()
         bench.step += 1
         async with bench.link, bench.link.open(PolicyVersion(step=bench.step, digest="")):
             await bench.publish_well()
             await bench.publish_well()
             yield bench
-    finally:
-        compute.close()
 
 
-def write_model(folder: Path, dtype: torch.dtype) -> Path:
+def write_model(folder: Path, dtype: str) -> Path:
     """A random Llama of 5 MB whose head is its own and whose vocabulary is padded, with a byte-level tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -409,34 +404,24 @@ def write_model(folder: Path, dtype: torch.dtype) -> Path:
     )  # fmt: skip
     torch.manual_seed(0)
     model: Any = LlamaForCausalLM(config)
-    model.to(dtype).save_pretrained(folder)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
-def write_untied(source: Path, folder: Path, dtype: torch.dtype) -> Path:
-    """A pretrained model with a head of its own and one token more, which engines pad: the same logprobs."""
-    model: Any = load_model(str(source), dtype=dtype, device=torch.device("cpu"))
-    model.set_attn_implementation("sdpa")
-    rows = model.get_input_embeddings().weight
-    padded = torch.cat((rows, rows[10:11])).detach()  # a token that is hardly ever said
-    model.config.tie_word_embeddings = False
-    model.resize_token_embeddings(len(padded), mean_resizing=False)
-    model.lm_head.weight = torch.nn.Parameter(padded.clone())
-    model.get_input_embeddings().weight = torch.nn.Parameter(padded.clone())
-    model.save_pretrained(folder)
-    load_tokenizer(str(source)).save_pretrained(folder)
-    return folder
+async def struck(
+    name: str, folder: Path, *, ranks: int, python: str | None, dtype: str, only: str = ""
+) -> AsyncIterator[Outcome]:
+    """Every fault of one way, or those whose name has a word; where ranks share weights each has an engine.
 
-
-async def run(args: argparse.Namespace, folder: Path, report: Callable[[Outcome], None]) -> list[Outcome]:
-    """Every fault of every way, on one engine for each rank."""
-    dtype = getattr(torch, args.dtype)
-    model = write_untied(args.model, folder / "model", dtype) if args.model else write_model(folder / "model", dtype)
+    An engine of this very interpreter on a CPU is a stand-in, which has no adapters and is not struck where vLLM is.
+    """
+    model, how = write_model(folder / "model", dtype), name.split()[0]
+    stands_in = python == sys.executable
     # The model runs where the scheduler does, on a CPU too, so that both die together.
     alone = {} if CUDA else {"distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor"}
     spec = FaultyVllm(
-        python=args.engine_python,
+        python=python,
         enforce_eager=True,
         max_num_seqs=16,
         kv_cache_gb=0.25,
@@ -444,67 +429,24 @@ async def run(args: argparse.Namespace, folder: Path, report: Callable[[Outcome]
         control_seconds=60.0,
         linger_seconds=5.0,
         seeded=True,
-        replicas=args.ranks,
-        devices=tuple(visible_accelerators(os.environ)[: args.ranks]) if CUDA and args.ranks > 1 else (),
+        replicas=ranks if how == "shared" else 1,
+        devices=tuple(visible_accelerators(os.environ)[:ranks]) if CUDA and ranks > 1 else (),
         args=alone,
     )
     requirements = EngineRequirements(
         model=str(model),
-        dtype=args.dtype,
+        dtype=dtype,
         folder=folder,
-        payload="adapter",  # with room for adapters it can be published to in all ways
+        payload="weights" if stands_in else "adapter",  # with room for adapters it can be published to in all ways
         rank=RANK,
-        capability=ReceivesBroadcast,
+        capability=Relaunches if how == "restart" else ReceivesBroadcast,
     )
-    outcomes = []
-    policy = Policy(None, load_tokenizer(str(model)), name="", compute=Compute(1))  # type: ignore[arg-type]
-    policy.__class__ = type("Ends", (Policy,), {"end_tokens": frozenset({policy.tokenizer.eos_token_id})})
-    async with spec.open(policy, context=512, requirements=requirements) as engine:
-        for name in args.ways:
-            kind = "pretrained" if args.model else "made up"
-            async with way(engine, name, model, folder, dtype, kind=kind) as bench:
-                for fault in WAYS[name]:
-                    if args.only and args.only not in fault.name:
-                        continue
-                    outcomes.append(await bench.strike(name, fault))
-                    report(outcomes[-1])
-    policy.close()
-    return outcomes
-
-
-def main() -> int:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    local = HERE.parents[1] / ".venv-engine" / "bin" / "python"
-    parser.add_argument("--engine-python", default=None if CUDA or not local.exists() else str(local))
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
-    parser.add_argument("--ranks", type=int, default=1, choices=(1, 2), help="each with an engine, the last faulty")
-    parser.add_argument("--only", default="", help="faults whose name has this")
-    parser.add_argument("--dtype", default="bfloat16" if CUDA else "float32", choices=("bfloat16", "float32"))
-    parser.add_argument("--model", type=Path, help="folder of a pretrained model; by default a made-up one of 5 MB")
-    parser.add_argument("--json", type=Path, help="write one line for each fault here")
-    parser.add_argument("--folder", type=Path, help="keep model, logs and adapters here")
-    args = parser.parse_args()
-    logging.disable(logging.WARNING)
-
-    def report(outcome: Outcome) -> None:
-        mark = "ok  " if outcome.right else "FAIL"
-        what = f"{mark} {outcome.way:15} {outcome.fault:52}"
-        print(f"{what} {outcome.caught_by:14} {outcome.seconds:6.2f} s  {outcome.then}", flush=True)
-        if not outcome.right:
-            print(f"     expected: {outcome.expected}; said: {outcome.error}", flush=True)
-        if args.json:
-            record = {**asdict(outcome), "right": outcome.right}
-            with args.json.open("a") as file:
-                file.write(json.dumps(record) + "\n")
-
-    begun = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="tandem-faults-") as temporary:
-        outcomes = asyncio.run(run(args, args.folder or Path(temporary), report))
-    right = sum(outcome.right for outcome in outcomes)
-    print(f"{right} of {len(outcomes)} faults caught within one publish, in {time.monotonic() - begun:.0f} s")
-    return 0 if right == len(outcomes) and outcomes else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    tokenizer = load_tokenizer(str(model))
+    ends = SimpleNamespace(end_tokens=frozenset({tokenizer.eos_token_id}))
+    async with (
+        spec.open(ends, context=512, requirements=requirements) as engine,  # type: ignore[arg-type]
+        way(engine, name, model, folder, dtype, ranks=ranks) as bench,
+    ):
+        for fault in WAYS[ranks][name]:
+            if only in fault.name and not (stands_in and fault.vllm):
+                yield await bench.strike(name, fault)

@@ -191,9 +191,10 @@ def equals(folder: Path, reference: Path, *, bits: bool = True) -> list[str]:
             f"{(theirs - mine).total()} not that it did"
         )
     last = f"checkpoints/{saved(reference):06d}"
-    for file in ("model/model.safetensors", "optimizer.safetensors") if bits else ():
-        if (folder / last / file).read_bytes() != (reference / last / file).read_bytes():
-            differs.append(f"{file} differs from the uninterrupted run's")
+    for file in (reference / last).rglob("*.safetensors") if bits else ():
+        name = file.relative_to(reference)
+        if (folder / name).read_bytes() != file.read_bytes():
+            differs.append(f"{name} differs from the uninterrupted run's")
     return differs
 
 

@@ -11,25 +11,30 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from aiohttp import web
+from support import fake_vllm  # type: ignore[import-not-found]
 from transformers import DynamicCache, LlamaForCausalLM
 
 os.environ.pop("TANDEM_IN_PLACE", None)  # it speaks of vLLM's own kernels, and there are none here
 
+WITNESS = "TANDEM_WITNESS"
+"""Variable that names a file for what is sampled; each token with the sum of the last norm's weights at that moment."""
 GONE_SECONDS = 0.05
 """Between two looks whether a client is still there."""
 FILES = {
     "__init__.py": "from kills_engine import SamplingParams\n",
-    "sampling_params.py": "from kills_engine import RequestOutputKind\n",
+    "sampling_params.py": "class RequestOutputKind: DELTA, FINAL_ONLY = 'delta', 'final'\n",
     "entrypoints/__init__.py": "",
     "entrypoints/openai/__init__.py": "",
     "entrypoints/openai/api_server.py": "import sys\nfrom kills_engine import main\nmain(sys.argv[1:])\n",
@@ -43,41 +48,13 @@ def package(folder: Path) -> list[str]:
         path = folder / "vllm" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return [str(folder), str(Path(__file__).parent)]
-
-
-class RequestOutputKind:
-    """As vLLM has it."""
-
-    DELTA = "delta"
-    FINAL_ONLY = "final"
+    here = Path(__file__).parent
+    return [str(folder), str(here), str(here.parent)]
 
 
 @dataclass(kw_only=True)
-class SamplingParams:
+class SamplingParams(fake_vllm.SamplingParams):  # type: ignore[misc]
     """What Tandem sends; what changes the distribution beyond temperature is refused."""
-
-    n: int = 1
-    max_tokens: int = 16
-    temperature: float = 1.0
-    seed: int | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    stop_token_ids: list[int] | None = None
-    output_kind: str = "delta"
-    min_tokens: int = 0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    stop: Any = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    detokenize: bool = True
-    extra_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         plain = (self.n, self.min_tokens, self.top_p, self.top_k, self.min_p, self.repetition_penalty, self.stop)
@@ -95,14 +72,13 @@ class Request:
     outputs: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
     cache: DynamicCache = field(default_factory=DynamicCache)
     tokens: list[int] = field(default_factory=list)
+    sums: list[float] = field(default_factory=list)
 
 
 class Client:
     """What Tandem uses of vLLM's ``AsyncLLM``: one token for every request in each turn, while nobody pauses it."""
 
     def __init__(self, model: Any, options: argparse.Namespace):
-        from tandem.engines.vllm.worker.extension import WorkerExtension
-
         parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1)
         self.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(
@@ -117,8 +93,8 @@ class Client:
             scheduler_config=SimpleNamespace(max_num_seqs=256),
         )
         self._model = model
-        self._worker = WorkerExtension()
-        self._worker.model_runner = SimpleNamespace(model=model, vllm_config=self.vllm_config)
+        self._worker = resolve_name(options.worker_extension_cls)()
+        self._worker.model_runner = SimpleNamespace(model=model, vllm_config=self.vllm_config, kv_caches=[])
         self._requests: list[Request] = []
         self._there = asyncio.Event()
         self._goes_on = asyncio.Event()
@@ -200,14 +176,19 @@ class Client:
         scored = _scored(logits, request.prompt) if first and params.prompt_logprobs is not None else None
         logprobs = (logits[-1] / (params.temperature or 1.0)).log_softmax(-1)
         if params.temperature:
-            token = int(torch.multinomial(logprobs.exp(), 1, generator=request.generator))
+            # Something, as vLLM does, where weights are no numbers.
+            token = int(torch.multinomial(logprobs.exp().nan_to_num(1.0), 1, generator=request.generator))
         else:
             token = int(logprobs.argmax())
         request.tokens.append(token)
+        request.sums.append(weight_sum(self._model.model.norm.weight))
+        if WITNESS in os.environ and _done(request):
+            with open(os.environ[WITNESS], "a") as file:
+                file.write(json.dumps([request.prompt, request.tokens, request.sums]) + "\n")
         part = SimpleNamespace(
             index=0,
             token_ids=[token],
-            logprobs=None if params.logprobs is None else [{token: SimpleNamespace(logprob=float(logprobs[token]))}],
+            logprobs=None if params.logprobs is None else _flat([{token: float(logprobs[token])}]),
             text="",
             finish_reason=_finish(request),
         )
@@ -226,20 +207,28 @@ def _done(request: Request) -> bool:
     return bool(request.tokens) and _finish(request) is not None
 
 
-def _scored(logits: torch.Tensor, prompt: Sequence[int]) -> list[dict[int, Any] | None]:
+def weight_sum(weight: torch.Tensor) -> float:
+    """A number that tells versions of a weight apart."""
+    return float(weight.double().sum())
+
+
+def _flat(positions: Sequence[Mapping[int, float]]) -> Any:
+    kept = [{token: SimpleNamespace(logprob=value) for token, value in each.items()} for each in positions]
+    return fake_vllm.FlatLogprobs(kept)
+
+
+def _scored(logits: torch.Tensor, prompt: Sequence[int]) -> Any:
     rows = logits[:-1].log_softmax(-1)
-    return [None, *({t: SimpleNamespace(logprob=float(row[t]))} for row, t in zip(rows, prompt[1:], strict=True))]
+    return _flat([{}, *({t: float(row[t])} for row, t in zip(rows, prompt[1:], strict=True))])
 
 
 async def serve(options: argparse.Namespace) -> None:
     """Answer HTTP until the end of the process."""
-    from tandem.engines.vllm.server.routes import Routes
-
     torch.set_num_threads(1)
     model: Any = LlamaForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     state = SimpleNamespace(engine_client=Client(model.eval().requires_grad_(False), options))
     app = SimpleNamespace(state=state)
-    routes = Routes(_nothing_else)
+    routes = resolve_name(options.middleware)(_nothing_else)
 
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
         return await _answered(routes, app, request)
@@ -287,6 +276,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--max-model-len", type=int, default=256)
+    parser.add_argument("--worker-extension-cls", default="tandem.engines.vllm.worker.extension.WorkerExtension")
+    parser.add_argument("--middleware", default="tandem.engines.vllm.server.routes.Routes")
     options, _ = parser.parse_known_args(arguments)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve(options))

@@ -1,7 +1,8 @@
-"""``tandem`` with one rank that is lost at a boundary, for ``rank_kills.py``: by a signal to itself, exactly there.
+"""``tandem`` with one rank that is lost at a boundary, for ``kills_ranks.py``: by a signal to itself, exactly there.
 
 ``RANK_LOST``: the rank, the boundary, ``before`` or ``after``, which time that it comes there, and the signal's number.
-``TANDEM_TRIAL``: a file into which the rank writes the monotonic time first; every process of a trial has it.
+``TANDEM_TRIAL``: a folder in whose file ``lost`` the rank writes the monotonic time first; every process of a trial has
+it.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ def strike(boundary: str, moment: str = "before") -> None:
         return
     _times += 1
     if _times == int(TIMES):
-        aside = Path(f"{os.environ['TANDEM_TRIAL']}.{os.getpid()}")
+        mark = Path(os.environ["TANDEM_TRIAL"], "lost")
+        aside = mark.with_suffix(f".{os.getpid()}")
         aside.write_text(f"{time.monotonic()}")
-        aside.rename(os.environ["TANDEM_TRIAL"])
+        aside.rename(mark)
         os.kill(os.getpid(), int(SIGNAL))
 
 

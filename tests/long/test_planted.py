@@ -13,8 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from defects import DEFECTS, Defect
-from plants import CUT, PLANTED, Planted
+from defects import CUT, DEFECTS, EDITED, Defect, Edit
 from support.tiers import long_but
 from transformers import LlamaConfig
 
@@ -23,6 +22,7 @@ from tandem.tools.certify.case import certify
 from tandem.tools.certify.certificate import CertificateLine
 
 ROOT = Path(__file__).parents[2]
+PLANTED = [defect for defect in DEFECTS if not defect.tests]
 RECIPES = {(one.source, one.recipe): one for one in PLANTED}
 ON_A_COPY = """
 import sys, pytest, tandem
@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def failing(model: Path, one: Planted) -> list[str]:
+def failing(model: Path, one: Defect) -> list[str]:
     """Names of the lines on which the certificate of its recipe fails."""
     overrides = [f"model={model}", "compile=false", *one.recipe]
     lines = certify(load(Path(f"recipes/{one.source}.yaml"), overrides).config).lines
@@ -48,23 +48,27 @@ def failing(model: Path, one: Planted) -> list[str]:
     return [line.name for line in lines if line.state == "fail"]
 
 
-@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
+@pytest.mark.parametrize("defect", EDITED, ids=lambda defect: defect.name)
 def test_a_defect_can_be_planted(defect: Defect) -> None:
     """Whoever changes the line that it is about changes the table too."""
-    assert (ROOT / defect.file).read_text(encoding="utf-8").count(defect.before) == 1
-    assert defect.after != defect.before
+    edit = defect.plant
+    assert isinstance(edit, Edit)
+    assert (ROOT / edit.file).read_text(encoding="utf-8").count(edit.before) == 1
+    assert edit.after != edit.before
     chosen = [word for word in shlex.split(defect.tests) if ".py" in word]
     assert chosen
     assert all((ROOT / word.partition("::")[0]).is_file() for word in chosen)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("defect", long_but(DEFECTS), ids=lambda defect: defect.name)
+@pytest.mark.parametrize("defect", long_but(EDITED), ids=lambda defect: defect.name)
 def test_tests_notice_a_planted_defect(defect: Defect, tmp_path: Path) -> None:
     """They run on a copy of the sources that has it."""
     sources = shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
-    file = tmp_path / defect.file
-    file.write_text(file.read_text(encoding="utf-8").replace(defect.before, defect.after), encoding="utf-8")
+    edit = defect.plant
+    assert isinstance(edit, Edit)
+    file = tmp_path / edit.file
+    file.write_text(file.read_text(encoding="utf-8").replace(edit.before, edit.after), encoding="utf-8")
     command = [sys.executable, "-c", ON_A_COPY, str(sources), f"--basetemp={tmp_path / 'tmp'}"]
     environment = {**os.environ, "PYTHONPATH": str(sources)}
     done = subprocess.run(
@@ -75,10 +79,11 @@ def test_tests_notice_a_planted_defect(defect: Defect, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("planted", long_but(PLANTED, PLANTED[0], PLANTED[8]), ids=lambda planted: planted.name)
-def test_a_certificate_notices_a_planted_defect(planted: Planted, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_certificate_notices_a_planted_defect(planted: Defect, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     if not CUT & set(planted.fails):
         monkeypatch.setattr("tandem.tools.certify.case.VARIATIONS", {})
+    assert not isinstance(planted.plant, Edit)
     planted.plant(monkeypatch)
     names = failing(model, planted)
     assert [part for part in planted.fails if not any(part in name for name in names)] == []
@@ -86,7 +91,7 @@ def test_a_certificate_notices_a_planted_defect(planted: Planted, model: Path, m
 
 @pytest.mark.long
 @pytest.mark.parametrize("one", RECIPES.values(), ids=lambda one: " ".join([one.source, *one.recipe]))
-def test_without_a_defect_the_same_recipe_passes(one: Planted, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_defect_the_same_recipe_passes(one: Defect, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("tandem.tools.certify.case.VARIATIONS", {})
     assert failing(model, one) == []

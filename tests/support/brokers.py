@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from tandem_broker.journal.ledger import Ledger
+from tandem_broker.journal import Ledger
 from tandem_broker.protocol.messages import EnvRegistration, RunParameters
 from tandem_broker.queue.records import StoreOptions
 from tandem_broker.queue.store import GroupQueue

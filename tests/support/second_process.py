@@ -1,8 +1,11 @@
-"""A second process that lends tensors and borrows them, forked from one that has torch loaded."""
+"""Another process that lends tensors, borrows or receives them, forked from one that has torch loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import os
+import signal
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -12,6 +15,9 @@ import torch
 from support.rank_processes import forkserver
 from torch import Tensor
 
+from tandem.errors import TransportError
+from tandem.transport.collective import Member
+from tandem.transport.rendezvous import Rendezvous
 from tandem.transport.sharing import attach, export_host
 
 
@@ -21,10 +27,36 @@ def _memory() -> dict[str, int]:
 
 
 class Jobs:
-    """What a second process does."""
+    """What another process does."""
 
     held: ClassVar[dict[str, Tensor]] = {}
     lent: Any = None
+    member: Member
+
+    def host(self, rendezvous: dict[str, Any]) -> int:
+        self.member = Member.host(Rendezvous(**rendezvous))
+        return self.member.rendezvous.port
+
+    def connect(self, then: int) -> None:
+        self.member.connect()
+        os.kill(os.getpid(), then)
+
+    def join(
+        self, rendezvous: dict[str, Any], rank: int, publishes: Sequence[Any], bucket: int, dies_at: str = ""
+    ) -> list[list[Any]] | str:
+        """What arrives in each publish, or why nothing more does."""
+        out = []
+        try:
+            member = Member.join(Rendezvous(**rendezvous), rank, who=f"engine {rank}")
+            for entries in publishes:
+                for name, tensor in (pair for some in member.receive(entries, bucket) for pair in some):
+                    if name == dies_at:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    out.append(described(name, tensor))
+            member.close()
+        except TransportError as error:
+            return str(error)
+        return out
 
     def attach(self, description: dict[str, Any]) -> None:
         self.held.update(attach(description))
@@ -54,25 +86,46 @@ class Jobs:
         self.held.clear()
 
 
-def obey(connection: Connection) -> None:
+def described(name: str, tensor: Tensor) -> list[Any]:
+    """Its name, shape, type and bytes."""
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return [name, list(tensor.shape), str(tensor.dtype), hashlib.sha256(raw).hexdigest()]
+
+
+def obey(connection: Connection, said: Path) -> None:
+    with said.open("wb") as file:
+        for standard in (1, 2):
+            os.dup2(file.fileno(), standard)
     jobs = Jobs()
-    while True:
-        name, options = connection.recv()
+    for name, options in iter(connection.recv, None):
         connection.send(getattr(jobs, name)(**options))
 
 
 class Peer:
-    """A second process that does what it is told."""
+    """Another process that does what it is told; what it says is in a file."""
 
-    def __init__(self) -> None:
+    def __init__(self, said: Path = Path(os.devnull)) -> None:
         self._connection, theirs = forkserver().Pipe()
-        self.process = forkserver().Process(target=obey, args=(theirs,), daemon=True)
+        self._said = said
+        self.process = forkserver().Process(target=obey, args=(theirs, said), daemon=True)
         self.process.start()
         theirs.close()
 
     def __call__(self, do: str, **options: Any) -> Any:
+        self.give(do, **options)
+        return self.answer()
+
+    def give(self, do: str, **options: Any) -> None:
         self._connection.send((do, options))
+
+    def answer(self) -> Any:
         return self._connection.recv()
+
+    def leave(self) -> tuple[str, int | None]:
+        """End it; what it said, and how it ended."""
+        self._connection.send(None)
+        self.process.join()
+        return self._said.read_text(), self.process.exitcode
 
     def kill(self) -> None:
         self.process.kill()

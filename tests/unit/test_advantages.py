@@ -98,11 +98,13 @@ def rewarded(*each: dict[str, float], weights: dict[str, float] | None = None, p
 
 
 @pytest.mark.slow
-@given(st.lists(REWARDS, min_size=1, max_size=4))
-def test_batch_std_divides_by_the_deviation_of_all_rewards(rewards: list[list[float]]) -> None:
-    std = np.std([r for mine in rewards for r in mine], ddof=1)
-    want = [[(r - np.mean(mine)) / (std + 1e-4) for r in mine] for mine in rewards]
-    computed = advantages(BatchStd(), [group(*mine) for mine in rewards])
+@pytest.mark.parametrize("std_of", ["rewards", "deviations"])
+@given(rewards=st.lists(REWARDS, min_size=1, max_size=4))
+def test_batch_std_divides_by_one_deviation_of_the_step(std_of: Any, rewards: list[list[float]]) -> None:
+    centred = [[r - np.mean(mine) for r in mine] for mine in rewards]
+    std = np.std([r for mine in (rewards if std_of == "rewards" else centred) for r in mine], ddof=1)
+    want = [[r / (std + 1e-4) for r in mine] for mine in centred]
+    computed = advantages(BatchStd(std_of=std_of), [group(*mine) for mine in rewards])
     for mine, theirs in zip(computed, want, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-9, atol=1e-9)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from support.alarms import BASE, HEALTHY, ONSET, SICK, Made, after, flat, slope, watched
+from support.alarms import BASE, HEALTHY, ONSET, SICK, flat, slope, watched
 from support.tiers import long_but
 
 from tandem.observability.alarms import ALARMS, AlarmWatch, Finding, Name, Notice, _Episode
@@ -159,64 +158,6 @@ def test_stop_is_asked_for_by_the_first_alarm_and_by_one_that_is_open_after_a_re
     assert stopped == []
     resumed.step(61, rows[60]["metrics"])
     assert stopped == [1]
-
-
-def test_advice_names_options_with_values() -> None:
-    (notice,) = [n for n in watched(SICK["answers are cut"][1], ONSET + SOON) if n.alarm == "length"]
-    assert notice.finding is not None
-    assert "sampling.max_tokens=1024 (now 512)" in notice.finding.change
-    _, made = SICK["a format reward saturates while nothing is solved"]
-    hacked = next(n.finding for n in watched(made, ONSET + SOON) if n.alarm == "reward_hacking")
-    assert hacked is not None
-    assert "rewards.format=0.01 (now 0.1)" in hacked.change
-    assert "optimizer.lr=2.5e-06 (now 1e-05)" in hacked.change
-
-
-@pytest.mark.parametrize(("skipped", "text"), [(1.0, "1 update was skipped"), (2.0, "2 updates were skipped")])
-def test_updates_that_were_skipped_are_counted(skipped: float, text: str) -> None:
-    (notice,) = AlarmWatch({}).step(1, {"optimizer/skipped": skipped})
-    assert notice.finding is not None
-    assert text in notice.finding.seen
-
-
-def test_a_penalty_that_grows_is_no_rise_of_the_main_reward() -> None:
-    made = replace(SICK["answers collapse to a few tokens"][1], weights={"number": 1.0, "repetition": -2.0})
-    made = replace(made, bonuses={"repetition": after(0.1, 0.6)})
-    assert "length" in {notice.alarm for notice in watched(made, ONSET + SOON)}
-
-
-@pytest.mark.parametrize(
-    ("name", "lag", "advice"),
-    [
-        ("data are too old", 0, None),
-        ("data are too old", 4, "a smaller max_lag (now 4) or max_lag: auto"),
-        ("data are too old", "auto", "a smaller lag_control.max_lag or a higher lag_control.ess_floor"),
-    ],
-)
-def test_advice_on_max_lag_fits_what_it_is(name: str, lag: int | str, advice: str | None) -> None:
-    alarm, made = SICK[name]
-    notices = watched(replace(made, config={"max_lag": lag}), ONSET + SOON)
-    finding = next(notice.finding for notice in notices if notice.alarm == alarm)
-    assert finding is not None
-    assert (advice in finding.change) if advice else ("max_lag" not in finding.change)
-
-
-@pytest.mark.slow
-def test_the_collapse_seen_on_gsm8k_is_named_long_before_its_end() -> None:
-    """64 × 8 a step, 0.1 for the last line: format 0.016 to 0.998, 166 to 4 tokens, solved 0.5 to 1.7 %, 75 steps."""
-    made = Made(
-        groups=64,
-        weights={"number": 1.0, "format": 0.1},
-        accuracy=slope(0.005, 0.017, 75),
-        bonuses={"format": lambda step: 1 / (1 + math.exp(-(step - 35) / 8))},
-        length=slope(166, 4, 75),
-        flat_share=slope(0.81, 0.90, 75),
-        entropy=slope(1.0, 0.1, 75),
-    )
-    first = {notice.alarm: notice.step for notice in reversed(watched(made, 75))}
-    assert first["reward_hacking"] <= 50
-    assert first["length"] <= 50
-    assert "zero_variance" in first
 
 
 def test_an_alarm_that_comes_and_goes_is_one_that_stays() -> None:

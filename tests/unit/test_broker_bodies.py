@@ -81,11 +81,3 @@ def test_a_body_that_comes_too_slowly_is_given_up() -> None:
         writer.close()
 
     play(scene, limits=BodyLimits(slow_seconds=0.2))
-
-
-def test_messages_that_are_no_groups_are_short() -> None:
-    async def scene(client: Client) -> None:
-        reply = await client.post("/register", b'{"x":"' + b"x" * (1 << 16) + b'"}')
-        assert reply.status == 413
-
-    play(scene)

@@ -11,10 +11,10 @@ import pytest
 from support.fake_broker import FakeBroker, quick, until
 from support.rollouts import make_group, make_rollout
 
-from tandem.errors import BrokerError, ConfigError
-from tandem.http import OutageLog, RetryPolicy, ServerAway
+from tandem.errors import BrokerError
+from tandem.http import ServerAway
 from tandem.types import Group
-from tandem_broker.client import Connection, EnvClient, NotRegistered, RequestRefused, TrainerClient
+from tandem_broker.client import Connection, EnvClient, RequestRefused, TrainerClient
 from tandem_broker.protocol.messages import EnvRegistration, RunParameters
 
 T = TypeVar("T")
@@ -97,16 +97,6 @@ def test_a_group_arrives_as_the_wire_has_it(ours: bool) -> None:
             assert sent["tokens"] == [[1, 2, 7, 0], [1, 2, 7, 1]]
             assert sent["masks"] == [[-100, -100, 7, 0], [-100, -100, 7, 1]]
             assert sent["group_overrides"]["tandem_version"] == 3
-
-    run(go())
-
-
-def test_an_unknown_version_is_not_told() -> None:
-    async def go() -> None:
-        async with FakeBroker(ours=True) as broker, environment(broker) as client:
-            await client.register()
-            await client.submit(group(version=-1), "k")
-            assert not {"tandem_version", "tandem_versions"} & set(broker.groups[0]["group_overrides"])
 
     run(go())
 
@@ -266,33 +256,6 @@ def test_gives_up_when_patience_ends() -> None:
     run(go())
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:80o0", "http://", "http://127.0.0.1:99999", "http://[::1"])
-def test_an_address_that_is_none_is_not_waited_for(url: str) -> None:
-    with pytest.raises(ConfigError, match="no valid address"):
-        run(Connection(url).open())
-
-
-def test_a_new_line_behind_a_key_is_no_part_of_it() -> None:
-    async def go() -> None:
-        async with FakeBroker(ours=True) as broker:
-            opened = await Connection(broker.url, "secret\n").open()
-            await opened.close()
-            assert broker.seen[0][1]["Authorization"] == "Bearer secret"
-
-    run(go())
-
-
-def test_disconnects() -> None:
-    async def go() -> None:
-        async with FakeBroker(ours=True) as broker, environment(broker) as client:
-            await client.register()
-            await client.disconnect()
-            assert broker.envs == {}
-            await client.disconnect()
-
-    run(go())
-
-
 def wired(n: int = 2) -> dict[str, Any]:
     return {"tokens": [[1, 2]] * n, "masks": [[-100, 2]] * n, "scores": [0.0] * n, "advantages": [], "images": None}
 
@@ -318,34 +281,6 @@ def test_a_leased_batch_says_what_each_group_is() -> None:
     run(go())
 
 
-def test_a_plain_batch_has_no_lease(caplog: pytest.LogCaptureFixture) -> None:
-    async def go() -> None:
-        async with FakeBroker(ours=False) as broker, TrainerClient(connection(broker)) as client:
-            broker.batches.append({"batch": [wired()]})
-            taken = await client.batch(lease=60, policy=3)
-            assert broker.seen[-1][0] == "/batch"
-            assert taken is not None
-            assert (taken.id, taken.ids, taken.versions) == (None, [None], [None])
-            broker.batches.append({"batch": [], "status": "error", "message": "nobody"})
-            with pytest.raises(NotRegistered, match="nobody"):
-                await client.batch()
-            broker.batches.extend([{"batch": [wired()]}] * 2)
-            broker.faults["/batch"].extend(["lose", "lose"])  # aiohttp itself asks a second time
-            assert await client.batch() is None
-
-    run(go())
-    assert "may be lost" in caplog.text
-
-
-def test_a_late_step_is_told_in_full() -> None:
-    async def go() -> None:
-        async with FakeBroker(ours=True) as broker, TrainerClient(connection(broker)) as client:
-            await client.batch(lease=600.0, policy=1_234_567, max_lag=2)
-            assert broker.seen[-1][0] == "/batch?lease=600.0&policy=1234567&max_lag=2"
-
-    run(go())
-
-
 def test_a_plain_batch_whose_connection_broke_is_asked_for_once(caplog: pytest.LogCaptureFixture) -> None:
     async def go() -> None:
         async with FakeBroker(ours=False) as broker, TrainerClient(connection(broker)) as client:
@@ -358,15 +293,6 @@ def test_a_plain_batch_whose_connection_broke_is_asked_for_once(caplog: pytest.L
 
     run(go())
     assert "a batch may be lost with it" in caplog.text
-
-
-def test_a_lease_is_renewed() -> None:
-    async def go() -> None:
-        async with FakeBroker(ours=True) as broker, TrainerClient(connection(broker)) as client:
-            assert await client.renew("b")
-            assert not await client.renew("gone")
-
-    run(go())
 
 
 def test_atropos_broker_is_spared_a_group_that_it_would_keep_for_ever() -> None:
@@ -384,18 +310,3 @@ def test_atropos_broker_is_spared_a_group_that_it_would_keep_for_ever() -> None:
     run(go(True))
     with pytest.raises(BrokerError, match=r"t@0 has 3 sequences.*larger than 2 for ever: use Tandem's"):
         run(go(False))
-
-
-def test_waits_grow_and_differ() -> None:
-    retry = RetryPolicy(first_seconds=1.0, max_seconds=6.0, draw=iter([0.0, 1.0, 0.0, 1.0, 0.5]).__next__)
-    assert [retry.seconds(attempt) for attempt in range(5)] == [0.5, 2.0, 2.0, 6.0, 4.5]
-
-
-def test_a_trouble_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    outage = OutageLog("it")
-    for _ in range(5):
-        outage.report("it is away")
-    assert caplog.text.count("it is away") == 1
-    outage.end()
-    outage.end()
-    assert caplog.text.count("answers again") == 1

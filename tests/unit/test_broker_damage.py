@@ -15,13 +15,13 @@ import pytest
 from support.brokers import RUN, group, served
 
 from tandem.errors import BrokerError
-from tandem_broker.journal.ledger import Ledger
+from tandem_broker.journal import Ledger
 from tandem_broker.queue.records import StoreOptions
 
 CODE = """
 import json, os, sys
 from pathlib import Path
-from tandem_broker.journal.ledger import Ledger
+from tandem_broker.journal import Ledger
 from tandem_broker.protocol.messages import RunParameters
 from tandem_broker.queue.records import GroupEntry, StoreOptions
 ledger = Ledger.open(Path(sys.argv[1]), StoreOptions(), 0.0)
@@ -29,7 +29,7 @@ ledger.store.register(RunParameters(**json.loads(sys.argv[2])))
 ledger.store.take(0.0)
 for name in range(40):
     ledger.store.put(GroupEntry(id=str(name), env=None, size=1, payload=b"%d " % name * 100), 0.0)
-    ledger.settled().result(60)
+    ledger.commit()
 os._exit(9)
 """
 
@@ -56,6 +56,8 @@ def refused(folder: Path) -> str:
 NONSENSE = {
     "a state": "UPDATE entries SET state = 'lost' WHERE place = 3",
     "a size": "UPDATE entries SET size = 'x' WHERE place = 3",
+    "a payload": "UPDATE payloads SET data = x'00' WHERE place = 3",
+    "a group without its payload": "DELETE FROM payloads WHERE place = 3",
     "a fact that is no JSON": "UPDATE facts SET value = '{' WHERE name = 'run'",
     "a fact of another kind": "UPDATE facts SET value = '[1]' WHERE name = 'run'",
     "a fact without its keys": "UPDATE facts SET value = '{\"a\": 1}' WHERE name = 'run'",
@@ -72,26 +74,6 @@ def test_rows_that_make_no_sense(tmp_path: Path, nonsense: str) -> None:
     assert "damaged" in refused(tmp_path)
 
 
-def test_a_damaged_payload_is_told_and_nothing_is_lost(tmp_path: Path) -> None:
-    killed(tmp_path)
-    with sqlite3.connect(tmp_path / "ledger.sqlite") as database:
-        (good,) = database.execute("SELECT data FROM payloads WHERE place = 1").fetchone()
-        database.execute("UPDATE payloads SET data = ? WHERE place = 1", (b"x" + good[1:],))
-    database.close()
-
-    async def scene() -> None:
-        ledger = Ledger.open(tmp_path, StoreOptions(), 0.0)
-        async with served(ledger=ledger) as client:
-            reply = await client.get("/batch")
-            assert (reply.status, reply.headers["Retry-After"]) == (503, "5")
-            assert "is damaged in the payload of group 1" in reply.json["detail"]
-            detail = (await client.get("/status?detail=1")).json["detail"]
-            assert (detail["queued_groups"], detail["leased_groups"]) == (40, 0)
-        ledger.close()
-
-    asyncio.run(scene())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", ["text", "hole"])
 def test_a_damaged_file_is_refused(tmp_path: Path, damage: str) -> None:
@@ -102,13 +84,6 @@ def test_a_damaged_file_is_refused(tmp_path: Path, damage: str) -> None:
     content[4096:] = b"\xff" * (len(content) - 4096)
     path.write_bytes(b"hello " * 1000 if damage == "text" else content)
     assert "damaged" in refused(tmp_path)
-
-
-def test_a_kill_alone_costs_nothing(tmp_path: Path) -> None:
-    killed(tmp_path)
-    ledger = Ledger.open(tmp_path, StoreOptions(), 0.0)
-    assert ledger.store.queued_groups == 40
-    ledger.close()
 
 
 ODD: dict[str, tuple[Callable[[Path], object], str]] = {

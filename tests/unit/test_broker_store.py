@@ -7,7 +7,6 @@ from support.brokers import env_spec, run_parameters, some
 
 from tandem_broker.protocol.messages import EnvAccepted, EnvStatus, RunParameters
 from tandem_broker.queue.records import (
-    Acknowledgement,
     Busy,
     GroupEntry,
     GroupRefused,
@@ -92,14 +91,6 @@ def test_shares_and_weights_in_a_status() -> None:
     assert store.status_env(0, 0.0).queue_size == (8 - 4 + 4) // 4
 
 
-@pytest.mark.parametrize(("weight", "expected"), [(0.0, 0.01), (1.0, 1.0)])
-def test_weights_of_zero_and_a_lone_environment_that_left(weight: float, expected: float) -> None:
-    store = started(8)
-    env = joined(store, weight=weight)
-    store.disconnect(env, 0.0)
-    assert store.status_env(env, 0.0).env_weight == expected
-
-
 def test_groups_are_buffered_until_they_add_up() -> None:
     """Sizes 3, 3, 2, 2 of an environment with groups of 4: 3, 6, 8 and 6 sequences wait; the two 2s go on."""
     store = started(100)
@@ -123,55 +114,11 @@ def test_environments_wait_until_the_trainer_polls() -> None:
 # --- faults of the original ---
 
 
-def test_groups_before_any_registration_are_served_after_it() -> None:
-    store = GroupQueue()
-    Names(store).put(4, 4, 16)
-    assert store.take(0.0) is None
-    assert not store.started
-    store.register(run(8))
-    assert names(store.take(0.0)) == ["0", "1"]
-    assert store.status(0.0).counts["dropped"] == 1  # the group of 16
-
-
-def test_a_second_registration_counts() -> None:
-    store = started(8)
-    Names(store).put(4, 4, 4)
-    env = joined(store)
-    assert store.take(0.0, lease=True)
-    store.register(run(4, starting_step=7))
-    assert (store.step, store.started) == (7, False)
-    assert names(store.take(1.0)) == ["0"]  # the lease of the trainer before came back
-    assert store.step == 8
-    assert store.status_env(env, 1.0).current_step == 8
-
-
-def test_batches_are_first_in_first_out_and_a_step_each() -> None:
-    store = started(4)
-    Names(store).put(4, 4, 4, 4)
-    served = [store.take(0.0) for _ in range(5)]
-    assert [names(batch) for batch in served] == [["0"], ["1"], ["2"], ["3"], None]
-    assert [batch.step for batch in served if batch] == [1, 2, 3, 4]
-
-
-def test_larger_than_the_environments_groups_is_served_as_it_is() -> None:
-    store = started(8)
-    env = joined(store, group_size=4)
-    assert Names(store).put(8, env=env) == [0]
-    assert names(store.take(0.0)) == ["0"]
-
-
 def test_impossible_sizes_are_refused_at_once() -> None:
     store = started(8)
     with pytest.raises(GroupRefused, match="9 sequences and a batch 8"):
         Names(store).put(9)
     assert store.status(0.0).counts["refused"] == 1
-
-
-def test_joined_partial_groups_make_a_batch() -> None:
-    store = started(4)
-    env = joined(store, group_size=4)
-    Names(store).put(3, 1, env=env)
-    assert names(store.take(0.0)) == ["0", "1"]
 
 
 def test_partial_groups_that_never_add_up_to_a_group_still_make_a_batch() -> None:
@@ -180,13 +127,6 @@ def test_partial_groups_that_never_add_up_to_a_group_still_make_a_batch() -> Non
     Names(store).put(3, 3, 3, env=env)
     assert store.status(0.0).buffered_groups == 3
     assert names(store.take(0.0)) == ["0", "1", "2"]
-
-
-def test_sizes_that_do_not_divide_the_largest() -> None:
-    store = started(4)
-    Names(store).put(3, 3, 1, 1, 1, 1)
-    assert [names(store.take(0.0)) for _ in range(3)] == [["0", "2"], ["1", "3"], None]
-    assert "2 of the 4 sequences" in store.status(0.0).waits_for
 
 
 def test_sizes_that_cannot_add_up_are_told() -> None:
@@ -223,16 +163,6 @@ def test_disconnecting_frees_a_share_at_once_and_for_good() -> None:
     assert [(env["connected"], env["left"]) for env in store.status(0.0).envs] == [(False, True), (True, False)]
 
 
-def test_anonymous_groups_fill_batches_beside_a_minimum() -> None:
-    store = started(8)
-    env = joined(store, share=0.5)
-    put = Names(store).put
-    put(4, 4, env=None)
-    assert store.take(0.0) is None
-    put(4, env=env)
-    assert names(store.take(0.0)) == ["2", "0"]
-
-
 def test_shares_are_relaxed_only_if_sizes_allow_nothing_else() -> None:
     """Two halves of 9 in groups of 3: 4 each would be two groups each, 12 sequences."""
     store = started(9)
@@ -244,11 +174,6 @@ def test_shares_are_relaxed_only_if_sizes_allow_nothing_else() -> None:
     put(3, env=b)
     batch = some(store.take(0.0))
     assert {entry.env for entry in batch.entries} == {a, b}
-
-
-def test_a_batch_size_beyond_the_largest_is_refused() -> None:
-    with pytest.raises(GroupRefused, match="batch_size"):
-        GroupQueue().register(run(1 << 17))
 
 
 def test_after_a_reset_running_environments_live_on_and_ids_are_not_reused() -> None:
@@ -266,17 +191,6 @@ def test_after_a_reset_running_environments_live_on_and_ids_are_not_reused() -> 
     assert store.status_env(new, 0.0).unallocated_fraction == 1.0  # the old one has not spoken
     assert store.status_env(old, 0.0).unallocated_fraction == 0.5
     assert store.status(0.0).envs[-1]["name"] == "e_0"
-
-
-def test_after_a_reset_no_new_environment_has_the_name_of_one_that_lives_on() -> None:
-    store = started(4)
-    old = joined(store)
-    store.reset()
-    store.register(run(4))
-    store.take(0.0)
-    store.status_env(old, 0.0)
-    joined(store)
-    assert [env["name"] for env in store.status(0.0).envs] == ["e_0", "e_1"]
 
 
 def test_the_same_identity_is_the_same_environment() -> None:
@@ -301,16 +215,6 @@ def test_a_batch_not_acknowledged_in_time_comes_back_to_the_front() -> None:
     assert names(again) == ["0", "1"]
     assert store.step == 2  # served again is not another step
     assert again.id != batch.id
-
-
-def test_renewing_keeps_a_lease() -> None:
-    store = started(4)
-    Names(store).put(4)
-    batch = some(store.take(0.0, lease=True, seconds=10.0))
-    assert store.renew(batch.id, 9.0)
-    assert store.take(18.0, lease=True) is None
-    assert store.take(19.0, lease=True) is not None
-    assert not store.renew(batch.id, 19.0)
 
 
 def test_of_two_leases_with_the_same_groups_the_first_acknowledgement_wins() -> None:
@@ -338,24 +242,6 @@ def test_groups_trained_late_do_not_come_back_with_another_lease(release: bool) 
         store.return_lease(second.id, 12.0)
     assert store.take(30.0) is None
     assert (store.queued_groups, store.status(30.0).held_bytes) == (0, 0)
-
-
-def test_acknowledging_twice_gives_the_same_answer() -> None:
-    store = started(4)
-    Names(store).put(4)
-    batch = some(store.take(0.0, lease=True))
-    assert store.acknowledge(batch.id, 0.0) == store.acknowledge(batch.id, 0.0) == Acknowledgement(ok=True, trained=1)
-    assert not store.acknowledge("never", 0.0)
-    assert store.status(0.0).held_bytes == 0
-
-
-def test_a_released_batch_is_served_next() -> None:
-    store = started(4)
-    Names(store).put(4, 4)
-    batch = some(store.take(0.0, lease=True))
-    assert store.return_lease(batch.id, 0.0)
-    assert not store.return_lease(batch.id, 0.0)
-    assert names(store.take(0.0)) == ["0"]
 
 
 def test_a_plain_trainers_batch_is_trained_when_its_answer_went_out_and_it_asks_again() -> None:
@@ -428,18 +314,6 @@ def test_too_much_is_put_off_and_memory_stays_flat() -> None:
         put(4)
     store.acknowledge(batch.id, 0.0)
     put(4)
-
-
-def test_bytes_and_each_environment_are_bounded() -> None:
-    store = started(4, StoreOptions(max_env_bytes=30, max_bytes=50))
-    greedy, modest = joined(store), joined(store)
-    put = Names(store).put
-    put(4, 4, 4, env=greedy)
-    with pytest.raises(Busy, match="environment e_0"):
-        put(4, env=greedy)
-    put(4, 4, env=modest)
-    with pytest.raises(Busy, match="the broker"):
-        put(4, env=modest)
 
 
 def test_a_full_queue_lets_in_what_a_share_waits_for() -> None:

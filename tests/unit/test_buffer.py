@@ -829,7 +829,7 @@ def test_an_entry_in_flight_has_no_group() -> None:
 
 
 def test_runs_walk_every_transition_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing in the table is unused: trained, dropped as they are scored, and dropped as stale after a resume."""
+    """Nothing in the table is unused: trained, dropped as they are scored or aborted, and as stale after a resume."""
     walked: set[tuple[EntryState, EntryState]] = set()
     become = Entry.become
 
@@ -852,6 +852,9 @@ def test_runs_walk_every_transition_of_the_table(monkeypatch: pytest.MonkeyPatch
         async with late.buffer(max_lag=1).open(left) as buffer:
             await buffer.take()
         assert "stale" in dict(late.dropped)
+        aborting = Trainer(mixed)
+        async with aborting.buffer(oversample=2.0, on_policy_tail="abort").open(DataState()) as buffer:
+            await aborting.train(buffer, 3)
 
     run(go())
     assert walked == {(before, after) for before, all in TRANSITIONS.items() for after in all}

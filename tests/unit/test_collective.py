@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from hashlib import sha256
-from subprocess import DEVNULL
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.second_process import Peer, described
 from torch import Tensor
 
 from tandem.errors import TransportError
@@ -31,103 +28,14 @@ pytestmark = pytest.mark.slow
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-NURSERY = """
-import hashlib, json, os, signal, socket, sys
-import torch
-from tandem.errors import TransportError
-from tandem.transport.collective import Member
-from tandem.transport.rendezvous import Rendezvous
-
-requests = socket.socket(fileno=int(sys.argv[1]))
-while True:
-    word, fds, _, _ = socket.recv_fds(requests, 100, 3)
-    if not word:
-        sys.exit()
-    if fds:
-        if not (pid := os.fork()):
-            break
-        requests.send(json.dumps(pid).encode())
-    else:
-        ended = os.waitid(os.P_PID, json.loads(word), os.WEXITED | os.WSTOPPED | os.WNOWAIT)
-        requests.send(json.dumps([ended.si_code, ended.si_status]).encode())
-    for fd in fds:
-        os.close(fd)
-requests.close()
-for place, fd in enumerate(fds):  # from here on a process as any other, to its end
-    os.dup2(fd, place)
-    os.close(fd)
-for line in sys.stdin:
-    job = json.loads(line)
-    out = []
-    try:
-        if job["rank"] == 0:
-            member = Member.host(Rendezvous(**job["rendezvous"]))
-            print(member.rendezvous.port, flush=True)
-            member.connect()
-            os.kill(os.getpid(), job["signal"])
-            continue
-        member = Member.join(Rendezvous(**job["rendezvous"]), job["rank"], who=f"engine {job['rank']}")
-        for entries in job["publishes"]:
-            for name, tensor in (pair for some in member.receive(entries, job["bucket"]) for pair in some):
-                if name == job.get("dies_at"):
-                    os.kill(os.getpid(), signal.SIGKILL)
-                raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-                out.append([name, list(tensor.shape), str(tensor.dtype), hashlib.sha256(raw).hexdigest()])
-        member.close()
-    except TransportError as error:
-        out = str(error)
-    print(json.dumps(out), flush=True)
-"""
-
-
-class Child:
-    """A process that takes jobs as lines of JSON and answers each with one."""
-
-    def __init__(self, nursery: socket.socket) -> None:
-        self._nursery = nursery
-        (stdin, requests), (answers, stdout), (errors, stderr) = os.pipe(), os.pipe(), os.pipe()
-        socket.send_fds(nursery, [b"fork"], [stdin, stdout, stderr])
-        self.pid: int = json.loads(nursery.recv(100))
-        for theirs in (stdin, stdout, stderr):
-            os.close(theirs)
-        self.stdin, self.stdout, self.stderr = os.fdopen(requests, "w"), os.fdopen(answers), os.fdopen(errors)
-
-    def state(self) -> tuple[int, int]:
-        """How it ended or was stopped, which is waited for, and by which code or signal."""
-        self._nursery.send(json.dumps(self.pid).encode())
-        how, status = json.loads(self._nursery.recv(100))
-        return how, status
-
-    def leave(self) -> tuple[str, str, tuple[int, int]]:
-        """End it; what it still had to say on stdout and on stderr, and how it ended."""
-        self.stdin.close()
-        return self.stdout.read(), self.stderr.read(), self.state()
-
-    def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)  # it has this id for as long as its parent lives, which never asks for it
-        for file in (self.stdin, self.stdout, self.stderr):
-            file.close()
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[socket.socket]:
-    """A process that has imported all that the others need, which takes seconds, and is forked for each of them."""
-    mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    argv = [sys.executable, "-c", NURSERY, str(its.fileno())]
-    with mine, subprocess.Popen(argv, pass_fds=[its.fileno()], stdin=DEVNULL) as process:
-        its.close()
-        yield mine
-        mine.close()
-        assert process.wait(timeout=60) == 0
-
 
 @pytest.fixture
-def children(nursery: socket.socket) -> Iterator[Callable[[int], list[Child]]]:
+def children(tmp_path: Path) -> Iterator[Callable[[int], list[Peer]]]:
     """Starts processes, which end with the test."""
-    started: list[Child] = []
+    started: list[Peer] = []
 
-    def start(count: int) -> list[Child]:
-        started.extend(Child(nursery) for _ in range(count))
+    def start(count: int) -> list[Peer]:
+        started.extend(Peer(tmp_path / f"said-{len(started)}") for _ in range(count))
         return started
 
     yield start
@@ -135,17 +43,8 @@ def children(nursery: socket.socket) -> Iterator[Callable[[int], list[Child]]]:
         child.kill()
 
 
-def give(child: Child, **job: Any) -> None:
-    child.stdin.write(json.dumps(job) + "\n")
-    child.stdin.flush()
-
-
-def answer(child: Child) -> Any:
-    return json.loads(child.stdout.readline())
-
-
-Children = Callable[[int], list[Child]]
-ENDED = ("", "", (os.CLD_EXITED, 0))
+Children = Callable[[int], list[Peer]]
+ENDED = ("", 0)
 """What ``leave`` finds where all went well."""
 
 
@@ -210,14 +109,6 @@ def weights(seed: int) -> dict[str, Tensor]:
     }
 
 
-def described(tensors: dict[str, Tensor]) -> list[list[Any]]:
-    out = []
-    for name, tensor in tensors.items():
-        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        out.append([name, list(tensor.shape), str(tensor.dtype), sha256(raw).hexdigest()])
-    return out
-
-
 def test_bytes_arrive_exactly_at_two_processes_publish_after_publish_group_after_group(children: Children) -> None:
     workers = children(2)
     for bucket in (1000, 1 << 20):
@@ -225,13 +116,13 @@ def test_bytes_arrive_exactly_at_two_processes_publish_after_publish_group_after
         publishes = [weights(seed) for seed in (1, 2, 3)]
         entries = [manifest(named.items()) for named in publishes]
         for rank, worker in enumerate(workers, 1):
-            give(worker, rendezvous=asdict(trainer.rendezvous), rank=rank, publishes=entries, bucket=bucket)
+            worker.give("join", rendezvous=asdict(trainer.rendezvous), rank=rank, publishes=entries, bucket=bucket)
         trainer.connect()
         for named in publishes:
             size = sum(t.numel() * t.dtype.itemsize for t in named.values())
             assert trainer.send(named.items(), bucket) == size
         for worker in workers:
-            assert answer(worker) == [row for named in publishes for row in described(named)]
+            assert worker.answer() == [described(*pair) for named in publishes for pair in named.items()]
         trainer.close()
     for worker in workers:
         assert worker.leave() == ENDED
@@ -240,10 +131,10 @@ def test_bytes_arrive_exactly_at_two_processes_publish_after_publish_group_after
 def test_a_worker_whose_trainer_left_ends_quietly(children: Children) -> None:
     (worker,) = children(1)
     trainer = Member.host(meeting(seconds=10))
-    give(worker, rendezvous=asdict(trainer.rendezvous), rank=1, publishes=[[("a", (3,), "float32")]], bucket=1)
+    worker.give("join", rendezvous=asdict(trainer.rendezvous), rank=1, publishes=[[("a", (3,), "float32")]], bucket=1)
     trainer.connect()
     trainer.close()
-    assert "rank 0 (trainer) left the group" in answer(worker)
+    assert "rank 0 (trainer) left the group" in worker.answer()
     assert worker.leave() == ENDED
 
 
@@ -315,10 +206,10 @@ def test_what_cannot_travel_is_named(entry: TensorEntry) -> None:
 def test_who_never_joins_is_named_on_every_side(children: Children) -> None:
     (worker,) = children(1)
     trainer = Member.host(meeting(world=3, seconds=2))
-    give(worker, rendezvous=asdict(trainer.rendezvous), rank=1, publishes=[], bucket=1)
+    worker.give("join", rendezvous=asdict(trainer.rendezvous), rank=1, publishes=[], bucket=1)
     with pytest.raises(TransportError, match=r"for rank 2\b"):
         trainer.connect()
-    assert "rank 2" in answer(worker)
+    assert "rank 2" in worker.answer()
     trainer.close()
 
 
@@ -335,12 +226,12 @@ def test_a_worker_killed_between_two_tensors_is_named_by_the_others(children: Ch
     workers = children(2)
     trainer = Member.host(meeting(world=3, seconds=10))
     job = {"rendezvous": asdict(trainer.rendezvous), "publishes": [entries], "bucket": 400_000}
-    give(workers[0], rank=1, **job)
-    give(workers[1], rank=2, dies_at="t5", **job)
+    workers[0].give("join", rank=1, **job)
+    workers[1].give("join", rank=2, dies_at="t5", **job)
     trainer.connect()
     with pytest.raises(TransportError, match=r"no sign of life from rank 2 \(engine 2\)"):
         trainer.send(named.items(), 400_000)
-    assert "rank 2 (engine 2)" in answer(workers[0])
+    assert "rank 2 (engine 2)" in workers[0].answer()
     with pytest.raises(TransportError):
         trainer.send(named.items())  # a broken group stays broken
     trainer.close()
@@ -349,9 +240,12 @@ def test_a_worker_killed_between_two_tensors_is_named_by_the_others(children: Ch
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_trainer_that_dies_or_stands_still_is_named(children: Children, how: signal.Signals) -> None:
     (trainer,) = children(1)
-    give(trainer, rendezvous=asdict(meeting(seconds=3)), rank=0, signal=int(how))
-    worker = Member.join(meeting(seconds=3, port=int(trainer.stdout.readline())), 1)
-    assert trainer.state()[1] == how
+    port = trainer("host", rendezvous=asdict(meeting(seconds=3)))
+    trainer.give("connect", then=int(how))
+    worker = Member.join(meeting(seconds=3, port=port), 1)
+    stat = Path(f"/proc/{trainer.process.pid}/stat")
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "TZ":
+        time.sleep(0.01)
     with pytest.raises(TransportError, match="rank 0"):
         list(worker.receive([("a", (3,), "float32")]))
     worker.close()

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from support.rollouts import answered, make_group
 
-from tandem.config.loading import digest, from_options
+from tandem.config.loading import from_options
 from tandem.errors import ConfigError
-from tandem.observability.completions import MOST_TEXT, Completions, shortened, shown
+from tandem.observability.completions import Completions
 from tandem.observability.emit import Telemetry
 from tandem.observability.loggers.base import RunInfo
 from tandem.observability.loggers.console import Console
@@ -29,7 +29,7 @@ def events_of(folder: Path, options: PrintCompletions, steps: int = 20) -> list[
     with Telemetry(RunInfo(name="run", folder=folder, steps=steps, config={}), [Console(live="never")]) as telemetry:
         show = Completions(options, telemetry)
         for step in range(1, steps + 1):
-            show(step, groups())
+            show(step, groups(), {})
     return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
 
 
@@ -47,16 +47,6 @@ def test_an_answer_is_shown_after_the_first_step_and_every_few_steps(
     assert len(lines) < 40, "a few lines for each"
 
 
-def test_none_are_shown_where_none_are_wanted_and_all_where_all_are(tmp_path: Path) -> None:
-    assert events_of(tmp_path / "a", PrintCompletions(every=0)) == []
-    whole = events_of(tmp_path / "b", PrintCompletions(every=20, count=None))
-    assert [len(event["samples"]) for event in whole] == [8, 8]
-    some = events_of(tmp_path / "c", PrintCompletions(every=10, count=3))
-    assert [len(event["samples"]) for event in some] == [3, 3, 3]
-    again = events_of(tmp_path / "d", PrintCompletions(every=10, count=3))
-    assert [event["samples"] for event in again] == [event["samples"] for event in some]
-
-
 def test_the_recipe_says_how_often_by_a_number_or_a_mapping() -> None:
     def read(setting: Any) -> PrintCompletions:
         options = {"model": "m", "steps": 1, "env": "arithmetic", "print_completions": setting}
@@ -67,20 +57,3 @@ def test_the_recipe_says_how_often_by_a_number_or_a_mapping() -> None:
     for wrong in (-1, {"count": 0}, {"every": 0, "count": 2}):
         with pytest.raises(ConfigError, match="print_completions"):
             read(wrong)
-
-
-def test_it_is_no_part_of_what_a_run_computes() -> None:
-    plain: dict[str, Any] = {"model": "m", "steps": 1, "env": "arithmetic"}
-    one, other = (
-        from_options(options, (), Path("r.yaml")).config for options in (plain, {**plain, "print_completions": 0})
-    )
-    assert digest(one) == digest(other)
-
-
-def test_a_long_text_keeps_its_beginning_and_its_end() -> None:
-    text = "begin" + "x" * 3 * MOST_TEXT + "end"
-    cut = shortened(text)
-    assert len(cut) < MOST_TEXT + 60
-    assert cut.startswith("begin")
-    assert cut.endswith("end")
-    assert shown(answered("t@0/0", text, 1.0))["text"] == cut

@@ -239,6 +239,8 @@ def test_aliases_are_understood(here: Path) -> None:
         ("reroll: {start_fraction: 1.1}", "reroll.start_fraction must be between 0 and 1"),
         ("reroll: {start_fraction: 0, max_groups: 0}", "reroll.max_groups must be at least 1"),
         ("max_resample_times: -1", "max_resample_times must be at least 0, or null"),
+        ("oversample: 0.5", "oversample must be at least 1, or a word"),
+        ("oversample: yes", "oversample: expected a number or one of auto, keep, off"),
         ("curriculum: {kind: solve_rate, floor: 0}", "curriculum.floor must be above 0 and at most 1"),
         ("curriculum: {kind: solve_rate, sharpness: 9}", "curriculum.sharpness must be between 0 and 8"),
         ("sampling: {max_tokens: 0}", "sampling.max_tokens must be at least 1"),
@@ -927,6 +929,11 @@ def test_alarms_are_one_word_or_a_mapping(here: Path) -> None:
     warned = read(MINIMAL + "alarms: stop\n", "alarms=warn")
     assert warned.alarms.action == "warn"
     assert digest(warned) == digest(read(MINIMAL + "alarms: stop\n")), "a resumed run may change it"
+
+
+def test_fp8_says_what_it_saves(here: Path) -> None:
+    Path("recipe.yaml").write_text(MINIMAL + "matmul: fp8\n")
+    assert "saves time and no memory" in load(Path("recipe.yaml")).notes[0]
 
 
 @pytest.mark.parametrize(("computes", "dtype"), [(True, "bfloat16"), (False, "float32")])

@@ -89,10 +89,6 @@ def test_temperatures_that_differ_go_with_their_sequence() -> None:
     assert [r.turns[0].temperature for r in rollouts(wired)] == [0.5, 2.0]
 
 
-def test_failed_rollouts_stay_at_home() -> None:
-    assert group_to_wire(made_group(reward=None)).scores == [1.5]
-
-
 def test_untrained_and_given_advantages_travel() -> None:
     group = made_group(trained=False)
     with_advantages = replace(
@@ -173,11 +169,6 @@ def test_one_bad_sequence_costs_its_rollout() -> None:
     assert second.status == "ok"
 
 
-@pytest.mark.parametrize("owners", [None, [0], [0, "x"], "00", [0, True], {}])
-def test_owners_that_are_none_leave_every_sequence_a_rollout(owners: Any) -> None:
-    assert [r.id for r in rollouts(scored(group_overrides={"tandem_rollouts": owners}))] == ["g/0", "g/1"]
-
-
 @pytest.mark.slow
 @given(st.lists(st.booleans(), min_size=2, max_size=40))
 def test_every_run_of_trained_tokens_is_a_turn_after_all_before_it(mask: list[bool]) -> None:
@@ -197,15 +188,6 @@ def test_every_run_of_trained_tokens_is_a_turn_after_all_before_it(mask: list[bo
 
 
 # Tolerant reading
-
-
-@pytest.mark.parametrize("empty", [None, []])
-def test_null_and_empty_and_missing_are_one(empty: Any) -> None:
-    names = ("advantages", "ref_logprobs", "messages", "overrides", "images")
-    nothing = None if empty is None else {}
-    sparse = scored(**dict.fromkeys(names, empty), group_overrides=nothing, generation_params=nothing)
-    assert rollouts(sparse) == rollouts(scored())
-    assert all(r.status == "ok" and r.turns[0].temperature == 1.0 for r in rollouts(sparse))
 
 
 @pytest.mark.parametrize(
@@ -245,13 +227,6 @@ def test_lists_that_are_not_parallel_cost_the_group(name: str) -> None:
     assert notes.failed == {"malformed": 2}
 
 
-def test_scores_that_float32_cannot_tell_apart_are_alike() -> None:
-    overrides = {"tandem_rewards": [{"a": 1e-320, "b": 1e200}, {"a": 2e-320}]}
-    back = rollouts(scored(scores=[1e-320, 2e-320], group_overrides=overrides))
-    assert [rollout.reward for rollout in back] == [0.0, 0.0]
-    assert [rollout.rewards for rollout in back] == [{"a": 0.0}, {"a": 0.0}]
-
-
 def test_names_that_a_stranger_gave_move_no_cursor_and_have_an_end() -> None:
     odd = "\x1b]0;owned\x07"
     overrides = {"tandem_env": odd, "tandem_task": odd + "x" * 9999, "tandem_rewards": [{odd: 1.0}, {}]}
@@ -259,11 +234,6 @@ def test_names_that_a_stranger_gave_move_no_cursor_and_have_an_end() -> None:
     assert one.task.env == "�]0;owned�"
     assert one.task.id == "�]0;owned�" + "x" * 190
     assert list(one.rewards) == ["�]0;owned�"]
-
-
-def test_rounding_above_zero_is_no_fault() -> None:
-    (one, _) = rollouts(scored(inference_logprobs=[[1.0, 1.0, 1e-7, -0.2, -0.3], LOGPROBS]))
-    assert one.turns[0].completion.logprobs == (0.0, -0.2, -0.3)
 
 
 @pytest.mark.parametrize(

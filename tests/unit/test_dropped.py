@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.rollouts import answered, make_group
 
-from tandem.observability.completions import KEPT, DroppedGroups
+from tandem.observability.completions import DroppedGroups
 from tandem.observability.emit import Telemetry
 from tandem.observability.loggers.base import RunInfo
 from tandem.observability.loggers.console import Console
@@ -87,15 +87,6 @@ def test_the_console_shows_an_answer_its_reward_and_what_to_change(
     assert "  < no idea 0" in lines[at:]
 
 
-@pytest.mark.slow
-def test_it_never_floods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    drop(tmp_path, count=40, steps=100)
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) < 100 * 3 + 10 * 10, "three lines a step, and the example every so many steps"
-    kept = (tmp_path / "dropped.jsonl").read_text().splitlines()
-    assert len(kept) == 100 * KEPT
-
-
 @pytest.mark.parametrize(
     ("make", "reason", "change"),
     [
@@ -126,10 +117,3 @@ def test_a_resume_forgets_those_of_later_steps(tmp_path: Path) -> None:
     assert [(row["step"], row["why"]) for row in rows[-3:]] == [
         (2, "every reward 0"), (3, "every reward 1"), (3, "every reward 1"),
     ]  # fmt: skip
-
-
-def test_the_line_of_a_step_counts_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Console(live="never").open(info(tmp_path)).write(
-        1, {"groups/dropped_zero_variance": 30.0, "groups/dropped_failed": 3.0}
-    )
-    assert "dropped 33 groups" in capsys.readouterr().out

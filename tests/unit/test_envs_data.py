@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -70,33 +71,10 @@ def test_gsm8k_pays_for_worked_answers_alone(tmp_path: Path) -> None:
     assert earned(coins, env.check(coins)) == 1.0, "its row says 5*2=10 and no more"
 
 
-def test_gsm8k_test_path_is_held_out_and_nothing_else(tmp_path: Path) -> None:
-    env = Gsm8k(path=jsonl(tmp_path / "a.jsonl", EGGS, CLIPS), test_path=jsonl(tmp_path / "b.jsonl", COINS))
-    assert len(env.tasks("train")) == 2
-    assert [task.id for task in env.tasks("test")] == ["test/1"]
-
-
-def test_gsm8k_holds_out_a_share_of_one_file(tmp_path: Path) -> None:
-    rows = [{"question": f"What is {n}?", "answer": f"#### {n}"} for n in range(200)]
-    env = Gsm8k(path=jsonl(tmp_path / "a.jsonl", *rows), test_share=0.25)
-    train, test = ({task.prompt for task in env.tasks(split)} for split in ("train", "test"))  # type: ignore[arg-type]
-    assert len(train) + len(test) == 200
-    assert not train & test
-    assert 30 < len(test) < 70
-    reworded = Gsm8k(path=env.path, test_share=0.25, instruction="Hm.")
-    assert [task.id for task in reworded.tasks("test")] == [task.id for task in env.tasks("test")]
-
-
 def test_gsm8k_row_without_marker_names_its_line(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", EGGS, {"question": "?", "answer": "seven"})
     with pytest.raises(EnvError, match=r"a\.jsonl:2: answer should end with '#### '.*'seven'"):
         train(Gsm8k(path=path))
-
-
-def test_gsm8k_knows_which_options_change_nothing(tmp_path: Path) -> None:
-    assert set(Gsm8k().inert()) == {"test_share"}
-    assert set(Gsm8k(path=jsonl(tmp_path / "a.jsonl", EGGS)).inert()) == {"subset"}
-    assert set(Gsm8k(path=jsonl(tmp_path / "a.jsonl", EGGS), test_path="b.jsonl").inert()) == {"subset", "test_share"}
 
 
 # dataset: formats
@@ -164,25 +142,6 @@ def test_columns_within_columns(tmp_path: Path, options: dict[str, Any], prompt:
     path = jsonl(tmp_path / "a.jsonl", NESTED)
     (task,) = train(Dataset(path=path, test_share=0.0, **options))
     assert (task.prompt, task.answer) == (user_prompt(prompt), answer)
-
-
-def test_a_column_within_a_column_that_is_not_there_is_told(tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "a.jsonl", NESTED)
-    with pytest.raises(
-        EnvError, match=r"no column 'reward_model.ground_thruth'; did you mean 'reward_model.ground_truth'"
-    ):
-        train(Dataset(path=path, answer="reward_model.ground_thruth"))
-
-
-def test_csv_with_a_long_field_and_columns_without_a_name(tmp_path: Path) -> None:
-    text = "a" * 200_000
-    (tmp_path / "a.csv").write_text(f"prompt,answer,,\n{text},1,,\n")
-    assert train(Dataset(path=str(tmp_path / "a.csv"), test_share=0.0))[0].prompt == user_prompt(text)
-
-
-def test_tsv(tmp_path: Path) -> None:
-    (tmp_path / "a.tsv").write_text("prompt\tanswer\na, b\t1\n")
-    assert train(Dataset(path=str(tmp_path / "a.tsv"), test_share=0.0))[0].prompt == user_prompt("a, b")
 
 
 @pytest.mark.slow
@@ -282,13 +241,6 @@ def test_messages_keep_what_chat_templates_read(tmp_path: Path) -> None:
     ]
 
 
-def test_doubled_braces_are_braces(tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "a.jsonl", {"q": "1 {+} 1?", "answer": "2"})
-    prompt = 'In {{answer}}, {{{q}}}, or as {{"result": 2}}: {q} {'
-    (task,) = train(Dataset(path=path, prompt=prompt, test_share=0))
-    assert task.prompt == user_prompt('In {answer}, {1 {+} 1?}, or as {"result": 2}: 1 {+} 1? {')
-
-
 @pytest.mark.parametrize(("answer", "refused"), [("answer", True), ("", False), ("empty", False), ("q", False)])
 def test_a_template_that_names_the_gold_answer_is_refused(tmp_path: Path, answer: str, refused: bool) -> None:
     """Not where the answer stands in the question itself."""
@@ -331,6 +283,22 @@ def test_malformed_row_names_its_line(tmp_path: Path, line: str, message: str) -
         train(Dataset(path=path, test_share=0.0))
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", b"prompt,answer\na,1\nb\n", r":3: 1 fields, expected 2 \(prompt, answer\)"),
+        ("a.csv", b"\nprompt,answer,answer\na,1,2\n", ":2: 2 columns are called 'answer'; give each a name"),
+        ("a.csv", b'prompt,answer\n"a,1\n', r":\d: not valid CSV"),
+        ("a.jsonl", b'{"prompt": "a", "answer": "1"}\n{"prompt": "\xff"}\n', r":2: not UTF-8 \(byte 13"),
+        ("a.xlsx", b"", r": cannot read \.xlsx; use \.jsonl"),
+    ],
+)
+def test_a_file_that_cannot_be_read_names_the_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(EnvError, match=re.escape(name) + message):
+        train(Dataset(path=str(tmp_path / name)))
+
+
 def test_a_json_file_is_one_list_or_has_lines(tmp_path: Path) -> None:
     rows = [{"prompt": f"é {n}", "answer": str(n)} for n in range(3)]
     path = tmp_path / "a.json"
@@ -351,42 +319,12 @@ def test_a_json_file_is_one_list_or_has_lines(tmp_path: Path) -> None:
             train(Dataset(path=str(path), test_share=0))
 
 
-def test_csv_row_with_too_few_fields_names_its_line(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("prompt,answer\na,1\nb\n")
-    with pytest.raises(EnvError, match=r"a\.csv:3: 1 fields, expected 2 \(prompt, answer\)"):
-        train(Dataset(path=str(tmp_path / "a.csv")))
-
-
-def test_csv_with_two_columns_of_one_name_names_it(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("\nprompt,answer,answer\na,1,2\n")
-    with pytest.raises(EnvError, match=r"a\.csv:2: 2 columns are called 'answer'; give each a name of its own"):
-        train(Dataset(path=str(tmp_path / "a.csv")))
-
-
-def test_csv_with_an_open_quote_names_its_line(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text('prompt,answer\n"a,1\n')
-    with pytest.raises(EnvError, match=r"a\.csv:\d: not valid CSV"):
-        train(Dataset(path=str(tmp_path / "a.csv")))
-
-
-def test_not_utf8_names_the_line(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "a", "answer": "1"}\n{"prompt": "\xff"}\n')
-    with pytest.raises(EnvError, match=r"a\.jsonl:2: not UTF-8 \(byte 13"):
-        train(Dataset(path=str(tmp_path / "a.jsonl")))
-
-
 @pytest.mark.parametrize("content", ["", "\n\n"])
 def test_empty_data_set_says_so(tmp_path: Path, content: str) -> None:
     (tmp_path / "a.jsonl").write_text(content)
     for env in (Dataset(path=str(tmp_path / "a.jsonl")), Gsm8k(path=str(tmp_path / "a.jsonl"))):
         with pytest.raises(EnvError, match=r"a\.jsonl is empty; expected at least one row"):
             env.tasks("train")
-
-
-def test_split_without_rows_says_so(tmp_path: Path) -> None:
-    env = Dataset(path=jsonl(tmp_path / "a.jsonl", {"prompt": "a", "answer": "1"}), test_share=0.0)
-    with pytest.raises(EnvError, match="has no test tasks; add rows, change test_share"):
-        env.tasks("test")
 
 
 def test_missing_file_is_guessed(tmp_path: Path) -> None:
@@ -397,18 +335,6 @@ def test_missing_file_is_guessed(tmp_path: Path) -> None:
         train(Dataset(path=str(tmp_path / "tran.jsonl")))
     with pytest.raises(EnvError, match=r"there is no folder .* either"):
         train(Gsm8k(path=str(tmp_path / "nowhere" / "train.jsonl")))
-
-
-def test_folder_lists_its_files(tmp_path: Path) -> None:
-    jsonl(tmp_path / "train.jsonl", {"prompt": "a"})
-    with pytest.raises(EnvError, match=r"is a folder; name one file in it: train\.jsonl"):
-        train(Dataset(path=str(tmp_path)))
-
-
-def test_unknown_suffix_lists_the_known_ones(tmp_path: Path) -> None:
-    (tmp_path / "a.xlsx").write_text("")
-    with pytest.raises(EnvError, match=r"cannot read \.xlsx; use \.jsonl, .*\.parquet"):
-        train(Dataset(path=str(tmp_path / "a.xlsx")))
 
 
 def test_options_that_make_no_sense(tmp_path: Path) -> None:
@@ -426,20 +352,6 @@ def test_options_that_make_no_sense(tmp_path: Path) -> None:
 
 
 # dataset: splits, transforms, the hub
-
-
-def test_equal_prompts_stay_on_one_side(tmp_path: Path) -> None:
-    rows = [{"prompt": f"q{n % 20}", "answer": str(n)} for n in range(100)]
-    env = Dataset(path=jsonl(tmp_path / "a.jsonl", *rows), test_share=0.3)
-    sides = [{task.prompt for task in env.tasks(split)} for split in ("train", "test")]  # type: ignore[arg-type]
-    assert all(sides)
-    assert not sides[0] & sides[1]
-
-
-def test_max_rows(tmp_path: Path) -> None:
-    rows = [{"prompt": f"q{n}", "answer": str(n)} for n in range(100)]
-    env = Dataset(path=jsonl(tmp_path / "a.jsonl", *rows), test_share=0.3, max_rows=5)
-    assert [len(env.tasks("train")), len(env.tasks("test"))] == [5, 5]
 
 
 @pytest.fixture
@@ -521,10 +433,3 @@ def test_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(EnvError, match=r"tandem-rl\[data\]"):
         Gsm8k().tasks("train")
-
-
-def test_a_line_that_is_nested_too_deep_is_named(tmp_path: Path) -> None:
-    deep = '{"prompt": "a", "answer": ' + "[" * 200_000 + "]" * 200_000 + "}"
-    path = jsonl(tmp_path / "a.jsonl", {"prompt": "a", "answer": "1"}, deep)
-    with pytest.raises(EnvError, match=r"a.jsonl:2: lists and objects are nested too deep to be read"):
-        train(Dataset(path=path))

@@ -45,11 +45,6 @@ def test_the_best_and_the_worst_answer_are_printed(recipe: Path, capsys: pytest.
     ]
 
 
-def test_none_is_printed_where_none_is_wanted(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    evaluate(recipe, ["print_completions=0"], None)
-    assert "It is" not in capsys.readouterr().out
-
-
 def test_answers_that_failed_are_counted(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

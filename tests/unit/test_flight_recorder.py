@@ -19,7 +19,6 @@ from tandem.config.sections import Distributed
 from tandem.distributed import crew, flight_recorder
 from tandem.distributed.crew import Ranks
 from tandem.errors import RankError
-from tandem.tools import doctor
 from tandem.trainer.ranks import parts as rank_parts
 from tandem.trainer.ranks.parts import RankParts
 from tandem.transport import rendezvous as meeting
@@ -88,24 +87,6 @@ def test_a_disk_that_refuses_ends_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "logs").write_text("a file")
     flight_recorder.record(tmp_path / "logs")
     assert flight_recorder.write(0) is None
-
-
-def test_doctor_names_the_files_of_the_latest_run_and_torchs_command(tmp_path: Path) -> None:
-    for run, seconds in (("old", 1), ("new", 2)):
-        (tmp_path / run / "logs").mkdir(parents=True)
-        for rank in (10, 2):
-            file = tmp_path / run / f"logs/nccl_trace_rank_{rank}"
-            file.write_bytes(b"")
-            os.utime(file, (seconds, seconds))
-    (tmp_path / "new/logs/rank-1.log").write_text("")
-    (finding,) = doctor._traces(tmp_path)
-    assert (
-        finding.detail == f"{tmp_path}/new has lost a rank; {tmp_path}/new/logs has the last collectives of rank 2, 10"
-    )
-    assert finding.fix.startswith(
-        f"torchfrtrace --prefix nccl_trace_rank_ --allow-incomplete-ranks {tmp_path}/new/logs"
-    )
-    assert not list(doctor._traces(tmp_path / "none"))
 
 
 # Faults

@@ -45,6 +45,7 @@ class Marks:
     """Graders that give each answer's length, and keep what they were shown."""
 
     seen: list[list[Rollout]]
+    singly: bool = False
 
     async def grade(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         self.seen.append(list(rollouts))
@@ -124,6 +125,38 @@ def test_a_group_is_scored_as_soon_as_its_own_answers_are_there(template: Templa
         assert len(marks.seen) == 2
 
     asyncio.run(asyncio.wait_for(go(), 20))
+
+
+@pytest.mark.parametrize("singly", [True, False])
+def test_an_answer_is_scored_while_its_siblings_are_sampled_where_no_reward_needs_them(
+    template: Template, singly: bool
+) -> None:
+    marks, late = Marks([], singly), asyncio.Event()
+    answers = iter(range(3))
+
+    @dataclass(frozen=True, kw_only=True)
+    class Late(Talk):
+        async def play(self, task: Task, chat: Chat) -> Mapping[str, float]:
+            if next(answers) == 1:
+                await late.wait()
+            return await super().play(task, chat)
+
+    async def go() -> Group:
+        async with Fake(vocab=258).open(None, context=64) as engine:
+            graders: Any = marks
+            runner = GroupRunner(name="t", env=Late(), engine=engine, graders=graders, template=template, seed=0)
+            task = Task(id="t", env="talk", prompt=(Message(role="user", content="?"),), answer="")
+            run = asyncio.ensure_future(runner.run(task, id="t", index=0, size=3, sampling=Sampling(max_tokens=4)))
+            for _ in range(200):
+                await asyncio.sleep(0)
+            assert sorted(r.id for rollouts in marks.seen for r in rollouts) == (["t/0", "t/2"] if singly else [])
+            late.set()
+            return await run
+
+    group = asyncio.run(asyncio.wait_for(go(), 20))
+    assert [r.id for r in group.rollouts] == ["t/0", "t/1", "t/2"]
+    assert [r.reward for r in group.rollouts] == [float(r.num_tokens) for r in group.rollouts]
+    assert [len(rollouts) for rollouts in marks.seen] == ([1, 1, 1] if singly else [3])
 
 
 def test_group_holds_scored_siblings_in_order(template: Template) -> None:

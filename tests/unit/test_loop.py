@@ -91,7 +91,7 @@ class Scene:
             evaluator=SimpleNamespace(maybe=self.evaluate, wants=self.evaluates),  # type: ignore[arg-type]
             telemetry=self,  # type: ignore[arg-type]
             records=self.records,
-            show=lambda step, groups: None,
+            show=lambda step, groups, advantages: None,
             stop=self.stop,
             reached=lambda step: setattr(self.trainer, "step", step),
             grading=dict,
@@ -115,7 +115,7 @@ class Scene:
     async def compute(self, work: Callable[[], Any]) -> Any:
         return work()
 
-    async def sleep(self) -> None:
+    async def sleep(self, step: int, *, last: bool) -> None:
         """It never sleeps."""
 
     def accept_requests_for(self, step: int, free_slots: Callable[[], None]) -> None:
@@ -143,6 +143,10 @@ class Scene:
 
     def pack(self, groups: Sequence[Group], *, version: int) -> StepBatch:
         return StepBatch(micro=(), groups=tuple(groups), advantages={}, num_loss_tokens=len(groups), num_samples=0)
+
+    async def packed(self, pack: Any, groups: Sequence[Group], version: int) -> StepBatch:
+        packed: StepBatch = pack(groups, version=version)
+        return packed
 
     async def forward_backward(self, batch: StepBatch, queued: Callable[[], None]) -> StepStats:
         queued()

@@ -10,17 +10,16 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 
 from tandem.config import loading as config
 from tandem.errors import ConfigError
-from tandem.optimizers import base
 from tandem.optimizers._precise import Precise, TrainedWeight
 from tandem.optimizers.adafactor import Adafactor
 from tandem.optimizers.adamw import AdamW
 from tandem.optimizers.adamw8bit import AdamW8bit
-from tandem.optimizers.base import ParameterPart, global_norm
+from tandem.optimizers.base import ParameterPart
 
 KINDS: tuple[type[Precise], ...] = (AdamW, AdamW8bit, Adafactor)
 PRECISIONS: tuple[Literal["masters", "stochastic"], ...] = ("masters", "stochastic")
@@ -90,36 +89,6 @@ def test_the_first_gradient_is_moved_in_and_nothing_is_held_between_steps() -> N
     assert trained.gradient.is_contiguous()
 
 
-@every
-def test_beside_weights_and_states_two_bytes_are_held(kind: Any, precision: Any) -> None:
-    """Everything that a bound optimizer refers to, by reflection: no float32 of a model's size hides anywhere."""
-    shape, options = (200, 128), kind(precision=precision, gradients="bfloat16")
-    stepper, weight = bound(options, start(*shape))
-    give(stepper, weight, micro_batches(3, *shape))
-    states = {tensor.data_ptr() for tensor in stepper.state_dict().values()}
-    trained = stepper.weights[0]
-    rest = [t for t in vars(trained).values() if isinstance(t, Tensor) and t.numel() == weight.numel()]
-    rest = [t for t in rest if t is not weight and t.data_ptr() not in states]
-    assert [(t.dtype, t.nbytes) for t in rest] == [(torch.bfloat16, 2 * weight.numel())]
-    wide = kind(precision=precision)
-    assert wide.state_bytes(1000, 2) - options.state_bytes(1000, 2) == 2000
-    assert wide.state_bytes(1000, 4) == options.state_bytes(1000, 4), "float32 weights have float32 gradients"
-
-
-@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
-def test_the_norm_is_not_narrow(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    monkeypatch.setattr(base, "_WIDENED", 500)  # several rows at a time, and rows that are longer
-    grads = [*micro_batches(2, 37, 70, mean=0.3), *micro_batches(1, 3, 4, 600), *micro_batches(1, 33)]
-    grads.append(torch.tensor(2.0, dtype=torch.bfloat16))
-    if device == "cuda":  # as many as an embedding has
-        grads.append(torch.randn(20_000, 1024, generator=torch.Generator().manual_seed(3)) + 0.3)
-    want = math.sqrt(sum(float(g.double().square().sum()) for g in grads))
-    norm = global_norm([g.to(device) for g in grads])
-    assert norm.dtype == torch.float64
-    assert float(norm) == pytest.approx(want, rel=1e-6)
-    assert float(global_norm([g.double() for g in grads])) == pytest.approx(want, rel=1e-12)
-
-
 def updated(options: Precise, shape: tuple[int, ...], num: int, clip: float, steps: int = 4) -> tuple[Tensor, Any]:
     """A weight in all the bits that are kept of it, and the optimizer."""
     stepper, weight = bound(options, start(*shape))
@@ -146,98 +115,6 @@ def test_one_micro_batch_updates_as_float32_gradients_do(kind: Any, precision: A
         assert torch.allclose(wide, narrow, rtol=2**-7, atol=1e-6)
         assert float((wide == narrow).float().mean()) > 0.99
         assert with_wide.state_dict().keys() == with_narrow.state_dict().keys(), "a gradient is no state"
-
-
-@every
-@pytest.mark.parametrize("clip", [0.0, 0.5])
-def test_a_clipped_update_is_near_that_of_float32_gradients(kind: Any, precision: Any, clip: float) -> None:
-    """Eight micro-batches are off by half a percent of the gradient, and so is the way that the weights go."""
-    wide, _ = updated(kind(precision=precision), (70, 130), 8, clip)
-    narrow, _ = updated(kind(precision=precision, gradients="bfloat16"), (70, 130), 8, clip)
-    way = wide - start(70, 130).float()
-    off = float((narrow - wide).norm() / way.norm())
-    # Weights are read here as they are rounded, and Adam's first steps make a whole one of a gradient near 0.
-    assert off < (0.05 if precision == "stochastic" else 0.035)
-    assert float(way.norm()) > 0.1
-
-
-@every
-@pytest.mark.parametrize("summed", ["float32", "bfloat16"])
-def test_clipping_scales_in_float32(kind: Any, precision: Any, summed: Any) -> None:
-    """What the states are told; rounded to bfloat16 again, it would be off by up to 2^-8."""
-    options = kind(precision=precision, gradients=summed)
-    stepper, weight = bound(options, start(1000))
-    grad = micro_batches(1, 1000)[0]
-    give(stepper, weight, [grad])
-    norm = float(stepper.step(0.0, 0.7))
-    states = stepper.state_dict()
-    clipped = states["w/variance"].sqrt() if kind is Adafactor else states["w/exp_avg"].abs() / (1 - options.beta1)
-    assert torch.allclose(clipped.double(), grad.double().abs() * (0.7 / norm), rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("summed", ["float32", "bfloat16"])
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_adafactor_waits_for_no_number(precision: Any, summed: Any) -> None:
-    """Its means and sizes stay where they are: the meta device has no numbers to ask for."""
-    named = [(str(shape), Parameter(torch.empty(shape, dtype=torch.bfloat16, device="meta"))) for shape in ((9, 7), 5)]
-    stepper: Any = Adafactor(precision=precision, gradients=summed, weight_decay=0.1).bind(named)
-    for trained, (_, parameter) in zip(stepper.weights, named, strict=True):
-        give(stepper, parameter, [torch.empty_like(parameter)])
-        trained.steps += 1
-    with torch.no_grad():
-        stepper.update(stepper.weights, 1e-3, 0.5)
-    assert all(state["step"] == 1 for state in stepper.states.values())
-
-
-def learned(options: Precise, batches: int) -> tuple[float, float]:
-    """First and last loss of a bfloat16 network that learns to be another, each step in micro-batches."""
-    generator = torch.Generator().manual_seed(7)
-
-    def random(*shape: int, scale: float) -> Tensor:
-        return torch.randn(shape, generator=generator) * scale
-
-    inputs, teacher = random(512, 24, scale=1.0), random(24, 1, scale=0.4)
-    targets = torch.tanh(inputs @ teacher)
-    net = nn.Sequential(nn.Linear(24, 48), nn.Tanh(), nn.Linear(48, 1)).bfloat16()
-    for parameter in net.parameters():
-        parameter.data.copy_(random(*parameter.shape, scale=0.15))
-        parameter.requires_grad_()
-    stepper = options.bind(list(net.named_parameters()))
-    for parameter in net.parameters():
-        parameter.register_post_accumulate_grad_hook(stepper.accumulate)
-    losses = []
-    for _ in range(40):
-        total = 0.0
-        for x, y in zip(inputs.chunk(batches), targets.chunk(batches), strict=True):
-            loss = (net(x.bfloat16()).float() - y).square().mean() / batches
-            loss.backward()
-            total += float(loss.detach())
-        stepper.step(0.1 if isinstance(options, Adafactor) else 0.01, 1.0)
-        losses.append(total)
-    return losses[0], sum(losses[-5:]) / 5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_learns_as_with_float32_gradients(kind: Any) -> None:
-    first, wide = learned(kind(), 8)
-    _, narrow = learned(kind(gradients="bfloat16"), 8)
-    assert wide < 0.1 * first
-    # Products of bfloat16 round otherwise on other processors, which late losses show.
-    assert narrow < 1.05 * wide + 0.01 * first
-
-
-def test_tensors_of_a_mixed_model_have_gradients_of_their_types() -> None:
-    options = AdamW(gradients="bfloat16", precision="stochastic")
-    named = [("narrow", Parameter(start(8, 8))), ("wide", Parameter(start(8, 8).float()))]
-    stepper: Any = options.bind(named)
-    for _ in range(3):
-        for _, parameter in named:
-            give(stepper, parameter, [torch.full_like(parameter, 2.0**-9) for _ in range(2)])
-        assert [trained.gradient.dtype for trained in stepper.weights] == [torch.bfloat16, torch.float32]
-        assert float(stepper.step(1e-2, 0.01)) == pytest.approx(2.0**-8 * math.sqrt(128))
-    moved = [float((parameter.detach().float() - start(8, 8).float()).mean()) for _, parameter in named]
-    assert moved == pytest.approx([-0.03, -0.03], rel=0.02)
 
 
 def test_what_it_cannot_be_is_refused(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.distributed.placement import VARIABLES, Placement, first_host, visible_accelerators
+from tandem.distributed.placement import VARIABLES, Placement, counts_hosts, hosts, visible_accelerators
 from tandem.errors import ConfigError
 
 TORCHRUN = {
@@ -144,18 +144,27 @@ def test_slurms_variables_that_contradict_one_another(changed: dict[str, str], m
 
 
 @pytest.mark.parametrize(
-    ("nodelist", "host"),
+    ("nodelist", "names"),
     [
-        ("gpu[01-03,7]", "gpu01"),
+        ("gpu[01-03,7]", "gpu01 gpu02 gpu03 gpu7"),
         ("gpu7", "gpu7"),
-        ("gpu7,gpu8", "gpu7"),
-        ("a-1.cluster,b[1-2]", "a-1.cluster"),
-        ("r[2-3]n[08-10]", "r2n08"),
+        ("gpu7,gpu8", "gpu7 gpu8"),
+        ("a-1.cluster,b[1-2]", "a-1.cluster b1 b2"),
+        ("r[2-3]n[08-10]", "r2n08 r2n09 r2n10 r3n08 r3n09 r3n10"),
         ("node-[8]-ib", "node-8-ib"),
     ],
 )
-def test_the_first_host_of_a_node_list(nodelist: str, host: str) -> None:
-    assert first_host(nodelist) == host
+def test_the_hosts_of_a_node_list(nodelist: str, names: str) -> None:
+    assert hosts(nodelist) == names.split()
+
+
+@pytest.mark.parametrize(
+    ("changed", "counts"),
+    [({}, True), ({"LOCAL_RANK": "1"}, False), ({"NNODES": "3"}, False), ({"NODE_RANK": ""}, False)],
+)
+def test_a_platform_may_number_hosts_as_ranks(changed: dict[str, str], counts: bool) -> None:
+    platform = {"NNODES": "2", "NODE_RANK": "1", "WORLD_SIZE": "2", "RANK": "1"}
+    assert counts_hosts(platform | changed) is counts
 
 
 def test_a_recipes_ranks_agree_with_the_launcher() -> None:

@@ -13,7 +13,6 @@ from rich.console import Console
 from tandem.observability import progress
 from tandem.observability.board import RunBoard
 from tandem.observability.loggers.base import RunInfo
-from tandem.observability.progress import Progress
 
 
 @contextmanager
@@ -58,15 +57,6 @@ def test_a_display_that_fails_is_dropped_and_what_is_under_way_goes_on(caplog: p
     ]
 
 
-def test_the_time_that_is_left_follows_from_what_is_done(clock: list[float]) -> None:
-    shown = Progress(what="evaluating", total=10, unit="tasks", begun=100.0)
-    assert shown.left is None
-    clock[0] = 108.0
-    shown.reach(4)
-    assert shown.left == pytest.approx(12.0)
-    assert progress.text(shown) == "evaluating 4 of 10 tasks, 8.0 s gone, about 12 s left"
-
-
 def test_lines_say_little_of_what_is_short_and_the_rest_now_and_then(clock: list[float]) -> None:
     with listened() as lines:
         with progress.under_way("sampling", total=100, unit="groups") as shown:
@@ -85,17 +75,6 @@ def test_lines_tell_what_nothing_is_known_of_when_it_begins_and_when_it_took_lon
         with progress.under_way("starting the engine"):
             clock[0] += 1.0
     assert lines == ["loading the weights", "loading the weights took 7.0 s", "starting the engine"]
-
-
-@pytest.mark.parametrize("total", [0, 8])
-def test_a_bar_is_one_line_with_the_time(clock: list[float], total: int) -> None:
-    shown = Progress(what="evaluating", total=total, unit="tasks", done=total // 4, begun=90.0)
-    out = io.StringIO()
-    Console(file=out, width=90, force_terminal=True, no_color=True).print(progress.bar(shown))
-    text = out.getvalue().strip()
-    assert "\n" not in text
-    assert all(word in text for word in ("evaluating", "10 s"))
-    assert ("evaluating 2/8 tasks" in text and "30 s left" in text) == bool(total)
 
 
 def test_the_live_board_has_a_bar_for_what_takes_longer_than_a_person_waits(tmp_path: Path, clock: list[float]) -> None:

@@ -17,10 +17,7 @@ from support.fake_engine import END
 from support.proxy_sessions import USER, Scripted, message_of, served
 
 from tandem.agents import server
-from tandem.agents.schema import BadRequest, ChatRequest
 from tandem.agents.server import Proxy, Session
-from tandem.engines.base import Engine
-from tandem.engines.fake import Fake
 from tandem.envs.agent import Agent
 from tandem.errors import ConfigError, EngineError, EnvError
 from tandem.rollout.chat import EngineChat
@@ -68,19 +65,6 @@ def test_the_record_is_that_of_a_chat(template: Template, first: list[int]) -> N
         return [turn.prompt for turn in chat.turns]
 
     assert served(template, engine, talk) == asyncio.run(chat())
-
-
-def test_an_agent_may_strip_what_was_said(template: Template) -> None:
-    engine = Scripted([A, SPACE, BREAK, END])
-
-    async def talk(post: Any, session: Session, _: Proxy) -> None:
-        first = message_of(await post(USER))
-        assert first["content"] == "a \n"
-        await post(USER, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"})
-        one, two = session.turns
-        assert two.prompt[: len(one.prompt) + 4] == (*one.prompt, *one.completion.tokens)
-
-    served(template, engine, talk)
 
 
 def test_what_extends_nothing_is_a_conversation_of_its_own(template: Template) -> None:
@@ -178,22 +162,6 @@ def test_what_cannot_be_obeyed_is_refused(template: Template, body: dict[str, An
     served(template, engine, talk)
 
 
-def test_a_body_nested_too_deep_is_the_agents_mistake() -> None:
-    with pytest.raises(BadRequest, match="the body is no chat completion's"):
-        ChatRequest.read(b'{"messages": ' + b"[" * 200_000)
-
-
-def test_text_in_parts_is_text(template: Template) -> None:
-    engine = Scripted([A, END])
-
-    async def talk(post: Any, session: Session, _: Proxy) -> None:
-        await post({"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]})
-        await post(USER)
-        assert session.turns[0].prompt == session.turns[1].prompt
-
-    served(template, engine, talk)
-
-
 def test_an_engine_that_fails_is_the_servers_fault(template: Template) -> None:
     class Broken(Scripted):
         async def generate(self, prompt: Sequence[int], sampling: Sampling, key: int) -> Completion:
@@ -206,8 +174,7 @@ def test_an_engine_that_fails_is_the_servers_fault(template: Template) -> None:
     served(template, Broken([1]), talk)
 
 
-@pytest.mark.parametrize("chat", [True, False])
-def test_an_engine_that_fails_at_one_of_several_answers_has_failed(template: Template, chat: bool) -> None:
+def test_an_engine_that_fails_at_one_of_several_answers_has_failed(template: Template) -> None:
     class Late(Scripted):
         async def generate(self, prompt: Sequence[int], sampling: Sampling, key: int) -> Completion:
             completion = await super().generate(prompt, sampling, key)
@@ -217,7 +184,7 @@ def test_an_engine_that_fails_at_one_of_several_answers_has_failed(template: Tem
             return completion
 
     async def talk(post: Any, session: Session, _: Proxy) -> None:
-        await (post(USER, status=502, n=2) if chat else post(status=502, path="v1/completions", n=2, prompt="x"))
+        await post(USER, status=502, n=2)
         await asyncio.sleep(0.2)  # in which the other would be answered, for nobody
         assert isinstance(session.failure, EngineError)
         assert not session.turns
@@ -252,17 +219,6 @@ def test_a_server_answers_nobody_without_the_key_of_an_episode(template: Templat
     served(template, engine, talk)
 
 
-@pytest.mark.parametrize("headers", [{"Host": "evil.example.com"}, {"Origin": "http://evil.example.com"}])
-def test_a_web_page_cannot_speak_in_an_episode(template: Template, headers: dict[str, str]) -> None:
-    async def talk(post: Any, session: Session, _: Proxy) -> None:
-        url = f"{post.url}/{post.name}/v1/chat/completions"
-        async with post.http.post(url, json={"messages": [USER]}, headers=headers) as response:
-            assert response.status == 403, await response.text()
-        assert not session.turns
-
-    served(template, Scripted([A, END]), talk)
-
-
 def test_a_long_request_does_not_hold_the_event_loop(template: Template, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is long is read and tokenised in a thread, and what is short where it comes in."""
     threads: list[bool] = []
@@ -281,63 +237,6 @@ def test_a_long_request_does_not_hold_the_event_loop(template: Template, monkeyp
         assert threads == [False, True, True]
 
     served(template, Scripted([A, END]), talk)
-
-
-def test_the_work_of_a_request_grows_with_its_messages(template: Template, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each message is looked at once, in each request, to find the conversation that it extends."""
-    looks = 0
-    alike = server.alike
-
-    def counted(message: Message) -> Message:
-        nonlocal looks
-        looks += 1
-        return alike(message)
-
-    monkeypatch.setattr(server, "alike", counted)
-    monkeypatch.setattr(Template, "prompt", lambda *_: [A])
-    monkeypatch.setattr(Message, "__hash__", lambda self: pytest.fail("a message was looked at again"))
-
-    async def talk(post: Any, session: Session, _: Proxy) -> None:
-        await post(*[USER] * 300)
-        assert looks == 301
-
-    served(template, Scripted([A, END]), talk)
-
-
-def test_a_prompt_of_several_answers_is_made_once(template: Template, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = 0
-    whole = Template.prompt
-
-    def prompt(*args: Any) -> list[int]:
-        nonlocal made
-        made += 1
-        return whole(*args)
-
-    monkeypatch.setattr(Template, "prompt", prompt)
-
-    async def talk(post: Any, session: Session, _: Proxy) -> None:
-        await post(USER, n=4)
-        assert (made, len(session.turns)) == (1, 4)
-
-    served(template, Scripted([A, END]), talk)
-
-
-def test_a_real_engine_of_fakes(template: Template) -> None:
-    """Four turns on an engine that answers random bytes: each prompt begins with all that was before."""
-
-    async def go() -> None:
-        async with Fake(vocab=258).open(None, context=1000) as engine:
-            assert isinstance(engine, Engine)
-            session = Session(engine, template, Sampling(max_tokens=20), "s")
-            messages = [Message(role="user", content="hello")]
-            for number in range(4):
-                text = (await session.reply(messages))[0].text
-                messages += [Message(role="assistant", content=text), Message(role="user", content=str(number))]
-            for before, after in zip(session.turns, session.turns[1:], strict=False):
-                whole = (*before.prompt, *before.completion.tokens)
-                assert after.prompt[: len(whole)] == whole
-
-    asyncio.run(go())
 
 
 # Agents as environments
@@ -407,26 +306,6 @@ def test_a_function_is_an_environment(template: Template, monkeypatch: pytest.Mo
     assert two.prompt[: len(whole)] == whole
     assert [m.role for m in chat.messages] == ["system", "user", "assistant", "user", "assistant", "assistant"]
     assert chat.messages[-1].content == "the answer to 7"
-
-
-@pytest.mark.parametrize(("returned", "last"), [(" a\n", "a"), ("b", "b"), (None, "a")])
-def test_what_the_policy_said_and_the_agent_returns_is_one_message(
-    template: Template, monkeypatch: pytest.MonkeyPatch, returned: str | None, last: str
-) -> None:
-    async def echoes(task: Task, url: str) -> str | None:
-        async with aiohttp.ClientSession() as http:
-            await http.post(f"{url}/chat/completions", json={"messages": [USER]})
-        return returned
-
-    monkeypatch.setattr("tandem.envs.agent._function", lambda path: echoes)
-    chat, _ = played(template, "my_agent:echoes")
-    assert [message.content for message in chat.messages] == ["hello", "a", *(["b"] if last == "b" else [])]
-
-
-def test_a_command_is_an_environment(template: Template) -> None:
-    chat, _ = played(template, COMMAND)
-    assert [turn.completion.tokens for turn in chat.turns] == [(A, END)]
-    assert chat.messages[-1].content == "a!"
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,21 +34,19 @@ RUNS = {
 """A run that leaves nothing as it is."""
 
 
-@pytest.mark.parametrize("path", ["v1/chat/completions", "v1/completions"])
 @pytest.mark.parametrize(
     ("name", "neutral"),
     [(name, 1.0 if name in ("top_p", "repetition_penalty") else 0) for name in RUNS] + [("top_k", -1), ("top_k", 41)],
 )
 def test_what_a_turn_does_not_record_stays_the_runs(
-    template: Template, name: str, neutral: float, path: str, caplog: pytest.LogCaptureFixture
+    template: Template, name: str, neutral: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     _tell.cache_clear()
     engine = Scripted([A, END])
 
     async def talk(post: Any, session: Session, _: Proxy) -> None:
-        asking = partial(post, path=path, prompt="hello") if path == "v1/completions" else partial(post, USER)
         for value in (neutral, neutral, RUNS[name]):
-            await asking(**{name: value})
+            await post(USER, **{name: value})
         assert [request[1] for request in engine.requests] == [Sampling(max_tokens=8, **RUNS)] * 3  # type: ignore[arg-type]
         assert len(caplog.messages) == 1
         assert f"{name} is left out" in caplog.text
@@ -102,45 +99,6 @@ def test_options_of_the_chat_template_are_obeyed(tiny_model: Path) -> None:
     served(Template(tokenizer, {}), Scripted([A, END]), talk)
 
 
-def test_what_is_off_may_be_said_to_be_off(template: Template) -> None:
-    engine = Scripted([A, END])
-    off = {"top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
-
-    async def talk(post: Any, session: Session, _: Proxy) -> None:
-        await post(USER, **off, min_tokens=0, logit_bias={}, user="u", metadata={"a": "b"}, ignore_eos=False, seed=None)
-        assert engine.requests[0][1] == Sampling(max_tokens=8)
-
-    served(template, engine, talk)
-
-
-def test_greedy_answers_are_those_of_a_run_that_is_greedy(template: Template) -> None:
-    engine = Scripted([A, END])
-
-    async def talk(post: Any, session: Session, _: Proxy) -> None:
-        for warmth in (0, 0.001, 0.01):
-            await post(USER, temperature=warmth)
-        assert [request[1].temperature for request in engine.requests] == [0.7, 0.7, 0.01]
-
-    async def evaluated(post: Any, session: Session, _: Proxy) -> None:
-        await post(USER, temperature=0)
-        await post(USER, temperature=0.5)
-        assert [request[1].temperature for request in engine.requests] == [0, 0.5]
-
-    served(template, engine, talk, temperature=0.7)
-    engine.requests.clear()
-    served(template, engine, evaluated, temperature=0.0)
-
-
-def test_an_answer_may_be_shorter_than_any_may_end_by_itself(template: Template) -> None:
-    engine = Scripted([A])
-
-    async def talk(post: Any, session: Session, _: Proxy) -> None:
-        await post(USER, max_tokens=3)
-        assert (engine.requests[0][1].max_tokens, engine.requests[0][1].min_tokens) == (3, 3), "vLLM refuses another"
-
-    served(template, engine, talk, min_tokens=5)
-
-
 def test_a_session_that_is_asked_in_python_records_no_more(template: Template) -> None:
     async def go() -> None:
         async with Fake(vocab=258).open(None, context=1000) as engine:
@@ -148,8 +106,10 @@ def test_a_session_that_is_asked_in_python_records_no_more(template: Template) -
             with pytest.raises(EnvError, match=r"top_p 0\.9 is not the run's"):
                 await session.reply([Message(role="user", content="hello")], Sampling(max_tokens=4, top_p=0.9))
             with pytest.raises(EnvError, match="greedy"):
-                await session.complete("hello", Sampling(max_tokens=4, temperature=0.0))
-            (warm,) = await session.complete("hello", Sampling(max_tokens=2, temperature=0.5))
+                await session.reply([Message(role="user", content="hello")], Sampling(max_tokens=4, temperature=0.0))
+            (warm,) = await session.reply(
+                [Message(role="user", content="hello")], Sampling(max_tokens=2, temperature=0.5)
+            )
             assert warm.turn.temperature == 0.5
 
     asyncio.run(go())
@@ -183,28 +143,6 @@ def test_who_is_waited_for_is_the_engine(template: Template) -> None:
         assert last_completion[engine] > moved
 
     asyncio.run(go())
-
-
-def test_an_environment_goes_on_with_the_conversation_that_its_agent_had(template: Template) -> None:
-    engine: Any = Scripted([A, END], [B, END], [A, END])
-
-    async def go() -> EngineChat:
-        chat = EngineChat(engine, template, TASK, Sampling(max_tokens=8), "s")
-        async with chat.serve() as url, aiohttp.ClientSession() as http:
-            messages = [USER]
-            for more in ({"role": "user", "content": "go on"}, None):
-                response = await http.post(f"{url}/chat/completions", json={"messages": messages})
-                messages = [*messages, (await response.json())["choices"][0]["message"], more]
-        chat.add(Message(role="user", content="and now?"))
-        await chat.reply()
-        return chat
-
-    chat = asyncio.run(go())
-    assert [m.content for m in chat.messages] == ["hello", "a", "go on", "b", "and now?", "a"]
-    first, second, third = chat.turns
-    for before, after in ((first, second), (second, third)):
-        so_far = (*before.prompt, *before.completion.tokens)
-        assert after.prompt[: len(so_far)] == so_far
 
 
 @pytest.mark.parametrize("swallows", [True, False], ids=["swallowed", "raised"])

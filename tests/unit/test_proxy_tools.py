@@ -11,9 +11,8 @@ import pytest
 from support.fake_engine import END
 from support.proxy_sessions import USER, Scripted, message_of, served
 
-from tandem.agents import schema as _openai
 from tandem.agents.server import Proxy, Session
-from tandem.agents.tool_calls import BareCalls, Tagged, ToolCall, ToolMessage, as_text
+from tandem.agents.tool_calls import BareCalls, Tagged
 from tandem.rollout.template import Template
 from tandem.types import Message
 
@@ -67,7 +66,7 @@ def hermes(tiny_model: Path) -> Template:
 
 def sampled(template: Template, *texts: str) -> Roomy:
     """An engine that samples these texts, each with an end token."""
-    return Roomy(*([*template.more(text), END] for text in texts))
+    return Roomy(*([*template._encode(text), END] for text in texts))
 
 
 def talked(template: Template, engine: Any, talk: Callable[[Any, Session], Coroutine[Any, Any, None]]) -> None:
@@ -133,24 +132,6 @@ def test_what_the_policy_did_not_say_is_rendered(hermes: Template, change: dict[
     talked(hermes, engine, talk)
 
 
-def test_other_tools_are_another_conversation(hermes: Template) -> None:
-    engine = sampled(hermes, CALLS, "three", "four")
-    other = {"type": "function", "function": {"name": "other"}}
-
-    async def talk(post: Any, session: Session) -> None:
-        message = message_of(await post(USER, tools=[ADD]))
-        await post(USER, message, RESULT, tools=[ADD, other])
-        await post(USER, message, RESULT, tools=[ADD], tool_choice="none")
-        assert not is_continued(session)
-        assert not is_continued(session, 0, 2)
-        assert '"name": "other"' in hermes.decode(session.turns[1].prompt)
-        rendered = hermes.decode(session.turns[2].prompt)
-        assert "Tools:" not in rendered
-        assert '<tool_call>\n{"name": "add", "arguments": {"b": 2, "a": 1}}\n</tool_call>' in rendered
-
-    talked(hermes, engine, talk)
-
-
 def test_several_calls_and_one_alone(hermes: Template) -> None:
     two = '<tool_call>{"name": "add", "arguments": {}}</tool_call><tool_call>{"name": "b", "arguments": {}}</tool_call>'
 
@@ -205,20 +186,6 @@ def test_what_cannot_be_promised_is_refused(hermes: Template, body: Any, param: 
     talked(hermes, engine, talk)
 
 
-def test_that_strict_is_not_enforced_is_said_once(hermes: Template, caplog: pytest.LogCaptureFixture) -> None:
-    _openai._tell.cache_clear()
-    strict = {**ADD, "function": {**_ADD, "strict": True}}
-
-    async def talk(post: Any, session: Session) -> None:
-        await post(USER, tools=[ADD])
-        assert "strict" not in caplog.text
-        for _ in range(2):
-            await post(USER, tools=[strict])
-        assert caplog.text.count("strict, which is not enforced") == 1
-
-    talked(hermes, sampled(hermes, "x", "y", "z"), talk)
-
-
 def test_a_template_without_tools_refuses_them(tiny_model: Path) -> None:
     from conftest import CHAT_TEMPLATE
 
@@ -238,31 +205,6 @@ def test_the_template_says_how_calls_are_written(tiny_model: Path) -> None:
     assert template_of(tiny_model, OTHER).speech.shown
 
 
-def test_calls_of_llama_go_on_too(tiny_model: Path) -> None:
-    llama = template_of(tiny_model, LLAMA)
-    engine = sampled(llama, '{"name": "add","parameters": {"a": 1}}', '{"name": "me", "parameters": {}}')
-
-    async def talk(post: Any, session: Session) -> None:
-        message = message_of(await post(USER, tools=[ADD]))
-        assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
-        message = message_of(await post(USER, message, RESULT, tools=[ADD]))
-        assert is_continued(session)
-        assert message == {"role": "assistant", "content": '{"name": "me", "parameters": {}}'}, "no tool is called me"
-
-    talked(llama, engine, talk)
-
-
-def test_calls_in_an_unknown_form_are_text(tiny_model: Path) -> None:
-    template = template_of(tiny_model, OTHER)
-
-    async def talk(post: Any, session: Session) -> None:
-        answer = await post(USER, tools=[ADD])
-        assert message_of(answer) == {"role": "assistant", "content": CALLS}
-        assert answer["choices"][0]["finish_reason"] == "stop"
-
-    talked(template, sampled(template, CALLS), talk)
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -278,13 +220,6 @@ def test_calls_in_an_unknown_form_are_text(tiny_model: Path) -> None:
 )
 def test_calls_that_cannot_be_read_are_text(text: str) -> None:
     assert Tagged().read(text, {"add"}) == (text, ())
-
-
-def test_calls_after_thinking() -> None:
-    text = '<think><tool_call>x</tool_call></think>\n<tool_call>{"name": "add", "arguments": {"ä": 1}}</tool_call>'
-    rest, (call,) = Tagged().read(text, ())
-    assert rest == "<think><tool_call>x</tool_call></think>"
-    assert call == ToolCall(name="add", arguments='{"ä": 1}')
 
 
 @pytest.mark.parametrize(
@@ -304,37 +239,6 @@ def test_bare_calls(text: str, names: Sequence[str]) -> None:
     assert rest == ("" if names else text)
 
 
-def test_people_read_calls_as_text() -> None:
-    message = ToolMessage(role="assistant", content="so", calls=(ToolCall(name="add", arguments="no json"),))
-    assert as_text(message) == Message(role="assistant", content='so\n{"name": "add", "arguments": "no json"}')
-
-
-# Completions
-
-
-def test_a_text_goes_on_with_the_very_tokens(hermes: Template) -> None:
-    """Bytes that are no UTF-8 cannot be had back from the text; they are in the second prompt all the same."""
-    engine = Roomy([200, 130, END], [66, END])
-
-    async def talk(post: Any, session: Session) -> None:
-        answer = await post(path="v1/completions", prompt="Q: ")
-        assert answer["object"] == "text_completion"
-        (choice,) = answer["choices"]
-        assert choice["finish_reason"] == "stop"
-        assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
-        await post(path="v1/completions", prompt="Q: " + choice["text"] + "\nQ:")
-        one, two = session.turns
-        # The end token is no text: where the agent does not write it, it is not there.
-        assert two.prompt == (*one.prompt, 200, 130, *hermes.more("\nQ:"))
-        assert one.reply == (Message(role="user", content="\nQ:"),)
-        await post(path="v1/completions", prompt="Q: " + choice["text"] + "<|im_end|>\n")
-        assert session.turns[2].prompt == (*one.prompt, *one.completion.tokens, *hermes.more("\n"))
-        assert [m.role for m in session.messages] == ["user", "assistant", "user", "assistant"]
-        assert session.messages[2].content == "<|im_end|>\n"
-
-    talked(hermes, engine, talk)
-
-
 def test_a_text_begins_as_the_tokenizer_begins_all_texts_and_never_twice(tiny_model: Path) -> None:
     from tokenizers.processors import TemplateProcessing
 
@@ -346,71 +250,14 @@ def test_a_text_begins_as_the_tokenizer_begins_all_texts_and_never_twice(tiny_mo
     )
     assert template.text("ab") == [start, 64, 65]
     assert template.text("<|im_start|>ab") == [start, 64, 65]
-    assert template.more("ab") == [64, 65]
+    assert template._encode("ab") == [64, 65]
 
 
 def test_stop_texts_are_recorded_and_not_told(hermes: Template) -> None:
-    engine = Roomy([*hermes.more("think\nSee:")], [66, END])
+    engine = Roomy([*hermes._encode("think\nSee:")])
 
     async def talk(post: Any, session: Session) -> None:
-        answer = await post(path="v1/completions", prompt="Q\n", stop=["See:"])
-        assert answer["choices"][0]["text"] == "think\n"
-        await post(path="v1/completions", prompt="Q\nthink\nSee: 4\n")
-        one, two = session.turns
-        assert two.prompt == (*one.prompt, *one.completion.tokens, *hermes.more(" 4\n"))
         assert message_of(await post(USER, stop="See:"))["content"] == "think\n"
-
-    talked(hermes, engine, talk)
-
-
-def test_completions_of_many(hermes: Template) -> None:
-    engine = Roomy([64, END], [65, END], [66, END], [67, END])
-
-    async def talk(post: Any, session: Session) -> None:
-        answer = await post(path="v1/completions", prompt=["x", "yy"], n=2, logprobs=0)
-        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
-        assert [choice["text"] for choice in answer["choices"]] == ["a", "b", "c", "d"]
-        assert answer["choices"][0]["logprobs"] == {
-            "tokens": ["a", "<|im_end|>"],
-            "token_logprobs": [-0.5, -0.5],
-            "top_logprobs": None,
-            "text_offset": [0, 1],
-        }
-        assert answer["usage"]["prompt_tokens"] == 3
-        await post(path="v1/completions", prompt=[1, 2, 3])
-        assert session.turns[-1].prompt == (1, 2, 3)
-        await post(path="v1/completions", prompt=[[1], [2, 3]])
-        assert [turn.prompt for turn in session.turns[-2:]] == [(1,), (2, 3)]
-        events = (await post(path="v1/completions", prompt="x", stream=True)).split("\n\n")
-        first, last = (json.loads(event.removeprefix("data: ")) for event in events[:2])
-        assert first["object"] == "text_completion"
-        assert (first["choices"][0]["text"], first["choices"][0]["finish_reason"]) == ("d", None)
-        assert (last["choices"][0]["text"], last["choices"][0]["finish_reason"]) == ("", "stop")
-
-    talked(hermes, engine, talk)
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"prompt": ""}, "prompt"),
-        ({"prompt": []}, "prompt"),
-        ({"prompt": [1, "x"]}, "prompt"),
-        ({"prompt": [999]}, "prompt"),
-        ({"prompt": [-1]}, "prompt"),
-        ({"prompt": [[1], [True]]}, "prompt"),
-        ({"prompt": ["x"] * 65, "n": 2}, "n"),
-        ({"prompt": "x", "echo": True}, "echo"),
-        ({"prompt": "x", "suffix": "y"}, "suffix"),
-        ({}, None),
-    ],
-)
-def test_completions_that_cannot_be_had_are_refused(hermes: Template, body: Any, param: str | None) -> None:
-    engine = sampled(hermes, "x")
-
-    async def talk(post: Any, session: Session) -> None:
-        error = (await post(path="v1/completions", status=400, **body))["error"]
-        assert error["param"] == param
-        assert not engine.requests
+        assert session.turns[0].completion.tokens == tuple(hermes._encode("think\nSee:"))
 
     talked(hermes, engine, talk)

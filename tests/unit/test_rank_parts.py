@@ -12,13 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny_policy import live_policy
 
 from tandem.api.targets import resumed
 from tandem.config.loading import digest, dump, load
 from tandem.config.sections import Distributed
 from tandem.distributed.placement import Placement
 from tandem.engines.base import EngineRequirements
-from tandem.errors import ConfigError, UnsupportedPair
+from tandem.engines.vllm.spec import Vllm
+from tandem.errors import ConfigError, TornWeights, UnsupportedPair
+from tandem.trainable.full import Full
 from tandem.trainer.live import rank_device
 from tandem.trainer.memory_plan import RankCounts
 from tandem.trainer.pairs import check_pairs, ranks_of_engine
@@ -30,6 +33,7 @@ from tandem.trainer.ranks.lead import ManyRanks
 from tandem.trainer.ranks.parts import RankParts
 from tandem.trainer.ranks.work import RankWork
 from tandem.transport.rendezvous import Rendezvous
+from tandem.weight_sync.broadcast import Broadcast
 
 WEIGHTS = "distributed.shard=weights"
 
@@ -45,7 +49,6 @@ def refused(folder: Path, world: int, *options: str) -> str:
 
 @pytest.mark.parametrize(("options", "message"), [
     ((WEIGHTS, "reference=start"), "shard: weights and a reference"),
-    ((WEIGHTS, "trainable=lora"), "shard: weights and this trainable.*trainable: full"),
     ((WEIGHTS, "optimizer=adamw8bit"), "shard: weights and this optimizer.*choose adamw"),
     ((WEIGHTS, "optimizer.precision=stochastic"), "optimizer.precision"),
     ((WEIGHTS, "distributed.share_gpus=true"), "shard: weights and distributed.share_gpus"),
@@ -63,12 +66,11 @@ CUT = (WEIGHTS, "engine=vllm", "engine.tensor_parallel_size=2")
 
 
 @pytest.mark.parametrize(("world", "options", "message"), [
-    (2, (WEIGHTS, "engine=vllm"), "engine.tensor_parallel_size: 1: each rank writes.*tensor_parallel_size to 2"),
-    (6, (*CUT[:2], "engine.tensor_parallel_size=4"), "_size: 4: each rank writes.*_size to 2 or 3 or 6, or choose"),
+    (6, (*CUT[:2], "engine.tensor_parallel_size=4"), "_size: 4: each rank writes.*_size to 1 or 2 or 3 or 6"),
     (2, (*CUT, "distributed.share_gpus=true"), "shard: weights and distributed.share_gpus"),
     (4, (*CUT, "distributed.replicas=4"), "replicas: 4 and engine.tensor_parallel_size: 2: each replica is cut"),
     (2, (*CUT, "engine.replicas=2"), "engine.replicas or engine.devices"),
-    (2, (*CUT, "trainable=lora"), "shard: weights and this trainable"),
+    (2, (*CUT, "trainable=lora"), "an adapter and engine.tensor_parallel_size: 2.*to 1, or choose sync: broadcast"),
 ])  # fmt: skip
 def test_ranks_and_workers_that_cannot_share_slices_are_refused_by_name(
     tmp_path: Path, world: int, options: tuple[str, ...], message: str
@@ -322,3 +324,19 @@ def test_a_pass_ends_before_the_engine_is_paused_for_the_update(monkeypatch: pyt
     work.take(["first", None])  # type: ignore[list-item]
     asyncio.run(work.rounds(lambda: order.append("queued")))
     assert order == ["2 rounds", "first", "stood in", "summed", "queued"]
+
+
+def test_a_rank_that_holds_other_weights_than_the_lead_is_named_by_the_next_publish(tiny_model: Path) -> None:
+    """Where no engine shares its weights, and so none would tell."""
+
+    async def others(command: str, body: Any, here: Any) -> tuple[Any, list[Any]]:
+        assert command == "checksums"
+        sums = await here
+        return sums, [sums, {**sums, "model.norm.weight": 0}]
+
+    with live_policy(tiny_model) as policy:
+        config = SimpleNamespace(distributed=Distributed(), engine=Vllm(), sync=Broadcast(), trainable=Full(), ranks=3)
+        ranks: Any = SimpleNamespace(execute=others, world=3)
+        world = ManyRanks(config, policy, ranks, RankParts(group=None, rendezvous=None))  # type: ignore[arg-type]
+        with pytest.raises(TornWeights, match=r"1 of \d+ trained tensors differ between the trainer and rank 2.*norm"):
+            asyncio.run(world.trained().checksums())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,12 +29,14 @@ from tandem.weight_sync.verify.probe import compare
     ("qwen3-few-key-heads", (4,), 4, "float32", 1e-5, 0.34),
     ("qwen2-tied", (2, 2), 2, "float32", 1e-5, 0.12),  # two engines of two workers, replicas of shards
     ("qwen2-tied", (4,), 2, "float32", 1e-5, 0.37),  # the same engines, of one replica: each slice is two ranks'
+    ("qwen2-tied", (2,), 1, "bfloat16", 0.02, 0.51),  # an engine for each rank, with whole weights
     pytest.param("qwen2-tied", (2, 4), 2, "bfloat16", 0.02, 0.37, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_each_rank_writes_what_its_worker_would_have_loaded(
-    name: str, shape: tuple[int, ...], workers: int, dtype: str, far: float, received: float
+    tmp_path: Path, name: str, shape: tuple[int, ...], workers: int, dtype: str, far: float, received: float
 ) -> None:
-    for report in on_ranks(torch.Size(shape).numel(), cut_slices.publishing, name, shape, workers, dtype):
+    world = torch.Size(shape).numel()
+    for report in on_ranks(world, cut_slices.publishing, name, shape, workers, dtype, tmp_path):
         assert report["received"] < received, "of the bytes of all weights"
         assert "cannot be opened" in report["stale"]
         assert report["attached"] == ""
@@ -44,7 +47,42 @@ def test_each_rank_writes_what_its_worker_would_have_loaded(
         assert report["finite"]
         assert report["whole"]
         assert report["tied"] == ("tied" in name)
-        assert report["bare"]
+        assert report["files"] == world
+        assert report["largest_file"] < 0.8, "no rank has all weights"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "shape", "dtype", "half"), [
+    ("qwen2-tied", (2,), "bfloat16", 34_000),
+    pytest.param("qwen3-few-key-heads", (2, 2), "float32", 68_000, marks=pytest.mark.long),
+])  # fmt: skip
+def test_buckets_are_gathered_from_ranks_while_they_are_sent(
+    name: str, shape: tuple[int, ...], dtype: str, half: int
+) -> None:
+    """Bytes arrive exactly, no rank ever holds two buckets more, and a lost worker keeps no rank waiting.
+
+    Half a bucket is on the wire at a time.
+    """
+    lead, *others = on_ranks(torch.Size(shape).numel(), cut_slices.sending, name, shape, dtype, half)
+    assert "rank 1 (worker)" in lead["lost"]
+    assert lead["error"] == ""
+    assert lead["same"]
+    assert lead["sent"] == lead["whole"]
+    assert lead["largest"] < half
+    assert half < lead["most"] < 4 * half < lead["whole"]
+    assert all(other["most"] <= half for other in others)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("merged", [False, True])
+def test_an_adapter_of_cut_weights_computes_what_it_does_of_whole_ones(merged: bool) -> None:
+    """Its gradient is one process's, and merged weights follow it on every rank."""
+    for report in on_ranks(2, cut_slices.adapting, "qwen3-few-key-heads", merged):
+        assert report["largest"] > 1e-4
+        assert report["error"] < 1e-6 * report["largest"]
+        assert report["weights"] < 1e-6
+        assert report["scores"] < 1e-5
+        assert report["elements"] < 0.6, "of the frozen weights"
 
 
 class FakeRanks:
@@ -156,7 +194,7 @@ def test_a_rank_that_cannot_attach_is_told_once_all_have_tried() -> None:
 
     policy = SimpleNamespace(compute=compute)
     mine: Any = SimpleNamespace(attach={"a": ""}.__getitem__, policy=policy)
-    crew = LeadSlices(mine, SimpleNamespace(), Commands())  # type: ignore[arg-type]
+    crew = LeadSlices(mine, Commands())  # type: ignore[arg-type]
     with pytest.raises(TransportError, match="rank 2: it cannot"):
         asyncio.run(crew.attach([["a", "b"], ["c", "d"]]))
     with pytest.raises(TransportError, match="engine 0 has 4 workers, and 2 ranks share it"):

@@ -8,7 +8,6 @@ import random
 import re
 import shutil
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -130,17 +129,6 @@ def test_model_output_cannot_leave_the_data_element(tmp_path: Path) -> None:
     assert [1, HOSTILE] in data["rollouts"]["pieces"]
 
 
-def test_numbers_that_are_not_finite_are_reported(tmp_path: Path) -> None:
-    rows = [
-        {"step": i, "time": 1.0 * i, "metrics": {"grad_norm": None if i == 2 else 0.5, "loss": 0.1}}
-        for i in range(1, 4)
-    ]
-    write(tmp_path / "metrics.jsonl", rows)
-    data = data_of(build(tmp_path))
-    assert data["series"]["odd"] == {"grad_norm": [2]}
-    assert data["series"]["values"]["grad_norm"] == [0.5, None, 0.5]
-
-
 def alarm_event(step: int, alarm: str = "length", over: bool = False) -> dict[str, Any]:
     row: dict[str, Any] = {"time": 100.0 + step, "event": "alarm_over" if over else "alarm", "alarm": alarm}
     row |= {"step": step, "since": step - 2}
@@ -181,38 +169,6 @@ def test_long_runs_are_thinned_without_losing_extremes(tmp_path: Path) -> None:
     assert [columns["values"][name][0] for name in ("loss", "lag/max", "lag/min")] == [2.5, 4.0, 1.0]
 
 
-def test_seconds_of_what_few_steps_do_add_up_in_a_long_run(tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = [{"step": i, "metrics": {"seconds/wait": 1.0}} for i in range(1, 2001)]
-    for row in rows[99::100]:
-        row["metrics"]["seconds/checkpoint"] = 10.0
-    write(tmp_path / "metrics.jsonl", rows)
-    columns = page.columns(load(tmp_path), most=500)
-    seconds = {name: columns["share"] * sum(value or 0.0 for value in of) for name, of in columns["values"].items()}
-    assert seconds == {"seconds/wait": 2000.0, "seconds/checkpoint": 200.0}
-
-
-@pytest.mark.slow
-def test_two_thousand_steps_stay_small(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", steps=2000, rollouts_every=25)
-    path = build(folder)
-    embedded = [step["step"] for step in data_of(path)["rollouts"]["steps"]]
-    assert path.stat().st_size < 6_000_000
-    assert len(embedded) == samples.MOST_STEPS
-    assert (embedded[0], embedded[-1]) == (1, 2000)
-
-
-def test_rollouts_keep_to_their_limit_by_fewer_steps_then_fewer_groups(run_folder: Path) -> None:
-    run = load(run_folder)
-    some = samples.collect(run, most_bytes=60_000)
-    assert 2 <= len(some["steps"]) < 40
-    assert [some["steps"][i]["step"] for i in (0, -1)] == [1, 40]
-    assert len(json.dumps(some["steps"])) < 100_000
-    few = samples.collect(run, most_bytes=10)
-    assert [(step["step"], len(step["groups"]), step["left_out"]) for step in few["steps"]] == [(1, 1, 3), (40, 1, 3)]
-    used = {place for step in few["steps"] for group in step["groups"] for r in group["rollouts"] for place in r["p"]}
-    assert used == set(range(len(few["pieces"]))), "no token of a left-out group is embedded"
-
-
 def test_tokens_survive_packing(tmp_path: Path) -> None:
     record = made_rollouts(random.Random(5), 1, 2, groups=1, size=1)[0]
     record["tokens"] = [
@@ -232,15 +188,6 @@ def test_tokens_survive_packing(tmp_path: Path) -> None:
     assert rollout["m"] == [1, 0]
 
 
-def test_a_rollout_that_sampled_nothing_was_sampled_by_no_version(tmp_path: Path) -> None:
-    (tmp_path / "rollouts").mkdir()
-    (tmp_path / "config.yaml").write_text("steps: 1")
-    record = {"group": "g", "rollout": "g/0", "status": "error", "versions": [], "turns": [], "tokens": []}
-    write(tmp_path / "rollouts" / "000001.jsonl", [record])
-    (rollout,) = samples.collect(load(tmp_path))["steps"][0]["groups"][0]["rollouts"]
-    assert rollout["versions"] is None  # the page says of a pair from which step to which
-
-
 def tokens_of(*texts: str) -> list[dict[str, Any]]:
     return [{"t": text, "id": i, "lp": -1.0, "tp": -1.0, "adv": 0.0, "m": 1} for i, text in enumerate(texts)]
 
@@ -252,17 +199,6 @@ TURNS = [
 ]
 
 
-def test_turns_find_their_tokens_by_recorded_counts() -> None:
-    placed = samples.place_tokens(TURNS, tokens_of("a", "b", "c"), turns=[2, 1])
-    assert [part.get("tokens") for part in placed] == [[0, 2], None, [2, 3]]
-
-
-def test_messages_that_are_no_turns_are_shown_beside_the_tokens() -> None:
-    placed = samples.place_tokens(TURNS, tokens_of("something", " else"))
-    assert placed[:3] == TURNS
-    assert placed[3] == {"role": "sampled tokens", "tokens": [0, 2]}
-
-
 @pytest.mark.parametrize(("after", "beyond"), [((0.41, 0.55), True), ((0.39, 0.55), False), ((0.1, 0.19), False)])
 def test_a_change_counts_where_its_interval_is_above_the_first_ones(
     tmp_path: Path, after: tuple[float, float], beyond: bool
@@ -271,21 +207,6 @@ def test_a_change_counts_where_its_interval_is_above_the_first_ones(
     write(tmp_path / "eval.jsonl", rows)
     (tmp_path / "config.yaml").write_text("steps: 9")
     assert summarise(load(tmp_path))["beyond_interval"] is beyond
-
-
-def test_the_latest_evaluation_of_a_step_counts(tmp_path: Path) -> None:
-    rows = [
-        {"step": 0, "env": "e", "mean": 0.1},
-        {"step": 4, "env": "e", "mean": 0.2},
-        {"step": 4, "env": "e", "mean": 0.3},
-    ]
-    write(tmp_path / "eval.jsonl", rows)
-    (tmp_path / "config.yaml").write_text("steps: 4")
-    summary = summarise(load(tmp_path))
-    assert summary["before"]
-    assert summary["after"]
-    assert (summary["before"]["mean"], summary["after"]["mean"]) == (0.1, 0.3)
-    assert not summary["beyond_interval"], "no interval, no claim"
 
 
 def mixed_run(folder: Path) -> Path:
@@ -309,27 +230,6 @@ def mixed_run(folder: Path) -> Path:
     ]  # fmt: skip
     write(folder / "eval.jsonl", looks)
     return folder
-
-
-def test_several_environments_are_shown_together_and_each_by_itself(tmp_path: Path) -> None:
-    run = load(mixed_run(tmp_path / "run"))
-    summary = summarise(run)
-    assert dict(summary["facts"])["environment"] == "sums 2 (at least 25%) + tool 1.5"
-    assert summary["before"]
-    assert (summary["before"]["env"], summary["before"]["mean"]) == ("sums+tool", 0.5)
-    shown = page.payload(run, summary)["evaluations"]
-    assert [(row["step"], row["env"], row["mean"], row["tasks"], row["pass"]) for row in shown[:3]] == [
-        (0, "sums+tool", 0.5, 8, 0.6), (0, "sums", 0.25, 4, 0.4), (0, "tool", 0.75, 4, None),
-    ]  # fmt: skip
-    assert len(shown) == 6
-
-
-def test_one_environment_is_not_shown_twice(tmp_path: Path) -> None:
-    look = {"step": 0, "env": "e", "mean": 0.1, "envs": {"e": {"mean": 0.1}}}
-    write(tmp_path / "eval.jsonl", [look])
-    (tmp_path / "config.yaml").write_text("steps: 4")
-    run = load(tmp_path)
-    assert len(page.payload(run, summarise(run))["evaluations"]) == 1
 
 
 def test_a_run_that_failed_says_by_what(tmp_path: Path) -> None:
@@ -357,62 +257,6 @@ def test_a_live_run_is_running_and_one_that_was_killed_was_killed(tmp_path: Path
     assert summarise(load(tmp_path))["status"] == "running"
     (tmp_path / "vitals.json").write_text(json.dumps({**signs, "started": "another boot"}))
     assert summarise(load(tmp_path))["status"] == "killed"
-
-
-@pytest.mark.parametrize(("ago", "status"), [(1.0, "running"), (60.0, "unfinished")])
-def test_a_run_of_another_host_goes_on_as_long_as_it_gives_signs_of_life(
-    ago: float, status: str, tmp_path: Path
-) -> None:
-    write(tmp_path / "events.jsonl", [{"time": 1.0, "event": "run_started"}])
-    signs = {"pid": 1, "started": "of its boot", "host": "elsewhere", "at": time.time() - ago}
-    (tmp_path / "vitals.json").write_text(json.dumps(signs))
-    assert summarise(load(tmp_path))["status"] == status
-
-
-def test_held_out_answers_are_paired_by_task(run_folder: Path) -> None:
-    pairs = samples.answers(load(run_folder))
-    assert len(pairs) == 10
-    assert pairs[0]["task"] == "arithmetic/test-0"
-    assert pairs[0]["before"]["samples"] == 4
-    assert sum(p["after"]["reward"] for p in pairs) > sum(p["before"]["reward"] for p in pairs)
-
-
-def test_held_out_answers_of_the_first_evaluation_are_shown_before_there_is_another(tmp_path: Path) -> None:
-    answer = {"task": "t", "prompt": "1 + 1?", "answer": "2", "text": "three", "reward": 0.0}
-    write(tmp_path / "eval.jsonl", [{"step": 0, "env": "e", "mean": 0.0, "rollouts": [answer]}])
-    (tmp_path / "config.yaml").write_text("steps: 4")
-    answers = samples.answers(load(tmp_path))
-    assert [(one["task"], one["before"]["text"], one["after"]) for one in answers] == [("t", "three", None)]
-    assert data_of(build(tmp_path))["answers"] == answers
-
-
-def test_dropped_groups_are_shown_in_bounds(tmp_path: Path) -> None:
-    rollouts = [{"text": "x" * 3000, "reward": 0.0, "truncated": False, "error": ""}] * 8
-    row = {
-        "reason": "zero_variance",
-        "why": "every reward 0",
-        "group": "g",
-        "prompt": "?",
-        "answer": "",
-        "rollouts": rollouts,
-    }
-    write(tmp_path / "dropped.jsonl", [{"step": step, **row} for step in range(1, 301)])
-    (tmp_path / "config.yaml").write_text("steps: 4")
-    dropped = data_of(build(tmp_path))["dropped"]
-    assert 10 < len(dropped) <= 40
-    assert (dropped[0]["step"], dropped[-1]["step"]) == (1, 300)
-    assert len(json.dumps(dropped)) < 700_000
-
-
-def test_frequent_events_do_not_hide_rare_ones(tmp_path: Path) -> None:
-    rows = [
-        {"time": 0.0, "event": "run_started"},
-        *({"time": float(i), "event": "published", "step": i} for i in range(1, 500)),
-    ]
-    write(tmp_path / "events.jsonl", rows)
-    kept, counts = page.latest_events(load(tmp_path), most=10)
-    assert [event["event"] for event in kept] == ["run_started"] + ["published"] * 10
-    assert counts == {"published": 499, "run_started": 1}
 
 
 CHROMIUM = next(
@@ -456,17 +300,6 @@ def test_the_page_draws_without_a_script_error(tmp_path: Path, kind: str) -> Non
         assert "undefined" not in drawn.split('id="data"')[0], "nothing has a colour or a name that there is not"
     if kind == "hostile":
         assert "<img" not in drawn.split('id="data"')[0]
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium to draw the page with")
-def test_curves_are_drawn_though_no_frame_ever_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a browser saves or prints a page that it never shows."""
-    asset = page._asset
-    monkeypatch.setattr(page, "_asset", lambda name: asset(name).replace("requestAnimationFrame(", "((frame) => 0)("))
-    make_run(tmp_path / "run", steps=4)
-    drawn = dump_dom(build(tmp_path / "run"), tmp_path)
-    assert "data-error" not in drawn.split(">")[1]
-    assert len(re.findall(r"<canvas", drawn)) >= 12
 
 
 def dump_dom(path: Path, home: Path) -> str:

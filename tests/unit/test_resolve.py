@@ -50,14 +50,6 @@ def test_every_category_has_parts_and_each_resolves_to_one_dataclass_and_back() 
             assert not reserved, f"{category}/{kind}: recipes use {reserved} themselves"
 
 
-def test_kind_of_is_the_inverse_of_find() -> None:
-    assert resolve.kind_of("loggers", resolve.find("loggers", "console")()) == "console"
-    assert (
-        resolve.kind_of("loggers", resolve.find("loggers", "tandem.observability.loggers.console:Console")())
-        == "console"
-    )
-
-
 def test_kind_of_a_part_outside_the_tree_is_its_import_path(here: Path) -> None:
     write(
         here,
@@ -179,12 +171,3 @@ def test_field_docs_are_the_strings_beneath_inherited_ones_included() -> None:
     assert "three" not in docs
     assert "shared" not in docs
     assert resolve.field_docs(_Base)["two"] == "Second, on two lines."
-
-
-def test_options_leave_out_what_a_recipe_cannot_set() -> None:
-    assert [field.name for field in resolve.options(_Derived)] == ["one", "two", "three"]
-
-
-def test_summary_is_the_first_paragraph_and_not_what_dataclass_writes() -> None:
-    assert resolve.summary(_Derived) == "What it is."
-    assert resolve.summary(_Base) == ""

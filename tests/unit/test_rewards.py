@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import threading
 from typing import Any
 
 import math_verify
@@ -20,7 +19,6 @@ from tandem.rewards.number import Number
 from tandem.rewards.overlong import Overlong
 from tandem.rewards.reasoning_gym import ReasoningGymReward
 from tandem.rewards.repetition import Repetition
-from tandem.rewards.reward_model import RewardModel
 from tandem.types import Completion, Message, Rollout, Task, Turn
 
 
@@ -85,28 +83,10 @@ def test_number_is_strict_about_the_value(reply: str, gold: str) -> None:
     assert Number()(rollout_of(reply, answer=gold)) == 0.0
 
 
-def test_number_reads_the_last_turn_only() -> None:
-    assert Number()(rollout_of("<calc>3+4</calc>", "It is 7", answer="7")) == 1.0
-    assert Number()(rollout_of("7", "I do not know", answer="7")) == 0.0
-    assert Number()(rollout_of(answer="2")) == 0.0  # the worked example in the prompt says 2
-
-
-def test_number_after_a_marker() -> None:
-    reward = Number(after="####")
-    assert reward(rollout_of("#### 6\n#### 7", answer="7")) == 1.0
-    assert reward(rollout_of("7", answer="7")) == 0.0
-    assert reward(rollout_of("7 #### ", answer="7")) == 0.0
-
-
 def test_number_tolerance_is_relative_to_the_gold() -> None:
     assert Number(tolerance=0.01)(rollout_of("1009", answer="1000")) == 1.0
     assert Number(tolerance=0.01)(rollout_of("1011", answer="1000")) == 0.0
     assert Number(tolerance=0)(rollout_of("7.0", answer="7")) == 1.0
-
-
-def test_number_needs_a_gold_number() -> None:
-    with pytest.raises(ValueError, match="gold answer 'Paris' of task t holds no number"):
-        Number()(rollout_of("7", answer="Paris"))
 
 
 # exact, format
@@ -186,16 +166,6 @@ def test_cosine_length_is_ms_swifts(tokens: int, right: bool, values: tuple[floa
     assert got == pytest.approx(ms_swift_cosine(min(tokens, 100), 100, right, values), abs=1e-12)
 
 
-def test_cosine_length_asks_its_own_accuracy() -> None:
-    tasks = {"meta": {"numbers": [3, 5, 8], "target": 64}, "tokens": 100}
-    reward = CosineLength(accuracy=CountdownReward(partial=0.9), max_tokens=100)
-    assert reward(rollout_of("<answer>(3 + 5) * 8</answer>", **tasks)) == pytest.approx(0.5)
-    assert reward(rollout_of("<answer>3 + 5 + 8</answer>", **tasks)) == pytest.approx(0.0)  # 0.9 is not full marks
-    assert reward.full_marks is None
-    with pytest.raises(ConfigError, match="accuracy must be a reward of one rollout"):
-        CosineLength(accuracy=RewardModel(model="m"), max_tokens=100)
-
-
 def test_options_out_of_range_are_refused() -> None:
     for make, first in [
         (lambda: Overlong(max_tokens=5, cache=6), "cache"),
@@ -235,25 +205,6 @@ def test_countdown(reply: str, value: float) -> None:
     assert CountdownReward(partial=0.1)(rollout_of(reply, meta=PUZZLE)) == value
 
 
-def test_countdown_may_leave_numbers_out() -> None:
-    rollout = rollout_of("<answer>8 * 5</answer>", meta={"numbers": [3, 5, 8], "target": 40})
-    assert CountdownReward(use="some")(rollout) == 1.0
-    assert CountdownReward(use="all")(rollout) == 0.0
-    assert (
-        CountdownReward(use="some")(rollout_of("<answer>8 * 5 + 8 - 8</answer>", meta={**PUZZLE, "target": 40})) == 0.0
-    )
-
-
-def test_countdown_reads_numbers_that_are_text() -> None:
-    rollout = rollout_of("<answer>(3 + 5) * 8</answer>", meta={"numbers": ["3", "5", "8"], "target": "64"})
-    assert CountdownReward()(rollout) == 1.0
-
-
-def test_countdown_needs_its_columns() -> None:
-    with pytest.raises(ValueError, match=r"needs meta\['numbers'\] and meta\['target'\]; it has: level"):
-        CountdownReward()(rollout_of("1", meta={"level": 1}))
-
-
 # math_verify
 
 
@@ -280,11 +231,6 @@ def test_math_verify_equal(reply: str, gold: str) -> None:
     assert reward(rollout_of(reply, answer=gold)) == 1.0
 
 
-@pytest.mark.parametrize(("reply", "gold"), [("", "18"), ("17", "18"), ("no idea", "18"), ("18\n#### 3", "18")])
-def test_math_verify_different(reply: str, gold: str) -> None:
-    assert MathVerify()(rollout_of(reply, answer=gold)) == 0.0
-
-
 @pytest.mark.parametrize(
     ("reply", "paid"),
     [("#### 18", 0.0), ("18", 0.0), ("so 9 + 9 = 18\n#### 18", 1.0), ("\n \n\n   #### 18", 0.0)],
@@ -305,38 +251,12 @@ def test_whole_numbers_are_told_apart_as_the_library_would() -> None:
             assert reward(rollout_of(f"#### {text}", answer=gold)) == float(verdict), (gold, text)
 
 
-def test_a_gold_answer_is_read_once_for_all_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
-    parse = math_verify.parse
-    monkeypatch.setattr(math_verify, "parse", lambda text, **more: read.append(text) or parse(text, **more))
-    for reply in ("I say 17.5", "I say 1234.5"):
-        MathVerify()(rollout_of(reply, answer="1234.50"))
-    assert read == ["$1234.50$", "I say 17.5", "I say 1234.5"]
-
-
-def test_a_gold_answer_that_cannot_be_read_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    parse = math_verify.parse
-    monkeypatch.setattr(math_verify, "parse", lambda text, **more: [])
-    with pytest.raises(ValueError, match=r"cannot read the gold answer .88\.75. of task"):
-        MathVerify()(rollout_of("1", answer="88.75"))
-    monkeypatch.setattr(math_verify, "parse", parse)
-    assert MathVerify()(rollout_of("88.750", answer="88.75")) == 1.0
-
-
 @pytest.mark.slow
 def test_math_verify_gives_up_on_a_monster(caplog: pytest.LogCaptureFixture) -> None:
     reward = MathVerify(timeout_seconds=1)
     reward.prepare()
     assert reward(rollout_of("#### 9^9^9^9", answer="18")) == 0.0
     assert not caplog.records
-
-
-def test_math_verify_works_outside_the_main_thread() -> None:
-    values = []
-    thread = threading.Thread(target=lambda: values.append(MathVerify()(rollout_of("#### 18", answer="$18$"))))
-    thread.start()
-    thread.join()
-    assert values == [1.0]
 
 
 def test_missing_libraries_name_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,17 +297,6 @@ def test_reasoning_gym_extraction(extract: Any, reply: str, value: float) -> Non
     assert ReasoningGymReward(extract=extract)(gym(reply)) == value
 
 
-@pytest.mark.slow
-def test_reasoning_gym_reads_text_answers_whole() -> None:
-    assert ReasoningGymReward()(gym("olleh", answer="olleh", task="spell_backward", word="hello")) == 1.0
-    assert ReasoningGymReward()(gym("It is olleh 2", answer="olleh", task="spell_backward", word="hello")) == 0.0
-
-
 def test_reasoning_gym_partial_credit_is_asked_for() -> None:
     assert ReasoningGymReward(partial=True)(gym("17")) == 0.5
     assert ReasoningGymReward()(gym("17")) == 0.0
-
-
-def test_reasoning_gym_needs_its_own_tasks() -> None:
-    with pytest.raises(ValueError, match="not from reasoning-gym"):
-        ReasoningGymReward()(rollout_of("7", answer="7"))

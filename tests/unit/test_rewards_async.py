@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tandem.errors import RewardError
 from tandem.metrics import flatten
 from tandem.observability import waits
-from tandem.rewards.base import Failure, GroupReward, Verdict
 from tandem.rewards.grading.workers import Graders
 from tandem.rewards.number import Number
 from tandem.rollout.gold import gold_rollout
@@ -100,6 +98,24 @@ def group(*replies: str, id: str = "t@0") -> list[Rollout]:
     return [replace(gold_rollout(task, reply), id=f"{id}/{i}") for i, reply in enumerate(replies)]
 
 
+@pytest.mark.parametrize(
+    ("specs", "singly"),
+    [
+        ({"number": Number()}, True),
+        ({"plain": "async_graders:blocks"}, True),
+        ({"number": Number(), "group": "async_graders:first"}, False),
+        ({"async": "async_graders:one_of_four"}, False),
+    ],
+    ids=str,
+)
+def test_answers_are_graded_singly_where_no_reward_takes_groups_or_is_async(specs: Any, singly: bool) -> None:
+    async def go() -> bool:
+        async with Graders({name: (spec, 1.0) for name, spec in specs.items()}) as graders:
+            return graders.singly
+
+    assert asyncio.run(go()) is singly
+
+
 def graded(
     specs: Mapping[str, Any], rollouts: list[Rollout], timeout: float = 5.0, **options: Any
 ) -> tuple[list[Rollout], dict[str, float]]:
@@ -119,15 +135,6 @@ def test_async_calls_of_a_group_go_on_side_by_side() -> None:
     assert len({rollout.reward for rollout in got}) == 1  # one process
     assert {rollout.status for rollout in got} == {"ok"}
     assert "grading/restarts" not in metrics
-
-
-def test_several_async_functions_go_on_side_by_side() -> None:
-    specs = {"one": "async_graders:first", "two": "async_graders:second", "number": Number()}
-    got, _ = graded(specs, group("7", "8"))
-    assert [rollout.rewards for rollout in got] == [
-        {"one": 1.0, "two": 2.0, "number": 1.0},
-        {"one": 1.0, "two": 2.0, "number": 0.0},
-    ]
 
 
 def test_one_that_waits_too_long_is_given_up_and_its_process_lives_on() -> None:
@@ -158,13 +165,6 @@ def test_the_one_that_takes_its_process_along_is_found(culprit: str, reason: str
 
 
 # pools
-
-
-def test_a_reward_that_is_alone_has_a_process_to_itself(module: Any) -> None:
-    specs = {"large": module.Large(), "f": "async_graders:blocks", "g": "async_graders:blocks"}
-    got, _ = graded(specs, group("7", "8"), workers=3)
-    assert got[0].rewards["large"] == got[1].rewards["large"] != got[0].rewards["f"]
-    assert len({value for rollout in got for name, value in rollout.rewards.items() if name != "large"}) == 1
 
 
 def test_a_hung_grader_leaves_the_large_ones_process_alone(module: Any) -> None:
@@ -213,33 +213,6 @@ def test_a_failure_may_cost_the_reward_alone(module: Any, caplog: pytest.LogCapt
     assert [(rollout.status, rollout.reward) for rollout in got] == [("ok", 2.0), ("ok", 0.0)]
     assert metrics["grading/failed_away"] == 1.0
     assert "reward 'ask' had no answer; this reward is left out of its rollout's sum" in caplog.text
-
-
-def test_a_failure_may_cost_its_rollout(module: Any) -> None:
-    got, metrics = graded({"ask": module.Fails(), "n": Number()}, group("7", "ask"))
-    assert [(rollout.status, rollout.reward) for rollout in got] == [("ok", 2.0), ("error", None)]
-    assert metrics["grading/failed_away"] == 1.0
-
-
-def test_a_failure_may_end_the_run(module: Any) -> None:
-    with pytest.raises(RewardError, match="reward 'ask' had no answer"):
-        graded({"ask": module.Fails(costs="run")}, group("7", "ask"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Twice(GroupReward):
-    """Its own two ways to be called."""
-
-    def scores(self, rollouts: Sequence[Rollout]) -> Sequence[Verdict]:
-        return [None if r.text == "n" else Failure("away", "is away") if r.text == "f" else 2.0 for r in rollouts]
-
-
-def test_a_group_reward_may_be_asked_of_one_rollout() -> None:
-    one, none, away = group("7", "n", "f")
-    assert Twice()(one) == 2.0
-    assert Twice()(none) is None
-    with pytest.raises(RewardError, match="is away"):
-        Twice()(away)
 
 
 # who waits for whom

@@ -18,7 +18,7 @@ from tandem.errors import ConfigError, RewardError
 from tandem.rewards.cosine_length import CosineLength
 from tandem.rewards.function import Function
 from tandem.rewards.grading.workers import Graders
-from tandem.types import TEXT, Completion, Message, Rollout, Task, Turn
+from tandem.types import Completion, Message, Rollout, Task, Turn
 
 pytestmark = pytest.mark.slow
 
@@ -123,11 +123,6 @@ def of(name: str, **options: Any) -> Function:
     return Function(path=f"trl_functions.{name}", **options)
 
 
-def test_columns_arrive_by_name() -> None:
-    got = graded({"acc": (of("accuracy"), 2.0)}, group("7", "8", solution="7"))
-    assert [rollout.reward for rollout in got] == [2.0, 0.0]
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -162,13 +157,6 @@ def test_what_a_reward_changes_no_other_and_no_sibling_sees(order: tuple[str, st
     ]
 
 
-def test_a_function_that_a_function_made_is_found_by_its_path(tmp_path: Path) -> None:
-    recipe = tmp_path / "made.yaml"
-    recipe.write_text("model: m\nsteps: 1\nenv: arithmetic\nrewards: {trl_functions.made: 1}\n")
-    specs = {name: spec.reward for name, spec in load(recipe).config.rewards.items()}
-    assert [rollout.reward for rollout in graded(specs, group("7", "8"))] == [0.5, 0.5]
-
-
 def test_what_a_function_is_given(tmp_path: Path) -> None:
     log = tmp_path / "graders.log"
     meta = {"prompt": "raw", "completion": "gold", "level": 3, "answer": 7}
@@ -188,39 +176,6 @@ def test_what_a_function_is_given(tmp_path: Path) -> None:
     }
 
 
-def test_steps_of_the_run_may_be_unknown(tmp_path: Path) -> None:
-    log = tmp_path / "graders.log"
-    graded({"seen": of("seen")}, group("a"), log=log)
-    assert '"of": null' in log.read_text()
-    (got,) = graded({"curious": of("curious")}, group("a"), steps=9)
-    assert "trainer_state has no 'log_history' here; it has global_step, max_steps" in got.error
-
-
-def test_completions_as_text() -> None:
-    got = graded({"texts": of("texts", completions="text")}, group("a", "bcd"))
-    assert [rollout.reward for rollout in got] == [1.0, 3.0]
-
-
-def test_what_goes_on_with_a_text_is_text(tmp_path: Path) -> None:
-    """As in TRL, where the form of the prompt decides."""
-    log = tmp_path / "graders.log"
-    task = Task(id="t", env="e", prompt=(Message(role=TEXT, content="3 + 4 ="),), answer="7")
-    replies = [Message(role="assistant", content=reply) for reply in (" 7", " 8")]
-    rollouts = [replace(r, task=task, messages=(*task.prompt, m)) for r, m in zip(group("", ""), replies, strict=True)]
-    graded({"seen": of("seen")}, rollouts, log=log)
-    (line,) = [line for line in log.read_text().splitlines() if line.startswith("SEEN ")]
-    shown = json.loads(line.removeprefix("SEEN "))
-    assert (shown["prompts"], shown["completions"]) == (["3 + 4 =", "3 + 4 ="], [" 7", " 8"])
-
-
-def test_none_is_for_tasks_of_another_kind() -> None:
-    specs = {"maths": of("only_some"), "acc": of("accuracy")}
-    assert [r.reward for r in graded(specs, group("7", "8", solution="7", kind="maths"))] == [2.0, 1.0]
-    other = graded(specs, group("7", "8", solution="7", kind="poems"))
-    assert [r.reward for r in other] == [1.0, 0.0]
-    assert [r.rewards for r in other] == [{"acc": 1.0}, {"acc": 0.0}]
-
-
 def test_logged_numbers_are_metrics_of_the_rollouts(tmp_path: Path) -> None:
     log = tmp_path / "graders.log"
     rollouts = group("a", "bcd")
@@ -230,12 +185,6 @@ def test_logged_numbers_are_metrics_of_the_rollouts(tmp_path: Path) -> None:
     assert got[1].metrics == {"mean_length": 2.0, "length": 3.0}
     assert "first: ['a', 'b']" in log.read_text()
     assert "log_extra('length') got 1 values for 3" in graded({"f": of("logs_wrongly")}, group("a", "b", "c"))[0].error
-
-
-@pytest.mark.parametrize(("name", "reward"), [("Plugin", 2.0), ("later", 3.0), ("partly", 0.0)])
-def test_what_counts_as_a_function(name: str, reward: float) -> None:
-    got = graded({"f": of(name)}, group("a", "b", solution="7"))
-    assert [rollout.reward for rollout in got] == [reward, reward]
 
 
 def test_a_function_may_say_which_answers_are_right() -> None:
@@ -256,11 +205,6 @@ def test_a_function_may_say_which_answers_are_right() -> None:
 def test_a_function_that_cannot_be_used_is_told_at_once(path: str, message: str) -> None:
     with pytest.raises(RewardError, match=message):
         graded({"f": Function(path=path)}, [])
-
-
-def test_a_path_without_a_module_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"path must be pkg.module.fn, got 'fn'"):
-        Function(path="fn")
 
 
 def test_an_error_names_the_places_in_the_users_code_and_the_log_has_its_traceback(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import logging
 import os
 import signal
 import subprocess
@@ -24,9 +23,7 @@ from tandem.errors import RewardError
 from tandem.metrics import flatten
 from tandem.rewards.grading import workers
 from tandem.rewards.grading.workers import Graders
-from tandem.rewards.math_verify import MathVerify
 from tandem.rewards.number import Number
-from tandem.rewards.repetition import Repetition
 from tandem.rollout.gold import gold_rollout
 from tandem.types import Group, Message, Rollout, Task
 
@@ -169,27 +166,8 @@ def test_weighted_sum_of_a_part_and_functions() -> None:
     ]
     assert [rollout.reward for rollout in got] == [0.75, 0.75, -0.25]
     assert {rollout.status for rollout in got} == {"ok"}
-    assert set(metrics) == {"seconds/grading", "grading/busy_seconds"}
-    assert 0 < metrics["grading/busy_seconds"] <= metrics["seconds/grading"]
-
-
-def test_function_object_travels_by_its_name() -> None:
-    import sample_graders  # type: ignore[import-not-found]
-
-    got, _ = graded({"plain": sample_graders.plain}, group("7", "8"))
-    assert [rollout.reward for rollout in got] == [1.0, 0.0]
-
-
-def test_numbers_of_other_libraries() -> None:
-    got, _ = graded({"numpy": "sample_graders:numpy", "bool": "sample_graders:by_text"}, group("scalar", "bool"))
-    assert [rollout.rewards["numpy"] for rollout in got] == [0.25, 0.5]
-    assert got[1].rewards["bool"] == 1.0
-
-
-def test_none_leaves_a_reward_out_of_the_sum() -> None:
-    got, _ = graded({"a": "sample_graders:by_text", "number": (Number(), 3.0)}, group("none", "7", answer="none 7"))
-    assert [(rollout.status, rollout.reward) for rollout in got] == [("ok", 0.0), ("ok", 4.0)]
-    assert got[0].rewards == {"number": 0.0}
+    assert set(metrics) == {"seconds/grading"}
+    assert metrics["seconds/grading"] > 0
 
 
 def test_a_rollout_of_which_no_reward_says_anything_is_left_out_of_its_group() -> None:
@@ -208,46 +186,12 @@ def test_failed_rollouts_pass_through() -> None:
     assert got[1].reward == 1.0
 
 
-def test_group_of_failures_needs_no_worker() -> None:
-    rollouts = [replace(rollout, status="error") for rollout in group("7", "7")]
-    assert graded({"number": Number()}, rollouts)[0] == rollouts
-
-
 # TRL's signature
-
-
-def test_trl_function_gets_columns() -> None:
-    got, _ = graded({"trl": "sample_graders:trl"}, group("7", "8", level=10))
-    assert [rollout.reward for rollout in got] == [11.0, 10.0]
-
-
-def test_async_trl_function_gets_only_what_it_asks_for() -> None:
-    got, _ = graded({"trl": "sample_graders:trl_async"}, group("a", "none", unwanted=1))
-    assert [rollout.reward for rollout in got] == [1.0, None]
 
 
 def test_trl_function_that_misses_a_column_says_which() -> None:
     got, _ = graded({"trl": "sample_graders:wants"}, group("a", "b"))
     assert all("'colour'" in rollout.error and rollout.status == "error" for rollout in got)
-
-
-@pytest.mark.parametrize(
-    ("culprit", "message"), [("raise", "bad sibling"), ("die", "exit code 9"), ("hang", "longer than 0.8 s")]
-)
-def test_trl_function_that_fails_costs_its_group_and_no_other(culprit: str, message: str) -> None:
-    async def go() -> tuple[list[Rollout], list[Rollout]]:
-        async with Graders({"rank": ("sample_graders:rank", 1.0)}, timeout=0.4) as graders:
-            return await graders.grade(group("a", culprit)), await graders.grade(group("a", "aaa", "aa"))
-
-    failed, fine = asyncio.run(go())
-    assert all(rollout.status == "error" and message in rollout.error for rollout in failed)
-    assert [rollout.reward for rollout in fine] == [0.0, 2 / 3, 1 / 3]
-
-
-def test_trl_bad_entry_costs_its_rollout() -> None:
-    got, metrics = graded({"f": "sample_graders:some_nan"}, group("a", "nan"))
-    assert [rollout.reward for rollout in got] == [1.0, None]
-    assert metrics["grading/failed_bad_value"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -363,28 +307,6 @@ def test_what_a_reward_started_ends_with_its_process(leaving: str, capfd: pytest
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_many_failures_in_one_group() -> None:
-    got, metrics = graded({"f": "sample_graders:by_text"}, group("die", "7", "raise", "hang", "8", "nan", "die"), 0.5)
-    assert [rollout.reward for rollout in got] == [None, 1.0, None, None, 1.0, None, None]
-    assert metrics["grading/failed_crashed"] == 2.0
-    assert metrics["grading/restarts"] == 3.0
-
-
-def test_metrics_count_from_the_last_call() -> None:
-    async def go() -> list[dict[str, float]]:
-        async with Graders({"f": ("sample_graders:by_text", 1.0)}) as graders:
-            seen = []
-            for reply in ("raise", "7"):
-                await graders.grade(group(reply, reply))
-                seen.append(flatten(graders.metrics()))
-            return seen
-
-    first, second = asyncio.run(go())
-    assert first["grading/failed_raised"] == 2.0
-    assert "grading/failed_raised" not in second
-    assert first["seconds/grading"] > 0
-
-
 def test_prints_do_not_disturb_and_end_in_the_log(tmp_path: Path) -> None:
     log = tmp_path / "graders.log"
     got, _ = graded({"f": "sample_graders:by_text"}, group("print", "raise", "7"), log=log)
@@ -415,35 +337,10 @@ def test_the_log_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert text.endswith("to stdout\nraw bytes\n")
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
-def test_no_character_that_is_printed_costs_a_reward(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
-) -> None:
-    """Half of a surrogate pair, as broken data sets hold, and what the log's encoding does not have."""
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own could not be sent to its other process
-    monkeypatch.setenv("PYTHONIOENCODING", encoding)
-    log = tmp_path / "graders.log"
-    got, metrics = graded({"f": "sample_graders:by_text"}, group("half", "arrow"), log=log)
-    assert [rollout.reward for rollout in got] == [None, 1.0]
-    assert got[0].error.startswith("reward 'f' raised ValueError: half of a pair")
-    assert "grading/restarts" not in metrics
-    assert r"ValueError: half of a pair: \ud83d" in log.read_text(encoding)
-
-
 def test_killed_grader_takes_its_children_along() -> None:
     graded({"f": "sample_graders:by_text"}, group("child", "7"), 0.5)
     running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()
     assert "sleep 61.25" not in running
-
-
-def test_math_verify_runs_in_the_workers_main_thread() -> None:
-    got, _ = graded({"math": MathVerify(timeout_seconds=1)}, group("#### 7", "#### 9^9^9^9", "8"))
-    assert [rollout.reward for rollout in got] == [1.0, 0.0, 0.0]
-
-
-def test_workers_import_no_torch() -> None:
-    got, _ = graded({"f": "sample_graders:cwd_and_modules", "n": Number(), "m": MathVerify()}, group("7"))
-    assert got[0].rewards["f"] == 0.0
 
 
 def test_groups_are_graded_side_by_side() -> None:
@@ -519,17 +416,6 @@ def test_part_that_does_not_import_in_the_worker_is_named(monkeypatch: pytest.Mo
         graded({"mine": Unreachable()}, [])
 
 
-def test_process_that_cannot_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    with pytest.raises(RewardError, match=r"grading process cannot be started.*nowhere"):
-        graded({"number": Number()}, [])
-
-
-def test_full_marks_are_known_for_parts() -> None:
-    specs = {"number": (Number(), 1.0), "loop": (Repetition(), 0.1), "f": ("sample_graders:plain", 1.0)}
-    assert Graders(specs).full_marks == {"number": 1.0, "loop": None, "f": None}
-
-
 def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     program = textwrap.dedent(
         """
@@ -569,13 +455,6 @@ def _running(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state != "Z"
-
-
-def test_answers_larger_than_a_pipe_arrive_in_order() -> None:
-    got, _ = graded({"long": "sample_graders:long", "n": Number()}, group("7", "x" * 40, "8", "y" * 40))
-    assert [rollout.error.count("7") > 4000 for rollout in got] == [True, False, False, False]
-    assert [len(rollout.error) > 10_000 for rollout in got] == [False, True, False, True]
-    assert [rollout.rewards for rollout in got] == [{"n": 1.0}, {"n": 0.0}, {"n": 0.0}, {"n": 0.0}]
 
 
 def test_what_was_answered_before_a_crash_is_not_asked_again() -> None:

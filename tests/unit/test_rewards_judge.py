@@ -122,15 +122,6 @@ def test_the_request() -> None:
     assert "Authorization" not in server.headers[0]
 
 
-def test_null_takes_a_field_out_of_the_request() -> None:
-    server = FakeServer()
-    judged(group("7"), server, request={"temperature": None, "max_tokens": None, "max_completion_tokens": 9})
-    assert {k: v for k, v in server.requests[0].items() if k != "messages"} == {
-        "model": "grader",
-        "max_completion_tokens": 9,
-    }
-
-
 def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "sesame")
     server = FakeServer()
@@ -139,23 +130,6 @@ def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("JUDGE_KEY")
     with pytest.raises(RewardError, match="reward judge: key_variable: JUDGE_KEY is not set in the environment"):
         judged(group("7"), server, key_variable="JUDGE_KEY")
-
-
-def test_the_template_is_filled_in_once_and_braces_that_name_nothing_stay() -> None:
-    server = FakeServer()
-    server.script = says("5")
-    template = '{rubric}|{prompt}|{reply}|{answer}|{"json": 1}|{ x }|{extra.index}'
-    judged(group("I say {answer}", rubric="{reply} style", extra={"index": 3}), server, template=template)
-    assert server.requests[0]["messages"][0]["content"] == (
-        '{reply} style|What is 3 + 4?|I say {answer}|7|{"json": 1}|{ x }|3'
-    )
-
-
-def test_a_template_that_names_what_a_task_has_not() -> None:
-    server = FakeServer()
-    got, _ = judged(group("7", "8"), server, template="{reply} {rubric}")
-    assert "template names {rubric}; task t has: prompt, reply, answer, lowest, highest" in got[0].error
-    assert not server.requests
 
 
 def test_a_conversation_is_shown_with_its_roles() -> None:
@@ -195,13 +169,6 @@ def test_scores_are_found() -> None:
     assert scores == pytest.approx({text: score / 10 for text, score in texts.items()})
 
 
-def test_own_pattern_and_scale() -> None:
-    server = FakeServer()
-    server.script = says('{"grade": -1} or {"grade": 3}')
-    got, _ = judged(group("x"), server, pattern=r'"grade": (-?\d+)', lowest=-5.0, highest=5.0)
-    assert got[0].reward == pytest.approx(0.8)
-
-
 def test_an_answer_without_a_score_costs_its_rollout() -> None:
     texts = {
         "I cannot say. 7 of them are fine.": "found no score in the judge's answer ...'I cannot say. 7 of them",
@@ -217,15 +184,6 @@ def test_an_answer_without_a_score_costs_its_rollout() -> None:
     for rollout, error in zip(got[1:], texts.values(), strict=True):
         assert error in rollout.error
     assert metrics["grading/failed_bad_value"] == 3.0
-
-
-def test_an_answer_that_was_cut_before_it_said_anything() -> None:
-    server = FakeServer()
-    server.script = lambda reply, times: completion(None, finish_reason="length")
-    got, _ = judged(group("x"), server)
-    assert (
-        "got an answer without text from the judge (finish_reason length; max_tokens may be too small)" in got[0].error
-    )
 
 
 # how many at once
@@ -257,28 +215,6 @@ def test_busy_servers_are_asked_again() -> None:
     assert len(server.requests) == 18
 
 
-def test_a_page_of_a_proxy_is_no_answer() -> None:
-    server = FakeServer()
-    server.script = lambda reply, attempt: web.Response(text="<html>") if attempt == 1 else None
-    got, _ = judged(group("7"), server)
-    assert got[0].reward == pytest.approx(0.7)
-
-
-def test_a_request_that_takes_too_long_is_asked_again() -> None:
-    server = FakeServer()
-    server.script = lambda reply, attempt: "hang" if attempt == 1 else None
-    got, _ = judged(group("7"), server, timeout_seconds=0.3)
-    assert got[0].reward == pytest.approx(0.7)
-
-
-def test_a_server_that_names_a_pause_gets_it() -> None:
-    server = FakeServer()
-    server.script = status(429, 1, **{"Retry-After": "60"})
-    got, _ = judged(group("7"), server, deadline_seconds=0.5)
-    assert f"had no answer from {server.url} within 0.5 s" in got[0].error
-    assert len(server.requests) == 1  # the minute is not over
-
-
 @pytest.mark.parametrize(
     ("away", "expected"),
     [("leave_out", ("error", None)), ("none", ("ok", 0.0))],
@@ -292,19 +228,6 @@ def test_a_server_that_stays_away(away: str, expected: Any, caplog: pytest.LogCa
     assert metrics["grading/failed_away"] == 1.0
     assert f"reward 'judge' had no answer from {server.url}/chat/completions: it said 503, asked 3 times" in caplog.text
     assert len(server.requests) == 4
-
-
-def test_a_server_that_stays_away_may_end_the_run() -> None:
-    server = FakeServer()
-    server.script = status(503, 99)
-    with pytest.raises(RewardError, match=r"reward 'judge' had no answer from http.*: it said 503, asked 2 times"):
-        judged(group("7"), server, retries=1, away="stop")
-
-
-def test_nobody_is_there() -> None:
-    got, _ = judged(group("7"), FakeServer(), url="http://127.0.0.1:9/v1", retries=0)
-    assert got[0].status == "error"
-    assert "had no answer from http://127.0.0.1:9/v1/chat/completions: Cannot connect" in got[0].error
 
 
 def test_the_deadline_holds_for_all_questions_of_a_group_together() -> None:
@@ -324,15 +247,6 @@ def test_what_would_never_be_answered_ends_the_run(code: int) -> None:
     with pytest.raises(RewardError, match=rf"was refused by http.*: {code} .*no such model"):
         judged(group("7", "8"), server)
     assert len(server.requests) == 2
-
-
-def test_one_question_that_is_refused_costs_its_rollout() -> None:
-    server = FakeServer()
-    server.script = lambda reply, attempt: web.Response(status=400, text="too long") if reply == "x" else None
-    got, metrics = judged(group("5", "x"), server, away="stop")
-    assert [rollout.status for rollout in got] == ["ok", "error"]
-    assert "400 too long" in got[1].error
-    assert metrics["grading/failed_raised"] == 1.0
 
 
 # options
@@ -358,8 +272,3 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], message: str)
     with pytest.raises(ConfigError) as caught:
         Judge(**{"url": "http://x/v1", "model": "m", **options})
     assert message in str(caught.value)
-
-
-def test_inert_options() -> None:
-    assert Judge(url="http://x", model="m").inert() == {}
-    assert set(Judge(url="http://x", model="m", retries=0).inert()) == {"backoff_seconds"}

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from conftest import build_tiny_model
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -24,13 +23,13 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from tandem.errors import ConfigError, RewardError
+from tandem.errors import RewardError
 from tandem.rewards.base import Failure
 from tandem.rewards.grading.workers import Graders
 from tandem.rewards.number import Number
 from tandem.rewards.reward_model import RewardModel
 from tandem.rollout.gold import gold_rollout
-from tandem.types import TEXT, Message, Rollout, Task
+from tandem.types import Message, Rollout, Task
 
 REPLIES = ("7", "It is seven, I think, or perhaps not.", "", "ä ½", "7", "x" * 90, "no", "yes " * 12, "7 7", "never")
 
@@ -89,17 +88,6 @@ def test_scores_are_the_models_logits(folder: Path, batch: int) -> None:
     assert len({round(value, 4) for value in expected}) == len(set(REPLIES))
 
 
-def test_a_text_and_what_goes_on_with_it_have_no_template(folder: Path) -> None:
-    task = Task(id="t", env="e", prompt=(Message(role=TEXT, content="3 + 4 ="),), answer="7")
-    rollouts = [gold_rollout(task, reply) for reply in (" 7", " eight")]
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.no_grad():
-        texts = [tokenizer(f"3 + 4 ={reply}", return_tensors="pt") for reply in (" 7", " eight")]
-        expected = [float(model(input_ids=text["input_ids"]).logits[0, 0]) for text in texts]
-    assert RewardModel(model=str(folder)).scores(rollouts) == pytest.approx(expected, abs=1e-4)
-
-
 def test_padding_changes_nothing_for_a_model_that_sees_it(tmp_path: Path) -> None:
     """An encoder looks both ways, counts positions from the left and reads its first token."""
     folder = build_tiny_model(tmp_path / "encoder")
@@ -154,29 +142,6 @@ def test_the_model_grades_in_a_process_of_its_own(folder: Path) -> None:
             assert rollout.reward == pytest.approx(rollout.rewards["rm"] + rollout.rewards["number"])
 
 
-def test_label_chooses_the_output(tmp_path: Path) -> None:
-    folder = build(tmp_path / "three", labels=3)
-    rollouts = group("7", "no")
-    for label in (0, 2):
-        got = RewardModel(model=str(folder), label=label).scores(rollouts)
-        assert got == pytest.approx(by_hand(folder, rollouts, label), abs=1e-4)
-    with pytest.raises(RewardError, match=r"has 3 outputs \(LABEL_0, LABEL_1, LABEL_2\); give the option label"):
-        RewardModel(model=str(folder)).prepare()
-    with pytest.raises(RewardError, match="label must be below 3, got 3"):
-        RewardModel(model=str(folder), label=3).prepare()
-
-
-def test_own_chat_template(folder: Path, tmp_path: Path) -> None:
-    rollouts = group("7", "no")
-    template = "{% for m in messages %}{{ m.content }}|{% endfor %}"
-    (tmp_path / "template.jinja").write_text(template)
-    got = RewardModel(model=str(folder), chat_template=template).scores(rollouts)
-    assert got == RewardModel(model=str(folder), chat_template=str(tmp_path / "template.jinja")).scores(rollouts)
-    assert got != pytest.approx(by_hand(folder, rollouts), abs=1e-3)
-    with pytest.raises(RewardError, match="chat_template nowhere cannot be read: No such file"):
-        RewardModel(model=str(folder), chat_template="nowhere").prepare()
-
-
 def test_a_conversation_that_is_too_long_costs_its_rollout(tmp_path: Path) -> None:
     folder = build(tmp_path / "short", context=128)
     rollouts = group("7", "x" * 200, "8")
@@ -200,40 +165,3 @@ def test_a_model_without_a_head_is_refused(tmp_path: Path) -> None:
 def test_what_cannot_be_loaded_is_told(folder: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(RewardError, match=message):
         RewardModel(**{"model": str(folder), **options}).prepare()
-
-
-def test_no_chat_template(tmp_path: Path) -> None:
-    folder = build(tmp_path / "plain")
-    (folder / "chat_template.jinja").unlink()
-    with pytest.raises(RewardError, match="has no chat template; give the option chat_template"):
-        RewardModel(model=str(folder)).prepare()
-
-
-@pytest.mark.parametrize(
-    ("options", "first"),
-    [
-        ({"model": " "}, "model"),
-        ({"label": -1}, "label"),
-        ({"batch": 0}, "batch"),
-        ({"timeout_seconds": 0.0}, "timeout_seconds"),
-    ],
-)
-def test_options_out_of_range_are_refused(options: dict[str, Any], first: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{first} must be"):
-        RewardModel(**{"model": "m", **options})
-
-
-def test_dtype(folder: Path) -> None:
-    rollouts = group(*REPLIES)
-    with sdpa_kernel(SDPBackend.MATH):  # torch's fused kernel fails where the instruction set is lowered by hand
-        narrow = RewardModel(model=str(folder), dtype="bfloat16").scores(rollouts)
-    assert narrow != RewardModel(model=str(folder)).scores(rollouts)
-    assert narrow == pytest.approx(by_hand(folder, rollouts), abs=0.2)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_scores_on_a_gpu(folder: Path) -> None:
-    rollouts = group(*REPLIES)
-    got = graded({"rm": RewardModel(model=str(folder), device="cuda", dtype="float32", batch=4)}, rollouts)
-    expected = by_hand(folder, rollouts)
-    assert [rollout.reward for rollout in got] == pytest.approx(expected, abs=1e-2)

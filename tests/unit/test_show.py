@@ -53,11 +53,3 @@ def test_a_live_run_says_what_it_is_doing(tmp_path: Path, capsys: pytest.Capture
     output = shown(tmp_path, capsys)
     assert "running, 0 of 2 steps" in output
     assert "now: sampling for 2 m" in output
-
-
-def test_a_run_without_a_step_has_no_phases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.yaml").write_text("steps: 2\n")
-    (tmp_path / "events.jsonl").write_text(json.dumps({"time": 0.0, "event": "run_started"}) + "\n")
-    output = shown(tmp_path, capsys)
-    assert "unfinished" in output
-    assert "time:" not in output

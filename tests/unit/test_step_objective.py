@@ -38,6 +38,7 @@ from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
 from tandem.trainer.objective import Objective, OldLogprobs
 from tandem.trainer.pack import Packer, StepBatch
+from tandem.trainer.ranks.work import LeadWork, RankWork, handlers
 from tandem.trainer.step import Step, StepStats
 from tandem.trainer.work import LocalWork
 from tandem.types import Group, Sampling
@@ -217,6 +218,53 @@ def test_the_reference_is_the_model_as_it_was_loaded(
             np.testing.assert_allclose(by_rollout[rollout.id], torch.cat(turns).numpy(), rtol=1e-4, atol=1e-4)
             assert np.abs(np.array(by_rollout[rollout.id]) - stats.logprobs[rollout.id]).max() > 1e-3
         assert flatten(stats.metrics)["kl_reference"] > 1e-3
+
+
+class Pair:
+    """The ranks of a run as the lead sees them: itself, and one follower in the same process."""
+
+    world = 2
+
+    def __init__(self, follower: RankWork):
+        self.follower = handlers(follower)
+
+    async def execute(self, command: str, body: Any, local: Any) -> tuple[Any, list[Any]]:
+        return await local, [await self.follower[command](body(1))]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rewards_pay_for_the_kl_to_the_reference(tiny_model: Path, groups: list[Group], ranks: int) -> None:
+    """Before the advantage: each answer by the sum over its tokens, as they were sampled."""
+    start, beta = reference(tiny_model), 0.3
+    with live_policy(tiny_model) as policy:
+        live = Live(policy, Objective(loss=Grpo()), beta=beta)
+        held = Start(beta=beta, in_reward=True).hold(changing(policy, live.trainable))
+        parts: dict[str, Any] = {
+            "policy": policy, "objective": Objective(loss=Grpo()), "stepper": None, "sampling": SAMPLING,
+            "reference": held,
+        }  # fmt: skip
+        lead = LeadWork(**parts, ranks=Pair(RankWork(**parts)))  # type: ignore[arg-type]
+        live.step.work = LocalWork(**parts) if ranks == 1 else lead
+        moved(live, 0.1)  # which changes nothing: it is of the sampler and the reference
+        pack = Packer(
+            advantage=DrGrpo(), reduction="token", max_tokens=SAMPLING.max_tokens, budget=20, mask_truncated=False,
+            device=torch.device("cpu"), ranks=ranks,
+        )  # fmt: skip
+        batch = asyncio.run(live.step.packed(pack, groups, 0))
+    gaps: dict[str, list[float]] = {}
+    for rollout in (r for g in groups for r in g.rollouts):
+        for turn in rollout.turns:
+            with torch.no_grad():
+                then = logprobs_of(start, turn.prompt, turn.completion.tokens, SAMPLING).tolist()
+            apart = [a - b for a, b in zip(turn.completion.logprobs, then, strict=True)]
+            gaps[rollout.id] = [*gaps.get(rollout.id, []), *apart]
+    for group in groups:
+        paid = [(r.reward or 0.0) - beta * sum(gaps[r.id]) for r in group.rollouts]
+        for rollout, reward in zip(group.rollouts, paid, strict=True):
+            assert batch.advantages[rollout.id] == pytest.approx(reward - sum(paid) / len(paid), abs=1e-3)
+            assert rollout.reward in (0.0, 1.0, 2.0), "what was earned stays as it is"
+    every = [gap for values in gaps.values() for gap in values]
+    assert flatten(batch.metrics)["kl_reference"] == pytest.approx(sum(every) / len(every), abs=1e-4)
 
 
 @pytest.mark.parametrize("trainable", [Full(), Lora(rank=3, merged=True)], ids=["full", "merged"])

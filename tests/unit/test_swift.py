@@ -242,6 +242,8 @@ def test_several_hosts_are_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
         [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=4", "--node_rank=1",
          "--master_addr=h", "--master_port=29500", "-m", "tandem", "swift", "rlhf", "--model", "m"]
     ]  # fmt: skip
+    swift_command.start_ranks(hosts | {"WORLD_SIZE": "2", "RANK": "1"})  # a platform's, which numbers hosts
+    assert started.pop() == started[0]
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
     for environ in ({}, {"NNODES": "1", "NPROC_PER_NODE": "4"}, hosts | rank):
         swift_command.start_ranks(environ)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,6 @@ from tandem.observability.alarms import AlarmWatch
 from tandem.observability.emit import Telemetry, evaluation_scalars
 from tandem.observability.loggers.base import MetricsLogger, RunInfo, Writer
 from tandem.trainer.record import TokenRecord
-from tandem.types import Json
 
 EVALUATION = {
     "step": 2,
@@ -101,6 +100,20 @@ def test_a_step_is_merged_once_and_reaches_every_writer(tmp_path: Path) -> None:
     assert row["time"] > 1e9
 
 
+def test_loggers_get_trls_names_too_and_the_folder_does_not(tmp_path: Path) -> None:
+    writer = Recorder()
+    named = dataclasses.replace(info(tmp_path), config={"metric_names": "trl"})
+    metrics = {"reward/rewards.accuracy": Histogram((0.0, 1.0)), "length": Histogram((2.0, 4.0)), "lr": Sum(0.5)}
+    with Telemetry(named, [Recording(writer)]) as telemetry:
+        scalars = telemetry.emit(1, [metrics])
+    _, (_, logged) = writer.calls[0]
+    assert {name: value for name, value in logged.items() if name not in scalars} == {
+        "rewards/accuracy/mean": 0.5, "rewards/accuracy/std": 0.5, "completions/mean_length": 3.0,
+        "completions/min_length": 2.0, "completions/max_length": 4.0, "learning_rate": 0.5,
+    }  # fmt: skip
+    assert rows(tmp_path / "metrics.jsonl")[0]["metrics"] == scalars
+
+
 def test_a_step_cannot_be_emitted_twice(tmp_path: Path) -> None:
     with Telemetry(info(tmp_path, resumed_step=3)) as telemetry:
         telemetry.emit(4, [])
@@ -131,55 +144,6 @@ def test_a_logger_that_cannot_open_stops_the_run_at_once_and_closes_the_others(t
     ):
         pytest.fail("opened")
     assert writer.calls == [("close", None)]
-
-
-class Misnamed(Writer):
-    """Has one method that nobody calls."""
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None: ...
-
-    def evaluate(self, step: int, record: Mapping[str, Json], scalars: Mapping[str, float]) -> None: ...
-
-
-class Partial(Writer):
-    """Leaves out what it does not want, and has more of its own."""
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        self.upload(step)
-
-    def upload(self, step: int) -> None: ...
-
-
-class Bare:
-    """Has not all that is called."""
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None: ...
-
-
-@dataclass(frozen=True)
-class Opening(MetricsLogger):
-    writer: Any
-
-    def open(self, info: RunInfo) -> Writer:
-        return self.writer()  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize(
-    ("writer", "message"),
-    [
-        (Misnamed, "Misnamed has a method 'evaluate', which nobody calls; did you mean 'evaluation'"),
-        (Bare, "Bare has no method 'evaluation'; a writer's methods are: write, evaluation, event"),
-    ],
-)
-def test_a_method_of_a_logger_that_nobody_calls_is_named_at_once(tmp_path: Path, writer: type, message: str) -> None:
-    with pytest.raises(ConfigError) as caught, Telemetry(info(tmp_path), [Opening(writer)]):
-        pass
-    assert message in str(caught.value)
-
-
-def test_a_logger_may_leave_methods_out_and_have_others(tmp_path: Path) -> None:
-    with Telemetry(info(tmp_path), [Opening(Partial)]) as telemetry:
-        telemetry.emit(1, [{"a": Sum(1.0)}])
 
 
 def test_a_full_disk_loses_rows_but_not_the_run(
@@ -309,32 +273,6 @@ def test_numbers_that_are_not_finite_are_strict_json_and_warned_of_once(
     assert caplog.text.count("grad_norm is nan") == 1
 
 
-def test_events_take_anything_but_their_own_keys(tmp_path: Path) -> None:
-    with Telemetry(info(tmp_path)) as telemetry:
-        telemetry.event("checkpoint_saved", name="a", path=tmp_path)
-        with pytest.raises(ValueError, match="cannot be called time"):
-            telemetry.event("x", time=1)
-    (row,) = rows(tmp_path / "events.jsonl")
-    assert row["event"] == "checkpoint_saved"
-    assert row["path"] == str(tmp_path)
-    assert row["name"] == "a"
-
-
-def test_events_from_many_threads_never_mix(tmp_path: Path) -> None:
-    with Telemetry(info(tmp_path)) as telemetry:
-
-        def work(n: int) -> None:
-            for _ in range(50):
-                telemetry.event("e", n=n, text="x" * 500)
-
-        threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert sorted(row["n"] for row in rows(tmp_path / "events.jsonl")) == sorted(list(range(8)) * 50)
-
-
 def test_long_waits_become_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "LONG", 0.0)
 
@@ -393,43 +331,12 @@ def test_an_alarm_is_an_event_and_a_metric(tmp_path: Path) -> None:
     assert metrics[30]["alarms/length"] == 1.0
 
 
-@pytest.mark.parametrize("resumed", [10, 21, 26])
-def test_a_resumed_run_tells_what_it_would_have_told(resumed: int, tmp_path: Path) -> None:
-    for folder in ("whole", "resumed"):
-        with Telemetry(info(tmp_path / folder), [], AlarmWatch({})) as telemetry:
-            for step in range(1, 31):
-                telemetry.emit(step, [collapsing(step)])
-    with Telemetry(info(tmp_path / "resumed", resumed_step=resumed), [], AlarmWatch({})) as telemetry:
-        for step in range(resumed + 1, 31):
-            telemetry.emit(step, [collapsing(step)])
-    whole, again = (
-        [row["metrics"] for row in rows(tmp_path / folder / "metrics.jsonl")] for folder in ("whole", "resumed")
-    )
-    assert whole == again
-    alarms = [row["step"] for row in rows(tmp_path / "resumed" / "events.jsonl") if row["event"] == "alarm"]
-    assert alarms == alarms[:1] * (2 if resumed < alarms[0] else 1), "told again only where it was undone"
-
-
-def test_telemetry_outside_its_block_is_a_mistake(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="outside its with block"):
-        Telemetry(info(tmp_path)).event("x")
-
-
 def test_broken_rows_in_the_middle_are_skipped_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"step": 1}\nnot json\n[1]\n{"step": 2}\n{"step": 3')
     assert [row["step"] for row in json_lines.read(path)] == [1, 2]
     assert "rows.jsonl is damaged: line 2 is no row of it" in caplog.text
     assert "and 1 more; that is skipped" in caplog.text
-
-
-def test_a_torn_tail_longer_than_a_page_is_cut(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    path.write_text('{"a": 1}\n{"b": "' + "x" * 10_000)
-    lines = json_lines.JsonLinesFile(path)
-    lines.append({"c": 3})
-    lines.close()
-    assert rows(path) == [{"a": 1}, {"c": 3}]
 
 
 @pytest.mark.slow

@@ -218,7 +218,7 @@ def test_one_that_cannot_be_used_is_not_waited_for() -> None:
             finally:
                 await engines.close()
 
-    with pytest.raises(EngineError, match="stock vLLM lacks the routes"):
+    with pytest.raises(EngineError, match="need vLLM's server or Tandem's"):
         run(go(engine="stock"))
     with pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"):
         run(go(logprobs="raw_logprobs"))

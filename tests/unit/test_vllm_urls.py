@@ -49,6 +49,7 @@ class Somebodys:
         self.logprob = -0.5
         self.gate = asyncio.Event()
         self.gate.set()
+        self.in_doubt = asyncio.Event()
         self.info_gate = asyncio.Event()
         self.info_gate.set()
         self._runner: web.AppRunner | None = None
@@ -98,6 +99,9 @@ class Somebodys:
         wave = msgspec.json.decode(await request.read(), type=Many)
         answers = sum(len(siblings.seeds) for siblings in wave.prompts)
         self.num_requests += answers
+        if self.in_doubt.is_set():
+            document = {"status": 503, "title": "Stopped", "detail": "a publish broke off"}
+            return web.json_response(document, status=503)
         self.least = wire.parsed(bytes(wave.prompts[0].request), wire.Generate).min_step
         if self.cut:
             self.cut -= 1
@@ -125,6 +129,7 @@ class Somebodys:
         return web.json_response({"engine": self.instance_id})
 
     async def _resume(self, request: web.Request) -> web.Response:
+        self.in_doubt.clear()
         return web.json_response({"seconds": 0.0, "step": self.step, "digest": self.digest})
 
 
@@ -326,6 +331,27 @@ def test_a_death_in_the_midst_of_a_publish(caplog: pytest.LogCaptureFixture) -> 
             await publisher.commit(2)
             assert publisher.to == [[one.url, two.url], [one.url]]
             assert (await sample(engine)).versions == (2,)
+
+    run(go)
+
+
+def test_one_that_stands_still_since_another_died_in_a_publish_is_asked_again() -> None:
+    """It gives out nothing until that publish is repeated; where none is, it says why."""
+
+    async def go() -> None:
+        one, other = Somebodys(), Somebodys()
+        async with opened(one, other) as (engine, publisher):
+            engine.servers[1].outstanding = 100
+            one.in_doubt.set()
+            with pytest.raises(EngineError, match="a publish broke off"):
+                await sample(engine)
+            async with publisher.lock:
+                waiting = asyncio.create_task(sample(engine))
+                await until(lambda: one.num_requests > 1)
+                await other.down()
+                publisher.step = 2
+                await publisher._persist()
+            assert (await waiting).versions == (2,)
 
     run(go)
 

@@ -43,13 +43,6 @@ def test_past_its_deadline_a_wait_names_who_was_waited_for() -> None:
     assert waits.current() == []
 
 
-def test_the_result_comes_through() -> None:
-    async def answer() -> int:
-        return 42
-
-    assert asyncio.run(waits.wait(answer(), owner="a", reason="b", on="c", deadline=5)) == 42
-
-
 def test_a_timeout_of_the_block_itself_is_not_a_deadline() -> None:
     async def run() -> None:
         async with waits.waiting("a", "b", "c", deadline=60):
@@ -141,20 +134,6 @@ def test_a_broken_listener_harms_nobody(monkeypatch: pytest.MonkeyPatch, caplog:
     assert "a listener of waits failed" in caplog.text
 
 
-def test_many_threads_at_once_leave_nothing_behind() -> None:
-    def work(n: int) -> None:
-        for _ in range(200):
-            with waits.blocking(f"thread {n}", "b", "c", deadline=60) as wait:
-                assert wait in waits.current()
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert waits.current() == []
-
-
 def test_a_wait_within_another_is_for_whom_that_one_waits() -> None:
     async def run() -> None:
         assert waits.actor("nobody") == "nobody"
@@ -207,25 +186,6 @@ def test_a_chain_goes_by_what_a_wait_is_within_and_then_by_names() -> None:
     asyncio.run(run())
 
 
-def test_what_is_within_a_wait_explains_it_before_any_name_does() -> None:
-    async def run() -> None:
-        named = waits.waiting("engine", "to go on", on="trainer")
-        inner = waits.waiting("engine of group 3", "POST /generate", on="http://a")
-        async with named, waits.waiting("rollouts group 3", "an answer", on="engine") as outer, inner:
-            assert [wait.on for wait in waits.chain(outer, waits.current())] == ["engine", "http://a"]
-
-    asyncio.run(run())
-
-
-def test_a_party_is_a_word_of_its_own_or_a_kind_of_those_that_wait() -> None:
-    assert waits.is_part("rollouts", "rollouts group 3")
-    assert not waits.is_part("engine http://a", "engine")
-    assert waits.is_part("engine http://a (pid 7)", "engine http://a (pid 7)")
-    assert not waits.is_part("rollouts", "roll")
-    assert not waits.is_part("engine", "engineer")
-    assert not waits.is_part("engine http://a", "engine http://b")
-
-
 @pytest.mark.slow
 def test_progress_begins_a_deadline_anew() -> None:
     async def run() -> int:
@@ -243,12 +203,6 @@ def test_progress_begins_a_deadline_anew() -> None:
         asyncio.run(waits.wait(asyncio.sleep(60), owner="a", reason="b", on="c", deadline=0.05))
 
 
-def test_the_error_says_who_was_waited_for() -> None:
-    with pytest.raises(Deadline) as caught:
-        asyncio.run(waits.wait(asyncio.sleep(60), owner="a", reason="b", on="engine x", deadline=0.01))
-    assert caught.value.on == "engine x"
-
-
 def test_a_wait_can_be_given_up_from_another_thread() -> None:
     async def run() -> None:
         async with waits.waiting("a", "b", on="c") as wait:
@@ -258,26 +212,6 @@ def test_a_wait_can_be_given_up_from_another_thread() -> None:
 
     with pytest.raises(Deadline, match="a waited"):
         asyncio.run(run())
-
-
-def test_a_wait_that_is_given_up_twice_is_cancelled_once() -> None:
-    async def given_up() -> None:
-        async with waits.waiting("a", "b", on="c") as wait:
-            assert wait.give_up is not None
-            wait.give_up()
-            wait.give_up()
-            await asyncio.Event().wait()
-
-    async def run() -> int:
-        with pytest.raises(Deadline):
-            await given_up()
-        await asyncio.sleep(0)  # what is left of a cancellation would be raised here
-        task = asyncio.current_task()
-        assert task is not None
-        return task.cancelling()
-
-    assert asyncio.run(run()) == 0
-    assert waits.current() == []
 
 
 def test_a_task_that_is_cancelled_while_its_wait_is_given_up_stays_cancelled() -> None:
@@ -381,17 +315,3 @@ def test_each_of_several_waits_is_told_of_when_it_has_lasted(monkeypatch: pytest
         stop()
     assert list(heard) == ["first", "second", "third"]
     assert all(0.19 <= heard[name] - begun[name] < 0.7 for name in heard)
-
-
-def test_waits_without_a_deadline_share_one_timer() -> None:
-    async def run() -> int:
-        loop = asyncio.get_running_loop()
-        timers = []
-        call_later = loop.call_later
-        loop.call_later = lambda *args, **more: timers.append(args) or call_later(*args, **more)  # type: ignore[method-assign]
-        for _ in range(50):
-            async with waits.waiting("a", "b", "c"), waits.waiting("d", "e", "f"):
-                await asyncio.sleep(0)
-        return len(timers)
-
-    assert asyncio.run(run()) == 1

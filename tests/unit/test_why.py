@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -77,12 +76,6 @@ def test_the_chain_leads_from_the_longest_wait_to_who_delivers(run: Path) -> Non
     assert (story.state, "all waits for engine http://a (pid 7)" in story.headline) == ("alive", True)
 
 
-def test_waits_in_a_circle_are_told_once(run: Path) -> None:
-    signs(run, at=100.0, waiting=[wait("a", "b", 5.0), wait("b", "a", 4.0)])
-    story = why.read(run, now=100.0)
-    assert [one.owner for one in story.chain] == ["a", "b"]
-
-
 def test_waits_of_siblings_are_one_row(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ids = [f"{task}@0/{sibling}" for task in ("3+4", "5+8") for sibling in range(8)]
     playing = [wait(f"rollouts group {id[:5]}", f"environment sums ({id})", 5.0, reason=f"rollout {id}") for id in ids]
@@ -94,11 +87,6 @@ def test_waits_of_siblings_are_one_row(run: Path, capsys: pytest.CaptureFixture[
     text = " ".join(" ".join(rows).split())
     assert text.count("(16)") == 2, "one row for each kind"
     assert "@" not in text
-
-
-def test_a_party_is_a_word_of_its_own(run: Path) -> None:
-    signs(run, at=100.0, waiting=[wait("trainer", "rollouts", 5.0), wait("roll", "engine", 4.0)])
-    assert why.read(run, now=100.0).culprit == "rollouts"
 
 
 def test_states(run: Path) -> None:
@@ -156,12 +144,6 @@ def test_last_words_of_each_part(run: Path) -> None:
     assert words["engines"] == (8.0, "second")
     assert words["trainer"] == (7.0, "third")
     assert words["engine-0.log"][1] == "loading"
-
-
-def test_last_words_obey_no_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (run / "logs" / "graders.log").write_text("an answer said \x1b[2J\x1b]0;title\x07\n")
-    why.why(run, stacks=False, as_json=False)
-    assert "an answer said \ufffd[2J\ufffd]0;title\ufffd" in capsys.readouterr().out
 
 
 def test_a_living_process_shows_its_waits_and_takes_the_file_away(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,25 +236,6 @@ def test_stacks_of_a_process_whose_interpreter_is_held(run: Path, monkeypatch: p
     assert stacks is not None
     assert "Current thread" in stacks
     assert "in main" in stacks
-
-
-def test_stacks_that_come_slowly_are_read_to_their_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(why, "SETTLED", 1.0)  # a busy machine may make more than a few tenths of one
-    path = tmp_path / "stacks.txt"
-    path.write_text("of an earlier time\n")
-
-    def write() -> None:
-        for i in range(8):
-            time.sleep(0.1)
-            with path.open("a") as out:
-                out.write(f"{i}\n")
-
-    begin = path.stat().st_size
-    writes = threading.Thread(target=write)
-    writes.start()
-    why._settle(path, begin)
-    assert path.read_text()[begin:].split() == [str(i) for i in range(8)]
-    writes.join()
 
 
 def test_a_killed_process_is_gone(run: Path) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
-from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,9 +14,8 @@ from support.fake_broker import FakeBroker, quick, until
 from support.fake_engine import END, FakeEngine
 from support.rollouts import make_group, make_rollout
 
-from tandem.cli import app as cli
 from tandem.config.loading import RunConfig
-from tandem.errors import BrokerError, ConfigError, Deadline, EngineError
+from tandem.errors import ConfigError, Deadline, EngineError
 from tandem.observability import waits
 from tandem.rollout.group_runner import keep_rewards
 from tandem.types import Group, Message, Sampling, Task
@@ -28,9 +24,9 @@ from tandem_broker.commands import recipe as recipes
 from tandem_broker.commands import work
 from tandem_broker.commands.env import env
 from tandem_broker.commands.work import mask_truncated
-from tandem_broker.producer import IN_A_ROW, GroupTally, PlayPace, Producer, TaskShuffle
+from tandem_broker.producer import IN_A_ROW, PlayPace, Producer, TaskShuffle
 from tandem_broker.protocol.messages import EnvRegistration, EnvStatus, Info
-from tandem_broker.remote_engine import Dialect, RemoteEngine, RemoteEngines, native
+from tandem_broker.remote_engine import RemoteEngine, RemoteEngines
 
 T = TypeVar("T")
 PLACES = ["broker=http://b:1", "engine=http://e:2/v1"]
@@ -101,34 +97,6 @@ def test_mistakes_are_found_at_once(words: list[str], message: str) -> None:
         recipes.load(Path("nowhere.yaml"), words)
 
 
-ENVS = "envs: {sums: {env: arithmetic, weight: 3, min_share: 0.25}, calculator: 1}\n"
-
-
-def test_several_environments_are_played_or_one_of_them(tmp_path: Path) -> None:
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text(f"model: m\nsteps: 3\n{ENVS}")
-    config = recipes.load(recipe, PLACES)
-    assert {name: (s.weight, s.min_share) for name, s in config.sources.items()} == {
-        "sums": (3.0, 0.25), "calculator": (1.0, 0.0),
-    }  # fmt: skip
-    assert list(recipes.load(recipe, [*PLACES, "env_name=calculator"]).sources) == ["calculator"]
-    assert recipes.load(recipe, [*PLACES, "envs.sums=5"]).sources["sums"].weight == 5.0
-    for override, message in {
-        "env_name=other": r"env_name must be an entry of envs \(sums, calculator\)",
-        "weight=2": "weight changes nothing: each entry of envs has its own",
-        "known_as=x": "known_as changes nothing",
-        "rewards.number=1": "rewards must be given in each entry",
-        "env=arithmetic": "envs must be left out where env is given",
-    }.items():
-        with pytest.raises(ConfigError, match=message):
-            recipes.load(recipe, [*PLACES, override])
-    alone = recipes.load(None, ["model=m", "env=arithmetic", *PLACES, "known_as=mine", "weight=2", "min_share=0.5"])
-    ((name, source),) = alone.sources.items()
-    assert (name, source.weight, source.min_share) == ("mine", 2.0, 0.5)
-    with pytest.raises(ConfigError, match="there is none"):
-        recipes.load(None, ["model=m", "env=arithmetic", *PLACES, "env_name=arithmetic"])
-
-
 def test_shared_options_have_the_recipes_defaults() -> None:
     """The same recipe means the same to both sides."""
     ours, theirs = (vars_of(cls) for cls in (recipes.Work, RunConfig))
@@ -151,23 +119,6 @@ def vars_of(cls: Any) -> dict[str, Any]:
 # Atropos' flags
 
 
-FILE = """
-env: {group_size: 4, tokenizer_name: m, use_wandb: true, max_batches_offpolicy: 2, data_path_to_save_groups: null}
-openai:
-  - {model_name: m, base_url: "http://localhost:9001/v1", api_key: x, weight: 1.0}
-  - {model_name: m, base_url: "http://localhost:9002/v1", api_key: x, weight: 1.0}
-slurm: false
-testing: false
-"""
-
-
-def command(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(arguments)
-    assert isinstance(stopped.value.code, int)
-    return stopped.value.code
-
-
 @pytest.mark.parametrize(
     ("name", "flags", "message"),
     [
@@ -181,33 +132,6 @@ def test_mistakes_in_flags_are_told_before_an_engine_is_waited_for(
     monkeypatch.setattr("tandem_broker.commands.env.served_model", lambda url, key: pytest.fail("waited"))
     with pytest.raises(ConfigError, match=message):
         env(name, "serve", flags, [])
-
-
-def test_the_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.delenv("TANDEM_OPENAI_API_KEY", raising=False)
-    played: list[recipes.Work] = []
-
-    def play(config: recipes.Work) -> str:
-        played.append(config)
-        return "ended"
-
-    monkeypatch.setattr("tandem_broker.commands.work.play", play)
-    monkeypatch.setattr("tandem_broker.commands.env.play", play)
-    assert command("work", "env=arithmetic", "model=m", *PLACES) == 0
-    flags = ["--env.tokenizer_name", "m", "--env.steps_per_eval", "5", "--openai.api_key", "x", "--slurm", "False"]
-    assert command("env", "arithmetic", "serve", *flags, "--env.group_size", "8", "seed=3") == 0
-    assert [config.group_size for config in played] == [8, 8]
-    assert (played[1].seed, played[1].broker.url) == (3, "http://localhost:8000")
-    assert "--env.steps_per_eval: changes nothing" in capsys.readouterr().err
-    (tmp_path / "flags.yaml").write_text(FILE)
-    assert command("env", "arithmetic", "serve", "--config", str(tmp_path / "flags.yaml"), "--env.group_size", "2") == 0
-    assert (played[2].group_size, played[2].ahead, played[2].model) == (2, 2.0, "m")
-    capsys.readouterr()
-    assert command("env", "arithmetic", "serve", "--env.group_siz", "8") == 2
-    assert "--env.group_size" in capsys.readouterr().err
-    assert command("env", "arithmetic", "evaluate") == 2
-    assert "tandem eval" in capsys.readouterr().err
 
 
 # How much is played
@@ -301,38 +225,6 @@ def test_ends_at_the_trainers_last_step_and_drops_the_rest() -> None:
     run(go())
 
 
-def test_total_steps_of_its_own_count() -> None:
-    async def go() -> None:
-        async with FakeBroker(ours=True) as broker:
-            broker.step, broker.num_steps = 5, 5
-            made, stop = producer(broker, total_steps=0), asyncio.Event()
-            working = asyncio.create_task(started(made, stop))
-            await until(lambda: len(broker.groups) > 5)
-            stop.set()
-            await working
-            made = producer(broker, total_steps=4)
-            await started(made, asyncio.Event())
-            assert not made.tally.groups["sent"]
-
-    run(go())
-
-
-def test_what_is_cancelled_leaves_nothing_at_work() -> None:
-    """As where another environment of the same process fails."""
-
-    async def go() -> None:
-        async with FakeBroker(ours=True) as broker:
-            made = producer(broker)
-            async with made.client:
-                working = asyncio.create_task(made.run(asyncio.Event()))
-                await until(lambda: made.tally.groups["sent"] > 0)
-                working.cancel()
-                await asyncio.gather(working, return_exceptions=True)
-                assert [task for task in asyncio.all_tasks() if "Producer" in repr(task)] == []
-
-    run(go())
-
-
 def test_a_stop_finishes_what_is_under_way_or_drops_it_in_time() -> None:
     async def go() -> None:
         async with FakeBroker(ours=True) as broker:
@@ -363,31 +255,6 @@ def test_groups_that_teach_nothing_are_not_handed_in(rewards: Any, fate: str) ->
     run(go())
 
 
-def test_the_line_for_a_person_says_zero_variance_as_a_person_does() -> None:
-    tally = GroupTally(groups=Counter(sent=96, zero_variance=31, failed=1))
-    assert tally.line() == "96 groups sent (31 zero-variance, 1 failed)"
-
-
-def test_flat_groups_may_be_wanted() -> None:
-    async def go() -> None:
-        async with FakeBroker(ours=True) as broker:
-            made, stop = producer(broker), asyncio.Event()
-            made.drop_zero_variance = False
-            made.sampling = Sampling(top_p=0.9)
-            worker_of(made).rewards = (1.0, 1.0)
-            working = asyncio.create_task(started(made, stop))
-            await until(lambda: broker.groups)
-            stop.set()
-            await working
-            params = broker.groups[0]["generation_params"]
-            assert params == {
-                "temperature": 1.0, "top_p": 0.9, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0,
-                "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0,
-            }, "so that a trainer can tell whether it computes the same logprobs"  # fmt: skip
-
-    run(go())
-
-
 @pytest.mark.parametrize("error", [EngineError("the engine says no"), ValueError("a bug")])
 def test_what_ails_every_group_ends_the_work(error: Exception) -> None:
     async def go() -> None:
@@ -396,18 +263,6 @@ def test_what_ails_every_group_ends_the_work(error: Exception) -> None:
             worker_of(made).error = error
             with pytest.raises(type(error), match=str(error)):
                 await started(made, asyncio.Event())
-
-    run(go())
-
-
-def test_refusals_in_a_row_end_the_work() -> None:
-    async def go() -> None:
-        async with FakeBroker(ours=True) as broker:
-            made = producer(broker, n=1)
-            broker.faults["/scored_data"].extend([422, "ok", 422, 422, 422])
-            with pytest.raises(BrokerError, match="a fault"):
-                await started(made, asyncio.Event())
-            assert made.tally.groups["refused"] == 4
 
     run(go())
 
@@ -621,38 +476,6 @@ def test_requests_are_asked_again(fault: Any) -> None:
     run(go())
 
 
-def test_an_error_of_the_request_is_not_asked_for_ever() -> None:
-    async def go() -> None:
-        async with FakeEngine("tandem") as fake, remote(fake).open(context=100, ends=[]) as engine:
-            fake.faults.extend([400])
-            with pytest.raises(EngineError, match="answers /generate with 400"):
-                await sample(engine)
-            assert len(fake.requests) == 1
-            fake.faults.extend([500] * 9)
-            with pytest.raises(EngineError, match="500"):
-                await sample(engine)
-            assert len(fake.requests) == 4
-
-    run(go())
-
-
-def test_others_take_over_while_one_is_away() -> None:
-    async def go() -> None:
-        async with (
-            FakeEngine("tandem") as one,
-            FakeEngine("tandem") as other,
-            remote(one, other, give_up_seconds=0.0).open(context=100, ends=[]) as engine,
-        ):
-            await one.down()
-            for _ in range(4):
-                await sample(engine)
-            assert len(other.requests) == 4
-            assert not one.requests
-            await one.up()
-
-    run(go())
-
-
 def test_patience_ends_when_all_are_away() -> None:
     async def go() -> None:
         async with (
@@ -665,40 +488,6 @@ def test_patience_ends_when_all_are_away() -> None:
             await fake.up()
 
     run(go())
-
-
-def test_requests_go_where_fewest_are() -> None:
-    async def go() -> None:
-        async with (
-            FakeEngine("tandem") as one,
-            FakeEngine("tandem") as other,
-            remote(one, other).open(context=100, ends=[]) as engine,
-        ):
-            await asyncio.gather(*(sample(engine) for _ in range(10)))
-            assert len(one.requests) == len(other.requests) == 5
-
-    run(go())
-
-
-def test_an_engine_may_be_started_later(caplog: pytest.LogCaptureFixture) -> None:
-    async def go() -> None:
-        fake = FakeEngine("tandem")
-        await fake.up()
-        await fake.down()
-
-        async def opened() -> None:
-            async with remote(fake).open(context=100, ends=[]) as engine:
-                await sample(engine)
-
-        opening = asyncio.create_task(opened())
-        await until(lambda: "is it running" in caplog.text)
-        await fake.up()
-        await opening
-        await fake.down()
-
-    caplog.set_level(logging.WARNING)
-    run(go())
-    assert "answers again" in caplog.text
 
 
 def test_text_alone_cannot_be_trained_on() -> None:
@@ -714,25 +503,3 @@ def test_text_alone_cannot_be_trained_on() -> None:
                 await sample(engine)
 
     run(go())
-
-
-@pytest.mark.parametrize(
-    ("dialect", "answer"),
-    [
-        (Dialect("atropos"), {"logprobs": [[[{}]]], "finish_reasons": ["stop"]}),
-        (Dialect("atropos"), {"logprobs": [[[None]]], "finish_reasons": ["stop"]}),
-        (Dialect("atropos"), {"logprobs": [[[{"5": -0.1}]]], "finish_reasons": [{"type": "stop"}]}),
-        (Dialect("openai", "m"), {"choices": [{"logprobs": {"tokens": [5], "token_logprobs": [-0.1]}}]}),
-        (
-            Dialect("openai", "m"),
-            {"choices": [{"logprobs": {"token_logprobs": None}, "token_ids": [5], "finish_reason": "stop"}]},
-        ),
-    ],
-)
-def test_an_answer_of_another_form_is_the_engines_fault(dialect: Any, answer: dict[str, Any]) -> None:
-    with pytest.raises(EngineError, match="answers without"):
-        dialect.completion(json.dumps(answer).encode(), "engine")
-
-
-def test_an_address_may_end_in_v1() -> None:
-    assert [native(url) for url in ("http://e:1/v1", "http://e:1/v1/", "http://e:1")] == ["http://e:1"] * 3

@@ -178,21 +178,6 @@ def show(
 
 
 @app.command()
-def clean(
-    folder: Annotated[Path, typer.Argument(metavar="RUN|RUNS", help="A run's folder, or a folder of runs.")],
-    yes: Annotated[bool, typer.Option("--yes", help="Remove them; without it they are only listed.")] = False,
-) -> None:
-    """Remove the checkpoints of finished runs, but for the last of each.
-
-    Says how much that frees; runs that are not finished keep theirs.
-    """
-    from tandem.cli.clean import clean
-
-    for line in clean(folder, yes=yes):
-        typer.echo(line)
-
-
-@app.command()
 def mismatch(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
     step: Annotated[

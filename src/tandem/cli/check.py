@@ -20,7 +20,7 @@ from tandem import machine
 from tandem.cli._graders_log import graders_log
 from tandem.config import registry as resolve
 from tandem.config.build import RewardSpec
-from tandem.config.loading import Loaded, RunConfig, load
+from tandem.config.loading import FP8, Loaded, RunConfig, load
 from tandem.config.sources import EnvSource
 from tandem.engines.base import ExportsWeights, ReportsChecksums
 from tandem.envs.base import Split
@@ -217,7 +217,8 @@ class _RecipeCheck:
         self._planner = memory.planner(self._config, self._model)
         counts = self._planner.modelled.counts
         sizes = f"{counts.parameters:,} parameters, {counts.trainable:,} trained"
-        return f"{self._config.model}: {self._model.model_type}, {sizes}"
+        choice = self._planner.modelled.choice
+        return f"{self._config.model}: {self._model.model_type}, {sizes}; packing: {choice.packing}, {choice.why}"
 
     def _prompts(self) -> str | None:
         """Lengths of rendered prompts against the context.
@@ -236,7 +237,12 @@ class _RecipeCheck:
         longest = rendering.longest_prompt([task for some in self._tasks.values() for task in some], template, limit)
         self._planner = dataclasses.replace(self._planner, prompt_tokens=longest)
         note = rendering.shortfall(longest, limit, self._config.sampling.max_tokens)
-        return f"at most {longest} tokens of a context of {limit}{note and f', which {note}'}"
+        cost = ""
+        if self._planner.modelled.choice.packing == "plain":
+            answers, size = self._config.sampling.max_tokens, self._config.group_size
+            times = size * (longest + answers) / (longest + size * answers)
+            cost = f"; computed with each answer (packing: plain), at most {times:.1f} times the tokens of a tree"
+        return f"at most {longest} tokens of a context of {limit}{note and f', which {note}'}{cost}"
 
     def _memory(self) -> str | None:
         """The memory plan.
@@ -255,6 +261,8 @@ class _RecipeCheck:
         self.plan = plan.table()
         if as_run != self._config:
             self.plan += f"\n  distributed.gradients: {as_run.distributed.gradients}, which is auto's choice here"
+        if self._config.matmul == "fp8":
+            self.plan += f"\n  {FP8}"
         if counts.world > 1 or ReportsChecksums in as_run.engine.capabilities:
             self.plan += f"\n\nlayout, at the peak:\n{layout.drawn(planner, as_run)}"
         if not plan.within(1 / (1 + memory.MARGIN)):

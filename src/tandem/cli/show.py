@@ -146,13 +146,6 @@ def _events(folder: RunFolder) -> Iterator[str]:
     dropped = Counter(event.get("reason", "?") for event in folder.events if event.get("event") == "group_dropped")
     if dropped:
         yield "\ngroups dropped: " + ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
-    rates = [event for event in folder.events if event.get("event") == "lag_changed"]
-    if rates:
-        now = rates[-1]
-        yield (
-            f"sampling is {now.get('ahead')} groups ahead (lag {now.get('lag')}) since step {now.get('step')}, "
-            f"{now.get('reason')}; changed {len(rates)} time{'s' * (len(rates) > 1)}"
-        )
     if folder.events:
         last = folder.events[-1]
         ago = duration(max(0.0, time.time() - last.get("time", time.time())))

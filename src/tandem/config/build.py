@@ -183,7 +183,8 @@ class Builder:
         value = leaf.value
         if typing.get_origin(hint) is Literal:
             for choice in args:
-                if value == choice and type(value) is type(choice):
+                # To YAML off is a truth.
+                if (value == choice and type(value) is type(choice)) or (type(value) is bool and leaf.text == choice):
                     return choice
             close = resolve.did_you_mean(leaf.text, [str(choice) for choice in args])
             return self._wrong(leaf, path, describe(hint), close)

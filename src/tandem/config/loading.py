@@ -85,6 +85,12 @@ class RunConfig:
     """What truncated: penalise subtracts from the reward."""
     zero_variance_groups: Literal["drop", "keep"] = "drop"
     """Groups whose rewards are all equal: sample another, or train on them (their advantage is 0)."""
+    oversample: float | Literal["auto", "keep", "off"] = "auto"
+    """Groups sampled at once for a batch, where those without signal are dropped: auto as many as will fill it by the
+    share that had signal so far, keep the same but trains what is over too, off one for each place; or a factor."""
+    on_policy_tail: Literal["wait", "abort"] = "wait"
+    """On-policy, answers that are not needed any more when the batch is full: wait for them, or abort them; their tasks
+    are played again."""
     max_resample_times: int | None = None
     """How often a batch's worth of zero-variance groups is sampled anew; then the step takes what there is. null: until
     the batch is full."""
@@ -119,6 +125,9 @@ class RunConfig:
     instructions for bfloat16, else bfloat16; the run's own recipe has what it was."""
     micro_batch_tokens: int = 1024
     """Most tokens that a rank computes in one forward and backward; lowers memory, changes no result."""
+    packing: Literal["auto", "tree", "plain"] = "auto"
+    """How what sequences share is computed: once (tree), or with each (plain); auto: tree where a small random copy of
+    the model computes the same by it as of one sequence at a time."""
     compile: bool | Literal["auto"] = "auto"
     """Compile the model's layers for the training pass: auto where they run on CUDA and the machine has a compiler."""
     checkpointing: Literal["none", "selective", "full"] = "none"
@@ -149,6 +158,8 @@ class RunConfig:
     """How often sampled answers are shown with their rewards: every so many steps, or a mapping of every and count."""
     loggers: tuple[MetricsLogger, ...] = parts("loggers", ("console",))
     """Where metrics go besides metrics.jsonl, which is always written."""
+    metric_names: Literal["tandem", "trl"] = "tandem"
+    """trl: loggers get a step's numbers by TRL's names, too, such as completions/mean_length."""
     runs: str = "runs"
     """Folder that holds the run's folder."""
     name: str | None = None
@@ -190,6 +201,7 @@ class RunConfig:
                 "recomputed with beyond: truncate, since with sampled the loss already contains the importance ratio; "
                 "or use beyond: mask",
             ),
+            oversample=(isinstance(self.oversample, str) or 1 <= self.oversample < math.inf, "at least 1, or a word"),
             max_resample_times=(self.max_resample_times is None or self.max_resample_times >= 0, "at least 0, or null"),
             replay=((wrong := replay_fault(self)) is None, wrong or ""),
             truncated_penalty=(0 <= self.truncated_penalty < math.inf, "at least 0: it is subtracted"),
@@ -265,11 +277,16 @@ class RunConfig:
         others = getattr(self.engine, "urls", ())  # whose requests are in flight at any time
         if self.max_lag == 0 and getattr(self.sync, "in_flight", "") == "finish" and not others:
             unread["sync.in_flight"] = "with max_lag: 0 no request is in flight when weights change"
+        if self.max_lag != 0:
+            unread["on_policy_tail"] = "with max_lag above 0 answers go on while a step is trained"
         if self.zero_variance_groups == "keep":
-            unread["max_resample_times"] = "zero_variance_groups: keep samples nothing anew"
+            unread |= dict.fromkeys(
+                ("oversample", "max_resample_times"), "zero_variance_groups: keep samples nothing anew"
+            )
         if self.broker is not None:
             elsewhere = "tasks are drawn elsewhere (broker)"
-            unread |= dict.fromkeys(("max_resample_times", "replay", "reroll", "curriculum"), elsewhere)
+            drawn = ("oversample", "on_policy_tail", "max_resample_times", "replay", "reroll", "curriculum")
+            unread |= dict.fromkeys(drawn, elsewhere)
             unread["truncated"] = "answers are cut and judged elsewhere (broker); give it to tandem work"
         # Which tokens end an answer is read by the trainer where they may not come too early.
         stops = ("sampling.stop", *(() if self.sampling.min_tokens else ("sampling.stop_token_ids",)))
@@ -297,10 +314,15 @@ def inert_objective(config: RunConfig) -> dict[str, str]:
     if config.broker is None or not config.broker.env_advantages:
         why = "the tokens of an answer have one advantage (broker.env_advantages is not set)"
         unread |= {f"loss.{name}": why for name in getattr(loss, "per_token", ())}
-    compares = getattr(loss, "compares", True) or getattr(config.reference, "ratio_corrected", False)
+    compares = getattr(loss, "compares", True) or getattr(loss_reference(config), "ratio_corrected", False)
     if not compares and not config.corrections:
         unread["old_logprobs"] = "this loss has no ratio, and there are no corrections"
     return unread
+
+
+def loss_reference(config: RunConfig) -> Reference | None:
+    """The reference whose penalty is a term of the loss; None where there is none, or the reward has it."""
+    return None if config.reference is None or config.reference.in_reward else config.reference
 
 
 def only_by_advantage(config: RunConfig) -> bool:
@@ -387,6 +409,8 @@ def _build(
     options = plain(tree)
     if options.get("dtype") == "auto" and config.dtype == "float32":
         notes = (*notes, "dtype: auto is float32 here, for this processor has no instructions for bfloat16")
+    if config.matmul == "fp8":
+        notes = (*notes, FP8)
     return Loaded(config=config, source=source, places=builder.places, options=options, notes=notes)
 
 
@@ -436,9 +460,11 @@ def as_json(config: RunConfig) -> dict[str, Json]:
     return encode(config)
 
 
+FP8 = "matmul: fp8 saves time and no memory: weights stay bfloat16, and each product rounds a copy of its own"
+"""What is said wherever it is chosen."""
 RESUMABLE = frozenset({
     "steps", "evaluate", "checkpoint", "checkpointing", "loggers", "threads", "grading", "broker", "timeouts", "alarms",
-    "print_completions", "ranks", "gpus", "distributed", "micro_batch_tokens",
+    "print_completions", "metric_names", "ranks", "gpus", "distributed", "micro_batch_tokens",
 })  # fmt: skip
 """Options that a resumed run may change: they do not decide what a training step computes."""
 ENGINE_KEEPS = frozenset({"kind", "seeded", "max_model_len", "args"})

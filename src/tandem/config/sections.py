@@ -97,7 +97,7 @@ class GradingOptions:
     """Worker processes that compute rewards and can be killed."""
 
     workers: int | None = None
-    """Grader processes of each environment; null: one for each core, but no more than groups_per_step."""
+    """Grader processes of each environment; null: one for each core, but no more than a step has answers."""
     timeout_seconds: float = 10.0
     """Seconds one rollout's rewards may take; then its grader is killed and the rollout counts as failed."""
 
@@ -107,9 +107,9 @@ class GradingOptions:
             workers=(workers, "at least 1"), timeout_seconds=(0 < self.timeout_seconds < math.inf, "above 0 (seconds)")
         )
 
-    def processes(self, groups: int) -> int:
-        """How many each environment has that plays so many groups at a time: each grades one of them."""
-        return self.workers or min(cores(), groups)
+    def processes(self, answers: int) -> int:
+        """How many each environment has that plays so many answers at a time: each grades one of them."""
+        return self.workers or min(cores(), answers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -137,7 +137,7 @@ class Placement:
             world_size=world_size,
             local_rank=_number(environ, "SLURM_LOCALID"),
             local_world_size=_slurm_tasks_here(environ, world_size),
-            master_addr=environ.get("MASTER_ADDR") or first_host(nodes),
+            master_addr=environ.get("MASTER_ADDR") or hosts(nodes)[0],
             master_port=_number(environ, "MASTER_PORT")
             if environ.get("MASTER_PORT")
             else _SLURM_PORTS[job % len(_SLURM_PORTS)],
@@ -173,23 +173,31 @@ _NAMES = {"slurm": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP
 """What a launcher calls the numbers, where it is not as torchrun."""
 
 
-def first_host(nodelist: str) -> str:
-    """The first host of a node list of SLURM.
+def hosts(nodelist: str) -> list[str]:
+    """The hosts of a node list of SLURM.
 
     Raises:
         ConfigError: it is no node list.
 
     Example:
-        >>> first_host("gpu[01-03,7],login1")
-        'gpu01'
+        >>> hosts("gpu[01-03,7],login1")
+        ['gpu01', 'gpu02', 'gpu03', 'gpu7', 'login1']
     """
-    first = re.match(r"(?:[^\[\],]|\[[^\[\]]*\])+(?=,|$)", nodelist.strip())
-    host = re.sub(r"\[(\d+)[-\d,]*\]", r"\1", first.group()) if first else ""
-    if not re.fullmatch(r"[\w.-]+", host):
-        raise ConfigError(
-            f"SLURM_STEP_NODELIST={nodelist} is not a node list such as gpu[01-03,7]; set MASTER_ADDR to rank 0's host"
-        )
-    return host
+    names: list[str] = []
+    for item in re.split(r",(?![^\[]*\])", nodelist.strip()):
+        pieces = re.findall(r"[\w.-]+|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]", item)
+        if not item or "".join(pieces) != item:
+            raise ConfigError(f"{nodelist} is not a node list such as gpu[01-03,7]; set MASTER_ADDR to rank 0's host")
+        names += map("".join, itertools.product(*map(_numbered, pieces)))
+    return names
+
+
+def _numbered(piece: str) -> list[str]:
+    """Words that a piece of a host's name stands for: itself, or the numbers in brackets."""
+    if not piece.startswith("["):
+        return [piece]
+    ranges = [numbers.partition("-") for numbers in piece[1:-1].split(",")]
+    return [f"{n:0{len(first)}d}" for first, _, last in ranges for n in range(int(first), int(last or first) + 1)]
 
 
 def visible_accelerators(environ: Mapping[str, str]) -> list[str]:
@@ -201,6 +209,14 @@ def visible_accelerators(environ: Mapping[str, str]) -> list[str]:
         words = (word.strip() for word in devices.split(","))
         return list(itertools.takewhile(lambda word: word and not word.startswith("-"), words))
     return [str(number) for number in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
+
+
+def counts_hosts(environ: Mapping[str, str]) -> bool:
+    """Whether RANK and WORLD_SIZE, as a cluster's platform has set them, number hosts: NNODES and NODE_RANK say so."""
+    if environ.get("LOCAL_RANK") or environ.get("LOCAL_WORLD_SIZE"):
+        return False
+    pairs = (("WORLD_SIZE", "NNODES"), ("RANK", "NODE_RANK"))
+    return all(environ.get(rank, "") == environ.get(host, "") != "" for rank, host in pairs)
 
 
 def _is_alone(numbered: Mapping[str, str]) -> bool:

@@ -7,12 +7,14 @@ micro-batch, or once for several, which until then are added up whole on each ra
 masters into the memory of the engine's worker beside it: what the engine's slices have in common with the rank's
 shards never travels.
 
+An adapter of frozen weights is not cut: it is small, and every rank has all of it.
+
 Everything here but ``local_parameters`` is collective: all ranks call it, in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -26,24 +28,34 @@ from torch.distributed.tensor import DTensor, Shard
 from tandem.distributed.slice_writer import SliceWriter
 from tandem.distributed.slices import EngineSlice, Slice, shard_dimension, shard_slice
 from tandem.errors import ConfigError
+from tandem.model import packing
 from tandem.model.layers import decoder_layers
 from tandem.transport.checksums import ChecksumTally
 from tandem.transport.checksums import Shard as ChecksumShard
 
 BACKBONE = "tandem_backbone"
 """Method of the sharded causal model that computes hidden states: the head's weight is gathered with it."""
+GATHERED_BYTES = 1 << 26
+"""Of the parts of a tensor that one rank gathers at once, unless it is told otherwise."""
+BaseNames = Callable[[nn.Module], Mapping[str, nn.Parameter]]
 _LOW = (1 << 32) - 1
+
+
+def _all(model: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(model.named_parameters())
 
 
 class ShardedWeights:
     """A causal language model whose parameters are cut among the ranks of a mesh.
 
     Args:
-        model: a transformers model with weights alike on all ranks, or on the meta device and filled after; it is
-            changed in place. Its parameters become float32 (float64 ones stay so), each rank keeping its own shard.
+        model: a transformers model, or PEFT's of one, with weights alike on all ranks, or on the meta device and filled
+            after; it is changed in place. Trained parameters become float32 (float64 ones stay so), each rank keeping
+            its own shard.
         mesh: of one dimension, or of two: (replicas, shards), where gradients are summed over replicas as well.
         holders: group of the ranks whose shards are together the slice of the engine's worker beside this one, in the
             order of shards; None: each rank's shard is.
+        base_names: the weights that are cut, by Hugging Face name; what else the model has is its adapter.
 
     Raises:
         ConfigError: names a parameter that cannot be cut, or says that the model's layers are not known.
@@ -54,14 +66,15 @@ class ShardedWeights:
         >>> loss_of(weights.hidden(tokens_BT, positions_BT, plan)).backward()  # doctest: +SKIP
     """
 
-    def __init__(self, model: Any, mesh: DeviceMesh, holders: Any = None):
+    def __init__(self, model: Any, mesh: DeviceMesh, holders: Any = None, base_names: BaseNames = _all):
         if not (layers := decoder_layers(model)):
             raise ConfigError(
                 f"distributed.shard: weights cuts a model layer by layer, and the layers of a {type(model).__name__} "
                 "are not known; use distributed.shard: states"
             )
-        self.model = model
+        self.model, self.causal = model, getattr(model, "get_base_model", lambda: model)()
         self.mesh = mesh
+        self._base_names = base_names
         self.dtype: torch.dtype = next(model.parameters()).dtype
         """In which the model computes and is published."""
         self.device = _device_of(mesh)
@@ -74,8 +87,10 @@ class ShardedWeights:
         self.replica, self.num_replicas = (0, 1) if mesh.ndim == 1 else (mesh.get_local_rank(0), mesh.size(0))
         """Which of the replicas of all shards this rank has one of, and how many there are."""
         # Of the parameters themselves none is held: what is cut is freed before the next layer is.
-        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        self._dimensions = {id(p): shard_dimension(name, p.shape, self.ranks) for name, p in model.named_parameters()}
+        base = base_names(model)
+        self._shapes = {name: tuple(p.shape) for name, p in base.items()}
+        self._dimensions = {id(p): shard_dimension(name, p.shape, self.ranks) for name, p in base.items()}
+        del base
         narrow = self.dtype in (torch.bfloat16, torch.float16)
         self._precision = MixedPrecisionPolicy(
             param_dtype=self.dtype if narrow else None,
@@ -86,13 +101,15 @@ class ShardedWeights:
         for layer in layers:
             self._cut(layer, reshard_after_forward=True)
         # Embeddings, last norm and head: needed at both ends of a pass, so they stay until the backward pass is over.
-        self._cut(model, reshard_after_forward=False)
-        setattr(model, BACKBONE, MethodType(_backbone, model))
-        register_fsdp_forward_method(model, BACKBONE)
+        self._cut(self.causal, reshard_after_forward=False)
+        setattr(self.causal, BACKBONE, MethodType(packing.hidden, self.causal))
+        register_fsdp_forward_method(self.causal, BACKBONE)
 
     def _cut(self, module: nn.Module, *, reshard_after_forward: bool) -> None:
-        for parameter in module.parameters():
-            if not isinstance(parameter, DTensor) and parameter.dtype in (torch.bfloat16, torch.float16):
+        own = {p for p in module.parameters() if not isinstance(p, DTensor)}
+        adapter = {p for p in own if id(p) not in self._dimensions}
+        for parameter in own - adapter:
+            if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
                 parameter.data = parameter.data.float()
         fully_shard(
             module,
@@ -100,6 +117,7 @@ class ShardedWeights:
             reshard_after_forward=reshard_after_forward,
             shard_placement_fn=lambda parameter: Shard(self._dimensions[id(parameter)]),
             mp_policy=self._precision,
+            ignored_params=adapter,
         )
         assert isinstance(module, FSDPModule)
         self._cut_modules.append(module)
@@ -115,15 +133,16 @@ class ShardedWeights:
             whole: the first rank's, whose parameters are emptied as they are taken; None on other ranks.
         """
         self.model.to_empty(device=self.device)
-        parameters = {} if whole is None else dict(whole.named_parameters())
-        for name, parameter in self.model.named_parameters():
-            tensor = self._sent(parameters.get(name), self._shapes[name], self.dtype)
+        base = {} if whole is None else self._base_names(whole)
+        for name, parameter in self._base_names(self.model).items():
+            tensor = self._sent(base.get(name), self._shapes[name], self.dtype)
             _local(parameter).copy_(self.part(name).of(tensor))
-            if name in parameters:
-                parameters[name].data = parameters[name].data.new_empty(0)
-        buffers = {} if whole is None else dict(whole.named_buffers())
-        for name, buffer in self.model.named_buffers():
-            buffer.copy_(self._sent(buffers.get(name), buffer.shape, buffer.dtype))
+            if name in base:
+                base[name].data = base[name].data.new_empty(0)
+        others = {} if whole is None else {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
+        for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
+            if not isinstance(tensor, DTensor):
+                tensor.copy_(self._sent(others.get(name), tensor.shape, tensor.dtype))
 
     def _sent(self, tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The first rank's tensor, on every rank's device."""
@@ -139,7 +158,7 @@ class ShardedWeights:
         """This rank's trained shards by name, as plain parameters in the memory of FSDP's own; tied ones once."""
         return [
             (name, nn.Parameter(_local(p), requires_grad=True))
-            for name, p in self.model.named_parameters()
+            for name, p in self._base_names(self.model).items()
             if p.requires_grad
         ]
 
@@ -153,7 +172,7 @@ class ShardedWeights:
 
     def hidden(self, tokens_BT: Tensor, positions_BT: Tensor, plan: Any) -> Tensor:
         """Last hidden states, (B, T, hidden size); the head's weight is whole from here to the end of ``backward``."""
-        hidden: Tensor = getattr(self.model, BACKBONE)(tokens_BT, positions_BT, plan)
+        hidden: Tensor = getattr(self.causal, BACKBONE)(tokens_BT, positions_BT, plan)
         return hidden
 
     def reduce_gradients(self, is_reduced: bool) -> None:
@@ -161,7 +180,7 @@ class ShardedWeights:
 
         What is not summed is added up on each rank, as whole float32 tensors (float64 for weights of that type).
         """
-        self.model.set_requires_gradient_sync(is_reduced)
+        self.causal.set_requires_gradient_sync(is_reduced)
 
     def keep_gathered(self, *, forward: bool, backward: bool) -> None:
         """Whether what passes gather from now on stays after the forward pass, and after the backward pass.
@@ -191,31 +210,38 @@ class ShardedWeights:
         return square.sqrt()
 
     @torch.no_grad()
-    def whole(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Parameters of these names whole, in the dtype of the model, one at a time and on every rank."""
-        self.reshard()
-        for name, parameter in self.model.named_parameters():
-            if name not in names:
-                continue
-            yield name, self._gathered(name, _local(parameter).to(self.dtype))
-
-    @torch.no_grad()
     def copy_to(self, parameters: Mapping[str, Tensor]) -> None:
         """Copy what is trained to the lead's whole parameters, wherever these lie by then; other ranks have none."""
-        for name, tensor in self.whole([name for name, _ in self.local_parameters]):
-            if name in parameters:
-                parameters[name].copy_(tensor)
+        shards = self.shards()
+        for name, _ in self.local_parameters:
+            self.gather(name, shards[name], parameters.get(name))
 
-    def _gathered(self, name: str, local: Tensor) -> Tensor:
-        """A whole tensor from every rank's part, in the dtype of the parts."""
-        dimension = shard_dimension(name, self._shapes[name], self.ranks)
-        shape = [*self._shapes[name]]
-        each = -(-shape[dimension] // self.ranks)
-        padded = local.new_zeros([each if d == dimension else size for d, size in enumerate(shape)])
-        padded.narrow(dimension, 0, local.shape[dimension]).copy_(local)
-        parts = [torch.empty_like(padded) for _ in range(self.ranks)]
-        dist.all_gather(parts, padded, group=self.group)
-        return torch.cat(parts, dimension).narrow(dimension, 0, shape[dimension])
+    @torch.no_grad()
+    def gather(
+        self, name: str, shard: Tensor, whole: Tensor | None, *, to: int = 0, most_bytes: int = GATHERED_BYTES
+    ) -> None:
+        """Write a whole tensor, in the dtype of the model, on one rank of those that hold the model together.
+
+        Args:
+            name: of the tensor.
+            shard: this rank's of ``shards``.
+            whole: where it is written; None on other ranks, and where nobody wants it.
+            to: number of that rank among those.
+            most_bytes: of all ranks' parts that are under way at once: some rows of each.
+        """
+        parts = [shard_slice(name, self._shapes[name], rank, self.ranks) for rank in range(self.ranks)]
+        num_rows, num_columns = len(parts[0].rows), len(parts[0].columns)  # of the largest
+        each = max(1, most_bytes // (num_columns * self.dtype.itemsize * (self.ranks + 1)))
+        for start in range(0, num_rows, each):
+            sent = shard.new_zeros((min(each, num_rows - start), num_columns), dtype=self.dtype)
+            some = _matrix(shard)[start : start + each]
+            sent[: len(some)] = some
+            received = [torch.empty_like(sent) for _ in parts] if self.rank == to else None
+            dist.gather(sent, received, group=self.group, group_dst=to)
+            if whole is not None and received is not None:
+                for part, rows in zip(parts, received, strict=True):
+                    place = Slice(rows=part.rows[start : start + each], columns=part.columns).of(_matrix(whole))
+                    place.copy_(rows[: len(place)])
 
     def writer(self, slices: Mapping[str, Sequence[EngineSlice]]) -> SliceWriter:
         """What writes the weights into the engine's worker beside this rank, as often as they are published.
@@ -227,12 +253,12 @@ class ShardedWeights:
             ConfigError: the engine holds other tensors than the model, or of another dtype.
         """
         holders = self._holders
-        return SliceWriter(self._shards(), self._shapes, slices, dtype=self.dtype, group=self.group, holders=holders)
+        return SliceWriter(self.shards(), self._shapes, slices, dtype=self.dtype, group=self.group, holders=holders)
 
-    def _shards(self) -> dict[str, Tensor]:
+    def shards(self) -> dict[str, Tensor]:
         """All of this rank's, tied ones once; they stay where they are."""
         self.reshard()
-        return {name: _local(parameter) for name, parameter in self.model.named_parameters()}
+        return {name: _local(parameter) for name, parameter in self._base_names(self.model).items()}
 
     @torch.no_grad()
     def checksums(self) -> dict[str, int]:
@@ -240,7 +266,7 @@ class ShardedWeights:
         tallies = [
             # Rounded one after the other: no second copy of a rank's weights is kept for it.
             ChecksumTally([ChecksumShard(name, local.to(self.dtype), self.part(name).first)]).queue()
-            for name, local in self._shards().items()
+            for name, local in self.shards().items()
         ]
         sums = torch.cat([tally.to(self.device) for tally in tallies])
         # Two halves of 32 bits: sums of int64 that overflow are defined for no backend.
@@ -248,15 +274,12 @@ class ShardedWeights:
         dist.all_reduce(halves, group=self.group)
         return {
             name: ((high << 32) + low) % (1 << 64)
-            for name, (high, low) in zip(self._shards(), halves.tolist(), strict=True)
+            for name, (high, low) in zip(self._shapes, halves.tolist(), strict=True)
         }
 
 
-def _backbone(causal: Any, tokens_BT: Tensor, positions_BT: Tensor, plan: Any) -> Tensor:
-    backbone = getattr(causal, causal.base_model_prefix)
-    out = backbone(input_ids=tokens_BT, position_ids=positions_BT, use_cache=False, plan=plan)
-    hidden: Tensor = out.last_hidden_state
-    return hidden
+def _matrix(tensor: Tensor) -> Tensor:
+    return tensor.unsqueeze(1) if tensor.dim() == 1 else tensor
 
 
 def _local(parameter: Tensor) -> Tensor:

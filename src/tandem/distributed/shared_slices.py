@@ -9,16 +9,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 from tandem.engines.base import EngineSpec, ExportsSlices
 from tandem.errors import UnsupportedPair
 from tandem.model.policy import Policy
+from tandem.transport.buckets import TensorEntry
 from tandem.types import PolicyVersion
 from tandem.weight_sync.base import SyncContext, WeightSync
 from tandem.weight_sync.shared import Shared
 from tandem.weight_sync.transaction.trained import Trained
 from tandem.weight_sync.verify.probe import Checksums, differing
+
+if TYPE_CHECKING:
+    from tandem.transport.collective import Member
 
 
 class SliceRanks(Protocol):
@@ -44,9 +49,17 @@ class SliceRanks(Protocol):
         """True if all values of all ranks are finite."""
         ...
 
+    async def send(self, member: Member, manifest: Sequence[TensorEntry], bucket_bytes: int) -> int:
+        """Send these tensors to the others of a broadcast group; returns their bytes."""
+        ...
+
+    async def save(self, folder: Path) -> None:
+        """Write all weights as a model's folder."""
+        ...
+
 
 class TrainedSlices(Trained):
-    """The weights of all ranks, as weight sync reads them on the lead.
+    """The weights of all ranks, as weight sync reads them on the lead; an adapter is whole on each.
 
     Args:
         trainable: the recipe's.
@@ -54,12 +67,35 @@ class TrainedSlices(Trained):
         ranks: all ranks, which take part in whatever is read.
     """
 
+    gathers: ClassVar[int] = 2
+
     def __init__(self, trainable: Any, policy: Policy, ranks: SliceRanks):
         super().__init__(trainable, policy)
         self.ranks = ranks
+        self._is_whole = trainable.payload == "adapter"
+
+    @property
+    def manifest(self) -> list[TensorEntry]:
+        """As it is published, of whole tensors."""
+        if self._is_whole:
+            return super().manifest
+        dtype = str(self._policy.dtype).removeprefix("torch.")
+        return [entry._replace(dtype=dtype) for entry in super().manifest]
+
+    async def send(self, member: Member, bucket_bytes: int) -> int:
+        """Send the payload, gathered bucket by bucket."""
+        if self._is_whole:
+            return await super().send(member, bucket_bytes)
+        return await self.ranks.send(member, self.manifest, bucket_bytes)
+
+    async def save_weights(self, folder: Path) -> None:
+        """Write the weights as a model's folder, by all ranks."""
+        await self.ranks.save(folder)
 
     async def checksums(self) -> Checksums:
         """Checksums of the published weights as ranks would write them."""
+        if self._is_whole:
+            return await super().checksums()
         return _only(await self.ranks.checksums(), dict(self.source))
 
     async def frozen_checksums(self) -> Checksums:
@@ -68,7 +104,7 @@ class TrainedSlices(Trained):
 
     async def finite(self) -> bool:
         """True if all trained values are finite."""
-        return await self.ranks.finite()
+        return await (super().finite() if self._is_whole else self.ranks.finite())
 
     async def scores(self, tokens: Sequence[int], *temperatures: float) -> list[list[float]]:
         """Logprobs of tokens as the ranks compute them together, at several temperatures."""
@@ -107,12 +143,16 @@ class SharedSlices(Shared):
     async def bind(self, session: SyncContext) -> None:
         """Have each rank attach its worker's memory; an engine on the very weights must hold the very bytes.
 
+        Where an adapter is trained, engines keep the weights that they were started on.
+
         Raises:
             UnsupportedPair: names the first weight that the engine holds otherwise.
         """
         engine, ranks = session.engine, _ranks(session)
         assert isinstance(engine, ExportsSlices)
         await session.pause()
+        if session.trainable.payload == "adapter":
+            return
         await ranks.attach(await engine.exports_of_workers())
         if not session.fresh:
             return
@@ -125,7 +165,12 @@ class SharedSlices(Shared):
                 )
 
     async def transfer(self, session: SyncContext, version: PolicyVersion) -> int:
-        """Each rank rounds its masters into its worker's slices; returns the bytes that ranks received for it."""
+        """Each rank rounds its masters into its worker's slices; returns the bytes that ranks received for it.
+
+        An adapter is written into the slot of each engine.
+        """
+        if (copied := await self._adapted(session)) is not None:
+            return copied
         return await _ranks(session).publish()
 
 

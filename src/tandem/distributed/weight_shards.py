@@ -5,14 +5,16 @@ Where an engine samples from whole weights in the lead's process, the update end
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from tandem.distributed.group import DataGroup
 from tandem.distributed.sharded_weights import ShardedWeights
+from tandem.distributed.sharding import ShardedStepper
 from tandem.distributed.state_shards import Box, StateShare, matrix_shape
 from tandem.model.attention import Packed, Plan
 from tandem.model.logprobs import token_logprobs
@@ -43,6 +45,16 @@ class ShardedPolicy(Policy):
     def dtype(self) -> torch.dtype:
         """In which it computes, and publishes; the shards may be wider."""
         return self.weights.dtype
+
+    @torch.enable_grad()  # also where an update, which is none of autograd's, has a pass to end
+    def stand_in(self) -> None:
+        """Take part in the others' micro-batch, where this rank had none since the last: they need its shards."""
+        if not self.has_computed:
+            tokens = torch.arange(2, device=self.device)  # of a single one the compiler would make code apart
+            hidden = self.hidden(tokens[None], tokens[None], Packed(lengths=(2,), parents=(None,)))[0]
+            logprobs, _ = token_logprobs(hidden, self.head.weight, tokens, bias=self.head.bias, end=self.end)
+            (logprobs.sum() * 0.0).backward()
+        self.has_computed = False
 
     def hidden(self, tokens_BT: Tensor, positions_BT: Tensor, plan: Plan) -> Tensor:
         """Last hidden states, (B, T, hidden size)."""
@@ -99,16 +111,9 @@ class WeightShardStepper:
             self._inner.add(self._local[self._name_of[parameter]], grad.to_local())
             parameter.grad = None
 
-    @torch.enable_grad()  # also where an update, which is none of autograd's, has a pass to end
     def flush(self) -> None:
-        """End a micro-batch, or stand in for one that this rank does not have: the others need its shards."""
-        if not self._policy.has_computed:
-            policy, device = self._policy, self._weights.device
-            tokens = torch.arange(2, device=device)  # of a single one the compiler would make code apart
-            hidden = policy.hidden(tokens[None], tokens[None], Packed(lengths=(2,), parents=(None,)))[0]
-            logprobs, _ = token_logprobs(hidden, policy.head.weight, tokens, bias=policy.head.bias)
-            (logprobs.sum() * 0.0).backward()
-        self._policy.has_computed = False
+        """End a micro-batch, or stand in for one that this rank does not have."""
+        self._policy.stand_in()
         if self._num_left:
             self._go_on(self._num_left - 1)
 
@@ -178,3 +183,41 @@ class WeightShardStepper:
             if (master := states.pop(f"{name}/{MASTER}", None)) is not None:
                 parameter.copy_(master)
         self._inner.load_state_dict(states)
+
+
+class AdapterStepper(ShardedStepper):
+    """A stepper over an adapter, which every rank has, of frozen weights that are cut.
+
+    Args:
+        optimizer: updates parts.
+        named_parameters: the adapter's.
+        group: all ranks.
+        policy: whose frozen weights are cut.
+        updated: called after each update, on all ranks.
+        local: ranks sum once a pass, instead of after each micro-batch.
+    """
+
+    def __init__(
+        self,
+        optimizer: UpdatesParts,
+        named_parameters: Sequence[tuple[str, Parameter]],
+        group: DataGroup,
+        policy: ShardedPolicy,
+        updated: Callable[[], None] = lambda: None,
+        *,
+        local: bool = False,
+    ):
+        super().__init__(optimizer, named_parameters, group, replicate=True, local=local)
+        self._policy, self._updated = policy, updated
+
+    def flush(self) -> None:
+        """End a micro-batch, or stand in for one that this rank does not have."""
+        self._policy.stand_in()
+        super().flush()
+
+    def step(self, lr: float, max_grad_norm: float) -> Tensor:
+        """Clip and update; the norm over all ranks."""
+        norm = super().step(lr, max_grad_norm)
+        self._policy.weights.reshard()
+        self._updated()
+        return norm

@@ -151,6 +151,11 @@ class Engine(ABC):
         """True if this trainer did not start it, so that its weights are unknown."""
         return False
 
+    @property
+    def sums_bytes(self) -> bool:
+        """False if it cannot checksum the bytes that it holds, so that a probe alone proves a publish."""
+        return True
+
     async def stop(self, reason: str) -> None:
         """Give out nothing until a publish succeeds: the weights are in doubt."""
         await self.pause()
@@ -299,6 +304,13 @@ class LoadsVersions(Protocol):
 @runtime_checkable
 class Relaunches(Protocol):
     """An engine that can be ended and started on other weights (``restart``)."""
+
+    @property
+    def beside_trainer(self) -> bool:
+        """True if it is on the trainer's accelerator, whose memory a step needs."""
+
+    async def end(self) -> None:
+        """End it, while paused and with nothing in flight; requests wait for the relaunch, and pauses do nothing."""
 
     async def relaunch(self, weights: Path | None) -> None:
         """End it and, once its memory is free, start it anew: on a model folder, or on the weights it had."""

@@ -12,8 +12,8 @@ from functools import cached_property
 from typing import Any
 
 from tandem.envs.base import Environment, Split
-from tandem.envs.data.split import Tasks, check_share, digest, opening, some, split_of
-from tandem.errors import ConfigError, EnvError
+from tandem.envs.data.split import Tasks, digest, opening, some, split_of
+from tandem.errors import EnvError, bounded
 from tandem.types import Json, Task
 
 logger = logging.getLogger(__name__)
@@ -26,9 +26,9 @@ _GIVE_UP_AFTER = 500
 class GymTasks(Environment):
     """Base of the reasoning-gym environments."""
 
-    size: int = 1000
+    size: int = bounded(1000, least=1)
     """Most questions, both splits together; fewer if the task has no more. They are made when the run starts."""
-    test_share: float = 0.2
+    test_share: float = bounded(0.2, below=1)
     """Share of questions held out."""
     seed: int = 0
     """Which questions are made."""
@@ -36,11 +36,6 @@ class GymTasks(Environment):
     """Added beneath every question; if it asks for <answer> tags, gold replies wear them too."""
     system: str = ""
     """System message; empty: none."""
-
-    def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ConfigError(f"size must be at least 1, got {self.size}")
-        check_share(self.test_share)
 
     @property
     @abstractmethod

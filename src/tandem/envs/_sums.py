@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tandem.envs.base import Environment, Split
-from tandem.envs.data.split import check_share, split_of
-from tandem.errors import ConfigError
+from tandem.envs.data.split import split_of
+from tandem.errors import ConfigError, bounded
 from tandem.expression import as_text, evaluate
 from tandem.types import Json, Message, Task
 
@@ -32,9 +32,9 @@ class SumTasks(Environment):
     """Largest number."""
     prompt: str = "What is {expression}?"
     """The question; {expression} stands for the sum."""
-    size: int = 10_000
+    size: int = bounded(10_000, least=1)
     """Most questions, both splits together; fewer if the numbers allow no more."""
-    test_share: float = 0.2
+    test_share: float = bounded(0.2, below=1)
     """Share of questions held out."""
     seed: int = 0
     """Which questions are drawn, and their order."""
@@ -42,9 +42,7 @@ class SumTasks(Environment):
     def __post_init__(self) -> None:
         if "{expression}" not in self.prompt:
             raise ConfigError(f"prompt must contain {{expression}}, got {self.prompt!r}")
-        if self.size < 1:
-            raise ConfigError(f"size must be at least 1, got {self.size}")
-        check_share(self.test_share)
+        super().__post_init__()
         unknown = [symbol for symbol in self.operators if symbol not in tuple(_SYMBOLS)]
         if unknown or not self.operators or len(set(self.operators)) < len(self.operators):
             raise ConfigError(f"operators must be some of + - *, each once, got {list(self.operators)}")

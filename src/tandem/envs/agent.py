@@ -18,7 +18,7 @@ from typing import Any
 
 from tandem.envs.base import Chat, Split
 from tandem.envs.dataset import Dataset, imported
-from tandem.errors import ConfigError, EnvError
+from tandem.errors import ConfigError, EnvError, bounded
 from tandem.types import Message, Task
 
 _FUNCTION = re.compile(r"[\w.]+:[A-Za-z_]\w*$")
@@ -31,7 +31,7 @@ class Agent(Dataset):
     agent: str
     """``pkg.mod:fn``, awaited with the task and the API's base URL, or a command, which has OPENAI_BASE_URL and reads
     the task as JSON. The text that the one returns and the other prints is the last message that rewards see."""
-    timeout_seconds: float = 600.0
+    timeout_seconds: float = bounded(600.0, above=0)
     """How long one task may take."""
 
     def __post_init__(self) -> None:
@@ -42,8 +42,6 @@ class Agent(Dataset):
             raise ConfigError(f"agent must be an import path or a command, got {self.agent!r}: {error}") from error
         if not words:
             raise ConfigError("agent must be an import path such as my_agent:solve, or a command, got an empty text")
-        if self.timeout_seconds <= 0:
-            raise ConfigError(f"timeout_seconds must be above 0, got {self.timeout_seconds:g}")
 
     def tasks(self, split: Split) -> Sequence[Task]:
         """As of any data set; that the agent is there is seen now, and not when the first task is played.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tandem.envs._sums import SumTasks, worth
 from tandem.envs.base import Split
 from tandem.envs.data.split import Tasks, opening, some
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, bounded
 from tandem.types import Message, Task
 
 
@@ -20,7 +20,7 @@ class Arithmetic(SumTasks):
     """Added beneath every question."""
     system: str = ""
     """System message; empty: none."""
-    examples: int = 0
+    examples: int = bounded(0)
     """Worked examples before every question, as earlier turns of the chat; they are not trained on themselves."""
     reply: str = "{expression} = {answer}"
     """How worked examples are answered; {expression} and {answer} are filled in."""
@@ -28,8 +28,6 @@ class Arithmetic(SumTasks):
     def __post_init__(self) -> None:
         if "{answer}" not in self.reply:
             raise ConfigError(f"reply must contain {{answer}}, got {self.reply!r}")
-        if self.examples < 0:
-            raise ConfigError(f"examples must be at least 0, got {self.examples}")
         super().__post_init__()
 
     def tasks(self, split: Split) -> Sequence[Task]:

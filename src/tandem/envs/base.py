@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Literal, Protocol
 
+from tandem.errors import check_bounds
 from tandem.types import Json, Message, Task
 
 Split = Literal["train", "test"]
@@ -82,6 +83,9 @@ class Environment(ABC):
         >>> [task.answer for task in env.tasks("test")]
         ['0', '10']
     """
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
     @property
     def name(self) -> str:

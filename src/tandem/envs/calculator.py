@@ -10,7 +10,7 @@ from typing import Literal
 from tandem.envs._sums import SumTasks
 from tandem.envs.base import Chat, Split
 from tandem.envs.data.split import Tasks, opening, some
-from tandem.errors import ConfigError
+from tandem.errors import bounded
 from tandem.expression import BadExpression, as_text, evaluate
 from tandem.types import Message, Task
 
@@ -34,17 +34,12 @@ class Calculator(SumTasks):
     """Largest number."""
     system: str = _SYSTEM
     """System message that explains the tool; empty: none."""
-    max_turns: int = 3
+    max_turns: int = bounded(3, least=1)
     """Most times the policy speaks; a call in the last turn is not answered."""
     role: Literal["user", "tool"] = "user"
     """Role of the calculator's messages; every chat template accepts user."""
-    test_share: float = 0.1
+    test_share: float = bounded(0.1, below=1)
     """Share of questions held out."""
-
-    def __post_init__(self) -> None:
-        if self.max_turns < 1:
-            raise ConfigError(f"max_turns must be at least 1, got {self.max_turns}")
-        super().__post_init__()
 
     def tasks(self, split: Split) -> Sequence[Task]:
         remedy = f"there are {self.count} questions in all: widen the numbers, or change size or test_share"

@@ -10,8 +10,8 @@ from functools import cached_property
 from typing import TypeAlias
 
 from tandem.envs.base import Environment, Split
-from tandem.envs.data.split import Tasks, check_share, opening, some, split_of
-from tandem.errors import ConfigError
+from tandem.envs.data.split import Tasks, opening, some, split_of
+from tandem.errors import ConfigError, bounded
 from tandem.types import Json, Task
 
 _INSTRUCTION = "Put the expression between <answer> and </answer>, for example <answer>(1 + 2) * 3</answer>."
@@ -30,9 +30,9 @@ class Countdown(Environment):
     """Fewest numbers in a puzzle."""
     max_numbers: int = 4
     """Most numbers in a puzzle."""
-    max_number: int = 99
+    max_number: int = bounded(99, least=1)
     """Largest given number; the smallest is 1."""
-    max_target: int = 999
+    max_target: int = bounded(999, least=1)
     """Largest target; the smallest is 1."""
     operators: tuple[str, ...] = ("+", "-", "*", "/")
     """Any of + - * /."""
@@ -42,9 +42,9 @@ class Countdown(Environment):
     """Added beneath every question."""
     system: str = ""
     """System message; empty: none."""
-    size: int = 2000
+    size: int = bounded(2000, least=1)
     """Most puzzles, both splits together; fewer if the options allow no more."""
-    test_share: float = 0.1
+    test_share: float = bounded(0.1, below=1)
     """Share of puzzles held out."""
     seed: int = 0
     """Which puzzles are made."""
@@ -52,13 +52,9 @@ class Countdown(Environment):
     def __post_init__(self) -> None:
         if not 2 <= self.min_numbers <= self.max_numbers:
             raise ConfigError(f"min_numbers must be from 2 to max_numbers ({self.max_numbers}), got {self.min_numbers}")
-        if self.max_number < 1 or self.max_target < 1:
-            raise ConfigError(f"max_number and max_target must be at least 1, got {self.max_number}, {self.max_target}")
         if not self.operators or not set(self.operators) <= set("+-*/"):
             raise ConfigError(f"operators must be some of + - * /, got {list(self.operators)}")
-        if self.size < 1:
-            raise ConfigError(f"size must be at least 1, got {self.size}")
-        check_share(self.test_share)
+        super().__post_init__()
 
     @property
     def default_rewards(self) -> Mapping[str, Json]:

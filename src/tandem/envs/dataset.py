@@ -14,7 +14,7 @@ from typing import Any
 from tandem.envs.base import Environment, Split
 from tandem.envs.data.rows import DataRow, DataSource
 from tandem.envs.data.split import opening, some
-from tandem.errors import ConfigError, EnvError
+from tandem.errors import ConfigError, EnvError, bounded
 from tandem.importing import importing
 from tandem.types import TEXT, Json, Message, Task
 
@@ -51,7 +51,7 @@ class Dataset(Environment):
     """A local file to hold out; none: test_share of path."""
     test_share: float = 0.1
     """Share of rows held out where no test set is named; equal prompts (with a transform: equal rows) stay together."""
-    max_rows: int | None = None
+    max_rows: int | None = bounded(None, least=1)
     """Most tasks of a split; none: all."""
     transform: str = ""
     """``pkg.mod:fn`` that takes a row's columns and returns them changed, or None to leave the row out."""
@@ -64,8 +64,7 @@ class Dataset(Environment):
             raise ConfigError(f"prompt {self.prompt!r} names no column: write {{column}} where one is to be filled in")
         if self.system and not self.chat:
             raise ConfigError("system needs a chat; with chat: false write it into the prompt")
-        if self.max_rows is not None and self.max_rows < 1:
-            raise ConfigError(f"max_rows must be at least 1, got {self.max_rows}")
+        super().__post_init__()
 
     def tasks(self, split: Split) -> Sequence[Task]:
         tasks: list[Task] = []

@@ -67,15 +67,11 @@ def attend(
     """
     for name in ("softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
-            raise EngineError(
-                f"this model's attention uses {name}, which Tandem does not compute; choose another model"
-            )
+            raise EngineError(f"its attention uses {name}, which a packed tree does not have")
     if attention_mask is not None:
-        raise EngineError(
-            "this model's attention has a mask of its own, which Tandem does not compute; choose another model"
-        )
+        raise EngineError("its attention has a mask of its own, which a packed tree does not have")
     if not getattr(module, "is_causal", True):
-        raise EngineError("this model's attention looks ahead, which Tandem does not compute; choose another model")
+        raise EngineError("its attention looks ahead")
     if spans is not None:
         window = None if sliding_window is not None and spans.most_keys <= sliding_window else sliding_window
         if _varlen.misfit(query, key, value, scaling, dropout, window) is None:
@@ -101,7 +97,7 @@ def _between(
 ) -> Tensor:
     if plan is None:
         raise EngineError(
-            "a Tandem policy was called without a plan; call Policy.hidden, or save the model and reload it"
+            "attention was called without a plan: its layers hand none on, or Policy.hidden was not what called them"
         )
     if isinstance(plan, Decode):
         return _decode(module, query, key, value, scaling, window, plan)
@@ -122,7 +118,7 @@ def _decode(
 ) -> Tensor:
     layer: int = module.layer_idx  # type: ignore[assignment]
     rows, length = len(plan.rows_R), plan.mask_R11L.shape[-1]
-    keys, values = plan.cache.keys[layer], plan.cache.values[layer]
+    keys, values = plan.cache.of(layer, key, value)
     keys[plan.rows_R, :, plan.positions_R] = key[:, :, 0]
     values[plan.rows_R, :, plan.positions_R] = value[:, :, 0]
     # The query heads of one key/value head are laid out as rows of one product: nothing is repeated.
@@ -130,7 +126,7 @@ def _decode(
     out = F.scaled_dot_product_attention(
         query_RKGD, keys[:rows, :, :length], values[:rows, :, :length], attn_mask=plan.mask(window), scale=scaling
     )
-    return out.reshape(rows, 1, query.shape[1], query.shape[-1])
+    return out.reshape(rows, 1, query.shape[1], values.shape[-1])
 
 
 def _packed(
@@ -269,12 +265,12 @@ def _store(
     rows: tuple[tuple[int, ...], ...],
     lengths: Sequence[int],
 ) -> None:
-    layer: int = module.layer_idx  # type: ignore[assignment]
+    keys, values = cache.of(module.layer_idx, key, value)  # type: ignore[arg-type]
     start = 0
     for segment_rows, length in zip(rows, lengths, strict=True):
         for row in segment_rows:
-            cache.keys[layer][row, :, :length] = key[0, :, start : start + length]
-            cache.values[layer][row, :, :length] = value[0, :, start : start + length]
+            keys[row, :, :length] = key[0, :, start : start + length]
+            values[row, :, :length] = value[0, :, start : start + length]
         start += length
 
 

@@ -38,6 +38,28 @@ _FEW = 512
 """Rows of a tile: of fewer, a GPU of 256 multiprocessors has not two for each."""
 
 
+class LogitEnd(NamedTuple):
+    """What some models do to their head's logits: ``cap * tanh(scale * logits / cap)``."""
+
+    scale: float
+    cap: float | None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """The logits that the model gives."""
+        logits = logits * self.scale
+        return logits if self.cap is None else (logits / self.cap).tanh() * self.cap
+
+    def write(self, logits: Tensor) -> Tensor | None:
+        """Do so in place; returns the slope of what the cap does."""
+        if self.cap is None:
+            logits.mul_(self.scale)
+            return None
+        outside = logits <= OUTSIDE
+        slope = 1 - logits.mul_(self.scale / self.cap).tanh_().square()
+        logits.mul_(self.cap).masked_fill_(outside, OUTSIDE)
+        return slope
+
+
 def token_logprobs(
     hidden_NH: Tensor,
     weight_VH: Tensor,
@@ -45,6 +67,7 @@ def token_logprobs(
     temperature: float | Tensor = 1.0,
     *,
     bias: Tensor | None = None,
+    end: LogitEnd | None = None,
     top_p: float = 1.0,
     top_k: int = 0,
     min_p: float = 0.0,
@@ -61,6 +84,7 @@ def token_logprobs(
         targets_N: int64 token ids.
         temperature: above 0, one for all or float32 per token; logits are divided by it.
         bias: of the output embedding.
+        end: what the model does to its head's logits.
         top_p: with top_k and min_p the support the tokens were sampled from; a target is always counted in, since
             the logits here may differ in the last bit from those it was drawn from.
         top_k: see top_p.
@@ -78,7 +102,7 @@ def token_logprobs(
         temperature_N1 = temperature.to(hidden_NH.device, wide).reshape(-1, 1).expand(targets_N.numel(), 1)
     else:  # filled in where it is: a number that is sent to a device is waited for
         temperature_N1 = torch.full((targets_N.numel(), 1), temperature, dtype=wide, device=hidden_NH.device)
-    tiles = _Tiles(hidden_NH, weight_VH, bias, targets_N, temperature_N1, history, tile, compile)
+    tiles = _Tiles(hidden_NH, weight_VH, bias, end, targets_N, temperature_N1, history, tile, compile)
     if top_p < 1.0 or top_k > 0 or min_p > 0.0:
         tiles.edge_N1 = tiles.support_edge(top_p, top_k, min_p)
     logprobs_N, entropy_N = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
@@ -97,6 +121,7 @@ class _Rows(NamedTuple):
     """Smallest logit of the support, where there is one."""
     part: Part | None
     """Penalties of the tile, where there are any."""
+    end: LogitEnd | None
 
 
 class _Sums(NamedTuple):
@@ -179,7 +204,9 @@ def _finished(
     logits_NW = tile_NW.to(rows.temperature_N1.dtype) if wide_NW is None else wide_NW.copy_(tile_NW)
     if bias_W is not None:
         logits_NW.add_(bias_W)
-    slope_NW = None if rows.part is None else _penalised(logits_NW, rows.part)
+    slope_NW = None if rows.end is None else rows.end.write(logits_NW)
+    if rows.part is not None and (penalty_NW := _penalised(logits_NW, rows.part)) is not None:
+        slope_NW = penalty_NW if slope_NW is None else slope_NW.mul_(penalty_NW)
     logits_NW.div_(rows.temperature_N1)
     if rows.edge_N1 is not None:
         target_N1 = logits_NW.gather(1, place_N1)
@@ -212,6 +239,7 @@ class _Tiles:
         hidden_NH: Tensor,
         weight_VH: Tensor,
         bias_V: Tensor | None,
+        end: LogitEnd | None,
         targets_N: Tensor,
         temperature_N1: Tensor,
         history: TokenHistory | None,
@@ -222,6 +250,7 @@ class _Tiles:
         self.bias_V = None if bias_V is None else bias_V.detach()
         self.targets_N1, self.temperature_N1 = targets_N[:, None], temperature_N1
         self.edge_N1: Tensor | None = None
+        self.end = end
         self.history = history
         self.tile = tile or (TILE_CPU if hidden_NH.device.type == "cpu" else TILE_GPU)
         self._compile = compilation.decide(compile, hidden_NH.device)
@@ -247,7 +276,7 @@ class _Tiles:
             wide_NW = None if wide is None else wide[:size].view_as(tile_NW)
             bias_W = None if self.bias_V is None else self.bias_V[start:end]
             # The start goes in by a tensor: of a number, the compiler would keep code for 0 apart.
-            rows = _Rows(self.targets_N1 - start, self.temperature_N1, self.edge_N1, part)
+            rows = _Rows(self.targets_N1 - start, self.temperature_N1, self.edge_N1, part, self.end)
             yield start, end, partial(run, tile_NW, wide_NW, bias_W, rows)
 
     def support_edge(self, top_p: float, top_k: int, min_p: float) -> Tensor:
@@ -265,6 +294,8 @@ class _Tiles:
             logits_CV = (hidden_CH @ self.weight_VH.t()).to(temperature_C1.dtype)
             if self.bias_V is not None:
                 logits_CV.add_(self.bias_V)
+            if self.end is not None:
+                self.end.write(logits_CV)
             if self.history is not None:
                 self.history.bar(logits_CV, self.targets_N1[start:end], (start, end), (0, vocab))
                 _penalised(logits_CV, self.history.part((start, end), (0, vocab)))
@@ -290,8 +321,9 @@ class _TokenLogprobs(torch.autograd.Function):
         total_N1, target_N1, weighted_N1 = (torch.zeros_like(top_N1) for _ in range(3))
         sums = _Sums(top_N1, total_N1, target_N1, weighted_N1 if entropy else None)
         needs_hidden, *needs_others = ctx.needs_input_grad[:3]
-        # A penalty's slope would have to be kept for the target too.
-        ctx.keeps = needs_hidden and not any(needs_others) and tiles.history is None
+        # A penalty's or a cap's slope would have to be kept for the target too.
+        caps = tiles.end is not None and tiles.end.cap is not None
+        ctx.keeps = needs_hidden and not any(needs_others) and tiles.history is None and not caps
         others_NH = torch.zeros_like(hidden_NH, dtype=top_N1.dtype) if ctx.keeps else None
         if others_NH is None:
             for _, _, absorbed in tiles.walk(absorb):
@@ -323,6 +355,8 @@ class _TokenLogprobs(torch.autograd.Function):
         """By logit j: ((1 if j is the target else 0) - p_j) / temperature."""
         tiles: _Tiles = ctx.tiles
         scale_N1 = grads[0][:, None] / tiles.temperature_N1
+        if tiles.end is not None:
+            scale_N1 *= tiles.end.scale
         if ctx.keeps:
             (slope_NH,) = ctx.saved_tensors
             return (slope_NH * scale_N1).to(tiles.hidden_NH.dtype), None, None, None, None

@@ -20,16 +20,23 @@ LONG = 4096
 
 
 class KVCache:
-    """Keys and values of R rows, grown as rows get longer. One tensor per layer, (R, K, L, D)."""
+    """Keys and values of R rows, grown as rows get longer. One tensor per layer, (R, K, L, D).
 
-    def __init__(self, *, layers: int, rows: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device):
+    A layer's shape is that of the first key and value that it is given: layers differ, and so do keys and values.
+    """
+
+    def __init__(self, rows: int):
         self.rows = rows
         self.capacity = 0
-        self._shape = (heads, head_dim)
-        self._dtype = dtype
-        self._device = device
-        self.keys: list[Tensor] = [torch.empty(0)] * layers
-        self.values: list[Tensor] = [torch.empty(0)] * layers
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+
+    def of(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values; ``key`` and ``value`` are some that go there."""
+        for store, like in ((self.keys, key), (self.values, value)):
+            if layer not in store:  # zeros, because a masked NaN is still a NaN
+                store[layer] = like.new_zeros((self.rows, like.shape[1], self.capacity, like.shape[3]))
+        return self.keys[layer], self.values[layer]
 
     def reserve(self, length: int) -> None:
         """Make room for rows of ``length`` tokens; what is cached stays."""
@@ -37,30 +44,26 @@ class KVCache:
             return
         # Growing by a half keeps the number of copies logarithmic.
         capacity = -(-max(length, self.capacity * 3 // 2) // 64) * 64
-        heads, dim = self._shape
         for store in (self.keys, self.values):
-            for layer, old in enumerate(store):
-                # Zeros, because a masked NaN is still a NaN.
-                store[layer] = torch.zeros((self.rows, heads, capacity, dim), dtype=self._dtype, device=self._device)
-                if self.capacity:
-                    store[layer][:, :, : self.capacity] = old
+            for layer, old in store.items():
+                store[layer] = old.new_zeros((*old.shape[:2], capacity, old.shape[3]))
+                store[layer][:, :, : self.capacity] = old
         self.capacity = capacity
 
     @property
     def bytes(self) -> int:
         """Memory it holds, touched or not."""
-        return sum(layer.nbytes for store in (self.keys, self.values) for layer in store)
+        return sum(layer.nbytes for store in (self.keys, self.values) for layer in store.values())
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first ``length`` tokens of one row over another."""
         for store in (self.keys, self.values):
-            for layer in store:
+            for layer in store.values():
                 layer[target, :, :length] = layer[source, :, :length]
 
     def clear(self) -> None:
         """Give the memory back."""
-        self.keys = [torch.empty(0)] * len(self.keys)
-        self.values = [torch.empty(0)] * len(self.values)
+        self.keys, self.values = {}, {}
         self.capacity = 0
 
 

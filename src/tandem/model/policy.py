@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, ParamSpec, TypeVar
@@ -14,16 +15,17 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from tandem import clone, hub
 from tandem.errors import ConfigError
 from tandem.machine import cores, keep_few_kernels
-from tandem.model.attention import NAME, Packed, Plan, sequential_positions
+from tandem.model import packing as packings
+from tandem.model.attention import Packed, Plan, sequential_positions
 from tandem.model.compilation import Compile
-from tandem.model.families import refusal
-from tandem.model.logprobs import token_logprobs
+from tandem.model.logprobs import LogitEnd, token_logprobs
+from tandem.model.packing import Packing
 from tandem.observability import waits
 
 P = ParamSpec("P")
@@ -94,7 +96,17 @@ class Policy:
     @property
     def context(self) -> int:
         """Most tokens the model was made for."""
-        return int(self.config.max_position_embeddings)
+        return most_positions(self.config)
+
+    @cached_property
+    def end(self) -> LogitEnd | None:
+        """What the model does to its head's logits."""
+        return packings.compared(self.causal.config).end
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The model's logits of last hidden states, float32."""
+        logits = self.head(hidden).float()
+        return logits if self.end is None else self.end(logits)
 
     @property
     def end_tokens(self) -> frozenset[int]:
@@ -106,10 +118,7 @@ class Policy:
 
     def hidden(self, tokens_BT: Tensor, positions_BT: Tensor, plan: Plan) -> Tensor:
         """Last hidden states, (B, T, hidden size)."""
-        backbone = getattr(self.causal, self.causal.base_model_prefix)
-        out = backbone(input_ids=tokens_BT, position_ids=positions_BT, use_cache=False, plan=plan)
-        hidden: Tensor = out.last_hidden_state
-        return hidden
+        return packings.hidden(self.causal, tokens_BT, positions_BT, plan)
 
     def score(self, tokens: Sequence[int], temperature: float = 1.0) -> list[float]:
         """Logprob of each token but the first given those before it, as the trainer computes it.
@@ -130,7 +139,9 @@ class Policy:
             hidden = self.hidden(ids[None, :-1], positions[None], plan)[0]
             weight, bias = self.head.weight, self.head.bias  # of a model that is cut, whole from here on
             for temperature in temperatures:
-                logprobs, _ = token_logprobs(hidden, weight, ids[1:], temperature, bias=bias, compile=self.compile)
+                logprobs, _ = token_logprobs(
+                    hidden, weight, ids[1:], temperature, bias=bias, end=self.end, compile=self.compile
+                )
                 logprobs_of_rows.append(logprobs)
             rows: list[list[float]] = torch.stack(logprobs_of_rows).tolist()
         return rows
@@ -187,19 +198,24 @@ def load_config(name: str) -> Any:
     """transformers configuration of a hub id or folder.
 
     Raises:
-        ConfigError: there is none, or such a model would be computed wrongly.
+        ConfigError: there is none, or transformers has no language model for it.
     """
     try:
         config = AutoConfig.from_pretrained(name, **_options(name))
     except (OSError, ValueError) as error:
         raise ConfigError(_missing(name, "configuration", error)) from error
-    if why := refusal(config.get_text_config()):
-        raise ConfigError(f"model {name!r} {why}")
+    packings.causal_class(config)
     return config
 
 
-def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> Any:
-    """Weights of a hub id or folder, with Tandem's attention.
+def most_positions(config: Any) -> int:
+    """Most tokens that a model of this (text) configuration was made for; one without positions has no limit."""
+    names = ("max_position_embeddings", "model_max_length", "n_positions", "max_seq_len", "seq_length")
+    return next((int(most) for name in names if (most := getattr(config, name, None))), 1 << 20)
+
+
+def load_model(name: str, *, dtype: torch.dtype, device: torch.device, packing: Packing = "auto") -> Any:
+    """Weights of a hub id or folder, with Tandem's attention where packed rows are computed as trees.
 
     Raises:
         ConfigError: they cannot be read, some of the model's weights are missing from the folder, or its logits would
@@ -208,12 +224,10 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> Any:
     disable_progress_bar()  # our own console is on the same terminal
     try:
         # loading reports what was not found instead of leaving random weights unnoticed
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            name,
-            dtype=dtype,
-            attn_implementation=NAME,
-            output_loading_info=True,
-            **_options(name),
+        config = load_config(name)
+        attention = packings.attention(config, packing)
+        loaded: Any = packings.causal_class(config).from_pretrained(
+            name, dtype=dtype, output_loading_info=True, **attention, **_options(name)
         )
         model, info = loaded
     except (SafetensorError, UnpicklingError, EOFError) as error:
@@ -223,30 +237,7 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> Any:
         raise ConfigError(_missing(name, "weights", error)) from error
     if missing := sorted(info["missing_keys"]):
         raise ConfigError(f"model {name!r} lacks {len(missing)} weights, first {missing[0]}; is the folder complete?")
-    return _checked(model, name).to(device).eval()
-
-
-def bare_model(name: str, *, dtype: torch.dtype) -> Any:
-    """Model of a hub id or folder on the meta device, with Tandem's attention and no weights.
-
-    Raises:
-        ConfigError: its configuration cannot be read, or such a model would be computed wrongly.
-    """
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(load_config(name), attn_implementation=NAME, dtype=dtype)
-    return _checked(model, name).eval()
-
-
-def _checked(model: Any, name: str) -> Any:
-    """A model whose logits are its head's, of the backbone's hidden states; a ConfigError where more lies between."""
-    known = (getattr(model, model.base_model_prefix), model.get_output_embeddings())
-    weights = {id(weight) for module in known for weight in module.parameters()}
-    if between := [key for key, weight in model.named_parameters() if id(weight) not in weights]:
-        raise ConfigError(
-            f"model {name!r} has {between[0]} between its layers and its head, which Tandem does not compute; "
-            "use another"
-        )
-    return model
+    return model.to(device).eval()
 
 
 def _options(name: str) -> dict[str, bool]:

@@ -61,7 +61,7 @@ class Pattern:
     means: str
     """What it usually means."""
     change: str
-    """What to change; `RecipeOptions.advice` fills in values of the recipe."""
+    """What to change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class Alarm:
         """The first pattern that the newest steps show."""
         for pattern in self.patterns:
             if seen := pattern.look(history):
-                return Finding(seen=seen, means=pattern.means, change=history.recipe.advice(pattern.change))
+                return Finding(seen=seen, means=pattern.means, change=pattern.change)
         return None
 
 
@@ -328,26 +328,26 @@ ALARMS: tuple[Alarm, ...] = (
                 "Something overflowed: a reward that is infinite, ratios far from 1, weights broken by too large a "
                 "learning rate, or too narrow a precision.",
                 "A single one may pass: such an update is skipped and the weights are kept. If it recurs: "
-                "{optimizer.lr/4}; dtype=float32; look at the rewards of that step's rollouts.",
+                "optimizer.lr / 4; dtype=float32; look at the rewards of that step's rollouts.",
             ),
             Pattern(
                 _ruined,
                 "A single update replaced the policy, usually by a useless one: the learning rate is far too large, "
                 "or the gradient was an outlier. The tasks are not to blame.",
-                "{optimizer.lr/10}; optimizer.max_grad_norm=0.5. What is lost does not come back: start again, or "
+                "optimizer.lr / 10; optimizer.max_grad_norm=0.5. What is lost does not come back: start again, or "
                 "from the weights of a checkpoint before it.",
             ),
             Pattern(
                 _jumps("loss", lambda usual, scatter: max(0.1, 20 * scatter, 10 * abs(usual))),
                 "A few samples dominate a step: ratios far from 1, a reward far outside the others', or a KL "
                 "penalty that has grown.",
-                "{optimizer.lr/4}; rewards within a bounded range; corrections: [token]; see the alarm kl_behavior.",
+                "optimizer.lr / 4; rewards within a bounded range; corrections: [token]; see the alarm kl_behavior.",
             ),
             Pattern(
                 _jumps("grad_norm", lambda usual, scatter: max(7 * usual, 10 * scatter)),
                 "Steps follow a few extreme samples (clipping bounds a step's length, not its direction): the "
                 "learning rate is too large, a group's reward is far outside the others', or ratios are far from 1.",
-                "{optimizer.lr/4}; {optimizer.max_grad_norm/2}; {groups_per_step*2}; rewards within a bounded range.",
+                "optimizer.lr / 4; optimizer.max_grad_norm / 2; groups_per_step * 2; rewards within a bounded range.",
             ),
         ),
     ),
@@ -360,7 +360,7 @@ ALARMS: tuple[Alarm, ...] = (
                 "The policy is paid for something that does not solve the task, and learns that instead: answers have "
                 "the form without the content, and are usually shorter and all alike.",
                 "Read some answers (tandem show --report). Let that reward pay only beside a right answer or for more "
-                "than its form, or lower its weight ({bonuses}) or leave it out; {optimizer.lr/4}. Where the main "
+                "than its form, or lower its weight (rewards.NAME) or leave it out; optimizer.lr / 4. Where the main "
                 "reward hardly ever pays, take easier tasks or a stronger model first.",
             ),
             Pattern(
@@ -368,7 +368,7 @@ ALARMS: tuple[Alarm, ...] = (
                 "The training reward is not what is wanted: it can be earned without the task, or the training tasks "
                 "were learned by heart.",
                 "Read answers of both evaluations (tandem show --report) and mend the reward; more tasks, "
-                "{optimizer.lr/4}, or a reference (reference: start); go on from the checkpoint of the best "
+                "optimizer.lr / 4, or a reference (reference: start); go on from the checkpoint of the best "
                 "evaluation (checkpoint.keep keeps more of them).",
             ),
         ),
@@ -385,21 +385,22 @@ ALARMS: tuple[Alarm, ...] = (
                 ),
                 "The policy found that saying less earns as much: a reward that does not need the reasoning, a "
                 "bonus that a few tokens earn, or a learning rate that broke it.",
-                "Read some answers (tandem show --report). {without_bonuses}{optimizer.lr/4}; a reward that asks for "
-                "reasoning before the answer; a reference (reference: start) holds the policy near its start.",
+                "Read some answers (tandem show --report). Let bonuses pay only beside a right answer; "
+                "optimizer.lr / 4; a reward that asks for reasoning before the answer; a reference (reference: start) "
+                "holds the policy near its start.",
             ),
             Pattern(
                 _changed("length", "answers have {} tokens", _near_limit),
                 "Answers lose nothing by going on: a weakness of the reward or of the loss's normalisation "
                 "rewards length, or the policy forgets how to end, and repeats itself.",
                 "Read some answers (tandem show --report). truncated: penalise, or rewards.overlong=0.5, which lowers "
-                "the reward near sampling.max_tokens, or rewards.repetition=0.5; {optimizer.lr/4}.",
+                "the reward near sampling.max_tokens, or rewards.repetition=0.5; optimizer.lr / 4.",
             ),
             Pattern(
                 _cut,
                 "The answer stands at the end: one that is cut earns nothing whatever it says, so the policy is "
                 "punished for thinking, or learns that ending does not matter.",
-                "{sampling.max_tokens*2}, with context large enough; or an instruction to be brief; truncated: mask "
+                "sampling.max_tokens * 2, with context large enough; or an instruction to be brief; truncated: mask "
                 "leaves such answers out of the loss.",
             ),
         ),
@@ -413,14 +414,14 @@ ALARMS: tuple[Alarm, ...] = (
                 "The policy is certain of its answers without being right: siblings become alike, groups lose "
                 "their variance, and nothing new is tried. Usually the steps are too large, or one easy pattern is "
                 "rewarded.",
-                "{optimizer.lr/4}; {clip_higher}{warmer}a reference (reference: start). What is lost does not come "
-                "back: start again, or go on from a checkpoint before it fell.",
+                "optimizer.lr / 4; a larger loss.clip_high; sampling.temperature=1; a reference (reference: start). "
+                "What is lost does not come back: start again, or go on from a checkpoint before it fell.",
             ),
             Pattern(
                 _changed("entropy", "entropy is {} nats per token", lambda now, before, recipe: exploded(now, before)),
                 "The policy falls apart: its tokens become random. Usually the steps are too large, negative "
                 "advantages push tokens down without end, or trainer and engine disagree (see kl_behavior).",
-                "{optimizer.lr/4}; optimizer.max_grad_norm=0.5; a reference (reference: start); sampling.top_p=0.95 "
+                "optimizer.lr / 4; optimizer.max_grad_norm=0.5; a reference (reference: start); sampling.top_p=0.95 "
                 "keeps the tail out of the training data.",
             ),
         ),
@@ -433,15 +434,15 @@ ALARMS: tuple[Alarm, ...] = (
                 _zero_variance(alike=True),
                 "All answers have become alike: the policy is certain of them without being right. Usually the "
                 "updates were too large; the tasks are not to blame.",
-                "{optimizer.lr/4}; {warmer}what is lost does not come back: start again, or from the weights of a "
-                "checkpoint before it.",
+                "optimizer.lr / 4; sampling.temperature=1; what is lost does not come back: start again, or from the "
+                "weights of a checkpoint before it.",
             ),
             Pattern(
                 _zero_variance(alike=False),
                 "Siblings earn the same: the tasks are too hard or too easy, or answers have become all alike. No "
                 "advantage is left, and sampling is wasted.",
-                "Tasks that some answers solve and others do not; curriculum: solve_rate; {group_size*2}; {warmer}"
-                "where answers became alike, see the alarms entropy and length.",
+                "Tasks that some answers solve and others do not; curriculum: solve_rate; group_size * 2; "
+                "sampling.temperature=1; where answers became alike, see the alarms entropy and length.",
             ),
         ),
     ),
@@ -454,12 +455,12 @@ ALARMS: tuple[Alarm, ...] = (
                 "Engine and trainer compute the same policy differently (another precision, kernel, template or "
                 "sampling option), or the policy became so sharp that rounding tells.",
                 "tandem mismatch runs/NAME says where they differ. dtype=float32, or corrections: [token]; "
-                "{optimizer.lr/4}.",
+                "optimizer.lr / 4.",
             ),
             Pattern(
                 _kl_behavior(off_policy=True),
                 "The training data are too far from the policy: too old, or the policy moves too fast for them.",
-                "{fresher}{optimizer.lr/4}; corrections: [token], which bounds each token's weight.",
+                "a smaller max_lag; optimizer.lr / 4; corrections: [token], which bounds each token's weight.",
             ),
         ),
     ),

@@ -6,7 +6,7 @@ import logging
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tandem.observability.emit import Telemetry
@@ -49,14 +49,15 @@ class Completions:
         """As ``options`` say, as the event ``completions``."""
         self._options, self._telemetry = options, telemetry
 
-    def __call__(self, step: int, groups: Sequence[Group]) -> None:
-        """A step was trained; the same step always shows the same answers."""
+    def __call__(self, step: int, groups: Sequence[Group], advantages: Mapping[str, float]) -> None:
+        """A step was trained, with these advantages by rollout id; the same step always shows the same answers."""
         if not self._options.due(step):
             return
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         count = len(rollouts) if self._options.count is None else min(self._options.count, len(rollouts))
         picked = random.Random(step).sample(rollouts, count) if count < len(rollouts) else rollouts
-        self._telemetry.event("completions", step=step, samples=[shown(rollout) for rollout in picked])
+        samples = [shown(rollout) | {"advantage": advantages.get(rollout.id)} for rollout in picked]
+        self._telemetry.event("completions", step=step, samples=samples)
 
 
 KEPT = 2

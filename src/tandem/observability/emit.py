@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import math
 import threading
@@ -17,6 +16,7 @@ from tandem.observability import json_lines, waits
 from tandem.observability.alarms import AlarmWatch
 from tandem.observability.loggers.base import MetricsLogger, RunInfo, Writer
 from tandem.observability.loggers.jsonl import Jsonl
+from tandem.observability.trl_names import with_trl_names
 from tandem.types import Json
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,8 @@ class Telemetry:
             notices = self._alarms.step(step, scalars) if self._alarms else []
             scalars |= self._alarms.scalars() if self._alarms else {}
             self._to_folder("metrics.jsonl", lambda writer: writer.write(step, scalars))
-            self._to_loggers(lambda writer: writer.write(step, scalars))
+            named = with_trl_names(scalars) if self._info.config.get("metric_names") == "trl" else scalars
+            self._to_loggers(lambda writer: writer.write(step, named))
             for notice in notices:
                 fields = notice.fields()
                 logger.info("alarm: %s", fields)
@@ -268,7 +269,7 @@ def evaluation_scalars(record: Mapping[str, Json], under: str = "eval") -> dict[
 
 def _open(logger: MetricsLogger, name: str, info: RunInfo) -> Writer:
     try:
-        writer = logger.open(info)
+        return logger.open(info)
     except TandemError:
         raise
     except Exception as error:
@@ -276,26 +277,6 @@ def _open(logger: MetricsLogger, name: str, info: RunInfo) -> Writer:
             f"logger {name} cannot be opened: {type(error).__name__}: {error}; repair that or take {name} "
             "out of loggers"
         ) from error
-    _check_methods(writer, name)
-    return writer
-
-
-def _check_methods(writer: Writer, name: str) -> None:
-    """A method of a writer that bears another name would never be called, and its numbers be lost in silence.
-
-    Raises:
-        ConfigError: one is missing; names the one that it may be.
-    """
-    expected = [method for method in vars(Writer) if not method.startswith("_")]
-    defined = [name for base in type(writer).__mro__ if base not in (Writer, object) for name in vars(base)]
-    for method in expected:
-        close = difflib.get_close_matches(method, defined, n=1, cutoff=0.6)
-        if method not in defined and (close or not hasattr(writer, method)):
-            wrong = f"a method {close[0]!r}, which nobody calls; did you mean" if close else "no method"
-            raise ConfigError(
-                f"logger {name}: {type(writer).__name__} has {wrong} {method!r}; a writer's methods are: "
-                f"{', '.join(expected)} (derive from Writer to leave some out)"
-            )
 
 
 def _name(logger: MetricsLogger, taken: Mapping[str, object]) -> str:

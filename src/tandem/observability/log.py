@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
 
 from tandem.errors import redacted
 from tandem.printable import printable
@@ -39,15 +37,15 @@ def to_folder(path: Path) -> Iterator[Path]:
     to_terminal.addFilter(lambda record: not getattr(record, "file_only", False))
     to_terminal.setFormatter(_OneLine("%(levelname)s: %(message)s"))
     root, package = logging.getLogger(), logging.getLogger("tandem")
-    before, show_before = package.level, warnings.showwarning
+    before = package.level
     package.setLevel(logging.INFO)
     for handler in (to_file, to_terminal):
         root.addHandler(handler)
-    warnings.showwarning = _log_warning
+    logging.captureWarnings(True)
     try:
         yield file
     finally:
-        warnings.showwarning = show_before
+        logging.captureWarnings(False)
         package.setLevel(before)
         for handler in (to_file, to_terminal):
             root.removeHandler(handler)
@@ -107,19 +105,3 @@ class _OneLine(logging.Formatter):
 
 def _harmless(text: str) -> str:
     return "\n".join(map(printable, redacted(text).replace("\t", " ").split("\n")))
-
-
-def _log_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    """Stands in for ``warnings.showwarning``."""
-    text = f"{category.__name__}: {message} ({filename}:{lineno})"
-    if file is not None:
-        file.write(text + "\n")
-    else:
-        logging.getLogger("py.warnings").warning("%s", text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -182,11 +181,8 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %" if abs(share) < 0.1 and share else f"{100 * share:.0f} %"
 
 
-_BLANK = re.compile(r"\{([\w.]+?)(?:([*/])(\d+))?\}")
-
-
 class RecipeOptions:
-    """A resolved recipe as plain data, and advice with its values."""
+    """What alarms ask of a resolved recipe."""
 
     def __init__(self, config: Mapping[str, Json]) -> None:
         self._config = config
@@ -198,12 +194,9 @@ class RecipeOptions:
             name: weight for each in weights for name, weight in each.items() if name not in goals and weight
         }
         """Weight of each reward that is not the largest of any environment."""
-        self._rewards = "envs.NAME.rewards" if sources else "rewards"
-        self.broker = bool(config.get("broker"))
-        """True if a broker brings the groups."""
         self.goal = "reward" if not goals else "accuracy" if len(weights) > 1 else f"reward/{next(iter(goals))}"
         """Metric of the main reward."""
-        self.off_policy = bool(config.get("max_lag")) or self.broker or bool(self.get("replay.size"))
+        self.off_policy = bool(config.get("max_lag") or config.get("broker")) or bool(self.get("replay.size"))
         """True if training data may be older than the policy."""
         self.grammar = bool(self.get("sampling.regex"))
         """True if the sampler's logprobs are renormalised over what a grammar allows, so differ from the policy's."""
@@ -211,35 +204,6 @@ class RecipeOptions:
     def get(self, path: str) -> Json:
         """An option by its dotted path; None if there is none."""
         return option(self._config, path)
-
-    def advice(self, text: str) -> str:
-        """Fill in ``{optimizer.lr/4}`` as ``optimizer.lr=5e-06 (now 2e-05)``, and clauses that depend on the recipe."""
-        return _BLANK.sub(lambda match: self._scaled(*match.groups()) if match[2] else self._clause(match[1]), text)
-
-    def _scaled(self, path: str, sign: str, by: str) -> str:
-        value, wanted = self.get(path), "larger" if sign == "*" else "smaller"
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            return f"a {wanted} {path}"
-        return f"{path}={value * int(by) if sign == '*' else value / int(by):.4g} (now {value:.4g})"
-
-    def _clause(self, name: str) -> str:
-        """Part of an advice; empty where the recipe leaves no room for it."""
-        temperature, clip, lag = self.get("sampling.temperature"), self.get("loss.clip_high"), self.get("max_lag")
-        if name == "warmer" and isinstance(temperature, (int, float)) and temperature < 1:
-            return f"sampling.temperature=1 (now {temperature:g}); "
-        if name == "clip_higher" and isinstance(clip, float):  # DAPO's clip-higher lets rare tokens grow
-            return f"loss.clip_high={clip + 0.1:.2g} (now {clip:g}); "
-        if name == "fresher" and lag == "auto":
-            return "a smaller lag_control.max_lag or a higher lag_control.ess_floor; "
-        if name == "fresher" and lag:
-            return f"a smaller max_lag (now {lag}) or max_lag: auto, which keeps to lag_control.ess_floor; "
-        if name == "without_bonuses" and self.bonuses:
-            return f"Take {' and '.join(self.bonuses)} out of rewards, or let them pay only beside a right answer. "
-        if name == "bonuses":
-            return ", ".join(
-                f"{self._rewards}.{name}={weight / 10:g} (now {weight:g})" for name, weight in self.bonuses.items()
-            )
-        return ""
 
 
 def _weight(spec: Json) -> float:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from tandem.errors import bounded
 from tandem.lazy import torch
 from tandem.optimizers._precise import PreciseStepper, TrainedWeight, whole
 from tandem.optimizers.base import Optimizer, ParameterPart, PartStepper, Stepper
@@ -21,23 +21,14 @@ if TYPE_CHECKING:
 class Adam(Optimizer):
     """Options of AdamW (arXiv 1711.05101)."""
 
-    beta1: float = 0.9
+    beta1: float = bounded(0.9, below=1)
     """Decay of the gradient's running mean."""
-    beta2: float = 0.999
+    beta2: float = bounded(0.999, below=1)
     """Decay of the squared gradient's running mean."""
-    eps: float = 1e-8
+    eps: float = bounded(1e-8)
     """Added to the root of the squared gradient's mean; it matters where gradients are this small."""
-    weight_decay: float = 0.0
+    weight_decay: float = bounded(0.0)
     """Share of each weight that is subtracted per step, times the rate."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 0 and below 1")
-        for name in ("eps", "weight_decay"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be at least 0 and finite")
 
     def bind(self, named_parameters: Sequence[tuple[str, Parameter]]) -> Stepper:
         """Allocate moments and masters; gradients come with the first backward pass."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tandem.errors import bounded
 from tandem.lazy import torch
 from tandem.optimizers._precise import Precise, PreciseStepper, TrainedWeight, whole
 from tandem.optimizers.base import Stepper
@@ -33,22 +34,17 @@ class Adafactor(Precise):
     """False: the rate is absolute, the root mean square of the largest update that clip_rms lets through."""
     beta2_decay: float = -0.8
     """At step t the squared gradient's running mean forgets a share of t to this power."""
-    scale_floor: float = 1e-3
+    scale_floor: float = bounded(1e-3)
     """A tensor whose root mean square is smaller moves as if it were this."""
-    clip_rms: float = 1.0
+    clip_rms: float = bounded(1.0, above=0)
     """An update whose root mean square, before the rate, is larger is scaled down to it."""
-    weight_decay: float = 0.0
+    weight_decay: float = bounded(0.0)
     """Share of each weight that is subtracted per step, times the rate."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not -1 <= self.beta2_decay <= 0:
             raise ValueError("beta2_decay must be between -1 and 0")
-        if not 0 < self.clip_rms < math.inf:
-            raise ValueError("clip_rms must be above 0 and finite")
-        for name in ("scale_floor", "weight_decay"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be at least 0 and finite")
 
     def inert(self) -> Mapping[str, str]:
         """The floor of a scale that is not looked at."""

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
+from tandem.errors import bounded, check_bounds
+
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
@@ -97,7 +99,7 @@ class Optimizer(ABC):
 
     lr: float = 1e-6
     """Peak learning rate. LoRA wants about ten times a full fine-tune's."""
-    warmup_steps: int = 0
+    warmup_steps: int = bounded(0)
     """Optimizer steps over which the rate rises linearly from lr/warmup_steps to lr."""
     schedule: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = "constant"
     """How the rate goes on after warm-up, down to min_lr_ratio at the last step; warmup_stable_decay stays at lr until
@@ -108,15 +110,13 @@ class Optimizer(ABC):
     """Steps at the end in which warmup_stable_decay lowers the rate."""
     decay: Literal["cosine", "linear", "1-sqrt"] = "cosine"
     """How warmup_stable_decay lowers it."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = bounded(1.0)
     """Gradients whose global L2 norm is larger are scaled down to it; 0 never clips."""
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < math.inf:
             raise ValueError("lr must be above 0 and finite: at 0 nothing is trained (to measure a model: tandem eval)")
-        for name in ("warmup_steps", "max_grad_norm"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be at least 0 and finite")
+        check_bounds(self)
         if not 0 <= self.min_lr_ratio <= 1:
             raise ValueError("min_lr_ratio must be between 0 and 1")
         if self.schedule == "warmup_stable_decay" and self.decay_steps < 1:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
 from typing import ClassVar, Literal, NamedTuple
 
-from tandem.errors import RewardError
+from tandem.errors import RewardError, check_bounds
 from tandem.lazy import asyncio
 from tandem.types import Rollout
 
@@ -47,6 +47,9 @@ class Reward(ABC):
 
     judges_form: ClassVar[bool] = False
     """True if it looks at a reply's form alone: a gold answer without a reply around it proves nothing of it."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
     @abstractmethod
     def __call__(self, rollout: Rollout) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, bounded
 from tandem.rewards.base import GroupReward, Reward
 from tandem.types import Rollout
 
@@ -21,7 +21,7 @@ class CosineLength(Reward):
 
     accuracy: Reward = field(metadata={"category": "rewards"})
     """The reward that says which answers are right: those to which it gives full marks (1 where it names none)."""
-    max_tokens: int
+    max_tokens: int = bounded(least=1)
     """Sampled tokens, all turns together, at which an answer is long; usually sampling.max_tokens."""
     right_short: float = 1.0
     """For a right answer of no tokens."""
@@ -33,8 +33,7 @@ class CosineLength(Reward):
     """For a wrong answer of max_tokens: what tried longer may lose less."""
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ConfigError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        super().__post_init__()
         for name in ("right_short", "right_long", "wrong_short", "wrong_long"):
             if not math.isfinite(getattr(self, name)):
                 raise ConfigError(f"{name} must be finite, got {getattr(self, name)}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from tandem.errors import ConfigError
+from tandem.errors import bounded
 from tandem.expression import BadExpression, evaluate
 from tandem.rewards._answers import in_tag, last_tag
 from tandem.rewards.base import Reward
@@ -20,14 +20,10 @@ class CountdownReward(Reward):
 
     use: Literal["all", "some"] = "all"
     """all: each number exactly once. some: each at most once."""
-    partial: float = 0.0
+    partial: float = bounded(0.0, below=1)
     """For an expression that uses the numbers rightly but has another value."""
     tag: str = "answer"
     """The expression stands in the last <tag>...</tag>; without one, or if empty, on the last line."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.partial < 1:
-            raise ConfigError(f"partial must be at least 0 and less than 1, got {self.partial}")
 
     def __call__(self, rollout: Rollout) -> float:
         meta = rollout.task.meta

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from tandem.errors import ConfigError, RewardError, redacted
+from tandem.errors import ConfigError, RewardError, bounded, redacted
 from tandem.rewards.base import Failure, GroupReward, Verdict
 from tandem.types import Rollout, column
 
@@ -69,39 +69,35 @@ class Judge(GroupReward):
     """Score that is a reward of 0."""
     highest: float = 10.0
     """Score that is a reward of 1."""
-    max_tokens: int = 512
+    max_tokens: int = bounded(512, least=1)
     """Most tokens of the judge's answer."""
     request: dict[str, Any] = field(default_factory=dict)
     """More fields of the request, as the server knows them; null takes one out, such as {temperature: null}."""
     key_variable: str = ""
     """Environment variable with the API key; empty: none is sent."""
-    concurrency: int = 8
+    concurrency: int = bounded(8, least=1)
     """Questions under way at once, in each of grading.workers processes."""
-    timeout_seconds: float = 60.0
+    timeout_seconds: float = bounded(60.0, above=0)
     """Seconds that one request may take."""
-    retries: int = 4
+    retries: int = bounded(4)
     """How often a question is asked again."""
-    backoff_seconds: float = 1.0
+    backoff_seconds: float = bounded(1.0, above=0)
     """Seconds before it is asked again for the first time; each time they double."""
-    deadline_seconds: float = 300.0
+    deadline_seconds: float = bounded(300.0, above=0)
     """Seconds that the questions about one group may take, with all that are asked again."""
     away: Literal["leave_out", "none", "stop"] = "leave_out"
     """If there is no answer in the end: leave the rollout out of its group, leave this reward out of the rollout's
     sum, or end the run."""
 
     def __post_init__(self) -> None:
-        least_1 = {"max_tokens": self.max_tokens, "concurrency": self.concurrency}
-        positive = {name: getattr(self, name) for name in ("timeout_seconds", "backoff_seconds", "deadline_seconds")}
-        problems = [f"{name} must be at least 1, got {value}" for name, value in least_1.items() if value < 1]
-        problems += [f"{n} must be above 0 (seconds), got {v}" for n, v in positive.items() if not 0 < v < math.inf]
+        super().__post_init__()
+        problems = []
         if not self.url.startswith(("http://", "https://")):
             problems.append(f"url must begin with http:// or https://, got {self.url!r}")
         if "{reply}" not in self.template:
             problems.append("template must have {reply} in it, or the judge would not see what it judges")
         if not -math.inf < self.lowest < self.highest < math.inf:
             problems.append(f"highest must be above lowest ({self.lowest:g}), got {self.highest:g}")
-        if self.retries < 0:
-            problems.append(f"retries must be at least 0, got {self.retries}")
         if problem := _pattern_problem(self.pattern):
             problems.append(problem)
         if problems:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.errors import ConfigError, RewardError
+from tandem.errors import RewardError, bounded
 from tandem.rewards._answers import in_tag, last_tag
 from tandem.rewards.base import Reward
 from tandem.types import Rollout
@@ -26,17 +26,11 @@ class MathVerify(Reward):
     marker: str = "####"
     """If the reply has this text, only the line after its last one is read; else what is in its last <answer> tag, if
     it has one, and then the whole reply. Empty: there is no such text."""
-    least_working: int = 0
+    least_working: int = bounded(0)
     """Characters, blanks left out, that must stand before the marker (without one, in the whole reply) for the answer
     to count: a bare answer is a guess."""
-    timeout_seconds: int = 3
+    timeout_seconds: int = bounded(3, least=1)
     """Seconds for parsing and again for comparing, after which the reply counts as wrong."""
-
-    def __post_init__(self) -> None:
-        if self.timeout_seconds < 1:
-            raise ConfigError(f"timeout_seconds must be at least 1, got {self.timeout_seconds}")
-        if self.least_working < 0:
-            raise ConfigError(f"least_working must be at least 0, got {self.least_working}")
 
     def prepare(self) -> None:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem.errors import ConfigError
+from tandem.errors import bounded
 from tandem.rewards._answers import last_number, same_number
 from tandem.rewards.base import Reward
 from tandem.types import Rollout
@@ -14,14 +14,10 @@ from tandem.types import Rollout
 class Number(Reward):
     """1 if the last number in the reply is the gold answer's; $, thousands separators and full stops are ignored."""
 
-    tolerance: float = 1e-6
+    tolerance: float = bounded(1e-6, below=1)
     """Largest difference, as a share of the gold number (of 1 if that is smaller)."""
     after: str = ""
     """Only numbers after the last such text count, for example ####; empty: all do."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.tolerance < 1:
-            raise ConfigError(f"tolerance must be at least 0 and less than 1, got {self.tolerance}")
 
     def __call__(self, rollout: Rollout) -> float:
         gold = last_number(rollout.task.answer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem.errors import ConfigError
+from tandem.errors import bounded
 from tandem.rewards.base import Reward
 from tandem.types import Rollout
 
@@ -13,12 +13,8 @@ from tandem.types import Rollout
 class Repetition(Reward):
     """Minus the share of word n-grams that were said before: 0 for none, close to -1 for a loop."""
 
-    ngram: int = 3
+    ngram: int = bounded(3, least=1)
     """Words in one n-gram."""
-
-    def __post_init__(self) -> None:
-        if self.ngram < 1:
-            raise ConfigError(f"ngram must be at least 1, got {self.ngram}")
 
     def __call__(self, rollout: Rollout) -> float:
         words = rollout.text.lower().split()

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from tandem.errors import ConfigError, RewardError
+from tandem.errors import ConfigError, RewardError, bounded
 from tandem.rewards.base import Failure, GroupReward, Verdict
 from tandem.types import TEXT, Message, Rollout
 
@@ -24,28 +24,23 @@ class RewardModel(GroupReward):
 
     model: str
     """Hugging Face id or a local folder, with a head for sequence classification."""
-    label: int | None = None
+    label: int | None = bounded(None)
     """Which output is the reward, from 0; null: the only one."""
     device: str = "cpu"
     """Where it computes: cpu, cuda, cuda:1."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Type of its weights; auto: as they were saved."""
-    batch: int = 8
+    batch: int = bounded(8, least=1)
     """Conversations in one forward pass, those of like length together."""
     chat_template: str = ""
     """Jinja chat template, as text or the path of a file; empty: its tokenizer's own."""
-    timeout_seconds: float = 120.0
+    timeout_seconds: float = bounded(120.0, above=0)
     """Seconds that all siblings of a task together may take."""
 
     def __post_init__(self) -> None:
         if not self.model.strip():
             raise ConfigError("model must be a Hugging Face id or a folder, got an empty text")
-        if self.label is not None and self.label < 0:
-            raise ConfigError(f"label must be at least 0, got {self.label}")
-        if self.batch < 1:
-            raise ConfigError(f"batch must be at least 1, got {self.batch}")
-        if not self.timeout_seconds > 0:
-            raise ConfigError(f"timeout_seconds must be above 0 (seconds), got {self.timeout_seconds}")
+        super().__post_init__()
 
     def prepare(self) -> None:
         """Load the model; raises RewardError if it cannot be loaded or has no such output or chat template."""

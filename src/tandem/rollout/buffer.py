@@ -8,7 +8,9 @@ mixture says. A zero-variance group may leave it to one that was trained before 
 of its own.
 
 With ``max_lag`` 0 tasks are admitted in waves: the next one starts when the last has been scored. What is sampled
-together then depends on nothing but the state, which is what makes a resumed run equal the run it continues.
+together then depends on nothing but the state, which is what makes a resumed run equal the run it continues. A wave is
+as large as it takes to fill the batch (``oversampling.py``). The groups admitted first are trained, however long their
+answers took, and the tasks of those that are over are played again in the next wave.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
+from typing import Literal
 
 from tandem.algorithms.curricula.base import Curriculum
 from tandem.config.sections import Replay, Reroll
@@ -31,6 +34,7 @@ from tandem.rollout.group_runner import PostprocessRewards
 from tandem.rollout.lag_control import LagControl
 from tandem.rollout.measure import measure
 from tandem.rollout.mixture import EnvMixture
+from tandem.rollout.oversampling import MOST, Oversample, SignalForecast
 from tandem.rollout.replay import ReplayBuffer
 from tandem.rollout.source import Batch
 from tandem.rollout.task_sampler import EnvRunner, TaskSampler
@@ -56,6 +60,10 @@ class BufferOptions:
     """How many of these steps the engine's weights may themselves be old when they sample."""
     drop_zero_variance: bool
     """Replace groups whose rewards are all equal."""
+    oversample: Oversample = "off"
+    """How many groups are admitted for the places of a batch."""
+    on_policy_tail: Literal["wait", "abort"] = "wait"
+    """What becomes of answers that are still sampled when a batch is full on-policy."""
     sampling: Sampling
     """How answers are sampled."""
     max_dropped_batches: int = 50
@@ -94,12 +102,12 @@ class EntryState(Enum):
     TRAINED = "trained"
     """Trained; its slot is free."""
     DROPPED = "dropped"
-    """Not trained: failed, zero-variance or stale; its slot is free."""
+    """Not trained: failed, zero-variance, stale or surplus; its slot is free."""
 
 
 TRANSITIONS: Mapping[EntryState, frozenset[EntryState]] = {
     EntryState.QUEUED: frozenset({EntryState.RUNNING}),
-    EntryState.RUNNING: frozenset({EntryState.SCORED}),
+    EntryState.RUNNING: frozenset({EntryState.SCORED, EntryState.DROPPED}),
     EntryState.SCORED: frozenset({EntryState.READY, EntryState.DROPPED}),
     EntryState.READY: frozenset({EntryState.TAKEN, EntryState.DROPPED}),
     EntryState.TAKEN: frozenset({EntryState.TRAINED}),
@@ -118,6 +126,8 @@ class Entry:
     draw: Draw
     state: EntryState = EntryState.QUEUED
     _group: Group | None = None
+    task: asyncio.Task[None] | None = None
+    """Plays it, where it is played here."""
 
     @classmethod
     def restored(cls, draw: Draw, group: Group) -> Entry:
@@ -179,6 +189,8 @@ class BufferMetrics:
         """Groups that took the place of others: replayed, rerolled, kept_zero_variance."""
         self.ages: list[float] = []
         """Of the replayed groups, in steps."""
+        self.tokens_dropped = 0
+        """Sampled tokens of groups that were dropped."""
         self._measured: list[Mapping[str, Value]] = []
 
     def count(self, draw: Draw, group: Group) -> None:
@@ -186,13 +198,21 @@ class BufferMetrics:
         if not group.replayed:
             self._measured.append(measure([group], self._runners[draw.env].solved))
 
+    def drop(self, reason: str, draw: Draw, group: Group | None) -> None:
+        """Count a group that is not trained; None: its answers were cut off."""
+        self.dropped[reason] += 1
+        if group is not None:
+            self.tokens_dropped += sum(rollout.num_tokens for rollout in group.rollouts)
+            self.count(draw, group)
+
     def collect(self) -> Mapping[str, Value]:
         """The metrics; counting begins anew."""
         options = self._options
         drops = {
             f"groups/dropped_{reason}": Sum(float(self.dropped[reason]))
-            for reason in ("zero_variance", "stale", "failed")
+            for reason in ("zero_variance", "stale", "failed", "surplus")
         }
+        drops["tokens/dropped"] = Sum(float(self.tokens_dropped))
         taken = {f"env/{name}/trained": Sum(float(self.trained[name])) for name in self._runners}
         enabled = {
             "replayed": bool(options.replay.size),
@@ -237,6 +257,7 @@ class RolloutBuffer:
     _mixture: EnvMixture = field(init=False)
     _sampler: TaskSampler = field(init=False)
     _replay: ReplayBuffer = field(init=False)
+    _forecast: SignalForecast = field(init=False)
     _metrics: BufferMetrics = field(init=False)
     _entries: list[Entry] = field(default_factory=list)
     _taken: int = 0
@@ -261,6 +282,7 @@ class RolloutBuffer:
             on_reroll=self._rerolled,
         )
         self._replay = ReplayBuffer(options.replay)
+        self._forecast = SignalForecast(options.oversample)
         self._metrics = BufferMetrics(options, self._by_name)
 
     @asynccontextmanager
@@ -268,6 +290,7 @@ class RolloutBuffer:
         """Start playing where ``data_state`` stands; whatever is in flight at the end is cancelled."""
         self._sampler.open(data_state)
         self._replay.fill(data_state.stored)
+        self._forecast.counts.update(data_state.signal)
         self._admitted, self._refilled = data_state.admitted, data_state.refilled
         known = zip(data_state.again, data_state.again_indices, strict=False)  # older checkpoints have no indices
         self._indices = {draw: index for draw, index in known if index >= 0}
@@ -327,6 +350,7 @@ class RolloutBuffer:
             resting=dict(self._mixture.resting),
             stored=self._replay.stored,
             refilled=self._refilled,
+            signal=dict(self._forecast.counts),
         )
 
     async def saved(self, data_state: DataState) -> None:
@@ -338,6 +362,11 @@ class RolloutBuffer:
 
     def _handed_out(self, entries: Sequence[Entry]) -> Batch:
         """A batch that is complete; its groups with signal may be trained again later."""
+        if self.options.ahead == 0:  # in the next batch what is over would be off-policy
+            if self.options.oversample == "keep":
+                entries = [entry for entry in self._entries if entry.state is EntryState.READY]
+            for entry in [e for e in self._entries if e.state is EntryState.READY and e not in entries]:
+                self._leave_out(entry)
         for entry in entries:
             entry.become(EntryState.TAKEN)
             self._replay.add(entry.draw, entry.group)
@@ -370,27 +399,41 @@ class RolloutBuffer:
             self._admitted = max(self._admitted, index + 1)
             entry = Entry(index, draw)
             self._entries.append(entry)
-            task = asyncio.create_task(self._play(entry), name=f"group {entry.index}")
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
+            entry.task = asyncio.create_task(self._play(entry), name=f"group {entry.index}")
+            self._running.add(entry.task)
+            entry.task.add_done_callback(self._running.discard)
 
     def _free(self) -> list[tuple[str, int]]:
         """Environment and batch of each free slot, in the order in which they will be trained on."""
         # Batches that were taken and are being trained hold all the slots that were theirs.
         in_play = Counter(entry.draw.env for entry in self._entries if entry.state is not EntryState.TAKEN)
-        free = []
+        slots: list[tuple[str, int]] = []
         last = self._freed + self._lag_control.lag
         for batch in range(self._taken, last + 1):
             # Of the last batch, only as many places as sampling may be ahead.
             short = (
                 self._lag_control.lag * self.options.groups_per_step - self._lag_control.ahead if batch == last else 0
             )
-            for env in self._mixture.batch(batch)[: self.options.groups_per_step - short]:
-                if in_play[env]:
-                    in_play[env] -= 1
-                else:
-                    free.append((env, batch))
+            slots += [(env, batch) for env in self._mixture.batch(batch)[: self.options.groups_per_step - short]]
+        slots += [(env, last) for env in self._oversampled(Counter(env for env, _ in slots))]
+        free = []
+        for env, batch in slots:
+            if in_play[env]:
+                in_play[env] -= 1
+            else:
+                free.append((env, batch))
         return free
+
+    def _oversampled(self, places: Mapping[str, int]) -> list[str]:
+        """Environments of the groups in flight beyond an environment's places, since some will have no signal."""
+        ready = Counter(entry.draw.env for entry in self._entries if entry.state is EntryState.READY)
+        on_policy, extra = self._lag_control.ahead == 0, list[str]()
+        for env, count in places.items():
+            wanted = count - ready[env]
+            groups = self._forecast.groups(env, wanted, most=MOST * count, on_policy=on_policy)
+            extra += [env] * (groups - max(0, wanted))
+        times = self.options.max_resample_times
+        return extra if times is None else extra[: max(0, times * self.options.groups_per_step - self._refilled)]
 
     async def _play(self, entry: Entry) -> None:
         """Consumes: a task. Waits for: the engine and the graders. Unblocks: ``take``."""
@@ -403,6 +446,8 @@ class RolloutBuffer:
                     task, id=id, index=entry.index, size=options.group_size, sampling=options.sampling
                 )
             entry.score(self.postprocess_rewards(group))
+            if self.options.on_policy_tail == "abort" and self._lag_control.ahead == 0:
+                self._cut_tail()
             if not self._wave_is_out():
                 self._sort_scored()
                 self._admit()
@@ -417,18 +462,39 @@ class RolloutBuffer:
         """True while a wave of on-policy sampling has groups that are still being played."""
         return self._lag_control.ahead == 0 and any(entry.in_flight for entry in self._entries)
 
+    def _cut_tail(self) -> None:
+        """End a wave whose first groups fill the batch, whatever became of the others.
+
+        Those are neither noted nor counted as scored, or it would matter how many of them were by now.
+        """
+        wanted, over = Counter(self._mixture.counts(self._taken)), []
+        for entry in self._entries:
+            if not wanted[entry.draw.env]:
+                over.append(entry)
+            elif entry.in_flight:
+                return
+            elif entry.state is EntryState.READY or (
+                len(entry.group.scored) > 1 and not (entry.group.zero_variance and self.options.drop_zero_variance)
+            ):
+                wanted[entry.draw.env] -= 1
+        if not wanted.total():
+            for entry in over:
+                self._leave_out(entry)
+
     def _sort_scored(self) -> None:
         """Sort scored groups: keep those with signal, replace or drop the others."""
         for entry in list(self._entries):
             if entry.state is not EntryState.SCORED:
                 continue
             self._sampler.scored(entry.draw, entry.group)
-            if len(entry.group.scored) < 2:
+            failed, signal = len(entry.group.scored) < 2, not entry.group.zero_variance
+            if failed:
                 self._drop("failed", entry)
-            elif not entry.group.zero_variance:
+            elif signal:
                 self._keep(entry)
             elif not self._replace(entry):
                 self._zero_variance(entry)
+            self._forecast.note(entry.draw.env, not failed and (signal or entry.group.replayed > 0))
 
     def _keep(self, entry: Entry) -> None:
         entry.become(EntryState.READY)
@@ -480,6 +546,18 @@ class RolloutBuffer:
                 self._drop("stale", entry)
         self._admit()
 
+    def _leave_out(self, entry: Entry) -> None:
+        """Have the task of a group that the batch has no place for played again; its requests are aborted."""
+        group = None if entry.in_flight else entry.group
+        if group is None and entry.task is not None:
+            entry.task.cancel()
+        self._metrics.drop("surplus", entry.draw, group)
+        if group is None or not group.replayed:
+            self._sampler.repeat(entry.draw)
+            self._sampler.over(entry.draw)
+        entry.become(EntryState.DROPPED)
+        self._entries.remove(entry)
+
     def _drop(self, reason: str, entry: Entry) -> None:
         entry.become(EntryState.DROPPED)
         self._entries.remove(entry)
@@ -488,8 +566,7 @@ class RolloutBuffer:
     def _dismiss(self, reason: str, entry: Entry) -> None:
         """Count and report a group that is not trained on, whatever becomes of its slot."""
         group = entry.group
-        self._metrics.dropped[reason] += 1
-        self._metrics.count(entry.draw, group)
+        self._metrics.drop(reason, entry.draw, group)
         self.on_drop(reason, group)
         self._finish(entry)
         starved = self._mixture.dropped(entry.draw.env, reason, group, self._taken)

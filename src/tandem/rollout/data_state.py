@@ -73,6 +73,8 @@ class DataState:
     """The batch of each of these that was drawn for a batch which is not complete yet."""
     refilled: int = 0
     """Zero-variance groups that were replaced since the last batch was taken."""
+    signal: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Of each environment the groups that had signal and all that were scored, older ones counting less."""
     seen: Mapping[str, Mapping[int, TaskHistory]] = field(default_factory=dict)
     """What came of each task, by environment and the task's place in it, where a curriculum asks."""
     tasks: Mapping[str, TasksMark] = field(default_factory=dict)

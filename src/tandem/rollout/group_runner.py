@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 
@@ -42,16 +42,25 @@ class GroupRunner:
     """Kinds of failures of which the first was a warning."""
 
     async def run(self, task: Task, *, id: str, index: int, size: int, sampling: Sampling) -> Group:
-        """Play ``size`` siblings at once and score them together.
+        """Play ``size`` siblings at once, and score each as it ends where no reward needs the others.
 
         Raises:
             EngineError: the engine failed, which is no single rollout's fault.
         """
         prompt = tuple(self.template.prompt(task.prompt))  # one for all: it is written to the graders once
-        played = await asyncio.gather(*(self._play(task, prompt, f"{id}/{i}", sampling) for i in range(size)))
-        grading = self.graders.grade(played)
-        rollouts = await waits.wait(grading, owner=f"rollouts group {id}", reason="rewards", on=f"grading of {id}")
-        return Group(id=id, index=index, env=self.name, rollouts=tuple(rollouts))
+        singly = self.graders.singly
+
+        async def answer(number: int) -> list[Rollout]:
+            rollout = await self._play(task, prompt, f"{id}/{number}", sampling)
+            return await self._graded(id, [rollout]) if singly else [rollout]
+
+        rollouts = [rollout for (rollout,) in await asyncio.gather(*map(answer, range(size)))]
+        graded = rollouts if singly else await self._graded(id, rollouts)
+        return Group(id=id, index=index, env=self.name, rollouts=tuple(graded))
+
+    async def _graded(self, id: str, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        grading = self.graders.grade(rollouts)
+        return await waits.wait(grading, owner=f"rollouts group {id}", reason="rewards", on=f"grading of {id}")
 
     async def _play(self, task: Task, prompt: tuple[int, ...], id: str, sampling: Sampling) -> Rollout:
         chat = EngineChat(self.engine, self.template, task, sampling, f"{self.seed}/{id}", prompt)

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import stdev
 
 from tandem.metrics import Histogram, Mean, Sum, Value
 from tandem.types import Group, Rollout
@@ -32,19 +33,26 @@ def measure(groups: Sequence[Group], solved: Callable[[Rollout], bool]) -> dict[
     every = [r for group in groups for r in group.rollouts]
     scored = [r for group in groups for r in group.scored]
     out: dict[str, Value] = {
-        "reward": Histogram(tuple(r.reward for r in scored if r.reward is not None)),
+        "reward": Histogram(tuple(reward for group in groups for reward in _rewards(group))),
         "accuracy": Mean.of(float(solved(r)) for r in scored),
+        "reward/group_std": Mean.of(stdev(rewards) for group in groups if len(rewards := _rewards(group)) >= 2),
         "length": Histogram(tuple(float(r.num_tokens) for r in scored)),
+        "length/ended": Histogram(tuple(float(r.num_tokens) for r in scored if not r.truncated)),
+        "groups/zero_variance": Mean.of(float(g.zero_variance) for g in groups if len(g.scored) >= 2),
         "tokens/generated": Sum(float(sum(r.num_tokens for r in every))),
         "rollouts/failed": Sum(float(sum(r.status == "error" for r in every))),
         "rollouts/truncated": Mean.of(float(r.truncated) for r in scored),
     }
     for name in sorted({name for r in scored for name in r.rewards}):
-        out[f"reward/{name}"] = Mean.of(r.rewards[name] for r in scored if name in r.rewards)
+        out[f"reward/{name}"] = Histogram(tuple(r.rewards[name] for r in scored if name in r.rewards))
     for env in sorted({group.env for group in groups}):
         of = _environment([group for group in groups if group.env == env], solved)
         out |= {f"env/{env}/{name}": value for name, value in of.items()}
     return out
+
+
+def _rewards(group: Group) -> list[float]:
+    return [r.reward for r in group.scored if r.reward is not None]
 
 
 def surprisal(group: Group) -> float:

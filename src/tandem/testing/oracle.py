@@ -59,7 +59,7 @@ def formula(recipe: Mapping[str, Json], weights: Weights, ends: Iterable[int]) -
         advantage=part(recipe["advantage"]),
         loss=part(recipe["loss"]),
         corrections=tuple(map(part, recipe["corrections"])),
-        reference=None if reference is None else part(reference),
+        reference=None if reference is None or reference["in_reward"] else part(reference),
         recomputed=recipe["old_logprobs"] == "recomputed",
         updates=recipe["updates_per_batch"],
         sampling=recipe["sampling"],
@@ -123,8 +123,9 @@ def _rloo(groups: Sequence[Siblings], options: Options, weights: Weights) -> Val
 
 
 def _batch_std(groups: Sequence[Siblings], options: Options, weights: Weights) -> Values:
-    std = _spread([r for rewards in _rewards(groups) for r in rewards])
-    return [[v / (std + options["eps"]) for v in values] for values in _dr_grpo(groups, options, weights)]
+    centred = _dr_grpo(groups, options, weights)
+    std = _spread([x for part in (_rewards(groups) if options["std_of"] == "rewards" else centred) for x in part])
+    return [[v / (std + options["eps"]) for v in values] for values in centred]
 
 
 def _maxrl(groups: Sequence[Siblings], options: Options, weights: Weights) -> Values:
@@ -491,7 +492,8 @@ class PlainModel:
     def __init__(self, model: nn.Module, trainable: tuple[str, Options]):
         self.model = copy.deepcopy(model).double().eval().requires_grad_(False)
         causal: Any = self.model
-        causal.set_attn_implementation("sdpa")
+        causal.set_attn_implementation("sdpa" if causal._supports_sdpa else "eager")
+        causal.set_experts_implementation("eager")  # products of experts by groups know no float64
         self._parameters = dict(self.model.named_parameters())
         self.kind, options = trainable
         self._merged = bool(options.get("merged"))

@@ -9,7 +9,6 @@ import platform
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -20,7 +19,6 @@ from rich.text import Text
 
 from tandem import __version__, machine
 from tandem.config.loading import load
-from tandem.distributed import flight_recorder
 from tandem.distributed.placement import Placement, visible_accelerators
 from tandem.engines.base import EngineSpec
 from tandem.errors import TandemError
@@ -80,21 +78,12 @@ def findings(folder: Path) -> Iterator[Diagnosis]:
     yield from _packages()
     yield from _memory()
     yield from ranks(os.environ)
-    yield from _traces(folder)
     yield _disk(folder)
-    yield _tried("write access", lambda: _write(folder), f"make {folder} writable, or set runs: to a folder that is")
-    yield _tried("parts", _parts, "reinstall tandem-rl, or mend the file that the message names")
 
 
 def _packages() -> Iterator[Diagnosis]:
     """What the distribution's own metadata says it needs."""
-    try:
-        needed = requirements()
-    except importlib.metadata.PackageNotFoundError:
-        detail = f"{DISTRIBUTION} runs from its source, so what it needs cannot be looked up"
-        yield Diagnosis("note", "libraries", detail, f"{sys.executable} -m pip install -e .")
-        return
-    for extra, names in needed.items():
+    for extra, names in requirements().items():
         what = f"extra {extra}" if extra else "libraries"
         if not (missing := [name for name in names if _version(name) is None]):
             yield Diagnosis("ok", what, ", ".join(f"{name} {_version(name)}" for name in names))
@@ -105,11 +94,7 @@ def _packages() -> Iterator[Diagnosis]:
 
 
 def requirements() -> dict[str, list[str]]:
-    """Distributions needed by each extra; under the empty name, those always needed.
-
-    Raises:
-        PackageNotFoundError: Tandem is not installed.
-    """
+    """Distributions needed by each extra; under the empty name, those always needed."""
     needed: dict[str, list[str]] = {"": []}
     for line in importlib.metadata.requires(DISTRIBUTION) or []:
         name = re.match(r"[\w.-]+", line)
@@ -162,17 +147,6 @@ def _nccl() -> str:
     return f"{'.'.join(map(str, torch.cuda.nccl.version()))}, {torch.cuda.device_count()} GPUs"
 
 
-def _traces(folder: Path) -> Iterator[Diagnosis]:
-    """The last collectives of the latest run that has lost a rank, if any has."""
-    if not (files := list(folder.glob(f"*/logs/{flight_recorder.NAME}*"))):
-        return
-    logs = max(files, key=lambda path: path.stat().st_mtime).parent
-    ranks = ", ".join(path.name.removeprefix(flight_recorder.NAME) for path in flight_recorder.written(logs))
-    detail = f"{logs.parent} has lost a rank; {logs} has the last collectives of rank {ranks}"
-    fix = f"{flight_recorder.command(logs)} compares them; delete the files once they are read"
-    yield Diagnosis("note", "collectives", detail, fix)
-
-
 def _disk(folder: Path) -> Diagnosis:
     free = machine.free_disk(folder)
     detail = f"{machine.readable(free)} free for {folder}"
@@ -222,24 +196,6 @@ def _vllm(python: str) -> str:
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
     return f"{done.stdout.strip().splitlines()[-1]}, by {python}"
-
-
-def _write(folder: Path) -> str:
-    """Write where runs go, or would go."""
-    place = folder.absolute()
-    while not place.exists():
-        place = place.parent
-    with tempfile.TemporaryFile(dir=place) as file:
-        file.write(b"x")
-    return f"{place} can be written"
-
-
-def _parts() -> str:
-    """Import every part."""
-    from tandem.config import registry as resolve
-
-    count = [resolve.find(category, kind) for category in resolve.CATEGORIES for kind in resolve.names(category)]
-    return f"all {len(count)} load"
 
 
 def _version(name: str) -> str | None:

@@ -31,9 +31,9 @@ class AdaptedLinear(Linear):
         a, b = self.lora_A[_ADAPTER].weight, self.lora_B[_ADAPTER].weight
         weights: Any = (base.weight, base.bias, a, b, self.scaling[_ADAPTER])
         if not torch.is_grad_enabled():
-            return _sum(x, *weights)[0]
-        out: Tensor = _Sum.apply(x, *weights)  # type: ignore[no-untyped-call]
-        return out
+            return _sum(x, *weights)[0].view(*x.shape[:-1], -1)
+        out_NO: Tensor = _Sum.apply(x, *weights)  # type: ignore[no-untyped-call]
+        return out_NO.view(*x.shape[:-1], -1)  # here, since models may write to it: a view made in _Sum may not be
 
     def _plain(self) -> bool:
         """Whether it is a frozen W and one adapter at work. Any of it may change between calls, W to an 8-bit one."""
@@ -91,7 +91,7 @@ def _sum(
     x_NI = x.reshape(-1, x.shape[-1])
     h_NR = x_NI @ a_RI.T
     y_NO: Tensor = _addmm(bias, x_NI, w_OI.T, h_NR, b_OR.T, scale)
-    return y_NO.view(*x.shape[:-1], w_OI.shape[0]), h_NR
+    return y_NO, h_NR
 
 
 class _Sum(torch.autograd.Function):
@@ -106,9 +106,9 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
         x, w_OI, a_RI, b_OR, h_NR = ctx.saved_tensors
-        x_NI, dy_NO = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        x_NI = x.reshape(-1, x.shape[-1])
         want_x, _, _, want_a, want_b, _ = ctx.needs_input_grad
         dh_NR = dy_NO @ b_OR  # times the scale, which each of its products takes
         dx = _addmm(None, dy_NO, w_OI, dh_NR, a_RI, ctx.scale).view(x.shape) if want_x else None

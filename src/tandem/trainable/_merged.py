@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from tandem.errors import ConfigError
 
@@ -36,6 +37,7 @@ class MergedLinear(nn.Linear):
         # Not a buffer: where it lives is decided here, and `to` must not move it.
         self._on = on
         self._w0 = _copied(linear.weight.detach(), on)
+        self._rows, self._columns = slice(None), slice(None)  # of W, those that are here
         self.train(linear.training)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -46,20 +48,37 @@ class MergedLinear(nn.Linear):
         out: Tensor = _Product.apply(input, self.weight, self.bias, a, b, self.scale)  # type: ignore[no-untyped-call]
         return out
 
+    def unfold(self) -> None:
+        """Bring W back to W0, of which no copy is left."""
+        self.weight.data, self._w0 = self._w0.to(self.weight.device), self._w0.new_empty(0)
+
+    def cut(self, rows: slice, columns: slice) -> None:
+        """Take W0 from ``weight``, a distributed tensor of which this rank has these rows and columns."""
+        self._rows, self._columns = rows, columns
+        self._w0 = _copied(_here(self.weight), self._on)
+
     @torch.no_grad()
     def fold(self) -> None:
         """Write W0 + scale * B A, summed in float32 and rounded once, into the storage that ``weight`` has now."""
-        weight, a, b = self.weight, self.lora_A, self.lora_B
+        weight, a, b = _here(self.weight), self.lora_A[:, self._columns], self.lora_B[self._rows]
         if weight.is_cuda:
             if self._on == "device" and not self._w0.is_cuda:  # the weights were moved into an engine's memory since
                 self._w0 = self._w0.to(weight.device)
             elif self._on == "host" and not self._w0.is_pinned():
                 self._w0 = self._w0.pin_memory()
         w0 = self._w0.to(weight.device, non_blocking=True)
+        if not len(weight):  # the last of several parts of few rows
+            return
         rows = max(1, _CHUNK // self.in_features)
         for w, w0_rows, b_rows in zip(weight.split(rows), w0.split(rows), b.split(rows), strict=True):
             # Not addmm in the weights' own type: on a GPU that rounds the product before it adds it.
             torch.add(w0_rows, _float32_product(b_rows, a), alpha=self.scale, out=w)
+
+
+def _here(weight: Any) -> Tensor:
+    """What of a weight is in this process."""
+    here: Tensor = weight.to_local() if isinstance(weight, DTensor) else weight
+    return here.detach()
 
 
 def _float32_product(b: Tensor, a: Tensor) -> Tensor:

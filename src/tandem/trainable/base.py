@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,6 +102,12 @@ class Trainable(ABC):
         storage that the weights have at that time.
         """
 
+    def unfold(self, model: nn.Module) -> None:  # noqa: B027
+        """Bring all weights back to what they were before training, and keep no copy: they are about to be cut."""
+
+    def cut(self, model: nn.Module, part: Callable[[str], tuple[slice, slice]]) -> None:  # noqa: B027
+        """Take weights of which a rank has some rows and columns, by name, as they are now; ``fold`` comes next."""
+
     @property
     def folds(self) -> bool:
         """Whether ``fold`` does anything: every rank of several is told to."""
@@ -126,6 +132,16 @@ class Trainable(ABC):
     def kept_bytes(self, model: nn.Module, *, on_host: bool) -> int:
         """Bytes kept where the weights are, beside the model's parameters; ``on_host``: the weights are on the host."""
         return 0
+
+    def beside_text(self, model: nn.Module) -> set[int]:
+        """Ids of the modules that a model for images has beside its language model: they are not trained."""
+        causal: Any = model
+        if causal.config.get_text_config() is causal.config:
+            return set()
+        text = {
+            id(module) for part in (causal.get_decoder(), causal.get_output_embeddings()) for module in part.modules()
+        }
+        return {id(module) for module in causal.modules()} - text
 
     def check_layers(self, names: Iterable[str]) -> None:
         """Raise ConfigError unless every wanted layer has one of the names."""

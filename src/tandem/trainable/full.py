@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,11 @@ class Full(Trainable):
         self.check_layers(name for name, _ in model.named_parameters())
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(self.layers is None or layer_of(name) in self.layers)
+        outside = self.beside_text(model)
+        for module in model.modules():
+            if id(module) in outside:
+                for parameter in module.parameters(recurse=False):
+                    parameter.requires_grad_(False)
         return model
 
     def live_tensors(self, model: nn.Module) -> dict[str, Tensor]:
@@ -49,6 +56,43 @@ class Full(Trainable):
         missing = set(read_into(live, safetensors_in(folder)))
         if any(missing.issuperset(names) for _, names in names_of.values()):
             _reload(model, folder)
+
+
+def write_part(model: Any, tensors: Mapping[str, Tensor], folder: Path, number: int, of: int) -> list[Path]:
+    """Write one of several weight files of a model's folder; the first brings the model's configuration.
+
+    Args:
+        model: asked for its configuration alone.
+        tensors: of this file, by Hugging Face name.
+        folder: made if it is not there.
+        number: of the file, from 0.
+        of: how many files there are.
+    """
+    from safetensors.torch import save_file
+    from transformers.core_model_loading import revert_weight_conversion
+
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"model-{number + 1:05d}-of-{of:05d}.safetensors"
+    save_file(revert_weight_conversion(model, dict(tensors)), file, metadata={"format": "pt"})
+    if number:
+        return [file]
+    aside = folder / ".configuration"  # transformers would remove the other ranks' files
+    model.save_pretrained(aside, state_dict={})
+    configuration = [other.rename(folder / other.name) for other in aside.glob("*.json")]
+    shutil.rmtree(aside)
+    return [file, *configuration]
+
+
+def write_index(folder: Path) -> None:
+    """Say which of a folder's weight files has which tensor, once all ranks have written theirs."""
+    from safetensors import safe_open
+
+    file_of: dict[str, str] = {}
+    for file in (files := safetensors_in(folder)):
+        with safe_open(file, framework="pt") as stored:
+            file_of |= dict.fromkeys(stored.keys(), file.name)
+    index = {"metadata": {"total_size": sum(file.stat().st_size for file in files)}, "weight_map": file_of}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
 def _reload(model: nn.Module, folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,8 @@ _silenced = threading.Lock()
 """Held while warnings are ignored, which is so for all threads: each would restore what it found."""
 _PREFIX = "base_model.model."
 """What PEFT puts before the names of the model it wraps."""
+_AS_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+"""Names that PEFT takes for those of experts wherever a model has any, also of its dense layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +50,7 @@ class Lora(Trainable):
     """The adapter's output is multiplied by alpha/rank."""
     target_modules: tuple[str, ...] | str = "all-linear"
     """Linear layers that are adapted, as PEFT takes them: ends of names, such as q_proj or self_attn.q_proj, or a
-    regular expression of whole names; all-linear takes all but the output head."""
+    regular expression of whole names; all-linear takes all but the output head, and no experts."""
     merged: bool = False
     """The engine's weights hold W0 + alpha/rank * B A; no adapter kernels anywhere, but W0 is kept as well."""
     base_on: Literal["host", "device"] = "device"
@@ -109,16 +111,20 @@ class Lora(Trainable):
 
     def targets(self, model: nn.Module) -> list[str]:
         """Names of the modules to adapt, checked against the model; no tensor is looked at."""
-        head = model.get_output_embeddings()  # type: ignore[operator]
+        left_out = self._left_out(model)
         linear = [
-            name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and module is not head
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear) and id(module) not in left_out
         ]
         self.check_layers(linear)
         if self.layers is not None:
             linear = [name for name in linear if layer_of(name) in self.layers]
         known = sorted({name.rpartition(".")[2] for name in linear})
         if self.target_modules == "all-linear":
-            return known
+            adaptable = set(linear)
+            others = {name.rpartition(".")[2] for name, _ in model.named_modules() if name not in adaptable}
+            return linear if others & set(known) and self.layers is None else known
         has = f"it has {', '.join(known)}, such as {linear[0]}" if linear else "it has none"
         if isinstance(self.target_modules, str):
             matched = [name for name in linear if re.fullmatch(self.target_modules, name)]
@@ -132,6 +138,21 @@ class Lora(Trainable):
             raise ConfigError(f"trainable.target_modules: the model has no linear layer {wrong[0]!r}; {has}")
         return list(self.target_modules)
 
+    def _left_out(self, model: nn.Module) -> set[int]:
+        """Ids of linear layers without an adapter: the head, those of images, those that PEFT or kernels misread."""
+        experts = any(p.dim() == 3 and "experts" in name for name, p in model.named_parameters())
+        left_out = self.beside_text(model) | {id(model.get_output_embeddings())}  # type: ignore[operator]
+        for module in model.modules():
+            is_mamba = hasattr(module, "A_log") and hasattr(module, "D")  # its kernels read out_proj's weight
+            for name, child in module.named_children():
+                if (
+                    (is_mamba and name == "out_proj")
+                    or (experts and name in _AS_EXPERTS)
+                    or "Router" in type(child).__name__
+                ):
+                    left_out.add(id(child))
+        return left_out
+
     def source(self, model: nn.Module) -> WeightSource:
         """The adapter's tensors; merged, the adapted layers' weights under their Hugging Face names."""
         if not self.merged:
@@ -142,6 +163,16 @@ class Lora(Trainable):
         """Merged: write W0 + alpha/rank * B A into every adapted weight; otherwise nothing."""
         for _, layer in _merged_layers(model):
             layer.fold()
+
+    def unfold(self, model: nn.Module) -> None:
+        """Merged: every adapted weight is W0 again."""
+        for _, layer in _merged_layers(model):
+            layer.unfold()
+
+    def cut(self, model: nn.Module, part: Callable[[str], tuple[slice, slice]]) -> None:
+        """Merged: take a rank's part of every W0."""
+        for name, layer in _merged_layers(model):
+            layer.cut(*part(f"{name}.weight"))
 
     @property
     def folds(self) -> bool:

@@ -32,7 +32,7 @@ from tandem.trainer.checkpoint import Checkpoints, restore_weights, saved_steps
 from tandem.trainer.evaluate import Evaluator, held_out
 from tandem.trainer.live import live_policy, model_of, reference_of
 from tandem.trainer.pack import Packer
-from tandem.trainer.pairs import check_pairs, has_slices
+from tandem.trainer.pairs import check_pairs, is_cut
 from tandem.trainer.ranks import checks, layout
 from tandem.trainer.record import records
 from tandem.trainer.requirements import engine_requirements, started_on_ours
@@ -194,10 +194,10 @@ def _world(
     """The ranks of a run, each with its policy loaded."""
     if size == 1:
         return World.opened(config)
-    if has_slices(config):
-        from tandem.trainer.ranks.slices import SlicedRanks
+    if is_cut(config):
+        from tandem.trainer.ranks.slices import CutRanks
 
-        return SlicedRanks.connected(config, size, placement, folder)
+        return CutRanks.connected(config, size, placement, folder)
     from tandem.trainer.ranks.lead import ManyRanks
 
     return ManyRanks.connected(config, size, placement, folder)

@@ -19,7 +19,6 @@ from typing import Literal
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import nn
 
 from tandem import machine
 from tandem.algorithms.references.base import ReferenceWeights
@@ -29,17 +28,15 @@ from tandem.errors import CheckpointError, TandemError, command
 from tandem.observability import trace, waits
 from tandem.observability.emit import Telemetry
 from tandem.optimizers.base import Stepper
+from tandem.trainable.full import write_index
 from tandem.trainer import digests
 from tandem.trainer.run_lock import RunLock
 from tandem.trainer.staging import Staging
 from tandem.trainer.state import TrainerState
 from tandem.trainer.work import LocalWork
-from tandem.trainer.world import World
+from tandem.trainer.world import Hold, World, Write
 
 log = logging.getLogger(__name__)
-
-Hold = Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
-"""Tensors as they are now, as ``Staging.hold`` keeps them."""
 
 WHOLE = "optimizer.safetensors"
 """States that one process wrote."""
@@ -52,10 +49,6 @@ FORMAT = 2
 def saved_steps(folder: Path) -> list[int]:
     """Steps of the whole checkpoints in a run's ``checkpoints`` folder, oldest first."""
     return list(digests.steps_in(folder))
-
-
-Write = Callable[[Path], object]
-"""Writes what was staged into a folder."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -160,8 +153,7 @@ class Checkpoints:
     async def _stage(self, state: TrainerState, aside: Path) -> Write:
         """Have every rank stage its part of a checkpoint; this rank's."""
         await self.staging.write(_make_anew, aside)
-        model = await self.world.model()
-        return await self.world.save(aside, self.world.policy.compute(self._staged, state, model))
+        return await self.world.save(aside, self.world.policy.compute(self._staged, state))
 
     async def _write(self, step: int, write: Write, final: Path, then: Callable[[], Awaitable[None]] | None) -> None:
         """Write what was staged, tell of it, and remove old ones."""
@@ -212,15 +204,10 @@ class Checkpoints:
                 f"Free disk space or mend the folder, then go on with: {command('train', self.folder.parent)}"
             ) from error
 
-    def _staged(self, state: TrainerState, model: nn.Module) -> Write:
-        """What writes this rank's files, as everything is now, the weights as ``model`` has them."""
-        hold, trainable, policy = self.staging.hold, self.world.config.trainable, self.world.policy
-        weights = trainable.live_tensors(model)
-        if model is policy.model:
-            weights = hold(weights)
-        parts: deque[Write] = deque(
-            [lambda aside: trainable.write(model, weights, policy.tokenizer, aside / trainable.folder_name)]
-        )
+    def _staged(self, state: TrainerState) -> Write:
+        """What writes this rank's files, as everything is now."""
+        hold = self.staging.hold
+        parts: deque[Write] = deque([self.world.stage_weights(hold)])
         if self.contents == "all":
             parts.append(staged_states(self.work.stepper, 0, hold))
             if self.work.reference is not None and (saved := hold(self.work.reference.state_dict())):
@@ -335,6 +322,8 @@ def _make_anew(aside: Path) -> None:
 
 def _seal(aside: Path, final: Path, known: Mapping[str, str]) -> None:
     """Give a folder in which everything is written its name, durably."""
+    if any((aside / "model").glob("model-*-of-*.safetensors")):
+        write_index(aside / "model")
     digests.write(aside, known)
     machine.apply_umask(aside)
     _flush(aside)

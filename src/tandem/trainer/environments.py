@@ -166,7 +166,7 @@ async def opened(
         graders = {
             name: Graders(
                 {reward: (spec.reward, spec.weight) for reward, spec in source.rewards.items()},
-                workers=config.grading.processes(config.groups_per_step),
+                workers=config.grading.processes(config.groups_per_step * config.group_size),
                 timeout=config.grading.timeout_seconds,
                 log=log,
                 steps=config.steps,
@@ -269,6 +269,8 @@ def rollout_buffer(
             max_lag=config.most_lag,
             behind=config.sync.behind,
             drop_zero_variance=config.zero_variance_groups == "drop",
+            oversample=config.oversample if config.zero_variance_groups == "drop" else "off",
+            on_policy_tail=config.on_policy_tail,
             sampling=config.sampling,
             steps=config.steps,
             max_resample_times=config.max_resample_times,

@@ -11,10 +11,10 @@ import torch
 from tandem import machine
 from tandem.algorithms.references.base import ReferenceWeights
 from tandem.config.loading import RunConfig
-from tandem.engines.base import ExportsWeights, ReportsChecksums
-from tandem.model import float8, layers
-from tandem.model.policy import Compute, Policy, bare_model, load_model, load_tokenizer
+from tandem.model import float8, layers, packing
+from tandem.model.policy import Compute, Policy, load_config, load_model, load_tokenizer
 from tandem.observability import progress, waits
+from tandem.trainer.pairs import has_engines_beside, is_cut
 
 
 @asynccontextmanager
@@ -35,9 +35,10 @@ async def live_policy(
             torch.cuda.set_device(rank_device(local_rank))
         dtype = getattr(torch, config.dtype)
         if bare:
-            model = bare_model(config.model, dtype=dtype)
+            model = packing.bare(load_config(config.model), dtype=dtype, packing=config.packing)
         else:
-            model = load_model(config.model, dtype=dtype, device=weights_device(config, local_rank))
+            device = weights_device(config, local_rank)
+            model = load_model(config.model, dtype=dtype, device=device, packing=config.packing)
         model = prepared(config, model)
         if config.matmul == "fp8":
             float8.convert(model)
@@ -64,9 +65,9 @@ def model_of(config: RunConfig) -> str:
 
 
 def weights_device(config: RunConfig, local_rank: int) -> torch.device:
-    """Where the policy is loaded: on the host if its weights will be those in the memory of an engine's process."""
-    exported = config.sync.capability is ExportsWeights and ReportsChecksums in config.engine.capabilities
-    return torch.device("cpu") if exported else rank_device(local_rank)
+    """Where the policy is loaded: on the host if its weights are cut, or will be those in an engine's memory."""
+    on_host = is_cut(config) or has_engines_beside(config)
+    return torch.device("cpu") if on_host else rank_device(local_rank)
 
 
 def rank_device(local_rank: int) -> torch.device:

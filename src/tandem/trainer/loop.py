@@ -73,7 +73,7 @@ class RunParts:
     """Metrics, events and rollout records."""
     records: Callable[[int, StepBatch, StepStats], Iterable[Mapping[str, Json]]]
     """Rollout records of a step, each made on iteration."""
-    show: Callable[[int, Sequence[Group]], None]
+    show: Callable[[int, Sequence[Group], Mapping[str, float]], None]
     """Prints some answers of each step's groups."""
     stop: asyncio.Event
     """Set to end the run in order, with everything saved."""
@@ -106,9 +106,8 @@ async def train(run: RunParts, state: TrainerState) -> TrainerState:
             # What is evaluated has the engine to itself: then the next groups are requested after it.
             evaluates = step == run.steps or run.evaluator.wants(step)
             free_slots = None if evaluates else batch.free_slots
-            await weight_sync.sleep()
-            with trace.span("seconds/pack"):
-                packed = run.pack(batch.groups, version=state.step)
+            await weight_sync.sleep(step, last=step == run.steps)
+            packed = await run.step.packed(run.pack, batch.groups, state.step)
             stats = await run.step.forward_backward(packed, partial(_request_early, run, weight_sync, step, free_slots))
             run.reached(step)
             # Before the state that is saved: a resumed run goes on as far ahead as this one would have.
@@ -121,7 +120,7 @@ async def train(run: RunParts, state: TrainerState) -> TrainerState:
             await rollouts.begin(step, packed, stats)
             _emit(run, state, packed, stats, metrics, begun, published)
             await run.checkpoints.check()
-            run.show(step, batch.groups)
+            run.show(step, batch.groups, packed.advantages)
             if run.checkpoints.due(step):
                 await _save(run, buffer, rollouts, state)
             if evaluates:
@@ -230,6 +229,7 @@ def _emit(
             seconds=published.seconds,
             bytes=published.bytes,
             probe_gap=published.probe_gap,
+            probe_alone=published.probe_alone,
         )
     seconds = time.perf_counter() - begun
     merged = merge([stats.metrics, batch.metrics, *parts])

@@ -14,7 +14,7 @@ from tandem.algorithms.corrections.base import Correction
 from tandem.algorithms.losses.base import Loss, MicroBatch, TokenLoss
 from tandem.algorithms.references.base import Reference
 from tandem.config import registry as resolve
-from tandem.config.loading import RunConfig
+from tandem.config.loading import RunConfig, loss_reference
 from tandem.errors import ConfigError
 from tandem.metrics import Max, Mean, Share, Value
 from tandem.pending import Pending, PendingMetrics
@@ -52,7 +52,7 @@ class Objective:
             loss=config.loss,
             corrections=config.corrections,
             recomputed=config.old_logprobs == "recomputed",
-            reference=config.reference,
+            reference=loss_reference(config),
         )
 
     def __call__(self, logprobs_N: Tensor, batch: MicroBatch, old: OldLogprobs) -> tuple[Tensor, PendingMetrics]:

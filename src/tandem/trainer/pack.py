@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Self
 
@@ -25,6 +25,7 @@ from tandem.algorithms.advantages.base import Advantage, Weighs, advantages
 from tandem.algorithms.losses.base import MicroBatch
 from tandem.config.loading import RunConfig, only_by_advantage
 from tandem.metrics import Histogram, Mean, Sum, Value
+from tandem.model import packing
 from tandem.model.attention import Packed, sequential_positions
 from tandem.model.penalties import Past, Penalties, TokenHistory, joined
 from tandem.model.plans import moved
@@ -110,6 +111,8 @@ class Packer:
     """Train no token that the sampler had no choice about: its probability was 1."""
     ranks: int = 1
     """Processes that compute micro-batches side by side."""
+    shares: bool = True
+    """What sequences of a group begin with in common is computed once."""
     skip_zero: bool = False
     """Compute no sample whose every advantage is 0: there the objective has no gradient. What the step divides by and
     its other samples stay as they are."""
@@ -127,16 +130,26 @@ class Packer:
             device=policy.device if ranks == 1 else torch.device("cpu"),  # from which they are sent to their ranks
             width=policy.config.hidden_size,
             ranks=ranks // shared,  # those that share a micro-batch are as one
+            shares=packing.is_tree(policy.causal),
             skip_zero=only_by_advantage(config),
             penalties=Penalties.of(config.sampling, sorted(policy.end_tokens)),
             skip_forced=bool(config.sampling.regex),
         )
 
-    def __call__(self, groups: Sequence[Group], *, version: int) -> StepBatch:
-        """Pack one step's groups. ``version`` is the policy step that will be trained; it only measures lag."""
+    def __call__(
+        self, groups: Sequence[Group], *, version: int, penalties: Mapping[str, float] | None = None
+    ) -> StepBatch:
+        """Pack one step's groups.
+
+        Args:
+            groups: of the step.
+            version: the policy step that will be trained; it only measures lag.
+            penalties: what advantages take off the reward of each rollout, by its id.
+        """
         by_rollout: dict[str, float] = {}
         samples: list[list[Sample]] = []
-        for group, values in zip(groups, advantages(self.advantage, groups), strict=True):
+        judged = [_penalised(group, penalties) for group in groups] if penalties else groups
+        for group, values in zip(groups, advantages(self.advantage, judged), strict=True):
             siblings: list[Sample] = []
             for rollout, value in zip(group.scored, values, strict=True):
                 of_tokens = rollout.advantages
@@ -181,6 +194,8 @@ class Packer:
     ) -> tuple[tuple[Micro, ...], list[float]]:
         """Deal the groups' samples out, and lay out what is computed together; micro-batches and their costs."""
         groups = [[_Arrays.of(sample) for sample in siblings] for siblings in samples if siblings]
+        if not self.shares:
+            groups = [[each] for siblings in groups for each in siblings]
         families = [
             GroupSamples(
                 tree=PrefixTree([each.tokens[:-1] for each in siblings]), rollouts=[each.rollout for each in siblings]
@@ -249,6 +264,14 @@ class Packer:
         whole = moved(np.concatenate(arrays, dtype=kind, casting="same_kind"), self.device)
         parts: tuple[Tensor, ...] = whole.split([len(array) for array in arrays])
         return parts
+
+
+def _penalised(group: Group, penalties: Mapping[str, float]) -> Group:
+    """The group with penalties taken off its rewards."""
+    rollouts = (
+        r if r.reward is None else replace(r, reward=r.reward - penalties.get(r.id, 0.0)) for r in group.rollouts
+    )
+    return replace(group, rollouts=tuple(rollouts))
 
 
 def _advantage(config: RunConfig) -> Advantage:

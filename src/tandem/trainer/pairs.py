@@ -47,9 +47,15 @@ def has_engines_apart(config: RunConfig) -> bool:
     return ReportsChecksums in config.engine.capabilities and config.sync.capability is not ExportsWeights
 
 
+def is_cut(config: RunConfig) -> bool:
+    """Whether weights are cut and no rank has all of them; an engine in the lead's process would need them whole."""
+    sharded = config.distributed.shard == "weights" and config.ranks != 1
+    return sharded and ReportsChecksums in config.engine.capabilities
+
+
 def has_slices(config: RunConfig) -> bool:
-    """Whether ranks whose weights are cut write the slices of an engine in processes of its own."""
-    return has_engines_beside(config) and config.distributed.shard == "weights" and config.ranks != 1
+    """Whether ranks whose weights are cut write the slices of engines beside them."""
+    return is_cut(config) and has_engines_beside(config)
 
 
 def ranks_of_engine(config: RunConfig) -> int:

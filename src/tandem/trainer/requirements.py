@@ -10,6 +10,7 @@ import torch
 
 from tandem.config.loading import RunConfig
 from tandem.engines.base import Engine, EngineRequirements, ReportsChecksums
+from tandem.model import packing
 from tandem.model.policy import load_config
 from tandem.trainer.pairs import has_engines_beside, ranks_of_engine
 
@@ -43,10 +44,7 @@ def _adapted(config: RunConfig) -> tuple[str, ...]:
     """Names of the layers that an engine in another process must be ready to adapt; no weight is loaded for it."""
     if config.trainable.payload != "adapter" or ReportsChecksums not in config.engine.capabilities:
         return ()
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(load_config(config.model))
+    model = packing.bare(load_config(config.model), dtype=torch.float32, packing=config.packing)
     targets: Callable[[Any], Sequence[str]] = getattr(config.trainable, "targets", lambda _: ())
     return tuple(targets(model))
 

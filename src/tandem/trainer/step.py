@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Self
 
 from tandem.config.loading import RunConfig
 from tandem.metrics import Mean, Sum, Value, merge
+from tandem.observability import trace
 from tandem.optimizers.base import Optimizer
 from tandem.trainer.objective import OldLogprobs
-from tandem.trainer.pack import StepBatch
+from tandem.trainer.pack import Packer, StepBatch
 from tandem.trainer.work import LocalWork
+from tandem.types import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,13 +41,36 @@ class Step:
     steps: int
     """Of the whole run; schedules end there."""
     updates_per_batch: int = 1
+    beta: float | None = None
+    """What a rollout's reward pays for each nat by which it is above the reference; None: nothing."""
 
     @classmethod
     def of(cls, config: RunConfig, work: LocalWork) -> Self:
         """The steps of a recipe."""
         return cls(
-            work=work, optimizer=config.optimizer, steps=config.steps, updates_per_batch=config.updates_per_batch
+            work=work,
+            optimizer=config.optimizer,
+            steps=config.steps,
+            updates_per_batch=config.updates_per_batch,
+            beta=config.reference.beta if config.reference is not None and config.reference.in_reward else None,
         )
+
+    async def packed(self, pack: Packer, groups: Sequence[Group], version: int) -> StepBatch:
+        """Groups as micro-batches; where rewards pay for the KL to a reference, that is computed before advantages."""
+        with trace.span("seconds/pack"):
+            batch = pack(groups, version=version)
+        if self.beta is None:
+            return batch
+        penalties: dict[str, float] = defaultdict(float)
+        divergences = await self.work.divergences(batch)
+        for micro, of_micro in zip(batch.micro, divergences, strict=True):
+            values = iter(of_micro)
+            for rollout, num in micro.places:
+                penalties[rollout] += self.beta * math.fsum(islice(values, num))
+        with trace.span("seconds/pack"):
+            batch = pack(groups, version=version, penalties=penalties)
+        kl = Mean.of(value for of_micro in divergences for value in of_micro)
+        return replace(batch, metrics={**batch.metrics, "kl_reference": kl})
 
     async def forward_backward(
         self, batch: StepBatch, queued: Callable[[], None] = lambda: None, *, old: Sequence[OldLogprobs] = ()

@@ -22,7 +22,7 @@ from tandem.optimizers.base import Stepper
 from tandem.pending import Pending, PendingMetrics, fetch, settle
 from tandem.trainer.objective import Objective, OldLogprobs
 from tandem.trainer.pack import Micro, StepBatch
-from tandem.types import Sampling
+from tandem.types import UNKNOWN_LOGPROB, Sampling
 
 Verb = Literal["apply", "fold", "move"]
 """What every rank of a step does in the same way."""
@@ -96,6 +96,18 @@ class LocalWork:
         metrics, values = await self.policy.compute(self.settle, passes)
         return BatchPass(metrics=metrics, logprobs=values, old_logprobs=old_logprobs)
 
+    async def divergences(self, batch: StepBatch) -> Sequence[Sequence[float]]:
+        """By how much each trained token's logprob is above the reference's, for every micro-batch."""
+        return [await self.policy.compute(self.divergence, micro) for micro in batch.micro]
+
+    @trace.span("seconds/forward_backward")
+    def divergence(self, micro: Micro) -> list[float]:
+        """The same of one micro-batch, as sampled; 0 where the sampler told no logprob."""
+        reference_N, sampled_N = self._reference(micro), micro.batch.behavior_logprobs_N
+        assert reference_N is not None
+        values: list[float] = torch.where(sampled_N == UNKNOWN_LOGPROB, 0.0, sampled_N - reference_N).tolist()
+        return values
+
     async def every(self, verb: Verb, *arguments: Any) -> Any:
         """Have every rank update its weights, fold them or move its reference; the result of this one."""
         return await self.policy.compute(getattr(self, verb), *arguments)
@@ -111,7 +123,7 @@ class LocalWork:
     @trace.span("seconds/forward_backward")
     def micro(self, micro: Micro, old: OldLogprobs | None) -> tuple[PendingMetrics, Tensor, OldLogprobs]:
         """Queue one micro-batch; asking the device for anything here would hold up all that follow."""
-        ref_logprobs_N = self._reference(micro) if old is None else None
+        ref_logprobs_N = self._reference(micro) if old is None and self.objective.reference is not None else None
         logprobs_N, entropy_N = self._distribution(micro, entropy=True)
         if old is None:
             old = OldLogprobs(recomputed_logprobs_N=logprobs_N.detach(), ref_logprobs_N=ref_logprobs_N)
@@ -172,6 +184,7 @@ class LocalWork:
             part.own(micro.targets_N),
             part.own(micro.temperature_N),
             bias=head.bias,
+            end=self.policy.end,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,

@@ -7,12 +7,12 @@ ranks. Nobody else knows how many there are, or that one of them has all weights
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor
 
 from tandem.algorithms.references.base import ReferenceWeights
 from tandem.config.loading import RunConfig
@@ -25,6 +25,11 @@ from tandem.weight_sync.base import WeightSync
 from tandem.weight_sync.transaction.trained import Trained
 
 T = TypeVar("T")
+
+Hold = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+"""Tensors as they are now, as ``Staging.hold`` keeps them."""
+Write = Callable[[Path], object]
+"""Writes what was staged into a folder."""
 
 
 class World:
@@ -99,9 +104,11 @@ class World:
     async def load_states(self, checkpoint: Path) -> None:
         """Have every other rank load its part of the optimizer's states."""
 
-    async def model(self) -> nn.Module:
-        """The model with all its weights: that of the policy, or a copy in host memory."""
-        return self.policy.model
+    def stage_weights(self, hold: Hold) -> Write:
+        """What writes what this rank saves of the weights, as they are now; called on the compute thread."""
+        trainable, policy = self.config.trainable, self.policy
+        weights = hold(trainable.live_tensors(policy.model))
+        return lambda folder: trainable.write(policy.model, weights, policy.tokenizer, folder / trainable.folder_name)
 
     async def save(self, folder: Path, here: Coroutine[Any, Any, T]) -> T:
         """Have every rank stage its share of a checkpoint, this one by ``here``; the others then write theirs."""

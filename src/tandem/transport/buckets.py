@@ -28,6 +28,11 @@ class TensorEntry(NamedTuple):
     dtype: str
     """torch's name of its dtype, such as ``bfloat16``."""
 
+    @property
+    def bytes(self) -> int:
+        """Of all elements."""
+        return math.prod(self.shape) * int(getattr(torch, self.dtype).itemsize)
+
 
 def manifest(named: Iterable[tuple[str, Tensor]]) -> list[TensorEntry]:
     """Manifest that ``receive`` needs of the tensors that ``send`` gets, in the same order."""

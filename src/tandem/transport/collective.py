@@ -16,7 +16,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -33,6 +33,10 @@ BUFFERS = 2
 """Buckets whose memory is in use at a time: one is packed or unpacked while another is on the wire."""
 AHEAD = 8
 """Buckets that a GPU is given before the first has arrived: enough to work on while this thread is held up."""
+
+
+Pack = Callable[[Sequence[tuple[str, Tensor]]], None]
+"""Writes a bucket's tensors where they travel from, on the current stream."""
 
 
 class Flight(NamedTuple):
@@ -80,7 +84,7 @@ class Lane:
         plan: BucketPlan,
         index: int,
         *,
-        tensors: Mapping[str, Tensor] | None = None,
+        pack: Pack | None = None,
         before: Sequence[Flight] = (),
         keep: bool = False,
     ) -> Flight:
@@ -89,7 +93,7 @@ class Lane:
         Args:
             plan: the publish.
             index: which bucket.
-            tensors: rank 0's, all of them.
+            pack: rank 0's, which fills it.
             before: flights that have used the same memory and may not be over.
             keep: use memory that nothing else will use.
         """
@@ -97,10 +101,10 @@ class Lane:
         memory = self._memory(index, bucket.size, plan.bucket_bytes, keep=keep)
         views = bucket.views(memory)
         with self.side():
-            if tensors is not None:
+            if pack is not None:
                 for flight in before:
                     self.behind(flight)
-                torch._foreach_copy_([view for _, view in views], [tensors[name] for name, _ in views])
+                pack(views)
             return Flight(_from_rank_0(self.group, memory[: bucket.size]), views)
 
     def _memory(self, index: int, size: int, most: int, *, keep: bool) -> Tensor:
@@ -234,12 +238,20 @@ class Member:
             TransportError: a rank is not there, expects other tensors, or was lost.
         """
         tensors = {name: tensor.detach() for name, tensor in named}
-        plan = self._planned(manifest(tensors.items()), bucket_bytes)
+
+        def pack(views: Sequence[tuple[str, Tensor]]) -> None:
+            torch._foreach_copy_([view for _, view in views], [tensors[name] for name, _ in views])
+
+        return self.send_packed(manifest(tensors.items()), pack, bucket_bytes)
+
+    def send_packed(self, entries: Sequence[TensorEntry], pack: Pack, bucket_bytes: int = BUCKET_BYTES) -> int:
+        """Rank 0: the same of tensors that ``pack`` writes, bucket by bucket, while those before are on the wire."""
+        plan = self._planned(list(entries), bucket_bytes)
         with self._reporting("sending"):
             number = self._begin(plan)
             flying: deque[Flight] = deque()
             for index in range(len(plan.buckets)):
-                self._launch(plan, index, flying, tensors=tensors)
+                self._launch(plan, index, flying, pack=pack)
             while flying:
                 self._finish(flying.popleft())
             self._until(lambda: self._behind("done"), f"publish {number}, waiting for receivers to finish")

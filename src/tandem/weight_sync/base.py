@@ -149,7 +149,7 @@ class WeightSync(ABC):
 
     def compares(self, engine: Engine) -> bool:
         """Whether the engine is asked for the checksums of its own bytes."""
-        return True
+        return engine.sums_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from tandem.engines.base import MOST_SECONDS, ReceivesBroadcast
 from tandem.errors import EngineError, TandemError, TransportError
-from tandem.lazy import torch
 from tandem.observability import waits
 from tandem.transport.bridge import NCCL_FILE, write_json
-from tandem.transport.buckets import manifest
 from tandem.transport.daemon import on_daemon
 from tandem.types import PolicyVersion
 from tandem.weight_sync.base import Periodic, SyncContext
@@ -71,6 +69,7 @@ class Broadcast(Periodic):
         assert isinstance(engine, ReceivesBroadcast)
         from tandem.transport.collective import Member  # which need torch
         from tandem.transport.rendezvous import Rendezvous, accelerator
+        from tandem.transport.weight_transfer import WeightTransferGroup
 
         engine_starts, accelerators = session.engine.restart_count, await engine.workers()
         ranks = [len(those) for those in accelerators]
@@ -87,7 +86,8 @@ class Broadcast(Periodic):
             name=f"tandem-{id(session):x}-{engine_starts}",
             seconds=self.timeout_seconds,
         )
-        member = session.member = Member.host(meeting, device)
+        host = Member.host if session.engine.sums_bytes else WeightTransferGroup
+        member = session.member = host(meeting, device)
         self._record(session, member.rendezvous)
         await engine.connect(asdict(member.rendezvous), list(accumulate(ranks, initial=1))[:-1])
         late = 2 * self.timeout_seconds
@@ -107,7 +107,7 @@ class Broadcast(Periodic):
         """Write where the group meets and what will travel, for a person or a program that looks into the run."""
         if session.folder == Path():
             return  # outside a run
-        entries = manifest(list(session.trainable.source(session.policy.model)))
+        entries = session.trained.manifest
         fields = {
             "nccl_init_method": f"tcp://{meeting.host}:{meeting.port}",
             "world_size": meeting.world,
@@ -124,13 +124,17 @@ class Broadcast(Periodic):
         Raises:
             TransportError: names the engine or rank that broke off.
         """
-        engine, source = session.engine, session.trainable.source(session.policy.model)
+        engine, trained, bucket_bytes = (
+            session.engine,
+            session.trained,
+            (self.bucket_mb << 20) // session.trained.gathers,
+        )
         assert isinstance(engine, ReceivesBroadcast)
-        adapter = session.trained.adapter() if session.trainable.payload == "adapter" else None
-        named = list(source)
-        entries = [(e.name, tuple(e.shape), e.dtype) for e in manifest(named)]
-        receiving = asyncio.ensure_future(engine.receive(entries, self.bucket_mb << 20, adapter))
-        sending = asyncio.ensure_future(on_daemon(self._send, session.member, named))
+        trained.sends_frozen = not engine.sums_bytes  # vLLM reloads whole layers: what is left out would be garbage
+        adapter = trained.adapter() if session.trainable.payload == "adapter" else None
+        entries = [(e.name, e.shape, e.dtype) for e in trained.manifest]
+        receiving = asyncio.ensure_future(engine.receive(entries, bucket_bytes, adapter))
+        sending = asyncio.ensure_future(trained.send(session.member, bucket_bytes))
         late = 4 * self.timeout_seconds
         try:
             async with waits.waiting("trainer", "a publish to arrive", on="engine workers", deadline=late):
@@ -148,12 +152,7 @@ class Broadcast(Periodic):
         for error in results:
             if isinstance(error, BaseException):
                 raise TransportError(f"the publish of version {version.step} broke off: {error}") from error
-        return sum(tensor.nbytes for _, tensor in named)
-
-    def _send(self, member: Any, named: list[tuple[str, Any]]) -> None:
-        if named and named[0][1].is_cuda:
-            torch.cuda.synchronize(named[0][1].device)  # the optimizer's writes were made on another thread's stream
-        member.send(named, self.bucket_mb << 20)
+        return int(results[1])  # type: ignore[arg-type]  # none of them is an error
 
     async def unbind(self, session: SyncContext) -> None:
         """Leave the group, and have the engines leave it."""

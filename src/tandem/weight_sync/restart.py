@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar, Literal
 
 from tandem.engines.base import Relaunches
+from tandem.lazy import torch
 from tandem.types import PolicyVersion
 from tandem.weight_sync.base import Periodic, SyncContext
 
@@ -35,7 +35,17 @@ class Restart(Periodic):
         if session.fresh and not adapter:
             return 0
         folder = session.folder / "weights" / f"step-{version.step:06d}"
-        await session.policy.compute(_save, session, folder, adapter)
+        aside = folder.with_name(f".{folder.name}.tmp")  # an engine must not start on half a folder
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        if adapter:
+            await session.policy.compute(session.trainable.save, session.policy.model, session.policy.tokenizer, aside)
+        else:
+            await session.trained.save_weights(aside)
+            await session.policy.compute(session.policy.tokenizer.save_pretrained, aside)
+        shutil.rmtree(folder, ignore_errors=True)
+        aside.rename(folder)
+        await session.policy.compute(torch.cuda.empty_cache)  # the engine needs what the step has used
         if not session.fresh:
             await session.engine.relaunch(None if adapter else folder)
         if adapter:
@@ -43,20 +53,4 @@ class Restart(Periodic):
         for old in folder.parent.iterdir():
             if old != folder:
                 shutil.rmtree(old)
-        return sum(tensor.nbytes for _, tensor in session.trainable.source(session.policy.model))
-
-
-def _save(session: SyncContext, folder: Path, adapter: bool) -> None:
-    """Write aside and rename: an engine must not start on half a folder."""
-    aside = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    policy = session.policy
-    if adapter:
-        session.trainable.save(policy.model, policy.tokenizer, aside)
-    else:
-        weights = {name: p.detach() for name, p in session.trainable.base_names(policy.model).items()}
-        policy.causal.save_pretrained(aside, state_dict=weights)
-        policy.tokenizer.save_pretrained(aside)
-    shutil.rmtree(folder, ignore_errors=True)
-    aside.rename(folder)
+        return sum(entry.bytes for entry in session.trained.manifest)

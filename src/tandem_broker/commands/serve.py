@@ -73,7 +73,7 @@ async def _serve(
     tell: Tell,
 ) -> None:
     # Only now that clients can connect: loading these takes as long as everything else of the start.
-    from tandem_broker.journal.ledger import opened
+    from tandem_broker.journal import opened
     from tandem_broker.queue.records import StoreOptions
     from tandem_broker.server.app import BrokerServer
     from tandem_broker.server.bodies import BodyLimits

@@ -180,7 +180,7 @@ async def _graders(config: Work, name: str, source: EnvSource) -> AsyncIterator[
     """
     specs = {reward: (spec.reward, spec.weight) for reward, spec in source.rewards.items()}
     async with Graders(
-        specs, workers=config.grading.processes(config.n), timeout=config.grading.timeout_seconds
+        specs, workers=config.grading.processes(config.n * config.group_size), timeout=config.grading.timeout_seconds
     ) as graders:
         await require_full_marks(name, source.env, graders)
         yield graders

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain, islice
 from operator import attrgetter
 from typing import Protocol, TypeVar
@@ -112,15 +112,13 @@ def minimums(batch_size: int, shares: Mapping[int, float]) -> dict[int, int]:
 def batch(total: int, reserved: Sequence[tuple[int, Sequence[T]]], others: Sequence[T]) -> list[T] | None:
     """Groups that add up to exactly ``total`` with at least ``need`` sequences out of each reserved line; or None.
 
-    ``reserved`` is ``(need, groups in arrival order)`` of each environment with a minimum; ``others`` is all the rest.
+    Each minimum is taken from the oldest of its line, and the rest from the oldest of everything that is left.
+
+    Args:
+        total: sequences of a batch.
+        reserved: ``(need, groups in arrival order)`` of each environment with a minimum.
+        others: all other groups, in arrival order.
     """
-    if not reserved:
-        return earliest(others, total)
-    return _needs_first(total, reserved, others) or _sums_that_meet(total, reserved, others)
-
-
-def _needs_first(total: int, reserved: Sequence[tuple[int, Sequence[T]]], others: Sequence[T]) -> list[T] | None:
-    """Each minimum from the oldest of its line, then the oldest of everything that is left."""
     taken: list[T] = []
     left = total
     for need, line in reserved:
@@ -136,42 +134,3 @@ def _needs_first(total: int, reserved: Sequence[tuple[int, Sequence[T]]], others
     lines = [[item for item in line if item.order not in used] for _, line in reserved]
     rest = earliest(sorted(chain(*lines, others), key=BY_ORDER), left)
     return None if rest is None else taken + rest
-
-
-def _sums_that_meet(total: int, reserved: Sequence[tuple[int, Sequence[T]]], others: Sequence[T]) -> list[T] | None:
-    """The same by trying every sum each line can contribute; finds a batch if there is any."""
-    shares = [reachable(_sizes(line), total) >> need << need for need, line in reserved]
-    after = [reachable(_sizes(others), total)]
-    for sums in reversed(shares):
-        after.append(_sums_of_two(sums, after[-1], total))
-    if not after.pop() >> total & 1:
-        return None
-    taken: list[T] = []
-    left = total
-    for sums, (_, line) in zip(shares, reserved, strict=True):
-        later = after.pop()
-        share = next(k for k in _bits(sums) if k <= left and later >> (left - k) & 1)
-        taken += earliest(line, share) or []
-        left -= share
-    return taken + (earliest(others, left) or [])
-
-
-def _sizes(items: Iterable[Sized]) -> Counter[int]:
-    return Counter(item.size for item in items)
-
-
-def _bits(sums: int) -> Iterator[int]:
-    """Positions of the set bits, ascending."""
-    while sums:
-        lowest = sums & -sums
-        yield lowest.bit_length() - 1
-        sums ^= lowest
-
-
-def _sums_of_two(left: int, right: int, limit: int) -> int:
-    """Bit ``a + b`` for every bit ``a`` of left and ``b`` of right, up to ``limit``."""
-    few, many = sorted((left, right), key=int.bit_count)
-    sums = 0
-    for k in _bits(few):
-        sums |= many << k
-    return sums & ((1 << (limit + 1)) - 1)

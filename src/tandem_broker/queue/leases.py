@@ -56,10 +56,13 @@ class Leases:
 class IdempotencyKeys(OrderedDict[str, float]):
     """When each key was accepted: those of the last ``key_seconds``, and ``max_keys`` at most."""
 
-    def forget(self, now: float, options: StoreOptions) -> None:
-        """Those that are too old or too many."""
-        while self:
-            oldest, at = next(iter(self.items()))
-            if len(self) <= options.max_keys and now - at <= options.key_seconds:
-                return
-            del self[oldest]
+    def forget(self, now: float, options: StoreOptions) -> list[str]:
+        """Forget and return those that are too old or too many."""
+        forgotten: list[str] = []
+        for key, at in self.items():
+            if len(self) - len(forgotten) <= options.max_keys and now - at <= options.key_seconds:
+                break
+            forgotten.append(key)
+        for key in forgotten:
+            del self[key]
+        return forgotten

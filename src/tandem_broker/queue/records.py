@@ -6,7 +6,7 @@ rollout, a *group* holds several sequences of one prompt, a *batch* is groups of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -38,7 +38,7 @@ class StoreOptions:
     max_groups: int = 200_000
     """Most groups held (buffered, queued and leased) before submissions are put off."""
     max_bytes: int = 2 << 30
-    """Most payload bytes held before submissions are put off: in memory, or with a ledger on disk."""
+    """Most payload bytes held before submissions are put off; they are in memory."""
     max_env_groups: int = 150_000
     """Most groups held of one environment; anonymous submissions count as one environment."""
     max_env_bytes: int = 1 << 30
@@ -68,13 +68,8 @@ class GroupEntry(msgspec.Struct, frozen=True, kw_only=True):
     """Oldest policy step that sampled a token of it; None: the store stamps the policy step it knows of."""
     received: float = 0.0
     """When it arrived, seconds of the caller's clock."""
-    payload: Any
-    """Opaque, and a store's journal may put something in its place. With a ledger it must be bytes."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the payload; 0 if it has no length."""
-        return len(self.payload) if isinstance(self.payload, Sized) else 0
+    payload: bytes
+    """Opaque."""
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,13 +137,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 class Journal:
     """Gets the changes that must survive a crash, in order. This one keeps nothing: its store lives in memory alone."""
 
-    def added(self, order: int, entry: GroupEntry, state: State, key: str | None, now: float) -> Any:
-        """An entry was accepted at place ``order`` of the arrival order.
-
-        Returns:
-            What stands for its payload from now on.
-        """
-        return entry.payload
+    def added(self, order: int, entry: GroupEntry, state: State) -> None:
+        """An entry was accepted at place ``order`` of the arrival order."""
 
     def moved(self, orders: Sequence[int], state: State, batch: str | None) -> None:
         """Entries changed state; trained and dropped ones will not be asked for again."""
@@ -158,6 +148,9 @@ class Journal:
 
     def cleared(self) -> None:
         """Everything was reset."""
+
+    def flush(self) -> None:
+        """Make every change so far survive a crash, if that is possible."""
 
     async def committed(self) -> None:
         """Wait until every change so far would survive a crash."""

@@ -185,7 +185,8 @@ class GroupQueue:
     def put_all(self, entries: Sequence[tuple[GroupEntry, str | None]], now: float) -> list[Receipt]:
         """Accept all of these ``(entry, key)`` or none; see ``put``."""
         self._advance(now)
-        self.seen.forget(now, self.options)
+        for forgotten in self.seen.forget(now, self.options):
+            self.journal.noted(f"key:{forgotten}", None)
         fresh = [(entry, key) for entry, key in entries if key is None or key not in self.seen]
         for tenant in {entry.env: self.tenants.of(entry.env) for entry, _ in entries}.values():
             self.tenants.hear(tenant, now)
@@ -337,15 +338,16 @@ class GroupQueue:
         tenant = self.tenants.of(entry.env)
         if entry.version is None:
             entry = replace(entry, version=self.policy_step)
-        item = Item(self.order, entry.size, entry.num_bytes, entry, tenant, "queued")
+        item = Item(self.order, entry, tenant, "queued")
         self.order += 1
         self.waiting.hold(item)
         moved = [queued.order for queued in self.waiting.put(item) if queued is not item]
-        item.entry = replace(entry, payload=self.journal.added(item.order, entry, item.state, key, now))
+        self.journal.added(item.order, entry, item.state)
         if moved:
             self.journal.moved(moved, "queued", None)
         if key is not None:
             self.seen[key] = now
+            self.journal.noted(f"key:{key}", now)
         tenant.accepted += 1
         self.counts["accepted"] += 1
         buffered = tenant.env_id is not None and entry.size < tenant.spec.group_size
@@ -365,7 +367,6 @@ class GroupQueue:
         self.leases.out[lease.id] = lease
         self.took = True
         self._served = (now, now - self._served[0])
-        # First: a group that is on disk as leased in no known lease would never be served again.
         self.journal.noted(f"lease:{lease.id}", msgspec.to_builtins(lease))
         self.journal.moved(orders, "leased", lease.id)
         self.note_progress()
@@ -381,6 +382,14 @@ class GroupQueue:
             self._end(lease)
         if leases:
             self.note_progress()
+
+    def restored(self, lease: BatchLease, now: float) -> None:
+        """Take in a lease that a journal kept; its time begins anew."""
+        lease.expires = None if lease.seconds is None else now + lease.seconds
+        is_out = bool(self.groups_out(lease))
+        (self.leases.out if is_out else self.leases.over)[lease.id] = lease
+        if is_out and lease.seconds is None and not lease.delivered:
+            self._return([lease])
 
     def groups_out(self, lease: BatchLease) -> list[Item]:
         """Groups that are out with this lease, and not trained or served with another meanwhile."""

@@ -23,14 +23,21 @@ class Item(msgspec.Struct, eq=False):
 
     order: int
     """Place in the order of arrival; kept when a lease runs out."""
-    size: int
-    num_bytes: int
     entry: GroupEntry
-    """Its payload is let go once it is trained or dropped."""
     tenant: Tenant
     state: State
     batch: str | None = None
     """The lease or, once trained, the batch that trained it."""
+
+    @property
+    def size(self) -> int:
+        """Sequences."""
+        return self.entry.size
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the payload."""
+        return len(self.entry.payload)
 
 
 class SizeQueues:

@@ -76,6 +76,14 @@ class WaitingGroups:
         item.tenant.held_groups += 1
         item.tenant.held_bytes += item.num_bytes
 
+    def restored(self, item: Item) -> None:
+        """Hold one that a journal kept, where it was."""
+        self.hold(item)
+        if item.state == "buffered":
+            self.buffer(item)
+        elif item.state == "queued":
+            self.enqueue([item])
+
     def put(self, item: Item) -> list[Item]:
         """Into the queue, or into the buffer if it is smaller than its environment's groups.
 

@@ -24,7 +24,6 @@ from aiohttp import web
 from tandem import __version__, doors
 from tandem.errors import BrokerError
 from tandem.printable import named
-from tandem_broker.journal.ledger import read
 from tandem_broker.protocol import messages, wire
 from tandem_broker.protocol.submission import Submission, read_group, read_groups
 from tandem_broker.protocol.wire import Malformed
@@ -209,6 +208,7 @@ class BrokerServer:
             response = RequestRejected(503, str(error), retry_after=RETRY_SECONDS).response()
         except ConnectionError:  # a client that went away within a request leaves no trace in the log
             response = RequestRejected(400, "the connection broke").response()
+        self.store.journal.flush()
         resource = request.match_info.route.resource
         path = resource.canonical if resource else "(none)"
         self.meter.answers[path, response.status] += 1
@@ -312,7 +312,7 @@ class BrokerServer:
         keys = [key] if len(entries) == 1 else [None if key is None else f"{key}/{i}" for i in range(len(entries))]
         receipts = self.store.put_all(list(zip(entries, keys, strict=True)), now)
         fresh = zip(entries, receipts, strict=True)
-        self.meter.totals["accepted_bytes"] += sum(e.num_bytes for e, r in fresh if r.kind != "duplicate")
+        self.meter.totals["accepted_bytes"] += sum(len(e.payload) for e, r in fresh if r.kind != "duplicate")
         return receipts
 
     # --- trainers ---
@@ -334,19 +334,19 @@ class BrokerServer:
         )
         if batch is None:
             return reply({"batch": None})
+        payloads = [entry.payload for entry in batch.entries]
         try:
-            payloads = await read(batch.entries)
             await self.store.journal.committed()
             response = await self._send(request, batch, payloads, is_leased)
-        except BaseException:  # its client is gone, or it cannot be read: it returns to the queue
+        except BaseException:  # its client is gone: it returns to the queue
             self.store.return_lease(batch.id, self._clock())
             raise
         self.store.delivered(batch.id)
         if not is_leased:
             self.store.acknowledge(batch.id, self._clock())  # nothing else will: it is out
         self.meter.totals.update(batches=1, groups=len(payloads), bytes=sum(map(len, payloads)))
-        for entry in batch.entries:
-            self.meter.lag(max(0, self.store.policy_step - (entry.version or 0)))
+        lags = (max(0, self.store.policy_step - (entry.version or 0)) for entry in batch.entries)
+        self.meter.totals["lag_steps"] += sum(lags)
         return response
 
     async def _send(
@@ -400,11 +400,5 @@ class BrokerServer:
         return web.Response(text=text, content_type="text/plain", charset="utf-8")
 
     async def _latest_example(self, request: web.Request) -> web.StreamResponse:
-        if (latest := self.store.waiting.latest) is None:
-            return reply(EMPTY_EXAMPLE)
-        try:
-            (payload,) = await read([latest])
-        except BrokerError as error:  # trained and gone from the disk, most often
-            log.info("no latest example: %s", error)
-            return reply(EMPTY_EXAMPLE)
-        return reply(payload)
+        latest = self.store.waiting.latest
+        return reply(EMPTY_EXAMPLE if latest is None else latest.payload)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from tandem.distributed.placement import hosts
 from tandem.types import Json
 from tandem_compat.atropos.options import DTYPES, OPTIMIZERS, TRAINER, WAYS
 from tandem_compat.objective import put_groups
@@ -139,10 +140,15 @@ class TrainerRecipe(Reader):
     def _lora(self) -> bool:
         return WAYS[self.mode][0] == "lora"
 
-    @property
+    @cached_property
     def _urls(self) -> list[str]:
-        """Engines that run already."""
-        return list(self["vllm-url"]) or ([self.running.url] if self.running else [])
+        """Engines that run already: those that are named, or on other nodes the last ones of SLURM's job."""
+        urls = list(self["vllm-url"]) or ([self.running.url] if self.running else [])
+        job = hosts(nodes) if (nodes := self.environ.get("SLURM_JOB_NODELIST")) and self._nodes and not urls else []
+        if len(job) > self._nodes:
+            urls = [f"http://{host}:{self['vllm-port']}" for host in job[-self._nodes :]]
+            self.note("num-inference-nodes", f"engines are on the last hosts of the job: {', '.join(urls)}")
+        return urls
 
     @cached_property
     def _nodes(self) -> int:
@@ -249,7 +255,7 @@ class TrainerRecipe(Reader):
 
     def _check_nodes(self) -> None:
         """Engines that run already: as many addresses as engines, and what goes on with one that is not restarted."""
-        nodes, urls = self._nodes, self["vllm-url"]
+        nodes, urls = self._nodes, self._urls
         if nodes and len(urls) != nodes:
             named = f"and {len(urls)} are named: --vllm-url http://NODE:{self['vllm-port']} once for each"
             self._wrong_nodes(f"{nodes} engines on other nodes need {nodes} addresses, {named}")
@@ -278,7 +284,7 @@ class TrainerRecipe(Reader):
 
     def _sync(self, every: int) -> None:
         way, nccl = self._way, self.mode == "lora_nccl"
-        size = 1 + max(1, len(self["vllm-url"]))
+        size = 1 + max(1, len(self._urls))
         if nccl and "nccl-world-size" in self and self["nccl-world-size"] != size:
             self.wrong("nccl-world-size", f"the trainer and its engines are {size}; name others by --vllm-url")
         self.put("sync.kind", way)

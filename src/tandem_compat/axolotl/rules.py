@@ -20,7 +20,7 @@ from tandem_compat.axolotl import rollout
 from tandem_compat.axolotl.datasets import AxolotlDatasets
 from tandem_compat.axolotl.ranks import read_ranks, read_replicas
 from tandem_compat.axolotl.recipe import AxolotlRecipe
-from tandem_compat.axolotl.templates import TEMPLATES, brought_by
+from tandem_compat.axolotl.templates import brought_by, templates
 from tandem_compat.generation import translated
 from tandem_compat.objective import SCALES, put_corrections, put_groups, put_loss
 from tandem_compat.schedules import put_optimizer
@@ -120,17 +120,17 @@ def _template(recipe: AxolotlRecipe) -> None:
         recipe.wrong("chat_template", "jinja needs the template in chat_template_jinja, as text or the path of a file")
     elif jinja:
         recipe.wrong("chat_template_jinja", "it is read with chat_template: jinja alone; write that, or leave this out")
-    elif template in TEMPLATES:
-        recipe.put("chat_template", TEMPLATES[template], "chat_template")
     elif template.startswith("tokenizer_default"):
         return
     elif brought_by(recipe["base_model"] or "", template):
         recipe.note("chat_template", f"{template} is what the model's own tokenizer has, which is used")
+    elif template in templates():
+        recipe.put("chat_template", templates()[template], "chat_template")
     else:
         recipe.wrong(
             "chat_template",
-            f"{template} is no template of this model's family; write tokenizer_default for the model's own, "
-            f"{', '.join(TEMPLATES)}, or jinja with the template in chat_template_jinja",
+            f"{template} is no template of this model's family; write tokenizer_default for the model's own, jinja "
+            f"with the template in chat_template_jinja, or one of {', '.join(templates())}",
         )
 
 
@@ -623,3 +623,4 @@ def _loggers(recipe: AxolotlRecipe) -> None:
         loggers.append({"kind": "trackio", **{key: value for key, value in named.items() if value}})
     if len(loggers) > 1:
         recipe.put("loggers", loggers, "wandb_project", "use_wandb", "use_tensorboard", "use_trackio")
+        recipe.put("metric_names", "trl", "wandb_project", "use_wandb", "use_tensorboard", "use_trackio")

@@ -1,20 +1,22 @@
-"""Chat templates that Axolotl has names for: of a model's family they are its tokenizer's own."""
+"""Chat templates that Axolotl has names for: a model of that family brings it, for others it is written here."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+import tomllib
+from functools import cache
+from importlib.resources import files
 
-TEMPLATES: Mapping[str, str] = {
-    "chatml": "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + "
-    "'<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
-    "alpaca": "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
-    "{{ '### Instruction:\\n' + message['content'] }}{% elif message['role'] == 'assistant' %}"
-    "{{ '### Response:\\n' + message['content'] + eos_token }}{% else %}{{ message['content'] }}{% endif %}"
-    "{% if not loop.last %}{{ '\\n\\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '\\n\\n### Response:\\n' }}{% endif %}",
-}
-"""Those of no family, by Axolotl's names."""
+
+@cache
+def templates() -> dict[str, str]:
+    """Jinja templates by Axolotl's names, for conversations of text."""
+    folder = files(__package__)
+    turns = (folder / "turns.jinja").read_text(encoding="utf-8")
+    formats = tomllib.loads((folder / "templates.toml").read_text(encoding="utf-8"))
+    texts = {name: json.dumps({"name": name, **of}, ensure_ascii=False) for name, of in formats.items()}
+    return {name: f"{{%- set f = {text} -%}}\n{turns}" for name, text in texts.items()}
 
 
 def brought_by(model: str, template: str) -> bool:

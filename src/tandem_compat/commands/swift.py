@@ -11,10 +11,10 @@ from pathlib import Path
 import typer
 
 from tandem.cli.train import ended
-from tandem.distributed.placement import Placement
 from tandem.errors import ConfigError
 from tandem_compat import swift
 from tandem_compat.commands.translated import serve, train, written
+from tandem_compat.sharding import started_ranks
 
 
 def rlhf(arguments: Mapping[str, Sequence[str]], overrides: Sequence[str], *, show: bool) -> str:
@@ -58,7 +58,7 @@ def start_ranks(environ: Mapping[str, str]) -> None:
 
     As ms-swift does; with one host the run starts its NPROC_PER_NODE ranks itself.
     """
-    if environ.get("NNODES", "1").strip() in ("", "1") or Placement.from_environment(environ) is not None:
+    if environ.get("NNODES", "1").strip() in ("", "1") or started_ranks(environ) is not None:
         return
     names = ("NNODES", "NPROC_PER_NODE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
     options = [f"--{name.lower()}={environ[name]}" for name in names if environ.get(name, "").strip()]

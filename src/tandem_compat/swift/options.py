@@ -96,7 +96,8 @@ _LEARNING: tuple[ForeignOption, ...] = (
         "grpo", choices=REDUCTIONS),
     becomes("importance_sampling_level", "text", "loss: grpo for token, gspo for sequence", "token", where="ratio",
         choices=("token", "sequence", "sequence_token")),
-    becomes("advantage_estimator", "text", "advantage: grpo or rloo", "grpo", choices=("grpo", "rloo")),
+    becomes("advantage_estimator", "text", "advantage: grpo, rloo, or for reinforce_plus_plus batch_std", "grpo",
+        choices=("grpo", "rloo", "reinforce_plus_plus")),
     becomes("scale_rewards", "text", "advantage: group is grpo, batch batch_std, none dr_grpo, gdpo gdpo",
         choices=SCALES),
     copied("num_iterations", "count", "updates_per_batch", 1),
@@ -110,8 +111,8 @@ _LEARNING: tuple[ForeignOption, ...] = (
     copied("lora_rank", "whole", "trainable.rank", 8, where="lora"),
     copied("lora_alpha", "whole", "trainable.alpha", 32, where="lora"),
     becomes("target_modules", "texts", "trainable.target_modules", ["all-linear"], where="lora"),
-    becomes("kl_in_reward", "truth", "nothing: it must be false, also with rloo, whose default is true: the penalty is "
-        "a term of the loss"),
+    becomes("kl_in_reward", "truth", "reference.in_reward; default: false for grpo, true for the other estimators",
+        where="reference"),
     becomes("off_policy_sequence_mask_delta", "number", "corrections: opsm with this threshold"),
     becomes("sequence_parallel_size", "count", "distributed.context_parallel", 1),
     refused("ref_adapters", "texts", "merge the adapter first and name the folder as model"),
@@ -180,7 +181,8 @@ _DATA: tuple[ForeignOption, ...] = (
     idle("data_seed", "whole", "seed fixes the order of tasks, too"),
     *unused("texts", "reward_model_type"),
     *unused("whole", "dataset_num_proc dataloader_num_workers per_device_eval_batch_size"),
-    *unused("truth", "dataloader_pin_memory load_from_cache_file lazy_tokenize strict remove_unused_columns"),
+    *unused("truth", "dataloader_pin_memory dataloader_drop_last load_from_cache_file lazy_tokenize strict "
+        "remove_unused_columns"),
 )  # fmt: skip
 
 _SAMPLING: tuple[ForeignOption, ...] = (

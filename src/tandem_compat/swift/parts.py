@@ -296,6 +296,8 @@ def loggers(args: Reader) -> None:
     for name in boards:
         if name not in ("tensorboard", "wandb", "trackio"):
             args.wrong("report_to", f"there is no {name!r} here; choose from tensorboard, wandb, trackio, none")
+    if boards:
+        args.put("metric_names", "trl")
     args.put("loggers", ["console", *boards, *([{"kind": COMPLETIONS}] if args["log_completions"] else [])])
 
 

@@ -26,6 +26,8 @@ from tandem_compat.swift.parts import (
 from tandem_compat.table import Reader, Translation
 
 _MODE = "rollout_importance_sampling_mode"
+_SCALES = {"grpo": "group", "rloo": "none", "reinforce_plus_plus": "batch"}
+"""scale_rewards of each estimator, where it is left out."""
 
 
 class SwiftRecipe(Reader):
@@ -223,12 +225,6 @@ class SwiftRecipe(Reader):
             self.note("lora_dropout", "ms-swift's default of 0.05 is left out, for Tandem has no dropout")
         if "ref_model" in self and self["ref_model"] != self["model"]:
             self.wrong("ref_model", "the reference is the model as the run begins; it must be --model, or left out")
-        in_reward, rloo = self["kl_in_reward"], self["advantage_estimator"] == "rloo"
-        if "kl_in_reward" in self and not self["beta"]:
-            self.note("kl_in_reward", "changes nothing with --beta 0, which has no penalty")
-        elif self["beta"] and (in_reward or (rloo and in_reward is None)):
-            why = "where rloo puts it unless this is false" if in_reward is None else "not of the reward"
-            self.wrong("kl_in_reward", f"the penalty is a term of the loss, {why}; write false, or --beta 0")
         if self["reward_model_plugin"] not in (None, ["default"]):
             self.wrong("reward_model_plugin", "the reward is the model's own output; write a reward function instead")
 
@@ -260,13 +256,15 @@ class SwiftRecipe(Reader):
 
     def _objective(self) -> None:
         """The advantage, the loss, the corrections and the reference."""
-        rloo = self["advantage_estimator"] == "rloo"
-        kind = SCALES[self["scale_rewards"] or ("none" if rloo else "group")]
+        estimator = self["advantage_estimator"]
+        rloo, kind = estimator == "rloo", SCALES[self["scale_rewards"] or _SCALES[estimator]]
         if rloo and kind != "dr_grpo":
             self.wrong("scale_rewards", "rloo scales nothing; leave it out")
         self.put("advantage.kind", "rloo" if rloo else kind)
         if not rloo and kind != "dr_grpo":
             self.put("advantage.eps", 1e-4)
+        if estimator == "reinforce_plus_plus" and kind == "batch_std":
+            self.put("advantage.std_of", "deviations")
         loss = put_loss(self)
         high = self["epsilon"] if self["epsilon_high"] is None else self["epsilon_high"]
         if loss == "cispo":
@@ -284,7 +282,9 @@ class SwiftRecipe(Reader):
         put_corrections(self, _MODE, self[_MODE] or "", bounds, threshold, sampled=self._rounds > 1)
         if self["beta"]:
             self.put("reference.kind", "average" if self["sync_ref_model"] else "start")
-            self.recipe["reference"] |= {"beta": self["beta"], "estimator": "k3", "ratio_corrected": False}
+            in_reward = self.get("kl_in_reward", estimator != "grpo") and kind != "gdpo"
+            of_loss = {"estimator": "k3", "ratio_corrected": False}
+            self.recipe["reference"] |= {"beta": self["beta"], **({"in_reward": True} if in_reward else of_loss)}
             if self["sync_ref_model"]:
                 self.put("reference.every", self.per_step(self["ref_model_sync_steps"]))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from tandem.algorithms.advantages.base import centred, deviation, scores
 from tandem.types import Group
@@ -15,8 +16,12 @@ class BatchStd:
     """Group mean, batch deviation (arXiv 2508.08221): A_i = (r_i - mean of its group) / (std of the step + eps).
 
     One scale for every task of a step: unlike a group's own deviation it does not favour tasks that are nearly always
-    or nearly never solved. std is over the rewards of all groups trained in the step, squares over n - 1, as TRL's is.
+    or nearly never solved. std is over the rewards of all groups trained in the step, squares over n - 1, as TRL's is;
+    over their deviations from the mean it is REINFORCE++ with a baseline (arXiv 2501.03262).
     """
+
+    std_of: Literal["rewards", "deviations"] = "rewards"
+    """What the standard deviation is of: rewards, or their deviations from their group's mean."""
 
     eps: float = 1e-4
     """Added to the standard deviation."""
@@ -31,5 +36,6 @@ class BatchStd:
 
     def rescale(self, groups: Sequence[Group], values: Sequence[Sequence[float]]) -> list[list[float]]:
         """Divided by the step's deviation."""
-        std = deviation([reward for group in groups for reward in scores(group)])
+        rewards = map(scores, groups)
+        std = deviation([x for part in (rewards if self.std_of == "rewards" else values) for x in part])
         return [[value / (std + self.eps) for value in group_values] for group_values in values]

@@ -39,12 +39,19 @@ class Reference(ABC):
     """Estimator of the KL; k3 is never negative and has the least variance."""
     ratio_corrected: bool = True
     """Multiply by the ratio to the old policy, so that the gradient is the KL's own; false as in arXiv 2402.03300."""
+    in_reward: bool = False
+    """Take beta times the KL of an answer, the sum of its tokens' k1 as sampled, off its reward instead (RLOO)."""
 
     def __post_init__(self) -> None:
         if not 0 < self.beta < math.inf:
             raise ValueError("beta must be above 0 and finite; leave reference out for no penalty")
         if self.estimator == "k1" and not self.ratio_corrected:
             raise ValueError("estimator k1 has a gradient only with ratio_corrected: true; choose k2 or k3 without it")
+
+    def inert(self) -> Mapping[str, str]:
+        """A penalty of the reward is no loss."""
+        why = "in_reward is true: the penalty is k1, and no term of the loss"
+        return dict.fromkeys(("estimator", "ratio_corrected"), why) if self.in_reward else {}
 
     def divergence(self, logprobs_N: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """The penalty of each token without beta, differentiable, and the bare estimate of the KL, detached."""

@@ -30,6 +30,7 @@ from tandem.engines.vllm.client.engine import VllmEngine
 from tandem.engines.vllm.client.fleet import Fleet, Launch
 from tandem.engines.vllm.client.http import EngineServer
 from tandem.engines.vllm.client.process import has_vllm
+from tandem.engines.vllm.client.urls import UrlServer
 from tandem.engines.vllm.server.places import PROBES
 from tandem.engines.vllm.speedups import AT_ONCE, FEW, SWITCH
 from tandem.errors import ConfigError
@@ -200,7 +201,10 @@ class Vllm(EngineSpec):
         """
         self._key()
         if self.urls:
-            return f"expected at {', '.join(self.urls)}; whether it runs is seen when a run starts"
+            return (
+                f"expected at {', '.join(self.urls)}; whether it runs is seen when a run starts, and a stock vLLM "
+                "there is proven by a probe alone"
+            )
         _separable(folder)
         has_vllm(self.python)
         return f"vLLM, by {self.python or sys.executable}"
@@ -288,18 +292,16 @@ class Vllm(EngineSpec):
         return key
 
     def _server(self, index: int) -> EngineServer:
-        reservation = None
         if self.urls:
-            key, url = self._key(), self.urls[index]
-        else:
-            try:
-                reservation = None if self.port else reserve_port(self.host)
-            except OSError as error:
-                raise ConfigError(f"engine.host: no port can be had at {self.host}: {error}") from error
-            port = self.port + index if reservation is None else reservation.getsockname()[1]
-            key = self._key() or (secrets.token_urlsafe(24) if self.require_api_key else "")
-            url = http_url(self.host, port)
-        server = self.client(url, key)
+            seconds = {"control_seconds": self.control_seconds, "request_seconds": self.request_seconds}
+            return UrlServer(self.urls[index], self._key(), **seconds)
+        try:
+            reservation = None if self.port else reserve_port(self.host)
+        except OSError as error:
+            raise ConfigError(f"engine.host: no port can be had at {self.host}: {error}") from error
+        port = self.port + index if reservation is None else reservation.getsockname()[1]
+        key = self._key() or (secrets.token_urlsafe(24) if self.require_api_key else "")
+        server = self.client(http_url(self.host, port), key)
         server.reservation = reservation
         return server
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from tandem import clone, hub, types
 from tandem.envs.base import Split
-from tandem.envs.data.split import check_share, split_of
-from tandem.errors import ConfigError, EnvError
+from tandem.envs.data.split import split_of
+from tandem.errors import ConfigError, EnvError, bounded, check_bounds
 from tandem.types import Json
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class DataSource:
     """The hub's split to hold out; None: hold out a share of the train split."""
     test_path: str | None = None
     """A local file to hold out; None: hold out a share of ``path``."""
-    test_share: float = 0.1
+    test_share: float = bounded(0.1, below=1)
     """Share held out by hash where there is neither test split nor test file."""
     max_rows: int | None = None
     """Rows of ``path`` that are read, the first of them, before some are held out; None: all."""
@@ -92,7 +92,7 @@ class DataSource:
     def __post_init__(self) -> None:
         if not self.path.strip():
             raise ConfigError("path must name a local file or a data set on the hub, got an empty text")
-        check_share(self.test_share)
+        check_bounds(self)
 
     @property
     def is_local(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar, overload
 
 from tandem.envs.base import Split
-from tandem.errors import ConfigError, EnvError
+from tandem.errors import EnvError
 from tandem.types import Message, Task
 
 Row = TypeVar("Row")
@@ -21,16 +21,6 @@ def digest(key: str) -> str:
 def split_of(key: str, test_share: float) -> Split:
     """The split a question belongs to."""
     return "test" if int(digest(key), 16) < test_share * 2**48 else "train"
-
-
-def check_share(test_share: float) -> None:
-    """Refuse a share that leaves nothing to train on.
-
-    Raises:
-        ConfigError: it is not in [0, 1).
-    """
-    if not 0 <= test_share < 1:
-        raise ConfigError(f"test_share must be at least 0 and less than 1, got {test_share}")
 
 
 def opening(question: str, system: str = "", instruction: str = "") -> tuple[Message, ...]:

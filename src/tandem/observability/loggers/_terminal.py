@@ -148,23 +148,14 @@ class Picture:
             if metric in scalars:
                 line = sparkline(self._board.history(metric), spark)
                 value = Text(number(scalars[metric], metric), style="bold")
-                table.add_row(label, value, unit, line, self._note(metric))
+                table.add_row(label, value, unit, line, self._longest() if metric == "seconds/step" else "")
         return table if scalars else Text("no step has finished yet", style="bright_black")
 
-    def _note(self, metric: str) -> str:
-        scalars, history = self._board.scalars, self._board.history(metric)
-        if metric in ("reward", "accuracy") and len(history) > 1:
-            spread = f"± {number(scalars['reward/std'])}, " if metric == "reward" and "reward/std" in scalars else ""
-            return f"{spread}first {number(history[0], metric)}"
-        if metric == "length" and "rollouts/truncated" in scalars:
-            return f"{number(scalars['rollouts/truncated'], 'rollouts/truncated')} cut"
-        if metric == "lag" and "lag/max" in scalars:
-            return f"at most {number(scalars['lag/max'])}"
-        if metric == "seconds/step":
-            seconds = phases(scalars, self._board.info.config)
-            longest = list(seconds.items())[:2]
-            return ", ".join(f"{100 * value / sum(seconds.values()):.0f} % {name}" for name, value in longest)
-        return ""
+    def _longest(self) -> str:
+        """The two phases that take most of a step."""
+        seconds = phases(self._board.scalars, self._board.info.config)
+        total = sum(seconds.values())
+        return ", ".join(f"{100 * value / total:.0f} % {name}" for name, value in list(seconds.items())[:2])
 
 
 def _line(text: str, style: str = "bright_black") -> Text:

@@ -106,15 +106,20 @@ def phases(scalars: Mapping[str, float], config: Mapping[str, Json]) -> dict[str
     return dict(sorted(seconds_by_phase.items(), key=lambda item: -item[1]))
 
 
-COLUMNS = ("step", "env", "task", "prompt", "answer", "completion", "reward", "rewards")
-"""Columns of a logger's table of completions."""
+def completion_rows(fields: Mapping[str, Json]) -> list[dict[str, Json]]:
+    """Rows of a logger's table, by the fields of the event ``completions``; each reward is a column ``rewards/<name>``.
 
-
-def completion_rows(fields: Mapping[str, Json]) -> list[list[Json]]:
-    """Rows of a logger's table, by the fields of the event ``completions``; ``rewards`` is one text."""
+    All rows have the same columns.
+    """
+    samples = fields["samples"]
+    names = dict.fromkeys(name for one in samples for name in one.get("rewards") or ())
     return [
-        [fields["step"], one["env"], one["task"], one["prompt"], one["answer"], one["text"], one["reward"], parts(one)]
-        for one in fields["samples"]
+        {"step": fields["step"]}
+        | {name: one[name] for name in ("env", "task", "prompt", "answer")}
+        | {"completion": one["text"], "reward": one["reward"]}
+        | {f"rewards/{name}": (one.get("rewards") or {}).get(name) for name in names}
+        | {"advantage": one.get("advantage")}
+        for one in samples
     ]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.observability.loggers.base import COLUMNS, MetricsLogger, RunInfo, Writer, completion_rows, require
+from tandem.observability.loggers.base import MetricsLogger, RunInfo, Writer, completion_rows, require
 from tandem.types import Json
 
 _WRITER = "torch.utils.tensorboard"
@@ -60,8 +60,8 @@ class _TensorboardWriter:
             self._events.add_text(f"alarms/{fields['alarm']}", text, fields["step"])
             self._events.flush()
         elif name == "completions":
-            answers = (dict(zip(COLUMNS, row, strict=True)) for row in completion_rows(fields))
-            pages = ("\n\n".join(f"**{column}**\n\n{_block(value)}" for column, value in a.items()) for a in answers)
+            rows = completion_rows(fields)
+            pages = ("\n\n".join(f"**{column}**\n\n{_block(value)}" for column, value in row.items()) for row in rows)
             text = "\n\n---\n\n".join(pages).encode("utf-8", "replace").decode()
             self._events.add_text("completions", text, fields["step"])
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.observability.loggers.base import COLUMNS, MetricsLogger, RunInfo, Writer, completion_rows, require
+from tandem.observability.loggers.base import MetricsLogger, RunInfo, Writer, completion_rows, require
 from tandem.types import Json
 
 
@@ -57,8 +57,8 @@ class _TrackioWriter:
 
     def event(self, name: str, fields: Mapping[str, Json]) -> None:
         if name == "completions":
-            rows = [dict(zip(COLUMNS, row, strict=True)) for row in completion_rows(fields)]
-            self._run.log({"completions": self._library.Table(data=rows)}, step=fields["step"])
+            table = self._library.Table(data=completion_rows(fields))
+            self._run.log({"completions": table}, step=fields["step"])
 
     def close(self) -> None:
         self._run.finish()

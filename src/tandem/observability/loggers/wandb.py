@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tandem.observability.loggers.base import COLUMNS, MetricsLogger, RunInfo, Writer, completion_rows, require
+from tandem.observability.loggers.base import MetricsLogger, RunInfo, Writer, completion_rows, require
 from tandem.types import Json
 
 
@@ -72,7 +72,8 @@ class _WandbWriter:
             text = f"step {fields['step']}: {fields['seen']}\n{fields['means']}\n{fields['change']}"
             self._run.alert(title=f"alarm {fields['alarm']}", text=text, level="WARN")
         elif name == "completions":
-            table = self._library.Table(columns=list(COLUMNS), data=completion_rows(fields))
+            rows = completion_rows(fields)
+            table = self._library.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
             self._run.log({"step": fields["step"], "completions": table})
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Pool of grading processes with the same rewards: each grades one group at a time, and is replaced when it dies."""
+"""Pool of grading processes with the same rewards: each grades an answer or a group at a time."""
 
 from __future__ import annotations
 
@@ -76,6 +76,11 @@ class Pool:
     async def close(self) -> None:
         """End all workers."""
         await asyncio.gather(*(worker.close() for worker in self._workers))
+
+    @property
+    def singly(self) -> bool:
+        """True if no reward takes groups, nor goes on beside other calls."""
+        return not any(ability.takes_groups or ability.is_async for ability in self._abilities.values())
 
     async def grade(self, rollouts: bytes, rows: tuple[int, ...], group: str) -> dict[RewardCall, Outcome]:
         """Every reward's outcomes for these rows of a group.

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from tandem.errors import RewardError
-from tandem.metrics import Max, Sum, Value
+from tandem.metrics import Sum, Value
 from tandem.rewards.base import Failure, Reward
 from tandem.rewards.grading.calls import Outcome
 from tandem.rewards.grading.grader import Order, RewardCall
@@ -56,7 +56,7 @@ class Graders:
 
         Args:
             specs: Rewards and their weights by name.
-            workers: Processes; each grades one group at a time. A reward that is ``alone`` has one of its own.
+            workers: Processes; each grades an answer or a group at a time. A reward that is ``alone`` has its own.
             timeout: Seconds that one reward may take for one rollout; a function of a whole group gets that
                 much for each of its rollouts.
             log: File for what graders print and for their tracebacks; None: our own stderr.
@@ -71,8 +71,6 @@ class Graders:
         self._log = log
         self._counts: Counter[str] = Counter()
         self._seconds = 0.0
-        self._under_way = 0
-        self._busy, self._busy_since = 0.0, 0.0
         self._warned: set[tuple[str, str]] = set()
         self._trimming: asyncio.Task[None] | None = None
         alone = [name for name, (reward, _) in specs.items() if isinstance(reward, Reward) and reward.alone]
@@ -100,6 +98,11 @@ class Graders:
     def full_marks(self) -> Mapping[str, float | None]:
         """What a gold reply earns from each reward; None where it proves nothing or is not known."""
         return self._full_marks
+
+    @property
+    def singly(self) -> bool:
+        """True if every answer can be graded as it ends: no reward needs its siblings, or awaits beside theirs."""
+        return all(pool.singly for pool in self._pools)
 
     async def open(self) -> None:
         """Start all workers at once and wait until they are ready.
@@ -143,32 +146,21 @@ class Graders:
         rows = tuple(row for row, rollout in enumerate(rollouts) if rollout.status == "ok")
         if not rows:
             return list(rollouts)
-        since = self._begun()
+        since = time.perf_counter()
         marks = {row: _Marks() for row in rows}
         packed, group = pickle.dumps(tuple(rollouts), pickle.HIGHEST_PROTOCOL), rollouts[0].id.rpartition("/")[0]
-        try:
-            outcomes_of_pools = await together([pool.grade(packed, rows, group) for pool in self._pools])
-        finally:
-            self._ended()
-        for outcomes in outcomes_of_pools:
+        for outcomes in await together([pool.grade(packed, rows, group) for pool in self._pools]):
             for call, outcome in outcomes.items():
                 self._mark(marks, call, outcome)
         self._seconds += time.perf_counter() - since
         return [self._graded(rollout, marks[row]) if row in marks else rollout for row, rollout in enumerate(rollouts)]
 
     def metrics(self) -> dict[str, Value]:
-        """Counts since the last call: failed rollouts by reason, processes replaced, seconds spent grading.
-
-        ``seconds/grading`` adds groups up; ``grading/busy_seconds`` is how long any was being graded.
-        """
+        """Counts since the last call: failed rollouts by reason, processes replaced, seconds spent grading."""
         values: dict[str, Value] = {f"grading/{name}": Sum(float(count)) for name, count in self._counts.items()}
         values["seconds/grading"] = Sum(self._seconds)
-        if self._under_way:  # what is under way counts up to now
-            now = time.perf_counter()
-            self._busy, self._busy_since = self._busy + now - self._busy_since, now
-        values["grading/busy_seconds"] = Max(self._busy)
         self._counts.clear()
-        self._seconds = self._busy = 0.0
+        self._seconds = 0.0
         return values
 
     async def _trim(self) -> None:
@@ -182,20 +174,6 @@ class Graders:
                 os.truncate(self._log, 0)  # in place: workers have it open, and write at its end
                 with self._log.open("ab") as file:
                     file.write(b"... what was here is gone: the log had grown too long\n" + last)
-
-    def _begun(self) -> float:
-        """A group's grading begins; when."""
-        now = time.perf_counter()
-        if not self._under_way:
-            self._busy_since = now
-        self._under_way += 1
-        return now
-
-    def _ended(self) -> None:
-        """It is over; where no other is under way, so is a time in which graders were busy."""
-        self._under_way -= 1
-        if not self._under_way:
-            self._busy += time.perf_counter() - self._busy_since
 
     def _mark(self, marks: Mapping[int, _Marks], call: RewardCall, outcome: Outcome) -> None:
         for at, verdict in enumerate(outcome.verdicts):

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from tandem.config import loading as recipes
 from tandem.config.loading import RunConfig
-from tandem.model.attention import NAME
+from tandem.model import packing
 from tandem.model.policy import load_config, load_model
 from tandem.testing.oracle import PlainModel, part
 from tandem.trainer.live import prepared
@@ -263,10 +262,11 @@ def certified(config: RunConfig, *, real: bool) -> tuple[nn.Module, PlainModel]:
     """
     torch.manual_seed(config.seed)
     if real:
-        model = load_model(config.model, dtype=torch.float32, device=torch.device("cpu"))
+        model = load_model(config.model, dtype=torch.float32, device=torch.device("cpu"), packing=config.packing)
     else:
         tiny = shrunk(load_config(config.model).get_text_config(), config.trainable.layers or ())
-        model = AutoModelForCausalLM.from_config(tiny, dtype=torch.float32, attn_implementation=NAME)
+        told = packing.attention(tiny, config.packing)
+        model = packing.causal_class(tiny).from_config(tiny, dtype=torch.float32, **told)
     exact = PlainModel(model, part(recipes.as_json(config)["trainable"]))
     return prepared(config, model), exact
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tandem.config.loading import RunConfig
+from tandem.config.loading import RunConfig, loss_reference
 from tandem.model import layers
 from tandem.model.layers import Checkpointing
 from tandem.model.policy import Compute, Policy
@@ -119,7 +119,7 @@ class CertifiedPolicy:
     def _begin(self) -> None:
         """Be as a run is when its first step begins: moved away from what was loaded, which a reference holds."""
         self._place(-1)
-        reference = self.config.reference
+        reference = loss_reference(self.config)
         self.work.reference = None if reference is None else reference.hold(self._changing)
         self._place(0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -41,13 +42,13 @@ class MetaModel:
             ConfigError: an option of ``trainable`` names what the model does not have.
         """
         import torch
-        from transformers import AutoModelForCausalLM
 
-        from tandem.model.attention import NAME
+        from tandem.model import packing
 
         dtype, trainable = getattr(torch, config.dtype), config.trainable
+        self.choice = packing.chosen(model_config, config.packing)
+        model = packing.bare(model_config, dtype=dtype, packing=config.packing)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model_config, attn_implementation=NAME, dtype=dtype)
             self._model = model = trainable.prepare(model).eval()
         self._width = dtype.itemsize
         self.layers: int = model_config.get_text_config().num_hidden_layers
@@ -76,14 +77,15 @@ class MetaModel:
         """
         import torch
         from torch import Tensor
+        from torch._subclasses import FakeTensorMode
 
         from tandem.model.attention import Packed, sequential_positions
         from tandem.model.policy import Policy
 
         model = self._model.to(torch.bfloat16)
         policy = Policy(model, None, name="", compute=None)  # type: ignore[arg-type]
-        plan = Packed(lengths=(16, 16, 16), parents=(None, 0, 0))
-        weights = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+        plan = Packed(lengths=(16, 16, 16), parents=(None, 0, 0) if self.choice.packing == "tree" else (None,) * 3)
+        weights: set[int] = set()
         saved: dict[int, tuple[Any, int]] = {}  # storages are held, so that no address is given twice
 
         def pack(tensor: Tensor) -> Tensor:
@@ -93,7 +95,13 @@ class MetaModel:
                 saved[storage._cdata] = storage, storage.nbytes() * times
             return tensor
 
-        positions_T = torch.as_tensor(sequential_positions(plan)).to("meta")
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            policy.hidden(torch.zeros_like(positions_T)[None], positions_T[None], plan)
-        return sum(size for _, size in saved.values()) // len(positions_T)
+        is_tree = self.choice.packing == "tree"
+        # transformers' own masks ask a tensor for its values, unless it is a fake one.
+        fake = contextlib.nullcontext() if is_tree else FakeTensorMode(allow_non_fake_inputs=True)
+        with fake, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            if not is_tree:
+                model.to_empty(device="cpu")
+            weights |= {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+            tokens_1T = torch.zeros(1, sum(plan.lengths), dtype=torch.int64, device=policy.device)
+            policy.hidden(tokens_1T, torch.as_tensor(sequential_positions(plan), device=policy.device)[None], plan)
+        return sum(size for _, size in saved.values()) // sum(plan.lengths)

@@ -17,7 +17,7 @@ from tandem.errors import DoesNotFit
 from tandem.machine import Machine, accelerator, host, readable
 from tandem.trainer.memory_plan.modelled import MetaModel
 from tandem.trainer.memory_plan.ranks import RankCounts
-from tandem.trainer.pairs import has_slices, ranks_of_engine, shards_of
+from tandem.trainer.pairs import has_slices, is_cut, ranks_of_engine, shards_of
 
 When = Literal["always", "starting", "running", "sampling", "training"]
 
@@ -259,7 +259,7 @@ class Planner:
     def _engine_lines(self, config: RunConfig, engines: Engines) -> list[MemoryLine]:
         """Processes, engines, and buffers on the way to them."""
         counts, width, is_host, near = self.modelled.counts, _width(config), self.machine.is_host, engines.near
-        graders = config.grading.processes(config.groups_per_step) * max(1, len(config.sources))
+        graders = config.grading.processes(config.groups_per_step * config.group_size) * max(1, len(config.sources))
         programs = LIBRARIES * self.ranks.local + graders * GRADER + engines.started * ENGINE
         why = f"Python and its libraries, graders: {graders}, engines: {engines.started}"
         lines = [self._line("programs", programs, why, beside=True, each=False)]
@@ -286,9 +286,17 @@ class Planner:
         line, counts, width = self._line, self.modelled.counts, _width(config)
         whole, base, trainable = counts.parameters * width, counts.base * width, counts.trainable
         cut, workers = self.ranks.world > 1 and config.distributed.shard == "weights", ranks_of_engine(config)
-        shards = shards_of(config, self.ranks.world) if config.trainable.folder_name == "model" else 1
+        parts, is_adapter = shards_of(config, self.ranks.world), config.trainable.folder_name != "model"
+        shards = 1 if is_adapter else parts
         lines = []
-        if not engines.exported:
+        no_whole = self.ranks.world > 1 and is_cut(config)
+        if no_whole and (is_adapter or not engines.exported):
+            if is_adapter:  # a trained model's parts are its masters
+                lines.append(line("weights", base // parts, f"1/{parts} of the frozen weights"))
+                lines.append(line("adapter", whole - base, "its tensors, which every rank has"))
+            why = "the model as it is loaded, before ranks take their parts"
+            lines.append(line("loading", base, why, "starting", beside=True, each=False))
+        elif not engines.exported:
             lines.append(line("weights", whole, f"{counts.parameters:,} parameters × {width} bytes"))
         else:
             ours = base // workers if engines.near and not engines.share else 0  # else part of what the engine holds
@@ -298,7 +306,8 @@ class Planner:
             why = "the model as it is loaded, before the engine's takes its place"
             lines.append(line("loading", copies, why, "starting", beside=True, each=not cut))
         why = "the adapted layers' own weights, beside the merged ones"
-        lines += [line("frozen base", counts.kept, why), line("frozen base", counts.kept_on_host, why, beside=True)]
+        kept, kept_on_host = (each // (parts if no_whole else 1) for each in (counts.kept, counts.kept_on_host))
+        lines += [line("frozen base", kept, why), line("frozen base", kept_on_host, why, beside=True)]
         if config.reference is not None:
             lines.append(line("reference", self._reference(config), "a second copy of the weights that are trained"))
         if cut and width == 4:  # narrow ones have masters, which are among the states
@@ -357,8 +366,9 @@ class Planner:
         text: Any = self.model_config.get_text_config()
         rows = config.groups_per_step * config.group_size * (config.most_lag + 1)
         rows = getattr(config.engine, "max_rows", None) or rows
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        query_heads = getattr(text, "num_attention_heads", None) or 1
+        heads = getattr(text, "num_key_value_heads", None) or query_heads
+        head = vars(text).get("head_dim") or text.hidden_size // query_heads
         grown = sum(self.longest(config)) * 3 // 2  # it grows by halves
         token = 2 * text.num_hidden_layers * heads * head * _width(config)
         logits = text.vocab_size * 4 * (7 if config.sampling.penalised else 3)
@@ -440,7 +450,9 @@ def with_gradients(run: Planner, config: RunConfig) -> RunConfig:
 
 def context(config: RunConfig, model_config: Any) -> int:
     """Most tokens of a prompt and its answer together."""
-    most: int = model_config.get_text_config().max_position_embeddings
+    from tandem.model.policy import most_positions
+
+    most = most_positions(model_config.get_text_config())
     return most if config.context is None else min(config.context, most)
 
 

@@ -8,7 +8,8 @@ import torch
 
 from tandem.config.loading import RunConfig
 from tandem.distributed.placement import Placement
-from tandem.errors import UnsupportedPair
+from tandem.errors import ConfigError, UnsupportedPair
+from tandem.model import packing
 from tandem.model.context import CONTEXT_PARALLEL, check_heads
 from tandem.model.penalties import Penalties
 from tandem.optimizers.base import UpdatesParts
@@ -89,6 +90,7 @@ def check_division(config: RunConfig, world: int) -> None:
     if world == 1:
         return
     sharded, replicas = config.distributed.shard == "weights", config.distributed.replicas
+    cuts_trained = sharded and config.trainable.folder_name == "model"  # an adapter is whole on each rank
     refused = {
         f"distributed.replicas: {replicas} without distributed.shard: weights: states are divided among all ranks; "
         "leave it out": replicas > 1 and not sharded,
@@ -100,16 +102,14 @@ def check_division(config: RunConfig, world: int) -> None:
         "optimizer.gradients: bfloat16: ranks sum gradients in float32; leave it out": (
             getattr(config.optimizer, "gradients", "float32") != "float32"
         ),
-        "distributed.shard: weights and this trainable: it writes whole weights; choose trainable: full, or shard: "
-        "states": sharded and type(config.trainable).__name__ != "Full",
         "distributed.shard: weights and a reference: its weights are not cut; choose shard: states": (
             sharded and config.reference is not None
         ),
         "distributed.shard: weights and this optimizer: its states do not follow the cut; choose adamw": (
-            sharded and type(config.optimizer).__name__ != "AdamW"
+            cuts_trained and type(config.optimizer).__name__ != "AdamW"
         ),
         "distributed.shard: weights and optimizer.precision: the cut masters are float32; leave it out": (
-            sharded and getattr(config.optimizer, "precision", "masters") != "masters"
+            cuts_trained and getattr(config.optimizer, "precision", "masters") != "masters"
         ),
         "distributed.shard: weights and distributed.share_gpus: gathered weights have no way through host memory; "
         "choose shard: states": sharded and config.distributed.share_gpus,
@@ -158,8 +158,12 @@ def _refused_slices(config: RunConfig, world: int, placement: Placement | None) 
     shards = shards_of(config, world)
     return {
         f"distributed.shard: weights and engine.tensor_parallel_size: {workers}: each rank writes the slices of one of "
-        f"an engine's workers; set engine.tensor_parallel_size to {_divisors(world)}, or choose shard: states": (
-            workers == 1 or world % workers > 0
+        f"an engine's workers; set engine.tensor_parallel_size to 1 or {_divisors(world)}, or choose shard: states": (
+            world % workers > 0
+        ),
+        f"distributed.shard: weights, an adapter and engine.tensor_parallel_size: {workers}: each rank writes "
+        "all of it into one engine; set engine.tensor_parallel_size to 1, or choose sync: broadcast or hotswap": (
+            workers > 1 and config.trainable.payload == "adapter"
         ),
         f"distributed.replicas: {config.distributed.replicas} and engine.tensor_parallel_size: {workers}: each replica "
         f"is cut among {shards} ranks, which have whole engines; set engine.tensor_parallel_size to "
@@ -183,6 +187,8 @@ def check_model_heads(config: RunConfig, model_config: Any) -> None:
     Raises:
         ConfigError: names the option and the numbers that would do.
     """
+    if config.distributed.context_parallel > 1 and packing.chosen(model_config, config.packing).packing == "plain":
+        raise ConfigError(f"{CONTEXT_PARALLEL}: {model_config.model_type} is not packed as a tree; set it to 1")
     text = model_config.get_text_config()
     query_heads = getattr(text, "num_attention_heads", None)
     if not isinstance(query_heads, int):

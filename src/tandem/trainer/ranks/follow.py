@@ -8,9 +8,10 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, closing
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ from tandem.trainable.base import Trainable
 from tandem.trainer import digests, memory_plan
 from tandem.trainer.checkpoint import load_states, staged_states
 from tandem.trainer.live import live_policy, reference_of
-from tandem.trainer.pairs import has_slices, ranks_of_engine
+from tandem.trainer.pairs import is_cut, ranks_of_engine
 from tandem.trainer.ranks.checks import check_host
 from tandem.trainer.ranks.engines import engine_devices
 from tandem.trainer.ranks.parts import RankParts
@@ -44,6 +45,7 @@ from tandem.weight_sync.transaction.trained import Trained
 
 if TYPE_CHECKING:
     from tandem.engines.vllm.client.fleet import Fleet
+    from tandem.trainer.ranks.slices import RankSlices
 
 GRACE_SECONDS = 3.0
 """How long a follower that ends waits for a collective in which no other rank may be any more."""
@@ -94,6 +96,7 @@ class _Rank:
         self._writing: asyncio.Task[None] | None = None
         self._adapter: AdapterOfRank | None = None
         self._fleet: Fleet | None = None
+        self._slices: RankSlices | None = None
         self.handlers: dict[str, Handler] = {
             "begin": self._begin,
             "connect": self._connect,
@@ -103,6 +106,7 @@ class _Rank:
             "adapt": self._adapt,
             "cut": self._cut,
             "bind": self._bind,
+            "checksums": self._checksums,
             "restore": self._restore,
             "save": self._save,
         }
@@ -115,7 +119,7 @@ class _Rank:
         assert isinstance(tree, Branch)
         self._config = config = from_options(plain(tree), (), Path("the lead's recipe")).config
         check_host(config, place)
-        is_bare = has_slices(config)
+        is_bare = is_cut(config)
         loading = live_policy(config, local_rank=place.local_rank, local_ranks=place.local_world_size, bare=is_bare)
         self._policy = await self._stack.enter_async_context(loading)
         self._reference = await reference_of(config, self._policy)
@@ -178,13 +182,22 @@ class _Rank:
         await self._policy.compute(self._adapter.write, body)
         await self._policy.compute(finish, self._policy.device)
 
+    async def _checksums(self, body: Any) -> dict[str, int]:
+        """Checksums of what this rank trains."""
+        return dict(await self._trained.checksums())
+
+    @cached_property
+    def _trained(self) -> Trained:
+        return Trained(self._config.trainable, self._policy)
+
     async def _cut(self, body: Any) -> None:
-        """Take this rank's slices of the weights from the lead."""
+        """Take this rank's part of the weights from the lead."""
         from tandem.trainer.ranks.slices import RankSlices, slice_handlers
 
         bare = self._policy
-        self._policy = policy = await bare.compute(self._parts.cut, bare, bare.model, None)
-        self.handlers |= slice_handlers(RankSlices(policy))
+        self._policy = policy = await bare.compute(self._parts.cut, bare, self._config.trainable)
+        self._slices = RankSlices(policy, bare.causal)
+        self.handlers |= slice_handlers(self._slices)
 
     async def _bind(self, body: Any) -> None:
         policy, config = self._policy, self._config
@@ -199,16 +212,23 @@ class _Rank:
         await self._policy.compute(load_states, Path(body), self._work.stepper, self._reference)
 
     async def _save(self, body: Any) -> None:
-        """Stage this rank's share of the optimizer's states, and begin to write it."""
-        rank, hold = self._placement.rank, self._staging.hold
-        write = await self._policy.compute(staged_states, self._work.stepper, rank, hold)
-        self._writing = asyncio.create_task(self._write(write, Path(body)), name="checkpoint")
+        """Stage this rank's share, and begin to write it."""
+        folder, config = Path(body), self._config
+        writes: list[Callable[[], list[Path]]] = []
+        if self._slices is not None and config.trainable.folder_name == "model":
+            write_part = await self._policy.compute(self._slices.stage)
+            writes.append(lambda: write_part(folder / config.trainable.folder_name))
+        if config.checkpoint.save == "all":
+            rank, hold = self._placement.rank, self._staging.hold
+            write_states = await self._policy.compute(staged_states, self._work.stepper, rank, hold)
+            writes.append(lambda: write_states(folder))
+        self._writing = asyncio.create_task(self._write(writes, folder), name="checkpoint")
 
-    async def _write(self, write: Callable[[Path], list[Path]], folder: Path) -> None:
+    async def _write(self, writes: Sequence[Callable[[], list[Path]]], folder: Path) -> None:
         """Write what was staged, and report it; a disk that refuses is the lead's to tell."""
 
         def written() -> dict[str, str]:
-            return digests.of_files(folder, write(folder))
+            return digests.of_files(folder, [file for write in writes for file in write()])
 
         try:
             report: dict[str, Any] = {"digests": await self._staging.write(written)}

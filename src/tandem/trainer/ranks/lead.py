@@ -25,6 +25,8 @@ from tandem.trainer.ranks.parts import RankParts
 from tandem.trainer.ranks.work import LeadWork
 from tandem.trainer.work import LocalWork
 from tandem.trainer.world import World
+from tandem.weight_sync.transaction.trained import Trained
+from tandem.weight_sync.verify.probe import Checksums, compare
 
 T = TypeVar("T")
 
@@ -119,6 +121,11 @@ class ManyRanks(World):
         replies = await self._others("engine", lambda other: {} if other == rank else None)
         return RankEngine(**replies[rank - 1])
 
+    def trained(self) -> Trained:
+        """The weights or the adapter. Where other ranks have no engine whose bytes would tell, theirs are compared."""
+        alike = self.config.distributed.shard == "states" and not has_engines_beside(self.config)
+        return TrainedAlike(self.config.trainable, self.policy, self.ranks) if alike else super().trained()
+
     async def attach(self, exports: Sequence[Any], fresh: bool) -> None:
         """Have every other rank attach the weights of its engine."""
         await self._others("attach", lambda rank: [exports[rank - 1], fresh])
@@ -151,8 +158,8 @@ class ManyRanks(World):
         await self._others("restore", lambda rank: str(checkpoint))
 
     async def save(self, folder: Path, here: Coroutine[Any, Any, T]) -> T:
-        """Have every rank stage its share of the states, this one by ``here``; the others then write theirs."""
-        return await (self._all("save", str(folder), here) if self._saves_states else here)
+        """Have every rank stage its share, this one by ``here``; the others then write theirs."""
+        return await (self._all("save", str(folder), here) if self.saves_everywhere else here)
 
     async def written(self) -> Mapping[str, str]:
         """Digests of what other ranks have written of the staged checkpoint, once they have.
@@ -160,13 +167,28 @@ class ManyRanks(World):
         Raises:
             OSError: the disk of one refuses, which is said once none of them writes any more.
         """
-        reports = await self.ranks.reports("their files to be written") if self._saves_states else []
+        reports = await self.ranks.reports("their files to be written") if self.saves_everywhere else []
         for rank, report in enumerate(reports, 1):
             if "error" in report:
                 raise OSError(f"rank {rank}: {report['error']}")
         return {name: digest for report in reports for name, digest in report["digests"].items()}
 
     @property
-    def _saves_states(self) -> bool:
+    def saves_everywhere(self) -> bool:
         """Whether other ranks have a part of what is saved: not where weights alone are."""
         return self.config.checkpoint.save == "all"
+
+
+class TrainedAlike(Trained):
+    """What every rank holds alike, as the lead publishes it."""
+
+    def __init__(self, trainable: Any, policy: Policy, ranks: Ranks):
+        super().__init__(trainable, policy)
+        self._ranks = ranks
+
+    async def checksums(self) -> Checksums:
+        """Checksums of the lead's bytes, once those of every other rank are the same."""
+        sums, others = await self._ranks.execute("checksums", None, super().checksums())
+        of_ranks = {f"rank {rank}": each for rank, each in enumerate(others, 1)}
+        compare(sums, of_ranks, "trained tensors", "go on from the newest checkpoint, which every rank loads")
+        return sums

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,12 +23,14 @@ from tandem.distributed.sharding import ShardedStepper
 from tandem.model.policy import Policy
 from tandem.observability import waits
 from tandem.optimizers.base import UpdatesParts
+from tandem.trainable.base import Trainable
 from tandem.trainer.live import rank_device
 from tandem.trainer.pairs import ranks_of_engine
 from tandem.transport.daemon import on_daemon
 from tandem.transport.rendezvous import Rendezvous, open_group, own_address
 
 if TYPE_CHECKING:
+    from tandem.distributed.sharded_weights import ShardedWeights
     from tandem.distributed.weight_shards import ShardedPolicy, WeightShardStepper
 
 FAULT_POLL_SECONDS = 1.0
@@ -95,21 +97,27 @@ class RankParts:
             mesh = ShardMesh.of(data, group, data.world // distributed.replicas, workers)
         return cls(group=group, rendezvous=data, context=context, mesh=mesh)
 
-    def cut(self, policy: Policy, bare: nn.Module, whole: nn.Module | None) -> ShardedPolicy:
-        """The policy cut, for an engine whose workers hold slices; all ranks call this together.
+    def cut(self, policy: Policy, trainable: Trainable) -> ShardedPolicy:
+        """The policy cut; all ranks call this together.
 
         Args:
-            policy: all but its weights are taken over.
-            bare: its model on the meta device, which becomes the cut one.
-            whole: the lead's, which is emptied as all ranks take their parts of it; None on other ranks.
+            policy: all but its weights are taken over. The lead's is emptied as all ranks take their parts of it; that
+                of others is on the meta device.
+            trainable: the recipe's.
         """
         from tandem.distributed.sharded_weights import ShardedWeights
-        from tandem.distributed.weight_shards import ShardedPolicy
 
         assert self.mesh is not None
-        weights = ShardedWeights(bare, self.mesh.ranks, self.mesh.holders)
+        whole = policy.model if self.group.rank == 0 else None
+        if whole is not None:
+            trainable.unfold(whole)
+        memo: dict[int, Any] = {
+            id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in policy.model.parameters()
+        }
+        bare = copy.deepcopy(policy.model, memo)
+        weights = ShardedWeights(bare, self.mesh.ranks, self.mesh.holders, trainable.base_names)
         weights.fill(whole)
-        return ShardedPolicy(policy, weights)
+        return _cut_policy(policy, weights, trainable)
 
     def bind(self, config: RunConfig, policy: Policy) -> tuple[Policy, ShardedStepper | WeightShardStepper]:
         """What this rank trains, and the optimizer of its parts.
@@ -119,43 +127,51 @@ class RankParts:
         optimizer = config.optimizer
         assert isinstance(optimizer, UpdatesParts)
         is_local = config.distributed.gradients == "local"
+        is_adapter = config.trainable.folder_name != "model"
+        updated: Callable[[], None] = lambda: None  # noqa: E731
         if config.distributed.shard == "weights":
-            return self._bound_shards(policy, optimizer, is_local)
-        return policy, ShardedStepper(
-            optimizer,
-            config.trainable.parameters(policy.model),
-            self.group,
-            replicate=config.trainable.folder_name != "model",
-            local=is_local,
-        )
+            from tandem.distributed.weight_shards import AdapterStepper, ShardedPolicy, WeightShardStepper
+
+            if not isinstance(policy, ShardedPolicy):
+                policy, updated = self._copied(policy, config.trainable)
+            if not is_adapter:
+                return policy, WeightShardStepper(optimizer, policy, updated, local=is_local)
+            adapter = config.trainable.parameters(policy.model)
+            return policy, AdapterStepper(optimizer, adapter, self.group, policy, updated, local=is_local)
+        named = config.trainable.parameters(policy.model)
+        return policy, ShardedStepper(optimizer, named, self.group, replicate=is_adapter, local=is_local)
 
     @property
     def _backends(self) -> list[Any]:
         of_mesh = () if self.mesh is None else self.mesh.backends
         return [backend for backend in (self.group.backend, self.context, *of_mesh) if backend is not None]
 
-    def _bound_shards(
-        self, policy: Policy, optimizer: UpdatesParts, is_local: bool
-    ) -> tuple[Policy, WeightShardStepper]:
-        """Sharded weights and their optimizer.
+    def _copied(self, policy: Policy, trainable: Trainable) -> tuple[ShardedPolicy, Callable[[], None]]:
+        """A policy cut for training alone, and what has the whole one follow it.
 
-        A policy that is not cut yet is the lead's own, for an engine in its process and for checkpoints, and stays as
-        it is: a copy of it is cut.
+        The lead's whole weights are for an engine in its process and for checkpoints, so a copy of them is cut. An
+        adapter is one for both.
         """
         from tandem.distributed.sharded_weights import ShardedWeights
-        from tandem.distributed.weight_shards import ShardedPolicy, WeightShardStepper
 
-        if isinstance(policy, ShardedPolicy):
-            return policy, WeightShardStepper(optimizer, policy, local=is_local)
+        assert self.mesh is not None
         whole: dict[str, Any] = {}
         model = policy.model
         if self.group.rank == 0:
-            whole = dict(model.named_parameters())
-            model = copy.deepcopy(model)
-        assert self.mesh is not None
-        sharded = ShardedPolicy(policy, ShardedWeights(model, self.mesh.ranks))
-        updated = partial(sharded.weights.copy_to, whole)
-        return sharded, WeightShardStepper(optimizer, sharded, updated, local=is_local)
+            whole = dict(trainable.base_names(model))
+            others: dict[int, Any] = {
+                id(p): p for _, p in trainable.parameters(model) if trainable.folder_name != "model"
+            }
+            model = copy.deepcopy(model, others)
+        trainable.unfold(model)
+        weights = ShardedWeights(model, self.mesh.ranks, base_names=trainable.base_names)
+        sharded = _cut_policy(policy, weights, trainable)
+
+        def updated() -> None:
+            trainable.fold(sharded.model)
+            weights.copy_to(whole)
+
+        return sharded, updated
 
     def abort(self) -> None:
         """Give up what is under way in every group, so that nothing waits for a rank that is gone, and leave them."""
@@ -180,3 +196,16 @@ class RankParts:
                     if (error := backend.get_error()) != ErrorType.SUCCESS:
                         return _FAULTS.get(error, str(error)).format(seconds=self.rendezvous.seconds)
             await asyncio.sleep(FAULT_POLL_SECONDS)
+
+
+def _cut_policy(policy: Policy, weights: ShardedWeights, trainable: Trainable) -> ShardedPolicy:
+    """A policy with cut weights, from which what is folded into them has been taken."""
+    from tandem.distributed.weight_shards import ShardedPolicy
+
+    def part(name: str) -> tuple[slice, slice]:
+        of = weights.part(name)
+        return slice(of.rows.start, of.rows.stop), slice(of.columns.start, of.columns.stop)
+
+    trainable.cut(weights.model, part)
+    trainable.fold(weights.model)
+    return ShardedPolicy(policy, weights)

@@ -1,15 +1,16 @@
-"""Ranks whose weights are cut as a tensor-parallel engine's are: the lead's commands, and each rank's part in them."""
+"""Ranks whose weights are cut: the lead's commands, and each rank's part in them."""
 
 from __future__ import annotations
 
-import copy
+import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tandem.distributed.crew import Ranks
 from tandem.distributed.follower import Handler
@@ -17,7 +18,12 @@ from tandem.distributed.shared_slices import SharedSlices, TrainedSlices
 from tandem.distributed.slices import EngineSlice, Slice
 from tandem.engines.base import Engine, EngineRequirements
 from tandem.errors import TransportError
+from tandem.trainable.full import write_index, write_part
+from tandem.trainer.pairs import has_slices
 from tandem.trainer.ranks.lead import ManyRanks
+from tandem.trainer.world import Hold, Write
+from tandem.transport.buckets import TensorEntry
+from tandem.transport.daemon import on_daemon
 from tandem.transport.parts import attach_parts
 from tandem.transport.sharing import finish
 from tandem.weight_sync.base import WeightSync
@@ -27,15 +33,17 @@ from tandem.weight_sync.verify.probe import Checksums
 if TYPE_CHECKING:
     from tandem.distributed.slice_writer import SliceWriter
     from tandem.distributed.weight_shards import ShardedPolicy
+    from tandem.transport.collective import Member
 
 T = TypeVar("T")
 
 
 class RankSlices:
-    """One rank's shards, and the memory of the engine's worker on its device; called on the compute thread."""
+    """One rank's shards, and the memory of the engine's worker on its device, if there is one beside it."""
 
-    def __init__(self, policy: ShardedPolicy):
+    def __init__(self, policy: ShardedPolicy, skeleton: Any):
         self.policy = policy
+        self._skeleton = skeleton  # transformers' model, of which the configuration is written
         self._weights = policy.weights
         self._slices: dict[str, list[EngineSlice]] = {}
         self._writer: SliceWriter | None = None
@@ -83,47 +91,66 @@ class RankSlices:
 
     def finite(self) -> bool:
         """True if all values of this rank's shards are finite."""
-        return all(bool(torch.isfinite(local).all()) for _, local in self._weights.local_parameters)
+        return all(bool(torch.isfinite(local).all()) for local in self._weights.shards().values())
 
-    def gather(self, take: Callable[[str, Tensor], None] = lambda name, tensor: None) -> None:
-        """Gather all weights, one after another, and hand each over."""
-        for name, tensor in self._weights.whole([name for name, _ in self._weights.model.named_parameters()]):
-            take(name, tensor)
+    def send(self, names: Sequence[str], bucket_bytes: int) -> None:
+        """Give the lead this rank's parts of these tensors, which it sends to engines."""
+        if self._weights.replica == 0:
+            shards = self._weights.shards()
+            for name in names:
+                self._weights.gather(name, shards[name], None, most_bytes=bucket_bytes)
 
+    def send_all(
+        self, member: Member, manifest: Sequence[TensorEntry], bucket_bytes: int
+    ) -> tuple[int, TransportError | None]:
+        """The lead's part: each bucket is gathered while those before are on the wire.
 
-class Skeleton:
-    """A model without its weights, which makes whole ones of it in host memory.
+        Returns:
+            The bytes sent, and why engines have not got them: the other ranks' parts are taken all the same.
+        """
+        if self._weights.device.type == "cuda":
+            torch.cuda.synchronize(self._weights.device)  # the optimizer wrote on another thread's stream
+        shards, left = self._weights.shards(), deque(entry.name for entry in manifest)
 
-    Args:
-        model: whole, on any device; it is left as it is.
-    """
+        def pack(views: Sequence[tuple[str, Tensor]]) -> None:
+            for name, view in views:
+                self._weights.gather(name, shards[name], view, most_bytes=bucket_bytes)
+                left.popleft()
 
-    def __init__(self, model: nn.Module):
-        self._bare = _with_weights(model, {name: p.to("meta") for name, p in model.named_parameters()})
+        try:
+            return member.send_packed(manifest, pack, bucket_bytes), None
+        except TransportError as error:
+            self.send(left, bucket_bytes)
+            return 0, error
 
-    def bare(self) -> nn.Module:
-        """The model on the meta device."""
-        return copy.deepcopy(self._bare)
+    def stage(self) -> Callable[[Path], list[Path]]:
+        """Gather this rank's share of whole weights in host memory; what writes it into a model's folder.
 
-    def filled(self, weights: Mapping[str, Tensor]) -> nn.Module:
-        """The model with these weights; tied ones are given once."""
-        return _with_weights(self._bare, weights)
+        Every rank has a file, about as large as the others'; no rank ever has all weights.
+        """
+        weights, ranks, replicas = self._weights, self._weights.ranks, self._weights.num_replicas
+        sizes, staged = [0] * (ranks * replicas), dict[str, Tensor]()
+        number = weights.replica * ranks + weights.rank
+        for name, shard in weights.shards().items():
+            file = sizes.index(min(sizes))
+            sizes[file] += math.prod(weights.shape(name))
+            if file // ranks == weights.replica:
+                here = torch.empty(weights.shape(name), dtype=weights.dtype) if file == number else None
+                weights.gather(name, shard, here, to=file % ranks)
+                if here is not None:
+                    staged[name] = here
+        return lambda folder: write_part(self._skeleton, staged, folder, number, len(sizes))
 
-
-def _with_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
-    """A copy of a model with other weights in the place of its own, which are not copied."""
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(weights[name].detach(), requires_grad=p.requires_grad)
-        for name, p in model.named_parameters()
-    }
-    return copy.deepcopy(model, memo)
+    def save(self, folder: str) -> None:
+        """Write this rank's file of a model's folder."""
+        self.stage()(Path(folder))
 
 
 class LeadSlices:
     """All ranks with slices of the weights, as the lead's weight sync and checkpoints see them."""
 
-    def __init__(self, slices: RankSlices, skeleton: Skeleton, ranks: Ranks):
-        self._slices, self._skeleton, self._ranks = slices, skeleton, ranks
+    def __init__(self, slices: RankSlices, ranks: Ranks):
+        self._slices, self._ranks = slices, ranks
 
     async def _all(self, command: str, function: Callable[..., T], *arguments: Any) -> list[T]:
         """Have every rank execute a command, this one ``function``; results in order of rank."""
@@ -167,15 +194,23 @@ class LeadSlices:
         """True if all values of all ranks are finite."""
         return all(await self._all("check_slices", self._slices.finite))
 
-    async def whole(self) -> nn.Module:
-        """The model with all its weights, in this process's host memory."""
-        weights: dict[str, Tensor] = {}
+    async def send(self, member: Member, manifest: Sequence[TensorEntry], bucket_bytes: int) -> int:
+        """Send these tensors to engines; returns their bytes.
 
-        def take(name: str, tensor: Tensor) -> None:
-            weights[name] = tensor.cpu()
+        Raises:
+            TransportError: an engine is lost.
+        """
+        names = [entry.name for entry in manifest]
+        sending = on_daemon(self._slices.send_all, member, manifest, bucket_bytes)
+        (sent, error), _ = await self._ranks.execute("send_slices", lambda rank: [names, bucket_bytes], sending)
+        if error is not None:
+            raise error
+        return sent
 
-        await self._ranks.execute("gather_slices", None, self._slices.policy.compute(self._slices.gather, take))
-        return self._skeleton.filled(weights)
+    async def save(self, folder: Path) -> None:
+        """Write all weights as a model's folder, each rank a file."""
+        await self._all("save_slices", self._slices.save, str(folder))
+        await self._slices.policy.compute(write_index, folder)
 
 
 def slice_handlers(slices: RankSlices) -> dict[str, Handler]:
@@ -194,29 +229,30 @@ def slice_handlers(slices: RankSlices) -> dict[str, Handler]:
         "checksum_slices": of(slices.checksums, replies=False),
         "score_slices": of(slices.scores, replies=False),
         "check_slices": of(slices.finite, replies=True),
-        "gather_slices": of(slices.gather, replies=False),
+        "send_slices": of(slices.send, replies=False),
+        "save_slices": of(slices.save, replies=False),
     }
 
 
-class SlicedRanks(ManyRanks):
-    """Several ranks, each with the slices of one worker of an engine: none of them has all weights."""
+class CutRanks(ManyRanks):
+    """Several ranks whose weights are cut, with engines beside or apart from them: none of them has all weights."""
 
     _slices: LeadSlices
+    _rank: RankSlices
 
     async def start_engine(self, stack: AsyncExitStack, requirements: EngineRequirements) -> Engine:
-        """Start the engines, and cut the policy among the ranks where each worker has its slices now."""
-        engine = await super().start_engine(stack, requirements)
-        whole = self.policy
-        skeleton = await whole.compute(Skeleton, whole.model)
-        cutting = whole.compute(self.parts.cut, whole, skeleton.bare(), whole.model)
+        """Start the engines, and cut the policy among the ranks."""
+        engine, whole = await super().start_engine(stack, requirements), self.policy
+        cutting = whole.compute(self.parts.cut, whole, self.config.trainable)
         self.policy = cut = await self._all("cut", None, cutting)
-        self._slices = LeadSlices(RankSlices(cut), skeleton, self.ranks)
+        self._rank = RankSlices(cut, whole.causal)
+        self._slices = LeadSlices(self._rank, self.ranks)
         return engine
 
     @property
     def sync(self) -> WeightSync:
-        """The recipe's, by slices."""
-        return SharedSlices.of(self.config.sync)
+        """The recipe's, by slices where each rank has a worker beside it."""
+        return SharedSlices.of(self.config.sync) if has_slices(self.config) else self.config.sync
 
     def trained(self) -> Trained:
         """The weights of all ranks."""
@@ -225,6 +261,20 @@ class SlicedRanks(ManyRanks):
     async def load_weights(self, path: Path) -> None:
         """Nothing: other ranks take theirs from this one when it is cut."""
 
-    async def model(self) -> nn.Module:
-        """A copy of the model with all weights, gathered from all ranks, in host memory."""
-        return await self._slices.whole()
+    @property
+    def saves_everywhere(self) -> bool:
+        """Whether other ranks have a part of what is saved: of an adapter each has all."""
+        return super().saves_everywhere or self.config.trainable.folder_name == "model"
+
+    def stage_weights(self, hold: Hold) -> Write:
+        """Gather this rank's share, and write it as one of the model's files."""
+        trainable, tokenizer = self.config.trainable, self.policy.tokenizer
+        if trainable.folder_name != "model":
+            return super().stage_weights(hold)
+        write = self._rank.stage()
+
+        def written(folder: Path) -> None:
+            write(folder / trainable.folder_name)
+            tokenizer.save_pretrained(folder / trainable.folder_name)
+
+        return written

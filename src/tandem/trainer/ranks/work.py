@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from torch import Tensor
 
@@ -22,6 +22,8 @@ from tandem.transport.sharing import finish
 if TYPE_CHECKING:  # FSDP is loaded where weights are cut, and only there
     from tandem.distributed.sharding import ShardedStepper
     from tandem.distributed.weight_shards import WeightShardStepper
+
+T = TypeVar("T")
 
 Results = tuple[Sequence[Mapping[str, Value]], Sequence[Sequence[float]]]
 """Metrics and logprobs of a rank's micro-batches, in order."""
@@ -58,6 +60,10 @@ class RankWork(LocalWork):
         queued()
         return await compute(self.settle, passes)
 
+    async def divergence_rounds(self) -> list[list[float]]:
+        """By how much the sampled logprobs of its micro-batches are above the reference's."""
+        return [await self.policy.compute(self.divergence, micro) for micro in self._micros if micro is not None]
+
     def reduce(self) -> None:
         """Add the gradient of a micro-batch, or nothing, to that of the other ranks."""
         self.stepper.flush()
@@ -79,36 +85,55 @@ class LeadWork(RankWork):
 
     async def passed(self, batch: StepBatch, old: Sequence[OldLogprobs], queued: Callable[[], None]) -> BatchPass:
         """Every rank computes its micro-batches; results are in the batch's order."""
-        indices = [self._indices(batch, rank) for rank in range(self.ranks.world)]
-
-        def body(rank: int) -> Any:
-            return None if old else [None if i is None else to_plain(batch.micro[i]) for i in indices[rank]]
-
-        if not old:
-            self.take(body(0))
-        here, replies = await self.ranks.execute("micros", body, self.rounds(queued))
+        indices = self._indices(batch)
+        here, replies = await self._executed("micros", batch, self.rounds(queued), keep=bool(old))
         others = [(of_plain(metrics), logprobs) for metrics, logprobs in replies]
-        results: dict[int, tuple[Mapping[str, Value], Sequence[float]]] = {}
-        for of_rank, (metrics, logprobs) in zip(indices, [here, *others], strict=True):
-            computed = [i for i in of_rank if i is not None]
-            results |= dict(zip(computed, zip(metrics, logprobs, strict=True), strict=True))
-        in_order = [results[i] for i in range(len(batch.micro))]
+        in_order = _in_order(
+            indices, [list(zip(metrics, logprobs, strict=True)) for metrics, logprobs in [here, *others]]
+        )
         return BatchPass(
             metrics=[metrics for metrics, _ in in_order],
             logprobs=[logprobs for _, logprobs in in_order],
             old_logprobs=[old for old in self._old if old is not None],
         )
 
-    def _indices(self, batch: StepBatch, rank: int) -> list[int | None]:
-        """Index of a rank's micro-batch in each round; neighbours that share sequences get the same."""
+    async def divergences(self, batch: StepBatch) -> Sequence[Sequence[float]]:
+        """As of one rank, each computing its own."""
+        here, replies = await self._executed("divergences", batch, self.divergence_rounds())
+        return _in_order(self._indices(batch), [here, *replies])
+
+    async def _executed(
+        self, command: str, batch: StepBatch, local: Coroutine[Any, Any, T], *, keep: bool = False
+    ) -> tuple[T, list[Any]]:
+        """Have all ranks execute a command with their micro-batches; ``keep`` for those that they have already."""
+        indices = self._indices(batch)
+
+        def body(rank: int) -> Any:
+            return None if keep else [None if i is None else to_plain(batch.micro[i]) for i in indices[rank]]
+
+        if not keep:
+            self.take(body(0))
+        return await self.ranks.execute(command, body, local)
+
+    def _indices(self, batch: StepBatch) -> list[list[int | None]]:
+        """Of each rank the index of its micro-batch in each round; neighbours that share sequences get the same."""
         if not batch.rounds:  # all ranks share all of them
-            return list(range(len(batch.micro)))
-        return [round_[rank // self.context_parallel] for round_ in batch.rounds]
+            return [list(range(len(batch.micro)))] * self.ranks.world
+        shared_by = self.context_parallel
+        return [[round_[rank // shared_by] for round_ in batch.rounds] for rank in range(self.ranks.world)]
 
     async def every(self, verb: Verb, *arguments: Any) -> Any:
         """Have every rank do it; updated weights are there on all of them when this returns."""
         here = LocalWork.every(self, verb, *arguments)
         return (await self.ranks.execute(verb, lambda rank: list(arguments), here))[0]
+
+
+def _in_order(indices: Sequence[Sequence[int | None]], results: Sequence[Sequence[T]]) -> list[T]:
+    """Results of the ranks' micro-batches, in the order of the batch."""
+    by_index: dict[int, T] = {}
+    for of_rank, computed in zip(indices, results, strict=True):
+        by_index |= dict(zip((i for i in of_rank if i is not None), computed, strict=True))
+    return [by_index[i] for i in sorted(by_index)]
 
 
 def handlers(work: RankWork) -> dict[str, Handler]:
@@ -120,6 +145,10 @@ def handlers(work: RankWork) -> dict[str, Handler]:
         metrics, logprobs = await work.rounds()
         return to_plain(metrics), logprobs
 
+    async def divergences(body: Any) -> Any:
+        work.take(body)
+        return await work.divergence_rounds()
+
     def of(verb: Verb) -> Handler:
         async def handle(body: Any) -> None:
             await LocalWork.every(work, verb, *(body or ()))
@@ -127,4 +156,4 @@ def handlers(work: RankWork) -> dict[str, Handler]:
 
         return handle
 
-    return {"micros": micros, **{verb: of(verb) for verb in get_args(Verb)}}
+    return {"micros": micros, "divergences": divergences, **{verb: of(verb) for verb in get_args(Verb)}}

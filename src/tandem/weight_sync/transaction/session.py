@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from tandem.engines.base import Engine
+from tandem.engines.base import Engine, Relaunches
 from tandem.errors import EngineError, StaleWeights, TandemError, UnsupportedPair
 from tandem.lazy import torch
 from tandem.metrics import Max, Sum, Value
@@ -21,6 +21,7 @@ from tandem.transport.checksums import digest
 from tandem.transport.sharing import finish
 from tandem.types import PolicyVersion
 from tandem.weight_sync.base import SyncContext, WeightSync
+from tandem.weight_sync.restart import Restart
 from tandem.weight_sync.transaction.state import SyncState
 from tandem.weight_sync.transaction.trained import PayloadSums, Trained, compare_frozen
 from tandem.weight_sync.verify.probe import Behaviour, Checksums, ProbeAnswers, Rollouts, compare
@@ -99,6 +100,8 @@ class Published:
     """Seconds the engine sampled nothing."""
     probe_gap: float | None = None
     """Largest difference of the probe's logprobs between engine and trainer; None if this publish was not verified."""
+    probe_alone: bool = False
+    """The engine could not checksum its bytes, so that the probe alone verified it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -255,11 +258,24 @@ class WeightSyncSession(SyncContext):
         self.trainable.fold(self.policy.model)
         finish(self.policy.device)
 
-    async def sleep(self) -> None:
-        """Let an engine that is to sleep while a step is trained do so, until the next publish; others go on."""
-        if self.engine.sleeps:
+    async def sleep(self, step: int, *, last: bool = False) -> None:
+        """Let an engine that is to sleep while a step is trained do so, until the next publish; others go on.
+
+        One that this step's publish restarts, and that is on the trainer's accelerator, is ended now.
+        """
+        if isinstance(self.sync, Restart) and self.sync.due(step, last=last):
+            assert isinstance(self.engine, Relaunches)
+            if self.engine.beside_trainer:
+                async with self._lock:
+                    await self._recovery.repeat(self._end, "the engine is ended again")
+        elif self.engine.sleeps:
             async with self._lock:
                 await self._recovery.repeat(self._sleep, "the engine is put to sleep again")
+
+    async def _end(self) -> None:
+        assert isinstance(self.engine, Relaunches)
+        await self.pause(finish=True)
+        await self.engine.end()
 
     async def _sleep(self) -> None:
         await self.pause(finish=True)
@@ -359,6 +375,7 @@ class WeightSyncSession(SyncContext):
             bytes=copied,
             paused=paused,
             probe_gap=gap,
+            probe_alone=not self.engine.sums_bytes,
         )
 
     async def _verified(

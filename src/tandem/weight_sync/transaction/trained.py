@@ -7,16 +7,20 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tandem.engines.base import Engine, LoraAdapter, ReportsChecksums
 from tandem.errors import EngineError
 from tandem.lazy import torch
+from tandem.transport.buckets import TensorEntry, manifest
 from tandem.transport.checksums import ChecksumCache, Shard, checksums
+from tandem.transport.daemon import on_daemon
 from tandem.weight_sync.verify.probe import Checksums, compare
 
 if TYPE_CHECKING:
     from tandem.model.policy import Policy
+    from tandem.transport.collective import Member
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +45,11 @@ class Trained:
     Tensors are those that the parameters have at each call: binding moves their storage. What computes with them runs
     on the policy's compute thread; where ranks hold parts of the weights, all of them take part in it.
     """
+
+    gathers: ClassVar[int] = 1
+    """Parts of a bucket, one of which is on the wire at a time: 2 where the other is for gathering it from ranks."""
+    sends_frozen = False
+    """What no step changes is published, too."""
 
     def __init__(self, trainable: Any, policy: Policy):
         self._trainable = trainable
@@ -69,6 +78,38 @@ class Trained:
         trained = dict(self.source)
         base: Mapping[str, Any] = self._trainable.base_names(self._policy.model)
         return {name: parameter for name, parameter in base.items() if name not in trained}
+
+    @property
+    def _sent(self) -> Iterable[tuple[str, Any]]:
+        return [*self.source, *self.frozen.items()] if self.sends_frozen else self.source
+
+    @property
+    def manifest(self) -> list[TensorEntry]:
+        """Names, shapes and types of the payload."""
+        return manifest(self._sent)
+
+    async def send(self, member: Member, bucket_bytes: int) -> int:
+        """Send the payload to all others of a broadcast group; returns its bytes.
+
+        Raises:
+            TransportError: one of them is lost.
+        """
+        return await on_daemon(self._send, member, bucket_bytes)
+
+    def _send(self, member: Member, bucket_bytes: int) -> int:
+        if self._policy.device.type == "cuda":
+            torch.cuda.synchronize(self._policy.device)  # the optimizer wrote on another thread's stream
+        return member.send(self._sent, bucket_bytes)
+
+    async def save_weights(self, folder: Path) -> None:
+        """Write all weights as a model's folder, as an engine is started on it."""
+        policy = self._policy
+
+        def save() -> None:
+            weights = {name: p.detach() for name, p in self._trainable.base_names(policy.model).items()}
+            policy.causal.save_pretrained(folder, state_dict=weights)
+
+        await policy.compute(save)
 
     async def checksums(self) -> Checksums:
         """Checksums of the trainer's own bytes."""
@@ -125,7 +166,7 @@ async def compare_frozen(engine: Engine, trained: Trained) -> None:
     Raises:
         StaleWeights, TornWeights: the engine holds others.
     """
-    if not isinstance(engine, ReportsChecksums) or not trained.frozen:
+    if not isinstance(engine, ReportsChecksums) or not engine.sums_bytes or not trained.frozen:
         return
     restart_count = engine.restart_count
     try:

@@ -34,7 +34,7 @@ Scores = Callable[..., Awaitable[list[list[float]]]]
 SHORT = 64
 """Tokens of a probe where the bytes of everything that is sampled from are compared."""
 LONG = 256
-"""Tokens of a probe where requests may be routed past an adapter, which only their logprobs tell."""
+"""Tokens of a probe where only logprobs tell: that requests are routed past an adapter, or what weights are held."""
 MEASURED = 512
 """Tokens of an engine's first probe, which measures its rounding noise, and of one that is asked again."""
 FIRST_SAMPLES, AGAIN_SAMPLES = 32, 16
@@ -177,7 +177,7 @@ class Behaviour:
         """The longer text that begins with the probe."""
         text: list[int] = self._policy.tokenizer.encode(PROBE, verbose=False)  # which may be longer than a context
         room = engine.context - FIRST_SAMPLES - 1
-        routed = self._trainable.payload == "adapter"
+        routed = self._trainable.payload == "adapter" or not engine.sums_bytes
         short = max(1, min(SHORT, engine.context - PROBE_SAMPLES))
         self.tokens = text[: LONG if routed and room >= LONG else short]
         return text[: max(len(self.tokens), min(MEASURED, room))]

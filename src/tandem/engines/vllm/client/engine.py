@@ -27,7 +27,8 @@ from tandem.engines.base import (
 from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.adapters import AdapterWriter
 from tandem.engines.vllm.client.fleet import Fleet
-from tandem.engines.vllm.client.http import EngineReplaced, EngineServer, EngineUnreachable
+from tandem.engines.vllm.client.http import EngineReplaced, EngineServer, EngineStopped, EngineUnreachable
+from tandem.engines.vllm.client.urls import UrlServer
 from tandem.engines.vllm.client.waves import Waves
 from tandem.engines.vllm.protocol import Sampled
 from tandem.errors import EngineError, StaleWeights, TransportError
@@ -74,6 +75,15 @@ class VllmEngine(Engine):
     async def start(self) -> None:
         """Start or find the servers."""
         await self.fleet.start()
+        stock = [server.name for server in self.servers if server.plain]
+        if len(stock) not in (0, len(self.servers)):
+            raise EngineError(f"{', '.join(stock)} is stock vLLM and the others are not; name one kind in engine.urls")
+        if stock:
+            log.warning(
+                "%s: stock vLLM, which cannot checksum its weights or tag tokens with versions: each publish is proven "
+                "by a probe alone, and every answer is sampled by one version",
+                ", ".join(stock),
+            )
         if self.fleet.started_elsewhere:
             self._swapped = await self.inherit()
         self._context = self.fleet.least = min(self._context, self.fleet.context)
@@ -138,6 +148,10 @@ class VllmEngine(Engine):
             self._bridge.unlink(missing_ok=True)  # the memory that it names is gone
 
     @property
+    def sums_bytes(self) -> bool:
+        return not any(server.plain for server in self.servers)
+
+    @property
     def started_elsewhere(self) -> bool:
         return self.fleet.started_elsewhere
 
@@ -145,6 +159,13 @@ class VllmEngine(Engine):
         """Load a PEFT folder, which holds ``adapter``, into every engine as it runs."""
         self._adapter = adapter
         await self._load(folder, f"{folder.name}-{self.restart_count}")
+
+    @property
+    def beside_trainer(self) -> bool:
+        return not self.fleet.options.devices
+
+    async def end(self) -> None:
+        await self.fleet.end()
 
     async def relaunch(self, weights: Path | None) -> None:
         """End the engines and start them anew: on a model folder, or on the weights that they had."""
@@ -173,8 +194,16 @@ class VllmEngine(Engine):
             restart_count, server = self.restart_count, min(self.servers, key=lambda s: s.outstanding)
             later = self._pause_seconds if least > self._version.step else 0.0  # it waits for the trainer first
             try:
-                sampled = await self._waves.answer(server, request, seed=seed, later=later)
+                if isinstance(server, UrlServer) and server.plain:
+                    sampled = await server.sample(request, seed=seed, later=later)
+                else:
+                    sampled = await self._waves.answer(server, request, seed=seed, later=later)
                 return self._completion(server, sampled, least)
+            except EngineStopped:  # by a publish that broke off, and is made again where an engine died under it
+                if restart_count == self.restart_count and self.fleet.republish is not None:
+                    await self.fleet.republish()
+                if restart_count == self.restart_count:
+                    raise
             except EngineUnreachable:
                 tries += 1
                 if self.fleet.closed or not await self._restarted(server, restart_count, tries):
@@ -271,6 +300,8 @@ class VllmEngine(Engine):
         return True
 
     async def pause(self, *, finish: bool = False, step: int | None = None) -> None:
+        if self.fleet.ended:
+            return
         by = f"trainer (pid {os.getpid()} on {socket.gethostname()})"
         await self._pauses.pause(self.servers, wire.Pause(finish=finish, seconds=self._pause_seconds, step=step, by=by))
 
@@ -298,7 +329,7 @@ class VllmEngine(Engine):
         await self.fleet.all("/bridge/sleep", wire.Sleep(level=1 if self.sleeps == 1 else 2))
 
     async def wake(self) -> None:
-        if self.sleeps:
+        if self.sleeps and not self.fleet.ended:
             await self.fleet.all("/bridge/wake", wire.Wake(seconds=self._pause_seconds))
 
     async def stop(self, reason: str) -> None:

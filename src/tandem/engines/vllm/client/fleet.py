@@ -98,6 +98,7 @@ class Fleet:
         self._starts, self._first, self._every = 0, first, every
         self._recovering = asyncio.Lock()
         self.closed = False
+        self.ended = False
         """It takes no requests any more."""
 
     async def start(self) -> None:
@@ -239,9 +240,11 @@ class Fleet:
             raise
         except EngineError as error:
             raise EngineError(
-                f"{error}; stock vLLM lacks the routes that engine.urls need; start it by: tandem serve engine RECIPE"
+                f"{error}; engine.urls need vLLM's server or Tandem's, started by: tandem serve engine RECIPE"
             ) from error
         server.instance_id = info.engine
+        if reason := server.lacks(self.requirements):
+            raise EngineError(reason)
         if info.logprobs != "processed_logprobs":
             raise EngineError(
                 f"{server.name} gives {info.logprobs}, which leave the temperature out; start it with "
@@ -323,6 +326,8 @@ class Fleet:
         elif names := ", ".join(server.name for server in self.servers if server not in reachable):
             log.warning("%s does not answer; the other engines take over until it does", names)
         self._away = [server for server in every if server not in reachable]
+        for server in self._away:
+            server.leave()
         if before == [(server.url, server.instance_id) for server in reachable]:
             return False
         self.servers[:] = reachable
@@ -398,10 +403,20 @@ class Fleet:
                     return True
         return not self.ours and away == len(self.servers)
 
+    async def end(self) -> None:
+        """End every server of ours until it is relaunched; it is not missed meanwhile."""
+        async with self._recovering:
+            self.ready.clear()
+            self.ended = True
+            for server in self.servers:
+                assert server.process is not None
+                await server.process.stop()
+
     async def relaunch(self) -> None:
         """End every server of ours and, once its memory is free, start it on ``model``."""
         async with self._recovering:
             self.ready.clear()
+            self.ended = False
             for index, server in enumerate(self.servers):
                 assert server.process is not None
                 await server.process.stop()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
+from tandem.engines.base import EngineRequirements
 from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.client.process import EngineProcess
 from tandem.errors import EngineError, StaleWeights, redacted
@@ -21,7 +22,7 @@ T = TypeVar("T")
 
 AGAIN = 2
 """How often a call is repeated whose connection broke: the network's fault, unless nothing listens there any more."""
-ONCE = ("/nccl/", "/lora/")
+ONCE = ("/nccl/", "/lora/", "/v1/load_lora", "/init_weight", "/start_weight", "/update_weight", "/finish_weight")
 """How routes begin whose calls do something else the second time."""
 GONE_SECONDS = 10.0
 """An engine that cannot be connected to for this long has gone."""
@@ -37,6 +38,14 @@ class EngineCoreDied(EngineUnreachable):
     """The HTTP process answers that vLLM's engine core has died; that process will end too, in a few seconds."""
 
 
+class EngineStopped(EngineError):
+    """The weights that it samples from are in doubt: it gives out nothing until a publish succeeds."""
+
+
+_REFUSALS: Mapping[str, type[EngineError]] = {"EngineDeadError": EngineCoreDied, "Stopped": EngineStopped}
+"""Errors by the titles of problems."""
+
+
 class EngineReplaced(EngineUnreachable, StaleWeights):
     """Another process answers than the one that weights were published to."""
 
@@ -47,6 +56,9 @@ class ApiKeyRefused(EngineError):
 
 class EngineServer:
     """Client of one engine's HTTP process, with the child process if the trainer started it."""
+
+    plain = False
+    """It is a stock vLLM, without Tandem's routes."""
 
     def __init__(self, url: str, key: str, *, control_seconds: float, request_seconds: float):
         self.url = url.rstrip("/")
@@ -70,7 +82,8 @@ class EngineServer:
     def opened(self) -> aiohttp.ClientSession:
         """The session; made where the event loop runs."""
         if self._session is None:
-            headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+            headers = {"Content-Type": "application/json"}
+            headers |= {"Authorization": f"Bearer {self.key}"} if self.key else {}
             connector = aiohttp.TCPConnector(limit=0)  # vLLM queues; a second queue here would only hide it
             self._session = aiohttp.ClientSession(connector=connector, headers=headers)
             if self.process is not None:
@@ -105,6 +118,13 @@ class EngineServer:
     async def info(self) -> wire.EngineInfo:
         """What it is and holds."""
         return await self.get("/bridge/info", wire.EngineInfo)
+
+    def lacks(self, requirements: EngineRequirements) -> str:
+        """Why it cannot be published to as a run requires; empty if it can."""
+        return ""
+
+    def leave(self) -> None:
+        """It is not used any more, until it answers again."""
 
     async def address(self) -> str:
         """This machine's address on the way to it, by which it reaches us too unless something in between translates.
@@ -157,14 +177,18 @@ class EngineServer:
         self._refused(path, status, content)
 
     async def _call(self, method: str, path: str, body: Any, kind: Any, seconds: float) -> Any:
-        data = None if body is None else msgspec.json.encode(body)
-        async with waits.waiting(waits.actor("trainer"), f"{method} {path}", on=self.name, deadline=seconds):
-            status, content = await self._answer(method, path, lambda: data)
+        status, content = await self.ask(method, path, body, seconds)
         self._refused(path, status, content)
         try:
             return msgspec.json.decode(content, type=kind)
         except msgspec.DecodeError as error:  # a logprob that is no number, for one
             raise self.odd(path, error) from error
+
+    async def ask(self, method: str, path: str, body: Any = None, seconds: float = 0.0) -> tuple[int, bytes]:
+        """Status and body of an answer, whatever they are; see ``post``."""
+        data, seconds = None if body is None else msgspec.json.encode(body), seconds or self._control
+        async with waits.waiting(waits.actor("trainer"), f"{method} {path}", on=self.name, deadline=seconds):
+            return await self._answer(method, path, lambda: data)
 
     def odd(self, path: str, error: object) -> EngineError:
         """The error of an answer that cannot be read."""
@@ -175,12 +199,12 @@ class EngineServer:
             variable = "engine.api_key_variable names the environment variable that holds it"
             raise ApiKeyRefused(f"{self.name} answers {path} with {status}: {_detail(content)}; {variable}")
         if status >= 400:
-            # The title of the problem.
-            raise self.refusal(path, status, _detail(content), engine_dead=b'"EngineDeadError"' in content)
+            title = next((title for title in _REFUSALS if f'"{title}"'.encode() in content), "")
+            raise self.refusal(path, status, title, _detail(content))
 
-    def refusal(self, path: str, status: int, detail: str, *, engine_dead: bool) -> EngineError:
-        """The error of a request that was refused; ``engine_dead`` if the engine behind what answers has died."""
-        kind = EngineCoreDied if engine_dead else EngineError
+    def refusal(self, path: str, status: int, title: str, detail: str) -> EngineError:
+        """The error of a request that was refused; ``title`` is that of the problem."""
+        kind = _REFUSALS.get(title, EngineError)
         return kind(f"{self.name} answers {path} with {status}: {detail}{self._last_words()}")
 
     async def _answer(

@@ -164,8 +164,7 @@ class _Wave:
         if answer.done():  # taken back meanwhile
             return
         if isinstance(frame, Failed):
-            engine_dead = frame.title == "EngineDeadError"
-            answer.set_exception(self.server.refusal("/generate", frame.status, frame.detail, engine_dead=engine_dead))
+            answer.set_exception(self.server.refusal("/generate", frame.status, frame.title, frame.detail))
         else:
             answer.set_result(frame)
 

@@ -1,0 +1,355 @@
+"""How a model computes a packed row, chosen by comparing on a small random copy when the model is first met.
+
+As a *tree* what sequences share is computed once, by Tandem's attention. *Plain* unfolds the row to sequences, padded
+on the right, and runs transformers' own forward: a causal model never sees what comes after a token.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from tandem.errors import ConfigError
+from tandem.model.attention import NAME, Packed, Plan, sequential_positions
+from tandem.model.logprobs import LogitEnd
+from tandem.model.plans import moved
+
+Packing = Literal["auto", "tree", "plain"]
+
+CLOSE = 1e-5
+"""Most relative distance of logits and gradients between two right ways: wrong ones are 1e-2 apart and more."""
+_MOST_PADDED = 1.25
+"""Tokens of a plain batch, padding included, in those of its sequences."""
+_PREFIX, _TAILS = 12, (7, 10, 15)
+"""Tokens that the first two compared sequences share, and those that each of three has alone."""
+_LARGEST = {
+    "sliding_window": 8,
+    "attention_window_size": 8,
+    "attention_chunk_size": 8,
+    "chunk_size": 8,
+    "mamba_chunk_size": 8,
+    "index_topk": 8,
+    "vocab_size": 512,
+    "vocab_size_per_layer_input": 512,
+    "num_experts": 16,
+    "num_local_experts": 16,
+    "n_routed_experts": 16,
+    "moe_num_experts": 16,
+    "depth": 1,
+}
+"""What is cut in the copy, beside its layers and the widths of its perceptrons."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How a model is computed."""
+
+    packing: Literal["tree", "plain"]
+    why: str
+    """In words, with the figures."""
+
+
+def causal_class(config: Any) -> Any:
+    """transformers' class that holds the language model of a configuration, and makes it.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in auto._model_mapping:
+            return auto
+    raise ConfigError(
+        f"transformers has no causal language model for {type(config).__name__}; use a model of another architecture"
+    )
+
+
+def attention(config: Any, packing: Packing) -> dict[str, str]:
+    """What transformers is told when it makes or loads a model that computes packed rows as chosen."""
+    return {"attn_implementation": NAME} if chosen(config, packing).packing == "tree" else {}
+
+
+def bare(config: Any, *, dtype: torch.dtype, packing: Packing = "auto") -> Any:
+    """A model that computes packed rows as chosen, on the meta device: it has no weights."""
+    told = attention(config, packing)
+    with torch.device("meta"):
+        return causal_class(config).from_config(config, dtype=dtype, **told).eval()
+
+
+def is_tree(causal: Any) -> bool:
+    """Whether a model computes packed rows as trees: it was loaded with Tandem's attention."""
+    return bool(causal.config.get_text_config()._attn_implementation == NAME)
+
+
+def backbone(causal: Any) -> Any:
+    """The layers of the language model, without what else a model for images has."""
+    return next(child for child in causal.children() if isinstance(child, PreTrainedModel)).get_decoder()
+
+
+def hidden(causal: Any, tokens_BT: Tensor, positions_BT: Tensor, plan: Plan) -> Tensor:
+    """Last hidden states of packed or decoded tokens, (B, T, hidden size)."""
+    model = backbone(causal)
+    if is_tree(causal):
+        out: Tensor = model(
+            input_ids=tokens_BT, position_ids=positions_BT, use_cache=False, plan=plan
+        ).last_hidden_state
+        return out
+    if not isinstance(plan, Packed):
+        raise ConfigError("packing: plain computes whole sequences on one rank; set distributed.context_parallel: 1")
+    return _unfolded(model, tokens_BT[0], plan)[None]
+
+
+def _unfolded(model: nn.Module, tokens_T: Tensor, plan: Packed) -> Tensor:
+    """Every sequence of the row by itself, in batches of like lengths; of what is shared the first copy counts."""
+    ends = np.cumsum(plan.lengths)
+    segments = [np.arange(end - length, end) for end, length in zip(ends, plan.lengths, strict=True)]
+    leaves = set(range(len(segments))) - set(plan.parents)
+    rows = [np.concatenate([segments[i] for i in (*plan.ancestors(leaf), leaf)]) for leaf in leaves]
+    rows.sort(key=len, reverse=True)
+    place_T, outs, start, before = np.full(len(tokens_T), -1), [], 0, 0
+    while start < len(rows):
+        end, longest = start + 1, len(rows[start])
+        while end < len(rows) and longest * (end + 1 - start) <= _MOST_PADDED * sum(map(len, rows[start : end + 1])):
+            end += 1
+        batch = np.zeros((end - start, longest), dtype=np.int64)
+        for i, row in enumerate(rows[start:end]):
+            batch[i, : len(row)] = row
+            new = place_T[row] < 0
+            place_T[row[new]] = before + i * longest + np.flatnonzero(new)
+        out = model(input_ids=tokens_T[moved(batch, tokens_T.device)], use_cache=False).last_hidden_state
+        outs.append(out.flatten(0, 1))
+        start, before = end, before + batch.size
+    return torch.cat(outs)[moved(place_T, tokens_T.device)]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Relative distances of a small copy's logits and gradient from those of one sequence at a time, or what failed."""
+
+    tree: float | str
+    plain: float | str
+    """Not computed, and 0, where the tree is right."""
+    end: LogitEnd | None
+    """What the model does to its head's logits."""
+
+
+_COMPARED: dict[str, Comparison] = {}
+
+
+def compared(config: Any) -> Comparison:
+    """Both ways beside one sequence at a time. Each configuration is compared once in a process.
+
+    Raises:
+        ConfigError: its model does not run, or does more to its head's logits than is known here.
+    """
+    key = json.dumps(_described(config.to_dict()), sort_keys=True, default=str)
+    if key not in _COMPARED:
+        logged = logging.root.manager.disable
+        logging.disable(logging.WARNING)  # transformers' advice is not about this copy
+        try:
+            with (
+                torch.random.fork_rng(devices=[]),
+                torch.device("cpu"),
+                torch.inference_mode(False),
+                torch.enable_grad(),
+            ):
+                torch.manual_seed(0)
+                case = _case(config)
+                tree = case.error(NAME)
+                _COMPARED[key] = Comparison(tree, 0.0 if _is_close(tree) else case.error(None), case.end)
+        finally:
+            logging.disable(logged)
+    return _COMPARED[key]
+
+
+def _described(part: Any) -> Any:
+    """What of a configuration says what is computed."""
+    if not isinstance(part, dict):
+        return part
+    left_out = ("_name_or_path", "dtype", "transformers_version", "architectures")
+    return {name: _described(value) for name, value in part.items() if name not in left_out}
+
+
+def _is_close(error: float | str) -> bool:
+    return isinstance(error, float) and error <= CLOSE
+
+
+def _told(error: float | str) -> str:
+    return error if isinstance(error, str) else f"it is {error:.1g} from one sequence at a time"
+
+
+def chosen(config: Any, packing: Packing = "auto") -> Choice:
+    """How a model of this configuration is computed.
+
+    Raises:
+        ConfigError: it cannot be computed right, or not in the way asked for.
+    """
+    found = compared(config)
+    if packing == "tree" and not _is_close(found.tree):
+        raise ConfigError(f"packing: tree does not fit a {config.model_type} model: {_told(found.tree)}; use auto")
+    if packing != "plain" and _is_close(found.tree):
+        return Choice("tree", _told(found.tree))
+    if not _is_close(found.plain):
+        raise ConfigError(
+            f"a {config.model_type} model cannot be trained: unfolded to rows {_told(found.plain)}, and at "
+            f"most {CLOSE:.0e} is allowed; use a model of another architecture"
+        )
+    return Choice("plain", "asked for" if _is_close(found.tree) else f"as a tree {_told(found.tree)}")
+
+
+class Case:
+    """What a small model computes of three sequences one at a time, and how far other ways are from it."""
+
+    def __init__(self, causal: Any):
+        self.causal = causal
+        self.own = causal.config.get_text_config()._attn_implementation
+        self.head = causal.get_output_embeddings()
+        self.parameters = [p for p in causal.parameters() if p.requires_grad]
+        vocabulary, width = self.head.weight.shape
+        self.end = _end(causal, torch.randn(1, 8, width))
+        prefix, *tails = (torch.randint(3, min(vocabulary, 500), (n,)) for n in (_PREFIX, *_TAILS))
+        self.tokens = torch.cat([prefix, *tails])
+        # The gradient is of what one sequence alone has.
+        self.slopes = [torch.randn(len(tail), vocabulary) for tail in tails]
+        sequences = [torch.cat([prefix, tails[0]]), torch.cat([prefix, tails[1]]), tails[2]]
+        whole = [causal(input_ids=tokens[None], use_cache=False).logits[0] for tokens in sequences]
+        logits = [z[-n:] for z, n in zip(whole, _TAILS, strict=True)]
+        self.logits = torch.cat([whole[0][:_PREFIX], *logits]).detach()
+        self.gradient = self._gradient(logits)
+
+    def _gradient(self, logits: list[Tensor]) -> Tensor:
+        loss = torch.stack([(z * s).sum() for z, s in zip(logits, self.slopes, strict=True)]).sum()
+        parts = torch.autograd.grad(loss, self.parameters, allow_unused=True, materialize_grads=True)
+        return torch.cat([part.flatten() for part in parts])
+
+    def error(self, attention: str | None) -> float | str:
+        """How far a packed row's logits and gradient are, or what failed."""
+        lengths = (_PREFIX, *_TAILS)
+        plan = Packed(lengths=lengths, parents=(None, 0, 0, None))
+        try:
+            self.causal.set_attn_implementation(attention or self.own)
+            if attention and not is_tree(self.causal):
+                return "its attention is not by transformers' interface"
+            positions = torch.as_tensor(sequential_positions(plan))
+            logits = self.head(hidden(self.causal, self.tokens[None], positions[None], plan)[0])
+            if self.end is not None:
+                logits = self.end(logits)
+            gradient = self._gradient(list(logits.split(lengths)[1:]))
+        except Exception as error:
+            return f"it fails ({' '.join(str(error).split())[:120] or type(error).__name__})"
+        finally:
+            self.causal.set_attn_implementation(self.own)
+        apart = (logits.detach() - self.logits).abs().amax() / self.logits.abs().amax()
+        return float(max(apart, (gradient - self.gradient).norm() / self.gradient.norm()).nan_to_num(torch.inf))
+
+
+class _Output(BaseModelOutputWithPast):
+    def __getattr__(self, name: str) -> None:
+        return None  # whatever else a model hands on, such as its router's logits
+
+
+def _end(causal: Any, hidden_1NH: Tensor) -> LogitEnd | None:
+    """What the model's own forward does to its head's logits, seen by giving it hidden states.
+
+    Raises:
+        ConfigError: it is more than a scale and a cap.
+    """
+    layers, head = backbone(causal), causal.get_output_embeddings()
+    with torch.no_grad():
+        hidden_1NH = hidden_1NH * (10 / head(hidden_1NH).abs().amax())  # a cap is seen in large logits alone
+        linear = head(hidden_1NH).double()
+        layers.forward = lambda *_, **__: _Output(last_hidden_state=hidden_1NH)
+        try:
+            tokens = torch.zeros(hidden_1NH.shape[:2], dtype=torch.int64)
+            own = causal(input_ids=tokens, use_cache=False).logits.double()
+        finally:
+            del layers.forward
+        cap = getattr(causal.config.get_text_config(), "final_logit_softcapping", None)
+        before = own if cap is None else (own / cap).atanh() * cap
+        scale = float((before * linear).sum() / (linear * linear).sum())
+        end = LogitEnd(1.0 if abs(scale - 1) < 1e-6 else scale, cap)
+        apart = float((end(linear) - own).abs().amax() / own.abs().amax())
+    if not apart <= CLOSE:
+        raise ConfigError(
+            f"the logits of a {causal.config.model_type} model are {apart:.1g} from its head's, scaled and capped; "
+            "use another model"
+        )
+    return None if end == (1.0, None) else end
+
+
+def _case(config: Any) -> Case:
+    """A case of the first layers, up to one of each kind, with short windows; of more where so few do not run.
+
+    Raises:
+        ConfigError: not even all of them do.
+    """
+    auto = causal_class(config)
+    ways: list[Callable[[], Any]] = [
+        lambda: _shallow(_cut(config)),
+        lambda: _cut(config),
+        lambda: copy.deepcopy(config),
+    ]
+    for way in ways:
+        try:
+            return Case(auto.from_config(way(), dtype=torch.float32).eval())
+        except ConfigError:
+            raise
+        except Exception as error:
+            failed = error
+    raise ConfigError(f"a random {config.model_type} model does not run: {failed}; use another model") from failed
+
+
+def _cut(config: Any) -> Any:
+    """The same with short windows, narrow perceptrons, few words and experts."""
+    cut = copy.deepcopy(config)
+    for part in filter(None, (cut, cut.get_text_config(), getattr(cut, "vision_config", None))):
+        for name, value in list(vars(part).items()):
+            most = 64 if "intermediate_size" in name else _LARGEST.get(name)
+            if most is not None and isinstance(value, int) and value > most:
+                setattr(part, name, most)
+            elif name.endswith("token_id") and isinstance(value, int) and value >= _LARGEST["vocab_size"]:
+                setattr(part, name, 0)
+    return cut
+
+
+def _shallow(config: Any) -> Any:
+    """The same with layers until one of each kind has come."""
+    with torch.device("meta"):
+        model = backbone(causal_class(config).from_config(config))
+    layers: list[nn.Module] = []
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) > len(layers):
+            layers = list(module)
+    first: dict[tuple[Any, ...], int] = {}
+    for i, layer in enumerate(layers):
+        kind = tuple(
+            (name, type(module), *(p.shape for p in module._parameters.values() if p is not None), *_traits(module))
+            for name, module in layer.named_modules()
+        )
+        first.setdefault(kind, i)
+    shallow = copy.deepcopy(config)
+    text, depth = shallow.get_text_config(), max(first.values()) + 1
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list | tuple) and len(value) == text.num_hidden_layers:
+            setattr(text, name, list(value[:depth]))
+    if "num_hidden_layers" in vars(text):
+        text.num_hidden_layers = depth
+    return shallow
+
+
+def _traits(module: nn.Module) -> list[tuple[str, Any]]:
+    """What a layer's code may ask of itself: whether it has a window, is causal, and so on."""
+    return [
+        (name, value if isinstance(value, str | bool) else type(value))
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+    ]

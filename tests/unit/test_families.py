@@ -1,0 +1,146 @@
+"""Families of open models: how each is packed, and that trainer and embedded engine compute what transformers does."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.families import FAMILIES, config_of
+
+from tandem.engines.embedded.spec import Embedded
+from tandem.errors import ConfigError
+from tandem.model import packing
+from tandem.model.attention import NAME
+from tandem.model.packing import CLOSE, Case
+from tandem.model.policy import Compute, Policy
+from tandem.trainable.base import Trainable
+from tandem.trainable.full import Full
+from tandem.trainable.lora import Lora
+from tandem.types import Completion, Sampling
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
+REFUSED = {"glm_moe_dsa"}
+"""Of sparse-indexed attention, of which transformers' own batches differ from single sequences."""
+PROMPTS = [list(range(5, 25)), [7, 9, 11], list(range(5, 25)), list(range(30, 42))]
+LENGTHS = (6, 14, 11, 9)
+FEW = ("qwen3_5_text", "gpt_oss", "gemma2", "granite", "deepseek_v3", "bamba", "mamba2", "qwen2_5_vl")
+"""One of each kind of trouble: delta nets, sinks, caps, scales, latent heads, positions, no positions, images."""
+
+
+def model_of(name: str, **told: str) -> Any:
+    torch.manual_seed(0)
+    config = config_of(name)
+    return packing.causal_class(config).from_config(config, dtype=torch.float32, **told).eval()
+
+
+def trained(name: str, trainable: Trainable, way: str) -> float:
+    """How far the logits of packed sequences, and their gradient in what is trained, are from one at a time."""
+    model = trainable.prepare(model_of(name))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        for key, parameter in model.named_parameters():
+            if "lora_B" in key:  # where it is 0, so is the gradient of A
+                parameter.data += torch.randn_like(parameter) * 0.1
+        error = Case(getattr(model, "get_base_model", lambda: model)()).error(NAME if way == "tree" else None)
+    assert isinstance(error, float), error
+    return error
+
+
+def sampled(name: str) -> float:
+    """Largest distance of a sampled token's logprob from transformers' own forward of the whole sequence."""
+    policy = Policy(
+        model_of(name, **packing.attention(config_of(name), "auto")), SimpleNamespace(), name=name, compute=Compute(1)
+    )
+
+    async def main() -> list[Completion]:
+        async with Embedded(max_rows=3).open(policy, context=128) as engine:
+            work = [engine.generate(PROMPTS[i], Sampling(max_tokens=n), i) for i, n in enumerate(LENGTHS)]
+            return await asyncio.wait_for(asyncio.gather(*work), 60)
+
+    try:
+        answers = asyncio.run(main())
+    finally:
+        policy.close()
+    own, distances = model_of(name), []
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        with torch.no_grad():
+            logits = own(input_ids=torch.tensor([[*prompt, *answer.tokens]]), use_cache=False).logits[0]
+        logprobs = logits[len(prompt) - 1 : -1].log_softmax(-1).gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
+        distances.append(float((torch.tensor(answer.logprobs) - logprobs).abs().max()))
+    return max(distances)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_family_is_trained_and_sampled_as_transformers_computes_it(name: str) -> None:
+    way = packing.chosen(config_of(name)).packing
+    assert max(trained(name, Full(), way), trained(name, Lora(rank=4), way)) < CLOSE
+    assert sampled(name) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "way"), [("qwen3", "tree"), ("qwen3_next", "plain"), ("falcon", "plain"), ("granitemoehybrid", "plain")]
+)
+def test_what_shares_exactly_is_a_tree_and_the_rest_is_plain(name: str, way: str) -> None:
+    assert packing.chosen(config_of(name)).packing == way
+
+
+def test_what_is_wrong_both_ways_is_refused_with_the_figure() -> None:
+    with pytest.raises(ConfigError, match=r"glm_moe_dsa model cannot be trained: unfolded to rows it is 0\.\d"):
+        packing.chosen(config_of("glm_moe_dsa"))
+
+
+def test_a_tree_is_not_to_be_had_where_it_is_wrong() -> None:
+    with pytest.raises(ConfigError, match=r"packing: tree does not fit a qwen3_next model: it is 0?\.?\d+ from"):
+        packing.chosen(config_of("qwen3_next"), "tree")
+
+
+@pytest.mark.long
+def test_the_page_of_models_says_what_they_do(request: pytest.FixtureRequest) -> None:
+    """``--golden`` writes it anew."""
+    rows, refused = [], []
+    for name in FAMILIES:
+        try:
+            choice = packing.chosen(config_of(name))
+        except ConfigError as error:
+            assert name in REFUSED
+            refused.append(f"- `{name}`: {error}")
+            continue
+        errors = trained(name, Full(), choice.packing), trained(name, Lora(rank=4), choice.packing)
+        assert max(errors) < CLOSE, name
+        far = sampled(name)
+        assert far < 1e-3, name
+        experts = any(p.dim() == 3 and "experts" in key for key, p in model_of(name).named_parameters())
+        adapted = f"{errors[1]:.0e}{', not its experts' * experts}"
+        rows.append(f"| `{name}` | {choice.packing} | {errors[0]:.0e} | {adapted} | {far:.0e} | {choice.why} |")
+    assert len(rows) >= 60
+    assert len(refused) <= 3
+    page = _HEAD.format(count=len(rows)) + "\n".join(rows) + "\n\n## Refused\n\n" + "\n".join(refused) + "\n"
+    if request.config.getoption("--golden"):
+        PAGE.write_text(page, encoding="utf-8")
+    assert _wordy(PAGE.read_text(encoding="utf-8")) == _wordy(page)
+
+
+def _wordy(page: str) -> str:
+    """Without the figures that another processor rounds otherwise."""
+    return re.sub(r"\d(\.\d+)?(e-\d+)?(?= )", "#", page)
+
+
+_HEAD = """# Models
+
+What a tiny random model of each family does, in float32, beside transformers' own forward of one sequence at a time.
+`tests/unit/test_families.py` measures this page. A family that is not here is not refused: when a model is first met,
+a small random copy of it is computed as a tree, and *plain* where that is wrong; `tandem check` says which
+([performance](../design/performance.md)).
+
+{count} families are trained and sampled. *Full* and *LoRA*: relative distance of logits and gradient. *Embedded*:
+largest distance of a sampled token's logprob. LoRA's `all-linear` adapts no experts, and in a model of experts no other
+layers that are named as theirs.
+
+| Model type | Packing | Full | LoRA | Embedded | Why |
+| --- | --- | --- | --- | --- | --- |
+"""
