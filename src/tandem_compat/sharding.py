@@ -193,11 +193,10 @@ def shard_of(
         workers: those of each engine on the ranks' GPUs; 0: there is none.
     """
     whole = {
-        "an adapter is beside them": not full,
         "a reference is beside them": reference,
         "8-bit products are of them": fp8,
-        "adamw on the device alone follows the cut": optimizer != "adamw" or sharding.offload_optimizer,
-        "an engine of one GPU holds them on each rank's, and shares them": workers == 1,
+        "adamw on the device alone follows the cut": full and (optimizer != "adamw" or sharding.offload_optimizer),
+        f"each rank writes its whole adapter into an engine, which has {workers} GPUs": not full and workers > 1,
         f"the {workers} GPUs of an engine do not divide {ranks} ranks": workers > 1 and ranks % workers > 0,
     }
     if ranks == 1 or sharding.shard == "states" or not any(whole.values()):

@@ -75,7 +75,7 @@ SWIFT = {
     "vLLM on the other GPU": Layout("apart", environ=THREE),
     "colocated with all": COUNTED,
     "DAPO": COUNTED,
-    "GSPO": BESIDE,
+    "GSPO": Layout("beside", shard="weights", sync="shared"),
     "SAPO": BESIDE,
     "a mixture of experts": SLICED,
     "vLLM over four GPUs": SLICED,
@@ -89,9 +89,9 @@ FSDP = {
 }
 ZERO3 = {"deepspeed": "deepspeed_configs/zero3_bf16.json", "gradient_checkpointing_kwargs": {"use_reentrant": True}}
 AXOLOTL: dict[str, tuple[str, Mapping[str, Any], Layout]] = {
-    "FSDP": ("quick start", FSDP, Layout("adapters", sync="hotswap")),
-    "ZeRO-3": ("quick start", ZERO3, Layout("adapters", sync="hotswap")),
-    "FSDP, asynchronous": ("full async", FSDP, Layout("adapters", sync="hotswap")),
+    "FSDP": ("quick start", FSDP, Layout("adapters", shard="weights", sync="hotswap")),
+    "ZeRO-3": ("quick start", ZERO3, Layout("adapters", shard="weights", sync="hotswap")),
+    "FSDP, asynchronous": ("full async", FSDP, Layout("adapters", shard="weights", sync="hotswap")),
     "FSDP, whole weights": ("a server", FSDP, Layout("urls", shard="weights")),
     "two GPUs train": ("two GPUs for vLLM", {}, URLS),
     "two GPUs, colocated": ("colocate", {}, BESIDE),

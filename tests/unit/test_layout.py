@@ -119,10 +119,10 @@ def test_a_layout_is_drawn_gpu_by_gpu(recipe: Path, monkeypatch: pytest.MonkeyPa
 
 REFUSED = (
     ("ranks=2", "engine={kind: vllm, urls: ['http://h:1']}"),
-    ("ranks=2", "engine=vllm", "distributed.shard=weights"),
+    ("ranks=3", "engine={kind: vllm, tensor_parallel_size: 2}", "distributed.shard=weights"),
     ("ranks=2", "sync=broadcast", "engine={kind: vllm, urls: ['http://h:1']}", "optimizer=adafactor"),
     ("ranks=3", "distributed.context_parallel=2"),
-    ("ranks=2", "distributed.shard=weights", "trainable=lora"),
+    ("ranks=2", "distributed.shard=weights", "reference=start"),
     ("sync=hotswap", "trainable={kind: lora, rank: 999}", "engine={kind: vllm, urls: ['http://h:1']}"),
     ("distributed.shard=weights",),
     ("gpus=3", "distributed.context_parallel=2"),

@@ -11,16 +11,15 @@ from typing import Any
 import torch
 
 from tandem.config.loading import RunConfig
-from tandem.distributed.placement import Placement, visible_accelerators
+from tandem.distributed.placement import Placement
 from tandem.errors import ConfigError, DoesNotFit, TandemError
 from tandem.machine import readable
 from tandem.model.policy import load_config
 from tandem.trainer import memory_plan
-from tandem.trainer.live import rank_device
 from tandem.trainer.memory_plan.plan import Engines
 from tandem.trainer.pairs import has_engines_apart, has_slices
 from tandem.trainer.ranks import checks
-from tandem.trainer.ranks.engines import devices_apart, engines_of
+from tandem.trainer.ranks.engines import devices_apart, engine_devices, engines_of
 
 MOST_GPUS = 64
 """Up to which a number that would do is looked for."""
@@ -130,10 +129,9 @@ def drawn(planner: memory_plan.Planner, config: RunConfig) -> str:
         processes = [*(f"rank {rank}" for rank in range(local)), *(f"engine {n}" for n in range(engines.started))]
         return f"  {machine.name}  {', '.join(processes)}: {_sizes(training, machine.total)}"
     spec: Any = engines_of(config, planner.ranks.world, local) if planner.ranks.world > 1 else config.engine
-    visible = visible_accelerators(os.environ)
     gpus: dict[str, tuple[list[str], dict[str, int]]] = {}
     for rank in range(local):
-        gpus.setdefault(visible[rank_device(rank).index], ([], training))[0].append(f"rank {rank}")
+        gpus.setdefault(engine_devices(rank, 1), ([], training))[0].append(f"rank {rank}")
     for number, names in enumerate(getattr(spec, "devices", ())):
         for name in names.split(","):
             gpus.setdefault(name, ([], sampling))[0].append(f"engine {number}")
