@@ -121,6 +121,8 @@ class Lora(Trainable):
         if self.layers is not None:
             linear = [name for name in linear if layer_of(name) in self.layers]
         known = sorted({name.rpartition(".")[2] for name in linear})
+        if not linear and self.target_modules == "all-linear":
+            raise ConfigError("trainable: the model has no linear layers for lora to adapt; use full")
         if self.target_modules == "all-linear":
             adaptable = set(linear)
             others = {name.rpartition(".")[2] for name, _ in model.named_modules() if name not in adaptable}
