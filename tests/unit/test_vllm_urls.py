@@ -1,338 +1,444 @@
-"""A stock vLLM at ``engine.urls``: what it is asked, which version samples a token, and what proves a publish."""
+"""Engines at urls that die: the others take over, one that comes back is published to before it is sampled from."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import pickle
-import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+import logging
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
-import torch
 from aiohttp import web
-from support.tiny_policy import live_policy
 
-from tandem.engines.base import EngineRequirements, LoadsVersions, LoraAdapter, ReceivesBroadcast
-from tandem.engines.vllm.client import fleet as fleet_module
-from tandem.engines.vllm.client.engine import VllmEngine
+from tandem.engines.base import EngineRequirements
+from tandem.engines.vllm import protocol as wire
+from tandem.engines.vllm.client import fleet as _vllm_fleet
+from tandem.engines.vllm.client import http as _vllm_client
+from tandem.engines.vllm.client.engine import TRIES, VllmEngine
 from tandem.engines.vllm.client.fleet import Fleet
-from tandem.engines.vllm.client.urls import UrlServer
+from tandem.engines.vllm.client.http import EngineServer
+from tandem.engines.vllm.protocol import Many, Sampled, framed
 from tandem.engines.vllm.spec import Vllm
-from tandem.errors import EngineError, StaleWeights, TransportError
-from tandem.model.policy import Policy
+from tandem.errors import Deadline, EngineError, StaleWeights
 from tandem.ports import free_port
-from tandem.trainable.lora import Lora
-from tandem.transport.rendezvous import Rendezvous
-from tandem.transport.weight_transfer import UniqueId, WeightTransferGroup, pickled
-from tandem.types import PolicyVersion, Sampling
-from tandem.weight_sync.broadcast import Broadcast
-from tandem.weight_sync.hotswap import Hotswap
-from tandem.weight_sync.transaction.session import WeightSyncSession, open_session
+from tandem.types import Completion, PolicyVersion, Sampling
 
-ADAPTERS = EngineRequirements(model="m", dtype="float32", payload="adapter", capability=LoadsVersions)
-WEIGHTS = EngineRequirements(model="m", dtype="float32", payload="weights", capability=ReceivesBroadcast)
-ADAPTER = LoraAdapter(config={}, tensors=())
-
-Scores = Callable[[Sequence[int], float], list[float]]
-"""Logprobs of tokens but the first at a temperature."""
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_module, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(_vllm_fleet, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(_vllm_fleet, "HEALTH_SECONDS", 0.01)
+    monkeypatch.setattr(_vllm_client, "GONE_SECONDS", 0.0)
 
 
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 30))
+class Somebodys:
+    """Somebody's engine: what it samples tells the version it was stamped with, or the boot it sampled before any."""
 
-
-class StockVllm:
-    """Routes of ``vllm serve``, as far as they are used; its completions are tokens 1, 2, 3 and so on."""
-
-    def __init__(self, *, adapters: bool = False, transfer: bool = False, raw: bool = False):
-        self.url = f"http://127.0.0.1:{free_port()}"
-        self.started, self.loaded, self.paths = 1, list[str](), list[str]()
-        self.scores: Scores = lambda tokens, temperature: [-1.0] * (len(tokens) - 1)
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.boots = 0
+        self.context = 128
+        self.num_requests = 0
+        self.cut = 0
+        self.logprob = -0.5
         self.gate = asyncio.Event()
         self.gate.set()
-        self.requests: list[dict[str, Any]] = []
-        self.updated = list[str]()
-        self._raw = raw
-        self._routes = {"/v1/completions": self._complete}
-        if adapters:
-            self._routes |= {"/v1/load_lora_adapter": self._load, "/v1/unload_lora_adapter": self._unload}
-        if transfer:
-            names = ("pause", "resume", "start_weight_update", "update_weights", "finish_weight_update")
-            self._routes |= dict.fromkeys([f"/{name}" for name in names], self._done)
-            self._routes["/init_weight_transfer_engine"] = self._done
+        self.info_gate = asyncio.Event()
+        self.info_gate.set()
+        self._runner: web.AppRunner | None = None
 
-    async def answer(self, request: web.Request) -> web.Response:
-        match request.path:
-            case "/health":
-                return web.Response()
-            case "/metrics":
-                return web.Response(text=f"process_start_time_seconds {self.started}\n")
-            case "/get_world_size":
-                return web.json_response({"world_size": 2})
-            case "/v1/models":
-                named = [{"id": "m", "max_model_len": 128, "parent": None}]
-                return web.json_response({"data": named + [{"id": name, "parent": "m"} for name in self.loaded]})
-        if request.path not in self._routes:
-            return web.json_response({"detail": "Not Found"}, status=404)
-        if request.method == "GET":
-            return web.json_response({"detail": "Method Not Allowed"}, status=405)
-        if request.content_type != "application/json":
-            return web.json_response({"detail": "Unsupported Media Type"}, status=415)
-        self.paths.append(request.path_qs)
-        return await self._routes[request.path](json.loads(await request.read()))
-
-    async def _complete(self, body: dict[str, Any]) -> web.Response:
-        self.requests.append(body)
-        if body["model"] not in ("m", *self.loaded):
-            return web.json_response({"error": {"message": "The model does not exist."}}, status=404)
-        await self.gate.wait()
-        prompt, new = body["prompt"], list(range(1, body["max_tokens"] + 1))
-        temperature = body["temperature"] or 1.0
-        if temperature < 0.1:
-            logprobs = [-5.0 if self._raw else 0.0] * len(new)
-        else:
-            logprobs = self.scores([*prompt, *new], temperature)[len(prompt) - 1 :]
-        choice = {"token_ids": new, "finish_reason": "length", "logprobs": {"token_logprobs": logprobs}}
-        if "prompt_logprobs" in body:
-            scored = zip(prompt[1:], self.scores(prompt, 1.0), strict=True)
-            choice["prompt_logprobs"] = [None, *({str(token): {"logprob": value}} for token, value in scored)]
-        return web.json_response({"choices": [choice]})
-
-    async def _load(self, body: dict[str, Any]) -> web.Response:
-        self.loaded.append(body["lora_name"])
-        return web.Response(text="Success")
-
-    async def _unload(self, body: dict[str, Any]) -> web.Response:
-        self.loaded.remove(body["lora_name"])
-        return web.Response(text="Success")
-
-    async def _done(self, body: dict[str, Any]) -> web.Response:
-        self.updated += body.get("update_info", {}).get("names", [])
-        return web.json_response({"message": "done"})
-
-    @asynccontextmanager
-    async def up(self) -> AsyncIterator[None]:
+    async def up(self) -> None:
+        self.boots += 1
+        self.step, self.digest = -1, ""
         app = web.Application()
-        app.router.add_route("*", "/{rest:.*}", self.answer)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", int(self.url.rpartition(":")[2]), reuse_address=True).start()
-        try:
-            yield
-        finally:
+        app.add_routes(
+            [
+                web.get("/bridge/info", self._info),
+                web.get("/health", self._health),
+                web.get("/lora/status", self._lora),
+                web.post("/generate/many", self._generate),
+                web.post("/bridge/stamp", self._stamp),
+                web.post("/bridge/resume", self._resume),
+            ]
+        )
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True).start()
+
+    async def down(self) -> None:
+        runner, self._runner = self._runner, None
+        if runner is not None:
             await runner.cleanup()
+
+    @property
+    def instance_id(self) -> str:
+        return f"boot {self.boots}"
+
+    async def _info(self, request: web.Request) -> web.Response:
+        await self.info_gate.wait()
+        about = wire.EngineInfo(
+            engine=self.instance_id, state="", reason="", step=self.step, digest=self.digest, updates=0, running=0,
+            adapter=None, model="m", context=self.context, logprobs="processed_logprobs", adapters=False, workers=[],
+        )  # fmt: skip
+        return web.Response(body=msgspec.json.encode(about), content_type="application/json")
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"running": 0, "waiting": 0})
+
+    async def _lora(self, request: web.Request) -> web.Response:
+        return web.json_response({"loaded": [], "in_place": None})
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        wave = msgspec.json.decode(await request.read(), type=Many)
+        answers = sum(len(siblings.seeds) for siblings in wave.prompts)
+        self.num_requests += answers
+        self.least = wire.parsed(bytes(wave.prompts[0].request), wire.Generate).min_step
+        if self.cut:
+            self.cut -= 1
+            assert request.transport is not None
+            request.transport.close()
+        await self.gate.wait()
+        answer_frames = [
+            framed(
+                Sampled(
+                    number,
+                    tokens=(5,),
+                    logprobs=(self.logprob,),
+                    versions=[(self.step, 1)],
+                    finish="stop",
+                    engine=self.instance_id,
+                )
+            )
+            for number in range(answers)
+        ]
+        return web.Response(body=b"".join(answer_frames))
+
+    async def _stamp(self, request: web.Request) -> web.Response:
+        version = msgspec.json.decode(await request.read(), type=wire.SetVersion)
+        self.step, self.digest = version.step, version.digest
+        return web.json_response({"engine": self.instance_id})
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        return web.json_response({"seconds": 0.0, "step": self.step, "digest": self.digest})
+
+
+class Publisher:
+    """As a link publishes: one at a time, anew where engines died under it."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self.engine = engine
+        self.step = 0
+        self.served = -1
+        self.lock = asyncio.Lock()
+        self.to: list[list[str]] = []
+        self.failing: Exception | None = None
+        engine.on_restart(self.republish)
+
+    async def commit(self, step: int) -> None:
+        async with self.lock:
+            self.step = step
+            await self._persist()
+
+    async def republish(self) -> None:
+        async with self.lock:
+            await self.engine.recover()
+            if self.served != self.engine.restart_count:
+                await self._persist()
+
+    async def _persist(self) -> None:
+        while True:
+            if self.failing is not None:
+                raise self.failing
+            try:
+                await self.engine.set_version(PolicyVersion(step=self.step, digest="d"))
+                await self.engine.resume()
+            except EngineError:
+                if not await self.engine.recover():
+                    raise
+            else:
+                self.served = self.engine.restart_count
+                self.to.append([server.url for server in self.engine.servers])
+                return
 
 
 @asynccontextmanager
-async def engine_of(*servers: StockVllm, requirements: EngineRequirements) -> AsyncIterator[VllmEngine]:
-    clients = [UrlServer(server.url, "", control_seconds=5.0, request_seconds=5.0) for server in servers]
-    options = Vllm(urls=tuple(server.url for server in servers), start_seconds=5.0)
-    engine = VllmEngine(Fleet(clients, launch=None, options=options, requirements=requirements), context=128, ends=[0])
+async def opened(*somebodys: Somebodys, seconds: float = 20.0) -> AsyncIterator[tuple[VllmEngine, Publisher]]:
+    for each in somebodys:
+        await each.up()
+    urls = tuple(each.url for each in somebodys)
+    spec = Vllm(urls=urls, start_seconds=seconds)
+    requirements = EngineRequirements(model="m", dtype="bfloat16")
+    servers = [EngineServer(url, "", control_seconds=5.0, request_seconds=5.0) for url in urls]
+    fleet = Fleet(servers, launch=None, options=spec, requirements=requirements)
+    engine = VllmEngine(fleet, context=64, ends=[1])
     try:
         await engine.start()
-        yield engine
+        publisher = Publisher(engine)
+        await publisher.commit(1)
+        yield engine, publisher
     finally:
         await engine.close()
+        for each in somebodys:
+            each.gate.set()
+            await each.down()
 
 
-async def publish_adapter(engine: VllmEngine, step: int) -> None:
-    await engine.swap(Path("adapters"), PolicyVersion(step=step, digest=f"d{step}"), ADAPTER)
-    await engine.set_version(PolicyVersion(step=step, digest=f"d{step}"))
-    await engine.resume()
+async def sample(engine: VllmEngine) -> Completion:
+    return await engine.generate([1, 2], Sampling(max_tokens=4), 0)
 
 
-async def eventually(condition: Callable[[], Any]) -> None:
-    while not condition():
-        await asyncio.sleep(0.005)
+async def until(true: Callable[[], Any]) -> None:
+    while not true():
+        await asyncio.sleep(0.002)
 
 
-@pytest.mark.parametrize(
-    ("able", "requirements", "says"),
-    [
-        ({}, ADAPTERS, r"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve MODEL --enable-lora"),
-        ({}, WEIGHTS, r"VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config"),
-        ({"adapters": True}, WEIGHTS, r"For trainable: lora use sync: hotswap"),
-        ({"transfer": True}, ADAPTERS, r"For whole weights use sync: broadcast"),
-        ({"adapters": True, "raw": True}, ADAPTERS, r"raw_logprobs, which leave the temperature out"),
-    ],
-    ids=["neither, adapters", "neither, weights", "adapters alone", "transfer alone", "raw logprobs"],
-)
-def test_a_server_that_cannot_be_published_to_is_refused_with_the_flags_it_needs(
-    able: dict[str, bool], requirements: EngineRequirements, says: str
-) -> None:
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(20):
+            await work()
+
+    asyncio.run(limited())
+
+
+def test_a_logprob_that_is_no_number_is_told_with_its_token() -> None:
     async def go() -> None:
-        server = StockVllm(**able)
-        async with server.up():
-            with pytest.raises(EngineError, match=says):
-                async with engine_of(server, requirements=requirements):
-                    pass
+        one = Somebodys()
+        async with opened(one) as (engine, _):
+            one.logprob = -math.inf
+            with pytest.raises(EngineError, match=r"logprob of token 1 of 1 \(id 5\) is -inf.*finish is stop"):
+                await sample(engine)
 
-    run(go())
+    run(go)
 
 
-def test_a_request_is_sampled_by_the_version_it_began_with_and_waits_for_the_one_it_asks_for(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_others_take_over_and_it_is_used_again_with_the_weights_of_now(caplog: pytest.LogCaptureFixture) -> None:
     async def go() -> None:
-        server = StockVllm(adapters=True)
-        async with server.up(), engine_of(server, requirements=ADAPTERS) as engine:
-            assert caplog.text.count("proven by a probe alone") == 1
-            await publish_adapter(engine, 0)
-            (first,) = server.loaded
-            server.gate.clear()
-            old = asyncio.ensure_future(engine.generate([5, 6], Sampling(max_tokens=3, top_k=7, stop=("x",)), key=0))
-            await eventually(lambda: len(server.requests) == 2)
+        one, two = Somebodys(), Somebodys()
+        async with opened(one, two) as (engine, publisher):
+            one.gate.clear()
+            two.gate.clear()
+            tasks = [asyncio.create_task(sample(engine)) for _ in range(6)]
+            await until(lambda: (one.num_requests, two.num_requests) == (3, 3))
+            two.gate.set()
+            await one.down()
+            assert [completion.versions for completion in await asyncio.gather(*tasks)] == [(1,)] * 6
+            assert publisher.to == [[one.url, two.url], [two.url]]
+            assert caplog.text.count("the other engines take over until it does") == 1
+            await publisher.commit(2)
+            assert publisher.to[-1] == [two.url]
+            one.gate.set()
+            await one.up()
+            await until(lambda: len(engine.servers) == 2 and engine.fleet.ready.is_set())
+            assert sorted(publisher.to[-1]) == sorted([one.url, two.url])
+            before = one.num_requests
+            completions = await asyncio.gather(*(sample(engine) for _ in range(4)))
+            assert [completion.versions for completion in completions] == [(2,)] * 4
+            assert one.num_requests == before + 2
+            assert f"{one.url} answers again; publishing the current weights to it" in caplog.text
+
+    run(go)
+
+
+def test_requests_say_which_policy_step_they_are_for_and_no_older_one_is_taken() -> None:
+    async def go() -> None:
+        one = Somebodys()
+        async with opened(one) as (engine, _):
+            assert (await sample(engine)).versions == (1,)
+            assert one.least == -1, "any will do"
             assert engine.accept_requests_for(1)
-            new = asyncio.ensure_future(engine.generate([5, 6], Sampling(max_tokens=2), key=0))
-            for step in (1, 2):
-                await publish_adapter(engine, step)
-            assert first in server.loaded, "it is sampled from"
-            server.gate.set()
-            assert ((await old).tokens, (await old).versions) == ((1, 2, 3), (0, 0, 0))
-            assert (await new).versions == (1, 1)
-            await publish_adapter(engine, 3)
-            assert len(server.loaded) == ADAPTERS.versions
-            begun, later = server.requests[1:3]
-            assert (begun["model"], begun["prompt"], begun["top_k"], begun["stop"]) == (first, [5, 6], 7, ["x"])
-            assert begun["return_token_ids"]
-            assert begun["cache_salt"] != later["cache_salt"]
+            assert (await sample(engine)).versions == (1,)
+            assert one.least == 1
+            assert engine.accept_requests_for(2)
+            with pytest.raises(StaleWeights, match=f"{one.url} sampled before version 2 was published to it"):
+                await sample(engine)
 
-    run(go())
+    run(go)
 
 
-def test_whole_weights_are_transferred_once_what_is_in_flight_has_ended() -> None:
+def test_a_request_for_a_policy_that_is_to_come_has_time_to_wait_for_the_trainer_as_well() -> None:
     async def go() -> None:
-        server = StockVllm(transfer=True)
-        async with server.up(), engine_of(server, requirements=WEIGHTS) as engine:
-            assert [len(ranks) for ranks in await engine.workers()] == [2]
-            place = {"host": "127.0.0.1", "port": 5, "world": 3, "backend": "nccl", "name": "n", "seconds": 5.0}
-            await engine.connect(place, [1])
-            assert await engine.connected()
-            await engine.set_version(PolicyVersion(step=0, digest="d0"))
-            await engine.resume()
-            server.gate.clear()
-            server.paths.clear()
-            flying = asyncio.ensure_future(engine.generate([5, 6], Sampling(max_tokens=2), key=0))
-            await eventually(lambda: server.paths)
-            pausing = asyncio.ensure_future(engine.pause(step=1))
+        one = Somebodys()
+        async with opened(one) as (engine, publisher):
+            one.gate.clear()
+            engine.servers[0].request_seconds = 0.1
+            with pytest.raises(Deadline):
+                await sample(engine)
+            engine.accept_requests_for(2)
+            early = asyncio.create_task(sample(engine))
+            await asyncio.sleep(0.4)
+            assert not early.done()
+            await publisher.commit(2)
+            one.gate.set()
+            assert (await early).versions == (2,)
+
+    run(go)
+
+
+def test_nobody_samples_from_it_before_it_is_published_to() -> None:
+    async def go() -> None:
+        one, two = Somebodys(), Somebodys()
+        async with opened(one, two) as (engine, publisher):
+            await one.down()
+            await asyncio.gather(*(sample(engine) for _ in range(2)))
+            before = one.num_requests
+            async with publisher.lock:  # a step is being trained
+                await one.up()
+                for _ in range(5):
+                    await asyncio.sleep(0.02)
+                    assert (await sample(engine)).versions == (1,)
+                assert one.num_requests == before
+                assert len(engine.servers) == 1, "the servers of a publish do not change under it"
+            await until(lambda: len(engine.servers) == 2)
+
+    run(go)
+
+
+def test_one_that_is_away_and_takes_calls_without_an_answer_is_still_away() -> None:
+    async def go() -> None:
+        one, two = Somebodys(), Somebodys()
+        async with opened(one, two) as (engine, _):
+            await two.down()
+            await asyncio.gather(*(sample(engine) for _ in range(2)))
+            engine.fleet._away[0]._control = 0.1
+            two.info_gate.clear()
+            await two.up()
+            for _ in range(5):
+                await asyncio.sleep(0.1)
+                assert engine.failure is None
+                assert (await sample(engine)).versions == (1,)
+            two.info_gate.set()
+            await until(lambda: len(engine.servers) == 2)
+
+    run(go)
+
+
+def test_a_death_in_the_midst_of_a_publish(caplog: pytest.LogCaptureFixture) -> None:
+    async def go() -> None:
+        one, two = Somebodys(), Somebodys()
+        async with opened(one, two) as (engine, publisher):
+            await two.down()
+            await publisher.commit(2)
+            assert publisher.to == [[one.url, two.url], [one.url]]
+            assert (await sample(engine)).versions == (2,)
+
+    run(go)
+
+
+def test_the_only_one_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    async def go() -> None:
+        one = Somebodys()
+        async with opened(one) as (engine, publisher):
+            await one.down()
+            tasks = [asyncio.create_task(sample(engine)) for _ in range(3)]
+            await until(lambda: "it is waited for" in caplog.text)
+            assert not any(task.done() for task in tasks)
+            await one.up()
+            assert [completion.versions for completion in await asyncio.gather(*tasks)] == [(1,)] * 3
+            assert publisher.to == [[one.url]] * 2
+            assert f"engine {one.url} answers" in caplog.text
+
+    run(go)
+    assert caplog.text.count("it is waited for") == 1
+
+
+def test_the_only_one_that_stays_away_ends_the_run() -> None:
+    async def go() -> None:
+        one = Somebodys()
+        async with opened(one, seconds=0.05) as (engine, _):
+            await one.down()
+            with pytest.raises(EngineError, match=r"does not answer.*serve engine RECIPE \(engine.start_seconds: 0.05"):
+                await sample(engine)
+
+    run(go)
+
+
+def test_all_that_stay_away_end_the_run_and_the_first_that_comes_is_enough() -> None:
+    async def go() -> None:
+        one, two = Somebodys(), Somebodys()
+        async with opened(one, two) as (engine, publisher):
+            await one.down()
+            await two.down()
+            completion = asyncio.create_task(sample(engine))
             await asyncio.sleep(0.05)
-            assert not pausing.done()
-            assert server.paths == ["/v1/completions"]
-            engine.accept_requests_for(1)
-            waiting = asyncio.ensure_future(engine.generate([5, 6], Sampling(max_tokens=2), key=0))
-            server.gate.set()
-            await pausing
-            await engine.receive([("w", (2, 3), "float32")], 1 << 20, None)
-            assert (await engine.probe([1, 2, 3]))[0].scored == (-1.0, -1.0)
-            await engine.set_version(PolicyVersion(step=1, digest="d1"))
-            assert not waiting.done()
-            await engine.resume()
-            assert ((await flying).versions, (await waiting).versions) == ((0, 0), (1, 1))
-            assert server.paths == [
-                "/v1/completions", "/pause?mode=wait", "/start_weight_update", "/update_weights",
-                "/finish_weight_update", "/resume", "/v1/completions", "/resume", "/v1/completions",
-            ]  # fmt: skip
+            await two.up()
+            assert (await completion).versions == (1,)
+            assert publisher.to[-1] == [two.url]
+        async with opened(one, two, seconds=0.05) as (engine, _):
+            await one.down()
+            await two.down()
+            with pytest.raises(EngineError, match="start_seconds"):
+                await sample(engine)
 
-    run(go())
+    run(go)
 
 
-def test_weights_that_are_not_trained_travel_along_since_vllm_reloads_whole_layers(tiny_model: Path) -> None:
-    trainable = Lora(rank=4, merged=True, target_modules=("q_proj",))
-
-    async def go(policy: Policy) -> None:
-        server = StockVllm(transfer=True)
-        async with server.up(), engine_of(server, requirements=WEIGHTS) as engine:
-            session = WeightSyncSession(
-                sync=Broadcast(), policy=policy, engine=engine, trainable=trainable, folder=Path()
-            )
-            sent: list[str] = []
-            session.member = SimpleNamespace(send=lambda named, bucket_bytes: sent.extend(name for name, _ in named))
-            await Broadcast().transfer(session, PolicyVersion(step=1, digest=""))
-            assert sorted(sent) == sorted(server.updated) == sorted(trainable.base_names(policy.model))
-
-    with live_policy(tiny_model, trainable=trainable) as policy:
-        run(go(policy))
-
-
-def test_one_that_was_restarted_is_published_to_again_before_it_samples() -> None:
-    async def go() -> None:
-        server = StockVllm(adapters=True)
-        async with server.up(), engine_of(server, requirements=ADAPTERS) as engine:
-            published = [0]
-
-            async def republish() -> None:
-                if await engine.recover():
-                    published[0] += 1
-                    await publish_adapter(engine, 0)
-
-            engine.on_restart(republish)
-            await publish_adapter(engine, 0)
-            server.started, server.loaded = 2, []
-            assert (await engine.generate([5, 6], Sampling(max_tokens=2), key=0)).versions == (0, 0)
-            assert published == [1]
-
-    run(go())
-
-
-@pytest.fixture
-def policy(tiny_model: Path) -> Iterator[Policy]:
-    with live_policy(tiny_model, trainable=Lora(rank=4)) as live:
-        yield live
-
-
-@pytest.mark.parametrize("arrives", [True, False])
-def test_a_publish_is_proven_by_a_probe_alone(policy: Policy, tmp_path: Path, arrives: bool) -> None:
-    """Where an adapter is loaded and not sampled from, only logprobs can tell."""
+def test_one_that_was_restarted_unseen_is_published_to() -> None:
+    """Its process is another than the one that was published to, though somebody answered whenever one asked."""
 
     async def go() -> None:
-        server = StockVllm(adapters=True)
+        one = Somebodys()
+        async with opened(one) as (engine, publisher):
+            await one.down()
+            await one.up()
+            assert (await sample(engine)).versions == (1,)
+            await one.down()
+            await one.up()
+            await publisher.commit(2)
+            assert (await sample(engine)).versions == (2,)
+            assert len(publisher.to) == 3
 
-        def stale(tokens: Sequence[int], temperature: float) -> list[float]:
-            bare = Lora(rank=4).untrained(policy.model)
-            assert bare is not None
-            with bare:
-                return policy.scores(tokens, temperature)[0]
-
-        server.scores = lambda tokens, temperature: policy.scores(tokens, temperature)[0]
-        async with server.up(), engine_of(server, requirements=ADAPTERS) as engine:
-            start = PolicyVersion(step=0, digest="")
-            async with open_session(Hotswap(), policy, engine, start, Lora(rank=4), tmp_path) as session:
-                async with session.commit(1) as commit:
-                    with torch.no_grad():
-                        for parameter in policy.model.parameters():
-                            if parameter.requires_grad:
-                                parameter.add_(0.2 * torch.randn_like(parameter))
-                    if not arrives:
-                        server.scores = stale
-                assert commit.succeeded().probe_gap is not None
-
-    if arrives:
-        run(go())
-    else:
-        with pytest.raises(StaleWeights, match="answers a probe as"):
-            run(go())
+    run(go)
 
 
-def test_the_id_of_a_group_is_what_vllm_unpickles(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ["vllm", "distributed", "device_communicators", "pynccl_wrapper"]
-    for end in range(1, len(names) + 1):
-        module = ModuleType(names[end - 1])
-        module.ncclUniqueId = UniqueId  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, ".".join(names[:end]), module)
-    assert bytes(pickle.loads(pickled(bytes(range(128))))) == bytes(range(128))
+def test_a_broken_connection_is_no_death() -> None:
+    async def go() -> None:
+        one = Somebodys()
+        async with opened(one) as (engine, publisher):
+            one.cut = TRIES - 1
+            assert (await sample(engine)).versions == (1,)
+            assert len(publisher.to) == 1
+            one.cut = 100
+            with pytest.raises(EngineError, match="does not answer /generate"):
+                await sample(engine)
+
+    run(go)
 
 
-def test_weights_of_a_trainer_without_a_gpu_are_refused_with_what_can_be() -> None:
-    meeting = Rendezvous(host="127.0.0.1", world=2, backend="gloo")
-    with pytest.raises(TransportError, match=r"by NCCL alone.*trainable: lora with sync: hotswap"):
-        WeightTransferGroup(meeting, torch.device("cpu"))
+def test_one_that_comes_back_too_small_is_left_out_and_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def go() -> None:
+        one, two = Somebodys(), Somebodys()
+        async with opened(one, two) as (engine, _):
+            await one.down()
+            await asyncio.gather(*(sample(engine) for _ in range(2)))
+            one.context = 32
+            await one.up()
+            await until(lambda: "takes 32 tokens and this run needs 64; it is left out" in caplog.text)
+            await asyncio.sleep(0.05)
+            assert (await sample(engine)).versions == (1,)
+            assert len(engine.servers) == 1
+
+    run(go)
+    assert caplog.text.count("takes 32 tokens") == 1
+
+
+def test_whoever_samples_is_told_that_one_could_not_be_published_to(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)
+
+    async def go() -> None:
+        one, two = Somebodys(), Somebodys()
+        async with opened(one, two) as (engine, publisher):
+            await one.down()
+            await asyncio.gather(*(sample(engine) for _ in range(2)))
+            publisher.failing = ValueError("it is not what it should be")
+            await one.up()
+            await until(lambda: engine.fleet.failure)
+            with pytest.raises(ValueError, match="not what it should be"):
+                await sample(engine)
+
+    run(go)
