@@ -193,7 +193,10 @@ def test_an_interpreter_without_vllm_is_refused(tmp_path: Path) -> None:
 
 def test_a_check_does_not_claim_that_an_engine_elsewhere_runs(tmp_path: Path) -> None:
     checked = Vllm(urls=("http://127.0.0.1:1",)).check(folder=tmp_path)
-    assert checked == "expected at http://127.0.0.1:1; whether it runs is seen when a run starts"
+    assert checked == (
+        "expected at http://127.0.0.1:1; whether it runs is seen when a run starts, and a stock vLLM there is proven "
+        "by a probe alone"
+    )
 
 
 def test_the_interpreter_is_asked_as_the_engine_would_be_started(

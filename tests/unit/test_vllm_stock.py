@@ -21,7 +21,9 @@ from tandem.engines.base import EngineRequirements, LoadsVersions, LoraAdapter, 
 from tandem.engines.vllm.client import fleet as fleet_module
 from tandem.engines.vllm.client.engine import VllmEngine
 from tandem.engines.vllm.client.fleet import Fleet
+from tandem.engines.vllm.client.http import EngineUnreachable
 from tandem.engines.vllm.client.urls import UrlServer
+from tandem.engines.vllm.protocol import completion_request
 from tandem.engines.vllm.spec import Vllm
 from tandem.errors import EngineError, StaleWeights, TransportError
 from tandem.model.policy import Policy
@@ -280,6 +282,22 @@ def test_one_that_was_restarted_is_published_to_again_before_it_samples() -> Non
             server.started, server.loaded = 2, []
             assert (await engine.generate([5, 6], Sampling(max_tokens=2), key=0)).versions == (0, 0)
             assert published == [1]
+
+    run(go())
+
+
+def test_a_request_that_waits_at_a_server_that_is_given_up_is_free_to_go_elsewhere() -> None:
+    async def go() -> None:
+        server = StockVllm(adapters=True)
+        async with server.up(), engine_of(server, requirements=ADAPTERS) as engine:
+            (client,) = engine.servers
+            assert isinstance(client, UrlServer)
+            request = completion_request([5, 6], Sampling(), limit=8, ends=[0], min_step=1)
+            waiting = asyncio.ensure_future(client.sample(request, seed=None, later=0.0))
+            await asyncio.sleep(0.05)
+            client.leave()
+            with pytest.raises(EngineUnreachable):
+                await waiting
 
     run(go())
 
