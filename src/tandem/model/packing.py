@@ -202,8 +202,8 @@ def chosen(config: Any, packing: Packing = "auto") -> Choice:
         return Choice("tree", _described_error(comparison.tree))
     if not _is_close(comparison.plain):
         raise ConfigError(
-            f"a {config.model_type} model cannot be trained: unfolded to rows {_described_error(comparison.plain)}, and at "
-            f"most {CLOSE:.0e} is allowed; use a model of another architecture"
+            f"a {config.model_type} model cannot be trained: unfolded to rows {_described_error(comparison.plain)}, and "
+            f"at most {CLOSE:.0e} is allowed; use a model of another architecture"
         )
     return Choice(
         "plain", "asked for" if _is_close(comparison.tree) else f"as a tree {_described_error(comparison.tree)}"
