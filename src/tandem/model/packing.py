@@ -183,7 +183,7 @@ def _is_close(error: float | str) -> bool:
     return isinstance(error, float) and error <= CLOSE
 
 
-def _described_error(error: float | str) -> str:
+def _distance(error: float | str) -> str:
     return error if isinstance(error, str) else f"it is {error:.1g} from one sequence at a time"
 
 
@@ -196,18 +196,16 @@ def chosen(config: Any, packing: Packing = "auto") -> Choice:
     comparison = compared(config)
     if packing == "tree" and not _is_close(comparison.tree):
         raise ConfigError(
-            f"packing: tree does not fit a {config.model_type} model: {_described_error(comparison.tree)}; use auto"
+            f"packing: tree does not fit a {config.model_type} model: {_distance(comparison.tree)}; use auto"
         )
     if packing != "plain" and _is_close(comparison.tree):
-        return Choice("tree", _described_error(comparison.tree))
+        return Choice("tree", _distance(comparison.tree))
     if not _is_close(comparison.plain):
         raise ConfigError(
-            f"a {config.model_type} model cannot be trained: unfolded to rows {_described_error(comparison.plain)}, and "
+            f"a {config.model_type} model cannot be trained: unfolded to rows {_distance(comparison.plain)}, and "
             f"at most {CLOSE:.0e} is allowed; use a model of another architecture"
         )
-    return Choice(
-        "plain", "asked for" if _is_close(comparison.tree) else f"as a tree {_described_error(comparison.tree)}"
-    )
+    return Choice("plain", "asked for" if _is_close(comparison.tree) else f"as a tree {_distance(comparison.tree)}")
 
 
 class Case:
