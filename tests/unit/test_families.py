@@ -35,10 +35,10 @@ FEW = ("qwen3_5_text", "gpt_oss", "gemma2", "granite", "deepseek_v3", "bamba", "
 """One of each kind of trouble: delta nets, sinks, caps, scales, latent heads, positions, no positions, images."""
 
 
-def model_of(name: str, **told: str) -> Any:
+def model_of(name: str, **options: str) -> Any:
     torch.manual_seed(0)
     config = config_of(name)
-    return packing.causal_class(config).from_config(config, dtype=torch.float32, **told).eval()
+    return packing.causal_class(config).from_config(config, dtype=torch.float32, **options).eval()
 
 
 def trained(name: str, trainable: Trainable, way: str) -> float:

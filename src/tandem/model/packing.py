@@ -80,9 +80,9 @@ def attention(config: Any, packing: Packing) -> dict[str, str]:
 
 def bare(config: Any, *, dtype: torch.dtype, packing: Packing = "auto") -> Any:
     """A model that computes packed rows as chosen, on the meta device: it has no weights."""
-    told = attention(config, packing)
+    options = attention(config, packing)
     with torch.device("meta"):
-        return causal_class(config).from_config(config, dtype=dtype, **told).eval()
+        return causal_class(config).from_config(config, dtype=dtype, **options).eval()
 
 
 def is_tree(causal: Any) -> bool:
@@ -183,7 +183,7 @@ def _is_close(error: float | str) -> bool:
     return isinstance(error, float) and error <= CLOSE
 
 
-def _told(error: float | str) -> str:
+def _distance(error: float | str) -> str:
     return error if isinstance(error, str) else f"it is {error:.1g} from one sequence at a time"
 
 
@@ -193,17 +193,19 @@ def chosen(config: Any, packing: Packing = "auto") -> Choice:
     Raises:
         ConfigError: it cannot be computed right, or not in the way asked for.
     """
-    found = compared(config)
-    if packing == "tree" and not _is_close(found.tree):
-        raise ConfigError(f"packing: tree does not fit a {config.model_type} model: {_told(found.tree)}; use auto")
-    if packing != "plain" and _is_close(found.tree):
-        return Choice("tree", _told(found.tree))
-    if not _is_close(found.plain):
+    comparison = compared(config)
+    if packing == "tree" and not _is_close(comparison.tree):
         raise ConfigError(
-            f"a {config.model_type} model cannot be trained: unfolded to rows {_told(found.plain)}, and at "
-            f"most {CLOSE:.0e} is allowed; use a model of another architecture"
+            f"packing: tree does not fit a {config.model_type} model: {_distance(comparison.tree)}; use auto"
         )
-    return Choice("plain", "asked for" if _is_close(found.tree) else f"as a tree {_told(found.tree)}")
+    if packing != "plain" and _is_close(comparison.tree):
+        return Choice("tree", _distance(comparison.tree))
+    if not _is_close(comparison.plain):
+        raise ConfigError(
+            f"a {config.model_type} model cannot be trained: unfolded to rows {_distance(comparison.plain)}, and "
+            f"at most {CLOSE:.0e} is allowed; use a model of another architecture"
+        )
+    return Choice("plain", "asked for" if _is_close(comparison.tree) else f"as a tree {_distance(comparison.tree)}")
 
 
 class Case:

@@ -265,8 +265,8 @@ def certified(config: RunConfig, *, real: bool) -> tuple[nn.Module, PlainModel]:
         model = load_model(config.model, dtype=torch.float32, device=torch.device("cpu"), packing=config.packing)
     else:
         tiny = shrunk(load_config(config.model).get_text_config(), config.trainable.layers or ())
-        told = packing.attention(tiny, config.packing)
-        model = packing.causal_class(tiny).from_config(tiny, dtype=torch.float32, **told)
+        options = packing.attention(tiny, config.packing)
+        model = packing.causal_class(tiny).from_config(tiny, dtype=torch.float32, **options)
     exact = PlainModel(model, part(recipes.as_json(config)["trainable"]))
     return prepared(config, model), exact
 
