@@ -136,6 +136,7 @@ class Pairs(Bench):
         engine["max_num_seqs"] *= cards  # of any setting
         if setting.apart:
             engine["replicas"] = cards - ranks
+            engine["devices"] = [str(card) for card in range(ranks, cards)] if not self.args.tries else []
         if not self.args.tries:
             engine |= {"gpu_memory_utilization": 0.8} if setting.apart else {"kv_cache_gb": self.args.kv_cache_gb}
         if setting.spans:

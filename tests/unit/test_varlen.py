@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 from tandem.model import _varlen, attention
@@ -264,3 +265,26 @@ def test_the_kernel_is_what_a_model_on_a_gpu_runs(
     torch.cuda.set_sync_debug_mode("default")  # segments may wait
     attention.attend(module, query.float(), key.float(), value.float(), None, scaling=0.125, plan=PLAN)
     assert calls == [1], "float32 goes segment by segment"
+
+
+def test_kernels_are_compared_apart_from_a_layer_that_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a checkpointed forward records must be what its recomputation does, which finds the comparison made."""
+
+    def compare(*shape: Any) -> bool:
+        leaf = torch.ones(3, requires_grad=True)
+        (leaf.exp() * leaf).sum().backward()
+        return True
+
+    def layer(x: Tensor) -> Tensor:
+        return x.exp() if attention._cudnn_is_faster(4, 2, 8, torch.bfloat16) else x
+
+    monkeypatch.setattr(attention, "_compare_kernels", compare)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    attention._cudnn_is_faster.cache_clear()
+    x = torch.ones(3, requires_grad=True)
+    try:
+        checkpoint(layer, x, use_reentrant=False).sum().backward()
+    finally:
+        attention._cudnn_is_faster.cache_clear()
+    torch.testing.assert_close(x.grad, x.exp().detach())

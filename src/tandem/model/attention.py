@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -224,6 +225,14 @@ def by_sequence(
 
 @cache
 def _cudnn_is_faster(heads: int, key_heads: int, size: int, dtype: torch.dtype) -> bool:
+    """``_compare_kernels``, once for each shape."""
+    device = torch.cuda.current_device()
+    # On a thread of its own: here a layer's forward may be recorded, to be computed again.
+    with ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(device,)) as thread:
+        return thread.submit(_compare_kernels, heads, key_heads, size, dtype).result()
+
+
+def _compare_kernels(heads: int, key_heads: int, size: int, dtype: torch.dtype) -> bool:
     """True if cuDNN agrees with the flash kernel on one long sequence, forward and backward, in less time."""
     plan = Packed(lengths=(LONG,), parents=(None,))
     draw = torch.Generator("cuda").manual_seed(0)
@@ -244,7 +253,7 @@ def _cudnn_is_faster(heads: int, key_heads: int, size: int, dtype: torch.dtype) 
                     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                     begin.record()
                     out = run()
-                    results[name] = (out, *torch.autograd.grad(out, (query, key, value), torch.ones_like(out)))
+                    results[name] = (out.detach(), *torch.autograd.grad(out, (query, key, value), torch.ones_like(out)))
                     end.record()
                     end.synchronize()
                     took[name] = begin.elapsed_time(end)

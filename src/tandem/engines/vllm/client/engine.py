@@ -162,9 +162,11 @@ class VllmEngine(Engine):
 
     @property
     def beside_trainer(self) -> bool:
+        """True if it is on the trainer's accelerator."""
         return not self.fleet.options.devices
 
     async def end(self) -> None:
+        """End the engines until they are relaunched."""
         await self.fleet.end()
 
     async def relaunch(self, weights: Path | None) -> None:

@@ -50,7 +50,7 @@ PASSED = (
 """Fields of ``Generate`` that /v1/completions has by the same names."""
 
 
-class Choice(msgspec.Struct):
+class SampledChoice(msgspec.Struct):
     """Part of an answer of /v1/completions: one completion."""
 
     token_ids: list[int]
@@ -63,7 +63,7 @@ class Choice(msgspec.Struct):
 class CompletionResponse(msgspec.Struct):
     """Answer of /v1/completions."""
 
-    choices: list[Choice]
+    choices: list[SampledChoice]
 
 
 class Model(msgspec.Struct):
@@ -242,7 +242,7 @@ class UrlServer(EngineServer):
             engine=self.instance_id,
         )
 
-    async def _generated(self, request: wire.Generate, adapter: str | None, seed: int | None) -> Choice:
+    async def _generated(self, request: wire.Generate, adapter: str | None, seed: int | None) -> SampledChoice:
         assert isinstance(request.prompt, wire.Ids)
         options = {name: getattr(request, name) for name in PASSED}
         if request.regex:
@@ -251,7 +251,7 @@ class UrlServer(EngineServer):
         salt = f"{self._step}-{self._digest}"
         return await self._complete(request.prompt.prompt_token_ids, adapter, seed=seed, cache_salt=salt, **options)
 
-    async def _complete(self, prompt: Sequence[int], adapter: str | None, **options: Any) -> Choice:
+    async def _complete(self, prompt: Sequence[int], adapter: str | None, **options: Any) -> SampledChoice:
         body = {"model": adapter or self._model.id, "prompt": list(prompt), "logprobs": 0, **options}
         body["return_token_ids"] = True
         status, content = await self.ask("POST", COMPLETIONS, body, self.request_seconds)
