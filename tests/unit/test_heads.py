@@ -13,7 +13,7 @@ from tandem.config.loading import RunConfig, load
 from tandem.errors import ConfigError
 from tandem.trainer.ranks.checks import check_model_heads
 
-TWELVE = Qwen2Config(num_attention_heads=12, num_key_value_heads=4)
+TWELVE = Qwen2Config(hidden_size=96, intermediate_size=64, num_attention_heads=12, num_key_value_heads=4)
 VLLM = ("engine=vllm", "sync=broadcast")
 
 
@@ -28,7 +28,7 @@ def recipe(folder: Path, *options: str) -> RunConfig:
     (TWELVE, (*VLLM, "engine.tensor_parallel_size=3"), "engine.tensor_parallel_size: 3 processes cannot share "
      "12 query heads and 4 key/value heads; use one of 1, 2, 4, 12"),
     (TWELVE, (*VLLM, "engine.tensor_parallel_size=8"), "engine.tensor_parallel_size: 8 processes"),
-    (GPT2Config(n_head=9), (*VLLM, "engine.tensor_parallel_size=2"), "9 query heads and 9 key/value heads; "
+    (GPT2Config(n_head=9, n_embd=72), (*VLLM, "engine.tensor_parallel_size=2"), "9 query heads and 9 key/value heads; "
      "use one of 1, 3, 9"),
 ])  # fmt: skip
 def test_heads_that_processes_cannot_share_are_refused(

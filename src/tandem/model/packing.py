@@ -30,6 +30,8 @@ CLOSE = 1e-5
 """Most relative distance of logits and gradients between two right ways: wrong ones are 1e-2 apart and more."""
 _MOST_PADDED = 1.25
 """Tokens of a plain batch, padding included, in those of its sequences."""
+_MOST_PARAMETERS = 500_000_000
+"""Of a copy that is compared, in float32 and with its gradient, on the host."""
 _PREFIX, _TAILS = 12, (7, 10, 15)
 """Tokens that the first two compared sequences share, and those that each of three has alone."""
 _LARGEST = {
@@ -300,13 +302,18 @@ def _case(config: Any) -> Case:
         lambda: _cut(config),
         lambda: copy.deepcopy(config),
     ]
+    failed: Exception | None = None
     for way in ways:
         try:
-            return Case(auto.from_config(way(), dtype=torch.float32).eval())
+            small = way()
+            with torch.device("meta"):
+                size = sum(parameter.numel() for parameter in auto.from_config(small).parameters())
+            if size <= _MOST_PARAMETERS:
+                return Case(auto.from_config(small, dtype=torch.float32).eval())
         except ConfigError:
             raise
         except Exception as error:
-            failed = error
+            failed = failed or error
     raise ConfigError(f"a random {config.model_type} model does not run: {failed}; use another model") from failed
 
 

@@ -31,9 +31,11 @@ class AdaptedLinear(Linear):
         a, b = self.lora_A[_ADAPTER].weight, self.lora_B[_ADAPTER].weight
         weights: Any = (base.weight, base.bias, a, b, self.scaling[_ADAPTER])
         if not torch.is_grad_enabled():
-            return _sum(x, *weights)[0].view(*x.shape[:-1], -1)
+            return _sum(x, *weights)[0].view(*x.shape[:-1], base.out_features)
         out_NO: Tensor = _Sum.apply(x, *weights)  # type: ignore[no-untyped-call]
-        return out_NO.view(*x.shape[:-1], -1)  # here, since models may write to it: a view made in _Sum may not be
+        return out_NO.view(
+            *x.shape[:-1], base.out_features
+        )  # here, since models may write to it: a view made in _Sum may not be
 
     def _plain(self) -> bool:
         """Whether it is a frozen W and one adapter at work. Any of it may change between calls, W to an 8-bit one."""
