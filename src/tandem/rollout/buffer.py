@@ -247,7 +247,7 @@ class RolloutBuffer:
     postprocess_rewards: PostprocessRewards
     """Last word on a group's rewards."""
     on_drop: Callable[[str, Group], None]
-    """Called with every dropped group and why: zero_variance, stale or failed."""
+    """Called with a dropped group and why: zero_variance, stale or failed; surplus ones are only counted."""
     lag_control: LagControl | None = None
     """How far sampling is ahead of training now; None: always as far as ``options`` allow."""
     on_event: OnEvent = lambda name, fields: None
@@ -366,7 +366,7 @@ class RolloutBuffer:
             if self.options.oversample == "keep":
                 entries = [entry for entry in self._entries if entry.state is EntryState.READY]
             for entry in [e for e in self._entries if e.state is EntryState.READY and e not in entries]:
-                self._leave_out(entry)
+                self._drop_surplus(entry)
         for entry in entries:
             entry.become(EntryState.TAKEN)
             self._replay.add(entry.draw, entry.group)
@@ -479,7 +479,7 @@ class RolloutBuffer:
                 wanted[entry.draw.env] -= 1
         if not wanted.total():
             for entry in over:
-                self._leave_out(entry)
+                self._drop_surplus(entry)
 
     def _sort_scored(self) -> None:
         """Sort scored groups: keep those with signal, replace or drop the others."""
@@ -522,7 +522,7 @@ class RolloutBuffer:
         if replayed is None:
             return False
         replaced = entry.group
-        self._dismiss("zero_variance", entry)
+        self._report_drop("zero_variance", entry)
         draw, stored = replayed
         entry.replay(draw, stored)
         self._metrics.reused["replayed"] += 1
@@ -546,7 +546,7 @@ class RolloutBuffer:
                 self._drop("stale", entry)
         self._admit()
 
-    def _leave_out(self, entry: Entry) -> None:
+    def _drop_surplus(self, entry: Entry) -> None:
         """Have the task of a group that the batch has no place for played again; its requests are aborted."""
         group = None if entry.in_flight else entry.group
         if group is None and entry.task is not None:
@@ -561,9 +561,9 @@ class RolloutBuffer:
     def _drop(self, reason: str, entry: Entry) -> None:
         entry.become(EntryState.DROPPED)
         self._entries.remove(entry)
-        self._dismiss(reason, entry)
+        self._report_drop(reason, entry)
 
-    def _dismiss(self, reason: str, entry: Entry) -> None:
+    def _report_drop(self, reason: str, entry: Entry) -> None:
         """Count and report a group that is not trained on, whatever becomes of its slot."""
         group = entry.group
         self._metrics.drop(reason, entry.draw, group)

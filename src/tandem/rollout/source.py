@@ -43,7 +43,7 @@ class Batch:
 
 
 class RolloutSource(Protocol):
-    """Batches of groups sampled here (``buffer.RolloutBuffer``) or elsewhere (``broker.source.BrokerSource``)."""
+    """Batches of groups sampled here (``buffer.RolloutBuffer``) or elsewhere (``tandem_broker.source``)."""
 
     def open(self, data_state: DataState) -> AbstractAsyncContextManager[RolloutSource]:
         """Go on where ``data_state`` stands."""

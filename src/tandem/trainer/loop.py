@@ -3,7 +3,7 @@
 ``max_lag: 0`` is on-policy; ``max_lag: k`` overlaps sampling with training. The code is the same: the overlap comes
 from the rollout buffer's tasks, which go on while this coroutine awaits the compute thread.
 
-    take -> pack -> forward, backward -> commit [ optimizer, publish ] -> write down -> stage -> ( save )
+    take -> pack -> forward, backward -> commit [ optimizer, publish ] -> write down -> ( save )
                           |                 |
                           +-- free_slots --+    one of both, as the weight sync decides: the next groups are requested
 
@@ -164,7 +164,7 @@ async def _commit(
     commit, step = Commit(), state.step + 1
     try:
         async with weight_sync.commit(
-            step, free_slots=free_slots, last=step == run.steps, recent=_texts(batch.groups)
+            step, free_slots=free_slots, last=step == run.steps, recent=_recent(batch.groups)
         ) as commit:
             yield commit
     except SyncError as error:
@@ -184,8 +184,8 @@ async def _commit(
         raise
 
 
-def _texts(groups: Sequence[Group]) -> list[list[int]]:
-    """Prompt and answer of one rollout each of a few groups."""
+def _recent(groups: Sequence[Group]) -> list[list[int]]:
+    """Token ids of one rollout, prompt included, of each of a few groups."""
     turns = [rollout.turns[-1] for group in groups for rollout in group.rollouts[:1] if rollout.turns]
     return [[*turn.prompt, *turn.completion.tokens] for turn in turns[:NUM_RECENT]]
 

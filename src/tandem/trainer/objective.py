@@ -73,7 +73,7 @@ class Objective:
         return cost_N, metrics
 
     def informed(self, batch: MicroBatch, old: OldLogprobs) -> MicroBatch:
-        """A micro-batch with its logprobs and weights; a logprob that the sampler lacks is the policy's."""
+        """The micro-batch with old and reference logprobs; one that the sampler did not record is the policy's."""
         recorded_N = batch.behavior_logprobs_N
         return dataclasses.replace(
             batch,

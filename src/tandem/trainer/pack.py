@@ -159,7 +159,7 @@ class Packer:
             samples.append(siblings)
         counts = [sample.mask.count(True) for siblings in samples for sample in siblings]
         weigh = self._weights(sum(counts), len(counts))
-        computed = _moving(samples) if self.skip_zero else samples
+        computed = _with_gradient(samples) if self.skip_zero else samples
         micro, costs = self._micros(computed, weigh)
         rounds = rounds_of(costs, self.ranks) if self.ranks > 1 else []
         return StepBatch(
@@ -172,7 +172,7 @@ class Packer:
                 "lag": Histogram(tuple(float(version - group.version_min) for group in groups)),
                 "advantage/abs": Mean.of(map(abs, by_rollout.values())),
                 "groups/trained": Sum(float(len(groups))),
-                **_spared(samples, computed),
+                **_skip_counts(samples, computed),
                 "tokens/trained": Sum(float(sum(len(m.targets_N) for m in micro))),
                 "tokens/computed": Sum(float(sum(len(m.tokens_T) for m in micro))),
                 "micro_batches": Sum(float(len(micro))),
@@ -378,18 +378,18 @@ def samples_of(rollout: Rollout, advantage: float, *, skip_forced: bool = False)
         yield sample()
 
 
-def _moving(samples: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
+def _with_gradient(samples: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
     """Samples of each group that have a gradient.
 
     If none has, the shortest: the optimizer's step by a gradient of zeros is not the same as no step.
     """
-    moving = [[sample for sample in siblings if any(sample.advantages)] for siblings in samples]
-    if not any(moving) and any(samples):
-        moving = [[min((sample for siblings in samples for sample in siblings), key=lambda sample: len(sample.tokens))]]
-    return moving
+    kept = [[sample for sample in siblings if any(sample.advantages)] for siblings in samples]
+    if not any(kept) and any(samples):
+        kept = [[min((sample for siblings in samples for sample in siblings), key=lambda sample: len(sample.tokens))]]
+    return kept
 
 
-def _spared(samples: Sequence[Sequence[Sample]], computed: Sequence[Sequence[Sample]]) -> dict[str, Value]:
+def _skip_counts(samples: Sequence[Sequence[Sample]], computed: Sequence[Sequence[Sample]]) -> dict[str, Value]:
     """Counts samples skipped: zero advantage, or identical to a sibling."""
     each = [len(siblings) for siblings in computed]
     twice = sum(each) - sum(len({sample.tokens for sample in siblings}) for siblings in computed)

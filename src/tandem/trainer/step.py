@@ -35,11 +35,11 @@ class Step:
     """Computes gradients and applies them."""
 
     work: LocalWork
-    """That of all ranks."""
+    """Passes over micro-batches and updates of the weights, on all ranks."""
     optimizer: Optimizer
     """Its learning rate schedule and clip."""
     steps: int
-    """Of the whole run; schedules end there."""
+    """Steps of the whole run; schedules end there."""
     updates_per_batch: int = 1
     beta: float | None = None
     """What a rollout's reward pays for each nat by which it is above the reference; None: nothing."""

@@ -97,12 +97,12 @@ class LocalWork:
         return BatchPass(metrics=metrics, logprobs=values, old_logprobs=old_logprobs)
 
     async def divergences(self, batch: StepBatch) -> Sequence[Sequence[float]]:
-        """By how much each trained token's logprob is above the reference's, for every micro-batch."""
+        """``divergence`` of every micro-batch."""
         return [await self.policy.compute(self.divergence, micro) for micro in batch.micro]
 
     @trace.span("seconds/forward_backward")
     def divergence(self, micro: Micro) -> list[float]:
-        """The same of one micro-batch, as sampled; 0 where the sampler told no logprob."""
+        """By how much each trained token's sampled logprob is above the reference's; 0 where none was recorded."""
         reference_N, sampled_N = self._reference(micro), micro.batch.behavior_logprobs_N
         assert reference_N is not None
         values: list[float] = torch.where(sampled_N == UNKNOWN_LOGPROB, 0.0, sampled_N - reference_N).tolist()
@@ -175,7 +175,7 @@ class LocalWork:
         return self._distribution(micro)[0]
 
     def _distribution(self, micro: Micro, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """The same, and the entropy of what each token was sampled from, nats."""
+        """What ``logprobs`` returns, and the entropy of the distribution each token was sampled from, nats."""
         part = self.part(micro)
         head, sampling = self.policy.head, self.sampling
         logprobs_M, entropy_M = token_logprobs(

@@ -1,4 +1,4 @@
-"""The loss contract: one number per token, never reduced. ``trainer/step.py`` alone divides."""
+"""The loss contract: one number per token, never reduced. ``Packer._weights`` in ``trainer/pack.py`` alone divides."""
 
 from __future__ import annotations
 
@@ -88,8 +88,10 @@ class TokenLoss:
 class Loss(Protocol):
     """The objective, per token; the step alone divides. A frozen dataclass whose fields are its options.
 
-    Class variables may say which options change nothing and when, and that a sample without advantage has no
-    gradient; ``RunConfig.inert`` reads them.
+    Four class variables are optional, and read in ``config/loading.py``: ``by_advantage``, true if a sample without an
+    advantage has no gradient, so that it need not be computed; ``compares``, false if the loss has no ratio;
+    ``at_ratio_one`` and ``per_token``, options that change nothing while every ratio is 1, and while all tokens of an
+    answer have one advantage.
 
     Example:
         >>> import tandem, torch

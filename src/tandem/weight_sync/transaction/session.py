@@ -203,7 +203,7 @@ class WeightSyncSession(SyncContext):
         """
         self.engine.on_restart(self.recover)
         async with self._lock:
-            await self._published(start, Commit())
+            await self._publish(start, Commit())
         yield self
 
     def accept_requests_for(self, step: int, free_slots: Callable[[], None]) -> None:
@@ -233,7 +233,7 @@ class WeightSyncSession(SyncContext):
             paused_at = None
             if self.sync.pause == "step":
                 paused_at = time.monotonic()
-                await self._recovery.repeat(lambda: self._paused_for(step), "the engine is paused again")
+                await self._recovery.repeat(lambda: self._pause_for(step), "the engine is paused again")
                 self.state.write()
                 commit.accept_requests()
             optimizer_at = time.monotonic()
@@ -241,7 +241,7 @@ class WeightSyncSession(SyncContext):
             optimizer = 0.0 if paused_at is None else time.monotonic() - optimizer_at
             version = PolicyVersion(step=step, digest="")
             if self.sync.due(step, last=last):
-                commit.published = await self._published(version, commit, paused_at=paused_at, optimizer=optimizer)
+                commit.published = await self._publish(version, commit, paused_at=paused_at, optimizer=optimizer)
             else:
                 await self._fold()
                 actual = digest(await self.trained.checksums())
@@ -251,10 +251,10 @@ class WeightSyncSession(SyncContext):
 
     async def _fold(self) -> None:
         """Bring the weights that are computed with up to date with the parameters, on every rank, and wait for it."""
-        folding = self.policy.compute(self._folded)
+        folding = self.policy.compute(self._fold_here)
         await (folding if self.ranks is None or not self.trainable.folds else self.ranks.fold(folding))
 
-    def _folded(self) -> None:
+    def _fold_here(self) -> None:
         self.trainable.fold(self.policy.model)
         finish(self.policy.device)
 
@@ -302,16 +302,16 @@ class WeightSyncSession(SyncContext):
             StaleWeights, TornWeights: the engine does not hold these weights; it gives out nothing more.
         """
         async with self._lock:
-            return await self._published(version, Commit())
+            return await self._publish(version, Commit())
 
     async def recover(self) -> None:
         """Publish the policy's weights to an engine that was restarted; they may be newer than those it served."""
         async with waits.waiting(waits.actor("engine"), "weights after a start", on="publish"), self._lock:
             await self.engine.recover()
             if self._current is not None and not self._recovery.is_published:
-                await self._published(self._current, Commit())
+                await self._publish(self._current, Commit())
 
-    async def _published(
+    async def _publish(
         self, version: PolicyVersion, commit: Commit, *, paused_at: float | None = None, optimizer: float = 0.0
     ) -> Published:
         """Publish; repeat it if an engine dies meanwhile."""
@@ -321,7 +321,7 @@ class WeightSyncSession(SyncContext):
                 f"version {version.step} is published again",
             )
 
-    async def _paused_for(self, step: int) -> None:
+    async def _pause_for(self, step: int) -> None:
         async with waits.waiting(waits.actor("trainer"), "it to stand still", on="engine"):
             await self.pause(finish=self.sync.finishes, step=step)
         if not self._recovery.is_bound:  # it was started again since, so its storage is another
@@ -335,10 +335,10 @@ class WeightSyncSession(SyncContext):
         if self.sync.sums_before_pause:
             await self._fold()
             trainer_sums = await self.trained.checksums()
-        # One that was paused for the optimizer still is, unless it was started again since.
-        stands = paused_at is not None and self.state.state is SyncState.WRITING and self._recovery.is_bound
-        if self.sync.pause != "never" and not stands:
-            await self._paused_for(version.step)
+        # An engine that was paused for the optimizer still is, unless it was started again since.
+        still_paused = paused_at is not None and self.state.state is SyncState.WRITING and self._recovery.is_bound
+        if self.sync.pause != "never" and not still_paused:
+            await self._pause_for(version.step)
             if not self.sync.finishes:  # where requests would die with the engine, later
                 commit.accept_requests()
         elif not self._recovery.is_bound:
