@@ -365,7 +365,7 @@ def _cut(config: Any) -> Any:
             elif name.endswith("token_id") and isinstance(value, int) and value >= _LARGEST["vocab_size"]:
                 setattr(part, name, 0)
     if vision := getattr(cut, "vision_config", None):  # it is made and not computed
-        heads = getattr(vision, "num_heads", None) or getattr(vision, "num_attention_heads", 16)
+        heads: int = getattr(vision, "num_heads", None) or getattr(vision, "num_attention_heads", None) or 16
         vision.hidden_size = min(vision.hidden_size, 8 * heads)
     return cut
 
