@@ -107,7 +107,7 @@ def test_a_part_of_ones_own_is_not_compared_but_varied(architectures: Path) -> N
 def test_a_tiny_model_keeps_its_architecture() -> None:
     tiny = shrunk(Qwen3Config(num_hidden_layers=28), (4,))
     assert (tiny.model_type, tiny.num_hidden_layers, len(tiny.layer_types)) == ("qwen3", 5, 5)
-    assert tiny.num_key_value_heads == 4  # as many as heads, as it was
+    assert tiny.num_key_value_heads == tiny.num_attention_heads  # as it was
 
 
 def test_the_real_model(tiny_model: Path) -> None:

@@ -501,7 +501,9 @@ class PlainModel:
         self._factors = self._adapted(options) if self.kind == "lora" else {}
         wanted = options.get("layers")
         self._first = {name: self._parameters[name].detach().clone() for name in self._factors}
-        whole = [name for name in self._parameters if wanted is None or _layer(name) in wanted]
+        seen = ("visual.", "vision_tower.", "multi_modal_projector.")  # a policy of text does not train what sees
+        named = [name for name in self._parameters if not any(part in name for part in seen)]
+        whole = [name for name in named if wanted is None or _layer(name) in wanted]
         self.names = (
             frozenset(n for pair in self._factors.values() for n in pair) if self._factors else frozenset(whole)
         )
