@@ -11,7 +11,7 @@ TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"t
 
 
 def main(url: str) -> None:
-    """A call, its result, an answer; the same as a stream."""
+    """A call, its result, an answer; the same as a stream; a completion."""
     client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
     messages: list[Any] = [{"role": "user", "content": "1 + 2?"}]
     choice = client.chat.completions.create(model="m", messages=messages, tools=TOOLS).choices[0]
@@ -30,6 +30,11 @@ def main(url: str) -> None:
     assert call.function.arguments == '{"a": 1}', last
     assert last.usage.completion_tokens > 10, last
 
+    done = client.completions.create(model="m", prompt="x", logprobs=0)
+    assert done.choices[0].text == "three", done
+    assert len(done.choices[0].logprobs.token_logprobs) == 6, done
+    text = "".join(chunk.choices[0].text for chunk in client.completions.create(model="m", prompt="x", stream=True))
+    assert text == "<call>", text
     odd: Any = {"tool_choice": "required", "temperature": 0, "seed": 7, "response_format": {"type": "json_object"}}
     choice = client.chat.completions.create(model="m", messages=messages[:1], tools=TOOLS, **odd).choices[0]
     assert choice.finish_reason == "tool_calls", choice

@@ -1,4 +1,4 @@
-"""OpenAI's own client, which agents are built on, against the proxy: tools, streams and errors."""
+"""OpenAI's own client, which agents are built on, against the proxy: tools, streams, completions and errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_openais_client(tiny_model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.chat_template = TEMPLATE
     template = Template(tokenizer, {})
-    replies = [[*template._encode(text), END] for text in (CALL, "three", CALL, CALL)]
+    replies = [[*template.more(text), END] for text in (CALL, "three", CALL, "three", "<call>", CALL)]
 
     async def go() -> tuple[int, str]:
         engine = Roomy(*replies)
@@ -54,7 +54,7 @@ def test_openais_client(tiny_model: Path) -> None:
                     process.kill()
             one, two = session.turns[:2]
             assert two.prompt[: len(one.prompt) + len(replies[0])] == (*one.prompt, *replies[0])
-            assert len(session.turns) == 4
+            assert len(session.turns) == 6
             return process.returncode or 0, out.decode()
 
     status, out = asyncio.run(go())

@@ -174,7 +174,8 @@ def test_an_engine_that_fails_is_the_servers_fault(template: Template) -> None:
     served(template, Broken([1]), talk)
 
 
-def test_an_engine_that_fails_at_one_of_several_answers_has_failed(template: Template) -> None:
+@pytest.mark.parametrize("chat", [True, False])
+def test_an_engine_that_fails_at_one_of_several_answers_has_failed(template: Template, chat: bool) -> None:
     class Late(Scripted):
         async def generate(self, prompt: Sequence[int], sampling: Sampling, key: int) -> Completion:
             completion = await super().generate(prompt, sampling, key)
@@ -184,7 +185,7 @@ def test_an_engine_that_fails_at_one_of_several_answers_has_failed(template: Tem
             return completion
 
     async def talk(post: Any, session: Session, _: Proxy) -> None:
-        await post(USER, status=502, n=2)
+        await (post(USER, status=502, n=2) if chat else post(status=502, path="v1/completions", n=2, prompt="x"))
         await asyncio.sleep(0.2)  # in which the other would be answered, for nobody
         assert isinstance(session.failure, EngineError)
         assert not session.turns

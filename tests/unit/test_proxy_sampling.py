@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +35,21 @@ RUNS = {
 """A run that leaves nothing as it is."""
 
 
+@pytest.mark.parametrize("path", ["v1/chat/completions", "v1/completions"])
 @pytest.mark.parametrize(
     ("name", "neutral"),
     [(name, 1.0 if name in ("top_p", "repetition_penalty") else 0) for name in RUNS] + [("top_k", -1), ("top_k", 41)],
 )
 def test_what_a_turn_does_not_record_stays_the_runs(
-    template: Template, name: str, neutral: float, caplog: pytest.LogCaptureFixture
+    template: Template, name: str, neutral: float, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     _tell.cache_clear()
     engine = Scripted([A, END])
 
     async def talk(post: Any, session: Session, _: Proxy) -> None:
+        asking = partial(post, path=path, prompt="hello") if path == "v1/completions" else partial(post, USER)
         for value in (neutral, neutral, RUNS[name]):
-            await post(USER, **{name: value})
+            await asking(**{name: value})
         assert [request[1] for request in engine.requests] == [Sampling(max_tokens=8, **RUNS)] * 3  # type: ignore[arg-type]
         assert len(caplog.messages) == 1
         assert f"{name} is left out" in caplog.text
@@ -106,10 +109,8 @@ def test_a_session_that_is_asked_in_python_records_no_more(template: Template) -
             with pytest.raises(EnvError, match=r"top_p 0\.9 is not the run's"):
                 await session.reply([Message(role="user", content="hello")], Sampling(max_tokens=4, top_p=0.9))
             with pytest.raises(EnvError, match="greedy"):
-                await session.reply([Message(role="user", content="hello")], Sampling(max_tokens=4, temperature=0.0))
-            (warm,) = await session.reply(
-                [Message(role="user", content="hello")], Sampling(max_tokens=2, temperature=0.5)
-            )
+                await session.complete("hello", Sampling(max_tokens=4, temperature=0.0))
+            (warm,) = await session.complete("hello", Sampling(max_tokens=2, temperature=0.5))
             assert warm.turn.temperature == 0.5
 
     asyncio.run(go())

@@ -66,7 +66,7 @@ def hermes(tiny_model: Path) -> Template:
 
 def sampled(template: Template, *texts: str) -> Roomy:
     """An engine that samples these texts, each with an end token."""
-    return Roomy(*([*template._encode(text), END] for text in texts))
+    return Roomy(*([*template.more(text), END] for text in texts))
 
 
 def talked(template: Template, engine: Any, talk: Callable[[Any, Session], Coroutine[Any, Any, None]]) -> None:
@@ -239,6 +239,32 @@ def test_bare_calls(text: str, names: Sequence[str]) -> None:
     assert rest == ("" if names else text)
 
 
+# Completions
+
+
+def test_a_text_goes_on_with_the_very_tokens(hermes: Template) -> None:
+    """Bytes that are no UTF-8 cannot be had back from the text; they are in the second prompt all the same."""
+    engine = Roomy([200, 130, END], [66, END])
+
+    async def talk(post: Any, session: Session) -> None:
+        answer = await post(path="v1/completions", prompt="Q: ")
+        assert answer["object"] == "text_completion"
+        (choice,) = answer["choices"]
+        assert choice["finish_reason"] == "stop"
+        assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+        await post(path="v1/completions", prompt="Q: " + choice["text"] + "\nQ:")
+        one, two = session.turns
+        # The end token is no text: where the agent does not write it, it is not there.
+        assert two.prompt == (*one.prompt, 200, 130, *hermes.more("\nQ:"))
+        assert one.reply == (Message(role="user", content="\nQ:"),)
+        await post(path="v1/completions", prompt="Q: " + choice["text"] + "<|im_end|>\n")
+        assert session.turns[2].prompt == (*one.prompt, *one.completion.tokens, *hermes.more("\n"))
+        assert [m.role for m in session.messages] == ["user", "assistant", "user", "assistant"]
+        assert session.messages[2].content == "<|im_end|>\n"
+
+    talked(hermes, engine, talk)
+
+
 def test_a_text_begins_as_the_tokenizer_begins_all_texts_and_never_twice(tiny_model: Path) -> None:
     from tokenizers.processors import TemplateProcessing
 
@@ -250,14 +276,71 @@ def test_a_text_begins_as_the_tokenizer_begins_all_texts_and_never_twice(tiny_mo
     )
     assert template.text("ab") == [start, 64, 65]
     assert template.text("<|im_start|>ab") == [start, 64, 65]
-    assert template._encode("ab") == [64, 65]
+    assert template.more("ab") == [64, 65]
 
 
 def test_stop_texts_are_recorded_and_not_told(hermes: Template) -> None:
-    engine = Roomy([*hermes._encode("think\nSee:")])
+    engine = Roomy([*hermes.more("think\nSee:")], [66, END])
 
     async def talk(post: Any, session: Session) -> None:
+        answer = await post(path="v1/completions", prompt="Q\n", stop=["See:"])
+        assert answer["choices"][0]["text"] == "think\n"
+        await post(path="v1/completions", prompt="Q\nthink\nSee: 4\n")
+        one, two = session.turns
+        assert two.prompt == (*one.prompt, *one.completion.tokens, *hermes.more(" 4\n"))
         assert message_of(await post(USER, stop="See:"))["content"] == "think\n"
-        assert session.turns[0].completion.tokens == tuple(hermes._encode("think\nSee:"))
+
+    talked(hermes, engine, talk)
+
+
+def test_completions_of_many(hermes: Template) -> None:
+    engine = Roomy([64, END], [65, END], [66, END], [67, END])
+
+    async def talk(post: Any, session: Session) -> None:
+        answer = await post(path="v1/completions", prompt=["x", "yy"], n=2, logprobs=0)
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+        assert [choice["text"] for choice in answer["choices"]] == ["a", "b", "c", "d"]
+        assert answer["choices"][0]["logprobs"] == {
+            "tokens": ["a", "<|im_end|>"],
+            "token_logprobs": [-0.5, -0.5],
+            "top_logprobs": None,
+            "text_offset": [0, 1],
+        }
+        assert answer["usage"]["prompt_tokens"] == 3
+        await post(path="v1/completions", prompt=[1, 2, 3])
+        assert session.turns[-1].prompt == (1, 2, 3)
+        await post(path="v1/completions", prompt=[[1], [2, 3]])
+        assert [turn.prompt for turn in session.turns[-2:]] == [(1,), (2, 3)]
+        events = (await post(path="v1/completions", prompt="x", stream=True)).split("\n\n")
+        first, last = (json.loads(event.removeprefix("data: ")) for event in events[:2])
+        assert first["object"] == "text_completion"
+        assert (first["choices"][0]["text"], first["choices"][0]["finish_reason"]) == ("d", None)
+        assert (last["choices"][0]["text"], last["choices"][0]["finish_reason"]) == ("", "stop")
+
+    talked(hermes, engine, talk)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [1, "x"]}, "prompt"),
+        ({"prompt": [999]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [[1], [True]]}, "prompt"),
+        ({"prompt": ["x"] * 65, "n": 2}, "n"),
+        ({"prompt": "x", "echo": True}, "echo"),
+        ({"prompt": "x", "suffix": "y"}, "suffix"),
+        ({}, None),
+    ],
+)
+def test_completions_that_cannot_be_had_are_refused(hermes: Template, body: Any, param: str | None) -> None:
+    engine = sampled(hermes, "x")
+
+    async def talk(post: Any, session: Session) -> None:
+        error = (await post(path="v1/completions", status=400, **body))["error"]
+        assert error["param"] == param
+        assert not engine.requests
 
     talked(hermes, engine, talk)

@@ -1,10 +1,11 @@
-"""Response bodies of OpenAI's chat completions, plain or streamed."""
+"""Response bodies of OpenAI's chat completions and completions, plain or streamed."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import msgspec
 from aiohttp import web
@@ -45,12 +46,30 @@ def chat_body(
             "index": index,
             "message": _message(answer),
             "finish_reason": _finish(answer),
-            **({"token_ids": list(answer.turn.completion.tokens)} if ids else {}),
+            **_ids(answer, ids),
             "logprobs": None if pieces is None else {"content": _logprobs(answer.turn.completion, pieces)},
         }
         for index, answer in enumerate(answers)
     ]
     head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "object": "chat.completion", "created": now, "model": model}
+    return {**head, "choices": choices, "usage": _usage([answers])}
+
+
+def text_body(
+    model: str, answers: Sequence[Sequence[Reply]], now: int, pieces: Pieces | None = None, *, ids: bool = False
+) -> dict[str, Json]:
+    """Body of a completion's answer; as ``chat_body``, with the answers to each prompt."""
+    choices = [
+        {
+            "index": index,
+            "text": answer.text,
+            "finish_reason": _finish(answer),
+            **_ids(answer, ids),
+            "logprobs": None if pieces is None else _old_logprobs(answer.turn.completion, pieces),
+        }
+        for index, answer in enumerate(answer for some in answers for answer in some)
+    ]
+    head = {"id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion", "created": now, "model": model}
     return {**head, "choices": choices, "usage": _usage(answers)}
 
 
@@ -58,9 +77,10 @@ async def streamed(request: web.Request, body: dict[str, Json], *, counted: bool
     """An answer as server-sent events, each choice in one piece; ``counted``: with counts of tokens at the end."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
-    head = {**body, "object": "chat.completion.chunk"}
+    is_chat = body["object"] == "chat.completion"
+    head = {**body, "object": "chat.completion.chunk" if is_chat else body["object"]}
     usage = head.pop("usage")
-    for part in _parts(body["choices"]):
+    for part in _parts(body["choices"], is_chat):
         await response.write(_event({**head, "choices": [part]}))
     if counted:
         await response.write(_event({**head, "choices": [], "usage": usage}))
@@ -73,14 +93,23 @@ def _event(data: Json) -> bytes:
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
-def _parts(choices: Iterable[dict[str, Json]]) -> Iterator[dict[str, Json]]:
+def _parts(choices: Iterable[dict[str, Json]], is_chat: bool) -> Iterator[dict[str, Json]]:
     """Two of each choice: what was said, and how it ended."""
     for choice in choices:
-        delta = dict(choice["message"])
-        if calls := delta.get("tool_calls"):
-            delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
-        yield {"index": choice["index"], "delta": delta, "finish_reason": None, "logprobs": choice["logprobs"]}
-        yield {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"], "logprobs": None}
+        if is_chat:
+            delta = dict(choice["message"])
+            if calls := delta.get("tool_calls"):
+                delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
+            start: dict[str, Json] = {"delta": delta}
+            end: dict[str, Json] = {"delta": {}}
+        else:
+            start, end = {"text": choice["text"]}, {"text": ""}
+        yield {"index": choice["index"], **start, "finish_reason": None, "logprobs": choice["logprobs"]}
+        yield {"index": choice["index"], **end, "finish_reason": choice["finish_reason"], "logprobs": None}
+
+
+def _ids(answer: Reply, include: bool) -> dict[str, Json]:
+    return {"token_ids": list(answer.turn.completion.tokens)} if include else {}
 
 
 def _message(answer: Reply) -> dict[str, Json]:
@@ -99,9 +128,10 @@ def _finish(answer: Reply) -> str:
     return "tool_calls" if answer.calls else "stop"
 
 
-def _usage(answers: Sequence[Reply]) -> dict[str, Json]:
-    read = len(answers[0].turn.prompt)
-    sampled = sum(len(answer.turn.completion.tokens) for answer in answers)
+def _usage(answers: Sequence[Sequence[Reply]]) -> dict[str, Json]:
+    """Counts; several answers to one prompt have read it once."""
+    read = sum(len(some[0].turn.prompt) for some in answers)
+    sampled = sum(len(answer.turn.completion.tokens) for some in answers for answer in some)
     return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
 
 
@@ -111,3 +141,10 @@ def _logprobs(completion: Completion, pieces: Pieces) -> list[Json]:
         {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
         for text, logprob in zip(pieces(completion.tokens), completion.logprobs, strict=True)
     ]
+
+
+def _old_logprobs(completion: Completion, pieces: Pieces) -> dict[str, Json]:
+    """The same in the form of completions."""
+    texts = pieces(completion.tokens)
+    starts = list(accumulate(map(len, texts), initial=0))[:-1]
+    return {"tokens": texts, "token_logprobs": completion.logprobs, "top_logprobs": None, "text_offset": starts}

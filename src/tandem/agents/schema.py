@@ -1,4 +1,4 @@
-"""Request bodies of OpenAI's chat completions.
+"""Request bodies of OpenAI's chat completions and completions.
 
 An option that cannot be obeyed, or that would make the sampled tokens untrainable, is left out and the log says so
 once: agents and their libraries send such options unasked. What an agent could not go on without is refused.
@@ -11,7 +11,7 @@ import logging
 import math
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import msgspec
 
@@ -45,43 +45,12 @@ class BadRequest(Exception):
         self.status = status
 
 
-class _Function(msgspec.Struct, kw_only=True):
-    name: str
-    arguments: str | dict[str, Any] = ""
+class CompletionRequest(msgspec.Struct, kw_only=True):
+    """Fields common to both routes."""
 
+    KIND: ClassVar[str]
+    REFUSED: ClassVar[tuple[str, ...]]
 
-class _RequestCall(msgspec.Struct, kw_only=True):
-    function: _Function
-    id: str | None = None
-
-
-class _RequestMessage(msgspec.Struct, kw_only=True):
-    role: str
-    content: str | list[dict[str, Any]] | None = None
-    name: str | None = None
-    tool_calls: list[_RequestCall] | None = None
-    tool_call_id: str | None = None
-    function_call: Any = None
-
-
-class ChatRequest(msgspec.Struct, kw_only=True):
-    """Body of /v1/chat/completions."""
-
-    messages: list[_RequestMessage]
-    max_completion_tokens: int | None = None
-    """``max_tokens`` by its newer name."""
-    tools: list[Any] | None = None
-    """What the policy may call."""
-    tool_choice: Any = None
-    """auto: the policy decides; none: it is offered no tools."""
-    parallel_tool_calls: bool | None = None
-    """False: one call per answer at most."""
-    functions: list[Any] | None = None
-    function_call: Any = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Options of the chat template, such as ``enable_thinking``."""
-    logprobs: bool | None = None
-    """Tell the logprob of each sampled token."""
     n: int | None = None
     """Answers."""
     max_tokens: int | None = None
@@ -116,31 +85,31 @@ class ChatRequest(msgspec.Struct, kw_only=True):
             fields = msgspec.json.decode(body, type=dict[str, Any])
             made = msgspec.convert(fields, cls, strict=False)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise BadRequest(f"the body is no chat completion's: {error}") from error
+            raise BadRequest(f"the body is no {cls.KIND}'s: {error}") from error
         for name, value in fields.items():
             # Null, false and nothing in a list ask for nothing.
             if name not in UNREAD and name not in cls.__struct_fields__ and value not in (None, False, "", [], {}):
                 _tell(f"{name[:80]} is left out of agents' requests: it cannot be obeyed here")
-        for name in ("functions", "function_call"):
+        for name in cls.REFUSED:
             if getattr(made, name):
                 raise BadRequest(f"{name} cannot be obeyed: the policy answers in plain text", param=name)
         if not 1 <= made.answers <= MOST:
             raise BadRequest(f"n must be from 1 to {MOST}", param="n")
-        if not made.messages:
-            raise BadRequest("messages are empty", param="messages")
-        if made.tool_choice not in (None, "auto", "none"):
-            _tell(
-                "tool_choice is taken for auto in agents' requests: sampling is not constrained, so what the policy "
-                "calls is its own choice; ask for the call in a message"
-            )
-        for tool in made.tools or ():
-            _refuse_odd(tool)
+        made.check()
         return made
+
+    def check(self) -> None:
+        """Refuse what the route cannot do."""
 
     @property
     def answers(self) -> int:
         """How many of each prompt."""
         return 1 if self.n is None else self.n
+
+    @property
+    def limit(self) -> int | None:
+        """Most tokens of one answer, if the request says."""
+        return self.max_tokens
 
     @property
     def counted(self) -> bool:
@@ -170,6 +139,64 @@ class ChatRequest(msgspec.Struct, kw_only=True):
             )
             made = replace(made, **{odd: getattr(defaults, odd)})
         return made
+
+
+class _Function(msgspec.Struct, kw_only=True):
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class _RequestCall(msgspec.Struct, kw_only=True):
+    function: _Function
+    id: str | None = None
+
+
+class _RequestMessage(msgspec.Struct, kw_only=True):
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[_RequestCall] | None = None
+    tool_call_id: str | None = None
+    function_call: Any = None
+
+
+class ChatRequest(CompletionRequest, kw_only=True):
+    """Body of /v1/chat/completions."""
+
+    KIND: ClassVar[str] = "chat completion"
+    REFUSED: ClassVar[tuple[str, ...]] = ("functions", "function_call")
+
+    messages: list[_RequestMessage]
+    max_completion_tokens: int | None = None
+    """``max_tokens`` by its newer name."""
+    tools: list[Any] | None = None
+    """What the policy may call."""
+    tool_choice: Any = None
+    """auto: the policy decides; none: it is offered no tools."""
+    parallel_tool_calls: bool | None = None
+    """False: one call per answer at most."""
+    functions: list[Any] | None = None
+    function_call: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Options of the chat template, such as ``enable_thinking``."""
+    logprobs: bool | None = None
+    """Tell the logprob of each sampled token."""
+
+    def check(self) -> None:
+        """Refuse what cannot be done.
+
+        Raises:
+            BadRequest: says what.
+        """
+        if not self.messages:
+            raise BadRequest("messages are empty", param="messages")
+        if self.tool_choice not in (None, "auto", "none"):
+            _tell(
+                "tool_choice is taken for auto in agents' requests: sampling is not constrained, so what the policy "
+                "calls is its own choice; ask for the call in a message"
+            )
+        for tool in self.tools or ():
+            _refuse_odd(tool)
 
     @property
     def limit(self) -> int | None:
@@ -246,3 +273,39 @@ def _text(message: _RequestMessage) -> str:
     if other := [part.get("type") for part in message.content if part.get("type") != "text"]:
         raise BadRequest(f"a message has a part of type {other[0]}, and the policy reads text alone", param="messages")
     return "".join(str(part.get("text", "")) for part in message.content)
+
+
+class TextRequest(CompletionRequest, kw_only=True):
+    """Body of /v1/completions."""
+
+    KIND: ClassVar[str] = "completion"
+    REFUSED: ClassVar[tuple[str, ...]] = ("suffix", "echo")
+
+    prompt: str | list[Any]
+    """Text or token ids, or a list of such."""
+    logprobs: int | None = None
+    """Tell the logprob of each sampled token, and of no other, however many are asked for."""
+    echo: bool | None = None
+    suffix: str | None = None
+
+    def prompts(self, vocabulary: int) -> list[str | list[int]]:
+        """Each prompt; token ids must be below ``vocabulary``.
+
+        Raises:
+            BadRequest: one is neither text nor token ids, or there are too many.
+        """
+        whole: Any = self.prompt
+        several = isinstance(whole, list) and not all(isinstance(part, int) for part in whole)
+        prompts = whole if several else [whole]
+        for prompt in prompts:
+            fine = isinstance(prompt, str) or (
+                isinstance(prompt, list) and all(type(id) is int and 0 <= id < vocabulary for id in prompt)
+            )
+            if not fine or not prompt:
+                raise BadRequest(
+                    f"prompt must be text or token ids from 0 to {vocabulary - 1}, or a list of such, and not empty",
+                    param="prompt",
+                )
+        if len(prompts) * self.answers > MOST:
+            raise BadRequest(f"prompts times n must be {MOST} at most", param="n")
+        return list(prompts)

@@ -23,15 +23,15 @@ import msgspec
 from aiohttp import web
 
 from tandem import doors
-from tandem.agents.replies import Reply, chat_body, streamed
-from tandem.agents.schema import BadRequest, ChatRequest
+from tandem.agents.replies import Reply, chat_body, streamed, text_body
+from tandem.agents.schema import BadRequest, ChatRequest, CompletionRequest, TextRequest
 from tandem.agents.tool_calls import ToolMessage, ToolOffer, alike, as_text, read
 from tandem.engines.base import Engine
 from tandem.errors import Deadline, EngineError, EnvError
 from tandem.rollout.template import Template
 from tandem.rollout.turns import sample_turn, untrainable_option, why_untrainable
 from tandem.together import together
-from tandem.types import Message, Sampling, Turn
+from tandem.types import Json, Message, Sampling, Turn
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class _Conversation:
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """A conversation as tokens: those of ``earlier``, which it extends, and of what is ``new``."""
+    """A conversation or text as tokens: those of ``earlier``, which it extends, and of what is ``new``."""
 
     tokens: Sequence[int]
     new: tuple[Message, ...]  # as people read it
@@ -84,6 +84,7 @@ class Session:
     failure: EngineError | Deadline | None = None
     """What the engine said instead of its last answer."""
     _conversations: dict[bytes, _Conversation] = field(default_factory=dict)  # by ``_extended`` key
+    _written: dict[str, _Conversation] = field(default_factory=dict)  # by text
     _numbers: Iterator[int] = field(default_factory=count)
 
     async def reply(
@@ -115,6 +116,28 @@ class Session:
             return Reply(text=text, calls=calls, turn=turn)
 
         # An answer that is still sampled when another fails would be recorded and go to nobody.
+        return await together(map(answer_once, numbers))
+
+    async def complete(
+        self, prompt: str | Sequence[int], sampling: Sampling | None = None, answers: int = 1
+    ) -> list[Reply]:
+        """Let the policy go on with text, or with token ids, several times if asked.
+
+        Raises:
+            EnvError: the prompt leaves no room in the context, or ``sampling`` is another than may be, as in ``reply``.
+            EngineError: the engine failed.
+        """
+        sampling = sampling or self.sampling
+        numbers = [next(self._numbers) for _ in range(answers)]
+        begun = await _aside(len(prompt), partial(self._begun, prompt))
+        written, before = prompt if isinstance(prompt, str) else begun.new[0].content, self._answered(begun)
+
+        async def answer_once(number: int) -> Reply:
+            turn = await self._sample(begun.tokens, sampling, number)
+            text = self.template.decode(turn.completion.tokens)
+            self._written[written + text] = self._noted(turn, before, text)
+            return Reply(text=_cut(text, sampling.stop), turn=turn)
+
         return await together(map(answer_once, numbers))
 
     @contextmanager
@@ -171,6 +194,18 @@ class Session:
         tokens = self.template.prompt(messages, offer.tools, offer.template_options)
         return _Prompt(tokens, tuple(map(as_text, messages)), keys[-1])
 
+    def _begun(self, prompt: str | Sequence[int]) -> _Prompt:
+        """The same of a text."""
+        if not isinstance(prompt, str):
+            return _Prompt(prompt, (Message(role="user", content=self.template.decode(prompt)),))
+        known = max((known for known in list(self._written) if prompt.startswith(known)), key=len, default=None)
+        if known is None:
+            return _Prompt(self.template.text(prompt), _user(prompt))
+        earlier, new = self._written[known], prompt[len(known) :]
+        # An end token is no text: where the agent does not write it, it is not there.
+        tokens = earlier.tokens[:-1] if self.template.ends(earlier.tokens[-1]) else earlier.tokens
+        return _Prompt([*tokens, *self.template.more(new)], _user(new), earlier=earlier)
+
     def _answered(self, prompt: _Prompt) -> tuple[Message, ...]:
         """Note what the agent said next; all that was said."""
         if (earlier := prompt.earlier) is None:
@@ -189,6 +224,10 @@ async def _aside(size: int, work: Callable[[], T]) -> T:
     if size <= INLINE_BYTES:
         return work()
     return await asyncio.to_thread(work)
+
+
+def _user(text: str) -> tuple[Message, ...]:
+    return (Message(role="user", content=text),) if text else ()
 
 
 def _cut(text: str, stop: Sequence[str]) -> str:
@@ -234,6 +273,7 @@ class Proxy:
             [
                 web.get("/{key}/v1/models", self._models),
                 web.post("/{key}/v1/chat/completions", self._chat),
+                web.post("/{key}/v1/completions", self._complete),
             ]
         )
         return app
@@ -252,6 +292,20 @@ class Proxy:
         )
         pieces = self._template.pieces if options.logprobs else None
         body = chat_body(self._model, replies, int(time.time()), pieces, ids=bool(options.return_token_ids))
+        return await self._respond(request, options, body)
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        session, content = self._session(request), await request.read()
+        options = await _aside(len(content), partial(TextRequest.read, content))
+        sampling, prompts = options.sampling(self._sampling), options.prompts(self._template.vocabulary)
+        each = await together(session.complete(prompt, sampling, options.answers) for prompt in prompts)
+        pieces = None if options.logprobs is None else self._template.pieces
+        body = text_body(self._model, each, int(time.time()), pieces, ids=bool(options.return_token_ids))
+        return await self._respond(request, options, body)
+
+    async def _respond(
+        self, request: web.Request, options: CompletionRequest, body: dict[str, Json]
+    ) -> web.StreamResponse:
         if options.stream:
             return await streamed(request, body, counted=options.counted)
         return web.json_response(body)

@@ -93,6 +93,15 @@ class Template:
         after = self._render([*messages[:-1], Message(role="user", content=_MARK)]).rpartition(_MARK)[2].split()
         return after[0] if after and after[0] in messages[-1].content else ""
 
+    def more(self, text: str) -> list[int]:
+        """Token ids of text that goes on after other tokens."""
+        return self._encode(text)
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids that have a text are below this."""
+        return len(self._tokenizer)
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of sampled tokens, special ones left out."""
         if (quick := self._quick) is not None:
