@@ -41,8 +41,10 @@ class SliceRanks(Protocol):
         """Of every whole weight as it is published, by its Hugging Face name."""
         ...
 
-    async def scores(self, tokens: Sequence[int], temperatures: Sequence[float]) -> list[list[float]]:
-        """``Policy.scores`` by the weights of all."""
+    async def scores(
+        self, tokens: Sequence[int], temperatures: Sequence[float], *, bare: bool = False
+    ) -> list[list[float]]:
+        """``Policy.scores`` by the weights of all, or without their adapter."""
         ...
 
     async def finite(self) -> bool:
@@ -109,6 +111,12 @@ class TrainedSlices(Trained):
     async def scores(self, tokens: Sequence[int], *temperatures: float) -> list[list[float]]:
         """Logprobs of tokens as the ranks compute them together, at several temperatures."""
         return await self.ranks.scores(tokens, temperatures)
+
+    async def bare_scores(self, tokens: Sequence[int]) -> list[float]:
+        """The same at temperature 1 without the adapter; empty where there is none."""
+        if self._trainable.untrained(self._policy.model) is None:
+            return []
+        return (await self.ranks.scores(tokens, [1.0], bare=True))[0]
 
 
 def _only(sums: Checksums, named: Mapping[str, Any]) -> Checksums:

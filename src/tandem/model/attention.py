@@ -229,7 +229,7 @@ def _cudnn_is_faster(heads: int, key_heads: int, size: int, dtype: torch.dtype) 
     device = torch.cuda.current_device()
     # On a thread of its own: here a layer's forward may be recorded, to be computed again.
     with ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(device,)) as thread:
-        return thread.submit(_compare_kernels, heads, key_heads, size, dtype).result()
+        return thread.submit(_compare_kernels, heads, key_heads, size, dtype).result(timeout=600)
 
 
 def _compare_kernels(heads: int, key_heads: int, size: int, dtype: torch.dtype) -> bool:

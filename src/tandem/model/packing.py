@@ -309,6 +309,7 @@ def small(config: Any, layers: int = 1) -> Any:
         ConfigError: not even all of them do.
     """
     auto = causal_class(config)
+    config = type(config).from_dict(config.to_dict())  # without the attention that a loaded model has
     ways: list[Callable[[], Any]] = [
         lambda: _shallow(_few_units(_cut(config)), layers),
         lambda: _shallow(_few_heads(_cut(config)), layers),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -83,9 +83,11 @@ class RankSlices:
         """Of all weights as they are published."""
         return self._weights.checksums()
 
-    def scores(self, tokens: Sequence[int], temperatures: Sequence[float]) -> list[list[float]]:
-        """``Policy.scores``, after which no gathered weight is left."""
-        rows = self.policy.scores(tokens, *temperatures)
+    def scores(self, tokens: Sequence[int], temperatures: Sequence[float], bare: bool = False) -> list[list[float]]:
+        """``Policy.scores``, or without the adapter; after it no gathered weight is left."""
+        model: Any = self.policy.model
+        with model.disable_adapter() if bare else nullcontext():
+            rows = self.policy.scores(tokens, *temperatures)
         self._weights.reshard()
         return rows
 
@@ -186,9 +188,11 @@ class LeadSlices:
         """Of all weights as they are published."""
         return (await self._all("checksum_slices", self._slices.checksums))[0]
 
-    async def scores(self, tokens: Sequence[int], temperatures: Sequence[float]) -> list[list[float]]:
-        """Logprobs of tokens by the weights of all ranks."""
-        return (await self._all("score_slices", self._slices.scores, list(tokens), list(temperatures)))[0]
+    async def scores(
+        self, tokens: Sequence[int], temperatures: Sequence[float], *, bare: bool = False
+    ) -> list[list[float]]:
+        """Logprobs of tokens by the weights of all ranks, or without their adapter."""
+        return (await self._all("score_slices", self._slices.scores, list(tokens), list(temperatures), bare))[0]
 
     async def finite(self) -> bool:
         """True if all values of all ranks are finite."""

@@ -160,7 +160,12 @@ class WeightSyncSession(SyncContext):
         self.trained = Trained(self.trainable, self.policy) if self.ranks is None else self.ranks.trained()
         self._recovery = Recovery(self.engine)
         self._behaviour = Behaviour(
-            self.policy, self.trainable, self.sync.tolerance, self.folder, scores=self.trained.scores
+            self.policy,
+            self.trainable,
+            self.sync.tolerance,
+            self.folder,
+            scores=self.trained.scores,
+            bare=self.trained.bare_scores,
         )
 
     async def __aenter__(self) -> Self:

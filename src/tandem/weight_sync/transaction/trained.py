@@ -129,6 +129,16 @@ class Trained:
         """Logprobs of tokens as the trainer computes them, at several temperatures: ``Policy.scores``."""
         return await self._policy.compute(self._policy.scores, tokens, *temperatures)
 
+    async def bare_scores(self, tokens: Sequence[int]) -> list[float]:
+        """Logprobs of the model without its adapter; empty where it has none."""
+        return await self._policy.compute(self._scores_untrained, tokens)
+
+    def _scores_untrained(self, tokens: Sequence[int]) -> list[float]:
+        if (off := self._trainable.untrained(self._policy.model)) is None:
+            return []
+        with off:
+            return self._policy.score(tokens)
+
     async def sums(self, engine: Engine, trainer_sums: Checksums | None = None) -> PayloadSums:
         """Checksums of the payload at both ends, which read their own memory at the same time: it must be written.
 

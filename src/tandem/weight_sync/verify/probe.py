@@ -29,6 +29,7 @@ Rollouts = Sequence[Sequence[int]]
 """Token ids of rollouts, prompts included."""
 
 Scores = Callable[..., Awaitable[list[list[float]]]]
+Bare = Callable[[Sequence[int]], Awaitable[list[float]]]
 """``Trained.scores``: logprobs of tokens at some temperatures."""
 
 SHORT = 64
@@ -115,12 +116,14 @@ class Behaviour:
     engine whose answer to these cannot be explained either is refused.
     """
 
-    def __init__(self, policy: Policy, trainable: Any, tolerance: float, folder: Path = Path(), *, scores: Scores):
+    def __init__(
+        self, policy: Policy, trainable: Any, tolerance: float, folder: Path = Path(), *, scores: Scores, bare: Bare
+    ):
         self.tokens: list[int] = []
         self.recent: Rollouts = ()
         """A few that were trained on just now."""
         self._policy = policy
-        self._scores = scores
+        self._scores, self._bare_scores = scores, bare
         self._trainable = trainable
         usual = 0.3 if policy.dtype.itemsize < 4 else 1e-3 if policy.device.type == "cpu" else 0.02
         self._allowed = tolerance or usual
@@ -208,7 +211,7 @@ class Behaviour:
         scored = NOTHING if probe.scored is None else LogprobComparison(tuple(probe.scored), tuple(own_logprobs[:at]))
         scores = scored is not NOTHING
         others = dict(self._known) if scores and list(tokens[: len(self.tokens)]) == self.tokens else {}
-        if scores and thorough and (bare := await self._policy.compute(self._bare, tokens)):
+        if scores and thorough and (bare := await self._bare_scores(tokens)):
             others[BARE] = bare
             self._known.setdefault(BARE, bare[: len(self.tokens) - 1])
         return ProbeReading(
@@ -222,13 +225,6 @@ class Behaviour:
             untempered=own_logprobs[at:] if probe.temperature != 1 else (),
             others=others,
         )
-
-    def _bare(self, tokens: Sequence[int]) -> list[float]:
-        """Logprobs of the model without its adapter; empty where it has none."""
-        if (off := self._trainable.untrained(self._policy.model)) is None:
-            return []
-        with off:
-            return self._policy.score(tokens)
 
     def _doubt(self, readings: Sequence[ProbeReading], noise: Noise, chance: float) -> str:
         """Why answers cannot be those of these weights: chance alone gives such ones less often than ``chance``."""
