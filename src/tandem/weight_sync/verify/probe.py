@@ -29,8 +29,9 @@ Rollouts = Sequence[Sequence[int]]
 """Token ids of rollouts, prompts included."""
 
 Scores = Callable[..., Awaitable[list[list[float]]]]
-Bare = Callable[[Sequence[int]], Awaitable[list[float]]]
 """``Trained.scores``: logprobs of tokens at some temperatures."""
+Bare = Callable[[Sequence[int]], Awaitable[list[float]]]
+"""``Trained.bare_scores``: the same without the adapter."""
 
 SHORT = 64
 """Tokens of a probe where the bytes of everything that is sampled from are compared."""
