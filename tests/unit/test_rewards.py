@@ -205,6 +205,15 @@ def test_countdown(reply: str, value: float) -> None:
     assert CountdownReward(partial=0.1)(rollout_of(reply, meta=PUZZLE)) == value
 
 
+def test_countdown_may_leave_numbers_out_and_uses_none_twice() -> None:
+    few, twice = (
+        rollout_of(f"<answer>{text}</answer>", meta={**PUZZLE, "target": 40}) for text in ("8 * 5", "8 * 5 + 8 - 8")
+    )
+    assert CountdownReward(use="some")(few) == 1.0
+    assert CountdownReward(use="all")(few) == 0.0
+    assert CountdownReward(use="some")(twice) == 0.0
+
+
 # math_verify
 
 
