@@ -106,9 +106,9 @@ class ShardedWeights:
         register_fsdp_forward_method(self.causal, BACKBONE)
 
     def _cut(self, module: nn.Module, *, reshard_after_forward: bool) -> None:
-        own = {p for p in module.parameters() if not isinstance(p, DTensor)}
-        adapter = {p for p in own if id(p) not in self._dimensions}
-        for parameter in own - adapter:
+        whole = {p for p in module.parameters() if not isinstance(p, DTensor)}
+        adapter = {p for p in whole if id(p) not in self._dimensions}
+        for parameter in whole - adapter:
             if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
                 parameter.data = parameter.data.float()
         fully_shard(

@@ -103,6 +103,8 @@ class Packed:
     segments starts a sequence."""
     before: tuple[int, ...] = field(init=False)
     """Tokens of each segment's ancestors: the position of its own first one."""
+    long: bool = field(init=False)
+    """True if most of the row's attention is that of long sequences, each mostly its last segment."""
     _masks: dict[tuple[Any, ...], Tensor] = field(init=False, repr=False, default_factory=dict)
     _spans: dict[torch.device, Spans] = field(init=False, repr=False, default_factory=dict)
 
@@ -113,19 +115,15 @@ class Packed:
                 raise ValueError(f"segment {i} must continue an earlier one, not {parent}")
             before.append(0 if parent is None else before[parent] + self.lengths[parent])
         self.before = tuple(before)
+        squares = sum((start + length) ** 2 for start, length in zip(before, self.lengths, strict=True))
+        cubes = sum((start + length) ** 3 for start, length in zip(before, self.lengths, strict=True))
+        # Every layer asks; what is computed again of ancestors must be a fifth at most.
+        self.long = cubes >= LONG * squares > 0 and squares < 1.25 * (squares - sum(start**2 for start in before))
 
     @property
     def longest(self) -> int:
         """Most tokens that any token sees, itself included."""
         return max(map(sum, zip(self.before, self.lengths, strict=True)), default=0)
-
-    @property
-    def long(self) -> bool:
-        """True if most of the row's attention is that of long sequences, each mostly its last segment."""
-        total = np.asarray(self.before, dtype=np.float64) + self.lengths
-        squares = float((total**2).sum())
-        needed = squares - float((np.asarray(self.before, dtype=np.float64) ** 2).sum())
-        return squares < 1.25 * needed and float((total**3).sum()) >= LONG * squares
 
     def ancestors(self, segment: int) -> list[int]:
         """Segments that it continues, the first of the sequence first."""

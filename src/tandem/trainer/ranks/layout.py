@@ -83,9 +83,9 @@ def _layouts_apart(config: RunConfig, gpus: int) -> Iterator[RunConfig]:
     for size in range(engine.tensor_parallel_size, gpus):
         for replicas in range(max(1, gpus // 2 // size), 0, -1):
             ranks = gpus - replicas * size
-            own = replace(engine, tensor_parallel_size=size, replicas=replicas, gpu_memory_utilization=share)
-            layout = replace(config, ranks=ranks, engine=own)
-            yield replace(layout, engine=replace(own, devices=devices_apart(layout, ranks)))
+            sized = replace(engine, tensor_parallel_size=size, replicas=replicas, gpu_memory_utilization=share)
+            layout = replace(config, ranks=ranks, engine=sized)
+            yield replace(layout, engine=replace(sized, devices=devices_apart(layout, ranks)))
 
 
 def _require(config: RunConfig, model: Any, planner: memory_plan.Planner) -> None:
