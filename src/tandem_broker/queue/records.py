@@ -26,10 +26,6 @@ class GroupRefused(BrokerError):
 class Busy(BrokerError):
     """Too much is queued; the same submission is welcome later (429, or 503 for clients that drop on a 4xx)."""
 
-    def __init__(self, message: str, retry_after: float):
-        super().__init__(message)
-        self.retry_after = retry_after
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreOptions:
@@ -127,7 +123,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Payload bytes buffered, queued and leased."""
     leases: int
     counts: Mapping[str, int]
-    """Groups since the ledger began: accepted, duplicate, trained, doubled, dropped, refused, busy. Leases: expired."""
+    """Groups since the ledger began: accepted, duplicate, trained, doubled, dropped. Leases: expired."""
     waits_for: str
     """Why no batch can be formed now; empty if one can."""
     envs: Sequence[Mapping[str, Any]]

@@ -9,7 +9,8 @@ from __future__ import annotations
 import secrets
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -18,7 +19,6 @@ from tandem_broker.protocol.messages import EnvAccepted, EnvRegistration, EnvSta
 from tandem_broker.queue.leases import BatchLease, IdempotencyKeys, Leases
 from tandem_broker.queue.records import (
     Acknowledgement,
-    Busy,
     GroupEntry,
     GroupRefused,
     Journal,
@@ -32,7 +32,7 @@ from tandem_broker.queue.waiting import WaitingGroups
 
 MAX_BATCH = 1 << 14
 """Most sequences of a batch."""
-PROGRESS = ("started", "step", "policy", "took", "returned", "order")
+PROGRESS = ("started", "step", "policy", "took", "returned", "order", "counts")
 """Attributes of the queue that a restart must know."""
 
 
@@ -46,8 +46,6 @@ class GroupQueue:
         """See ``Report.counts``."""
         self.order = 0
         """Place of the next group in the order of arrival."""
-        self._served = (0.0, 0.0)
-        """When the last batch was served, and the seconds between it and the one before."""
         self._begin(Tenants(self.options, self.journal))
 
     def _begin(self, tenants: Tenants) -> None:
@@ -85,8 +83,6 @@ class GroupQueue:
         self.tenants.batch_size = run.batch_size
         self.tenants.change += 1
         self._drop([item for item in self.waiting if item.size > run.batch_size])
-        self.journal.noted("run", msgspec.structs.asdict(run))
-        self.note_progress()
         return uuid.uuid4().int
 
     def reset(self) -> None:
@@ -96,7 +92,6 @@ class GroupQueue:
         self.journal.cleared()
         for tenant in self.tenants.by_id.values():
             self.tenants.note(tenant)
-        self.note_progress()
 
     @property
     def policy_step(self) -> int:
@@ -130,9 +125,6 @@ class GroupQueue:
         if self.run is None or not self.started:
             return None
         tenant = self.tenants.register(env, now, key, owner)
-        self.waiting.sort_again(tenant)
-        self.note_progress()
-        self.journal.noted("names", dict(self.tenants.names))
         self.tenants.note(tenant)
         assert tenant.env_id is not None
         return EnvAccepted(
@@ -190,12 +182,8 @@ class GroupQueue:
         fresh = [(entry, key) for entry, key in entries if key is None or key not in self.seen]
         for tenant in {entry.env: self.tenants.of(entry.env) for entry, _ in entries}.values():
             self.tenants.hear(tenant, now)
-        try:
-            for entry, _ in fresh:
-                self.waiting.check(entry, self._retry_seconds())
-        except (GroupRefused, Busy) as error:
-            self.counts["refused" if isinstance(error, GroupRefused) else "busy"] += len(entries)
-            raise
+        for entry, _ in fresh:
+            self.waiting.check(entry)
         receipts = []
         for entry, key in entries:
             if key is not None and key in self.seen:
@@ -233,7 +221,6 @@ class GroupQueue:
             if policy not in (None, self.policy):
                 self.policy, self.took = policy, False
             self.started = True
-            self.note_progress()
         if not lease:
             for earlier in self.leases.of_plain(trainer):
                 self.acknowledge(earlier.id, now)
@@ -274,7 +261,6 @@ class GroupQueue:
         lease.outcome = Acknowledgement(ok=not already, trained=len(trained), already=already, reason=reason)
         lease.orders = []
         self._end(lease)
-        self.note_progress()
         return lease.outcome
 
     def renew(self, batch_id: str, now: float) -> bool:
@@ -366,10 +352,8 @@ class GroupQueue:
             item.state, item.batch = "leased", lease.id
         self.leases.out[lease.id] = lease
         self.took = True
-        self._served = (now, now - self._served[0])
         self.journal.noted(f"lease:{lease.id}", msgspec.to_builtins(lease))
         self.journal.moved(orders, "leased", lease.id)
-        self.note_progress()
         return ServedBatch(id=lease.id, entries=tuple(i.entry for i in chosen), step=self.step, expires=expires)
 
     def _return(self, leases: list[BatchLease]) -> None:
@@ -380,8 +364,6 @@ class GroupQueue:
             self.journal.moved([item.order for item in back], "queued", None)
             self.returned += bool(back)
             self._end(lease)
-        if leases:
-            self.note_progress()
 
     def restored(self, lease: BatchLease, now: float) -> None:
         """Take in a lease that a journal kept; its time begins anew."""
@@ -404,14 +386,19 @@ class GroupQueue:
     def _drop(self, items: list[Item]) -> None:
         self.waiting.finish(items, "dropped", None)
         self.counts["dropped"] += len(items)
-        self.note_progress()
 
-    def _retry_seconds(self) -> float:
-        """Seconds until it is worth trying again: half the time between batches, 0.5 to 30."""
-        return min(30.0, max(0.5, self._served[1] / 2))
+    def progress(self) -> dict[str, Any]:
+        """What a restart must know beside groups, environments, leases and keys."""
+        run = None if self.run is None else msgspec.structs.asdict(self.run)
+        counters = {name: getattr(self, name) for name in PROGRESS}
+        return {**counters, "run": run, "next_id": self.tenants.next_id, "names": self.tenants.names}
 
-    def note_progress(self) -> None:
-        """Tell the journal the counters."""
-        progress = {name: getattr(self, name) for name in PROGRESS}
-        progress |= {"next_id": self.tenants.next_id, "counts": dict(self.counts)}
-        self.journal.noted("progress", progress)
+    def resume(self, progress: Mapping[str, Any]) -> None:
+        """Inverse of ``progress``."""
+        for name in PROGRESS:
+            setattr(self, name, progress[name])
+        self.counts = Counter(progress["counts"])
+        self.tenants.next_id, self.tenants.names = progress["next_id"], Counter(progress["names"])
+        if progress["run"] is not None:
+            self.run = RunParameters(**progress["run"])
+            self.tenants.batch_size = self.run.batch_size

@@ -49,24 +49,15 @@ class SizeQueues:
         self.sequences = 0
 
     def insert(self, item: Item) -> None:
-        """Put one in its place: most often it is the youngest, and one that comes back is among the oldest."""
-        line = self.lines.setdefault(item.size, deque())
-        if not line or line[-1].order < item.order:
-            line.append(item)
-        elif item.order < line[0].order:
-            line.appendleft(item)
-        else:
-            insort(line, item, key=BY_ORDER)
+        """Put one in its place."""
+        insort(self.lines.setdefault(item.size, deque()), item, key=BY_ORDER)
         self.groups += 1
         self.sequences += item.size
 
     def remove(self, item: Item) -> None:
         """Take one out, most often the oldest of its size."""
         line = self.lines[item.size]
-        if line[0] is item:
-            line.popleft()
-        else:
-            line.remove(item)
+        line.remove(item)
         if not line:
             del self.lines[item.size]
         self.groups -= 1
@@ -197,7 +188,7 @@ class Tenants:
             return
         gone = [tenant for tenant in self.by_id.values() if not tenant.live and not tenant.held_groups]
         if not gone:
-            raise Busy(f"{len(self.by_id)} environments are registered, the most this broker takes", 30.0)
+            raise Busy(f"{len(self.by_id)} environments are registered, the most this broker takes")
         oldest = min(gone, key=lambda tenant: tenant.heard)
         assert oldest.env_id is not None
         del self.by_id[oldest.env_id]

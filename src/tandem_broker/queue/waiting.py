@@ -19,9 +19,8 @@ class WaitingGroups:
         self.items: dict[int, Item] = {}
         """Every group that is neither trained nor dropped, by its place in the order of arrival."""
         self.bytes = 0
-        self.latest: GroupEntry | None = None
+        self.latest: Item | None = None
         """The group that entered a queue last."""
-        self._latest = -1
         self._journal = journal
         self._options = options
         self._formed: tuple[int, list[Item] | None] = (-1, None)
@@ -33,7 +32,7 @@ class WaitingGroups:
 
     # --- coming in ---
 
-    def check(self, entry: GroupEntry, retry_after: float) -> None:
+    def check(self, entry: GroupEntry) -> None:
         """Whether a group may come in now.
 
         While no batch can be formed, an environment that has less than a batch queued is let in whatever the bounds
@@ -47,9 +46,7 @@ class WaitingGroups:
         if not 0 <= (entry.version or 0) < MOST_STEP:
             raise GroupRefused(f"the group's step is {entry.version}; expected 0 to below 2**53")
         if batch_size and entry.size > batch_size:
-            raise GroupRefused(
-                f"the group has {entry.size} sequences and a batch {batch_size}: no batch can ever hold it"
-            )
+            raise GroupRefused(f"the group has {entry.size} sequences and a batch {batch_size}: no batch can hold it")
         everybody = len(self.items) >= limit.max_groups or self.bytes >= limit.max_bytes
         if not everybody and tenant.held_groups < limit.max_env_groups and tenant.held_bytes < limit.max_env_bytes:
             return
@@ -58,10 +55,7 @@ class WaitingGroups:
             return
         who = "the broker" if everybody else f"environment {tenant.name}"
         groups, held = (len(self.items), self.bytes) if everybody else (tenant.held_groups, tenant.held_bytes)
-        raise Busy(
-            f"{who} holds {groups} groups of {held / 2**20:.0f} MiB that wait for the trainer; try again later",
-            retry_after,
-        )
+        raise Busy(f"{who} holds {groups} groups of {held / 2**20:.0f} MiB that wait for the trainer; try again later")
 
     def _completes(self, size: int) -> bool:
         """Whether sizes that cannot add up to a batch can with one group of this size more."""
@@ -112,19 +106,9 @@ class WaitingGroups:
         for item in items:
             item.state, item.batch = "queued", None
             item.tenant.queue.insert(item)
-            if item.order > self._latest:
-                self._latest, self.latest = item.order, item.entry
+            if self.latest is None or item.order > self.latest.order:
+                self.latest = item
         self.tenants.change += 1
-
-    def sort_again(self, tenant: Tenant) -> None:
-        """Its group size changed: what is buffered is looked at again."""
-        items = list(tenant.buffer)
-        for item in items:
-            tenant.buffer.remove(item)
-        for item in items:
-            moved = self.put(item) or ([item] if item.state == "queued" else [])
-            if moved:
-                self._journal.moved([queued.order for queued in moved], "queued", None)
 
     # --- going out ---
 
@@ -198,9 +182,8 @@ class WaitingGroups:
             return ""
         for env, need in self.tenants.minimums().items():
             if (has := self._has(env, True)) < need:
-                return (
-                    f"environment {self.tenants.by_id[env].name} has {has} of the {need} sequences its share asks for"
-                )
+                name = self.tenants.by_id[env].name
+                return f"environment {name} has {has} of the {need} sequences its share asks for"
         waiting = sum(self._has(env, True) for env in self.tenants.by_id) + self.tenants.anonymous.queue.sequences
         if waiting < total:
             return f"{waiting} of the {total} sequences of a batch wait"

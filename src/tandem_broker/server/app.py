@@ -39,7 +39,7 @@ T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 RETRY_SECONDS = 5.0
-"""When to come back after a failure of the broker's own, such as a full disk."""
+"""When to come back to a broker that holds too much, or that failed, as with a full disk."""
 UNSHOWN = {"overrides", "group_overrides", "env_id", "distill_token_ids", "distill_logprobs"}
 ACTING = ("GET /batch", "GET /reset_data")
 """Routes that change something although they are a GET."""
@@ -194,7 +194,7 @@ class BrokerServer:
             # Atropos' environments drop a group at any 4xx but try again at a 5xx; clients that give a key know both.
             self.meter.refused["busy"] += 1
             status = 429 if "Idempotency-Key" in request.headers else 503
-            response = RequestRejected(status, str(error), retry_after=error.retry_after).response()
+            response = RequestRejected(status, str(error), retry_after=RETRY_SECONDS).response()
         except RequestRejected as error:
             self.meter.refused[f"http_{error.status}"] += 1
             response = error.response()
@@ -401,4 +401,4 @@ class BrokerServer:
 
     async def _latest_example(self, request: web.Request) -> web.StreamResponse:
         latest = self.store.waiting.latest
-        return reply(EMPTY_EXAMPLE if latest is None else latest.payload)
+        return reply(EMPTY_EXAMPLE if latest is None else latest.entry.payload)
