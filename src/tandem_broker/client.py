@@ -22,6 +22,7 @@ from tandem.printable import printable
 from tandem.types import Group, Json
 from tandem_broker.protocol import messages, wire
 from tandem_broker.protocol.convert import group_to_wire
+from tandem_broker.protocol.submission import read_scored
 
 log = logging.getLogger(f"tandem.{__name__}")
 
@@ -441,7 +442,7 @@ def _taken(reply: _BatchReply, raws: Sequence[msgspec.Raw]) -> TakenBatch:
     groups, ids, versions, malformed = [], [], [], []
     for raw, id, version in zip_longest(raws, reply.tandem.ids[: len(raws)], reply.tandem.versions[: len(raws)]):
         try:
-            groups.append(wire.read(bytes(raw), messages.ScoredGroup))
+            groups.append(read_scored(bytes(raw)))
         except wire.Malformed as error:
             malformed.append(printable(f"{id}: {error}" if id else str(error)))
         else:

@@ -1,7 +1,7 @@
 """Groups to and from the wire's parallel lists. What the wire cannot say travels in ``group_overrides``.
 
 Reading is tolerant: a missing key, null and an empty list are the same; a sequence that cannot be trained on becomes a
-failed rollout that says why, and its siblings stay.
+failed rollout that says why, and its siblings stay. Lists whose lengths disagree were refused before (``submission``).
 
 Our own keys of ``group_overrides``: ``tandem_version`` (oldest policy step of the group), ``tandem_versions`` (for each
 sequence ``[[step, tokens], ...]``), ``tandem_env``, ``tandem_task``, ``tandem_rewards`` (for each sequence by name) and
@@ -35,7 +35,7 @@ from tandem.types import (
     Task,
     Turn,
 )
-from tandem_broker.protocol.messages import LEAST_LOGPROB, MOST, ScoredGroup
+from tandem_broker.protocol.messages import Real, ScoredGroup
 
 Number = TypeVar("Number", int, float)
 Step = Annotated[int, msgspec.Meta(ge=0)]
@@ -211,7 +211,7 @@ def group_from_wire(
     """Convert a group for the trainer: each run of unmasked tokens of a sequence is one turn.
 
     Args:
-        scored: as it came.
+        scored: as ``submission.read_scored`` checked it.
         id: what it is called here.
         version: policy step of tokens that do not say theirs.
         index: its place in the order of arrival.
@@ -280,12 +280,10 @@ class _GroupReader:
             sampled = self._sampled(at)
             messages = messages or self._decoded(at)
             turns = tuple(self._turns(at, sampled))
-            reward = self._score(at)
-            advantages = self._advantages(at, sampled)
+            reward, advantages = _flushed(self._scored.scores[at]), self._advantages(at, sampled)
         except _Refused as refused:
             kind, error = refused.args
             self._notes.failed[kind] += 1
-            turns, reward = (), None
         prompt = tuple(takewhile(lambda message: message.role != "assistant", messages))
         return Rollout(
             id=f"{self._id}/{at}",
@@ -303,7 +301,7 @@ class _GroupReader:
     def _sampled(self, at: int) -> list[int]:
         """Places of the trained tokens of a sequence. The first token has none before it that could predict it."""
         tokens, rules = self._scored.tokens[at], self._rules
-        mask = self._per_token(self._scored.masks, at, "masks")
+        mask = self._scored.masks[at]
         if any(on not in (MASKED, token) for on, token in zip(mask, tokens, strict=True)):
             raise _Refused("malformed", f"a mask is neither {MASKED} nor the id of its token")
         wrong = [token for token in tokens if not 0 <= token < (rules.vocabulary or math.inf)]
@@ -338,12 +336,9 @@ class _GroupReader:
                 "its tokens were sampled with their ratio is unknown; let the environment send them (in Atropos: "
                 "managed_server), or set broker.missing_logprobs: policy to train as if the policy of now had sampled"
             )
-        row = self._per_token(rows, at, "inference_logprobs")
-        logprobs = [row[place] for place in sampled]
-        wrong = [value for value in logprobs if not LEAST_LOGPROB <= value < 1e-3]
-        if wrong:
-            why = f"a trained token has a logprob that is none: {wrong[0]:g}; expected {LEAST_LOGPROB:g} to 0"
-            raise _Refused("malformed", why)
+        logprobs = [rows[at][place] for place in sampled]
+        if max(logprobs) > 1e-3:
+            raise _Refused("malformed", f"a trained token has a logprob that is none: {max(logprobs):g}")
         return [min(value, 0.0) for value in logprobs]
 
     def _versions(self, at: int, sampled: Sequence[int]) -> list[int]:
@@ -371,41 +366,19 @@ class _GroupReader:
         finish: Finish = _as(Finish, self._entry(self._overrides.get("tandem_finish"), at), "stop")
         return finish
 
-    def _score(self, at: int) -> float:
-        score = self._entry(self._scored.scores, at)
-        if score is None or not abs(score) <= MOST:
-            raise _Refused("malformed", f"its score is {score}; expected a number up to ±{MOST:g} for each sequence")
-        return _flushed(score)
-
     def _rewards(self, at: int, score: float) -> dict[str, float]:
         """By name where the environment tells them; else the score alone."""
-        by_name = _as(dict[str, Any], self._entry(self._overrides.get("tandem_rewards"), at), {})
-        rewards = {
-            named(name): _flushed(value)
-            for name, value in by_name.items()
-            if isinstance(value, int | float) and abs(value) <= MOST
-        }
-        return rewards or {"score": score}
+        by_name = _as(dict[str, Real], self._entry(self._overrides.get("tandem_rewards"), at), {})
+        return {named(name): _flushed(value) for name, value in by_name.items()} or {"score": score}
 
     def _advantages(self, at: int, sampled: Sequence[int]) -> tuple[float, ...] | None:
         if not self._rules.env_advantages or not self._scored.advantages:
             return None
-        row = self._per_token(self._scored.advantages, at, "advantages")
-        advantages = tuple(float(row[place]) for place in sampled)
-        if not all(abs(value) <= MOST for value in advantages):
-            raise _Refused("malformed", f"an advantage is not within ±{MOST:g}")
-        return advantages
-
-    def _per_token(self, rows: Any, at: int, name: str) -> Sequence[Any]:
-        """One value for each token of a sequence."""
-        row, num = self._entry(rows, at), len(self._scored.tokens[at])
-        if row is None or len(row) != num:
-            got = "none" if row is None else str(len(row))
-            raise _Refused("malformed", f"{num} tokens have {got} {name}; expected one for each")
-        return row  # type: ignore[no-any-return]
+        row: Any = self._scored.advantages[at]
+        return tuple(float(row[place]) for place in sampled)
 
     def _entry(self, rows: Any, at: int) -> Any:
-        """One sequence's entry of a parallel list; None where there is none, or the lists are not parallel."""
+        """One sequence's entry of a list with one for each; None where there is none, or it is no such list."""
         return rows[at] if isinstance(rows, list) and len(rows) == len(self._scored.tokens) else None
 
     def _decoded(self, at: int) -> tuple[Message, ...]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from tandem_broker.protocol.messages import MOST_STEP, Real, ScoredGroup
+from tandem_broker.protocol.messages import MOST_STEP, ScoredGroup
 from tandem_broker.protocol.wire import Place, explain, refuse, write
 
 WEIGH_BYTES = 1 << 20
@@ -19,17 +19,8 @@ MOST_DEPTH = 64
 _PER_TOKEN = ("masks", "advantages", "ref_logprobs", "inference_logprobs", "distill_token_ids", "distill_logprobs")
 _PER_SEQUENCE = ("scores", "messages", "overrides")
 _FREE = ("messages", "generation_params", "overrides", "group_overrides", "images")
-_LAX: dict[str, Any] = {"advantages": list[list[Real] | Real] | None}
-"""Types of fields that may come in another form than they are kept in."""
-_Submitted: Any = msgspec.defstruct(
-    "_Submitted",
-    [
-        (field.name, _LAX.get(field.name, field.type), *(() if field.required else (None,)))
-        for field in msgspec.structs.fields(ScoredGroup)
-    ],
-)
-_DECODER = msgspec.json.Decoder(_Submitted, strict=False)
-_LIST_DECODER = msgspec.json.Decoder(list[_Submitted], strict=False)
+_DECODER = msgspec.json.Decoder(ScoredGroup, strict=False)
+_LIST_DECODER = msgspec.json.Decoder(list[ScoredGroup], strict=False)
 
 
 class Submission(msgspec.Struct, frozen=True):
@@ -44,7 +35,12 @@ class Submission(msgspec.Struct, frozen=True):
 
 
 def read_group(body: bytes) -> Submission:
-    """Check a group.
+    """Check a group that is submitted; raises as ``read_scored``."""
+    return _submission(read_scored(body))
+
+
+def read_scored(body: bytes) -> ScoredGroup:
+    """Read and check a group.
 
     Raises:
         Malformed: a field is missing, of another type or out of bounds, or lengths disagree.
@@ -61,7 +57,7 @@ def read_groups(body: bytes, *, most: int = 10_000) -> list[Submission]:
     groups = _decoded(body, _LIST_DECODER)
     if len(groups) > most:
         raise refuse("too_long", (), f"a list has at most {most} groups, not {len(groups)}")
-    return [_checked(group, (index,)) for index, group in enumerate(groups)]
+    return [_submission(_checked(group, (index,))) for index, group in enumerate(groups)]
 
 
 def _decoded(body: bytes, decoder: Any) -> Any:
@@ -74,7 +70,12 @@ def _decoded(body: bytes, decoder: Any) -> Any:
         raise explain(error, body) from None
 
 
-def _checked(group: Any, at: Place) -> Submission:
+def _submission(group: ScoredGroup) -> Submission:
+    version = (group.group_overrides or {}).get("tandem_version")
+    return Submission(payload=write(group), size=len(group.tokens), env_id=group.env_id, version=version)
+
+
+def _checked(group: ScoredGroup, at: Place) -> ScoredGroup:
     """Check what types cannot say of the group at a place of the body."""
     sizes = [len(ids) for ids in group.tokens]
     if not sizes or 0 in sizes:
@@ -108,7 +109,7 @@ def _checked(group: Any, at: Place) -> Submission:
     if version is not None and (type(version) is not int or not 0 <= version < MOST_STEP):
         why = "Value error, a step is an int from 0 to below 2**53"
         raise refuse("value_error", (*at, "group_overrides", "tandem_version"), why)
-    return Submission(payload=write(group), size=len(sizes), env_id=group.env_id, version=version)
+    return group
 
 
 def _check_free(place: Place, value: Any, depth: int) -> None:
