@@ -187,16 +187,11 @@ class Producer:
             self.limit(self._info.max_token_len)
         if 0 < batch < self._size:
             raise ConfigError(
-                f"group_size is {self._size} and the trainer's batches have {batch} sequences, so no batch could ever "
-                f"be made; lower group_size to {batch} at most, or let the trainer take larger batches"
+                f"group_size is {self._size} and the trainer's batches have {batch} sequences; lower group_size to "
+                f"{batch} at most, or let the trainer take larger batches"
             )
         if batch > 0 and batch % self._size:
-            log.warning(
-                "the trainer's batches of %d sequences are no multiple of group_size %d: they can be filled only with "
-                "groups of other environments",
-                batch,
-                self._size,
-            )
+            log.warning("batches of %d are no multiple of group_size %d: others must fill them up", batch, self._size)
 
     def _is_finished(self, status: EnvStatus) -> bool:
         most = self.pace.total_steps
@@ -275,8 +270,8 @@ class Producer:
             # A broker joins odd groups to whole ones only by luck; until then they would lie there.
             why = next((r.error for r in group.rollouts if r.error), "no reward")
             level = logging.DEBUG if self.tally.groups["failed"] else logging.WARNING
-            log.log(level, "group %s is left out, since %d of its %d answers have a reward: %s", group.id,
-                    len(rewards), self._size, why)  # fmt: skip
+            log.log(level, "group %s is left out: %d of %d answers have a reward: %s", group.id, len(rewards),
+                    self._size, why)  # fmt: skip
             self.tally.groups["failed"] += 1
         elif self.drop_zero_variance and group.zero_variance:
             self.tally.groups["zero_variance"] += 1

@@ -50,7 +50,7 @@ def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
         assert put(one, "a", key="k") == "received"
         assert put(one, "b") == "received"
         assert put(one, "c", size=3, env=0) == "buffered"
-        batch = some(one.store.take(0.0, lease=True, seconds=10.0, policy=6))
+        batch = some(one.store.take(0.0, lease=10.0, policy=6))
     with ledger(tmp_path, now=100.0) as two:
         store = two.store
         assert (store.run, store.step, store.started, store.policy_step) == (RUN, 1, True, 6)
@@ -59,7 +59,7 @@ def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
         again = some(store.register_env(env_spec(name="e", max_token_length=8), 100.0))
         assert (again.env_id, again.wandb_name) == (1, "e_1")
         assert put(two, "a", key="k") == "duplicate"
-        second_batch = some(store.take(100.0, lease=True))
+        second_batch = some(store.take(100.0, lease=600.0))
         (entry,) = second_batch.entries
         assert entry == GroupEntry(id="b", env=None, size=4, version=3, received=5.0, payload=b"b")
         assert store.acknowledge(batch.id, 109.0)  # its lease began anew
@@ -99,8 +99,8 @@ def test_a_lease_that_ran_out_stays_over_after_a_restart(tmp_path: Path) -> None
     with ledger(tmp_path) as one:
         begun(one)
         put(one, "a")
-        first = some(one.store.take(0.0, lease=True, seconds=10.0))
-        second = some(one.store.take(10.0, lease=True))
+        first = some(one.store.take(0.0, lease=10.0))
+        second = some(one.store.take(10.0, lease=600.0))
     with ledger(tmp_path) as two:
         assert list(two.store.leases.out) == [second.id]
         assert two.store.acknowledge(first.id, 0.0)  # late, but the first to say so
@@ -209,7 +209,7 @@ def test_the_space_of_trained_groups_is_used_again(tmp_path: Path) -> None:
         begun(one)
         for name in range(200):
             put(one, str(name), data=b"%d " % name * 200)
-            batch = some(one.store.take(0.0, lease=True))
+            batch = some(one.store.take(0.0, lease=600.0))
             one.store.acknowledge(batch.id, 0.0)
         one.commit()
         assert len(one.store.leases.over) <= 1000

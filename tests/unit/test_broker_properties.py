@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 
 OPTIONS = StoreOptions(
     max_groups=24, max_bytes=24 * 9, max_env_groups=16, max_env_bytes=16 * 9, max_environments=6,
-    lease_seconds=50.0, heartbeat_seconds=60.0, key_seconds=500.0, max_keys=20,
+    heartbeat_seconds=60.0, key_seconds=500.0, max_keys=20,
 )  # fmt: skip
 RUNS = st.sampled_from([4, 6, 8])
 BATCH = st.integers(0, 30)
@@ -186,7 +186,7 @@ class Promises(RuleBasedStateMachine):
                     self.over[earlier.id] = Acknowledgement(ok=not already, trained=fresh, already=already)
         before = {item.entry.id: (item, item.state) for item in self.waiting}
         returned = self.store.returned
-        batch = self.store.take(self.now, lease=lease, trainer=trainer)
+        batch = self.store.take(self.now, trainer, lease=50.0 if lease else None)
         self.ledger.commit()
         assert self.store.run is not None
         total, needs = self.store.run.batch_size, self.store.tenants.minimums()
@@ -276,7 +276,7 @@ class Promises(RuleBasedStateMachine):
     def trainer_renews(self, which: int) -> None:
         batch = list(self.served)[which % len(self.served)]
         if self.store.renew(batch, self.now) and (expires := self.store.leases.out[batch].expires) is not None:
-            assert expires == self.now + OPTIONS.lease_seconds
+            assert expires == self.now + 50.0
 
     @rule(batches=st.integers(1, 3))
     def trainer_trains(self, batches: int) -> None:

@@ -205,10 +205,10 @@ def test_the_same_identity_is_the_same_environment() -> None:
 def test_a_batch_not_acknowledged_in_time_comes_back_to_the_front() -> None:
     store = started(8)
     Names(store).put(4, 4, 4, 4)
-    batch = some(store.take(0.0, lease=True, seconds=10.0))
-    assert names(store.take(9.0, lease=True)) == ["2", "3"]
-    assert store.take(9.0, lease=True) is None
-    again = some(store.take(10.0, lease=True))
+    batch = some(store.take(0.0, lease=10.0))
+    assert names(store.take(9.0, lease=600.0)) == ["2", "3"]
+    assert store.take(9.0, lease=600.0) is None
+    again = some(store.take(10.0, lease=600.0))
     assert names(again) == ["0", "1"]
     assert store.step == 2  # served again is not another step
     assert again.id != batch.id
@@ -217,8 +217,8 @@ def test_a_batch_not_acknowledged_in_time_comes_back_to_the_front() -> None:
 def test_of_two_leases_with_the_same_groups_the_first_acknowledgement_wins() -> None:
     store = started(4)
     Names(store).put(4)
-    first = some(store.take(0.0, lease=True, seconds=10.0))
-    second = some(store.take(10.0, lease=True))
+    first = some(store.take(0.0, lease=10.0))
+    second = some(store.take(10.0, lease=600.0))
     late = store.acknowledge(first.id, 11.0)
     assert (late.ok, late.trained, late.already) == (True, 1, 0)
     assert "late" in late.reason
@@ -232,8 +232,8 @@ def test_of_two_leases_with_the_same_groups_the_first_acknowledgement_wins() -> 
 def test_groups_trained_late_do_not_come_back_with_another_lease(release: bool) -> None:
     store = started(4)
     Names(store).put(4)
-    first = some(store.take(0.0, lease=True, seconds=10.0))
-    second = some(store.take(10.0, lease=True, seconds=10.0))
+    first = some(store.take(0.0, lease=10.0))
+    second = some(store.take(10.0, lease=10.0))
     store.acknowledge(first.id, 11.0)
     if release:
         store.return_lease(second.id, 12.0)
@@ -305,7 +305,7 @@ def test_too_much_is_put_off_and_memory_stays_flat() -> None:
         with pytest.raises(Busy, match="holds 10 groups"):
             put(4)
     assert store.queued_groups == 10
-    batch = some(store.take(0.0, lease=True))
+    batch = some(store.take(0.0, lease=600.0))
     with pytest.raises(Busy, match="holds 10 groups"):  # leased ones are held too
         put(4)
     store.acknowledge(batch.id, 0.0)
@@ -360,7 +360,7 @@ def test_environments_follow_the_steps_of_a_trainer_that_tells_them() -> None:
 
     assert current_step() == 0
     for policy, then in ((0, 1), (0, 1), (1, 2), (1, 2), (1, 2), (2, 2)):
-        assert store.take(0.0, lease=True, policy=policy) is not None
+        assert store.take(0.0, lease=600.0, policy=policy) is not None
         assert current_step() == then
     assert store.step == 6
     for lease in list(store.leases.out):
@@ -369,6 +369,6 @@ def test_environments_follow_the_steps_of_a_trainer_that_tells_them() -> None:
     assert current_step() == 3
     store.take(0.0, policy=3)
     assert current_step() == 4  # one more is being trained on
-    store.take(0.0, lease=True)
+    store.take(0.0, lease=600.0)
     assert store.take(0.0, policy=4) is None
     assert current_step() == 4, "nothing was served for this step yet"

@@ -188,9 +188,11 @@ def _tandem_overrides(group: Group, pairs: Sequence[tuple[Rollout, Wired]]) -> d
         return {}
     owners = {id(rollout): place for place, rollout in enumerate(group.scored)}
     several = len(pairs) > len(owners)
+    versions = [[[step, len(list(run))] for step, run in groupby(wired.versions)] for _, wired in pairs]
+    # An engine of others may not say them: then the broker's own guess is the better one.
+    told = {} if group.version_min < 0 else {"tandem_version": group.version_min, "tandem_versions": versions}
     return {
-        "tandem_version": group.version_min,
-        "tandem_versions": [[[step, len(list(run))] for step, run in groupby(w.versions)] for _, w in pairs],
+        **told,
         "tandem_env": group.env,
         "tandem_task": group.scored[0].task.id,
         "tandem_rewards": [rollout.rewards for rollout, _ in pairs],

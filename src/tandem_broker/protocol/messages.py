@@ -90,7 +90,7 @@ class EnvName(msgspec.Struct, kw_only=True, frozen=True):
 class BatchQuery(msgspec.Struct, kw_only=True, frozen=True):
     """Parameters of ``GET /batch``, none of which Atropos knows."""
 
-    lease: Annotated[float, Meta(ge=0, lt=2**53)] | None = None
+    lease: Annotated[float, Meta(gt=0, lt=2**53)] | None = None
     """Seconds after which it is served again unless it was acknowledged; null: it counts as trained."""
     policy: Annotated[int, Meta(ge=0, lt=2**53)] | None = None
     """The trainer's step."""

@@ -87,19 +87,11 @@ def _checked(group: ScoredGroup, at: Place) -> ScoredGroup:
             why = f"Value error, {len(rows)} entries for {len(sizes)} sequences of tokens"
             raise refuse("value_error", (*at, name), why)
         for index, row in enumerate(rows if name in _PER_TOKEN else ()):
-            if isinstance(
-                row, float
-            ):  # one advantage for a sequence, as some clients send it, is spread over its tokens
+            if isinstance(row, float):  # one advantage for a sequence
                 rows[index] = [row] * sizes[index]
             elif len(row) != sizes[index]:
                 why = f"Value error, {len(row)} entries for {sizes[index]} tokens"
                 raise refuse("value_error", (*at, name, index), why)
-    teachers = [
-        [list(map(len, row)) for row in rows] for rows in (group.distill_token_ids, group.distill_logprobs) if rows
-    ]
-    if len(teachers) == 2 and teachers[0] != teachers[1]:
-        why = "Value error, each position needs as many logprobs as token ids"
-        raise refuse("value_error", (*at, "distill_logprobs"), why)
     for name in _FREE:
         _check_free((*at, name), getattr(group, name), MOST_DEPTH)
     if not all("role" in m and "content" in m for chat in group.messages or () for m in chat):

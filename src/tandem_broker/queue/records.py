@@ -41,8 +41,6 @@ class StoreOptions:
     """Most payload bytes held of one environment."""
     max_environments: int = 10_000
     """Most environments known; beyond it one that is gone and holds nothing is forgotten."""
-    lease_seconds: float = 600.0
-    """How long a batch that was asked for on lease may stay unacknowledged, unless it is renewed."""
     heartbeat_seconds: float = 60.0
     """An environment not heard from for this long has no weight and no minimum share until it is heard again."""
     key_seconds: float = 86_400.0

@@ -196,10 +196,9 @@ class GroupQueue:
     def take(
         self,
         now: float,
-        *,
         trainer: str | None = None,
-        lease: bool = False,
-        seconds: float | None = None,
+        *,
+        lease: float | None = None,
         policy: int | None = None,
         max_lag: int | None = None,
     ) -> ServedBatch | None:
@@ -208,9 +207,9 @@ class GroupQueue:
         Args:
             now: Seconds.
             trainer: Name of the caller; tells apart trainers that never acknowledge.
-            lease: The trainer will acknowledge. Without it the batch counts as trained when the same trainer asks
-                again after ``delivered`` said that its answer went out; before that, a restart serves it again.
-            seconds: How long the lease lasts; None is ``StoreOptions.lease_seconds``.
+            lease: Seconds within which the trainer will acknowledge. None: the batch counts as trained when the same
+                trainer asks again after ``delivered`` said that its answer went out; before that, a restart serves it
+                again.
             policy: The trainer's policy step; later groups that do not tell theirs are stamped with it.
             max_lag: Groups sampled more than this many policy steps ago are dropped. None drops none.
         """
@@ -221,7 +220,7 @@ class GroupQueue:
             if policy not in (None, self.policy):
                 self.policy, self.took = policy, False
             self.started = True
-        if not lease:
+        if lease is None:
             for earlier in self.leases.of_plain(trainer):
                 self.acknowledge(earlier.id, now)
         chosen = self.waiting.next_batch()
@@ -232,7 +231,7 @@ class GroupQueue:
                 chosen = self.waiting.next_batch()
         if not chosen:
             return None
-        return self._serve(chosen, trainer, (seconds or self.options.lease_seconds) if lease else None, now)
+        return self._serve(chosen, trainer, lease, now)
 
     def acknowledge(self, batch_id: str, now: float) -> Acknowledgement:
         """The batch is trained. Of two batches that hold the same group (a lease ran out) the first to say so wins.

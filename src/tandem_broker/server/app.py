@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import ipaddress
 import logging
 import re
 import secrets
@@ -87,14 +86,6 @@ def idempotency_key(request: web.Request) -> str | None:
     if key is not None and not re.fullmatch(r"[!-~]{1,200}", key):
         raise RequestRejected(400, "an Idempotency-Key has 1 to 200 visible ASCII characters")
     return key
-
-
-def is_near(address: str | None) -> bool:
-    """Tell this machine's loopback, over which compressing an answer costs more than it saves."""
-    try:
-        return address is not None and ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
 
 
 class BrokerServer:
@@ -299,16 +290,10 @@ class BrokerServer:
             self._require_owner(request, env_id)
         key, now = scoped(self._owner(request), idempotency_key(request)), self._clock()
         entries = [
-            GroupEntry(
-                id=secrets.token_hex(12),
-                env=submission.env_id,
-                size=submission.size,
-                version=submission.version,
-                received=now,
-                payload=submission.payload,
-            )
-            for submission in submissions
-        ]
+            GroupEntry(id=secrets.token_hex(12), env=s.env_id, size=s.size, version=s.version, received=now,
+                       payload=s.payload)
+            for s in submissions
+        ]  # fmt: skip
         keys = [key] if len(entries) == 1 else [None if key is None else f"{key}/{i}" for i in range(len(entries))]
         receipts = self.store.put_all(list(zip(entries, keys, strict=True)), now)
         fresh = zip(entries, receipts, strict=True)
@@ -324,14 +309,7 @@ class BrokerServer:
             return reply({"status": "error", "message": message, "batch": []})
         query = wire.convert(dict(request.query), messages.BatchQuery)
         is_leased = query.lease is not None
-        batch = self.store.take(
-            now,
-            trainer=request.remote,
-            lease=is_leased,
-            seconds=query.lease,
-            policy=query.policy,
-            max_lag=query.max_lag,
-        )
+        batch = self.store.take(now, request.remote, lease=query.lease, policy=query.policy, max_lag=query.max_lag)
         if batch is None:
             return reply({"batch": None})
         payloads = [entry.payload for entry in batch.entries]
@@ -357,7 +335,7 @@ class BrokerServer:
         response.headers["Tandem"] = __version__
         if is_leased:
             response.headers["Tandem-Batch"] = batch.id
-        if not is_near(request.remote):
+        if request.remote not in ("127.0.0.1", "::1"):  # on one machine compressing costs more than it saves
             response.enable_compression()
         if request.transport is not None:
             request.transport.set_write_buffer_limits(0)
