@@ -207,11 +207,9 @@ class Ledger(Journal):
         for progress in facts["progress"].values():
             store.resume(progress)
         store.seen.update(facts["key"])
-        next_id = store.tenants.next_id
         for env_id, fact in sorted((int(env_id), fact) for env_id, fact in facts["env"].items()):
             spec = EnvRegistration(**fact.pop("spec"))
             store.tenants.add(Tenant(env_id=env_id, spec=spec, heard=now, **fact))
-        store.tenants.next_id = next_id
         for place, id, env, size, version, received, state, batch, checksum, data in self._sql.execute(ROWS):
             if state not in ("buffered", "queued", "leased") or size < 1:
                 raise ValueError(f"a group of {size} sequences is {state}")

@@ -390,14 +390,14 @@ class GroupQueue:
         """What a restart must know beside groups, environments, leases and keys."""
         run = None if self.run is None else msgspec.structs.asdict(self.run)
         counters = {name: getattr(self, name) for name in PROGRESS}
-        return {**counters, "run": run, "next_id": self.tenants.next_id, "names": self.tenants.names}
+        return {**counters, "run": run, "next_id": self.tenants.next_id}
 
     def resume(self, progress: Mapping[str, Any]) -> None:
         """Inverse of ``progress``."""
         for name in PROGRESS:
             setattr(self, name, progress[name])
         self.counts = Counter(progress["counts"])
-        self.tenants.next_id, self.tenants.names = progress["next_id"], Counter(progress["names"])
+        self.tenants.next_id = progress["next_id"]
         if progress["run"] is not None:
             self.run = RunParameters(**progress["run"])
             self.tenants.batch_size = self.run.batch_size

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import msgspec
-from msgspec.structs import replace
 
 from tandem_broker.protocol.messages import EnvRegistration, EnvStatus
 from tandem_broker.queue.formation import BY_ORDER, minimums
@@ -126,8 +126,6 @@ class Tenants:
         self.by_id: dict[int, Tenant] = {}
         self.by_key: dict[str, Tenant] = {}
         self.anonymous = Tenant(env_id=None, spec=ANONYMOUS, name="anonymous", heard=0.0, connected=False, live=False)
-        self.names: Counter[str] = Counter()
-        """Environments of each desired name so far."""
         self.next_id = 0
         self.change = 0
         """Count of changes to queues, buffers and who takes part."""
@@ -150,23 +148,14 @@ class Tenants:
         tenant = self.by_key.get(key) if key is not None else None
         if tenant is None:
             self._make_room()
-            name = self._next_name(spec.desired_name)
-            self._forget_names()
+            names = {tenant.name for tenant in self.by_id.values()}
+            name = next(name for n in count() if (name := f"{spec.desired_name}_{n}") not in names)
             tenant = Tenant(env_id=self.next_id, spec=spec, name=name, heard=now, key=key, owner=owner)
             self.add(tenant)
         else:
             tenant.spec, tenant.connected, tenant.live = spec, True, False
             self.hear(tenant, now)
         return tenant
-
-    def _next_name(self, desired: str) -> str:
-        """With its count; after a reset counts begin anew, and what lived through it keeps its name and its files."""
-        borne = {tenant.name for tenant in self.by_id.values() if tenant.live}
-        while True:
-            name = f"{desired}_{self.names[desired]}"
-            self.names[desired] += 1
-            if name not in borne:
-                return name
 
     def note(self, tenant: Tenant) -> None:
         """Tell the journal what a restart must know of it."""
@@ -197,21 +186,13 @@ class Tenants:
         self.journal.noted(f"env:{oldest.env_id}", None)
         self.change += 1
 
-    def _forget_names(self) -> None:
-        """Once there are more names than environments may be, the older half of the unused ones is forgotten."""
-        if len(self.names) > self.options.max_environments:
-            borne = {tenant.spec.desired_name for tenant in self.by_id.values()}
-            for name in [name for name in self.names if name not in borne][: len(self.names) // 2]:
-                del self.names[name]
-
     def after_reset(self) -> Tenants:
-        """All connected environments, none of which takes part until heard again; ids go on, names begin anew."""
+        """All connected environments, none of which takes part until heard again; ids go on."""
         fresh = Tenants(self.options, self.journal)
         for old in self.by_id.values():
             if old.connected:
-                empty = {"queue": SizeQueues(), "buffer": SizeQueues()}
-                zeros = dict.fromkeys(("held_groups", "held_bytes", "accepted"), 0)
-                fresh.add(replace(old, live=False, **empty, **zeros))
+                same = {name: getattr(old, name) for name in ("env_id", "spec", "name", "heard", "key", "owner")}
+                fresh.add(Tenant(**same, live=False))
         fresh.next_id = self.next_id
         return fresh
 
