@@ -23,8 +23,9 @@ import msgspec
 
 from tandem.errors import BrokerError
 from tandem_broker.protocol.messages import EnvRegistration
+from tandem_broker.protocol.submission import GroupEntry
 from tandem_broker.queue.leases import BatchLease
-from tandem_broker.queue.records import GroupEntry, Journal, State, StoreOptions
+from tandem_broker.queue.records import Journal, State, StoreOptions
 from tandem_broker.queue.store import GroupQueue
 from tandem_broker.queue.tenants import Item, Tenant
 
@@ -35,12 +36,12 @@ SCHEMA = (
     f"PRAGMA application_id = {APPLICATION}",
     f"PRAGMA user_version = {FORMAT}",
     """CREATE TABLE IF NOT EXISTS entries (place INTEGER PRIMARY KEY, id TEXT NOT NULL, env INTEGER,
-    size INTEGER NOT NULL, version INTEGER, received REAL NOT NULL, state TEXT NOT NULL, batch TEXT)""",
+    size INTEGER NOT NULL, version INTEGER, state TEXT NOT NULL, batch TEXT)""",
     # A table of their own: SQLite writes the whole row again when one of its columns changes.
     "CREATE TABLE IF NOT EXISTS payloads (place INTEGER PRIMARY KEY, checksum INTEGER NOT NULL, data BLOB NOT NULL)",
     "CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
 )
-ROWS = """SELECT place, id, env, size, version, received, state, batch, checksum, data
+ROWS = """SELECT place, id, env, size, version, state, batch, checksum, data
     FROM entries LEFT JOIN payloads USING (place) ORDER BY place"""
 PAGE_BYTES = 32 << 10
 """Groups have some hundred KB: with SQLite's own 4 KiB a group takes twice the time."""
@@ -73,15 +74,10 @@ class Ledger(Journal):
                 ledger._prepare()
                 ledger._restore(now)
             except sqlite3.OperationalError as error:
-                raise BrokerError(
-                    f"the ledger in {folder} cannot be opened ({error}); make room on its disk, or mend it, and start "
-                    "again"
-                ) from error
+                raise BrokerError(f"{ledger.path} cannot be opened ({error}); make room, or mend it") from error
             except (sqlite3.DatabaseError, ValueError, LookupError, TypeError) as error:
                 why = " ".join(f"{type(error).__name__}: {error}".split())
-                raise BrokerError(
-                    f"{ledger.path} is damaged or no broker's ledger ({why}); name another folder with --data"
-                ) from error
+                raise BrokerError(f"{ledger.path} is damaged or no ledger ({why}); name another --data") from error
             ledger.commit()
             failed.pop_all()
         return ledger
@@ -121,16 +117,15 @@ class Ledger(Journal):
                 self._failure = error
         if self._failure is not None:
             raise BrokerError(
-                f"the ledger in {self.folder} cannot be written ({self._failure}); nothing is accepted any more: "
-                "make room on its disk and restart the broker"
+                f"{self.path} cannot be written ({self._failure}); nothing is accepted until the broker is restarted"
             )
 
     # --- what the store records ---
 
     def added(self, place: int, entry: GroupEntry, state: State) -> None:
         """Record an accepted entry."""
-        row = (place, entry.id, entry.env, entry.size, entry.version, entry.received, state, None)
-        self._record("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?)", [row])
+        row = (place, entry.id, entry.env, entry.size, entry.version, state, None)
+        self._record("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)", [row])
         self._record("INSERT INTO payloads VALUES (?, ?, ?)", [(place, zlib.crc32(entry.payload), entry.payload)])
 
     def moved(self, places: Sequence[int], state: State, batch: str | None) -> None:
@@ -180,9 +175,7 @@ class Ledger(Journal):
         if tables and application != APPLICATION:
             raise ValueError("it belongs to another program")
         if tables and version != FORMAT:
-            raise BrokerError(
-                f"{self.path} has format {version}; this Tandem reads {FORMAT}: use the Tandem that wrote it"
-            )
+            raise BrokerError(f"{self.path} has format {version}, expected {FORMAT}; use the Tandem that wrote it")
         sql.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         sql.execute("PRAGMA journal_mode = WAL")
         sql.execute("PRAGMA synchronous = FULL")
@@ -210,13 +203,13 @@ class Ledger(Journal):
         for env_id, fact in sorted((int(env_id), fact) for env_id, fact in facts["env"].items()):
             spec = EnvRegistration(**fact.pop("spec"))
             store.tenants.add(Tenant(env_id=env_id, spec=spec, heard=now, **fact))
-        for place, id, env, size, version, received, state, batch, checksum, data in self._sql.execute(ROWS):
+        for place, id, env, size, version, state, batch, checksum, data in self._sql.execute(ROWS):
             if state not in ("buffered", "queued", "leased") or size < 1:
                 raise ValueError(f"a group of {size} sequences is {state}")
             if not isinstance(data, bytes) or zlib.crc32(data) != checksum:
                 raise ValueError(f"the payload of group {place} is not what was written")
-            entry = GroupEntry(id=id, env=env, size=size, version=version, received=received, payload=data)
-            store.waiting.restored(Item(place, entry, store.tenants.of(env), state, batch))
+            entry = GroupEntry(id=id, env=env, size=size, version=version, payload=data)
+            store.waiting.hold(Item(place, entry, store.tenants.of(env), state, batch))
         for fact in facts["lease"].values():
             store.restored(msgspec.convert(fact, BatchLease), now)
 

@@ -186,10 +186,7 @@ class Producer:
         if self._info.max_token_len > 0:
             self.limit(self._info.max_token_len)
         if 0 < batch < self._size:
-            raise ConfigError(
-                f"group_size is {self._size} and the trainer's batches have {batch} sequences; lower group_size to "
-                f"{batch} at most, or let the trainer take larger batches"
-            )
+            raise ConfigError(f"group_size is {self._size}, a batch has {batch} sequences; lower group_size to {batch}")
         if batch > 0 and batch % self._size:
             log.warning("batches of %d are no multiple of group_size %d: others must fill them up", batch, self._size)
 
@@ -207,9 +204,7 @@ class Producer:
         allowed = int(batch * min(1.0, status.unallocated_fraction + share))
         room = int(self.pace.ahead * allowed / self._size) - status.queue_size
         # A guaranteed share is filled even while others fill the queue.
-        guaranteed = (
-            math.ceil(self.pace.ahead * int(batch * share) / self._size) - status.self_queue_size if share else 0
-        )
+        guaranteed = math.ceil(self.pace.ahead * int(batch * share) / self._size) - status.self_queue_size
         most = max(1, round(self.pace.n * min(1.0, status.env_weight)))
         return max(0, min(most, max(room, guaranteed)))
 
@@ -282,11 +277,10 @@ class Producer:
 
     async def _submitted(self, group: Group) -> Receipt:
         """Hand a group in, again where the broker put it off for too long: that it answers at all is seen elsewhere."""
+        key, options = f"{self._nonce}/{group.index}", unrecorded_options(self.sampling)
         while True:
             try:
-                return await self.client.submit(
-                    group, f"{self._nonce}/{group.index}", unrecorded_options(self.sampling)
-                )
+                return await self.client.submit(group, key, options)
             except Deadline as late:
                 if self.client.connection.speaks != "tandem":  # which would not know that it is the same
                     log.warning("group %s may be lost: %s", group.id, late)

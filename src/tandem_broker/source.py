@@ -172,8 +172,8 @@ class BrokerSource:
         batch_size = (await self.broker.info()).batch_size
         if batch_size != run.batch_size:
             raise BrokerError(
-                f"the broker serves batches of {batch_size} sequences, as an earlier trainer told it, and this run "
-                f"takes {run.batch_size}; restart the broker, or GET /reset_data, which also drops what is queued"
+                f"the broker serves batches of {batch_size} sequences and this run takes {run.batch_size}; restart the "
+                "broker, or GET /reset_data, which also drops what is queued"
             )
 
     async def _renew(self) -> None:

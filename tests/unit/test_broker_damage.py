@@ -23,7 +23,8 @@ import json, os, sys
 from pathlib import Path
 from tandem_broker.journal import Ledger
 from tandem_broker.protocol.messages import RunParameters
-from tandem_broker.queue.records import GroupEntry, StoreOptions
+from tandem_broker.protocol.submission import GroupEntry
+from tandem_broker.queue.records import StoreOptions
 ledger = Ledger.open(Path(sys.argv[1]), StoreOptions(), 0.0)
 ledger.store.register(RunParameters(**json.loads(sys.argv[2])))
 ledger.store.take(0.0)

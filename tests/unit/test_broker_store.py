@@ -6,13 +6,8 @@ import pytest
 from support.brokers import env_spec, run_parameters, some
 
 from tandem_broker.protocol.messages import EnvAccepted, EnvStatus, RunParameters
-from tandem_broker.queue.records import (
-    Busy,
-    GroupEntry,
-    GroupRefused,
-    ServedBatch,
-    StoreOptions,
-)
+from tandem_broker.protocol.submission import GroupEntry
+from tandem_broker.queue.records import Busy, GroupRefused, ServedBatch, StoreOptions
 from tandem_broker.queue.store import GroupQueue
 
 

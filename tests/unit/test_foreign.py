@@ -35,7 +35,8 @@ from tandem.types import Group, PolicyVersion, Sampling
 from tandem_broker.client import Connection, NotRegistered, TakenBatch, TrainerClient
 from tandem_broker.protocol.convert import Rules, group_from_wire
 from tandem_broker.protocol.messages import Info, RunParameters, ScoredGroup
-from tandem_broker.queue.records import GroupEntry, ServedBatch
+from tandem_broker.protocol.submission import GroupEntry
+from tandem_broker.queue.records import ServedBatch
 from tandem_broker.queue.store import GroupQueue
 from tandem_broker.run_source import broker_source
 from tandem_broker.source import BrokerSource, BrokerSourceOptions, full_marks

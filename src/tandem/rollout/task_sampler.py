@@ -187,9 +187,7 @@ class CurriculumSchedule:
         returned: object = self._curriculum.weight(task, seen)
         weight = float(returned) if isinstance(returned, Real) else math.nan
         if not 0.0 <= weight < math.inf:
-            raise EnvError(
-                f"the curriculum gave task {task.id} the weight {returned}; it must be at least 0 and finite"
-            )
+            raise EnvError(f"the curriculum gave task {task.id} the weight {returned}; it must be finite, 0 or more")
         if not weight:
             return math.inf, math.inf
         gap = 1.0 / weight
@@ -204,7 +202,6 @@ class TaskSampler:
     def __init__(
         self,
         runners: Sequence[EnvRunner],
-        *,
         steps: int,
         reroll: Reroll,
         curriculum: Curriculum | None,
@@ -254,12 +251,9 @@ class TaskSampler:
                 "and some that the curriculum chose are gone; put its data back, or start a new run"
             )
         log.warning(
-            "environment %s: its tasks are not those that the checkpoint was written with (%s): the run goes on with "
-            "what is there, so some tasks of this epoch may come twice or not at all; for the run that was begun, put "
-            "its data back",
-            runner.name,
-            counts,
-        )
+            "environment %s: its tasks are not those that the checkpoint was written with (%s): some of this epoch may "
+            "come twice or not at all; to go on with the run that was begun, put its data back", runner.name, counts,
+        )  # fmt: skip
 
     def data_state(self) -> DataState:
         """Its part of one."""

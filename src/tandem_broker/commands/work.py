@@ -153,21 +153,17 @@ async def _producers(config: Work, tallies: dict[str, GroupTally]) -> AsyncItera
 
 def _registration(config: Work, name: str, source: EnvSource, context: int) -> EnvRegistration:
     """What the broker is told of one environment."""
-    return EnvRegistration(
-        max_token_length=context,
-        desired_name=name,
-        weight=source.weight,
-        group_size=config.group_size,
-        min_batch_allocation=source.min_share or None,
-    )
+    share = source.min_share or None
+    return EnvRegistration(max_token_length=context, desired_name=name, weight=source.weight,
+                           group_size=config.group_size, min_batch_allocation=share)  # fmt: skip
 
 
 def _warn_of_other_engines(engine: RemoteEngine, sampling: Sampling) -> None:
     plain = Sampling(max_tokens=sampling.max_tokens, stop=sampling.stop, stop_token_ids=sampling.stop_token_ids)
     if not engine.tells_versions and sampling != plain:
         log.warning(
-            "these engines are not Tandem's: their logprobs must be those of the distribution that is sampled "
-            "(vLLM: --logprobs-mode processed_logprobs), or sample with temperature 1 and nothing cut off"
+            "these engines are not Tandem's: have vLLM give --logprobs-mode processed_logprobs, or sample with "
+            "temperature 1 and nothing cut off"
         )
 
 

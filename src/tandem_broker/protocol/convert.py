@@ -152,13 +152,10 @@ def group_to_wire(group: Group) -> ScoredGroup:
     """The scored rollouts of a group as sequences, mostly one each; ``env_id`` is the client's to set."""
     pairs = [(rollout, wired) for rollout in group.scored for wired in sequences(rollout)]
     alike = len({wired.temperature for _, wired in pairs}) == 1
-    overrides: list[dict[str, Json]] = [
-        {
-            **({} if alike else {"temperature": wired.temperature}),
-            **({} if rollout.trained else {"set_advantage_to_zero": True}),
-        }
-        for rollout, wired in pairs
-    ]
+    overrides: list[dict[str, Json]] = [{} if alike else {"temperature": wired.temperature} for _, wired in pairs]
+    for entry, (rollout, _) in zip(overrides, pairs, strict=True):
+        if not rollout.trained:
+            entry["set_advantage_to_zero"] = True
     return ScoredGroup(
         tokens=[wired.tokens for _, wired in pairs],
         masks=[wired.spread([t for turn in wired.turns for t in turn.completion.tokens], MASKED) for _, wired in pairs],
@@ -190,9 +187,9 @@ def _tandem_overrides(group: Group, pairs: Sequence[tuple[Rollout, Wired]]) -> d
     several = len(pairs) > len(owners)
     versions = [[[step, len(list(run))] for step, run in groupby(wired.versions)] for _, wired in pairs]
     # An engine of others may not say them: then the broker's own guess is the better one.
-    told = {} if group.version_min < 0 else {"tandem_version": group.version_min, "tandem_versions": versions}
+    steps = {} if group.version_min < 0 else {"tandem_version": group.version_min, "tandem_versions": versions}
     return {
-        **told,
+        **steps,
         "tandem_env": group.env,
         "tandem_task": group.scored[0].task.id,
         "tandem_rewards": [rollout.rewards for rollout, _ in pairs],
@@ -334,8 +331,7 @@ class _GroupReader:
             if self._rules.policy_logprobs:
                 return [UNKNOWN_LOGPROB] * len(sampled)
             raise BrokerError(
-                f"group {self._id} of environment {self.env} has no inference_logprobs, and without the logprobs that "
-                "its tokens were sampled with their ratio is unknown; let the environment send them (in Atropos: "
+                f"group {self._id} of environment {self.env} has no inference_logprobs; let it send them (in Atropos: "
                 "managed_server), or set broker.missing_logprobs: policy to train as if the policy of now had sampled"
             )
         logprobs = [rows[at][place] for place in sampled]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 import msgspec
@@ -23,20 +24,23 @@ _DECODER = msgspec.json.Decoder(ScoredGroup, strict=False)
 _LIST_DECODER = msgspec.json.Decoder(list[ScoredGroup], strict=False)
 
 
-class Submission(msgspec.Struct, frozen=True):
+class GroupEntry(msgspec.Struct, frozen=True, kw_only=True):
     """An accepted group: what the broker needs to know of it, and the bytes to keep."""
 
-    payload: bytes
+    id: str
+    """Unique."""
+    env: int | None
+    """The environment's id as submitted; an unknown one counts as None (anonymous)."""
     size: int
-    """Sequences."""
-    env_id: int | None
-    version: int | None
-    """Oldest policy step that sampled a token of it, if its maker said."""
+    """Sequences, at least 1."""
+    version: int | None = None
+    """Oldest policy step that sampled a token of it; None: the store stamps the policy step it knows of."""
+    payload: bytes
 
 
-def read_group(body: bytes) -> Submission:
+def read_group(body: bytes) -> GroupEntry:
     """Check a group that is submitted; raises as ``read_scored``."""
-    return _submission(read_scored(body))
+    return _entry(read_scored(body))
 
 
 def read_scored(body: bytes) -> ScoredGroup:
@@ -48,7 +52,7 @@ def read_scored(body: bytes) -> ScoredGroup:
     return _checked(_decoded(body, _DECODER), ())
 
 
-def read_groups(body: bytes, *, most: int = 10_000) -> list[Submission]:
+def read_groups(body: bytes, *, most: int = 10_000) -> list[GroupEntry]:
     """Check a list of at most ``most`` groups, all or none.
 
     Raises:
@@ -57,7 +61,7 @@ def read_groups(body: bytes, *, most: int = 10_000) -> list[Submission]:
     groups = _decoded(body, _LIST_DECODER)
     if len(groups) > most:
         raise refuse("too_long", (), f"a list has at most {most} groups, not {len(groups)}")
-    return [_submission(_checked(group, (index,))) for index, group in enumerate(groups)]
+    return [_entry(_checked(group, (index,))) for index, group in enumerate(groups)]
 
 
 def _decoded(body: bytes, decoder: Any) -> Any:
@@ -70,9 +74,10 @@ def _decoded(body: bytes, decoder: Any) -> Any:
         raise explain(error, body) from None
 
 
-def _submission(group: ScoredGroup) -> Submission:
+def _entry(group: ScoredGroup) -> GroupEntry:
     version = (group.group_overrides or {}).get("tandem_version")
-    return Submission(payload=write(group), size=len(group.tokens), env_id=group.env_id, version=version)
+    size, env = len(group.tokens), group.env_id
+    return GroupEntry(id=secrets.token_hex(12), env=env, size=size, version=version, payload=write(group))
 
 
 def _checked(group: ScoredGroup, at: Place) -> ScoredGroup:

@@ -14,6 +14,7 @@ import msgspec
 
 from tandem.errors import BrokerError
 from tandem_broker.protocol.messages import RunParameters
+from tandem_broker.protocol.submission import GroupEntry
 
 State = Literal["buffered", "queued", "leased", "trained", "dropped"]
 """buffered: waits for others of its environment to make up a group size; leased: a trainer has it."""
@@ -47,23 +48,6 @@ class StoreOptions:
     """How long an idempotency key is remembered."""
     max_keys: int = 200_000
     """Most idempotency keys remembered; the oldest are forgotten first."""
-
-
-class GroupEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One scored group."""
-
-    id: str
-    """Unique; chosen by the caller."""
-    env: int | None
-    """The environment's id as submitted; an unknown one counts as None (anonymous)."""
-    size: int
-    """Sequences, at least 1."""
-    version: int | None = None
-    """Oldest policy step that sampled a token of it; None: the store stamps the policy step it knows of."""
-    received: float = 0.0
-    """When it arrived, seconds of the caller's clock."""
-    payload: bytes
-    """Opaque."""
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,10 +16,10 @@ import msgspec
 from msgspec.structs import replace
 
 from tandem_broker.protocol.messages import EnvAccepted, EnvRegistration, EnvStatus, RunParameters
+from tandem_broker.protocol.submission import GroupEntry
 from tandem_broker.queue.leases import BatchLease, IdempotencyKeys, Leases
 from tandem_broker.queue.records import (
     Acknowledgement,
-    GroupEntry,
     GroupRefused,
     Journal,
     Receipt,
@@ -82,7 +82,7 @@ class GroupQueue:
         self.policy, self.took = None, False
         self.tenants.batch_size = run.batch_size
         self.tenants.change += 1
-        self._drop([item for item in self.waiting if item.size > run.batch_size])
+        self._drop([item for item in self.waiting.of("queued", "buffered") if item.size > run.batch_size])
         return uuid.uuid4().int
 
     def reset(self) -> None:
@@ -188,7 +188,7 @@ class GroupQueue:
         for entry, key in entries:
             if key is not None and key in self.seen:
                 self.counts["duplicate"] += 1
-                receipts.append(Receipt(kind="duplicate", buffered=self.tenants.of(entry.env).buffer.sequences))
+                receipts.append(Receipt(kind="duplicate", buffered=self.tenants.of(entry.env).sequences["buffered"]))
             else:
                 receipts.append(self._accept(entry, key, now))
         return receipts
@@ -247,7 +247,7 @@ class GroupQueue:
         late = batch_id in self.leases.over
         trained = [self.waiting.items[order] for order in lease.orders if order in self.waiting.items]
         already = len(lease.orders) - len(trained)
-        self.waiting.finish(trained, "trained", batch_id)
+        self.waiting.move(trained, "trained", batch_id)
         self.counts["trained"] += len(trained)
         self.counts["doubled"] += already
         if late:
@@ -297,20 +297,20 @@ class GroupQueue:
             run=self.run,
             started=self.started,
             queued_groups=self.queued_groups,
-            queued_sequences=sum(tenant.queue.sequences for tenant in everybody),
-            buffered_groups=sum(tenant.buffer.groups for tenant in everybody),
-            leased_groups=sum(item.state == "leased" for item in self.waiting.items.values()),
+            queued_sequences=sum(tenant.sequences["queued"] for tenant in everybody),
+            buffered_groups=sum(tenant.groups["buffered"] for tenant in everybody),
+            leased_groups=sum(tenant.groups["leased"] for tenant in everybody),
             held_bytes=self.waiting.bytes,
             leases=len(self.leases.out),
             counts=dict(self.counts),
             waits_for=self.waiting.waits_for(),
-            envs=[t.report() for t in everybody if t.env_id is not None or t.accepted or t.held_groups],
+            envs=[t.report() for t in everybody if t.env_id is not None or t.accepted or t.groups.total()],
         )
 
     @property
     def queued_groups(self) -> int:
         """Groups in the queue."""
-        return sum(tenant.queue.groups for tenant in self.tenants)
+        return sum(tenant.groups["queued"] for tenant in self.tenants)
 
     def _advance(self, now: float) -> None:
         """Leases that ran out come back; environments that fell silent lose their share."""
@@ -325,18 +325,14 @@ class GroupQueue:
             entry = replace(entry, version=self.policy_step)
         item = Item(self.order, entry, tenant, "queued")
         self.order += 1
-        self.waiting.hold(item)
-        moved = [queued.order for queued in self.waiting.put(item) if queued is not item]
-        self.journal.added(item.order, entry, item.state)
-        if moved:
-            self.journal.moved(moved, "queued", None)
+        self.waiting.put(item)
         if key is not None:
             self.seen[key] = now
             self.journal.noted(f"key:{key}", now)
         tenant.accepted += 1
         self.counts["accepted"] += 1
         buffered = tenant.env_id is not None and entry.size < tenant.spec.group_size
-        return Receipt(kind="buffered" if buffered else "received", buffered=tenant.buffer.sequences)
+        return Receipt(kind="buffered" if buffered else "received", buffered=tenant.sequences["buffered"])
 
     def _serve(self, chosen: list[Item], trainer: str | None, seconds: float | None, now: float) -> ServedBatch:
         if self.returned:
@@ -346,21 +342,17 @@ class GroupQueue:
         expires = None if seconds is None else now + seconds
         orders = [item.order for item in chosen]
         lease = BatchLease(secrets.token_hex(8), orders, self.step, trainer, seconds, expires)
-        for item in chosen:
-            self.waiting.lift(item)
-            item.state, item.batch = "leased", lease.id
         self.leases.out[lease.id] = lease
         self.took = True
         self.journal.noted(f"lease:{lease.id}", msgspec.to_builtins(lease))
-        self.journal.moved(orders, "leased", lease.id)
+        self.waiting.move(chosen, "leased", lease.id)
         return ServedBatch(id=lease.id, entries=tuple(i.entry for i in chosen), step=self.step, expires=expires)
 
     def _return(self, leases: list[BatchLease]) -> None:
         """Batches that were not trained: their groups go back in place, and serving them again is no new step."""
         for lease in leases:
             back = self.groups_out(lease)
-            self.waiting.enqueue(back)
-            self.journal.moved([item.order for item in back], "queued", None)
+            self.waiting.move(back, "queued")
             self.returned += bool(back)
             self._end(lease)
 
@@ -383,7 +375,7 @@ class GroupQueue:
             self.journal.noted(f"lease:{forgotten}", None)
 
     def _drop(self, items: list[Item]) -> None:
-        self.waiting.finish(items, "dropped", None)
+        self.waiting.move(items, "dropped")
         self.counts["dropped"] += len(items)
 
     def progress(self) -> dict[str, Any]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import insort
-from collections import deque
+from collections import Counter
 from collections.abc import Iterator
 from itertools import count
 from typing import Any
@@ -11,8 +10,9 @@ from typing import Any
 import msgspec
 
 from tandem_broker.protocol.messages import EnvRegistration, EnvStatus
-from tandem_broker.queue.formation import BY_ORDER, minimums
-from tandem_broker.queue.records import Busy, GroupEntry, Journal, State, StoreOptions
+from tandem_broker.protocol.submission import GroupEntry
+from tandem_broker.queue.formation import minimums
+from tandem_broker.queue.records import Busy, Journal, State, StoreOptions
 
 WEIGHT_FLOOR = 0.01
 ANONYMOUS = EnvRegistration(desired_name="anonymous", max_token_length=0, weight=0.0, group_size=1)
@@ -40,33 +40,6 @@ class Item(msgspec.Struct, eq=False):
         return len(self.entry.payload)
 
 
-class SizeQueues:
-    """Groups of one environment in arrival order, by size."""
-
-    def __init__(self) -> None:
-        self.lines: dict[int, deque[Item]] = {}
-        self.groups = 0
-        self.sequences = 0
-
-    def insert(self, item: Item) -> None:
-        """Put one in its place."""
-        insort(self.lines.setdefault(item.size, deque()), item, key=BY_ORDER)
-        self.groups += 1
-        self.sequences += item.size
-
-    def remove(self, item: Item) -> None:
-        """Take one out, most often the oldest of its size."""
-        line = self.lines[item.size]
-        line.remove(item)
-        if not line:
-            del self.lines[item.size]
-        self.groups -= 1
-        self.sequences -= item.size
-
-    def __iter__(self) -> Iterator[Item]:
-        return iter(sorted((item for line in self.lines.values() for item in line), key=BY_ORDER))
-
-
 class Tenant(msgspec.Struct, eq=False, kw_only=True):
     """One environment; ``env_id`` None stands for everybody anonymous."""
 
@@ -83,13 +56,27 @@ class Tenant(msgspec.Struct, eq=False, kw_only=True):
     """It registered and did not disconnect."""
     live: bool = True
     """Connected and heard from lately: it counts for weights and shares."""
-    queue: SizeQueues = msgspec.field(default_factory=SizeQueues)
-    buffer: SizeQueues = msgspec.field(default_factory=SizeQueues)
-    held_groups: int = 0
-    """Groups buffered, queued and leased."""
+    groups: Counter[State] = msgspec.field(default_factory=Counter)
+    """Those held, by their state."""
+    sequences: Counter[State] = msgspec.field(default_factory=Counter)
+    """Those of these groups."""
+    sizes: Counter[int] = msgspec.field(default_factory=Counter)
+    """Queued groups by size."""
     held_bytes: int = 0
     accepted: int = 0
     """Groups accepted by this process."""
+
+    def count(self, item: Item, sign: int) -> None:
+        """A group of it entered (1) or left (-1) its state."""
+        self.groups[item.state] += sign
+        self.sequences[item.state] += sign * item.size
+        if item.state == "queued":
+            self.sizes[item.size] += sign
+
+    @property
+    def largest(self) -> int:
+        """Sequences of its largest queued group; 1 if it has none."""
+        return max((size for size, count in self.sizes.items() if count), default=1)
 
     @property
     def share(self) -> float:
@@ -107,9 +94,9 @@ class Tenant(msgspec.Struct, eq=False, kw_only=True):
             "env_id": self.env_id,
             "connected": self.live,
             "left": self.env_id is not None and not self.connected,
-            "queued_groups": self.queue.groups,
-            "queued_sequences": self.queue.sequences,
-            "buffered_sequences": self.buffer.sequences,
+            "queued_groups": self.groups["queued"],
+            "queued_sequences": self.sequences["queued"],
+            "buffered_sequences": self.sequences["buffered"],
             **{name: getattr(self, name) for name in ("name", "heard", "held_bytes", "accepted")},
             **{name: getattr(self.spec, name) for name in ("weight", "group_size", "min_batch_allocation")},
         }
@@ -175,7 +162,7 @@ class Tenants:
         """One more must fit: of those that are gone and hold nothing, the one silent for longest is forgotten."""
         if len(self.by_id) < self.options.max_environments:
             return
-        gone = [tenant for tenant in self.by_id.values() if not tenant.live and not tenant.held_groups]
+        gone = [tenant for tenant in self.by_id.values() if not tenant.live and not tenant.groups.total()]
         if not gone:
             raise Busy(f"{len(self.by_id)} environments are registered, the most this broker takes")
         oldest = min(gone, key=lambda tenant: tenant.heard)
@@ -214,7 +201,7 @@ class Tenants:
 
     def _visible(self, tenant: Tenant, largest: int) -> int:
         """Sequences that others see of it: whole packs of the largest size, less what it is guaranteed."""
-        whole = -(-tenant.queue.sequences // largest) * largest
+        whole = -(-tenant.sequences["queued"] // largest) * largest
         return max(0, whole - int(self.batch_size * tenant.share)) if largest > 1 else 0
 
     def minimums(self) -> dict[int, int]:
@@ -226,12 +213,11 @@ class Tenants:
         """What an environment polls. Sums over all environments are counted again only after a change."""
         if self._totals[0] != self.change:
             live = [tenant for tenant in self.by_id.values() if tenant.live]
-            largest = max((size for tenant in self for size in tenant.queue.lines), default=1)
+            largest = max(tenant.largest for tenant in self)
             visible = sum(self._visible(tenant, largest) for tenant in self)
             self._totals = (self.change, largest, visible, sum(t.pull for t in live), sum(t.share for t in live))
         _, largest, visible, pull, share = self._totals
-        size = max(tenant.spec.group_size, max(tenant.queue.lines, default=1))
-        sequences = tenant.queue.sequences
+        size, sequences = max(tenant.spec.group_size, tenant.largest), tenant.sequences["queued"]
         total = pull or tenant.pull
         return EnvStatus(
             current_step=step,

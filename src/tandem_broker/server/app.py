@@ -10,7 +10,6 @@ import base64
 import hashlib
 import logging
 import re
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cache, partial
@@ -24,9 +23,9 @@ from tandem import __version__, doors
 from tandem.errors import BrokerError
 from tandem.printable import named
 from tandem_broker.protocol import messages, wire
-from tandem_broker.protocol.submission import Submission, read_group, read_groups
+from tandem_broker.protocol.submission import GroupEntry, read_group, read_groups
 from tandem_broker.protocol.wire import Malformed
-from tandem_broker.queue.records import Acknowledgement, Busy, GroupEntry, GroupRefused, Receipt, ServedBatch
+from tandem_broker.queue.records import Acknowledgement, Busy, GroupRefused, Receipt, ServedBatch
 from tandem_broker.queue.store import GroupQueue
 from tandem_broker.server.bodies import MESSAGE_BYTES, Bodies, BodyLimits, RequestRejected
 from tandem_broker.server.keys import Keys, Role, may, scoped
@@ -270,8 +269,7 @@ class BrokerServer:
         return reply(self.store.status_env(body.env_id, self._clock()))
 
     async def _scored_data(self, request: web.Request) -> web.StreamResponse:
-        submission = await self.bodies.read(request, read_group)
-        (receipt,) = self._put([submission], request)
+        (receipt,) = self._put([await self.bodies.read(request, read_group)], request)
         more = {"buffer_size": receipt.buffered} if receipt.kind == "buffered" else {}
         return reply({"status": "buffered" if more else "received", **more})
 
@@ -284,16 +282,11 @@ class BrokerServer:
             answer |= {"buffered": len(buffered), "last_buffer_size": buffered[-1].buffered}
         return reply(answer)
 
-    def _put(self, submissions: Sequence[Submission], request: web.Request) -> list[Receipt]:
+    def _put(self, entries: Sequence[GroupEntry], request: web.Request) -> list[Receipt]:
         """Hand groups to the store, all or none."""
-        for env_id in {submission.env_id for submission in submissions}:
+        for env_id in {entry.env for entry in entries}:
             self._require_owner(request, env_id)
         key, now = scoped(self._owner(request), idempotency_key(request)), self._clock()
-        entries = [
-            GroupEntry(id=secrets.token_hex(12), env=s.env_id, size=s.size, version=s.version, received=now,
-                       payload=s.payload)
-            for s in submissions
-        ]  # fmt: skip
         keys = [key] if len(entries) == 1 else [None if key is None else f"{key}/{i}" for i in range(len(entries))]
         receipts = self.store.put_all(list(zip(entries, keys, strict=True)), now)
         fresh = zip(entries, receipts, strict=True)
