@@ -44,24 +44,17 @@ def _shuffled(place: int, count: int, seed: str) -> int:
 
 
 @dataclass(slots=True, kw_only=True)
-class EnvRunner:
-    """One environment of a run: its tasks in shuffled epochs, what plays them, and its share of each batch."""
+class TaskOrder:
+    """The tasks of one environment in shuffled epochs."""
 
     name: str
     """What its groups and metrics bear."""
     label: str
     """Prefix of its groups' ids, which tells them from other environments'."""
-    group_runner: GroupRunner
     tasks: Sequence[Task]
     """What there is to play."""
-    solved: Solved
-    """What counts as a right answer."""
     seed: int
     """Fixes the order of the tasks."""
-    weight: float = 1.0
-    """Share of the groups, against the other environments' weights."""
-    min_share: float = 0.0
-    """Least share of the groups, whatever the weights."""
     _orders: dict[int, list[int]] = field(default_factory=dict, init=False)
     _mark: TasksMark | None = field(default=None, init=False)
 
@@ -116,6 +109,19 @@ class EnvRunner:
                 self._orders.pop(next(iter(self._orders)))
             self._orders[epoch] = order
         return self._orders[epoch][place]
+
+
+@dataclass(slots=True, kw_only=True)
+class EnvRunner(TaskOrder):
+    """One environment of a run: its tasks, what plays them, and its share of each batch."""
+
+    group_runner: GroupRunner
+    solved: Solved
+    """What counts as a right answer."""
+    weight: float = 1.0
+    """Share of the groups, against the other environments' weights."""
+    min_share: float = 0.0
+    """Least share of the groups, whatever the weights."""
 
 
 class CurriculumSchedule:

@@ -22,13 +22,14 @@ from tandem.observability import waits, watchdog
 from tandem.rewards.grading.workers import Graders
 from tandem.rollout.gold import require_full_marks
 from tandem.rollout.group_runner import GroupRunner, PostprocessRewards, keep_rewards, penalise_truncated
+from tandem.rollout.task_sampler import TaskOrder
 from tandem.rollout.template import FIRST_PROMPTS, Template, longest_prompt
 from tandem.together import together
 from tandem.trainer import environments
 from tandem.types import Group, Sampling
 from tandem_broker.client import Connection, EnvClient, key_in
 from tandem_broker.commands.recipe import Work, load
-from tandem_broker.producer import GroupTally, PlayPace, Producer, TaskShuffle
+from tandem_broker.producer import GroupTally, PlayPace, Producer
 from tandem_broker.protocol.messages import EnvRegistration
 from tandem_broker.remote_engine import RemoteEngine, RemoteEngines
 
@@ -136,7 +137,7 @@ async def _producers(config: Work, tallies: dict[str, GroupTally]) -> AsyncItera
                     template=template,
                     seed=config.seed,
                 ),
-                tasks=TaskShuffle(tasks=tasks[name], seed=config.seed),
+                tasks=TaskOrder(name=name, label="", tasks=tasks[name], seed=config.seed),
                 client=clients[name],
                 sampling=config.sampling,
                 postprocess_rewards=_postprocess_rewards(config),

@@ -8,7 +8,7 @@ of one size the older always goes first. For groups of equal size this is plain 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Protocol, TypeVar
@@ -42,7 +42,7 @@ def reachable(counts: Mapping[int, int], limit: int) -> int:
     return sums
 
 
-def earliest(items: Sequence[T], total: int) -> list[T] | None:
+def earliest(items: Iterable[T], total: int) -> list[T] | None:
     """The selection of ``items`` (in arrival order) that adds up to exactly ``total`` and takes the oldest; or None."""
     pool: list[T] = []
     seen: Counter[int] = Counter()

@@ -137,6 +137,8 @@ class WaitingGroups:
         return sum(tenant.sequences[state] for state in states)
 
     def _select(self, total: int, minimums: dict[int, int], states: Sequence[State]) -> list[Item] | None:
+        if not minimums:  # without looking at more than it takes
+            return formation.earliest(self.of(*states), total)
         others: list[Item] = []
         lines: dict[int | None, list[Item]] = {env: [] for env in minimums}
         for item in self.of(*states):
