@@ -21,7 +21,8 @@ from tandem_broker.journal import Ledger
 from tandem_broker.protocol.messages import EnvStatus, RunParameters
 from tandem_broker.protocol.submission import GroupEntry
 from tandem_broker.queue import formation
-from tandem_broker.queue.records import Acknowledgement, Busy, GroupRefused, StoreOptions
+from tandem_broker.queue.leases import Acknowledgement
+from tandem_broker.queue.records import Busy, GroupRefused, StoreOptions
 from tandem_broker.queue.store import GroupQueue
 from tandem_broker.queue.tenants import Item
 

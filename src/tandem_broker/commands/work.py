@@ -117,13 +117,10 @@ async def _producers(config: Work, tallies: dict[str, GroupTally]) -> AsyncItera
             name: await stack.enter_async_context(_graders(config, name, source))
             for name, source in config.sources.items()
         }
-        clients = {}
-        for name, source in config.sources.items():
-            connection = Connection(
-                config.broker.url, broker_key, retry=RetryPolicy(give_up_seconds=config.give_up_seconds)
-            )
-            client = EnvClient(connection, _registration(config, name, source, context), key=secrets.token_hex(16))
-            clients[name] = await stack.enter_async_context(client)
+        clients = {
+            name: await stack.enter_async_context(_client(config, name, source, context, broker_key))
+            for name, source in config.sources.items()
+        }
         engine = await stack.enter_async_context(remote.open(context=context, ends=ends))
         _warn_of_other_engines(engine, config.sampling)
         tallies.update({name: GroupTally() for name in config.sources})
@@ -152,11 +149,13 @@ async def _producers(config: Work, tallies: dict[str, GroupTally]) -> AsyncItera
         ]
 
 
-def _registration(config: Work, name: str, source: EnvSource, context: int) -> EnvRegistration:
-    """What the broker is told of one environment."""
+def _client(config: Work, name: str, source: EnvSource, context: int, key: str) -> EnvClient:
+    """One environment at the broker, by an identity of its own."""
     share = source.min_share or None
-    return EnvRegistration(max_token_length=context, desired_name=name, weight=source.weight,
+    spec = EnvRegistration(max_token_length=context, desired_name=name, weight=source.weight,
                            group_size=config.group_size, min_batch_allocation=share)  # fmt: skip
+    retry = RetryPolicy(give_up_seconds=config.give_up_seconds)
+    return EnvClient(Connection(config.broker.url, key, retry=retry), spec, key=secrets.token_hex(16))
 
 
 def _warn_of_other_engines(engine: RemoteEngine, sampling: Sampling) -> None:

@@ -22,19 +22,7 @@ import msgspec
 
 from tandem.errors import BrokerError
 from tandem.printable import named
-from tandem.types import (
-    MASKED,
-    NO_LOGPROB,
-    UNKNOWN_LOGPROB,
-    Completion,
-    Finish,
-    Group,
-    Json,
-    Message,
-    Rollout,
-    Task,
-    Turn,
-)
+from tandem.types import MASKED, NO_LOGPROB, UNKNOWN_LOGPROB, Completion, Finish, Group, Message, Rollout, Task, Turn
 from tandem_broker.protocol.messages import Real, ScoredGroup
 
 Number = TypeVar("Number", int, float)
@@ -152,7 +140,7 @@ def group_to_wire(group: Group) -> ScoredGroup:
     """The scored rollouts of a group as sequences, mostly one each; ``env_id`` is the client's to set."""
     pairs = [(rollout, wired) for rollout in group.scored for wired in sequences(rollout)]
     alike = len({wired.temperature for _, wired in pairs}) == 1
-    overrides: list[dict[str, Json]] = [{} if alike else {"temperature": wired.temperature} for _, wired in pairs]
+    overrides: list[dict[str, Any]] = [{} if alike else {"temperature": wired.temperature} for _, wired in pairs]
     for entry, (rollout, _) in zip(overrides, pairs, strict=True):
         if not rollout.trained:
             entry["set_advantage_to_zero"] = True
@@ -179,7 +167,7 @@ def _advantage_rows(pairs: Sequence[tuple[Rollout, Wired]]) -> list[list[float]]
     return rows
 
 
-def _tandem_overrides(group: Group, pairs: Sequence[tuple[Rollout, Wired]]) -> dict[str, Json]:
+def _tandem_overrides(group: Group, pairs: Sequence[tuple[Rollout, Wired]]) -> dict[str, Any]:
     """What the wire has no field for."""
     if not pairs:
         return {}
@@ -237,7 +225,7 @@ class _GroupReader:
         self._id = id
         self._rules = rules
         self._notes = notes
-        self._overrides: Mapping[str, Json] = scored.group_overrides or {}
+        self._overrides: Mapping[str, Any] = scored.group_overrides or {}
         self._version: int = _as(Step, self._overrides.get("tandem_version"), version)
         anonymous = "foreign" if scored.env_id is None else f"foreign_{scored.env_id}"
         self.env = named(str(self._overrides.get("tandem_env") or anonymous))
@@ -357,7 +345,7 @@ class _GroupReader:
                 return float(value) if value > 0 else 1.0
         return self._rules.temperature
 
-    def _override(self, at: int) -> Mapping[str, Json]:
+    def _override(self, at: int) -> Mapping[str, Any]:
         return self._entry(self._scored.overrides, at) or {}
 
     def _finish(self, at: int) -> Finish:
@@ -404,7 +392,7 @@ def _flushed(value: float) -> float:
     return float(value) if abs(value) >= LEAST_SCORE else 0.0
 
 
-def _text(content: Json) -> str:
+def _text(content: Any) -> str:
     """Text of a message, of which parts may be images."""
     if isinstance(content, str):
         return content

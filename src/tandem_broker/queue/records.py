@@ -72,21 +72,6 @@ class ServedBatch(msgspec.Struct, frozen=True, kw_only=True):
     """When the lease ends; None without a lease."""
 
 
-class Acknowledgement(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of an acknowledgement. True in a condition if the whole batch is trained, and by this batch alone."""
-
-    ok: bool
-    trained: int = 0
-    """Groups that this acknowledgement marked as trained."""
-    already: int = 0
-    """Groups that another batch's acknowledgement had marked before: they were trained twice."""
-    reason: str = ""
-    """For a person; empty when nothing is unusual."""
-
-    def __bool__(self) -> bool:
-        return self.ok
-
-
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a store, for people and metrics."""
 

@@ -17,16 +17,8 @@ from msgspec.structs import replace
 
 from tandem_broker.protocol.messages import EnvAccepted, EnvRegistration, EnvStatus, RunParameters
 from tandem_broker.protocol.submission import GroupEntry
-from tandem_broker.queue.leases import BatchLease, IdempotencyKeys, Leases
-from tandem_broker.queue.records import (
-    Acknowledgement,
-    GroupRefused,
-    Journal,
-    Receipt,
-    Report,
-    ServedBatch,
-    StoreOptions,
-)
+from tandem_broker.queue.leases import Acknowledgement, BatchLease, IdempotencyKeys, Leases
+from tandem_broker.queue.records import GroupRefused, Journal, Receipt, Report, ServedBatch, StoreOptions
 from tandem_broker.queue.tenants import Item, Tenants
 from tandem_broker.queue.waiting import WaitingGroups
 

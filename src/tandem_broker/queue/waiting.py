@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from tandem_broker.protocol.messages import MOST_STEP
 from tandem_broker.protocol.submission import GroupEntry
 from tandem_broker.queue import formation
 from tandem_broker.queue.records import Busy, GroupRefused, Journal, State, StoreOptions
@@ -46,8 +45,6 @@ class WaitingGroups:
             Busy: too much is held.
         """
         limit, batch_size, tenant = self._options, self.tenants.batch_size, self.tenants.of(entry.env)
-        if not 0 <= (entry.version or 0) < MOST_STEP:
-            raise GroupRefused(f"the group's step is {entry.version}; expected 0 to below 2**53")
         if batch_size and entry.size > batch_size:
             raise GroupRefused(f"the group has {entry.size} sequences and a batch {batch_size}: no batch can hold it")
         everybody = len(self.items) >= limit.max_groups or self.bytes >= limit.max_bytes

@@ -12,7 +12,7 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from importlib import resources
 from typing import Any, TypeVar
 
@@ -25,7 +25,8 @@ from tandem.printable import named
 from tandem_broker.protocol import messages, wire
 from tandem_broker.protocol.submission import GroupEntry, read_group, read_groups
 from tandem_broker.protocol.wire import Malformed
-from tandem_broker.queue.records import Acknowledgement, Busy, GroupRefused, Receipt, ServedBatch
+from tandem_broker.queue.leases import Acknowledgement
+from tandem_broker.queue.records import Busy, GroupRefused, Receipt, ServedBatch
 from tandem_broker.queue.store import GroupQueue
 from tandem_broker.server.bodies import MESSAGE_BYTES, Bodies, BodyLimits, RequestRejected
 from tandem_broker.server.keys import Keys, Role, may, scoped
@@ -274,8 +275,7 @@ class BrokerServer:
         return reply({"status": "buffered" if more else "received", **more})
 
     async def _scored_data_list(self, request: web.Request) -> web.StreamResponse:
-        most = self.bodies.limits.list_groups
-        receipts = self._put(await self.bodies.read(request, partial(read_groups, most=most)), request)
+        receipts = self._put(await self.bodies.read(request, read_groups), request)
         answer: dict[str, Any] = {"status": "received", "groups_processed": len(receipts)}
         buffered = [receipt for receipt in receipts if receipt.kind == "buffered"]
         if buffered:

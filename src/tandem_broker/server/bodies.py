@@ -36,8 +36,6 @@ class BodyLimits:
     pending_bytes: int = 512 << 20
     """Most bytes of all bodies being read, as sent; beyond it clients are asked to come back. One is inflated at a
     time."""
-    list_groups: int = 10_000
-    """Most groups of one submitted list."""
     idle_seconds: float = 30.0
     """Longest pause within a body."""
     slow_seconds: float = 120.0
