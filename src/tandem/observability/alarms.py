@@ -237,32 +237,21 @@ def _cut(history: MetricsHistory) -> str:
     return ""
 
 
-def _zero_variance(*, alike: bool) -> Callable[[MetricsHistory], str]:
-    """Too many groups have zero variance, or many more than before, and the tasks are not solved.
-
-    Args:
-        alike: look for it where entropy collapsed, or where it did not.
-    """
-
-    def look(history: MetricsHistory) -> str:
-        now = history.now(EARLIER)
-        share, accuracy = _zero_variance_share(now), now.mean("accuracy") or 0.0
-        entropy, first = now.median("entropy") or math.inf, history.start.median("entropy") or 0.0
-        if share is None or accuracy >= SOLVED or collapsed(entropy, first) != alike:
-            return ""
-        figures = f"accuracy is {percent(accuracy)}, reward/std {short(now.mean('reward/std') or 0.0)}"
-        if alike:
-            figures = f"entropy is {short(entropy)} nats per token, {short(first)} at {history.start}"
-        if share > 0.85:
-            return f"{percent(share)} of groups have zero variance ({now}; at most half is usual); {figures}"
-        for then in history.stagnant() if share >= 0.75 else ():
-            before = _zero_variance_share(then)
-            if before is not None and share - before >= 0.3:
-                seen = f"{percent(share)} of groups have zero variance ({now}), {percent(before)} at {then}"
-                return f"{seen}, {history.trend(then)}; {figures}"
+def _zero_variance(history: MetricsHistory) -> str:
+    """Too many groups have zero variance, or many more than before, and the tasks are not solved."""
+    now = history.now(EARLIER)
+    share, accuracy = _zero_variance_share(now), now.mean("accuracy") or 0.0
+    if share is None or accuracy >= SOLVED:
         return ""
-
-    return look
+    figures = f"accuracy is {percent(accuracy)}, reward/std {short(now.mean('reward/std') or 0.0)}"
+    if share > 0.85:
+        return f"{percent(share)} of groups have zero variance ({now}; at most half is usual); {figures}"
+    for then in history.stagnant() if share >= 0.75 else ():
+        before = _zero_variance_share(then)
+        if before is not None and share - before >= 0.3:
+            seen = f"{percent(share)} of groups have zero variance ({now}), {percent(before)} at {then}"
+            return f"{seen}, {history.trend(then)}; {figures}"
+    return ""
 
 
 def _zero_variance_share(window: Window) -> float | None:
@@ -317,6 +306,12 @@ def _rollouts(history: MetricsHistory, window: Window) -> float:
     return window.total(GROUPS) * (size if isinstance(size, int) else 1)
 
 
+SLOWER = "optimizer.lr / 4"
+READ = "Read some answers (tandem show --report)."
+REFERENCE = "reference: start"
+LOST = "What is lost does not come back: start again, or go on from a checkpoint before it."
+ANSWERS, ENTROPY = "answers have {} tokens", "entropy is {} nats per token"
+
 ALARMS: tuple[Alarm, ...] = (
     Alarm(
         name="loss",
@@ -325,29 +320,23 @@ ALARMS: tuple[Alarm, ...] = (
         patterns=(
             Pattern(
                 _not_finite,
-                "Something overflowed: a reward that is infinite, ratios far from 1, weights broken by too large a "
-                "learning rate, or too narrow a precision.",
-                "A single one may pass: such an update is skipped and the weights are kept. If it recurs: "
-                "optimizer.lr / 4; dtype=float32; look at the rewards of that step's rollouts.",
+                "Something overflowed: an infinite reward, ratios far from 1, or too large a learning rate.",
+                f"Such an update is skipped, so a single one may pass. If it recurs: {SLOWER}; dtype=float32.",
             ),
             Pattern(
                 _ruined,
-                "A single update replaced the policy, usually by a useless one: the learning rate is far too large, "
-                "or the gradient was an outlier. The tasks are not to blame.",
-                "optimizer.lr / 10; optimizer.max_grad_norm=0.5. What is lost does not come back: start again, or "
-                "from the weights of a checkpoint before it.",
+                "One update replaced the policy: the learning rate is far too large. The tasks are not to blame.",
+                f"optimizer.lr / 10; optimizer.max_grad_norm=0.5. {LOST}",
             ),
             Pattern(
                 _jumps("loss", lambda usual, scatter: max(0.1, 20 * scatter, 10 * abs(usual))),
-                "A few samples dominate a step: ratios far from 1, a reward far outside the others', or a KL "
-                "penalty that has grown.",
-                "optimizer.lr / 4; rewards within a bounded range; corrections: [token]; see the alarm kl_behavior.",
+                "A few samples dominate a step: ratios far from 1, an extreme reward, or a KL penalty that has grown.",
+                f"{SLOWER}; rewards within a bounded range; corrections: [token]; see the alarm kl_behavior.",
             ),
             Pattern(
                 _jumps("grad_norm", lambda usual, scatter: max(7 * usual, 10 * scatter)),
-                "Steps follow a few extreme samples (clipping bounds a step's length, not its direction): the "
-                "learning rate is too large, a group's reward is far outside the others', or ratios are far from 1.",
-                "optimizer.lr / 4; optimizer.max_grad_norm / 2; groups_per_step * 2; rewards within a bounded range.",
+                "Steps follow a few extreme samples: clipping bounds a step's length, not its direction.",
+                f"{SLOWER}; optimizer.max_grad_norm / 2; groups_per_step * 2; rewards within a bounded range.",
             ),
         ),
     ),
@@ -357,19 +346,13 @@ ALARMS: tuple[Alarm, ...] = (
         patterns=(
             Pattern(
                 _bonus_hacked,
-                "The policy is paid for something that does not solve the task, and learns that instead: answers have "
-                "the form without the content, and are usually shorter and all alike.",
-                "Read some answers (tandem show --report). Let that reward pay only beside a right answer or for more "
-                "than its form, or lower its weight (rewards.NAME) or leave it out; optimizer.lr / 4. Where the main "
-                "reward hardly ever pays, take easier tasks or a stronger model first.",
+                "The policy is paid for something that does not solve the task: the form without the content.",
+                f"{READ} Let that reward pay only beside a right answer, or lower its weight; {SLOWER}.",
             ),
             Pattern(
                 _held_out_fell,
-                "The training reward is not what is wanted: it can be earned without the task, or the training tasks "
-                "were learned by heart.",
-                "Read answers of both evaluations (tandem show --report) and mend the reward; more tasks, "
-                "optimizer.lr / 4, or a reference (reference: start); go on from the checkpoint of the best "
-                "evaluation (checkpoint.keep keeps more of them).",
+                "The training reward can be earned without the task, or the training tasks were learned by heart.",
+                f"{READ} Mend the reward; more tasks; {SLOWER}; {REFERENCE}; go on from an earlier checkpoint.",
             ),
         ),
     ),
@@ -378,30 +361,19 @@ ALARMS: tuple[Alarm, ...] = (
         metrics=("length", "rollouts/truncated"),
         patterns=(
             Pattern(
-                _changed(
-                    "length",
-                    "answers have {} tokens",
-                    lambda now, before, recipe: before >= 12 and now <= 0.25 * before,
-                ),
-                "The policy found that saying less earns as much: a reward that does not need the reasoning, a "
-                "bonus that a few tokens earn, or a learning rate that broke it.",
-                "Read some answers (tandem show --report). Let bonuses pay only beside a right answer; "
-                "optimizer.lr / 4; a reward that asks for reasoning before the answer; a reference (reference: start) "
-                "holds the policy near its start.",
+                _changed("length", ANSWERS, lambda now, before, recipe: before >= 12 and now <= 0.25 * before),
+                "The policy found that saying less earns as much: the reward does not need the reasoning.",
+                f"{READ} Let bonuses pay only beside a right answer; {SLOWER}; {REFERENCE}.",
             ),
             Pattern(
-                _changed("length", "answers have {} tokens", _near_limit),
-                "Answers lose nothing by going on: a weakness of the reward or of the loss's normalisation "
-                "rewards length, or the policy forgets how to end, and repeats itself.",
-                "Read some answers (tandem show --report). truncated: penalise, or rewards.overlong=0.5, which lowers "
-                "the reward near sampling.max_tokens, or rewards.repetition=0.5; optimizer.lr / 4.",
+                _changed("length", ANSWERS, _near_limit),
+                "Answers lose nothing by going on: the reward or the loss's normalisation favours length.",
+                f"{READ} truncated: penalise, or rewards.overlong=0.5, or rewards.repetition=0.5; {SLOWER}.",
             ),
             Pattern(
                 _cut,
-                "The answer stands at the end: one that is cut earns nothing whatever it says, so the policy is "
-                "punished for thinking, or learns that ending does not matter.",
-                "sampling.max_tokens * 2, with context large enough; or an instruction to be brief; truncated: mask "
-                "leaves such answers out of the loss.",
+                "An answer that is cut earns nothing whatever it says, so the policy is punished for thinking.",
+                "sampling.max_tokens * 2, with context large enough; an instruction to be brief; or truncated: mask.",
             ),
         ),
     ),
@@ -410,19 +382,14 @@ ALARMS: tuple[Alarm, ...] = (
         metrics=("entropy",),
         patterns=(
             Pattern(
-                _changed("entropy", "entropy is {} nats per token", lambda now, before, recipe: collapsed(now, before)),
-                "The policy is certain of its answers without being right: siblings become alike, groups lose "
-                "their variance, and nothing new is tried. Usually the steps are too large, or one easy pattern is "
-                "rewarded.",
-                "optimizer.lr / 4; a larger loss.clip_high; sampling.temperature=1; a reference (reference: start). "
-                "What is lost does not come back: start again, or go on from a checkpoint before it fell.",
+                _changed("entropy", ENTROPY, lambda now, before, recipe: collapsed(now, before)),
+                "The policy is certain of its answers without being right; groups lose their variance.",
+                f"{SLOWER}; a larger loss.clip_high; sampling.temperature=1; {REFERENCE}. {LOST}",
             ),
             Pattern(
-                _changed("entropy", "entropy is {} nats per token", lambda now, before, recipe: exploded(now, before)),
-                "The policy falls apart: its tokens become random. Usually the steps are too large, negative "
-                "advantages push tokens down without end, or trainer and engine disagree (see kl_behavior).",
-                "optimizer.lr / 4; optimizer.max_grad_norm=0.5; a reference (reference: start); sampling.top_p=0.95 "
-                "keeps the tail out of the training data.",
+                _changed("entropy", ENTROPY, lambda now, before, recipe: exploded(now, before)),
+                "The policy's tokens become random: steps are too large, or trainer and engine disagree.",
+                f"{SLOWER}; optimizer.max_grad_norm=0.5; {REFERENCE}; sampling.top_p=0.95; see the alarm kl_behavior.",
             ),
         ),
     ),
@@ -431,18 +398,10 @@ ALARMS: tuple[Alarm, ...] = (
         metrics=("groups/dropped_zero_variance",),
         patterns=(
             Pattern(
-                _zero_variance(alike=True),
-                "All answers have become alike: the policy is certain of them without being right. Usually the "
-                "updates were too large; the tasks are not to blame.",
-                "optimizer.lr / 4; sampling.temperature=1; what is lost does not come back: start again, or from the "
-                "weights of a checkpoint before it.",
-            ),
-            Pattern(
-                _zero_variance(alike=False),
-                "Siblings earn the same: the tasks are too hard or too easy, or answers have become all alike. No "
-                "advantage is left, and sampling is wasted.",
+                _zero_variance,
+                "Siblings earn the same: the tasks are too hard or too easy, or answers have become alike.",
                 "Tasks that some answers solve and others do not; curriculum: solve_rate; group_size * 2; "
-                "sampling.temperature=1; where answers became alike, see the alarms entropy and length.",
+                f"where answers became alike (see the alarms entropy and length): {SLOWER}.",
             ),
         ),
     ),
@@ -452,15 +411,13 @@ ALARMS: tuple[Alarm, ...] = (
         patterns=(
             Pattern(
                 _kl_behavior(off_policy=False),
-                "Engine and trainer compute the same policy differently (another precision, kernel, template or "
-                "sampling option), or the policy became so sharp that rounding tells.",
-                "tandem mismatch runs/NAME says where they differ. dtype=float32, or corrections: [token]; "
-                "optimizer.lr / 4.",
+                "Engine and trainer compute the same policy differently: another precision, kernel or template.",
+                f"tandem mismatch runs/NAME says where they differ. dtype=float32, or corrections: [token]; {SLOWER}.",
             ),
             Pattern(
                 _kl_behavior(off_policy=True),
                 "The training data are too far from the policy: too old, or the policy moves too fast for them.",
-                "a smaller max_lag; optimizer.lr / 4; corrections: [token], which bounds each token's weight.",
+                f"a smaller max_lag; {SLOWER}; corrections: [token], which bounds each token's weight.",
             ),
         ),
     ),
@@ -470,8 +427,7 @@ ALARMS: tuple[Alarm, ...] = (
         patterns=(
             Pattern(
                 _environment_failed,
-                "An environment raises, or something it needs (a tool, a service, a sandbox) does not answer; failed "
-                "rollouts are left out of their groups.",
+                "An environment raises, or a tool or service that it needs does not answer.",
                 "logs/run.log has each error with its traceback; mend the environment, or leave it out.",
             ),
         ),
@@ -482,10 +438,8 @@ ALARMS: tuple[Alarm, ...] = (
         patterns=(
             Pattern(
                 _grading_failed,
-                "Answers without a reward are not trained on, and not at random: they are usually the long or odd "
-                "ones, which biases what is learned.",
-                "logs/graders.log says why. After timeouts a larger grading.timeout_seconds, or a faster reward; else "
-                "mend the reward: it should return 0 for what it cannot read, and raise only for its own faults.",
+                "Answers without a reward are not trained on, and not at random: that biases what is learned.",
+                "logs/graders.log says why. After timeouts a larger grading.timeout_seconds; else mend the reward.",
             ),
         ),
     ),
