@@ -52,12 +52,6 @@ def accelerator() -> Machine | None:
     return Machine(name=torch.cuda.get_device_name(0), free=free, total=total, is_host=False)
 
 
-def in_turns() -> bool:
-    """True if processes use the accelerator one after another: NVIDIA's MPS, under which they do not, does not run."""
-    pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps")
-    return accelerator() is not None and not (pipes / "control").exists()
-
-
 def accelerated(devices: Path = Path("/dev")) -> bool:
     """True if there may be an accelerator, by the system's devices; without torch."""
     return any(devices.glob("nvidia[0-9]*")) or (devices / "kfd").exists()

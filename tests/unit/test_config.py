@@ -485,14 +485,6 @@ def test_a_missing_recipe_names_those_nearby(here: Path) -> None:
         load(Path("zzz.yaml"))
 
 
-def test_a_missing_run_names_the_runs_beside_it(here: Path) -> None:
-    Path("more.yaml").write_text(MINIMAL)
-    Path("runs/first").mkdir(parents=True)
-    Path("runs/first/config.yaml").write_text(MINIMAL)
-    with pytest.raises(ConfigError, match=r"there is no run or recipe runs/nore; runs: runs/first$"):
-        load(Path("runs/nore"))
-
-
 def test_a_folder_is_no_recipe(here: Path) -> None:
     Path("run").mkdir()
     with pytest.raises(ConfigError, match=r"run is a folder without a config.yaml"):
@@ -881,9 +873,9 @@ def test_options_of_a_broker_go_over_its_address(here: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ("rewards: {number: 1.0}", "rewards changes nothing: environments are elsewhere (broker) and there is no env"),
-        ("evaluate: {tasks: 3}", "evaluate changes nothing: environments are elsewhere"),
-        ("env: arithmetic\nevaluate: {tasks: 0}", "env changes nothing: tasks come from elsewhere (broker)"),
+        ("rewards: {number: 1.0}", "rewards changes nothing: tasks are elsewhere (broker) and there is no env"),
+        ("evaluate: {tasks: 3}", "evaluate changes nothing: tasks are elsewhere"),
+        ("env: arithmetic\nevaluate: {tasks: 0}", "env changes nothing: tasks are elsewhere (broker)"),
         ("truncated: mask", "truncated changes nothing: answers are cut and judged elsewhere"),
         ("broker.url: x", "unknown option"),
     ],

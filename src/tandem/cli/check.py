@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
-import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -22,7 +21,7 @@ from tandem.config import registry as resolve
 from tandem.config.build import RewardSpec
 from tandem.config.loading import FP8, Loaded, RunConfig, load
 from tandem.config.sources import EnvSource
-from tandem.engines.base import ExportsWeights, ReportsChecksums
+from tandem.engines.base import ReportsChecksums
 from tandem.envs.base import Split
 from tandem.errors import ConfigError, RewardError, TandemError, redacted
 from tandem.rewards.base import Reward
@@ -38,8 +37,6 @@ Question = Callable[[], CheckText | Awaitable[CheckText]]
 
 _STATE = len("problem")
 """Columns of the longest state."""
-
-_TURNS = "it and the trainer take turns on the card, and steps are shorter if NVIDIA's MPS runs (docs/guide/engines.md)"
 
 
 def check(recipe: Path, overrides: Sequence[str], tasks: int) -> int:
@@ -144,10 +141,7 @@ class _RecipeCheck:
 
     def _engine(self) -> str:
         """Whether this machine can have it."""
-        config = self._config
-        text = config.engine.check(folder=Path(config.runs) / (config.name or ""))
-        exported = ReportsChecksums in config.engine.capabilities and config.sync.capability is ExportsWeights
-        return f"{text}; {_TURNS}" if exported and config.most_lag and machine.in_turns() else text
+        return self._config.engine.check(folder=Path(self._config.runs) / (self._config.name or ""))
 
     def _loggers(self) -> str:
         """Libraries that loggers need."""
@@ -184,13 +178,7 @@ class _RecipeCheck:
         """
         if not self._tasks:
             return None
-        warner = logging.getLogger(Graders.__module__)
-        level = warner.level
-        warner.setLevel(logging.ERROR)  # what it warns of is among the findings
-        try:
-            return _of_each({name: await self._gold_of(name, env) for name, env in self._config.sources.items()})
-        finally:
-            warner.setLevel(level)
+        return _of_each({name: await self._gold_of(name, env) for name, env in self._config.sources.items()})
 
     async def _gold_of(self, name: str, source: EnvSource) -> str:
         grading = self._config.grading
@@ -237,12 +225,7 @@ class _RecipeCheck:
         longest = rendering.longest_prompt([task for some in self._tasks.values() for task in some], template, limit)
         self._planner = dataclasses.replace(self._planner, prompt_tokens=longest)
         note = rendering.shortfall(longest, limit, self._config.sampling.max_tokens)
-        cost = ""
-        if self._planner.modelled.choice.packing == "plain":
-            answers, size = self._config.sampling.max_tokens, self._config.group_size
-            times = size * (longest + answers) / (longest + size * answers)
-            cost = f"; computed with each answer (packing: plain), at most {times:.1f} times the tokens of a tree"
-        return f"at most {longest} tokens of a context of {limit}{note and f', which {note}'}{cost}"
+        return f"at most {longest} tokens of a context of {limit}{note and f', which {note}'}"
 
     def _memory(self) -> str | None:
         """The memory plan.
@@ -337,14 +320,12 @@ def require_right(name: str, graded: Sequence[GradedReplies]) -> None:
     failures = failures_of(graded)
     if not failures:
         return
-    lines = distinct(failures)
-    more = f"; and {len(lines) - _SHOWN} other kinds of failure" if len(lines) > _SHOWN else ""
     if not any(failure.reward for failure in failures):
         what, remedy = f"answers of {name} could not be graded", "mend the reward"
     else:
         what = f"{sum(bool(f.reward) for f in failures)} gold replies of {name} did not get full marks"
         remedy = "mend the reward, or what the environment's check() replies"
-    raise RewardError(f"{what}: {'; '.join(lines[:_SHOWN])}{more}; {remedy}")
+    raise RewardError(f"{what}: {'; '.join(distinct(failures)[:_SHOWN])}; {remedy}")
 
 
 def graded_text(graders: Graders, graded: Sequence[GradedReplies]) -> str:

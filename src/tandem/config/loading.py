@@ -253,43 +253,35 @@ class RunConfig:
 
     def inert(self) -> Mapping[str, str]:
         """Options that change nothing, given the others."""
-        unread: dict[str, str] = inert_objective(self)
-        if self.envs:
-            unread |= dict.fromkeys(("env", "rewards"), "envs names several environments, each with its rewards")
-        else:
-            unread["envs"] = "it names none"
-        if self.dtype == "float32":
-            unread["optimizer.gradients"] = "dtype: float32 gives float32 gradients"
-        # null is as many as a launcher starts; defaults are let be: a run of several ranks may go on as one
-        if self.ranks == 1 and self.distributed != Distributed():
-            unread["distributed"] = "the trainer is one process"
-        if self.max_lag != "auto":
-            unread["lag_control"] = "it is read by max_lag: auto alone"
-        if self.truncated != "penalise":
-            unread["truncated_penalty"] = "it is read by truncated: penalise alone"
+        broker, divides = self.broker is not None, self.distributed != Distributed()
+        keeps, evaluates = self.zero_variance_groups == "keep", self.evaluates or not self.sources
         others = getattr(self.engine, "urls", ())  # whose requests are in flight at any time
-        if self.max_lag == 0 and getattr(self.sync, "in_flight", "") == "finish" and not others:
-            unread["sync.in_flight"] = "with max_lag: 0 no request is in flight when weights change"
-        if self.max_lag != 0:
-            unread["on_policy_tail"] = "with max_lag above 0 answers go on while a step is trained"
-        if self.zero_variance_groups == "keep":
-            unread |= dict.fromkeys(
-                ("oversample", "max_resample_times"), "zero_variance_groups: keep samples nothing anew"
-            )
-        if self.broker is not None:
-            elsewhere = "tasks are drawn elsewhere (broker)"
-            drawn = ("oversample", "on_policy_tail", "max_resample_times", "replay", "reroll", "curriculum")
-            unread |= dict.fromkeys(drawn, elsewhere)
-            unread["truncated"] = "answers are cut and judged elsewhere (broker); give it to tandem work"
+        finishes = self.max_lag == 0 and getattr(self.sync, "in_flight", "") == "finish" and not others
+        drawn = ("oversample", "on_policy_tail", "max_resample_times", "replay", "reroll", "curriculum")
         # Which tokens end an answer is read by the trainer where they may not come too early.
         stops = ("sampling.stop", *(() if self.sampling.min_tokens else ("sampling.stop_token_ids",)))
-        if self.broker is not None and not self.sources:
-            elsewhere = "environments are elsewhere (broker) and there is no env to evaluate on"
-            unread |= dict.fromkeys(("rewards", "evaluate", "grading", *stops), elsewhere)
-        elif self.broker is not None and not self.evaluates:
-            nothing = "tasks come from elsewhere (broker) and nothing is evaluated"
-            unread |= dict.fromkeys(("env", "envs", "rewards", "grading", *stops), nothing)
-        return unread
+        played = ("rewards", "grading", *stops)
+        rows: tuple[tuple[bool, tuple[str, ...], str], ...] = (
+            (bool(self.envs), ("env", "rewards"), "envs names several environments, each with its rewards"),
+            (not self.envs, ("envs",), "it names none"),
+            (self.dtype == "float32", ("optimizer.gradients",), "dtype: float32 gives float32 gradients"),
+            # null is as many as a launcher starts; defaults are let be: a run of several ranks may go on as one
+            (self.ranks == 1 and divides, ("distributed",), "the trainer is one process"),
+            (self.max_lag != "auto", ("lag_control",), "it is read by max_lag: auto alone"),
+            (self.truncated != "penalise", ("truncated_penalty",), "it is read by truncated: penalise alone"),
+            (finishes, ("sync.in_flight",), "with max_lag: 0 no request is in flight when weights change"),
+            (self.max_lag != 0, ("on_policy_tail",), "with max_lag above 0 answers go on while a step is trained"),
+            (keeps, ("oversample", "max_resample_times"), "zero_variance_groups: keep samples nothing anew"),
+            (broker, drawn, "tasks are drawn elsewhere (broker)"),
+            (broker, ("truncated",), "answers are cut and judged elsewhere (broker); give it to tandem work"),
+            (broker and not self.sources, ("evaluate", *played), "tasks are elsewhere (broker) and there is no env"),
+            (
+                broker and not evaluates,
+                ("env", "envs", *played),
+                "tasks are elsewhere (broker) and nothing is evaluated",
+            ),
+        )
+        return inert_objective(self) | {name: why for applies, names, why in rows if applies for name in names}
 
 
 def inert_objective(config: RunConfig) -> dict[str, str]:
@@ -416,20 +408,11 @@ def _read(source: Path) -> str:
     try:
         return source.read_text(encoding="utf-8")
     except FileNotFoundError:
-        if runs := _runs_beside(source):
-            raise ConfigError(f"there is no run or recipe {source}; runs: {', '.join(runs[-8:])}") from None
         raise ConfigError(f"there is no recipe {source}{_nearby(source)}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{source} is not a recipe: it is not UTF-8 text ({error.reason})") from error
     except OSError as error:
         raise ConfigError(f"cannot read {source}: {error.strerror}") from error
-
-
-def _runs_beside(source: Path) -> list[str]:
-    """Run folders in the folder of a name that may be a run's, such as runs/first."""
-    if source.suffix or source.parent == Path():
-        return []
-    return [str(recipe.parent) for recipe in sorted(source.parent.glob("*/config.yaml"))]
 
 
 def _nearby(source: Path) -> str:

@@ -109,10 +109,10 @@ def event_lines(name: str, fields: Mapping[str, Json]) -> list[str]:
         return dropped_lines(fields)
     if name == "resumed":
         return [f"resumed from step {fields['step']}"]
-    if name == "wait" and fields.get("state") in ("deadline", "failed"):
+    if name == "wait":
         gave_up = f"{fields['owner']} gave up on {fields['on']} ({fields['reason']})"
         return [f"{gave_up} after {duration(fields['seconds'])}"]
-    if name in ("wait", "eval_started", "eval_done", "published", "group_dropped"):
+    if name in ("eval_started", "eval_done", "published", "group_dropped"):
         return []
     rest = ", ".join(f"{key} {value}" for key, value in fields.items() if isinstance(value, (str, int, float)))
     return [name.replace("_", " ") + (f" ({rest})" if rest else "")]

@@ -19,12 +19,6 @@ DECAY = 0.01
 LAYOUT = "tandem_compat.atropos.checkpoints:CheckpointLayout"
 """The logger that gives checkpoints Atropos' names."""
 
-QUEUED = 4
-"""Steps that a group of Atropos' environments may wait: they queue three batches by default and sample a fourth."""
-
-MOST = 8
-"""Most answers per task where none is given."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningEngine:

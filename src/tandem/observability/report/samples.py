@@ -74,15 +74,10 @@ def _step(step: int, records: list[Row], pieces: dict[tuple[int, str], int], mos
     kept: list[Row] = []
     used = 0
     for name, members in groups.items():
-        known = len(pieces)
-        packed = _group(name, members, pieces)
-        size = len(msgspec.json.encode(packed))
-        if kept and used + size > most:
-            for piece in list(pieces)[known:]:
-                del pieces[piece]
-            continue
-        kept.append(packed)
-        used += size
+        if kept and used >= most:
+            break
+        kept.append(_group(name, members, pieces))
+        used += len(msgspec.json.encode(kept[-1]))
     return {"step": step, "groups": kept, "left_out": len(groups) - len(kept)}, used
 
 
