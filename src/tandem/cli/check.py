@@ -252,31 +252,19 @@ class _RecipeCheck:
             self.warnings.append(f"the plan may be off by {memory.MARGIN:.0%}: this run may not fit")
         return f"about {machine.readable(plan.total)} at the peak of {machine.readable(plan.machine.free)} free"
 
-    def _ranks(self) -> str | None:
-        """What each of those that there are receives in a publish.
+    def _ranks(self) -> str:
+        """How many there are.
 
         Raises:
             UnsupportedPair: an option cannot be had with several.
         """
-        from tandem.trainer import pairs
         from tandem.trainer.ranks import checks
 
         counts = memory.RankCounts.of(self._config)
         if idle := counts.idle_options(self._config):
             return idle
-        world = counts.world
         checks.check_gpus(self._config, counts)
-        if self._planner is None:
-            return None
-        weights = self._planner.modelled.counts.trainable * (2 if self._config.dtype == "bfloat16" else 4)
-        workers = pairs.ranks_of_engine(self._config)
-        holders = pairs.shards_of(self._config, world) // workers
-        if holders == 1 and pairs.has_slices(self._config):
-            publish = "each rank writes the slices of its engine's worker"
-        else:
-            received = weights // workers * (holders - 1) // holders
-            publish = f"each rank receives {received / 1e9:.2f} GB a publish"
-        return f"{world}; {publish}"
+        return str(counts.world)
 
     def _disk(self) -> str | None:
         """Room for checkpoints: a new one is whole before an old one goes.

@@ -74,10 +74,7 @@ class RunBoard:
         if not gaps:
             return None
         gone, steps = time.monotonic() - self._ends[-1], self.info.steps - self.step
-        each = statistics.fmean(gaps)
-        if gone > each:  # it is a longer one than those before: what is left does not stand still, nor fall below 0
-            each = statistics.fmean([*gaps, gone])
-        return max(each * steps - gone, each * (steps - 1), 0.0)
+        return max(statistics.fmean(gaps) * steps - gone, 0.0)
 
     def _remember(self, scalars: Mapping[str, float]) -> None:
         self.scalars = dict(scalars)

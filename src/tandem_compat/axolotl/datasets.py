@@ -153,7 +153,7 @@ def _files(entry: Mapping[str, Any]) -> list[str]:
     """
     path, files = entry.get("path"), entry.get("data_files") or []
     listed = files if isinstance(files, list) else [files]
-    if not isinstance(path, str) or not path or (path in _SUFFIXES and not listed):
+    if not all(isinstance(name, str) and name for name in (path, *listed)) or (path in _SUFFIXES and not listed):
         raise ConfigError("datasets: each entry needs a path: a local file, a name on the hub, or json and data_files")
     paths = (listed if path in _SUFFIXES else [str(Path(path) / name) for name in listed]) or [path]
     local = [file for file in paths if DataSource(path=file).is_local]

@@ -128,5 +128,6 @@ def _meant(name: str, rows: Mapping[str, ForeignOption]) -> str:
     """A hint at the option that was meant, which may stand in another group."""
     if hint := did_you_mean(name, rows):
         return hint
-    homes = [group for group, others in GROUPS.items() if name in others]
-    return f"; it belongs {f'in {homes[0]}' if homes[0] else 'to the top level'}" if homes else "; leave it out"
+    newer = name.removeprefix("grpo_")
+    paths = [f"{group}.{newer}".lstrip(".") for group, others in GROUPS.items() if newer in others]
+    return f"; write it as {paths[0]}" if paths else "; leave it out"

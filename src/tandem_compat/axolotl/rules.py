@@ -320,11 +320,10 @@ def _clips(recipe: AxolotlRecipe, kind: str, differ: bool) -> None:
         if kind == "grpo":
             recipe.put("loss.dual_clip", None, "trl.epsilon")
     read = ("trl.epsilon_high" if "trl.epsilon_high" in recipe else "trl.epsilon") if kind == "cispo" else ""
-    unclipped = "with num_iterations 1 every ratio to the step's own policy is 1"
-    why = f"{kind} does not clip" if kind in ("cispo", "sapo") else "" if differ else unclipped
+    idle = kind in ("cispo", "sapo") or not differ
     for option in ("trl.epsilon", "trl.epsilon_high"):
-        if why and option in recipe and option != read:
-            recipe.nothing(option, why)
+        if idle and option in recipe and option != read:
+            recipe.nothing(option, f"with {kind} and num_iterations {recipe['trl.num_iterations']} it clips nothing")
 
 
 def _weighed(recipe: AxolotlRecipe) -> bool:
