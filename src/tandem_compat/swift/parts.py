@@ -243,11 +243,8 @@ def _urls(args: Reader) -> list[str]:
     hosts, ports = args["vllm_server_host"] or [], args["vllm_server_port"]
     if not hosts:
         args.wrong("vllm_server_host", "--vllm_mode server needs it: where tandem swift deploy listens")
-    for host in hosts:
-        if "/" in host or host.count(":") == 1:
-            why = f"{host} is more than a host; write it as --vllm_server_base_url http://HOST:PORT"
-            args.wrong("vllm_server_host", why)
-            return []
+    if odd := [host for host in hosts if "/" in host or host.count(":") == 1]:
+        args.wrong("vllm_server_host", f"{odd[0]} is more than a host; write --vllm_server_base_url http://HOST:PORT")
     if not all(port.isdecimal() for port in ports) or len(ports) not in (1, len(hosts)):
         args.wrong("vllm_server_port", f"{' '.join(ports)}: write one port, or one for each of the {len(hosts)} hosts")
         return []
