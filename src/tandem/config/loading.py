@@ -409,10 +409,8 @@ def _read(source: Path) -> str:
         return source.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"there is no recipe {source}{_nearby(source)}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{source} is not a recipe: it is not UTF-8 text ({error.reason})") from error
-    except OSError as error:
-        raise ConfigError(f"cannot read {source}: {error.strerror}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the recipe {source}: {error}") from error
 
 
 def _nearby(source: Path) -> str:

@@ -154,18 +154,9 @@ def search(folder: Path) -> None:
 
     A run's folder stands for those that its recipe's modules were looked for in, and nothing within it is imported: it
     may come from somebody else.
-
-    Raises:
-        ConfigError: its record of them is damaged.
     """
     recorded = folder / _PLACES
-    try:
-        remembered = json.loads(recorded.read_text(encoding="utf-8")) if recorded.is_file() else []
-    except ValueError as error:
-        raise ConfigError(
-            f"{recorded} cannot be read ({error}); remove it, and start where the run was started, or with the folders "
-            "of its modules in PYTHONPATH"
-        ) from error
+    remembered = json.loads(recorded.read_text(encoding="utf-8")) if recorded.is_file() else []
     inside = folder.resolve()
     outside = [
         path for path in remembered if Path(path).is_absolute() and not Path(path).resolve().is_relative_to(inside)

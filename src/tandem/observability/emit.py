@@ -59,7 +59,7 @@ class Telemetry:
         self._loggers = [logger for logger in loggers if not isinstance(logger, Jsonl)]
         self._folder_writer: Writer | None = None
         self._writers: dict[str, Writer] = {}
-        self._lost: dict[str, int] = {}
+        self._lost: set[str] = set()
         self._evaluated: set[int] = set()
         self._step = info.resumed_step
         self._lock = threading.RLock()
@@ -104,8 +104,6 @@ class Telemetry:
             if self._folder_writer is not None:
                 self._folder_writer.close()
                 self._folder_writer = None
-            for what, lost in self._lost.items():
-                logger.error("%s: %d writes of this run are missing", what, lost)
 
     def emit(self, step: int, parts: Iterable[Metrics]) -> dict[str, float]:
         """Merge what the parts of a step report and write it everywhere. Once per step.
@@ -201,16 +199,17 @@ class Telemetry:
             with waits.blocking("trainer", f"{what} to be written", on=f"the disk of {self._info.folder}"):
                 call(self._folder_writer)
         except OSError as error:
-            if not self._lost.get(what):
+            if what not in self._lost:
                 logger.error(
                     "%s in %s cannot be written (%s); training goes on, and what happens meanwhile is missing there; "
                     "free disk space or repair the folder",
                     what, self._info.folder, error,
                 )  # fmt: skip
-            self._lost[what] = self._lost.get(what, 0) + 1
+            self._lost.add(what)
             return
-        if lost := self._lost.pop(what, 0):
-            logger.error("%s can be written again; %d writes are missing", what, lost)
+        if what in self._lost:
+            self._lost.discard(what)
+            logger.error("%s can be written again; what happened meanwhile is missing there", what)
 
     def _to_loggers(self, call: Callable[[Writer], None]) -> None:
         """Call every writer; one that raises is warned of and dropped."""

@@ -151,7 +151,8 @@ def _files(entry: Mapping[str, Any]) -> list[str]:
     Raises:
         ConfigError: there is neither, or a part of a local file is asked for.
     """
-    path, files = entry.get("path"), entry.get("data_files") or []
+    path: str = entry.get("path") or ""
+    files = entry.get("data_files") or []
     listed = files if isinstance(files, list) else [files]
     if not all(isinstance(name, str) and name for name in (path, *listed)) or (path in _SUFFIXES and not listed):
         raise ConfigError("datasets: each entry needs a path: a local file, a name on the hub, or json and data_files")

@@ -34,19 +34,19 @@ class Writer(Protocol):
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Numbers of one step; called once per step."""
-        ...
+        return
 
     def evaluation(self, step: int, record: Mapping[str, Json], scalars: Mapping[str, float]) -> None:
         """An evaluation: the whole record, and the numbers of it under ``eval/``."""
-        ...
+        self.write(step, scalars)
 
     def event(self, name: str, fields: Mapping[str, Json]) -> None:
         """Something happened between steps: phase changes, waits, saves, dropped groups."""
-        ...
+        return
 
     def close(self) -> None:
         """Flush."""
-        ...
+        return
 
 
 class MetricsLogger(ABC):
