@@ -161,9 +161,7 @@ def of_fsdp_file(source: str, refuse: Refuse) -> Sharding | None:
     for key in options.keys() - {"fsdp", "fsdp_config"}:
         if not key.startswith("_"):
             refuse(f"{source}: {key} is not known; leave it out")
-    config = options.get("fsdp_config") or {}
-    if not isinstance(config, Mapping):
-        refuse(f"{source}: fsdp_config is no mapping")
+    if (config := _mapping(options.get("fsdp_config") or {}, refuse, "fsdp2")) is None:
         return None
     words = str(options.get("fsdp") or "").split()
     return of_fsdp(config, words, lambda text: refuse(f"{source}: {text}"))
@@ -262,11 +260,8 @@ def _mapping(source: Json, refuse: Refuse, presets: str = ", ".join(_PRESETS)) -
     text = str(source)
     try:
         options = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
-    except OSError as error:
-        refuse(f"{source} cannot be read: {error.strerror}; write the path of a file, or one of {presets}")
-        return None
-    except ValueError as error:
-        refuse(f"{source} is not JSON: {error}")
+    except (OSError, ValueError) as error:
+        refuse(f"{source} cannot be read: {error}; write the path of a JSON file, or one of {presets}")
         return None
     if isinstance(options, Mapping):
         return options

@@ -21,16 +21,6 @@ def test_what_tensors_took_of_an_accelerator(monkeypatch: pytest.MonkeyPatch) ->
     assert machine.reserved("cuda:1") == 7
 
 
-def test_processes_have_a_card_in_turns_unless_mps_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    monkeypatch.setattr(machine, "accelerator", lambda: None)
-    assert not machine.in_turns(), "there is no card"
-    monkeypatch.setattr(machine, "accelerator", lambda: machine.Machine(name="H", free=1, total=2, is_host=False))
-    assert machine.in_turns()
-    (tmp_path / "control").touch()
-    assert not machine.in_turns()
-
-
 @pytest.mark.parametrize(
     ("flags", "device", "computes"),
     [

@@ -280,31 +280,6 @@ def test_an_engine_files_the_tokens_of_a_few_at_a_time_unless_it_is_told_otherwi
     assert Vllm()._environment(EngineRequirements(model="m", dtype="float32"), tmp_path, 0, "")[AT_ONCE] == has
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("turns", "changes", "recommended"),
-    [
-        (True, {"max_lag": 1}, True),
-        (True, {"max_lag": "auto"}, True),
-        (True, {"max_lag": 0}, False),
-        (True, {"max_lag": 1, "sync": "broadcast"}, False),
-        (False, {"max_lag": 1}, False),
-    ],
-)
-def test_a_recipe_that_would_gain_from_mps_is_told_so(
-    turns: bool,
-    changes: dict[str, Any],
-    recommended: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr("tandem.machine.in_turns", lambda: turns)
-    engine = {"kind": "vllm", "urls": ["http://x:1"]}
-    check(recipe(tmp_path, **{"engine": engine, "sync": "shared", **changes}), [], 1)
-    assert ("NVIDIA's MPS" in " ".join(capsys.readouterr().out.split())) is recommended
-
-
 @pytest.mark.parametrize(
     ("answers", "options", "places"), [(4, {}, 64), (300, {}, 600), (4096, {}, 1024), (300, {"max_num_seqs": 32}, 32)]
 )
