@@ -195,7 +195,7 @@ BAD = [
 
 @pytest.mark.parametrize(("content", "status", "says"), BAD)
 def test_bad_requests_are_told_why(content: Any, status: int, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asgi.read, "__defaults__", (150,))
+    monkeypatch.setattr(asgi, "MOST", 150)
 
     async def body(c: Client) -> None:
         response = await c.post("/generate", content)
@@ -860,15 +860,10 @@ def listed(**more: Any) -> dict[str, Any]:
         (start(init_method="env://"), "tcp://host:port"),
         (start(backend="mpi"), "$.backend"),
         (start(world_size=1), "$.world_size"),
-        (start(first_rank=2), "world of 2"),
         (start(first_rank=0), "$.first_rank"),
-        (start(param_metadata={"a": {"shape": [1], "dtype": "float32"}}), "'a'"),
-        (start(param_mappings={"b": {}}), "'b'"),
         (start(param_metadata={"w": {"shape": "x", "dtype": "float32"}}), "shape"),
         (start(param_metadata=listed(param_names=["w", "v"], num_params=2)), "'v'"),
         (start(param_metadata=listed(param_dtypes={})), "'w'"),
-        (start(param_metadata=listed(num_params=3)), "num_params is 3"),
-        (start(param_metadata=listed(param_names=["a"], param_shapes={"a": [1]}, param_dtypes={"a": "int8"})), "'a'"),
         (start(param_metadata=listed(param_shapes=None)), "param_shapes"),
         (start(world_size=2**31), "$.world_size"),
         (start(world_size=1025), "$.world_size"),
@@ -878,19 +873,13 @@ def listed(**more: Any) -> dict[str, Any]:
         (start(param_metadata={"w": {"shape": [2**62], "dtype": "float32"}}), "shape"),
         (start(param_metadata={"w": {"shape": [1] * 9, "dtype": "float32"}}), "shape"),
         (start(param_metadata={"w": {"shape": [1], "dtype": "zeros"}}), "dtype"),
-        (
-            start(param_metadata={f"{i}.lora_A.weight": {"shape": [1], "dtype": "float32"} for i in range(5)}),
-            "model of 1",
-        ),
         (start(seconds=-3), "$.seconds"),
         (start(seconds=0), "$.seconds"),
-        (start(init_method="tcp://10.0.0.1:99999"), "port to 65535"),
-        (start(init_method="tcp://10.0.0.1:0"), "port to 65535"),
+        (start(init_method="tcp://10.0.0.1:0"), "tcp://host:port"),
     ],
 )
 def test_a_receiver_that_cannot_be_is_refused(content: Any, says: str) -> None:
     async def body(c: Client) -> None:
-        c.vllm.answers["tandem_map"] = ['{"w": []}']
         response = await c.post("/nccl/start_receiver", content)
         assert (response.status, says in response.detail) == (400, True), response.raw
         assert "tandem_connect" not in [method for method, _ in c.vllm.calls]

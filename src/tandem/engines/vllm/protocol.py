@@ -46,29 +46,8 @@ Dtype = Annotated[
 """torch's name of a type."""
 Shape = Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=2**40)]], msgspec.Meta(max_length=8)]
 """Of a tensor."""
-DEPTH = 64
-"""Most objects and lists in each other; more than any message has, and less than any reader's recursion takes."""
-
-
-def shallow(value: Any) -> None:
-    """Check that free-form JSON is no deeper than ``DEPTH`` and has only numbers that vLLM's processes can exchange.
-
-    Raises:
-        ValueError: it is, or has.
-    """
-    level = [value]
-    for _ in range(DEPTH):
-        inner = [each for value in level for each in (value.values() if isinstance(value, dict) else value)]
-        if any(isinstance(each, int) and not -(2**63) <= each < 2**63 for each in inner):
-            raise ValueError("a number has more than 64 bits")
-        level = [each for each in inner if isinstance(each, (dict, list))]
-        if not level:
-            return
-    raise ValueError(f"objects and lists are nested more than {DEPTH} levels deep")
-
 
 T = TypeVar("T")
-
 
 Entry = tuple[Text, Shape, Dtype]
 """Name, shape and type of a tensor that is sent."""
@@ -288,9 +267,6 @@ class Checksums(Body):
     config: dict[str, Any] = {}
     """Of a named adapter: PEFT's configuration."""
 
-    def __post_init__(self) -> None:
-        shallow(self.config)
-
 
 class ProbeRequest(Body):
     """POST /bridge/probe."""
@@ -321,9 +297,6 @@ class ExportAdapter(Body):
     """PEFT's configuration."""
     tensors: list[Entry]
     """Name, shape and type of each tensor that will be written."""
-
-    def __post_init__(self) -> None:
-        shallow(self.config)
 
 
 class Adapt(Body):
@@ -425,7 +398,6 @@ class Listed(Body):
     param_shapes: dict[Text, Shape]
     param_dtypes: dict[Text, Dtype]
     num_params: int | None = None
-    """How many; checked."""
 
 
 class StartReceiver(Body):
@@ -436,9 +408,9 @@ class StartReceiver(Body):
     world_size: Annotated[int, msgspec.Meta(ge=2, le=MOST_MEMBERS)]
     param_metadata: msgspec.Raw = msgspec.Raw(b"{}")
     """What comes with each publish, in this order, as ``Metadata`` by name or as ``Listed``; otherwise every
-    /nccl/receive says it. Read once it is known which form it has, so that another makes no objects first."""
+    /nccl/receive says it."""
     param_mappings: dict[Text, msgspec.Raw] = msgspec.field(default_factory=dict)
-    """The engine's names of it; checked, for the engine knows where its tensors lie."""
+    """The engine's names of it; nothing depends on it, for the engine knows where its tensors lie."""
     first_rank: Annotated[int, msgspec.Meta(ge=1, lt=MOST_MEMBERS)] = 1
     """Rank of this engine's first worker."""
     backend: Literal["nccl", "gloo"] | None = None
@@ -457,9 +429,6 @@ class Receive(Body):
     """Most bytes of one transfer, as rank 0 sends them."""
     config: dict[str, Any] | None = None
     """PEFT's configuration, where it is an adapter that comes."""
-
-    def __post_init__(self) -> None:
-        shallow(self.config or {})
 
 
 class SiblingRequests(Body):

@@ -29,10 +29,8 @@ KEY = "TANDEM_API_KEY"
 """Environment variable of the key that every request but /health must bear."""
 HOST = "TANDEM_HOST"
 """Environment variable of the address that it listens on, a name of which it is known by."""
-MOST = 16 << 20
-"""Bytes of the largest body that routes of ours read; a list of what broadcasts bring to the largest models has 10."""
-LARGE = 64 << 20
-"""The same of requests for many answers, and of vLLM's own routes, where pictures come."""
+MOST = 64 << 20
+"""Bytes of the largest body: requests for many answers, and those of vLLM's own routes that have pictures."""
 
 _STATUS = {
     # By name: vLLM's releases give these classes other bases, and the engine's process may have any of them.
@@ -77,11 +75,11 @@ def authorise(scope: Scope, path: str) -> None:
         raise Refusal(403, f"{why}: an engine takes one by engine.api_key_variable")
 
 
-async def read(receive: Receive, most: int = MOST) -> bytes:
+async def read(receive: Receive) -> bytes:
     """The whole body.
 
     Raises:
-        Refusal: it is longer than ``most`` bytes.
+        Refusal: it is longer than ``MOST`` bytes.
         ClientDisconnected: the client went away.
     """
     body = bytearray()
@@ -90,8 +88,8 @@ async def read(receive: Receive, most: int = MOST) -> bytes:
         if message["type"] == "http.disconnect":
             raise ClientDisconnected
         body += message.get("body", b"")
-        if len(body) > most:
-            raise Refusal(413, f"the request's body is larger than {most >> 20} MiB")
+        if len(body) > MOST:
+            raise Refusal(413, f"the request's body is larger than {MOST >> 20} MiB")
         if not message.get("more_body"):
             return bytes(body)
 

@@ -1,8 +1,8 @@
 """Tandem's routes on vLLM's stock server (``--middleware``): /generate, /bridge/*, /lora/* and /nccl/*.
 
-Everything else passes through untouched, but for four things (``stock``): what no engine can be asked is refused;
-requests get a cache salt, so that no prefix outlives the weights it was computed with; replies wait while weights are
-being proven; and adapters that vLLM's own route is told to load must lie where adapters may come from.
+Everything else passes through untouched, but for three things (``stock``): requests get a cache salt, so that no prefix
+outlives the weights it was computed with; replies wait while weights are being proven; and adapters that vLLM's own
+route is told to load must lie where adapters may come from.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.protocol import Refusal, parsed
 from tandem.engines.vllm.server.adapters import Adapters
 from tandem.engines.vllm.server.asgi import (
-    LARGE,
     Receive,
     Scope,
     Send,
@@ -141,7 +140,7 @@ class Routes:
             authorise(scope, path)
             live = self._engine(scope)
             if path == MANY and scope["method"] == "POST":
-                await live.many.generate(await read(receive, LARGE), receive, send)
+                await live.many.generate(await read(receive), receive, send)
                 return
             route = live.routes.get(path)
             if route is not None:
@@ -181,7 +180,7 @@ class _Live:
         self._watch = watch
         self.frontend = Frontend(engine)
         self.limits = EngineLimits(engine)
-        self.stock = Stock(app, self.frontend, self.limits)
+        self.stock = Stock(app, self.frontend)
         self.adapters = Adapters(self.frontend, state)
         self.receiver = Receiver(self.frontend, self.adapters)
         self.sleep_level = 0

@@ -224,17 +224,15 @@ class WorkerExtension:
         device = self.tandem_device
         who = f"engine worker {self.tandem_rank} (pid {os.getpid()}, {device})"
         joining = self._tandem_joining = Future()
-        self._tandem_joins = tuple(join for join in (*self._tandem_joins, joining) if not join.done())
         arguments = joining, _join, meeting, first + self.tandem_rank, device, who
         threading.Thread(target=resolve, args=arguments, name="tandem joining", daemon=True).start()
 
     def tandem_connection(self) -> dict[str, Any]:
-        """How joining went: idle, connecting, connected, or error with its reason; and how many joins go on."""
+        """How joining went: idle, connecting, connected, or error with its reason."""
         joining = self._tandem_joining
         state = "idle" if joining is None else "connected" if joining.done() else "connecting"
         error = joining.exception() if joining is not None and joining.done() else None
-        under_way = sum(not join.done() for join in self._tandem_joins)
-        return {"state": "error" if error else state, "reason": str(error or ""), "joining": under_way}
+        return {"state": "error" if error else state, "reason": str(error or "")}
 
     def tandem_receive(self, manifest: str, bucket_bytes: int, lora_id: int, config: str) -> None:
         """Take one publish: into the weights, or (``lora_id`` above 0) into an adapter."""
@@ -260,7 +258,6 @@ class WorkerExtension:
             torch.cuda.synchronize()
 
     _tandem_joining: Future[Member] | None = None
-    _tandem_joins: tuple[Future[Member], ...] = ()
 
     def tandem_disconnect(self) -> None:
         """Leave the group."""
