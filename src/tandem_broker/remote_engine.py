@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -24,7 +23,7 @@ from tandem.engines.vllm.client.urls import MODELS, Models, UrlServer
 from tandem.errors import ConfigError, Deadline, EngineError
 from tandem.http import OutageLog, RetryPolicy
 from tandem.observability import waits
-from tandem.types import UNKNOWN_VERSION, Completion, Finish, PolicyVersion, Sampling
+from tandem.types import UNKNOWN_VERSION, Completion, PolicyVersion, Sampling
 
 T = TypeVar("T")
 
@@ -59,11 +58,11 @@ class RemoteServer(UrlServer):
             EngineError: it is no engine, or leaves the temperature out of its logprobs.
             ConfigError: it serves another model.
         """
-        models = await self._found(MODELS, Models)
+        models = await self._fetch(MODELS, Models)
         entries = [] if models is None else models.data
         self.context = min((entry.max_model_len for entry in entries if entry.max_model_len), default=None)
         served = [entry.id for entry in entries]
-        info = await self._found("/bridge/info", wire.EngineInfo)
+        info = await self._fetch("/bridge/info", wire.EngineInfo)
         if info is not None:
             self.kind, self.context = "tandem", info.context
             served.append(info.model)
@@ -82,7 +81,7 @@ class RemoteServer(UrlServer):
                 f"engine.model={served[0]}; otherwise change model or the engine's url"
             )
 
-    async def _found(self, path: str, kind: type[T]) -> T | None:
+    async def _fetch(self, path: str, kind: type[T]) -> T | None:
         """What it answers; None where it has no such route, or another by that name."""
         status, content = await self.ask("GET", path)
         if status in (404, 405):
@@ -105,32 +104,19 @@ class RemoteServer(UrlServer):
         """
         if self.kind == "openai":
             choice = await self.generated(request, model, None)
-            return self._checked(choice.token_ids, choice.logprobs["token_logprobs"], choice.finish_reason)
+            versions = (UNKNOWN_VERSION,) * len(choice.token_ids)
+            return self.completion(choice.token_ids, choice.logprobs["token_logprobs"], versions, choice.finish_reason)
         reply = await self.post("/generate", request, seconds=self.request_seconds)
         try:
             # The first entry of each position's mapping is the sampled token.
             firsts = [next(iter(position[0].items())) for position in reply["logprobs"][0]]
-            # Before its first publish an engine holds the model as loaded, which is version 0.
-            versions = [max(0, step) for step in wire.steps(reply["versions"][0])] if "versions" in reply else ()
             tokens, logprobs = [int(token) for token, _ in firsts], [logprob for _, logprob in firsts]
-            return self._checked(tokens, logprobs, reply["finish_reasons"][0], versions)
+            versions = (UNKNOWN_VERSION,) * len(tokens)
+            if "versions" in reply:  # before its first publish an engine holds the model as loaded, which is version 0
+                versions = tuple(max(0, step) for step in wire.steps(reply["versions"][0]))
+            return self.completion(tokens, logprobs, versions, reply["finish_reasons"][0])
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise self.odd("/generate", f"{error!r}; it must answer with token ids and logprobs") from error
-
-    def _checked(
-        self, tokens: Sequence[int], logprobs: Sequence[Any], finish: str | None, versions: Sequence[int] = ()
-    ) -> Completion:
-        if not tokens:
-            raise EngineError(f"{self.name} sampled not a single token")
-        if len(logprobs) != len(tokens) or not all(p is not None and math.isfinite(p) for p in logprobs):
-            raise EngineError(f"{self.name} gave {len(logprobs)} logprobs, not all numbers, for {len(tokens)} tokens")
-        finishes: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
-        return Completion(
-            tokens=tuple(tokens),
-            logprobs=tuple(logprobs),
-            versions=tuple(versions) or (UNKNOWN_VERSION,) * len(tokens),
-            finish=finishes.get(finish, "abort"),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,8 +236,8 @@ class RemoteEngine(Engine):
         """Leave a server alone for a while; raises where all have been away for too long."""
         retry, away = self._spec.retry, self._spec.away(server, error)
         if away > retry.give_up_seconds and all(other.outage.ongoing for other in self._servers):
-            patience = f"it was waited for {retry.give_up_seconds:g} s (give_up_seconds)"
-            raise EngineError(f"{error}; is it running? {patience}") from error
+            limit = retry.give_up_seconds
+            raise EngineError(f"{error}; is it running? It was waited for {limit:g} s (give_up_seconds)") from error
         server.away_until = time.monotonic() + retry.seconds(server.failed_attempts)
         server.failed_attempts += 1
 

@@ -16,14 +16,15 @@ import pytest
 import torch
 from peft import PeftModel
 from support.scripted_engine import Scripted, Wire, scripted
+from support.sync_sessions import open_session
 from support.tiny_policy import live_policy, logprobs_of, reference
+from support.uniform_engine import Fake
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.config.loading import RunConfig
 from tandem.engines.base import Engine, EngineSpec, ExportsWeights, Health, LoraAdapter
 from tandem.engines.embedded.spec import Embedded
-from tandem.engines.fake import Fake
 from tandem.engines.vllm.spec import Vllm
 from tandem.envs.arithmetic import Arithmetic
 from tandem.errors import EngineError, StaleWeights, TornWeights, TransportError, UnsupportedPair
@@ -44,7 +45,7 @@ from tandem.weight_sync.restart import Restart
 from tandem.weight_sync.shared import Shared
 from tandem.weight_sync.transaction import session as session_module
 from tandem.weight_sync.transaction import trained
-from tandem.weight_sync.transaction.session import Published, WeightSyncSession, open_session
+from tandem.weight_sync.transaction.session import Published, WeightSyncSession
 from tandem.weight_sync.verify.probe import PROBE, Checksums, differing
 
 START = PolicyVersion(step=0, digest="")
@@ -541,7 +542,7 @@ CAN: list[tuple[WeightSync, Trainable, EngineSpec]] = [
     (Restart(), Full(), Vllm(replicas=2)),
 ]
 CANNOT: list[tuple[WeightSync, Trainable, EngineSpec, str]] = [
-    (Shared(), Full(), Fake(), "sync: shared .*ExportsWeights.*engine: fake has none.*embedded"),
+    (Shared(), Full(), Fake(), "sync: shared .*ExportsWeights.*engine: uniform_engine has none.*embedded"),
     (Restart(), Full(), Embedded(), "sync: restart .*Relaunches.*engine: embedded has ExportsWeights.*sync: shared"),
     (Broadcast(), Lora(), Embedded(), "sync: broadcast .*ReceivesBroadcast"),
     (Hotswap(), Lora(), Embedded(), "sync: hotswap .*LoadsVersions"),

@@ -120,16 +120,6 @@ def test_nothing_is_received_and_nothing_stopped_without_a_group() -> None:
     run(body)
 
 
-def test_what_a_worker_refuses_is_no_fault_of_the_server() -> None:
-    async def body(c: Client) -> None:
-        c.vllm.answers["tandem_export_adapter"] = [{"refused": "the adapter has rank 99"}]
-        await c.post("/bridge/pause")
-        response = await c.post("/bridge/lend_slot", {"config": {"r": 99}, "tensors": []})
-        assert (response.status, response.detail) == (409, "the adapter has rank 99")
-
-    run(body, adapters=True)
-
-
 # Who may end it
 
 

@@ -173,9 +173,8 @@ def test_what_cannot_be_mapped_is_refused_by_name() -> None:
     sharded = norm(torch.ones(8))
     sharded.weight.weight_loader = print
     refused("'q_norm.weight' .* is loaded in a way of its own", q_norm=sharded)
-    refused("fuses queries, keys and values, which the model names c_attn: .*restart", c_attn=one.qkv(attention))
-    refused("fuses 1 tensors in in_proj, the model names 2: a, b", in_proj=one.merged(linear))
-    refused("'in_proj' fuses a, b in a way that is not known", in_proj=one.layer(weight))
-    refused("fuses 2 tensors in up, the model names 1: up", up=one.merged(linear, linear))
+    refused("holds 3 tensors, .* has 1: c_attn; .*restart", c_attn=one.qkv(attention))
+    refused("'in_proj' holds 1 tensors, .* has 2: a, b", in_proj=one.merged(linear))
+    refused("'in_proj' holds 1 tensors, .* has 2: a, b", in_proj=one.layer(weight))
+    refused("'up' holds 2 tensors, .* has 1: up", up=one.merged(linear, linear))
     refused("'up.weight' is split in 2, among 4 workers", world=4, up=two.column(linear))
-    refused("has 2 workers and splits no layer", world=2, up=one.column(linear))

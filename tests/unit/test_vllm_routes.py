@@ -231,16 +231,6 @@ def test_another_method_is_told_the_right_one() -> None:
     run(body)
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_an_engine_says_whether_it_was_started_alone(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TANDEM_APART", "1" if apart else "")
-
-    async def body(c: Client) -> None:
-        assert (await c.get("/bridge/info")).json["apart"] is apart
-
-    run(body)
-
-
 def test_the_key_guards_all_but_health(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_API_KEY", "secret")
 
@@ -314,28 +304,6 @@ def test_a_control_message_ends_with_the_process_that_was_to_do_it() -> None:
         assert not task.done()
         c.vllm.dead = True
         assert (await asyncio.wait_for(task, 5)).status == 503
-
-    run(body)
-
-
-def test_weights_that_are_being_proven_are_lent_once_that_is_over() -> None:
-    """Lending may move them; and whoever starts an engine lends after its first trainer may have begun to publish."""
-
-    async def body(c: Client) -> None:
-        c.vllm.answers["tandem_export_weights"] = ['{"lent": {}, "map": {}}']
-        await c.post("/bridge/pause", {})
-        async with c.front.proving():
-            pass
-        lending = asyncio.ensure_future(c.begin("/bridge/lend"))
-        await settle()
-        assert not lending.done()
-        assert c.vllm.calls == []
-        await c.front.set_version(1, "")
-        await settle()
-        assert not lending.done(), "nothing says yet that they are right"
-        await c.front.resume()
-        assert (await lending).status == 200
-        assert not c.vllm.paused
 
     run(body)
 
@@ -439,30 +407,6 @@ def test_weights_are_written_while_paused_alone() -> None:
             response = await c.post(path, request)
             assert (response.status, "pause" in response.detail) == (409, True)
         assert not c.vllm.calls
-
-    run(body)
-
-
-def test_an_engine_that_serves_stands_still_while_it_lends_its_weights_and_a_trainers_pause_outlives_that() -> None:
-    async def body(c: Client) -> None:
-        lent: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
-        c.vllm.answers["tandem_export_weights"] = lent
-        lending = asyncio.ensure_future(c.begin("/bridge/lend"))
-        while not c.vllm.calls:
-            await asyncio.sleep(0)
-        assert c.vllm.paused
-        pausing = asyncio.ensure_future(c.begin("/bridge/pause"))
-        await asyncio.sleep(0.01)
-        assert not pausing.done()
-        lent.set_result(['{"lent": {}, "map": {}}'])
-        assert (await lending).json["ranks"] == [{"lent": {}, "map": {}}]
-        assert (await pausing).json == {"state": "paused", "before": "serving"}
-        assert c.vllm.paused
-        c.vllm.answers["tandem_export_weights"] = ['{"lent": {}, "map": {}}']
-        assert (await c.begin("/bridge/lend")).status == 200
-        assert c.vllm.paused, "another that borrows does not end the pause"
-        await c.begin("/bridge/resume")
-        assert not c.vllm.paused
 
     run(body)
 
@@ -727,7 +671,6 @@ def test_adapters_come_from_allowed_folders_alone(tmp_path: Path, monkeypatch: p
     (allowed / "link").symlink_to(other)
     (allowed / "inner").symlink_to(good)
     (adapter(allowed / "files") / "adapter_model.safetensors").symlink_to(other / "adapter_config.json")
-    (allowed / "circle").symlink_to(allowed / "circle")
     (allowed / "empty").mkdir()
     adapter(tmp_path / "allowed-too")
     adapter(allowed / "broken")
@@ -744,8 +687,7 @@ def test_adapters_come_from_allowed_folders_alone(tmp_path: Path, monkeypatch: p
             assert await status(wrong, "/v1/load_lora_adapter", "lora_path") == 403, wrong
         for wrong in ("/", "relative", "~", ""):
             assert await status(wrong) == 403, wrong
-        for wrong in (allowed / "circle", f"{allowed}/nu\0ll"):
-            assert await status(wrong) in (400, 403, 404), wrong
+        assert await status(f"{allowed}/nu\0ll") == 400
         assert await status(allowed / "empty") == 404
         assert await status(allowed / "missing") == 404
         assert await status(allowed / "broken") == 400

@@ -258,36 +258,27 @@ def attach(description: Mapping[str, Any]) -> dict[str, Tensor]:
     storages: dict[tuple[Any, int], torch.UntypedStorage] = {}
     out = {}
     try:
-        kind, entries = description["kind"], description["tensors"]
-        if kind not in ("host", "cuda"):
-            raise TransportError(f"lent tensors are of kind host or cuda, not {kind!r}")
-        file = open_file(description) if kind == "host" else None
-        for name, entry in entries.items():
+        file = open_file(description) if description["kind"] == "host" else None
+        for name, entry in description["tensors"].items():
             offset = _storage_offset(entry)
             key = entry.get("ipc_handle_b64"), offset
             if key not in storages:
                 storage = open_storage(entry, offset) if file is None else _mapped(name, file, entry, offset)
                 storages[key] = storage
             out[name] = _view(name, storages[key], entry)
-    except KeyError as error:
-        raise TransportError(f"a description of lent tensors lacks {error}; pass on what the lender answered") from None
-    except (AttributeError, TypeError, ValueError) as error:
-        raise TransportError(f"{error} in a description of lent tensors; pass on what the lender answered") from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise TransportError(
+            f"a description of lent tensors is not as expected: {error!r}; pass on what the lender answered"
+        ) from error
     return out
 
 
 def _refuse(name: str, tensor: Tensor, device: str) -> None:
     """Refuse what is not an ordinary tensor with bytes on that kind of device."""
-    if tensor.device.type != device:
+    if tensor.device.type != device or tensor.layout is not torch.strided or tensor.numel() == 0:
         raise TransportError(
-            f"{name} is on {tensor.device}; export_{'host' if device == 'cpu' else device} lends {device}"
-        )
-    if tensor.layout is not torch.strided:
-        raise TransportError(f"{name} has the layout {tensor.layout}; only ordinary strided tensors can be lent")
-    if tensor.numel() == 0:
-        raise TransportError(
-            f"{name} has no elements (shape {tuple(tensor.shape)}): its values live elsewhere, in a packed copy for "
-            "example, and could not be written; keep the layer in its plain layout"
+            f"{name} ({tensor.layout} {tuple(tensor.shape)} on {tensor.device}) cannot be lent: only ordinary tensors "
+            f"on {device} with elements can; where a packed copy has the values, keep the layer in its plain layout"
         )
 
 
@@ -327,14 +318,10 @@ def _mapped(name: str, file: mmap.mmap, entry: Mapping[str, Any], offset: int) -
 
 def _view(name: str, storage: torch.UntypedStorage, entry: Mapping[str, Any]) -> Tensor:
     """A tensor over a storage, if all of it lies inside."""
-    dtype = getattr(torch, str(entry["dtype"]).removeprefix("torch."), None)
+    dtype: torch.dtype = getattr(torch, str(entry["dtype"]).removeprefix("torch."))
     shape = [int(n) for n in entry["shape"]]
     stride = [int(n) for n in entry.get("stride", [math.prod(shape[i + 1 :]) for i in range(len(shape))])]
     first = int(entry.get("tensor_storage_offset", 0))
-    if not isinstance(dtype, torch.dtype):
-        raise TransportError(f"{name}: this torch has no dtype {entry['dtype']!r}; use one torch on both sides")
-    if len(stride) != len(shape) or min([first, *stride, *(n - 1 for n in shape)]) < 0:
-        raise TransportError(f"{name}: shape {shape}, stride {stride} and offset {first} describe no tensor")
     end = (first + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) + 1) * dtype.itemsize
     if storage.nbytes() != entry["storage_size"] or end > storage.nbytes():
         raise TransportError(

@@ -52,8 +52,6 @@ T = TypeVar("T")
 Entry = tuple[Text, Shape, Dtype]
 """Name, shape and type of a tensor that is sent."""
 
-REFUSED = "refused"
-"""Under which a worker tells why it does not do what was asked, in the place of what it was asked for."""
 IN_PLACE = "tandem"
 """Name of the adapter whose tensors are overwritten by each publish."""
 
@@ -77,14 +75,6 @@ def parsed(body: bytes, kind: type[T]) -> T:
         return msgspec.json.decode(body or b"{}", type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refusal(400, f"the request's body is not as expected: {error}") from error
-
-
-def unrefused(ranks: list[Any]) -> list[Any]:
-    """The workers' results; raises Refusal where one of them refuses."""
-    for answer in ranks:
-        if isinstance(answer, dict) and REFUSED in answer:
-            raise Refusal(409, answer[REFUSED])
-    return ranks
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -343,8 +333,6 @@ class Workers(msgspec.Struct, kw_only=True):
     """UUID of the GPU; nothing on a host."""
     torch: str
     backend: str
-    peak_bytes: int = 0
-    """Most that torch has held of a GPU at a time: weights, keys and values, working memory; 0 on a host."""
 
 
 class EngineInfo(msgspec.Struct, kw_only=True):
@@ -365,8 +353,6 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     adapters: bool
     """True if LoRA is enabled."""
     workers: list[Workers]
-    apart: bool = False
-    """True if it was started alone, for trainers elsewhere; else it is the engine of the trainer that started it."""
 
 
 def runs(steps: Sequence[int]) -> list[tuple[int, int]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -35,7 +34,7 @@ from tandem.engines.vllm.server.limits import EngineLimits
 from tandem.engines.vllm.server.many import ManyAnswers
 from tandem.engines.vllm.server.receiver import Receiver
 from tandem.engines.vllm.server.stock import Stock
-from tandem.engines.vllm.server.watch import APART, TrainerWatch
+from tandem.engines.vllm.server.watch import TrainerWatch
 
 
 async def probe(
@@ -268,7 +267,6 @@ class _Live:
             logprobs=str(config.model_config.logprobs_mode),
             adapters=config.lora_config is not None,
             workers=[wire.Workers(**worker) for worker in await front.rpc("tandem_info")],
-            apart=os.environ.get(APART) == "1",
         )
 
     async def state_dict_info(self, _: None) -> Any:
@@ -304,8 +302,8 @@ class _Live:
         return {"seconds": seconds, "state": front.state, "step": front.step, "digest": front.digest}
 
     async def export_weights(self, _: wire.Body) -> Any:
-        async with self.frontend.standing():
-            ranks = await self.frontend.rpc("tandem_export_weights")
+        self._require_paused("lend moves")
+        ranks = await self.frontend.rpc("tandem_export_weights")
         model = self.client.vllm_config.model_config.model
         return {"model": model, "ranks": [json.loads(text) for text in ranks]}
 

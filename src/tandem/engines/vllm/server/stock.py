@@ -74,7 +74,7 @@ class Stock:
             if path == LOADS:
                 require_free_name(str(tree.get("lora_name", "")))
                 allowed(str(tree.get("lora_path", "")))
-        except (Refusal, ClientDisconnected) as error:
+        except Exception as error:
             await refuse(send, error)
             return
         await self._held(tree, number_of_answers(tree) if path in SALTED else 0, scope, receive, send)
