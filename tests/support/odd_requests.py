@@ -32,7 +32,6 @@ OURS: list[tuple[str, Any]] = [
     ("/bridge/wake", {"seconds": 5.0}),
     ("/bridge/lend", {}),
     ("/bridge/lend_slot", {"config": CONFIG, "tensors": [["a.lora_A.weight", [8, 64], "float32"]]}),
-    ("/bridge/adapt", {"key": "abc"}),
     ("/bridge/adopt", {"trainer": "4000000:12 boot"}),
     ("/bridge/checksums", {"travels": "weights", "adapter": None, "names": [], "config": {}}),
     ("/bridge/probe", {"tokens": [72, 105], "temperature": 0.7, "max_tokens": 2, "seed": 1}),

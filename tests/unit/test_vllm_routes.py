@@ -401,7 +401,6 @@ def test_weights_are_written_while_paused_alone() -> None:
     async def body(c: Client) -> None:
         for path, request in (
             ("/bridge/lend_slot", {"config": {}, "tensors": []}),
-            ("/bridge/adapt", {"key": "abc"}),
             ("/nccl/receive", {"manifest": [["w", [1], "float32"]]}),
         ):
             response = await c.post(path, request)
@@ -478,7 +477,6 @@ def test_weights_that_a_deep_sleep_discarded_are_not_served_before_they_are_stam
         ("/bridge/probe", {"tokens": [1, 2]}),
         ("/bridge/lend", {}),
         ("/bridge/lend_slot", {"config": {}, "tensors": []}),
-        ("/bridge/adapt", {"key": "abc"}),
         ("/lora/load", {"adapter_name": "a", "adapter_path": "/x"}),
         ("/nccl/receive", {"manifest": [["w", [1], "float32"]]}),
     ],
@@ -753,12 +751,6 @@ def test_an_adapter_in_place_is_probed_before_it_is_served() -> None:
         assert (await c.post("/bridge/lend_slot", slot_config)).json == {"ranks": [{"key": "abc"}]}
         arguments = (IN_PLACE_ID, '{"r": 8}', '[["a", [8, 16], "bfloat16"]]')
         assert c.vllm.calls[-1] == ("tandem_export_adapter", arguments)
-        c.vllm.answers["tandem_is_exported"] = [False]
-        assert (await c.post("/bridge/adapt", {"key": "another"})).json == {"held": False}
-        assert (await c.get("/lora/status")).json["in_place"] is False, "nobody was let write it"
-        c.vllm.answers["tandem_is_exported"] = [True]
-        assert (await c.post("/bridge/adapt", {"key": "abc"})).json == {"held": True}
-        assert c.vllm.calls[-1] == ("tandem_is_exported", (IN_PLACE_ID, "abc"))
         assert (await c.post("/bridge/resume")).status == 409, "nobody said what was written"
         await c.post("/bridge/probe", {"tokens": [1, 2]})
         assert {request.adapter.lora_name for request in c.vllm.seen} == {"tandem"}

@@ -168,36 +168,27 @@ def export_host(named: Mapping[str, Tensor], path: Path) -> ExportedTensors:
     Raises:
         TransportError: a tensor that cannot be lent, a file that exists, or too little memory.
     """
-    spans: dict[int, tuple[int, int]] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
     for name, tensor in named.items():
         _refuse(name, tensor, "cpu")
-        first, end = _span(tensor)
-        # From a multiple of the alignment: relative to it, everything keeps its place.
-        first -= first % ALIGNMENT
-        before = spans.get(_storage_id(tensor), (first, end))
-        spans[_storage_id(tensor)] = (min(first, before[0]), max(end, before[1]))
+        storages[_storage_id(tensor)] = tensor.untyped_storage()
     places, size = {}, HEADER
-    for storage, (first, end) in spans.items():
-        places[storage] = size
-        size += -(-(end - first) // ALIGNMENT) * ALIGNMENT
+    for key, storage in storages.items():
+        places[key] = size
+        size += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
     token = secrets.token_hex(16)
     lock = create(path, size, token)
     try:
         memory = mmap.mmap(lock, size)
-        blocks: dict[int, Tensor] = {}
+        for key, storage in storages.items():
+            block = torch.frombuffer(memory, dtype=torch.uint8, count=storage.nbytes(), offset=places[key])
+            storages[key] = block.copy_(torch.empty(0, dtype=torch.uint8).set_(storage)).untyped_storage()
         tensors, entries = {}, {}
         for name, tensor in named.items():
-            storage = _storage_id(tensor)
-            first, end = spans[storage]
-            if storage not in blocks:
-                blocks[storage] = torch.frombuffer(memory, dtype=torch.uint8, count=end - first, offset=places[storage])
-                blocks[storage].copy_(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())[first:end])
-            entries[name] = {
-                "storage_size": end - first,
-                "storage_offset": places[storage],
-                **_layout(tensor, first // tensor.element_size()),
-            }
-            tensors[name] = _view(name, blocks[storage].untyped_storage(), entries[name])
+            key = _storage_id(tensor)
+            place = {"storage_size": storages[key].nbytes(), "storage_offset": places[key]}
+            entries[name] = {**place, **_layout(tensor)}
+            tensors[name] = _view(name, storages[key], entries[name])
     except BaseException:
         release(path, lock, os.getpid())
         raise
@@ -220,7 +211,7 @@ def export_cuda(named: Mapping[str, Tensor]) -> Description:
         storage = _storage_id(tensor)
         if storage not in handles:
             handles[storage] = _handle(name, tensor.untyped_storage())
-        entries[name] = {**handles[storage], **_layout(tensor, 0)}
+        entries[name] = {**handles[storage], **_layout(tensor)}
     return {"kind": "cuda", "tensors": entries}
 
 
@@ -286,18 +277,10 @@ def _storage_id(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """First and last byte, exclusive, that a tensor touches in its storage."""
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    size = tensor.element_size()
-    first = int(tensor.storage_offset())
-    return first * size, (first + int(last) + 1) * size
-
-
-def _layout(tensor: Tensor, first: int) -> dict[str, Any]:
-    """How a tensor lies in a storage that begins with element ``first`` of its present one."""
+def _layout(tensor: Tensor) -> dict[str, Any]:
+    """How a tensor lies in its storage."""
     return {
-        "tensor_storage_offset": tensor.storage_offset() - first,
+        "tensor_storage_offset": tensor.storage_offset(),
         "shape": list(tensor.shape),
         "stride": list(tensor.stride()),
         "dtype": str(tensor.dtype),

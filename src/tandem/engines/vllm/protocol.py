@@ -289,13 +289,6 @@ class ExportAdapter(Body):
     """Name, shape and type of each tensor that will be written."""
 
 
-class Adapt(Body):
-    """POST /bridge/adapt: the borrower of the slot will write it now."""
-
-    key: Text
-    """That came with the slot."""
-
-
 class LoadAdapter(Body):
     """POST /lora/load."""
 

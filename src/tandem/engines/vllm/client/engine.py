@@ -57,7 +57,6 @@ class VllmEngine(Engine):
         self._pending: str | None = None
         self._adapter: LoraAdapter | None = None
         self._writer = AdapterWriter()
-        self._slots: dict[int, tuple[tuple[int, wire.ExportAdapter], Mapping[str, Any]]] = {}
         self._bridge: Path | None = None
         self._pauses = Pauses()
         self._waves = Waves()
@@ -351,19 +350,9 @@ class VllmEngine(Engine):
 
     async def _slot(self, index: int, request: wire.ExportAdapter) -> Mapping[str, Any]:
         """A server's slot, which is to be written now and is sampled with from then on."""
-        server, exported_for = self.servers[index], (self.restart_count, request)
-        for _ in range(2):
-            if index not in self._slots or self._slots[index][0] != exported_for:
-                (rank,) = (await server.post("/bridge/lend_slot", request))["ranks"]
-                self._slots[index] = exported_for, rank
-            description = self._slots[index][1]
-            if (await server.post("/bridge/adapt", wire.Adapt(key=description["key"])))["held"]:
-                return description
-            del self._slots[index]  # the engine was restarted externally, or its adapter unloaded
-        raise EngineError(
-            f"{server.name} lent its adapter's slot to another client right after lending it here: another trainer "
-            "publishes to it; end one of the two"
-        )
+        (rank,) = (await self.servers[index].post("/bridge/lend_slot", request))["ranks"]
+        slot: Mapping[str, Any] = rank
+        return slot
 
     async def swap(self, folder: Path, version: PolicyVersion, adapter: LoraAdapter) -> int:
         """Load a PEFT folder as this version.

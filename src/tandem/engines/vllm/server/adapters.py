@@ -27,19 +27,16 @@ class Adapters:
         self.in_place: Any = None
 
     async def export_adapter(self, request: wire.ExportAdapter) -> list[Any]:
-        """Give the adapter in place a slot and lend it; what each rank answers."""
+        """Give the adapter in place a slot and lend it to be written now; what each rank answers.
+
+        It is taken to hold what no trainer has stamped yet.
+        """
         self.require_enabled()
         arguments = json.dumps(request.config), json.dumps(request.tensors)
-        return [json.loads(text) for text in await self._frontend.rpc("tandem_export_adapter", IN_PLACE_ID, *arguments)]
-
-    async def adapt(self, key: str) -> bool:
-        """Whether the slot's borrower may write it; it is then taken to hold what no trainer has stamped yet."""
-        self.require_enabled()
-        exported = all(await self._frontend.rpc("tandem_is_exported", IN_PLACE_ID, key))
-        if exported:
-            self._frontend.written = True
-            self.written()
-        return exported
+        ranks = await self._frontend.rpc("tandem_export_adapter", IN_PLACE_ID, *arguments)
+        self._frontend.written = True
+        self.written()
+        return [json.loads(text) for text in ranks]
 
     def written(self) -> None:
         """The adapter in place holds values: requests use it once its step is stamped, those to /v1 as a model."""

@@ -89,7 +89,6 @@ AWAKE = frozenset(
         "/bridge/resume",
         "/bridge/lend",
         "/bridge/lend_slot",
-        "/bridge/adapt",
         "/bridge/checksums",
         "/bridge/probe",
         "/lora/load",
@@ -202,7 +201,6 @@ class _Live:
             "/bridge/sleep": Endpoint("POST", self.sleep, wire.Sleep),
             "/bridge/wake": Endpoint("POST", self.wake, wire.Wake),
             "/bridge/lend_slot": Endpoint("POST", self.export_adapter, wire.ExportAdapter),
-            "/bridge/adapt": Endpoint("POST", self.adapt, wire.Adapt),
             "/bridge/adopt": Endpoint("POST", self.reattach, wire.Reattach),
             "/lora/status": Endpoint("GET", self.adapters.status),
             "/lora/load": Endpoint("POST", self.adapters.load, wire.LoadAdapter),
@@ -368,10 +366,6 @@ class _Live:
     async def export_adapter(self, request: wire.ExportAdapter) -> Any:
         self._require_paused("lend_slot writes")
         return {"ranks": await self.adapters.export_adapter(request)}
-
-    async def adapt(self, request: wire.Adapt) -> Any:
-        self._require_paused("adapt writes")
-        return {"held": await self.adapters.adapt(request.key)}
 
     async def reattach(self, request: wire.Reattach) -> Any:
         if self._watch is None:

@@ -153,11 +153,6 @@ class InPlaceAdapters:
             )
         return adapter.exported.description(adapter.slot)
 
-    def exported(self, lora_id: int, key: str) -> bool:
-        """Whether the slot is still that of the adapter, and ``key`` its last borrower's."""
-        adapter = self._alive(lora_id)
-        return adapter is not None and adapter.exported is not None and adapter.exported.key == key
-
     def _claim(
         self, lora_id: int, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], _Adapter]:

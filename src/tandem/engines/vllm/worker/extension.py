@@ -163,21 +163,16 @@ class WorkerExtension:
         return self._tandem_layout
 
     def tandem_export_adapter(self, lora_id: int, config: str, manifest: str) -> str:
-        """Make an adapter's slot attachable by the trainer; JSON of what ``AdapterWriter`` takes.
+        """Make an adapter's slot attachable by the trainer, which nothing reads any more; what ``AdapterWriter`` takes.
 
         ``manifest`` lists the tensors that will be written: name, shape and type.
         """
+        self.tandem_settle()
         tensors = {
             name: torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device="meta")
             for name, shape, dtype in json.loads(manifest)
         }
         return json.dumps(self._tandem_in_place().export(lora_id, json.loads(config), tensors, sharing.SHARED_MEMORY))
-
-    def tandem_is_exported(self, lora_id: int, key: str) -> bool:
-        """Whether the borrower of this key may write the slot now: it is its own, and nothing reads it any more."""
-        if self.tandem_device.type == "cuda":
-            torch.cuda.synchronize()
-        return self._tandem_in_place().exported(lora_id, key)
 
     def tandem_adapter_checksums(self, lora_id: int, names: list[str], config: str) -> dict[str, str]:
         """Checksums of what an adapter's slot really holds; ``names`` are given for one that vLLM loaded itself."""
