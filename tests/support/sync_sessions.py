@@ -11,7 +11,7 @@ from tandem.engines.base import Engine
 from tandem.model.policy import Policy
 from tandem.types import PolicyVersion
 from tandem.weight_sync.base import WeightSync
-from tandem.weight_sync.transaction.session import WeightSyncSession
+from tandem.weight_sync.transaction.session import Commit, Published, WeightSyncSession
 
 
 @asynccontextmanager
@@ -25,3 +25,9 @@ async def open_session(
         await session.bind(fresh=True)
         async with session.open(start):
             yield session
+
+
+async def publish(session: WeightSyncSession, version: PolicyVersion) -> Published:
+    """Publish a version as a commit does after its optimizer."""
+    async with session._lock:
+        return await session._publish(version, Commit())

@@ -16,7 +16,7 @@ import pytest
 import torch
 from peft import PeftModel
 from support.scripted_engine import Scripted, Wire, scripted
-from support.sync_sessions import open_session
+from support.sync_sessions import open_session, publish
 from support.tiny_policy import live_policy, logprobs_of, reference
 from support.uniform_engine import Fake
 from torch import Tensor
@@ -296,7 +296,7 @@ def test_the_tolerance_is_the_recipes(policy: Policy) -> None:
     async def work(engine: Watched) -> float | None:
         sync = Shared(tolerance=10.0)
         async with open_session(sync, policy, engine, START, Full()) as session:
-            return (await session.publish(START)).probe_gap
+            return (await publish(session, START)).probe_gap
 
     gap = run(policy, work, scored=lambda logprobs: [x + 0.5 for x in logprobs])
     assert gap == pytest.approx(0.5, abs=1e-4)
@@ -451,7 +451,7 @@ def test_an_engine_that_serves_meanwhile_samples_only_bytes_that_were_compared(p
             engine.events.clear()
             Wrong.wrong = True
             with pytest.raises(TornWeights):
-                await session.publish(PolicyVersion(step=1, digest=""))
+                await publish(session, PolicyVersion(step=1, digest=""))
             assert "compare" in engine.events
             assert "score" not in engine.events
 
@@ -487,7 +487,7 @@ def test_an_engine_that_cannot_sum_is_told_of_once_this_end_is_done(
 def test_an_engine_that_never_rests_is_not_paused_for_nothing(policy: Policy) -> None:
     async def work(engine: Watched) -> Any:
         async with open_session(CopiedLive(), policy, engine, START, Full()) as session:
-            return await session.publish(START), engine.events
+            return await publish(session, START), engine.events
 
     published, events = run(policy, work, kind=Attesting)
     assert published.paused == 0.0
@@ -720,7 +720,7 @@ def published_beside(folder: Path, policy: Policy, trainable: Trainable, **scrip
         with scripted(folder, trainable, **script) as engine:
             async with open_session(Shared(tolerance=100.0), policy, engine, START, trainable) as session:
                 for step in (1, 2):
-                    await session.publish(PolicyVersion(step=step, digest=""))
+                    await publish(session, PolicyVersion(step=step, digest=""))
             return engine.events
 
     return asyncio.run(work())
@@ -960,7 +960,7 @@ def test_what_a_killed_run_left_half_written_is_removed(tiny_model: Path, tmp_pa
             (tmp_path / "weights" / leftover / "model.safetensors").write_bytes(b"half")
         with live_policy(tiny_model) as policy, scripted(tiny_model) as engine:
             async with open_session(Restart(every=1), policy, engine, START, Full(), tmp_path) as session:
-                await session.publish(PolicyVersion(step=1, digest=""))
+                await publish(session, PolicyVersion(step=1, digest=""))
         assert [path.name for path in (tmp_path / "weights").iterdir()] == ["step-000001"]
 
     asyncio.run(work())

@@ -211,12 +211,12 @@ def test_health_says_who_paused_it_and_since_when() -> None:
         assert (await c.get("/health")).json["paused"] is None
         await c.begin("/bridge/pause", {"by": "trainer (pid 7 on host)", "seconds": 600})
         paused = (await c.get("/health")).json["paused"]
-        assert paused["by"] == "trainer (pid 7 on host) at 10.0.0.7:4242"
+        assert paused["by"] == "trainer (pid 7 on host)"
         assert paused["since"].endswith(" UTC")
         assert 0 < paused["seconds_left"] <= 600
         await c.begin("/bridge/pause", {"seconds": 5})
         again = (await c.get("/health")).json["paused"]
-        assert (again["since"], again["by"]) == (paused["since"], "somebody at 10.0.0.7:4242")
+        assert (again["since"], again["by"]) == (paused["since"], "somebody")
         await c.begin("/bridge/resume")
         assert (await c.get("/health")).json["paused"] is None
         await c.begin("/bridge/pause", {"seconds": 0.01, "by": "trainer (pid 7 on host)"})
@@ -224,7 +224,7 @@ def test_health_says_who_paused_it_and_since_when() -> None:
             await asyncio.sleep(0.01)
         response = await c.get("/health")
         assert response.status == 503
-        assert "by trainer (pid 7 on host) at 10.0.0.7:4242" in response.detail
+        assert "by trainer (pid 7 on host)" in response.detail
         assert "paused at 20" in response.detail
 
     run(body)

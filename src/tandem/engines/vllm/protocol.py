@@ -57,12 +57,11 @@ IN_PLACE = "tandem"
 
 
 class Refusal(Exception):
-    """A request that is answered with an error; ``status`` and ``headers`` are HTTP's."""
+    """A request that is answered with an error; ``status`` is HTTP's."""
 
-    def __init__(self, status: int, reason: str, headers: Sequence[tuple[bytes, bytes]] = ()):
+    def __init__(self, status: int, reason: str):
         super().__init__(reason)
         self.status = status
-        self.headers = headers
 
 
 def parsed(body: bytes, kind: type[T]) -> T:

@@ -8,7 +8,6 @@ import hmac
 import logging
 import os
 from collections.abc import Awaitable, Callable, MutableMapping
-from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import msgspec
@@ -46,21 +45,11 @@ class ClientDisconnected(Exception):
     """The client disconnected before the response."""
 
 
-_client: ContextVar[str] = ContextVar("client")
-
-
-def client() -> str:
-    """Client address of the current request; empty where it is not known."""
-    return _client.get("")
-
-
 def authorise(scope: Scope, path: str) -> None:
     """Raise Refusal unless the request bears the key, or where there is none, is no page's in a browser.
 
     /health needs no key.
     """
-    address = scope.get("client")
-    _client.set(f"{address[0]}:{address[1]}" if address else "")
     key, headers = os.environ.get(KEY), doors.headers_of(scope)
     if key:
         if path != "/health" and not hmac.compare_digest(
@@ -141,13 +130,11 @@ def replayed(body: bytes, receive: Receive, stopped: Callable[[], Awaitable[Any]
     return again
 
 
-async def answer(
-    send: Send, value: Any, status: int = 200, kind: bytes = b"application/json", headers: Any = ()
-) -> None:
+async def answer(send: Send, value: Any, status: int = 200, kind: bytes = b"application/json") -> None:
     """Send a JSON answer."""
     body = msgspec.json.encode(value)
-    more = [(b"content-type", kind), (b"content-length", str(len(body)).encode()), *headers]
-    await send({"type": "http.response.start", "status": status, "headers": more})
+    headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
@@ -156,9 +143,8 @@ async def refuse(send: Send, error: Exception) -> None:
     if isinstance(error, ClientDisconnected):
         return
     status, title, detail = problem(error)
-    headers = error.headers if isinstance(error, Refusal) else ()
     document = {"status": status, "title": title, "detail": detail}
-    await answer(send, document, status, b"application/problem+json", headers)
+    await answer(send, document, status, b"application/problem+json")
 
 
 def problem(error: Exception) -> tuple[int, str, str]:

@@ -2,7 +2,7 @@
 
 Everything else passes through untouched, but for three things (``stock``): requests get a cache salt, so that no prefix
 outlives the weights it was computed with; replies wait while weights are being proven; and adapters that vLLM's own
-route is told to load must lie where adapters may come from.
+route is has_logprobs to load must lie where adapters may come from.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from tandem.engines.vllm.server.asgi import (
     Send,
     answer,
     authorise,
-    client,
     disconnected,
     read,
     refuse,
@@ -159,8 +158,7 @@ class Routes:
 
     async def _handled(self, live: _Live, path: str, route: Endpoint, method: str, receive: Receive) -> Any:
         if method != route.method:
-            allow = [(b"allow", route.method.encode())]
-            raise Refusal(405, f"{path} answers {route.method}, not {method}", allow)
+            raise Refusal(405, f"{path} answers {route.method}, not {method}")
         body = await read(receive)
         if live.sleep_level and path in AWAKE:
             raise Refusal(409, f"{path} needs memory that this engine has released: wake it first (POST /bridge/wake)")
@@ -228,23 +226,20 @@ class _Live:
         self.limits.check(ids, request)
         adapter = None if request.adapter is None else self.adapters.named(request.adapter)
         record = await self.frontend.generate(ids, request.sampling(), adapter=adapter, min_step=request.min_step)
-        flat = request.flat_logprobs and request.logprobs is not None
+        completions, has_logprobs = record.completions, request.logprobs is not None
+        flat, text = request.flat_logprobs and has_logprobs, prompt if isinstance(prompt, str) else ""
+        if not text and request.detokenize:
+            text = self.client.get_tokenizer().decode(ids)
         return wire.Generated(
-            text=[c.text for c in record.completions],
-            prompt=prompt
-            if isinstance(prompt, str)
-            else self.client.get_tokenizer().decode(ids)
-            if request.detokenize
-            else "",
-            finish_reasons=[c.finish for c in record.completions],
-            logprobs=None
-            if flat or request.logprobs is None
-            else [[[p] for p in c.logprobs] for c in record.completions],
-            token_logprobs=[c.own_logprobs for c in record.completions] if flat else msgspec.UNSET,
+            text=[c.text for c in completions],
+            prompt=text,
+            finish_reasons=[c.finish for c in completions],
+            logprobs=[[[p] for p in c.logprobs] for c in completions] if has_logprobs and not flat else None,
+            token_logprobs=[c.own_logprobs for c in completions] if flat else msgspec.UNSET,
             prompt_logprobs=record.prompt_logprobs,
             prompt_token_ids=list(ids),
-            token_ids=[c.tokens for c in record.completions],
-            versions=[wire.runs(self.frontend.steps_of(c)) for c in record.completions],
+            token_ids=[c.tokens for c in completions],
+            versions=[wire.runs(self.frontend.steps_of(c)) for c in completions],
             engine=self.frontend.id,
             cached=record.cached,
         )
@@ -286,7 +281,7 @@ class _Live:
         return {"status": "ok", "step": step, "updates": self.frontend.updates}
 
     async def pause(self, request: wire.Pause) -> Any:
-        by = " at ".join(filter(None, (request.by or "somebody", client())))
+        by = request.by or "somebody"
         reason = f"{by} pauses it to publish, before what it held was proven; one trainer at a time can publish to it"
         before = await self.frontend.pause(finish=request.finish, reason=reason, step=request.step)
         self.frontend.lease.renew(request.seconds, by)
@@ -335,8 +330,7 @@ class _Live:
         return {"step": request.step, "engine": self.frontend.id}
 
     async def stop(self, request: wire.Stop) -> Any:
-        sender = f" (so said {client()})" if client() else ""
-        await self.frontend.stop(request.reason[:MAX_REASON_CHARS] + sender)
+        await self.frontend.stop(request.reason[:MAX_REASON_CHARS])
         return {"state": self.frontend.state}
 
     async def sleep(self, request: wire.Sleep) -> Any:

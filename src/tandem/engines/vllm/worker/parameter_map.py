@@ -101,23 +101,20 @@ def places(model: nn.Module, *, world: int) -> dict[str, list[TensorPlace]]:
 
 
 def _require_plain(name: str, leaf: str, parameter: Tensor, layer: nn.Module) -> None:
-    quantised = type(getattr(layer, "quant_method", None)).__name__
-    if leaf not in ("weight", "bias") or parameter.dim() not in (1, 2) or not parameter.is_floating_point():
-        why = "is quantised, or of experts, or of another kind that is not mapped to a Hugging Face tensor"
     # A product that is a closure reads the copy that it closed over: on a CPU, also of layers that keep their weight.
-    elif parameter.numel() == 0 or getattr(getattr(layer, "cpu_linear", None), "__closure__", None):
+    if parameter.numel() == 0 or getattr(getattr(layer, "cpu_linear", None), "__closure__", None):
         raise EngineError(
             f"the engine's {name!r} was repacked for this processor at load, and the copy is what is read: writing "
             "the weight would change nothing. Start the engine through Tandem, which keeps weights as they are"
         )
-    elif quantised == "NoneType" and hasattr(parameter, "weight_loader"):  # norms and the like have none
-        why = f"is loaded in a way of its own, by its {type(layer).__name__}"
-    elif quantised != "NoneType" and "Unquantized" not in quantised:
-        why = f"is quantised, by {quantised}"
-    else:
+    quantised = type(getattr(layer, "quant_method", None)).__name__
+    # Norms and the like have no method, and no loader of their own.
+    known = "Unquantized" in quantised or (quantised == "NoneType" and not hasattr(parameter, "weight_loader"))
+    if known and leaf in ("weight", "bias") and parameter.dim() in (1, 2) and parameter.is_floating_point():
         return
     raise EngineError(
-        f"the engine's {name!r} ({parameter.dtype}, {tuple(parameter.shape)}) {why}; use sync: restart for this model"
+        f"the engine's {name!r} ({parameter.dtype}, {tuple(parameter.shape)}, {quantised}) is quantised, of experts or "
+        "of another kind that is not mapped to a Hugging Face tensor; use sync: restart for this model"
     )
 
 
