@@ -135,8 +135,6 @@ def test_on_one_gpu_the_worker_has_a_process_of_its_own(monkeypatch: pytest.Monk
         ({"kv_cache_memory_bytes": 5}, "set by Tandem"),
         ({"gpu_memory_util": 0.9}, "set by Tandem"),
         ({"limit_mm_per_prompt.image": 1}, "set by Tandem"),
-        ({"--block-size": 16}, "name it block-size"),
-        ({"block_size": None}, "leave it out"),
     ],
     ids=str,
 )
