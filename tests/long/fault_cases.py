@@ -499,7 +499,7 @@ WAYS: Mapping[int, Mapping[str, tuple[Fault, ...]]] = {
 """Faults by the number of ranks and the way: how weights travel, and what is trained."""
 
 CAUGHT: tuple[tuple[str, str], ...] = (
-    ("another process than", "boot id"),
+    ("new instance id", "boot id"),
     ("prefix cache", "prefix cache"),
     ("published tensors differ", "checksum"),
     ("trained tensors differ", "checksum"),

@@ -116,6 +116,10 @@ class Policy:
             ids.update(value if isinstance(value, list) else [] if value is None else [value])
         return frozenset(ids)
 
+    def join(self) -> Tensor | None:
+        """Take part in a pass of other ranks, which need nothing of this one where weights are whole."""
+        return None
+
     def hidden(self, tokens_BT: Tensor, positions_BT: Tensor, plan: Plan) -> Tensor:
         """Last hidden states, (B, T, hidden size)."""
         return packings.hidden(self.causal, tokens_BT, positions_BT, plan)
