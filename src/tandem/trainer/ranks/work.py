@@ -55,7 +55,7 @@ class RankWork(LocalWork):
         await compute(self.stepper.begin_pass, len(self._micros))
         for i, micro in enumerate(self._micros):
             if micro is None:
-                if self._is_first:
+                if self._is_first and self.objective.reference is not None:
                     await compute(self.join_reference)
                 await compute(self.reduce)
                 continue
@@ -79,9 +79,9 @@ class RankWork(LocalWork):
     @torch.no_grad()
     def join_reference(self) -> None:
         """Take part in the others' pass with the reference, which gathers weights that are cut."""
-        if self.reference is not None:
-            with self.reference.in_place():
-                self.policy.join()
+        assert self.reference is not None
+        with self.reference.in_place():
+            self.policy.join()
 
     def reduce(self) -> None:
         """Add the gradient of a micro-batch, or nothing, to that of the other ranks."""
