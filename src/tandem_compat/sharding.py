@@ -173,7 +173,7 @@ def shard_of(
     ranks: int,
     *,
     full: bool,
-    reference: bool,
+    moving_reference: bool = False,
     optimizer: str,
     fp8: bool = False,
     workers: int = 0,
@@ -185,13 +185,13 @@ def shard_of(
         sharding: what the other system would divide.
         ranks: how many there are.
         full: every weight is trained.
-        reference: there is a reference.
+        moving_reference: there is a reference that follows the policy.
         optimizer: its kind in a recipe, unless its states are on the host.
         fp8: products are in 8 bits.
         workers: those of each engine on the ranks' GPUs; 0: there is none.
     """
     whole = {
-        "a reference is beside them": reference,
+        "checkpoints have no parts of a reference that moves": full and moving_reference,
         "8-bit products are of them": fp8,
         "adamw on the device alone follows the cut": full and (optimizer != "adamw" or sharding.offload_optimizer),
         f"each rank writes its whole adapter into an engine, which has {workers} GPUs": not full and workers > 1,

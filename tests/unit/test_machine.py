@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
+import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -38,6 +41,18 @@ def test_bfloat16_is_computed_where_the_processor_says_so_or_a_card_is(
     (tmp_path / (device or "null")).touch()
     assert machine.computes_bfloat16(tmp_path / "cpuinfo", tmp_path) == computes
     assert machine.computes_bfloat16(tmp_path / "none", tmp_path)
+
+
+def test_a_signal_to_end_the_run_does_not_end_what_the_compiler_has_started() -> None:
+    """A scheduler sends it to every process; torch waits for ever for a compiler's worker that has gone."""
+    from tandem.model.policy import Compute
+
+    with closing(Compute(1)) as compute:
+        child = asyncio.run(compute(subprocess.Popen, ["sleep", "60"]))
+    with child:
+        blocked = Path(f"/proc/{child.pid}/status").read_text().partition("SigBlk:")[2].split()[0]
+        child.kill()
+    assert int(blocked, 16) >> (signal.SIGTERM - 1) & 1
 
 
 GROWTH = """
