@@ -33,6 +33,7 @@ from tandem.trainer.evaluate import Evaluator, held_out
 from tandem.trainer.live import live_policy, model_of, reference_of
 from tandem.trainer.pack import Packer
 from tandem.trainer.pairs import check_pairs, is_cut
+from tandem.trainer.rank_counts import RankCounts
 from tandem.trainer.ranks import checks, layout
 from tandem.trainer.record import records
 from tandem.trainer.requirements import engine_requirements, started_on_ours
@@ -88,7 +89,7 @@ async def _train(
     stop: asyncio.Event,
 ) -> Path:
     recipe, config = config, layout.placed(config)
-    counts = memory.RankCounts.of(config)
+    counts = RankCounts.of(config)
     checks.check_config(config)
     if placement is not None:
         checks.check_ranks(config, counts.world, placement)

@@ -15,9 +15,9 @@ from tandem.config.loading import RunConfig
 from tandem.engines.base import ExportsWeights, ReceivesBroadcast, ReportsChecksums
 from tandem.errors import DoesNotFit
 from tandem.machine import Machine, accelerator, host, readable
-from tandem.trainer.memory_plan.modelled import MetaModel
-from tandem.trainer.memory_plan.ranks import RankCounts
+from tandem.trainer.meta_model import MetaModel
 from tandem.trainer.pairs import has_slices, is_cut, ranks_of_engine, shards_of
+from tandem.trainer.rank_counts import RankCounts
 
 When = Literal["always", "starting", "running", "sampling", "training"]
 
