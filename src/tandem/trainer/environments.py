@@ -22,7 +22,8 @@ from tandem.observability.completions import DroppedGroups
 from tandem.observability.emit import Telemetry
 from tandem.rewards.grading.workers import Graders
 from tandem.rollout import template as rendering
-from tandem.rollout.buffer import BufferOptions, RolloutBuffer
+from tandem.rollout.buffer import RolloutBuffer
+from tandem.rollout.buffer_options import BufferOptions
 from tandem.rollout.gold import require_full_marks
 from tandem.rollout.group_runner import GroupRunner, PostprocessRewards, keep_rewards, penalise_truncated
 from tandem.rollout.lag_control import LagControl, LagController, RateState
