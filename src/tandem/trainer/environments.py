@@ -196,14 +196,10 @@ def lag_control(config: RunConfig, state: RateState | None, telemetry: Telemetry
     ahead = config.most_lag - config.sync.behind
     if config.max_lag != "auto":
         return LagControl.fixed(config.groups_per_step, ahead)
-    if config.sampling.regex:
-        log.warning(
-            "sampling.regex: ess also tells how far its grammar is from the policy, so max_lag: auto does not look at "
-            "it (lag_control.ess_floor)"
-        )
     budget = LagController(
         groups_per_step=config.groups_per_step,
         most=ahead * config.groups_per_step,
+        # With a grammar ess also tells how far that is from the policy.
         ess_floor=0.0 if config.sampling.regex else config.lag_control.ess_floor,
     )
     return LagControl.auto(budget, state, lambda change: telemetry.event("lag_changed", **change))
