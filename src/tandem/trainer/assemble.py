@@ -107,8 +107,7 @@ async def _train(
         as_divided = memory.with_gradients(planner, config)
     folder = dog.folder = resume or run_folder.new_folder(recipe)
     lock.take(folder)
-    explained = out_of_memory.explained(config, lambda: planner.plan(config).largest())
-    with run_folder.reporting(folder), explained, vitals.shown(folder):
+    with run_folder.reporting(folder), out_of_memory.explained(config), vitals.shown(folder):
         for doubt in filter(None, (counts.idle_options(config), config.optimizer.doubt())):
             log.warning("%s", doubt)
         if resume:

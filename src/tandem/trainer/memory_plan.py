@@ -122,10 +122,6 @@ class MemoryPlan:
         beside = self.beside is None or _sum(self.at_peak(beside=True)) <= share * self.beside.free
         return self.total <= share * self.machine.free and beside
 
-    def largest(self, count: int = 3) -> list[str]:
-        """The largest lines where the weights are, each with its size and the options that change it."""
-        return [str(line) for line in self.at_peak()[:count]]
-
     def table(self) -> str:
         """The peak, what is free, and the three largest lines, of each machine."""
         places = [self.machine] if self.beside is None else [self.machine, self.beside]
