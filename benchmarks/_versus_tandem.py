@@ -33,7 +33,7 @@ from tandem.errors import DoesNotFit
 from tandem.model.policy import Policy
 from tandem.rollout.buffer import RolloutBuffer
 from tandem.trainer import assemble as run
-from tandem.trainer.memory_plan.plan import MemoryPlan
+from tandem.trainer.memory_plan import MemoryPlan
 from tandem.trainer.pack import Packer
 from tandem.trainer.step import Step
 from tandem.types import Message, Task

@@ -48,9 +48,8 @@ from tandem.pending import Pending, PendingMetrics
 from tandem.ports import free_port
 from tandem.trainer import assemble as run
 from tandem.trainer.checkpoint import Checkpoints
-from tandem.trainer.objective import OldLogprobs
 from tandem.trainer.pack import Micro
-from tandem.trainer.work import LocalWork
+from tandem.trainer.work import LocalWork, OldLogprobs
 from tandem.types import PolicyVersion
 from tandem.weight_sync.base import SyncContext, WeightSync
 from tandem.weight_sync.transaction.session import WeightSyncSession

@@ -1,10 +1,10 @@
-"""Several coroutines at once, of which one that fails ends the others."""
+"""Several coroutines at once, of which one that fails, or comes first, ends the others."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -27,3 +27,18 @@ async def together(works: Iterable[Awaitable[T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def unless(event: asyncio.Future[Any], work: Awaitable[T]) -> T | None:
+    """Await ``work``, or give it up, wait until it has ended and return None as soon as ``event`` is done.
+
+    Work that is done by then counts.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait((task, event), return_when=asyncio.FIRST_COMPLETED)
+        return await task if task.done() else None
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)

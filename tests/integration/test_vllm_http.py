@@ -46,9 +46,8 @@ from tandem.config import loading as config
 from tandem.engines.vllm import protocol as wire
 from tandem.model.penalties import Penalties
 from tandem.trainer import assemble as run
-from tandem.trainer.objective import Objective
 from tandem.trainer.pack import Packer
-from tandem.trainer.work import LocalWork
+from tandem.trainer.work import LocalWork, Objective
 from tandem.transport.bridge import NCCL_FILE, VllmBridge
 from tandem.types import Sampling
 

@@ -11,7 +11,8 @@ from functools import cache
 from typing import Any, TypeVar
 
 from tandem.errors import EngineError
-from tandem.rollout.buffer import BufferOptions, RolloutBuffer
+from tandem.rollout.buffer import RolloutBuffer
+from tandem.rollout.buffer_options import BufferOptions
 from tandem.rollout.data_state import DataState
 from tandem.rollout.group_runner import PostprocessRewards, keep_rewards
 from tandem.rollout.lag_control import LagControl

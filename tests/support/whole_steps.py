@@ -25,10 +25,9 @@ from tandem.optimizers.adamw import AdamW
 from tandem.trainable.base import Trainable
 from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
-from tandem.trainer.objective import Objective
 from tandem.trainer.pack import Packer, StepBatch
 from tandem.trainer.step import Step
-from tandem.trainer.work import LocalWork
+from tandem.trainer.work import LocalWork, Objective
 from tandem.types import UNKNOWN_LOGPROB, Group, Sampling
 
 EVERY_CORRECTION = (TokenCorrection(high=1.3), SequenceWeight(low=0.2, high=4.0), Geometric(low=0.7, high=1.4), Opsm())

@@ -19,8 +19,9 @@ from support.tiers import examples
 
 from tandem.errors import EngineError, EnvError, Starved
 from tandem.metrics import flatten
-from tandem.rollout.buffer import TRANSITIONS, Entry, EntryState, RolloutBuffer
+from tandem.rollout.buffer import RolloutBuffer
 from tandem.rollout.data_state import DataState, Draw
+from tandem.rollout.entry import TRANSITIONS, Entry, EntryState
 from tandem.rollout.group_runner import penalise_truncated
 from tandem.rollout.lag_control import LagControl
 from tandem.rollout.mixture import REST, SAME, MixtureSchedule

@@ -791,15 +791,12 @@ def test_a_checkpoint_without_digests_is_taken_with_a_word(
 
 
 @pytest.mark.parametrize("name", ["²", "٤", "7", "0000007"])
-def test_a_folder_whose_name_is_no_step_is_no_checkpoint(
-    policy: Policy, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_whose_name_is_no_step_is_no_checkpoint(policy: Policy, tmp_path: Path, name: str) -> None:
     saver = Saver(policy, tmp_path, keep=1)
     (tmp_path / "checkpoints" / name).mkdir(parents=True)
     saver.save(1)
     saver.save(2)
     assert saver.restore().step == 2
-    assert f"{name} is not a checkpoint" in caplog.text
 
 
 def test_optimizer_of_other_parameters_is_refused(policy: Policy, tmp_path: Path) -> None:

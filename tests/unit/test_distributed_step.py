@@ -26,11 +26,10 @@ from tandem.distributed.sharding import ShardedStepper
 from tandem.metrics import flatten, merge
 from tandem.optimizers.adamw import AdamW
 from tandem.trainer.balance import rounds_of
-from tandem.trainer.objective import Objective
 from tandem.trainer.pack import Packer, StepBatch
 from tandem.trainer.ranks.wire import micro_of, of_plain, to_plain
 from tandem.trainer.ranks.work import LeadWork, RankWork
-from tandem.trainer.work import LocalWork
+from tandem.trainer.work import LocalWork, Objective
 from tandem.types import Sampling
 
 REDUCTIONS = {f"grpo {kind}": Objective(loss=Grpo(reduction=kind)) for kind in ("token", "sequence", "constant")}  # type: ignore[arg-type]

@@ -72,9 +72,9 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
     ("wrong", "message"),
     [
         ("raises", "tasks('train') raised AttributeError: 'Mine' object has no attribute 'missing' (my_env.py:14 in"),
-        ("none", "tasks('train') (my_env.py:11) returned None; expected a sequence of Task, such as a list"),
-        ("generator", "(my_env.py:11) returned a generator; expected a sequence of Task, such as a list; write list"),
-        ("texts", "(my_env.py:11) returned a sequence whose first entry is a str; expected Task"),
+        ("none", "tasks('train') (my_env.py:11) returned NoneType; expected a sequence of Task"),
+        ("generator", "(my_env.py:11) returned generator; expected a sequence of Task, such as list("),
+        ("texts", "(my_env.py:11) returned a sequence whose first entry is str; expected Task"),
         ("empty", "mine has no train tasks"),
     ],
 )  # fmt: skip

@@ -276,12 +276,11 @@ def test_auto_counts_as_its_budget_wherever_a_lag_counts() -> None:
 
 
 @pytest.mark.parametrize(("regex", "floor"), [("", 0.8), ("[0-9]+", 0.0)])
-def test_what_a_grammar_does_to_ess_lowers_no_lag(regex: str, floor: float, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_grammar_does_to_ess_lowers_no_lag(regex: str, floor: float) -> None:
     config = recipe(engine="vllm", sampling={"regex": regex})
     control = environments.lag_control(config, None, telemetry=Mock())
     assert control.budget is not None
     assert control.budget.ess_floor == floor
-    assert ("does not look at it" in caplog.text) == bool(regex)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tandem.errors import ConfigError
-from tandem.model.policy import check_grammar_decoder, load_config, load_model, load_tokenizer
+from tandem.model.policy import load_config, load_model, load_tokenizer
 
 _TOKENIZER = {"tokenizer_class": "A", "auto_map": {"AutoTokenizer": ["own.A", None]}}
 
@@ -66,13 +66,3 @@ def test_a_damaged_weights_file_is_told(folder: Path, file: str, content: bytes,
     (folder / file).write_bytes(content)
     with pytest.raises(ConfigError, match=rf"a weights file of model .* is damaged \({why}.*\); fetch the model again"):
         _load_weights(str(folder))
-
-
-def test_a_decoder_that_grammar_libraries_misread_is_refused(folder: Path) -> None:
-    check_grammar_decoder(load_tokenizer(str(folder)), str(folder))
-    file = folder / "tokenizer.json"
-    written = json.loads(file.read_text())
-    parts = [{"type": "ByteFallback"}, {"type": "Fuse"}, written["decoder"]]
-    file.write_text(json.dumps({**written, "decoder": {"type": "Sequence", "decoders": parts}}))
-    with pytest.raises(ConfigError, match=r"sampling\.regex: .* both ByteFallback and ByteLevel"):
-        check_grammar_decoder(load_tokenizer(str(folder)), str(folder))

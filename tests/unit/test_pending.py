@@ -22,7 +22,7 @@ from tandem.metrics import Max, Mean, Share, Sum, flatten
 from tandem.pending import Pending, fetch, settle
 from tandem.trainable.full import Full
 from tandem.trainer import work as steps
-from tandem.trainer.objective import Objective
+from tandem.trainer.work import Objective
 
 
 class Copies(TorchFunctionMode):

@@ -25,10 +25,9 @@ from tandem.config.registry import find, names
 from tandem.metrics import flatten
 from tandem.model.policy import Policy
 from tandem.optimizers.adamw import AdamW
-from tandem.trainer.objective import Objective
 from tandem.trainer.pack import Packer, StepBatch
 from tandem.trainer.step import Step, StepStats
-from tandem.trainer.work import LocalWork
+from tandem.trainer.work import LocalWork, Objective
 from tandem.types import Group, Sampling
 
 

@@ -26,10 +26,9 @@ from tandem.model.policy import Policy
 from tandem.optimizers.adamw import AdamW
 from tandem.testing import oracle
 from tandem.trainable.lora import Lora
-from tandem.trainer.objective import Objective
 from tandem.trainer.pack import Packer
 from tandem.trainer.step import Step, StepStats
-from tandem.trainer.work import LocalWork
+from tandem.trainer.work import LocalWork, Objective
 from tandem.types import UNKNOWN_LOGPROB, Group, Rollout, Sampling
 
 RATIOS = (0.5, 1.0, 2.0, 0.9, 1.1, 4.0, 1.27, 0.81)

@@ -36,11 +36,10 @@ from tandem.optimizers.adamw import AdamW
 from tandem.trainable.base import Trainable
 from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
-from tandem.trainer.objective import Objective, OldLogprobs
 from tandem.trainer.pack import Packer, StepBatch
 from tandem.trainer.ranks.work import LeadWork, RankWork, handlers
 from tandem.trainer.step import Step, StepStats
-from tandem.trainer.work import LocalWork
+from tandem.trainer.work import LocalWork, Objective, OldLogprobs
 from tandem.types import Group, Sampling
 
 SAMPLING = Sampling(temperature=0.8, max_tokens=16)

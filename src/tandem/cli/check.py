@@ -29,6 +29,7 @@ from tandem.rewards.grading.calls import FunctionReward
 from tandem.rewards.grading.workers import Graders
 from tandem.rollout.gold import GradedReplies, distinct, failures_of, siblings
 from tandem.trainer import memory_plan as memory
+from tandem.trainer.rank_counts import RankCounts
 from tandem.types import Rollout, Task
 
 CheckText = str | None
@@ -107,7 +108,7 @@ class _RecipeCheck:
 
     def questions(self) -> dict[str, Question]:
         """Questions by name."""
-        config, counts = self._config, memory.RankCounts.of(self._config)
+        config, counts = self._config, RankCounts.of(self._config)
         questions: tuple[tuple[str, Question, bool], ...] = (
             ("parts", self._parts, True),
             ("engine", self._engine, True),
@@ -235,7 +236,7 @@ class _RecipeCheck:
         """
         from tandem.trainer.ranks import layout
 
-        planner, counts = self._planner, memory.RankCounts.of(self._config)
+        planner, counts = self._planner, RankCounts.of(self._config)
         if planner is None:
             return None
         planner.plan(self._config).require()
@@ -260,7 +261,7 @@ class _RecipeCheck:
         """
         from tandem.trainer.ranks import checks
 
-        counts = memory.RankCounts.of(self._config)
+        counts = RankCounts.of(self._config)
         if idle := counts.idle_options(self._config):
             return idle
         checks.check_gpus(self._config, counts)

@@ -22,6 +22,7 @@ from tandem.distributed.children import Children
 from tandem.distributed.placement import Placement
 from tandem.errors import RankError
 from tandem.observability import waits
+from tandem.together import unless
 from tandem.transport.rendezvous import Rendezvous, first_line, serve, visit
 
 log = logging.getLogger(__name__)
@@ -74,8 +75,6 @@ class Ranks:
         """What to tell then."""
         self.on_failure: list[Callable[[], None]] = []
         """Called once one is lost, so that nothing waits for it any more."""
-        self.advice = ""
-        """What the error says last."""
         self._followers: dict[int, _Follower] = {}
         self._readers: list[asyncio.Task[None]] = []
         self._all = asyncio.Event()
@@ -174,14 +173,10 @@ class Ranks:
         Raises:
             RankError: a rank is lost.
         """
-        every = asyncio.ensure_future(self._reports(reason))
-        try:
-            await asyncio.wait((every, self.failure), return_when=asyncio.FIRST_COMPLETED)
-            if self.failure.done():
-                raise self.error
-            return await every
-        finally:
-            every.cancel()
+        reports = await unless(self.failure, self._reports(reason))
+        if reports is None or self.failure.done():
+            raise self.error
+        return reports
 
     async def _reports(self, reason: str) -> list[Any]:
         async with waits.waiting(waits.actor("trainer"), reason, on="the other ranks"):
@@ -214,7 +209,6 @@ class Ranks:
         if not self.failure.done() and not self._ending:
             self.error = RankError(
                 f"{why}. All ranks end; go on from the newest checkpoint, with this number of ranks or another"
-                f"{self.advice}"
             )
             self.failure.set_result(None)
             for give_up in self.on_failure:

@@ -138,11 +138,6 @@ class GradientSums(ABC):
             self._deliver(part.parameter, total.view(part.parameter.shape))
         self._rests.clear()
 
-    def second_gradient(self, index: int) -> RuntimeError:
-        """The error where backward makes two gradients of a parameter."""
-        name = self.cuts[index].parts[0].name
-        return RuntimeError(f"backward made a second gradient of {name} in one micro-batch; ranks could not agree")
-
 
 class LocalSums(GradientSums):
     """Each rank adds up its own micro-batches, and ranks sum once a pass: 4 bytes a weight more on every rank."""
@@ -150,14 +145,10 @@ class LocalSums(GradientSums):
     def __init__(self, *options: Any):
         super().__init__(*options)
         self._totals: dict[int, Tensor] = {}
-        self._taken: set[int] = set()
         self._is_open = False
 
     def add(self, index: int, grad: Tensor) -> None:
         """Add it to this rank's own; the first of a step is kept, or widened."""
-        if index in self._taken:
-            raise self.second_gradient(index)
-        self._taken.add(index)
         if (total := self._totals.get(index)) is None:
             self._totals[index] = grad.reshape(-1).to(self.dtype)
         else:
@@ -165,7 +156,6 @@ class LocalSums(GradientSums):
 
     def flush(self) -> None:
         """Nothing travels before the pass ends."""
-        self._taken.clear()
         self._is_open = True
 
     def end_pass(self) -> None:
@@ -179,7 +169,6 @@ class LocalSums(GradientSums):
     def forget(self) -> None:
         """Drop this rank's own sums."""
         self._totals.clear()
-        self._taken.clear()
         self._is_open = False
 
 
@@ -196,8 +185,8 @@ class ScatteredSums(GradientSums):
 
     def add(self, index: int, grad: Tensor) -> None:
         """Take it; it and those that waited for it begin to travel."""
-        if index in self._early or index > self._next:
-            raise self.second_gradient(index)
+        assert index <= self._next, "backward made a second gradient of a parameter"
+        assert index not in self._early, "backward made a second gradient of a parameter"
         self._early[index] = grad
         while self._next in self._early:
             self._send_next()

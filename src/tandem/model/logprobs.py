@@ -205,7 +205,7 @@ def _finished(
     if bias_W is not None:
         logits_NW.add_(bias_W)
     slope_NW = None if rows.end is None else rows.end.write(logits_NW)
-    if rows.part is not None and (penalty_NW := _penalised(logits_NW, rows.part)) is not None:
+    if rows.part is not None and (penalty_NW := penalise(logits_NW, *rows.part)) is not None:
         slope_NW = penalty_NW if slope_NW is None else slope_NW.mul_(penalty_NW)
     logits_NW.div_(rows.temperature_N1)
     if rows.edge_N1 is not None:
@@ -214,10 +214,6 @@ def _finished(
         kept_N1 = torch.where(here_N1, target_N1, logits_NW.gather(1, place_N1))
         logits_NW.scatter_(1, place_N1, kept_N1)
     return logits_NW, place_N1, here_N1, slope_NW
-
-
-def _penalised(logits_NW: Tensor, part: Part) -> Tensor | None:
-    return penalise(logits_NW, part.seen_NW, part.output_NW, part.repetition, part.presence, part.frequency)
 
 
 @cache
@@ -297,7 +293,7 @@ class _Tiles:
                 self.end.write(logits_CV)
             if self.history is not None:
                 self.history.bar(logits_CV, self.targets_N1[start:end], (start, end), (0, vocab))
-                _penalised(logits_CV, self.history.part((start, end), (0, vocab)))
+                penalise(logits_CV, *self.history.part((start, end), (0, vocab)))
             edge_C = threshold(logits_CV.div_(temperature_C1), top_p, top_k, min_p)
             if edge_C is not None:
                 within_CV = logits_CV >= edge_C[:, None]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import signal
 from collections.abc import Callable, Sequence
@@ -181,26 +180,6 @@ def load_tokenizer(name: str, *, chat_template: str | None = None) -> Any:
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer of {name!r} has no end-of-sequence token; set eos_token in its config")
     return tokenizer
-
-
-def check_grammar_decoder(tokenizer: Any, name: str) -> None:
-    """See that libraries of grammars read a tokenizer's vocabulary as it is written.
-
-    They take one with a ByteFallback decoder for SentencePiece's. In a byte-level vocabulary no token that begins with
-    a space then fits any grammar: after the first word every token is forbidden, and its logprob is NaN.
-
-    Raises:
-        ConfigError: its decoder has both.
-    """
-    written = json.loads(tokenizer.backend_tokenizer.to_str()) if getattr(tokenizer, "is_fast", False) else {}
-    decoder = written.get("decoder") or {}
-    kinds = {part.get("type") for part in (decoder, *decoder.get("decoders", ()))}
-    if {"ByteFallback", "ByteLevel"} <= kinds:
-        raise ConfigError(
-            f"sampling.regex: the decoder in {name}'s tokenizer.json has both ByteFallback and ByteLevel (some GGUF "
-            'readers write it so), and grammar libraries misread its vocabulary; set "decoder" there to '
-            '{"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true}'
-        )
 
 
 def load_config(name: str) -> Any:

@@ -21,208 +21,27 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from functools import partial
-from typing import Literal
 
-from tandem.algorithms.curricula.base import Curriculum
-from tandem.config.sections import Replay, Reroll
-from tandem.metrics import Histogram, Sum, Value, merge
+from tandem.metrics import Value
 from tandem.observability import progress, waits
+from tandem.rollout.buffer_metrics import BufferMetrics
+from tandem.rollout.buffer_options import BufferOptions
 from tandem.rollout.data_state import DataState, Draw
+from tandem.rollout.entry import Entry, EntryState
 from tandem.rollout.group_runner import PostprocessRewards
 from tandem.rollout.lag_control import LagControl
-from tandem.rollout.measure import measure
 from tandem.rollout.mixture import EnvMixture
-from tandem.rollout.oversampling import MOST, Oversample, SignalForecast
+from tandem.rollout.oversampling import MOST, SignalForecast
 from tandem.rollout.replay import ReplayBuffer
 from tandem.rollout.source import Batch
 from tandem.rollout.task_sampler import EnvRunner, TaskSampler
-from tandem.types import Group, Json, Sampling
+from tandem.types import Group, Json
 
 log = logging.getLogger(__name__)
 
 OnEvent = Callable[[str, Mapping[str, Json]], None]
 """Called with an event's name and fields."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BufferOptions:
-    """The recipe's options of a rollout buffer."""
-
-    groups_per_step: int
-    """Groups in a batch."""
-    group_size: int
-    """Siblings in a group."""
-    max_lag: int
-    """Most optimizer steps between the weights that sampled a token and those it trains."""
-    behind: int = 0
-    """How many of these steps the engine's weights may themselves be old when they sample."""
-    drop_zero_variance: bool
-    """Replace groups whose rewards are all equal."""
-    oversample: Oversample = "off"
-    """How many groups are admitted for the places of a batch."""
-    on_policy_tail: Literal["wait", "abort"] = "wait"
-    """What becomes of answers that are still sampled when a batch is full on-policy."""
-    sampling: Sampling
-    """How answers are sampled."""
-    max_dropped_batches: int = 50
-    """Batches' worth of an environment's groups dropped in a row before it is left out, or the run ends if no other is
-    left."""
-    steps: int = 0
-    max_resample_times: int | None = None
-    """Batches' worth of zero-variance groups that are replaced for one batch; then they are kept. None: as many as it
-    takes."""
-    replay: Replay = field(default_factory=Replay)
-    """What may take the place of zero-variance groups."""
-    reroll: Reroll = field(default_factory=Reroll)
-    """When unsolved tasks come again."""
-    curriculum: Curriculum | None = None
-    """How often each task is drawn; None: once in every epoch."""
-
-    @property
-    def ahead(self) -> int:
-        """Steps by which sampling may be ahead of training."""
-        return self.max_lag - self.behind
-
-
-class EntryState(Enum):
-    """State of an admitted task, from its admission until it was trained or dropped."""
-
-    QUEUED = "queued"
-    """Admitted: it holds a slot, and its rollouts have not begun."""
-    RUNNING = "running"
-    """Its rollouts are sampled and graded."""
-    SCORED = "scored"
-    """Every rollout has its reward; on policy it waits here until its whole wave is scored."""
-    READY = "ready"
-    """Accepted: it waits for its place in a batch."""
-    TAKEN = "taken"
-    """In the batch that is trained."""
-    TRAINED = "trained"
-    """Trained; its slot is free."""
-    DROPPED = "dropped"
-    """Not trained: failed, zero-variance, stale or surplus; its slot is free."""
-
-
-TRANSITIONS: Mapping[EntryState, frozenset[EntryState]] = {
-    EntryState.QUEUED: frozenset({EntryState.RUNNING}),
-    EntryState.RUNNING: frozenset({EntryState.SCORED, EntryState.DROPPED}),
-    EntryState.SCORED: frozenset({EntryState.READY, EntryState.DROPPED}),
-    EntryState.READY: frozenset({EntryState.TAKEN, EntryState.DROPPED}),
-    EntryState.TAKEN: frozenset({EntryState.TRAINED}),
-    EntryState.TRAINED: frozenset(),
-    EntryState.DROPPED: frozenset(),
-}
-"""Transitions: the states that may follow each state. A resumed run's entries begin as QUEUED or READY."""
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """An admitted task, its state, and its group once it is scored."""
-
-    index: int
-    """Its place in the order of admission."""
-    draw: Draw
-    state: EntryState = EntryState.QUEUED
-    _group: Group | None = None
-    task: asyncio.Task[None] | None = None
-    """Plays it, where it is played here."""
-
-    @classmethod
-    def restored(cls, draw: Draw, group: Group) -> Entry:
-        """An entry that a checkpoint had READY."""
-        return cls(group.index, draw, EntryState.READY, group)
-
-    @property
-    def in_flight(self) -> bool:
-        """Its rollouts are not scored yet."""
-        return self.state in (EntryState.QUEUED, EntryState.RUNNING)
-
-    @property
-    def group(self) -> Group:
-        """Its rollouts with their rewards.
-
-        Raises:
-            RuntimeError: they are not scored yet.
-        """
-        if self._group is None:
-            raise RuntimeError(f"entry {self.index} of the rollout buffer is {self.state.value}: it has no group yet")
-        return self._group
-
-    def score(self, group: Group) -> None:
-        """Its rollouts have their rewards."""
-        self.become(EntryState.SCORED)
-        self._group = group
-
-    def replay(self, draw: Draw, stored: Group) -> None:
-        """A group that was trained before takes the place of its own."""
-        self.become(EntryState.READY)
-        self.draw, self._group = draw, replace(stored, index=self.index)
-
-    def become(self, state: EntryState) -> None:
-        """Go on to a state.
-
-        Raises:
-            RuntimeError: none that may follow its own.
-        """
-        if state not in TRANSITIONS[self.state]:
-            raise RuntimeError(f"entry {self.index} is {self.state.value} and cannot become {state.value}")
-        self.state = state
-
-
-class BufferMetrics:
-    """Counters of a rollout buffer since its metrics were last collected."""
-
-    def __init__(self, options: BufferOptions, runners: Mapping[str, EnvRunner]) -> None:
-        self._options, self._runners = options, runners
-        self._reset()
-
-    def _reset(self) -> None:
-        self.dropped: Counter[str] = Counter()
-        """Groups, by reason."""
-        self.trained: Counter[str] = Counter()
-        """Groups, by environment."""
-        self.reused: Counter[str] = Counter()
-        """Groups that took the place of others: replayed, rerolled, kept_zero_variance."""
-        self.ages: list[float] = []
-        """Of the replayed groups, in steps."""
-        self.tokens_dropped = 0
-        """Sampled tokens of groups that were dropped."""
-        self._measured: list[Mapping[str, Value]] = []
-
-    def count(self, draw: Draw, group: Group) -> None:
-        """Count a group once: with the step that takes or drops it, for however long it waited."""
-        if not group.replayed:
-            self._measured.append(measure([group], self._runners[draw.env].solved))
-
-    def drop(self, reason: str, draw: Draw, group: Group | None) -> None:
-        """Count a group that is not trained; None: its answers were cut off."""
-        self.dropped[reason] += 1
-        if group is not None:
-            self.tokens_dropped += sum(rollout.num_tokens for rollout in group.rollouts)
-            self.count(draw, group)
-
-    def collect(self) -> Mapping[str, Value]:
-        """The metrics; counting begins anew."""
-        options = self._options
-        reasons = ("zero_variance", "stale", "failed", "surplus")
-        drops = {f"groups/dropped_{reason}": Sum(float(self.dropped[reason])) for reason in reasons}
-        drops["tokens/dropped"] = Sum(float(self.tokens_dropped))
-        taken = {f"env/{name}/trained": Sum(float(self.trained[name])) for name in self._runners}
-        enabled = {
-            "replayed": bool(options.replay.size),
-            "rerolled": options.reroll.start_fraction < 1,
-            "kept_zero_variance": options.max_resample_times is not None,
-        }
-        reused: dict[str, Value] = {
-            f"groups/{name}": Sum(float(self.reused[name])) for name, on in enabled.items() if on
-        }
-        if self.ages:
-            reused["replay/age"] = Histogram(tuple(self.ages))
-        metrics = merge([*self._measured, drops, taken, reused])
-        self._reset()
-        return metrics
 
 
 @dataclass(slots=True)

@@ -33,6 +33,7 @@ from tandem.trainer.evaluate import Evaluator, held_out
 from tandem.trainer.live import live_policy, model_of, reference_of
 from tandem.trainer.pack import Packer
 from tandem.trainer.pairs import check_pairs, is_cut
+from tandem.trainer.rank_counts import RankCounts
 from tandem.trainer.ranks import checks, layout
 from tandem.trainer.record import records
 from tandem.trainer.requirements import engine_requirements, started_on_ours
@@ -88,7 +89,7 @@ async def _train(
     stop: asyncio.Event,
 ) -> Path:
     recipe, config = config, layout.placed(config)
-    counts = memory.RankCounts.of(config)
+    counts = RankCounts.of(config)
     checks.check_config(config)
     if placement is not None:
         checks.check_ranks(config, counts.world, placement)
@@ -106,8 +107,7 @@ async def _train(
         as_divided = memory.with_gradients(planner, config)
     folder = dog.folder = resume or run_folder.new_folder(recipe)
     lock.take(folder)
-    explained = out_of_memory.explained(config, lambda: planner.plan(config).largest())
-    with run_folder.reporting(folder), explained, vitals.shown(folder):
+    with run_folder.reporting(folder), out_of_memory.explained(config), vitals.shown(folder):
         for doubt in filter(None, (counts.idle_options(config), config.optimizer.doubt())):
             log.warning("%s", doubt)
         if resume:

@@ -280,9 +280,6 @@ async def restore_weights(folder: Path, world: World, fresh: TrainerState) -> Tr
     for leftover in folder.glob(".*.tmp"):
         shutil.rmtree(leftover)
     steps = digests.steps_in(folder)
-    for other in folder.glob("*"):
-        if other.name.isdigit() and other not in steps.values():
-            log.warning("%s is not a checkpoint: its name is not a step of six digits; it is let be", other)
     if not steps:
         return fresh
     path = steps[max(steps)]

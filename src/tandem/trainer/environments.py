@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence, Sized
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -22,7 +22,8 @@ from tandem.observability.completions import DroppedGroups
 from tandem.observability.emit import Telemetry
 from tandem.rewards.grading.workers import Graders
 from tandem.rollout import template as rendering
-from tandem.rollout.buffer import BufferOptions, RolloutBuffer
+from tandem.rollout.buffer import RolloutBuffer
+from tandem.rollout.buffer_options import BufferOptions
 from tandem.rollout.gold import require_full_marks
 from tandem.rollout.group_runner import GroupRunner, PostprocessRewards, keep_rewards, penalise_truncated
 from tandem.rollout.lag_control import LagControl, LagController, RateState
@@ -63,32 +64,23 @@ def tasks(config: RunConfig, split: Split) -> Tasks:
 
 def tasks_of(name: str, source: EnvSource, split: Split) -> Sequence[Task]:
     """Tasks of one environment; raises as ``tasks``."""
+    where = f"environment {name}: tasks({split!r}){defined_at(type(source.env).tasks)}"
     try:
-        returned: object = source.env.tasks(split)
-        fine = (
-            isinstance(returned, Sized)
-            and hasattr(returned, "__getitem__")
-            and not isinstance(returned, (str, Mapping))
-        )
-        entries = cast(Sequence[object], returned) if fine else ()
-        first = entries[0] if len(entries) else None
+        returned: Any = source.env.tasks(split)
+        if not hasattr(returned, "__getitem__") or isinstance(returned, str | Mapping):
+            raise EnvError(
+                f"{where} returned {type(returned).__name__}; expected a sequence of Task, such as list(...) around it"
+            )
+        first = returned[0] if len(returned) else None
     except TandemError:
         raise
     except Exception as error:  # the boundary to the user's environment
         raise EnvError(f"environment {name}: tasks({split!r}) {raised(error)}") from error
-    where = f"environment {name}: tasks({split!r}){defined_at(type(source.env).tasks)}"
-    if not fine:
-        fix = "; write list(...) around it" if isinstance(returned, Iterable) else ""
-        raise EnvError(f"{where} returned {_kind(returned)}; expected a sequence of Task, such as a list{fix}")
-    if first is not None and not isinstance(first, Task):
-        raise EnvError(f"{where} returned a sequence whose first entry is {_kind(first)}; expected Task")
     if first is None:
         raise EnvError(f"{name} has no {split} tasks; look at the options of {source.env.name}: tandem list envs")
+    if not isinstance(first, Task):
+        raise EnvError(f"{where} returned a sequence whose first entry is {type(first).__name__}; expected Task")
     return cast(Sequence[Task], returned)
-
-
-def _kind(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def longest_prompt(config: RunConfig, model: Any, tasks: Tasks) -> int:
@@ -97,11 +89,9 @@ def longest_prompt(config: RunConfig, model: Any, tasks: Tasks) -> int:
     Raises:
         ConfigError: it leaves none.
     """
-    from tandem.model.policy import check_grammar_decoder, load_tokenizer  # which need torch
+    from tandem.model.policy import load_tokenizer  # which needs torch
 
     tokenizer = load_tokenizer(config.model, chat_template=config.chat_template)
-    if config.sampling.regex:
-        check_grammar_decoder(tokenizer, config.model)
     template = Template(tokenizer, config.chat_template_kwargs)
     first = [task for some in tasks.values() for task in islice(some, rendering.FIRST_PROMPTS)]
     context = memory.context(config, model)
@@ -206,14 +196,10 @@ def lag_control(config: RunConfig, state: RateState | None, telemetry: Telemetry
     ahead = config.most_lag - config.sync.behind
     if config.max_lag != "auto":
         return LagControl.fixed(config.groups_per_step, ahead)
-    if config.sampling.regex:
-        log.warning(
-            "sampling.regex: ess also tells how far its grammar is from the policy, so max_lag: auto does not look at "
-            "it (lag_control.ess_floor)"
-        )
     budget = LagController(
         groups_per_step=config.groups_per_step,
         most=ahead * config.groups_per_step,
+        # With a grammar ess also tells how far that is from the policy.
         ess_floor=0.0 if config.sampling.regex else config.lag_control.ess_floor,
     )
     return LagControl.auto(budget, state, lambda change: telemetry.event("lag_changed", **change))

@@ -37,7 +37,9 @@ async def live_policy(
         if bare:
             model = packing.bare(load_config(config.model), dtype=dtype, packing=config.packing)
         else:
-            device = weights_device(config, local_rank)
+            # On the host where weights are cut, or will be those in an engine's memory.
+            on_host = is_cut(config) or has_engines_beside(config)
+            device = torch.device("cpu") if on_host else rank_device(local_rank)
             model = load_model(config.model, dtype=dtype, device=device, packing=config.packing)
         model = prepared(config, model)
         if config.matmul == "fp8":
@@ -62,12 +64,6 @@ def prepared(config: RunConfig, model: Any) -> torch.nn.Module:
 def model_of(config: RunConfig) -> str:
     """As waits call it."""
     return f"model {config.model}"
-
-
-def weights_device(config: RunConfig, local_rank: int) -> torch.device:
-    """Where the policy is loaded: on the host if its weights are cut, or will be those in an engine's memory."""
-    on_host = is_cut(config) or has_engines_beside(config)
-    return torch.device("cpu") if on_host else rank_device(local_rank)
 
 
 def rank_device(local_rank: int) -> torch.device:

@@ -35,6 +35,7 @@ from tandem.observability.emit import Telemetry
 from tandem.observability.watchdog import deadline_in
 from tandem.rollout.lag_control import LagControl
 from tandem.rollout.source import Batch, RolloutSource
+from tandem.together import unless
 from tandem.trainer.checkpoint import Checkpoints
 from tandem.trainer.evaluate import Evaluator
 from tandem.trainer.pack import Packer, StepBatch
@@ -239,10 +240,9 @@ def _emit(
         "tokens_per_second": Mean(sampled.value if isinstance(sampled, Sum) else 0.0, seconds),
         "memory/rss_gb": Max(machine.resident() / 1e9),
     }
-    if (allocated := machine.held(str(run.policy.device))) is not None:
-        whole["memory/gpu_gb"] = Max(allocated / 1e9)
-    if (reserved := machine.reserved(str(run.policy.device))) is not None:
-        whole["memory/gpu_reserved_gb"] = Max(reserved / 1e9)
+    for name, measured in (("gpu_gb", machine.held), ("gpu_reserved_gb", machine.reserved)):
+        if (size := measured(str(run.policy.device))) is not None:
+            whole[f"memory/{name}"] = Max(size / 1e9)
     run.telemetry.emit(state.step, [merged, whole, trace.take()])
 
 
@@ -261,13 +261,8 @@ async def _next_batch(run: RunParts, buffer: RolloutSource, state: TrainerState)
 
 async def _unless_stopped(run: RunParts, work: Awaitable[T]) -> T | None:
     """Await ``work``, or give it up and return None as soon as the run is to stop."""
-    task = asyncio.ensure_future(work)
     stop = asyncio.ensure_future(run.stop.wait())
     try:
-        await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
-        return await task if task.done() else None
+        return await unless(stop, work)
     finally:
         stop.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)

@@ -1,9 +1,9 @@
-"""Out of memory, in the trainer or an engine: what takes most of it, and what to change."""
+"""Out of memory, in the trainer or an engine: what to change."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -18,12 +18,8 @@ _PHRASES = re.compile(
 
 
 @contextmanager
-def explained(config: RunConfig, largest: Callable[[], Sequence[str]] = tuple) -> Iterator[None]:
+def explained(config: RunConfig) -> Iterator[None]:
     """End an error that is for want of memory with what to change.
-
-    Args:
-        config: of the run.
-        largest: the largest lines of its memory plan; called when it is out of memory.
 
     Raises:
         DoesNotFit: the trainer is out of memory. Errors of other processes stay what they are.
@@ -35,10 +31,7 @@ def explained(config: RunConfig, largest: Callable[[], Sequence[str]] = tuple) -
     except Exception as error:
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not _PHRASES.search(str(error)):
             raise
-        planned = "; ".join(largest())
-        text = f"What to change: {'; '.join(_changes(config))}." + (
-            f" By the memory plan: {planned}." if planned else ""
-        )
+        text = f"What to change: {'; '.join(_changes(config))}."
         if isinstance(error, TandemError):
             error.args = (f"{error}\n{text}",)
             raise

@@ -10,10 +10,8 @@ T counts the tokens computed in a micro-batch, N the trained tokens predicted by
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any, Self
 
 import numpy as np
@@ -32,10 +30,9 @@ from tandem.model.plans import moved
 from tandem.model.policy import Policy
 from tandem.trainer.balance import Balance, GroupSamples, rounds_of
 from tandem.trainer.prefix_tree import Ints, PackedRow, PrefixTree
-from tandem.types import Group, Rollout, Sample
+from tandem.trainer.samples import SampleArrays, samples_of
+from tandem.types import Group, Sample
 
-_FORCED = -1e-6
-"""Logprobs above this are of tokens that nothing could have been sampled in place of."""
 WIDTHS_TO_EQUAL = 6
 """Context, in widths of the model, at which a token's attention costs as much as all else in its layer: 4 operations
 for each token seen and each of w channels, against 2 for each of a layer's 12 w² weights."""
@@ -193,7 +190,7 @@ class Packer:
         self, samples: Sequence[Sequence[Sample]], weigh: Callable[[int], float]
     ) -> tuple[tuple[Micro, ...], list[float]]:
         """Deal the groups' samples out, and lay out what is computed together; micro-batches and their costs."""
-        groups = [[_Arrays.of(sample) for sample in siblings] for siblings in samples if siblings]
+        groups = [[SampleArrays.of(sample) for sample in siblings] for siblings in samples if siblings]
         if not self.shares:
             groups = [[each] for siblings in groups for each in siblings]
         families = [
@@ -207,7 +204,7 @@ class Packer:
         micros: list[Micro] = []
         for load in loads:
             row = PackedRow()
-            taken: list[_Arrays] = []
+            taken: list[SampleArrays] = []
             predict: list[Ints] = []
             for g, members in sorted(load.members.items()):
                 places = row.add(families[g].tree, members)
@@ -218,7 +215,7 @@ class Packer:
         return tuple(micros), [load.cost for load in loads]
 
     def _tensors(
-        self, row: PackedRow, samples: Sequence[_Arrays], predict: Sequence[Ints], weigh: Callable[[int], float]
+        self, row: PackedRow, samples: Sequence[SampleArrays], predict: Sequence[Ints], weigh: Callable[[int], float]
     ) -> Micro:
         """One micro-batch on the device, in two transfers."""
         plan = Packed(lengths=tuple(row.lengths), parents=tuple(row.parents))
@@ -280,102 +277,6 @@ def _advantage(config: RunConfig) -> Advantage:
     return config.advantage.weighed(
         {env: {name: spec.weight for name, spec in source.rewards.items()} for env, source in config.sources.items()}
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Arrays:
-    """A sample as arrays: the tokens that are computed, and what belongs to each trained one."""
-
-    rollout: str
-    temperature: float
-    tokens: Ints
-    """Prompt and completion ids."""
-    at: Ints
-    """Places of the trained tokens in the sequence."""
-    targets: Ints
-    """Token ids at the trained places."""
-    logprobs: NDArray[np.float64]
-    """Logprobs that the sampler recorded for them."""
-    advantages: NDArray[np.float64]
-    answers: tuple[tuple[int, int], ...]
-    """Where each completion begins, and the place after its last token."""
-
-    @staticmethod
-    def of(sample: Sample) -> _Arrays:
-        """The arrays of a sample."""
-        # array.array takes a tuple in about half the time that numpy does.
-        tokens = np.frombuffer(array("q", sample.tokens), dtype=np.int64)
-        at = np.flatnonzero(np.frombuffer(bytes(sample.mask), dtype=np.bool_))
-        return _Arrays(
-            rollout=sample.rollout,
-            temperature=sample.temperature,
-            tokens=tokens,
-            at=at,
-            targets=tokens[at],
-            logprobs=np.frombuffer(array("d", sample.logprobs))[at],
-            advantages=np.frombuffer(array("d", sample.advantages))[at],
-            answers=tuple(zip(sample.begins, sample.ends, strict=True)),
-        )
-
-
-def unforced(logprobs: Sequence[float]) -> tuple[bool, ...]:
-    """Of each sampled token, whether another one could have been sampled in its place."""
-    return tuple(logprob < _FORCED for logprob in logprobs)
-
-
-def samples_of(rollout: Rollout, advantage: float, *, skip_forced: bool = False) -> Iterator[Sample]:
-    """The trainable sequences of a rollout: one, unless a turn's prompt does not continue the turn before it.
-
-    ``advantage`` is that of every sampled token, unless the environment gave each its own. With ``skip_forced`` tokens
-    that were sampled with probability 1 are not trained, and a sequence of none else is left out.
-    """
-    tokens: tuple[int, ...] = ()
-    mask: tuple[bool, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    advantages: tuple[float, ...] = ()
-    begins: tuple[int, ...] = ()
-    ends: tuple[int, ...] = ()
-    temperature = 1.0
-    own_advantages = None if rollout.advantages is None else iter(rollout.advantages)
-
-    def sample() -> Sample:
-        return Sample(
-            tokens=tokens,
-            mask=mask,
-            logprobs=logprobs,
-            advantages=advantages,
-            temperature=temperature,
-            begins=begins,
-            ends=ends,
-            rollout=rollout.id,
-        )
-
-    for turn in rollout.turns:
-        completion = turn.completion
-        if not completion.tokens:
-            continue
-        count = len(completion.tokens)
-        if not tokens or turn.temperature != temperature or tokens != turn.prompt[: len(tokens)]:
-            if any(mask):
-                yield sample()
-            tokens, mask, logprobs, advantages, begins, ends = (), (), (), (), (), ()
-            temperature = turn.temperature
-        new = turn.prompt[len(tokens) :]
-        none = (0.0,) * len(new)
-        begins += (len(turn.prompt),)
-        tokens += new + completion.tokens
-        ends += (len(tokens),)
-        turn_advantages = (advantage,) * count if own_advantages is None else tuple(islice(own_advantages, count))
-        free, sampled = (True,) * count, completion.logprobs
-        if skip_forced:
-            free = unforced(sampled)
-            sampled = tuple(p if it else 0.0 for p, it in zip(sampled, free, strict=True))
-            turn_advantages = tuple(a if it else 0.0 for a, it in zip(turn_advantages, free, strict=True))
-        mask += (False,) * len(new) + free
-        logprobs += none + sampled
-        advantages += none + turn_advantages
-    if any(mask):
-        yield sample()
 
 
 def _with_gradient(samples: Sequence[Sequence[Sample]]) -> list[list[Sample]]:

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from tandem.config import loading as recipes
-from tandem.config import registry as resolve
+from tandem.config import registry
 from tandem.config.loading import RunConfig
 from tandem.errors import Alarmed, ConfigError, TandemError, command, redacted
 from tandem.observability import json_lines, report, vitals, waits
@@ -51,7 +51,7 @@ def new_folder(config: RunConfig) -> Path:
             raise ConfigError(f"{folder} exists already; {again if saved else anew}, or choose another name=")
         folder.mkdir(parents=True)
         write_recipe(config, folder)
-        resolve.remember(folder)
+        registry.remember(folder)
         user_code.keep(config, folder)
     except OSError as error:
         raise ConfigError(

@@ -13,9 +13,8 @@ from tandem.config.loading import RunConfig
 from tandem.metrics import Mean, Sum, Value, merge
 from tandem.observability import trace
 from tandem.optimizers.base import Optimizer
-from tandem.trainer.objective import OldLogprobs
 from tandem.trainer.pack import Packer, StepBatch
-from tandem.trainer.work import LocalWork
+from tandem.trainer.work import LocalWork, OldLogprobs
 from tandem.types import Group
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from tandem.algorithms.losses.base import MicroBatch
+from tandem.algorithms.losses.base import MOST_LOG_RATIO, MicroBatch
 from tandem.lazy import torch
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def drift(logprobs_N: Tensor, micro: MicroBatch) -> Tensor:
 def bounded(log_ratio: Tensor, micro: MicroBatch, beyond: Beyond, low: float | None, high: float | None) -> Tensor:
     """Ratios within bounds; 1 for each if the loss itself is against the sampler."""
     lowest, highest = 0.0 if low is None else low, math.inf if high is None else high
-    ratio = log_ratio.clamp(-80.0, 80.0).exp()  # finite in float32, and beyond any bound
+    ratio = log_ratio.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
     if beyond == "truncate":
         return ratio.clamp(lowest, highest)
     within = (ratio >= lowest) & (ratio <= highest)

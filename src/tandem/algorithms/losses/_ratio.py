@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from tandem.algorithms.losses.base import MOST_LOG_RATIO
 from tandem.lazy import torch
 from tandem.metrics import Max, Mean
 from tandem.pending import Pending, PendingMetrics
@@ -12,13 +13,10 @@ from tandem.pending import Pending, PendingMetrics
 if TYPE_CHECKING:
     from torch import Tensor
 
-MOST = 80.0
-"""Bound of log ratios, so that exp stays finite in float32; no ratio beyond it is meaningful."""
-
 
 def ratio(log_ratio: Tensor) -> Tensor:
     """exp of a log ratio clamped to stay finite; its gradient is 0 where it is clamped."""
-    return log_ratio.clamp(-MOST, MOST).exp()
+    return log_ratio.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
 
 
 def clipped(

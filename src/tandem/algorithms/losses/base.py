@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from tandem.errors import ConfigError
 from tandem.lazy import torch
 from tandem.pending import PendingMetrics
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+MOST_LOG_RATIO = 80.0
+"""Bound of log ratios, so that exp stays finite in float32; no ratio beyond it is meaningful."""
 Reduction = Literal["token", "sequence", "constant"]
 """What a step's loss is divided by: its trained tokens; its samples, each a mean over its own tokens; or
 its samples times ``max_tokens`` (Dr. GRPO)."""
@@ -121,3 +125,37 @@ class Loss(Protocol):
     def __call__(self, logprobs_N: Tensor, micro: MicroBatch) -> TokenLoss:
         """Per-token loss of the policy's ``logprobs_N`` (float32, at the sampling temperature)."""
         ...
+
+
+def check_loss(loss: Loss, output: object, logprobs_N: Tensor) -> None:
+    """See that a loss, which may be a user's own, is one differentiable number per token.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    name = f"loss {type(loss).__name__}"
+    if not isinstance(output, TokenLoss):
+        raise ConfigError(f"{name} returned a {type(output).__name__}; expected tandem.TokenLoss(loss_N=...)")
+    check_shape(name, output.loss_N, logprobs_N)
+    metrics: Mapping[str, object] = output.metrics
+    for metric, value in metrics.items():
+        if isinstance(value, int | float | torch.Tensor):
+            raise ConfigError(
+                f"{name} has the metric {metric!r} as a {type(value).__name__}; expected what adds up over "
+                "micro-batches, such as tandem.pending.Pending(tandem.metrics.Mean, total, count)"
+            )
+    if logprobs_N.requires_grad and not output.loss_N.requires_grad:
+        raise ConfigError(f"{name} does not depend on logprobs_N, or detaches it, so nothing would be learned")
+
+
+def check_shape(name: str, values_N: Tensor, logprobs_N: Tensor) -> None:
+    """See that there is one number per token; any other shape would be broadcast in silence.
+
+    Raises:
+        ConfigError: there is not.
+    """
+    if values_N.shape != logprobs_N.shape:
+        raise ConfigError(
+            f"{name} returned a tensor of shape {tuple(values_N.shape)}; expected {tuple(logprobs_N.shape)}, one "
+            "number for each trained token: never sum or average, the step alone divides"
+        )

@@ -19,10 +19,9 @@ from tandem.optimizers.base import Optimizer
 from tandem.testing.oracle import OPTIMIZERS, ExactOptimizer, Options, part, rate
 from tandem.tools.certify.certificate import CertificateLine, judged, skipped
 from tandem.tools.certify.policy import CertifiedPolicy, Gradient, distance, norm
-from tandem.trainer.objective import OldLogprobs
 from tandem.trainer.pack import StepBatch
 from tandem.trainer.step import Step
-from tandem.trainer.work import BatchPass, LocalWork, Verb
+from tandem.trainer.work import BatchPass, LocalWork, OldLogprobs, Verb
 
 RATE, TWO_STEPS, SMALL_STEP = "learning rates", "two optimizer steps", "an optimizer step on gradients as small as eps"
 NORMS, NARROW, BIAS = "gradient norms as told", "bfloat16 weights", "bfloat16 rounding"

@@ -15,8 +15,8 @@ from tandem.testing import oracle
 from tandem.testing.oracle import Formula, SampledSequence, Scored
 from tandem.tools.certify.certificate import CertificateLine, judged
 from tandem.tools.certify.policy import CertifiedPolicy
-from tandem.trainer.objective import Objective, OldLogprobs
 from tandem.trainer.pack import StepBatch
+from tandem.trainer.work import Objective, OldLogprobs
 from tandem.types import Group
 
 EXACT = 1e-5

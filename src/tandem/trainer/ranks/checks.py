@@ -13,7 +13,6 @@ from tandem.model import packing
 from tandem.model.context import CONTEXT_PARALLEL, check_heads
 from tandem.model.penalties import Penalties
 from tandem.optimizers.base import UpdatesParts
-from tandem.trainer.memory_plan.ranks import RankCounts
 from tandem.trainer.pairs import (
     check_pairs,
     has_engines_apart,
@@ -22,6 +21,7 @@ from tandem.trainer.pairs import (
     ranks_of_engine,
     shards_of,
 )
+from tandem.trainer.rank_counts import RankCounts
 
 
 def check_config(config: RunConfig) -> None:

@@ -16,8 +16,9 @@ from tandem.errors import ConfigError, DoesNotFit, TandemError
 from tandem.machine import readable
 from tandem.model.policy import load_config
 from tandem.trainer import memory_plan
-from tandem.trainer.memory_plan.plan import Engines
+from tandem.trainer.memory_plan import Engines
 from tandem.trainer.pairs import has_engines_apart, has_slices
+from tandem.trainer.rank_counts import RankCounts
 from tandem.trainer.ranks import checks
 from tandem.trainer.ranks.engines import devices_apart, engine_devices, engines_of
 
@@ -98,7 +99,7 @@ def _require(config: RunConfig, model: Any, planner: memory_plan.Planner) -> Non
     checks.check_model_heads(config, model)
     if planner.machine.is_host:
         return
-    planner = replace(planner, ranks=memory_plan.RankCounts.of(config))
+    planner = replace(planner, ranks=RankCounts.of(config))
     planner.plan(config).require("a rank")
     weights, total = planner.engine_weights(config), planner.machine.total
     if has_engines_apart(config) and weights > total // 2:

@@ -15,9 +15,9 @@ from tandem.config.loading import RunConfig
 from tandem.engines.base import ExportsWeights, ReceivesBroadcast, ReportsChecksums
 from tandem.errors import DoesNotFit
 from tandem.machine import Machine, accelerator, host, readable
-from tandem.trainer.memory_plan.modelled import MetaModel
-from tandem.trainer.memory_plan.ranks import RankCounts
+from tandem.trainer.meta_model import MetaModel
 from tandem.trainer.pairs import has_slices, is_cut, ranks_of_engine, shards_of
+from tandem.trainer.rank_counts import RankCounts
 
 When = Literal["always", "starting", "running", "sampling", "training"]
 
@@ -121,10 +121,6 @@ class MemoryPlan:
         """Whether a share of what is free is enough, on the host too."""
         beside = self.beside is None or _sum(self.at_peak(beside=True)) <= share * self.beside.free
         return self.total <= share * self.machine.free and beside
-
-    def largest(self, count: int = 3) -> list[str]:
-        """The largest lines where the weights are, each with its size and the options that change it."""
-        return [str(line) for line in self.at_peak()[:count]]
 
     def table(self) -> str:
         """The peak, what is free, and the three largest lines, of each machine."""

@@ -38,18 +38,13 @@ class RankCounts:
                 "start the run by torchrun or srun, or remove distributed"
             )
         world = max(1, len(visible_accelerators(os.environ))) if config.ranks == "auto" else config.ranks or 1
-        return cls.on_one_host(config, world)
+        return cls._sharing(config, world, world)
 
     def idle_options(self, config: RunConfig) -> str:
         """That options for several ranks change nothing here, where ``ranks: auto`` is one; empty if none is given."""
         if self.world > 1 or config.distributed == Distributed():
             return ""
         return "ranks is 1 here, by a launcher or as auto where no second GPU is visible: distributed changes nothing"
-
-    @classmethod
-    def on_one_host(cls, config: RunConfig, world: int) -> RankCounts:
-        """So many ranks, all of them on this host."""
-        return cls._sharing(config, world, world)
 
     @classmethod
     def _sharing(cls, config: RunConfig, world: int, local: int) -> RankCounts:

@@ -1,0 +1,69 @@
+"""What a rollout buffer counts: groups trained, dropped and reused since its metrics were last collected."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from tandem.metrics import Histogram, Sum, Value, merge
+from tandem.rollout.buffer_options import BufferOptions
+from tandem.rollout.data_state import Draw
+from tandem.rollout.measure import measure
+from tandem.rollout.task_sampler import EnvRunner
+from tandem.types import Group
+
+
+class BufferMetrics:
+    """Counters of a rollout buffer since its metrics were last collected."""
+
+    def __init__(self, options: BufferOptions, runners: Mapping[str, EnvRunner]) -> None:
+        self._options, self._runners = options, runners
+        self._reset()
+
+    def _reset(self) -> None:
+        self.dropped: Counter[str] = Counter()
+        """Groups, by reason."""
+        self.trained: Counter[str] = Counter()
+        """Groups, by environment."""
+        self.reused: Counter[str] = Counter()
+        """Groups that took the place of others: replayed, rerolled, kept_zero_variance."""
+        self.ages: list[float] = []
+        """Of the replayed groups, in steps."""
+        self.tokens_dropped = 0
+        """Sampled tokens of groups that were dropped."""
+        self._measured: list[Mapping[str, Value]] = []
+
+    def count(self, draw: Draw, group: Group) -> None:
+        """Count a group once: with the step that takes or drops it, for however long it waited."""
+        if not group.replayed:
+            self._measured.append(measure([group], self._runners[draw.env].solved))
+
+    def drop(self, reason: str, draw: Draw, group: Group | None) -> None:
+        """Count a group that is not trained; None: its answers were cut off."""
+        self.dropped[reason] += 1
+        if group is not None:
+            self.tokens_dropped += sum(rollout.num_tokens for rollout in group.rollouts)
+            self.count(draw, group)
+
+    def collect(self) -> Mapping[str, Value]:
+        """The metrics; counting begins anew."""
+        options = self._options
+        drops = {
+            f"groups/dropped_{reason}": Sum(float(self.dropped[reason]))
+            for reason in ("zero_variance", "stale", "failed", "surplus")
+        }
+        drops["tokens/dropped"] = Sum(float(self.tokens_dropped))
+        taken = {f"env/{name}/trained": Sum(float(self.trained[name])) for name in self._runners}
+        enabled = {
+            "replayed": bool(options.replay.size),
+            "rerolled": options.reroll.start_fraction < 1,
+            "kept_zero_variance": options.max_resample_times is not None,
+        }
+        reused: dict[str, Value] = {
+            f"groups/{name}": Sum(float(self.reused[name])) for name, on in enabled.items() if on
+        }
+        if self.ages:
+            reused["replay/age"] = Histogram(tuple(self.ages))
+        metrics = merge([*self._measured, drops, taken, reused])
+        self._reset()
+        return metrics
