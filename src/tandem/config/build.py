@@ -189,8 +189,10 @@ class Builder:
             close = resolve.did_you_mean(leaf.text, [str(choice) for choice in args])
             return self._wrong(leaf, path, describe(hint), close)
         if hint is float and type(value) in (int, float):
-            number = float(value)  # type: ignore[arg-type]
-            return self._wrong(leaf, path, describe(hint)) if math.isnan(number) else number
+            with contextlib.suppress(OverflowError):  # an integer of more than 308 digits
+                if not math.isnan(number := float(value)):  # type: ignore[arg-type]
+                    return number
+            return self._wrong(leaf, path, describe(hint))
         if hint in (bool, int, str, type(None)) and type(value) is hint:
             return value
         if hint in (str, Path):
