@@ -101,7 +101,7 @@ SETTINGS = {
     "apart-sharded": Setting((BROADCAST, "distributed.shard=weights"), apart=True),
     "apart-lora": Setting(("sync={kind: hotswap, tolerance: 1.0}", "trainable={kind: lora, rank: 32}"), apart=True),
     "apart-seven": Setting(
-        (BROADCAST, "distributed.shard=weights", "optimizer.kind=adamw8bit"),
+        (BROADCAST, "distributed.shard=weights"),
         ("micro_batch_tokens=4608", "checkpointing=full"),
         larger=True,
         apart=True,

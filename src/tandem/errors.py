@@ -222,7 +222,12 @@ def defined_at(function: object) -> str:
 
 
 def bounded(
-    default: Any = dataclasses.MISSING, *, least: float = 0, above: float = -math.inf, below: float = math.inf
+    default: Any = dataclasses.MISSING,
+    *,
+    least: float = 0,
+    above: float = -math.inf,
+    most: float = math.inf,
+    below: float = math.inf,
 ) -> Any:
     """Declare a dataclass field whose number, unless it is None, is within these bounds; see ``check_bounds``.
 
@@ -239,8 +244,9 @@ def bounded(
         tandem.errors.ConfigError: workers must be at least 1, got 0
     """
     text = f"above {above:g}" if above >= least else f"at least {least:g}"
+    text += "" if most == math.inf else f" and at most {most:g}"
     text += "" if below == math.inf else f" and below {below:g}"
-    fits = (lambda value: value is None or (value >= least and above < value < below), text)
+    fits = (lambda value: value is None or (value >= least and value <= most and above < value < below), text)
     return dataclasses.field(default=default, metadata={"fits": fits})
 
 
@@ -257,6 +263,15 @@ def check_bounds(part: Any) -> None:
             wrong.append(f"{field.name} must be {text}, got {value}")
     if wrong:
         raise ConfigError("\n".join(wrong))
+
+
+class Bounded:
+    """A dataclass whose fields' bounds are checked when it is made."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
 
 def require(**checks: tuple[bool, str]) -> None:

@@ -52,12 +52,6 @@ def accelerator() -> Machine | None:
     return Machine(name=torch.cuda.get_device_name(0), free=free, total=total, is_host=False)
 
 
-def in_turns() -> bool:
-    """True if processes use the accelerator one after another: NVIDIA's MPS, under which they do not, does not run."""
-    pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps")
-    return accelerator() is not None and not (pipes / "control").exists()
-
-
 def accelerated(devices: Path = Path("/dev")) -> bool:
     """True if there may be an accelerator, by the system's devices; without torch."""
     return any(devices.glob("nvidia[0-9]*")) or (devices / "kfd").exists()
@@ -126,49 +120,30 @@ def reserved(device: str) -> int | None:
     return torch.cuda.max_memory_reserved(device)
 
 
-_spared = False
-"""Whether the garbage collector is spared something for good. To count what it is spared takes a tenth of a second."""
-
-
-def spare() -> None:
-    """Spare the garbage collector for good what there is now.
+@contextmanager
+def settled() -> Iterator[None]:
+    """Spare the garbage collector what there is now, while the block lasts.
 
     torch and transformers are half a million objects. To look through them again takes a tenth of a second or more, in
     which an event loop stands still and neither is a request sent nor an answer read.
     """
-    global _spared
     gc.collect()
     gc.freeze()
-    _spared = True
-
-
-@contextmanager
-def settled() -> Iterator[None]:
-    """The same, while the block lasts; for good, where something was spared before."""
-    global _spared
-    was_spared = _spared
-    spare()
     try:
         yield
     finally:
-        if not was_spared:
-            gc.unfreeze()
-            _spared = False
+        gc.unfreeze()
 
 
 @contextmanager
 def importing() -> Iterator[None]:
     """Spare the garbage collector what is imported in the block: it looks through none of it, then or later."""
-    global _spared
-    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        _spared = True
-        if was_enabled:
-            gc.enable()
+        gc.enable()
 
 
 def free_disk(folder: Path) -> int:

@@ -6,8 +6,9 @@ A mean is kept as a sum and a count, so that a mean of means can never be writte
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from statistics import quantiles
 from typing import Protocol, Self
 
 
@@ -116,22 +117,11 @@ class Histogram:
         """``name`` (mean), ``name/std`` (population), ``name/min``, ``/p25``, ``/p50``, ``/p75``, ``/max``."""
         if not self.values:
             return {}
-        ordered = sorted(self.values)
-        n = len(ordered)
-        mean = math.fsum(ordered) / n
-        at = {f"{name}/{q}": _quantile(ordered, x) for q, x in _QUARTILES.items()}
-        return {name: mean, f"{name}/std": math.sqrt(math.fsum((v - mean) ** 2 for v in ordered) / n), **at}
-
-
-_QUARTILES = {"min": 0.0, "p25": 0.25, "p50": 0.5, "p75": 0.75, "max": 1.0}
-
-
-def _quantile(ordered: Sequence[float], q: float) -> float:
-    """Linear interpolation between order statistics, as numpy's default."""
-    at = q * (len(ordered) - 1)
-    low = math.floor(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+        n, mean = len(self.values), math.fsum(self.values) / len(self.values)
+        quartiles = quantiles(self.values, n=4, method="inclusive") if n > 1 else self.values * 3
+        named = zip(("min", "p25", "p50", "p75", "max"), (min(self.values), *quartiles, max(self.values)), strict=True)
+        std = math.sqrt(math.fsum((v - mean) ** 2 for v in self.values) / n)
+        return {name: mean, f"{name}/std": std, **{f"{name}/{part}": value for part, value in named}}
 
 
 Metrics = Mapping[str, Value]

@@ -22,6 +22,7 @@ from tandem.printable import printable
 from tandem.types import Group, Json
 from tandem_broker.protocol import messages, wire
 from tandem_broker.protocol.convert import group_to_wire
+from tandem_broker.protocol.submission import read_scored
 
 log = logging.getLogger(f"tandem.{__name__}")
 
@@ -220,8 +221,7 @@ class EnvClient(_Client):
         Raises:
             RequestRefused: the broker will not have it.
         """
-        waited = False
-        while True:
+        for attempt in count():
             outages = self.connection.outages
             headers = {"Idempotency-Key": self._key} if self.connection.speaks == "tandem" else {}
             answer = await self.connection.ask("POST", "/register-env", self.spec, headers=headers)
@@ -232,10 +232,10 @@ class EnvClient(_Client):
                 self.registrations += 1
                 log.info("registered at %s as %s", self.connection.name, self.ticket.wandb_name)
                 return self.ticket
-            if not waited:
+            if not attempt:
                 log.info("%s says: %s (tandem train RECIPE broker=...)", self.connection.name, reply.status)
-                waited = True
             await asyncio.sleep(self._poll)
+        raise AssertionError("attempts have no end")
 
     async def status(self) -> messages.EnvStatus:
         """How much is queued; registers again where the broker has forgotten this environment.
@@ -254,11 +254,7 @@ class EnvClient(_Client):
                 return status
             async with self._registering:
                 if self.registrations == registrations:
-                    log.warning(
-                        "%s does not know this environment any more, or went back to an earlier step; registering "
-                        "again",
-                        self.connection.name,
-                    )
+                    log.warning("%s has forgotten this environment; registering again", self.connection.name)
                     await asyncio.sleep(self._poll)
                     await self.register()
 
@@ -272,22 +268,10 @@ class EnvClient(_Client):
 
         Raises:
             RequestRefused: the broker will not have this group.
-            BrokerError: this broker could never serve it; says why.
         """
         knows_keys = self.connection.speaks == "tandem"
         scored = group_to_wire(group)
         scored.generation_params = {**(scored.generation_params or {}), **(params or {})} or None
-        if len(scored.tokens) > self.spec.group_size and not knows_keys:
-            raise BrokerError(
-                f"group {group.id} has {len(scored.tokens)} sequences, since a rollout of it holds several "
-                f"conversations or temperatures; {self.connection.name} would keep a group larger than "
-                f"{self.spec.group_size} for ever: use Tandem's (tandem serve broker), or have each prompt begin with "
-                "all that was said before"
-            )
-        if scored.group_overrides and scored.group_overrides.get("tandem_version", 0) < 0:
-            # An engine of others does not say: then the broker's own guess is the better one.
-            for name in ("tandem_version", "tandem_versions"):
-                scored.group_overrides.pop(name, None)
         headers = {"Idempotency-Key": key} if knows_keys else {}
         # Without keys not even what was not sent is sent again at once: by then it may be a broker without a trainer.
         again: frozenset[Fate] = ALWAYS if knows_keys else frozenset()
@@ -441,7 +425,7 @@ def _taken(reply: _BatchReply, raws: Sequence[msgspec.Raw]) -> TakenBatch:
     groups, ids, versions, malformed = [], [], [], []
     for raw, id, version in zip_longest(raws, reply.tandem.ids[: len(raws)], reply.tandem.versions[: len(raws)]):
         try:
-            groups.append(wire.read(bytes(raw), messages.ScoredGroup))
+            groups.append(read_scored(bytes(raw)))
         except wire.Malformed as error:
             malformed.append(printable(f"{id}: {error}" if id else str(error)))
         else:

@@ -13,33 +13,35 @@ import json
 import os
 import sqlite3
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
 from tandem.errors import BrokerError
-from tandem_broker.protocol.messages import EnvRegistration, RunParameters
+from tandem_broker.protocol.messages import EnvRegistration
+from tandem_broker.protocol.submission import GroupEntry
 from tandem_broker.queue.leases import BatchLease
-from tandem_broker.queue.records import GroupEntry, Journal, State, StoreOptions
-from tandem_broker.queue.store import PROGRESS, GroupQueue
+from tandem_broker.queue.records import Journal, State, StoreOptions
+from tandem_broker.queue.store import GroupQueue
 from tandem_broker.queue.tenants import Item, Tenant
 
 APPLICATION = 0x54414E44
 """Marks the file as the broker's: "TAND"."""
-FORMAT = 4
+FORMAT = 5
 SCHEMA = (
     f"PRAGMA application_id = {APPLICATION}",
     f"PRAGMA user_version = {FORMAT}",
     """CREATE TABLE IF NOT EXISTS entries (place INTEGER PRIMARY KEY, id TEXT NOT NULL, env INTEGER,
-    size INTEGER NOT NULL, version INTEGER, received REAL NOT NULL, state TEXT NOT NULL, batch TEXT)""",
+    size INTEGER NOT NULL, version INTEGER, state TEXT NOT NULL, batch TEXT)""",
     # A table of their own: SQLite writes the whole row again when one of its columns changes.
     "CREATE TABLE IF NOT EXISTS payloads (place INTEGER PRIMARY KEY, checksum INTEGER NOT NULL, data BLOB NOT NULL)",
     "CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
 )
-ROWS = """SELECT place, id, env, size, version, received, state, batch, checksum, data
+ROWS = """SELECT place, id, env, size, version, state, batch, checksum, data
     FROM entries LEFT JOIN payloads USING (place) ORDER BY place"""
 PAGE_BYTES = 32 << 10
 """Groups have some hundred KB: with SQLite's own 4 KiB a group takes twice the time."""
@@ -52,17 +54,11 @@ class Ledger(Journal):
         self.folder = folder
         self.path = folder / "ledger.sqlite"
         self.store = GroupQueue(options, journal=self)
-        self._lock = _locked(folder)
         self._failure: Exception | None = None
+        self._progress = ""
         self._identities: dict[Path, tuple[int, int]] = {}
-        try:
-            if self.path.exists() and not self.path.is_file():
-                raise _damaged(self.path, "it is no file")
-            self._sql = sqlite3.connect(self.path)
-            os.chmod(self.path, 0o600)
-        except BaseException:
-            os.close(self._lock)
-            raise
+        self._resources = ExitStack()
+        self._resources.enter_context(_locked(folder))
 
     @classmethod
     def open(cls, folder: Path, options: StoreOptions, now: float) -> Ledger:
@@ -71,33 +67,25 @@ class Ledger(Journal):
         Raises:
             BrokerError: another broker uses it, or its file is damaged or another program's.
         """
-        try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError as error:
-            raise BrokerError(
-                f"no ledger can be kept in {folder}: {error.strerror}; name another folder with --data"
-            ) from error
         ledger = cls(folder, options)
-        try:
-            ledger._prepare()
-            ledger._restore(now)
+        with ExitStack() as failed:
+            failed.callback(ledger._resources.close)
+            try:
+                ledger._prepare()
+                ledger._restore(now)
+            except sqlite3.OperationalError as error:
+                raise BrokerError(f"{ledger.path} cannot be opened ({error}); make room, or mend it") from error
+            except (sqlite3.DatabaseError, ValueError, LookupError, TypeError) as error:
+                why = " ".join(f"{type(error).__name__}: {error}".split())
+                raise BrokerError(f"{ledger.path} is damaged or no ledger ({why}); name another --data") from error
             ledger.commit()
-        except (sqlite3.DatabaseError, msgspec.ValidationError, ValueError, LookupError, TypeError) as error:
-            ledger._close()
-            if not isinstance(error, sqlite3.OperationalError):  # a damaged file, or rows that SQLite finds whole
-                raise _damaged(ledger.path, f"{type(error).__name__}: {error}") from error
-            raise BrokerError(
-                f"the ledger in {folder} cannot be opened ({error}); make room on its disk, or mend it, and start again"
-            ) from error
-        except BaseException:
-            ledger._close()
-            raise
+            failed.pop_all()
         return ledger
 
     def close(self) -> None:
         """Write what was recorded and unlock the folder."""
         self.flush()
-        self._close()
+        self._resources.close()
 
     async def committed(self) -> None:
         """Have everything recorded so far on disk.
@@ -115,6 +103,10 @@ class Ledger(Journal):
 
     def commit(self) -> None:
         """Flush the transaction, as ``committed`` promises."""
+        progress = json.dumps(self.store.progress())
+        if progress != self._progress:
+            self._record("INSERT OR REPLACE INTO facts VALUES ('progress', ?)", [(progress,)])
+            self._progress = progress
         if self._failure is None and self._sql.in_transaction:
             try:
                 self._sql.commit()
@@ -125,16 +117,15 @@ class Ledger(Journal):
                 self._failure = error
         if self._failure is not None:
             raise BrokerError(
-                f"the ledger in {self.folder} cannot be written ({self._failure}); nothing is accepted any more: "
-                "make room on its disk and restart the broker"
+                f"{self.path} cannot be written ({self._failure}); nothing is accepted until the broker is restarted"
             )
 
     # --- what the store records ---
 
     def added(self, place: int, entry: GroupEntry, state: State) -> None:
         """Record an accepted entry."""
-        row = (place, entry.id, entry.env, entry.size, entry.version, entry.received, state, None)
-        self._record("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?)", [row])
+        row = (place, entry.id, entry.env, entry.size, entry.version, state, None)
+        self._record("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)", [row])
         self._record("INSERT INTO payloads VALUES (?, ?, ?)", [(place, zlib.crc32(entry.payload), entry.payload)])
 
     def moved(self, places: Sequence[int], state: State, batch: str | None) -> None:
@@ -157,6 +148,7 @@ class Ledger(Journal):
         """Record that everything was reset."""
         for table in ("entries", "payloads", "facts"):
             self._record(f"DELETE FROM {table}", [()])
+        self._progress = ""
 
     def _record(self, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
         """Write these. A failure is told by the commit: until then nothing is promised, and afterwards nothing more."""
@@ -172,23 +164,23 @@ class Ledger(Journal):
         """Check whose file it is and that it is whole, then make it ready.
 
         Raises:
-            BrokerError: it is another program's, another format's or damaged.
+            BrokerError: it has another format.
+            ValueError: it is another program's, or damaged.
         """
-        sql = self._sql
+        self._sql = sql = self._resources.enter_context(closing(sqlite3.connect(self.path)))
+        os.chmod(self.path, 0o600)
         (application,) = sql.execute("PRAGMA application_id").fetchone()
         (tables,) = sql.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
         (version,) = sql.execute("PRAGMA user_version").fetchone()
         if tables and application != APPLICATION:
-            raise _damaged(self.path, "it belongs to another program")
+            raise ValueError("it belongs to another program")
         if tables and version != FORMAT:
-            raise BrokerError(
-                f"{self.path} has format {version}; this Tandem reads {FORMAT}: use the Tandem that wrote it"
-            )
+            raise BrokerError(f"{self.path} has format {version}, expected {FORMAT}; use the Tandem that wrote it")
         sql.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         sql.execute("PRAGMA journal_mode = WAL")
         sql.execute("PRAGMA synchronous = FULL")
         if tables and (verdict := sql.execute("PRAGMA quick_check").fetchone()) != ("ok",):
-            raise _damaged(self.path, str(verdict[0]))
+            raise ValueError(verdict[0])
         sql.execute("BEGIN IMMEDIATE")
         for statement in SCHEMA:
             sql.execute(statement)
@@ -201,66 +193,44 @@ class Ledger(Journal):
         A batch that a trainer which never acknowledges had, and whose answer is not known to have gone out, comes back.
         """
         store = self.store
-        facts: dict[str, dict[str, Any]] = {kind: {} for kind in ("env", "lease", "key")}
+        facts: defaultdict[str, dict[str, Any]] = defaultdict(dict)
         for name, value in self._sql.execute("SELECT name, value FROM facts ORDER BY rowid"):
             kind, _, of = name.partition(":")
-            facts.setdefault(kind, {})[of] = json.loads(value)
-        alone = {kind: values[""] for kind, values in facts.items() if "" in values}
-        progress = alone.get("progress", {})
-        if "run" in alone:
-            store.run = RunParameters(**alone["run"])
-            store.tenants.batch_size = store.run.batch_size
-        for name in PROGRESS:
-            setattr(store, name, progress.get(name, getattr(store, name)))
-        store.tenants.names.update(alone.get("names", {}))
+            facts[kind][of] = json.loads(value)
+        for progress in facts["progress"].values():
+            store.resume(progress)
         store.seen.update(facts["key"])
         for env_id, fact in sorted((int(env_id), fact) for env_id, fact in facts["env"].items()):
             spec = EnvRegistration(**fact.pop("spec"))
             store.tenants.add(Tenant(env_id=env_id, spec=spec, heard=now, **fact))
-        store.tenants.next_id = max(store.tenants.next_id, progress.get("next_id", 0))
-        for place, id, env, size, version, received, state, batch, checksum, data in self._sql.execute(ROWS):
+        for place, id, env, size, version, state, batch, checksum, data in self._sql.execute(ROWS):
             if state not in ("buffered", "queued", "leased") or size < 1:
                 raise ValueError(f"a group of {size} sequences is {state}")
             if not isinstance(data, bytes) or zlib.crc32(data) != checksum:
                 raise ValueError(f"the payload of group {place} is not what was written")
-            entry = GroupEntry(id=id, env=env, size=size, version=version, received=received, payload=data)
-            store.waiting.restored(Item(place, entry, store.tenants.of(env), state, batch))
-            store.order = max(store.order, place + 1)
-        store.counts.update(progress.get("counts", {}))
-        store.counts["accepted"] = store.counts["trained"] + store.counts["dropped"] + len(store.waiting.items)
+            entry = GroupEntry(id=id, env=env, size=size, version=version, payload=data)
+            store.waiting.hold(Item(place, entry, store.tenants.of(env), state, batch))
         for fact in facts["lease"].values():
             store.restored(msgspec.convert(fact, BatchLease), now)
 
-    def _close(self) -> None:
-        self._sql.close()
-        os.close(self._lock)
 
-
-def _locked(folder: Path) -> int:
-    """Lock a folder until the process ends or the returned descriptor is closed.
+def _locked(folder: Path) -> BinaryIO:
+    """Make a folder and lock it until the returned file is closed.
 
     Raises:
         BrokerError: another broker has the lock, or there can be none.
     """
     try:
-        handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = (folder / "lock").open("ab")
     except OSError as error:
-        raise BrokerError(
-            f"{folder / 'lock'} cannot be opened: {error.strerror}; name another folder with --data"
-        ) from error
+        raise BrokerError(f"no ledger can be kept in {folder}: {error}; name another folder with --data") from error
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        os.close(handle)
+        lock.close()
         raise BrokerError(f"another broker uses {folder}; give this one another folder, or end that one") from None
-    return handle
-
-
-def _damaged(path: Path, why: str) -> BrokerError:
-    """The error for a ledger that cannot be used."""
-    return BrokerError(
-        f"{path} is damaged or no broker's ledger ({' '.join(why.split())}); name another folder with --data"
-    )
+    return lock
 
 
 def _identity(path: Path) -> tuple[int, int]:

@@ -10,17 +10,19 @@ import asyncio
 import contextlib
 import logging
 import math
-import random
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Literal
 
 from tandem.errors import BrokerError, ConfigError, Deadline, EngineError, TandemError
 from tandem.observability import waits
+from tandem.rollout.data_state import Draw
 from tandem.rollout.group_runner import GroupRunner, PostprocessRewards
+from tandem.rollout.task_sampler import TaskOrder
 from tandem.rollout.turns import unrecorded_options
 from tandem.types import Group, Sampling, Task
 from tandem_broker.client import EnvClient, Receipt, RequestRefused
@@ -71,41 +73,13 @@ class GroupTally:
 
 
 @dataclass(slots=True, kw_only=True)
-class TaskShuffle:
-    """All tasks in an order of their own in every epoch.
-
-    Several processes of one environment shuffle differently, and so does one that is started again later.
-    """
-
-    tasks: Sequence[Task]
-    """What there is to play."""
-    seed: int
-    """Of the run."""
-    name: str = ""
-    """Of the environment at the broker, and the step at which it registered."""
-    _num_drawn: int = 0
-    _order: tuple[int, list[int]] = (-1, [])
-
-    def draw(self) -> tuple[int, Task, str]:
-        """The next draw's number and task, and what its group is called."""
-        number, self._num_drawn = self._num_drawn, self._num_drawn + 1
-        epoch, place = divmod(number, len(self.tasks))
-        if self._order[0] != epoch:
-            order = list(range(len(self.tasks)))
-            random.Random(f"{self.seed}/{self.name}/{epoch}").shuffle(order)
-            self._order = (epoch, order)
-        task = self.tasks[self._order[1][place]]
-        return number, task, f"{self.name}/{task.id}@{epoch}"
-
-
-@dataclass(slots=True, kw_only=True)
 class Producer:
     """One environment at work."""
 
     worker: GroupRunner
     """Plays."""
-    tasks: TaskShuffle
-    """What there is to play."""
+    tasks: TaskOrder
+    """What there is to play, in an order of its own for every registration."""
     client: EnvClient
     """The broker; open."""
     sampling: Sampling
@@ -120,6 +94,7 @@ class Producer:
     """Told the most tokens that the trainer takes of one sequence."""
     tally: GroupTally = field(default_factory=GroupTally)
     """What became of it."""
+    _draws: Iterator[int] = field(default_factory=count)
     _info: Info = field(default_factory=lambda: Info(batch_size=-1, max_token_len=-1))
     _info_of_registration: int = -1
     _running: set[asyncio.Task[None]] = field(default_factory=set)
@@ -159,7 +134,7 @@ class Producer:
 
     async def _keep_playing(self) -> None:
         ticket = await self.client.register()
-        self.tasks.name = f"{ticket.wandb_name}/{ticket.starting_step}"
+        self.tasks.label = f"{ticket.wandb_name}/{ticket.starting_step}/"
         while self._failure is None:
             status = await self.client.status()
             await self._refresh_info()
@@ -186,17 +161,9 @@ class Producer:
         if self._info.max_token_len > 0:
             self.limit(self._info.max_token_len)
         if 0 < batch < self._size:
-            raise ConfigError(
-                f"group_size is {self._size} and the trainer's batches have {batch} sequences, so no batch could ever "
-                f"be made; lower group_size to {batch} at most, or let the trainer take larger batches"
-            )
+            raise ConfigError(f"group_size is {self._size}, a batch has {batch} sequences; lower group_size to {batch}")
         if batch > 0 and batch % self._size:
-            log.warning(
-                "the trainer's batches of %d sequences are no multiple of group_size %d: they can be filled only with "
-                "groups of other environments",
-                batch,
-                self._size,
-            )
+            log.warning("batches of %d are no multiple of group_size %d: others must fill them up", batch, self._size)
 
     def _is_finished(self, status: EnvStatus) -> bool:
         most = self.pace.total_steps
@@ -212,14 +179,13 @@ class Producer:
         allowed = int(batch * min(1.0, status.unallocated_fraction + share))
         room = int(self.pace.ahead * allowed / self._size) - status.queue_size
         # A guaranteed share is filled even while others fill the queue.
-        guaranteed = (
-            math.ceil(self.pace.ahead * int(batch * share) / self._size) - status.self_queue_size if share else 0
-        )
+        guaranteed = math.ceil(self.pace.ahead * int(batch * share) / self._size) - status.self_queue_size
         most = max(1, round(self.pace.n * min(1.0, status.env_weight)))
         return max(0, min(most, max(room, guaranteed)))
 
     def _start(self) -> None:
-        draw, task, name = self.tasks.draw()
+        draw = next(self._draws)
+        task, name = self.tasks.of(Draw(self.tasks.name, draw))
         playing = asyncio.create_task(self._play(draw, task, name), name=f"group {draw}")
         self._running.add(playing)
         playing.add_done_callback(self._ended)
@@ -269,14 +235,14 @@ class Producer:
 
     async def _hand_in(self, group: Group) -> None:
         rewards = [r.reward for r in group.scored if r.reward is not None]
-        count, total = self.tally.rewards
-        self.tally.rewards = (count + len(rewards), total + math.fsum(rewards))
+        num, total = self.tally.rewards
+        self.tally.rewards = (num + len(rewards), total + math.fsum(rewards))
         if len(group.scored) < self._size:
             # A broker joins odd groups to whole ones only by luck; until then they would lie there.
             why = next((r.error for r in group.rollouts if r.error), "no reward")
             level = logging.DEBUG if self.tally.groups["failed"] else logging.WARNING
-            log.log(level, "group %s is left out, since %d of its %d answers have a reward: %s", group.id,
-                    len(rewards), self._size, why)  # fmt: skip
+            log.log(level, "group %s is left out: %d of %d answers have a reward: %s", group.id, len(rewards),
+                    self._size, why)  # fmt: skip
             self.tally.groups["failed"] += 1
         elif self.drop_zero_variance and group.zero_variance:
             self.tally.groups["zero_variance"] += 1
@@ -287,11 +253,10 @@ class Producer:
 
     async def _submitted(self, group: Group) -> Receipt:
         """Hand a group in, again where the broker put it off for too long: that it answers at all is seen elsewhere."""
+        key, options = f"{self._nonce}/{group.index}", unrecorded_options(self.sampling)
         while True:
             try:
-                return await self.client.submit(
-                    group, f"{self._nonce}/{group.index}", unrecorded_options(self.sampling)
-                )
+                return await self.client.submit(group, key, options)
             except Deadline as late:
                 if self.client.connection.speaks != "tandem":  # which would not know that it is the same
                     log.warning("group %s may be lost: %s", group.id, late)
@@ -303,8 +268,8 @@ class Producer:
         if now - self._logged_at < self.pace.log_seconds:
             return
         self._logged_at = now
-        (count, total), self.tally.rewards = self.tally.rewards, (0, 0.0)
-        mean = f"; mean reward {total / count:.3f}" if count else ""
+        (num, total), self.tally.rewards = self.tally.rewards, (0, 0.0)
+        mean = f"; mean reward {total / num:.3f}" if num else ""
         queued = f"{status.queue_size} queued of {self.pace.ahead * max(0, self._info.batch_size) / self._size:g}"
         log.info("%s at step %d: %s; %d being played, %s%s", self.client.spec.desired_name, status.current_step,
                  self.tally.line(), len(self._running), queued, mean)  # fmt: skip

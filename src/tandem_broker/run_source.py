@@ -48,10 +48,7 @@ def broker_source(
     options = config.broker
     assert options is not None
     if ReportsChecksums not in config.engine.capabilities:
-        log.warning(
-            "nobody elsewhere can sample from this run's engine, which lives in the trainer's own process, so what the "
-            "broker serves is not this policy's; environments need engine: vllm"
-        )
+        log.warning("environments elsewhere cannot sample from an engine within the trainer; they need engine: vllm")
     rules = Rules(
         max_tokens=context,
         vocabulary=vocabulary,

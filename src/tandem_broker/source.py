@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -33,8 +33,6 @@ from tandem_broker.protocol.messages import RunParameters, ScoredGroup
 
 log = logging.getLogger(f"tandem.{__name__}")
 
-MOST_ENVS = 256
-"""Environments that are told apart: each has metrics of its own."""
 MOST_NAMED = 8
 """Groups of one batch that are named where they cannot be read."""
 QUIET_SECONDS = 30.0
@@ -45,8 +43,6 @@ _COUNTED = (
     "groups/malformed",
 )
 """Metrics that count what arrived since the last look."""
-_READ_BY = {"advantages": "; broker.env_advantages: true trains on them"}
-"""By field of the wire: how to have it read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +98,6 @@ class BrokerSource:
     _measured: list[Mapping[str, Value]] = field(default_factory=list)
     _in_a_row: int = 0
     _logged: set[str] = field(default_factory=set)
-    _envs: set[str] = field(default_factory=set)
     _quiet_seconds: float = QUIET_SECONDS
 
     @asynccontextmanager
@@ -155,13 +150,10 @@ class BrokerSource:
         for batch in data_state.batches:
             if batch in self._leased and (reason := await self.broker.acknowledge(batch)):
                 log.warning(
-                    "the broker does not count batch %s as trained by this run: %s. If another trainer uses this "
-                    "broker, give each its own; if leases run out before a checkpoint is saved, raise "
-                    "broker.lease_seconds (%g); if the broker was started anew, give it --data",
-                    batch,
-                    reason,
-                    self.options.lease_seconds,
-                )
+                    "the broker does not count batch %s as trained by this run: %s. Give each trainer a broker of its "
+                    "own, raise broker.lease_seconds (%g), or, if the broker was started anew, give it --data",
+                    batch, reason, self.options.lease_seconds,
+                )  # fmt: skip
         self._leased = {batch: names for batch, names in self._leased.items() if batch not in data_state.batches}
 
     def metrics(self) -> Mapping[str, Value]:
@@ -180,9 +172,8 @@ class BrokerSource:
         batch_size = (await self.broker.info()).batch_size
         if batch_size != run.batch_size:
             raise BrokerError(
-                f"the broker serves batches of {batch_size} sequences, as an earlier trainer told it, and this run "
-                f"takes {run.batch_size} (groups_per_step × group_size); restart the broker, or GET /reset_data, which "
-                "also drops what is queued"
+                f"the broker serves batches of {batch_size} sequences and this run takes {run.batch_size}; restart the "
+                "broker, or GET /reset_data, which also drops what is queued"
             )
 
     async def _renew(self) -> None:
@@ -206,11 +197,9 @@ class BrokerSource:
                     if (seconds := time.monotonic() - began) > self._quiet_seconds:
                         self._quiet_seconds = 2 * seconds
                         log.warning(
-                            "no batch of %d sequences came from the broker for %.0f s: it waits for environments "
-                            "(tandem work), and its page in a browser says for which",
-                            self.options.sequences,
-                            seconds,
-                        )
+                            "no batch of %d sequences came from the broker for %.0f s: open its URL in a browser to "
+                            "see why", self.options.sequences, seconds,
+                        )  # fmt: skip
                 return await polling
             finally:
                 polling.cancel()
@@ -222,15 +211,12 @@ class BrokerSource:
         while True:
             try:
                 # A broker that knows how old a group is leaves stale ones out itself: its batches are then whole.
-                taken = await self.broker.batch(
-                    lease=options.lease_seconds, policy=self.version(), max_lag=options.max_lag
-                )
+                lease, policy = options.lease_seconds, self.version()
+                if taken := await self.broker.batch(lease=lease, policy=policy, max_lag=options.max_lag):
+                    return taken
             except NotRegistered as error:
                 log.warning("%s; registering again", error)
                 await self._register()
-                taken = None
-            if taken is not None:
-                return taken
             await asyncio.sleep(options.poll_seconds)
 
     def _receive(self, taken: TakenBatch) -> None:
@@ -262,11 +248,10 @@ class BrokerSource:
             if version is not None and version > now:
                 self._warn_once(
                     "ahead",
-                    f"group {group.id} was sampled at step {version} and this run is at {now}: the broker kept it from "
-                    "another run, or from steps that this one lost when it was killed, and max_lag leaves out none of "
-                    "these; before a new run, GET /reset_data drops what is queued",
+                    f"group {group.id} was sampled at step {version} and this run is at {now}: the broker has it from "
+                    "another run, or from steps lost in a kill; before a new run, GET /reset_data drops what is queued",
                 )
-            arrived.append(self._known(group))
+            arrived.append(group)
         self._received += len(arrived)
         if taken.id is not None:
             self._leased[taken.id] = frozenset(filter(None, taken.ids))
@@ -280,12 +265,6 @@ class BrokerSource:
                 self._in_a_row = 0
                 self._ready.append(group)
 
-    def _known(self, group: Group) -> Group:
-        """The group under its environment's name; beyond ``MOST_ENVS`` names, under one for all the others."""
-        if len(self._envs) < MOST_ENVS:
-            self._envs.add(group.env)
-        return group if group.env in self._envs else replace(group, env="foreign_others")
-
     def _refuse_other(self, scored: ScoredGroup) -> None:
         """See that a group was sampled as the run computes its logprobs, where it says how.
 
@@ -297,8 +276,7 @@ class BrokerSource:
                 whose = named(str((scored.group_overrides or {}).get("tandem_env") or scored.env_id))
                 raise BrokerError(
                     f"environment {whose} samples with {name} {settings[name]}, and this run computes logprobs with "
-                    f"{getattr(self.options.sampling, name):g}; give both the same sampling.{name}, and restart the "
-                    "broker, or GET /reset_data, which drops what is queued"
+                    f"{getattr(self.options.sampling, name):g}; give both the same sampling.{name}"
                 )
 
     def _count(self, notes: Notes, malformed: Sequence[str], arrived: Sequence[Group]) -> None:
@@ -308,11 +286,11 @@ class BrokerSource:
         for error in malformed[:MOST_NAMED]:
             log.warning("a group of the broker cannot be trained on and is set aside: %s", error)
         for name in sorted(notes.unread):
-            self._warn_once(name, f"environments send {name}, which nothing here reads{_READ_BY.get(name, '')}")
-        for whose, rollout in ((group.env, r) for group in arrived for r in group.rollouts if r.error):
             self._warn_once(
-                f"failed in {whose}", f"sequence {rollout.id} of {whose} is not trained on: {rollout.error}"
+                name, f"environments send {name}, which is not read (broker.env_advantages: true reads advantages)"
             )
+        for env, rollout in ((group.env, r) for group in arrived for r in group.rollouts if r.error):
+            self._warn_once(f"failed in {env}", f"sequence {rollout.id} of {env} is not trained on: {rollout.error}")
 
     def _warn_once(self, what: str, message: str) -> None:
         if what not in self._logged:

@@ -161,9 +161,7 @@ def of_fsdp_file(source: str, refuse: Refuse) -> Sharding | None:
     for key in options.keys() - {"fsdp", "fsdp_config"}:
         if not key.startswith("_"):
             refuse(f"{source}: {key} is not known; leave it out")
-    config = options.get("fsdp_config") or {}
-    if not isinstance(config, Mapping):
-        refuse(f"{source}: fsdp_config is no mapping")
+    if (config := _mapping(options.get("fsdp_config") or {}, refuse, "fsdp2")) is None:
         return None
     words = str(options.get("fsdp") or "").split()
     return of_fsdp(config, words, lambda text: refuse(f"{source}: {text}"))
@@ -175,7 +173,7 @@ def shard_of(
     ranks: int,
     *,
     full: bool,
-    reference: bool,
+    moving_reference: bool = False,
     optimizer: str,
     fp8: bool = False,
     workers: int = 0,
@@ -187,13 +185,13 @@ def shard_of(
         sharding: what the other system would divide.
         ranks: how many there are.
         full: every weight is trained.
-        reference: there is a reference.
+        moving_reference: there is a reference that follows the policy.
         optimizer: its kind in a recipe, unless its states are on the host.
         fp8: products are in 8 bits.
         workers: those of each engine on the ranks' GPUs; 0: there is none.
     """
     whole = {
-        "a reference is beside them": reference,
+        "checkpoints have no parts of a reference that moves": full and moving_reference,
         "8-bit products are of them": fp8,
         "adamw on the device alone follows the cut": full and (optimizer != "adamw" or sharding.offload_optimizer),
         f"each rank writes its whole adapter into an engine, which has {workers} GPUs": not full and workers > 1,
@@ -262,11 +260,8 @@ def _mapping(source: Json, refuse: Refuse, presets: str = ", ".join(_PRESETS)) -
     text = str(source)
     try:
         options = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
-    except OSError as error:
-        refuse(f"{source} cannot be read: {error.strerror}; write the path of a file, or one of {presets}")
-        return None
-    except ValueError as error:
-        refuse(f"{source} is not JSON: {error}")
+    except (OSError, ValueError) as error:
+        refuse(f"{source} cannot be read: {error}; write the path of a JSON file, or one of {presets}")
         return None
     if isinstance(options, Mapping):
         return options

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+
+import msgspec
+from msgspec import Meta
 
 from tandem.types import Json
 
@@ -18,18 +20,15 @@ Takes = Literal[
     "anything",
 ]  # fmt: skip
 
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    "text": (str,),
-    **dict.fromkeys(("whole", "count"), (int,)),
-    **dict.fromkeys(("number", "positive", "share"), (int, float)),
-    **dict.fromkeys(("truth", "flag"), (bool,)),
-    "list": (list,),
-    "mapping": (dict,),
-}
+_TYPES: Mapping[str, Any] = {
+    "text": str, "whole": int, "count": Annotated[int, Meta(ge=1)], "number": float,
+    "positive": Annotated[float, Meta(gt=0, le=1.7e308)], "share": Annotated[float, Meta(ge=0, le=1)],
+    "truth": bool, "flag": bool, "texts": list[str], "numbers": list[float], "list": list, "mapping": dict,
+    "anything": Any,
+}  # fmt: skip
 NOTHING: tuple[Json, ...] = (False, "", "false", [], {})
 """Values of an option that ask for nothing."""
 NO_USE = "Tandem has no use for it"
-_TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,8 +233,13 @@ class Reader:
     def read(self, name: str, value: Json) -> None:
         """Take a value that the option may have; another is a mistake."""
         row = self.table[name]
-        if not _fits(value, row.takes):
+        try:
+            msgspec.convert(value, _TYPES[row.takes])
+        except msgspec.ValidationError:
             self._mistyped(row, shown(value))
+            return
+        if value != value:  # nan is no number
+            self._mistyped(row, "nan")
         elif row.choices and value not in row.choices:
             choices = ", ".join(choice if isinstance(choice, str) else shown(choice) for choice in row.choices)
             self.wrong(name, f"there is no {shown(value)} here; choose from {choices}")
@@ -247,7 +251,7 @@ class Reader:
         row = self.table[name]
         try:
             self.read(name, _parsed(row.takes, words))
-        except ValueError:
+        except msgspec.MsgspecError:
             self._mistyped(row, repr(" ".join(words)))
 
     def settle_all(self, places: Mapping[str, str]) -> None:
@@ -295,40 +299,11 @@ def shown(value: Json) -> str:
     return {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
 
 
-def _fits(value: Any, takes: Takes) -> bool:
-    if takes in _TYPES and not isinstance(value, _TYPES[takes]):
-        return False
-    if isinstance(value, bool):
-        return takes in ("truth", "flag", "anything")
-    least, most = {"count": (1, math.inf), "positive": (5e-324, 1.7e308), "share": (0, 1)}.get(takes, (None, None))
-    return bool(value == value if least is None else least <= value <= most)  # nan is no number
-
-
-def _number(word: str) -> float:
-    """The number that a word is; raises ValueError for others, of which nan is one."""
-    if math.isnan(number := float(word)):
-        raise ValueError
-    return number
-
-
 def _parsed(takes: Takes, words: Sequence[str]) -> Json:
-    """The value that words stand for; raises ValueError for others."""
-    match takes:
-        case "texts":
-            return list(words)
-        case "numbers":
-            return [_number(word) for word in words]
-        case "whole" | "count":
-            return int(words[-1])
-        case "number" | "positive" | "share":
-            return _number(words[-1])
-        case "truth":
-            if words[-1].lower() not in _TRUTH:
-                raise ValueError
-            return _TRUTH[words[-1].lower()]
-        case "mapping":
-            if not isinstance(value := json.loads(words[-1]), dict):
-                raise ValueError
-            return value
-        case _:
-            return words[-1]
+    """The value that words stand for; raises MsgspecError for others."""
+    if takes in ("texts", "numbers"):
+        return msgspec.convert(words, _TYPES[takes], strict=False)
+    if takes == "mapping":
+        return msgspec.json.decode(words[-1], type=dict)
+    word = {"yes": "true", "no": "false"}.get(words[-1].lower(), words[-1]) if takes == "truth" else words[-1]
+    return msgspec.convert(word, _TYPES[takes], strict=False)

@@ -190,7 +190,6 @@ def test_greedy_needs_no_key(run: Callable[[Work], Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine_kind", sorted(set(ENGINES) - {"fake"}))  # whose tokens mean no text
 def test_a_stop_text_is_one_requests_own(run: Callable[[Work], Any], policy: Policy) -> None:
     async def work(engine: Engine) -> tuple[Completion, Completion, str]:
         (request,) = await long_keys(engine, 1)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from support.scripted_engine import Scripted, Wire, scripted
+from support.sync_sessions import open_session
 from support.tiers import long_but
 from support.tiny_policy import live_policy
 
@@ -36,7 +37,7 @@ from tandem.weight_sync.hotswap import Hotswap
 from tandem.weight_sync.restart import Restart
 from tandem.weight_sync.shared import Shared
 from tandem.weight_sync.transaction.recovery import ATTEMPTS
-from tandem.weight_sync.transaction.session import WeightSyncSession, open_session
+from tandem.weight_sync.transaction.session import WeightSyncSession
 
 START = PolicyVersion(step=0, digest="")
 MERGED = Lora(rank=2, merged=True)

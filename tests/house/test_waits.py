@@ -27,8 +27,6 @@ ALLOWED = {
     "tandem_broker/producer.py:run": "a stop, beside the playing",
     "tandem_compat/atropos/checkpoints.py:_finish": "a logger's own thread; what a logger does is registered",
     "tandem/envs/agent.py:_run": "the end by SIGKILL, within a rollout's wait",
-    "tandem/engines/fake.py:generate": "within whoever asks it",
-    "tandem/engines/fake.py:_sample": "within whoever asks it",
     # In processes that others ask with a deadline: an engine's, the broker's.
     "tandem/engines/vllm/server/frontend.py:broken_off": "whoever asks the engine has a deadline",
     "tandem/engines/vllm/server/frontend.py:deliverable": "whoever asks the engine has a deadline",

@@ -57,20 +57,20 @@ class Layout:
     """Arguments of the line that count GPUs, as they are here."""
 
 
-URLS, BESIDE = Layout("urls"), Layout("beside", sync="shared")
+URLS, CUT, BESIDE = Layout("urls"), Layout("urls", shard="weights"), Layout("beside", sync="shared")
 COUNTED = Layout("beside", sync="shared", gpus={"num_infer_workers": "2"}, environ={"CUDA_VISIBLE_DEVICES": "0,1"})
 SLICED = Layout("beside", sync="shared", gpus={"vllm_tensor_parallel_size": "2"})
 THREE = {"CUDA_VISIBLE_DEVICES": "0,1,2"}
 SWIFT = {
     "code": URLS,
-    "its adapter": URLS,
-    "a server of an older release": Layout("urls", shard="weights"),
+    "its adapter": CUT,
+    "a server of an older release": CUT,
     "several nodes": URLS,
     "a mixture of experts beside a server": URLS,
-    "a server": URLS,
-    "a server and what it ignores": URLS,
-    "countdown": URLS,
-    "two updates": URLS,
+    "a server": CUT,
+    "a server and what it ignores": CUT,
+    "countdown": CUT,
+    "two updates": CUT,
     "async": Layout("apart", environ=THREE),
     "vLLM on the other GPU": Layout("apart", environ=THREE),
     "colocated with all": COUNTED,
@@ -92,7 +92,7 @@ AXOLOTL: dict[str, tuple[str, Mapping[str, Any], Layout]] = {
     "FSDP": ("quick start", FSDP, Layout("adapters", shard="weights", sync="hotswap")),
     "ZeRO-3": ("quick start", ZERO3, Layout("adapters", shard="weights", sync="hotswap")),
     "FSDP, asynchronous": ("full async", FSDP, Layout("adapters", shard="weights", sync="hotswap")),
-    "FSDP, whole weights": ("a server", FSDP, Layout("urls", shard="weights")),
+    "FSDP, whole weights": ("a server", FSDP, CUT),
     "two GPUs train": ("two GPUs for vLLM", {}, URLS),
     "two GPUs, colocated": ("colocate", {}, BESIDE),
 }

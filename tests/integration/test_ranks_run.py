@@ -98,6 +98,36 @@ def test_ranks_train_an_adapter_as_one_rank_does(train: Train, merged: bool, sha
         assert float((ranks[of] - tensor).abs().max()) < 10 * CLOSE, of
 
 
+REFERENCE = ["optimizer.lr=0.01", "groups_per_step=1", "micro_batch_tokens=24", "zero_variance_groups=keep"]
+"""Three micro-batches, so that a rank has none where another has one."""
+REFERENCES = {
+    "full": ["reference={kind: start, beta: 0.5}", "updates_per_batch=2"],
+    "local sums": ["reference={kind: start, beta: 0.5}", "distributed.gradients=local"],
+    "in the reward": ["reference={kind: start, beta: 0.5, in_reward: true}"],
+    "adapter": ["reference={kind: start, beta: 0.5}", "trainable={kind: lora, rank: 4}"],
+    "merged": ["reference={kind: start, beta: 0.5}", "trainable={kind: lora, rank: 4, merged: true}"],
+    "moving adapter": ["reference={kind: average, beta: 0.5, every: 1}", "trainable={kind: lora, rank: 4}"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", long_but(REFERENCES, "full"))
+def test_ranks_with_cut_weights_are_kept_near_the_reference_that_one_rank_has(train: Train, what: str) -> None:
+    """The model as it was loaded, also where a run goes on; without it weights would be elsewhere."""
+    cut, name = ["ranks=2", "distributed.shard=weights"], what.replace(" ", "-")
+    alone = [option for option in REFERENCES[what] if not option.startswith("distributed")]
+    one = train(f"{name}-1", *REFERENCE, *alone)
+    none = train(f"{name}-0", *REFERENCE, *alone[1:], "reference=null")
+    train(f"{name}-2", *REFERENCE, *REFERENCES[what], *cut, "steps=2")
+    ranks = train(f"{name}-2", "steps=3", resume=True)
+    want, far, have = (
+        load_file(next((run / "checkpoints/000003").glob("[am]*/*.safetensors"))) for run in (one, none, ranks)
+    )
+    assert max(float((far[of] - tensor).abs().max()) for of, tensor in want.items()) > 300 * CLOSE
+    for of, tensor in want.items():
+        assert float((have[of] - tensor).abs().max()) < 10 * CLOSE, of
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_with_its_weights_divided_otherwise(train: Train, alone: dict[str, torch.Tensor]) -> None:
     train("turns", "ranks=2", "distributed={shard: weights, gradients: scattered}", "steps=1")

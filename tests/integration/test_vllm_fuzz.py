@@ -98,14 +98,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         yield Engine(port, str(model), process, place / "said.txt")
 
 
-def named(valid: list[tuple[str, Any]], model: str) -> list[tuple[str, Any]]:
-    """The same of the model that is served."""
-    return [(path, json.loads(json.dumps(body).replace('"tiny"', json.dumps(model)))) for path, body in valid]
-
-
-@pytest.mark.parametrize("whose", ["ours", "vLLM's"])
-def test_odd_requests_leave_an_engine_as_it_was(served: Engine, whose: str) -> None:
-    valid = named(odd.OURS if whose == "ours" else odd.THEIRS, served.model)
+def test_odd_requests_leave_an_engine_as_it_was(served: Engine) -> None:
+    valid = odd.OURS
     before = json.loads(served.ask("/health")[1])["engine"]
     for path, body in valid:  # what is compiled and cached once is there afterwards
         served.ask(path, body)
@@ -118,31 +112,6 @@ def test_odd_requests_leave_an_engine_as_it_was(served: Engine, whose: str) -> N
     assert (status, len(json.loads(response)["token_ids"][0])) == (200, 2)
     health = json.loads(served.ask("/health")[1])
     assert (health["engine"], health["state"], health["running"], health["waiting"]) == (before, "serving", 0, 0)
-
-
-def test_one_request_takes_neither_the_memory_nor_the_engine(served: Engine) -> None:
-    """Each of these once took gigabytes, or ended the engine."""
-    first = served.resident()
-    join = {"init_method": f"tcp://127.0.0.1:{free_port()}", "world_size": 2, "seconds": 2}
-    metadata = {f"model.layers.{i}.weight": {"shape": [1, 1], "dtype": "float32"} for i in range(150_000)}
-    nested = b'{"init_method": "tcp://a:1", "world_size": 2, "param_metadata": {"w": [' + b"[]," * 4_000_000 + b"[]]}}"
-    for path, body, status in (
-        ("/nccl/start_receiver", {**join, "param_metadata": metadata}, 400),
-        ("/nccl/start_receiver", nested, 400),
-        ("/nccl/start_receiver", b" " * (20 << 20), 413),
-        ("/nccl/start_receiver", {**join, "world_size": 2**31}, 400),
-        ("/bridge/adopt", {"trainer": "4000000:1 boot"}, 404),
-        ("/generate", {"prompt": "a", "n": 10**6}, 400),
-        ("/v1/completions", {"model": served.model, "prompt": ["a"] * 1000, "n": 16}, 400),
-        ("/v1/completions", b'{"a":' + b"[" * 90_000, 400),
-    ):
-        assert served.ask(path, body)[0] == status, path
-        assert served.process.poll() is None
-    assert served.resident() < first + GROWTH
-    for _ in range(12):  # given up one after another, each by the next
-        assert served.ask("/nccl/start_receiver", {**join, "seconds": 600})[0] in (200, 429)
-    assert served.ask("/nccl/start_receiver", join)[0] == 429
-    assert served.ask("/generate", {"prompt": "a", "max_tokens": 2})[0] == 200
 
 
 def test_a_page_in_a_browser_does_not_pause_it(served: Engine) -> None:

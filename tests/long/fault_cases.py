@@ -453,13 +453,10 @@ HOTSWAP = (
         act=lambda bench: bench.opened(),
     ),
 )
-RESTART = (
-    Fault(name="engine not restarted", by="checksum", inject=_relaunched(None)),
-    Fault(name="trainer dies while the engine is paused", by="deadline", inject=nothing, act=_never_resumed),
-    OPTIMIZER_DIES,
-)
+RESTART = (TRAINER_DIES, OPTIMIZER_DIES)
 RESTART_WEIGHTS = (
     *RESTART,
+    Fault(name="engine not restarted", by="checksum", inject=_relaunched(None)),
     Fault(name="started on the weights of before", by="checksum", inject=_relaunched(_previous)),
     Fault(name="started on the model of the start", by="checksum", inject=_relaunched(lambda *_: None)),
     Fault(name="one bit of what was saved differs", by="checksum", inject=_relaunched(_bit_on_disk)),
@@ -491,6 +488,7 @@ WAYS: Mapping[int, Mapping[str, tuple[Fault, ...]]] = {
         "restart merged": (*RESTART_WEIGHTS, *ALIKE),
         "restart lora": (
             *RESTART,
+            Fault(name="nothing loaded after the restart", by="checksum", inject=instead(_engine, "load", _skipped)),
             Fault(name="another alpha in the adapter's folder", by="checksum", inject=_loaded(_other_alpha)),
             *ALIKE,
         ),
@@ -499,7 +497,7 @@ WAYS: Mapping[int, Mapping[str, tuple[Fault, ...]]] = {
 """Faults by the number of ranks and the way: how weights travel, and what is trained."""
 
 CAUGHT: tuple[tuple[str, str], ...] = (
-    ("another process than", "boot id"),
+    ("new instance id", "boot id"),
     ("prefix cache", "prefix cache"),
     ("published tensors differ", "checksum"),
     ("trained tensors differ", "checksum"),

@@ -9,7 +9,10 @@ import asyncio
 from collections import deque
 from typing import Any, Literal, Self
 
+import msgspec
 from aiohttp import web
+
+from tandem.engines.vllm import protocol as wire
 
 END = 257
 """End token of the tiny model's tokenizer."""
@@ -60,9 +63,11 @@ class FakeEngine:
         return web.json_response({"data": [{"id": self.model, "max_model_len": self.context}]})
 
     async def _info(self, request: web.Request) -> web.Response:
-        return web.json_response(
-            {"engine": "e", "context": self.context, "logprobs": "processed_logprobs", "model": self.model}
-        )
+        about = wire.EngineInfo(
+            engine="e", state="", reason="", step=self.version, digest="", updates=0, running=0, adapter=None,
+            model=self.model, context=self.context, logprobs="processed_logprobs", adapters=False, workers=[],
+        )  # fmt: skip
+        return web.json_response(msgspec.to_builtins(about))
 
     async def _sample(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -81,8 +86,8 @@ class FakeEngine:
         finish = "stop" if tokens[-1] == END else "length"
         logprobs = [-1 / (number + 1)] * len(tokens)
         if self.dialect == "openai":
-            choice_logprobs = {"tokens": [f"token_id:{t}" for t in tokens], "token_logprobs": logprobs}
-            return web.json_response({"choices": [{"finish_reason": finish, "logprobs": choice_logprobs}]})
+            choice = {"finish_reason": finish, "token_ids": tokens, "logprobs": {"token_logprobs": logprobs}}
+            return web.json_response({"choices": [choice]})
         answer: dict[str, Any] = {
             "text": [""], "prompt": "", "finish_reasons": [finish], "prompt_token_ids": [], "token_ids": [tokens],
             "logprobs": [[[{str(t): p}] for t, p in zip(tokens, logprobs, strict=True)]],

@@ -119,7 +119,6 @@ class FakeClient:
             "tandem_map": ['{"w": []}'],
             "tandem_export_weights": ['{"lent": {}, "map": {}}'],
             "tandem_export_adapter": ['{"key": "k"}'],
-            "tandem_is_exported": [False],
         }
         self.cache: set[str] = set()
         self.removed: list[int] = []

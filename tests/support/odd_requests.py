@@ -16,8 +16,6 @@ CONFIG = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
 SAMPLING = {"max_tokens": 2, "temperature": 1.0, "top_p": 0.9, "top_k": 5, "min_p": 0.01, "n": 1, "seed": 3}
 PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1, "min_tokens": 1}
 STOPS = {"stop": ["x"], "stop_token_ids": [3], "ignore_eos": True}
-STOCK = {"model": "tiny", **SAMPLING, **PENALTIES, **STOPS}
-MESSAGES = [{"role": "user", "content": "Hi"}]
 
 OURS: list[tuple[str, Any]] = [
     ("/generate", {"prompt": "Hi", **SAMPLING, "logprobs": 1}),
@@ -34,7 +32,6 @@ OURS: list[tuple[str, Any]] = [
     ("/bridge/wake", {"seconds": 5.0}),
     ("/bridge/lend", {}),
     ("/bridge/lend_slot", {"config": CONFIG, "tensors": [["a.lora_A.weight", [8, 64], "float32"]]}),
-    ("/bridge/adapt", {"key": "abc"}),
     ("/bridge/adopt", {"trainer": "4000000:12 boot"}),
     ("/bridge/checksums", {"travels": "weights", "adapter": None, "names": [], "config": {}}),
     ("/bridge/probe", {"tokens": [72, 105], "temperature": 0.7, "max_tokens": 2, "seed": 1}),
@@ -46,23 +43,6 @@ OURS: list[tuple[str, Any]] = [
     ("/nccl/stop_receiver", {}),
 ]
 """Routes of ours, each with what somebody would send; no ``min_step``, which may be waited for for ever."""
-
-THEIRS: list[tuple[str, Any]] = [
-    ("/v1/completions", {**STOCK, "prompt": "Hi", "logprobs": 1, "echo": False}),
-    ("/v1/completions", {**STOCK, "prompt": [72, 105], "prompt_logprobs": 1, "logit_bias": {"3": 1.0}}),
-    ("/v1/completions", {**STOCK, "prompt": ["Hi", "Ho"], "stream": True, "bad_words": ["a"]}),
-    ("/v1/completions", {**STOCK, "prompt": [[72], [105]], "allowed_token_ids": [3, 4], "use_beam_search": False}),
-    ("/v1/completions", {**STOCK, "prompt": "Hi", "structured_outputs": {"json": {"type": "object"}}}),
-    ("/v1/chat/completions", {**STOCK, "messages": MESSAGES, "logprobs": True, "top_logprobs": 2}),
-    ("/v1/chat/completions", {**STOCK, "messages": MESSAGES, "chat_template_kwargs": {"a": 1}, "stream": True}),
-    ("/v1/chat/completions", {**STOCK, "messages": MESSAGES, "response_format": {"type": "json_object"}}),
-    ("/v1/chat/completions", {"model": "tiny", "messages": MESSAGES, "max_completion_tokens": 3}),
-    ("/v1/responses", {"model": "tiny", "input": "Hi", "max_output_tokens": 3, "temperature": 1.0}),
-    ("/v1/messages", {"model": "tiny", "messages": MESSAGES, "max_tokens": 3}),
-    ("/tokenize", {"model": "tiny", "prompt": "Hi"}),
-    ("/detokenize", {"model": "tiny", "tokens": [72, 105]}),
-]
-"""vLLM's own."""
 
 ODD: list[Any] = [
     None, True, -1, 0, 5, 7.5, 2**31, 2**31 - 1, 2**63, 2**63 - 1, -(2**63), 10**25, 1.5, -0.0, -0.5, 1e-300, 1e308, "",

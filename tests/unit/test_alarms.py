@@ -11,7 +11,7 @@ import pytest
 from support.alarms import BASE, HEALTHY, ONSET, SICK, flat, slope, watched
 from support.tiers import long_but
 
-from tandem.observability.alarms import ALARMS, AlarmWatch, Finding, Name, Notice, _Episode
+from tandem.observability.alarms import METRICS, PATTERNS, AlarmWatch, Finding, Name, Notice, _Episode
 
 SOON = 20
 """Steps after its onset within which everything that goes wrong is named."""
@@ -103,7 +103,7 @@ def test_a_policy_that_one_update_ruined_is_told_of_at_once(
 
 
 def test_every_alarm_is_looked_for_and_has_a_name_that_recipes_know() -> None:
-    assert {alarm.name for alarm in ALARMS} == set(get_args(Name))
+    assert set(METRICS) == {pattern.alarm for pattern in PATTERNS} == set(get_args(Name))
     assert {alarm for alarm, _ in SICK.values()} == set(get_args(Name))
 
 
@@ -122,11 +122,11 @@ def test_an_episode_is_told_once_and_is_over_when_nothing_shows_any_more() -> No
 
 def test_what_lasts_is_told_again_ever_more_rarely() -> None:
     finding = Finding(seen="1", means="m.", change="c.")
-    episode, notice_steps = _Episode(), []
+    episode, notice_steps = _Episode("length"), []
     for step in range(1, 1000):
-        notice_steps += [step] if episode.update(ALARMS[1], finding, step) else []
+        notice_steps += [step] if episode.update(finding, step) else []
     assert notice_steps == [3, 103, 303, 703]
-    over = [episode.update(ALARMS[1], None, step) for step in range(1000, 1010)]
+    over = [episode.update(None, step) for step in range(1000, 1010)]
     assert [notice is not None for notice in over] == [False] * 9 + [True]
 
 
@@ -163,8 +163,8 @@ def test_stop_is_asked_for_by_the_first_alarm_and_by_one_that_is_open_after_a_re
 def test_an_alarm_that_comes_and_goes_is_one_that_stays() -> None:
     """Twenty steps with the pattern and twenty without, again and again: its episodes grow into each other."""
     finding = Finding(seen="s", means="m", change="c")
-    episode, raised = _Episode(), 0
+    episode, raised = _Episode("length"), 0
     for step in range(1, 801):
-        notice = episode.update(ALARMS[1], finding if step // 20 % 2 else None, step)
+        notice = episode.update(finding if step // 20 % 2 else None, step)
         raised += notice is not None and notice.finding is not None
     assert raised == 5  # at steps 20, 60 and, as it goes on, three times more; before, in each of 20 episodes

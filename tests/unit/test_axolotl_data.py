@@ -260,8 +260,7 @@ def test_what_is_no_data_set_is_refused(write: Write) -> None:
     rows("r.jsonl", 1)
     for entry, message in (
         ({}, "each entry needs a path"),
-        ({"path": "json"}, "path json needs data_files"),
-        ({"path": "json", "data_files": [5]}, r"data_files must be a path or a list of paths, got \[5\]"),
+        ({"path": "json"}, "a name on the hub, or json and data_files"),
         ({"path": "r.jsonl", "split": "train[:9]"}, r"is a local file and has no split train\[:9\]"),
         ({"path": "r.jsonl", "ds_type": "csv"}, r"r\.jsonl is not read as ds_type csv"),
         ({"path": "r.jsonl", "ds_type": "text"}, r"r\.jsonl is not read as ds_type text"),

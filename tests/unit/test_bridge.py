@@ -100,7 +100,6 @@ def test_a_field_that_lacks_is_named(tmp_path: Path, field: str) -> None:
     [
         ({"param_mappings": {"x": {"vllm_name": "x"}}}, r"missing required field `shape` - at `\$\.param_mappings"),
         ({"tp_degree": "two"}, "Expected `int`, got `str` - at `\\$.tp_degree`"),
-        ({"num_params": 7}, "counts 7 parameters but names 1"),
     ],
 )
 def test_wrong_fields_are_named(tmp_path: Path, change: dict[str, Any], why: str) -> None:
@@ -129,7 +128,7 @@ def test_an_engine_that_lends_nothing_says_so(tmp_path: Path) -> None:
     vllm_bridge = VllmBridge.read(
         put(tmp_path / VLLM_FILE, {**THEIRS, "ipc_handles": {}, "single_copy_enabled": False})
     )
-    with pytest.raises(TransportError, match="lends no memory"):
+    with pytest.raises(TransportError, match="does not say where"):
         vllm_bridge.attach()
 
 

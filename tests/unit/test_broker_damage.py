@@ -23,7 +23,8 @@ import json, os, sys
 from pathlib import Path
 from tandem_broker.journal import Ledger
 from tandem_broker.protocol.messages import RunParameters
-from tandem_broker.queue.records import GroupEntry, StoreOptions
+from tandem_broker.protocol.submission import GroupEntry
+from tandem_broker.queue.records import StoreOptions
 ledger = Ledger.open(Path(sys.argv[1]), StoreOptions(), 0.0)
 ledger.store.register(RunParameters(**json.loads(sys.argv[2])))
 ledger.store.take(0.0)
@@ -58,9 +59,9 @@ NONSENSE = {
     "a size": "UPDATE entries SET size = 'x' WHERE place = 3",
     "a payload": "UPDATE payloads SET data = x'00' WHERE place = 3",
     "a group without its payload": "DELETE FROM payloads WHERE place = 3",
-    "a fact that is no JSON": "UPDATE facts SET value = '{' WHERE name = 'run'",
-    "a fact of another kind": "UPDATE facts SET value = '[1]' WHERE name = 'run'",
-    "a fact without its keys": "UPDATE facts SET value = '{\"a\": 1}' WHERE name = 'run'",
+    "a fact that is no JSON": "UPDATE facts SET value = '{' WHERE name = 'progress'",
+    "a fact of another kind": "UPDATE facts SET value = '[1]' WHERE name = 'progress'",
+    "a fact without its keys": "UPDATE facts SET value = '{\"a\": 1}' WHERE name = 'progress'",
 }
 
 
@@ -87,8 +88,8 @@ def test_a_damaged_file_is_refused(tmp_path: Path, damage: str) -> None:
 
 
 ODD: dict[str, tuple[Callable[[Path], object], str]] = {
-    "the ledger is a folder": (lambda folder: (folder / "ledger.sqlite").mkdir(), "it is no file"),
-    "the lock is a folder": (lambda folder: (folder / "lock").mkdir(), "lock cannot be opened"),
+    "the ledger is a folder": (lambda folder: (folder / "ledger.sqlite").mkdir(), "cannot be opened"),
+    "the lock is a folder": (lambda folder: (folder / "lock").mkdir(), "no ledger can be kept"),
     "the log is a folder": (lambda folder: (folder / "ledger.sqlite-wal").mkdir(), "cannot be opened"),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Sequence
 from itertools import combinations
 
@@ -10,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem_broker.protocol.submission import GroupEntry
 from tandem_broker.queue import formation
-from tandem_broker.queue.records import GroupEntry
 from tandem_broker.queue.tenants import ANONYMOUS, Item, Tenant
 
 TENANT = Tenant(env_id=None, spec=ANONYMOUS, name="", heard=0.0)
@@ -50,19 +49,6 @@ def by_hand(numbers: Sequence[int], total: int) -> list[int] | None:
 @given(SIZES, st.integers(1, 24))
 def test_earliest_is_what_trying_everything_finds(numbers: list[int], total: int) -> None:
     assert orders(formation.earliest(items(numbers), total)) == by_hand(numbers, total)
-
-
-@pytest.mark.slow
-@EVERY
-@given(SIZES, st.integers(1, 24))
-def test_candidates_lose_nothing(numbers: list[int], total: int) -> None:
-    """Looking at no more of each size than fit gives the same selection."""
-    line: dict[int, deque[Item]] = {}
-    for item in items(numbers):
-        line.setdefault(item.size, deque()).append(item)
-    few = formation.candidates([line], total)
-    assert all(count <= total // size for size, count in Counter(sizes(few)).items())
-    assert orders(formation.earliest(few, total)) == by_hand(numbers, total)
 
 
 @EVERY

@@ -17,7 +17,8 @@ from support.brokers import env_spec, run_parameters, some
 
 from tandem.errors import BrokerError
 from tandem_broker.journal import Ledger
-from tandem_broker.queue.records import GroupEntry, StoreOptions
+from tandem_broker.protocol.submission import GroupEntry
+from tandem_broker.queue.records import StoreOptions
 
 RUN = run_parameters(batch_size=4, max_token_len=64, wandb_project="p", num_steps=9)
 
@@ -39,7 +40,7 @@ def begun(ledger: Ledger) -> None:
 def put(
     ledger: Ledger, name: str, size: int = 4, env: int | None = None, key: str | None = None, data: bytes = b""
 ) -> str:
-    entry = GroupEntry(id=name, env=env, size=size, version=3, received=5.0, payload=data or name.encode())
+    entry = GroupEntry(id=name, env=env, size=size, version=3, payload=data or name.encode())
     return ledger.store.put(entry, 0.0, key=key).kind
 
 
@@ -50,7 +51,7 @@ def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
         assert put(one, "a", key="k") == "received"
         assert put(one, "b") == "received"
         assert put(one, "c", size=3, env=0) == "buffered"
-        batch = some(one.store.take(0.0, lease=True, seconds=10.0, policy=6))
+        batch = some(one.store.take(0.0, lease=10.0, policy=6))
     with ledger(tmp_path, now=100.0) as two:
         store = two.store
         assert (store.run, store.step, store.started, store.policy_step) == (RUN, 1, True, 6)
@@ -59,11 +60,11 @@ def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
         again = some(store.register_env(env_spec(name="e", max_token_length=8), 100.0))
         assert (again.env_id, again.wandb_name) == (1, "e_1")
         assert put(two, "a", key="k") == "duplicate"
-        second_batch = some(store.take(100.0, lease=True))
+        second_batch = some(store.take(100.0, lease=600.0))
         (entry,) = second_batch.entries
-        assert entry == GroupEntry(id="b", env=None, size=4, version=3, received=5.0, payload=b"b")
+        assert entry == GroupEntry(id="b", env=None, size=4, version=3, payload=b"b")
         assert store.acknowledge(batch.id, 109.0)  # its lease began anew
-        assert [item.entry.id for item in store.tenants.by_id[0].buffer] == ["c"]
+        assert [item.entry.id for item in store.waiting.of("buffered")] == ["c"]
 
 
 def test_an_environment_that_was_silent_holds_no_share_after_a_restart(tmp_path: Path) -> None:
@@ -99,8 +100,8 @@ def test_a_lease_that_ran_out_stays_over_after_a_restart(tmp_path: Path) -> None
     with ledger(tmp_path) as one:
         begun(one)
         put(one, "a")
-        first = some(one.store.take(0.0, lease=True, seconds=10.0))
-        second = some(one.store.take(10.0, lease=True))
+        first = some(one.store.take(0.0, lease=10.0))
+        second = some(one.store.take(10.0, lease=600.0))
     with ledger(tmp_path) as two:
         assert list(two.store.leases.out) == [second.id]
         assert two.store.acknowledge(first.id, 0.0)  # late, but the first to say so
@@ -117,7 +118,7 @@ def test_a_reset_leaves_nothing(tmp_path: Path) -> None:
         begun(one)
         put(one, "b", key="k")
     with ledger(tmp_path) as two:
-        assert [item.entry.id for item in two.store.waiting] == ["b"]
+        assert [item.entry.id for item in two.store.waiting.of("queued")] == ["b"]
 
 
 def test_two_brokers_cannot_share_a_folder(tmp_path: Path) -> None:
@@ -158,7 +159,7 @@ def test_a_ledger_that_cannot_write_promises_nothing_more(tmp_path: Path) -> Non
         with pytest.raises(BrokerError, match="nothing is accepted"):
             one.commit()
     with ledger(tmp_path) as two:
-        assert [item.entry.id for item in two.store.waiting] == ["kept"]
+        assert [item.entry.id for item in two.store.waiting.of("queued")] == ["kept"]
 
 
 def test_keys_do_not_pile_up(tmp_path: Path) -> None:
@@ -209,7 +210,7 @@ def test_the_space_of_trained_groups_is_used_again(tmp_path: Path) -> None:
         begun(one)
         for name in range(200):
             put(one, str(name), data=b"%d " % name * 200)
-            batch = some(one.store.take(0.0, lease=True))
+            batch = some(one.store.take(0.0, lease=600.0))
             one.store.acknowledge(batch.id, 0.0)
         one.commit()
         assert len(one.store.leases.over) <= 1000

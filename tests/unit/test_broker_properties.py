@@ -19,14 +19,10 @@ from support.tiers import examples
 
 from tandem_broker.journal import Ledger
 from tandem_broker.protocol.messages import EnvStatus, RunParameters
+from tandem_broker.protocol.submission import GroupEntry
 from tandem_broker.queue import formation
-from tandem_broker.queue.records import (
-    Acknowledgement,
-    Busy,
-    GroupEntry,
-    GroupRefused,
-    StoreOptions,
-)
+from tandem_broker.queue.leases import Acknowledgement
+from tandem_broker.queue.records import Busy, GroupRefused, StoreOptions
 from tandem_broker.queue.store import GroupQueue
 from tandem_broker.queue.tenants import Item
 
@@ -34,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 OPTIONS = StoreOptions(
     max_groups=24, max_bytes=24 * 9, max_env_groups=16, max_env_bytes=16 * 9, max_environments=6,
-    lease_seconds=50.0, heartbeat_seconds=60.0, key_seconds=500.0, max_keys=20,
+    heartbeat_seconds=60.0, key_seconds=500.0, max_keys=20,
 )  # fmt: skip
 RUNS = st.sampled_from([4, 6, 8])
 BATCH = st.integers(0, 30)
@@ -48,7 +44,8 @@ def status_by_hand(store: GroupQueue, env_id: int) -> EnvStatus:
     """The table of the protocol, counted anew."""
     batch_size = store.run.batch_size if store.run else 0
     tenants = [*store.tenants.by_id.values(), store.tenants.anonymous]
-    queued = {tenant.env_id: [item.size for item in tenant.queue] for tenant in tenants}
+    queue = list(store.waiting.of("queued"))
+    queued = {tenant.env_id: [item.size for item in queue if item.tenant is tenant] for tenant in tenants}
     live = [tenant for tenant in tenants if tenant.live]
     me = store.tenants.by_id[env_id]
     largest = max([1, *(size for sizes in queued.values() for size in sizes)])
@@ -97,7 +94,7 @@ class Promises(RuleBasedStateMachine):
 
     @property
     def waiting(self) -> list[Item]:
-        return list(self.store.waiting)
+        return list(self.store.waiting.of("queued", "buffered"))
 
     def expect_trained(self, batch: str) -> tuple[int, int]:
         fresh = [name for name in self.served[batch] if name in self.held]
@@ -160,9 +157,11 @@ class Promises(RuleBasedStateMachine):
             return
         except Busy:
             tenant = self.store.tenants.of(env)
-            waits = tenant.queue.sequences + tenant.buffer.sequences
+            waits = tenant.sequences["queued"] + tenant.sequences["buffered"]
             assert self.store.waiting.next_batch() is not None or waits >= batch_size
-            assert len(self.store.waiting.items) >= OPTIONS.max_groups or tenant.held_groups >= OPTIONS.max_env_groups
+            assert (
+                len(self.store.waiting.items) >= OPTIONS.max_groups or tenant.groups.total() >= OPTIONS.max_env_groups
+            )
             return
         known = key is not None and self.now - self.keys.get(key, -1e9) <= OPTIONS.key_seconds
         assert (receipt.kind == "duplicate") == known
@@ -186,7 +185,7 @@ class Promises(RuleBasedStateMachine):
                     self.over[earlier.id] = Acknowledgement(ok=not already, trained=fresh, already=already)
         before = {item.entry.id: (item, item.state) for item in self.waiting}
         returned = self.store.returned
-        batch = self.store.take(self.now, lease=lease, trainer=trainer)
+        batch = self.store.take(self.now, trainer, lease=50.0 if lease else None)
         self.ledger.commit()
         assert self.store.run is not None
         total, needs = self.store.run.batch_size, self.store.tenants.minimums()
@@ -276,7 +275,7 @@ class Promises(RuleBasedStateMachine):
     def trainer_renews(self, which: int) -> None:
         batch = list(self.served)[which % len(self.served)]
         if self.store.renew(batch, self.now) and (expires := self.store.leases.out[batch].expires) is not None:
-            assert expires == self.now + OPTIONS.lease_seconds
+            assert expires == self.now + 50.0
 
     @rule(batches=st.integers(1, 3))
     def trainer_trains(self, batches: int) -> None:
@@ -331,15 +330,17 @@ class Promises(RuleBasedStateMachine):
     def counters_equal_a_recount(self) -> None:
         if not hasattr(self, "store"):
             return
-        queued = [item for tenant in self.store.tenants for item in tenant.queue]
-        assert self.store.queued_groups == len(queued)
+        items = list(self.store.waiting.items.values())
+        assert items == sorted(items, key=formation.BY_ORDER)
+        assert self.store.queued_groups == sum(item.state == "queued" for item in items)
         assert len(self.store.waiting.items) == len(self.held)
         assert self.store.waiting.bytes == 9 * len(self.held)
         for tenant in self.store.tenants:
-            for queue in (tenant.queue, tenant.buffer):
-                assert (queue.groups, queue.sequences) == (len(list(queue)), sum(item.size for item in queue))
-                assert all(list(line) == sorted(line, key=formation.BY_ORDER) for line in queue.lines.values())
-        assert sum(tenant.held_groups for tenant in self.store.tenants) == len(self.held)
+            own = [item for item in items if item.tenant is tenant]
+            assert +tenant.groups == Counter(item.state for item in own)
+            assert tenant.sequences.total() == sum(item.size for item in own)
+            assert tenant.held_bytes == sum(item.num_bytes for item in own)
+            assert +tenant.sizes == Counter(item.size for item in own if item.state == "queued")
         counts = self.store.counts
         assert counts["accepted"] == counts["trained"] + counts["dropped"] + len(self.held)
 

@@ -82,7 +82,6 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("no content", group(1, messages=[[{"role": "user"}]]), "'role' and 'content'"),
     ("overrides few", group(2, overrides=[{}]), "overrides"),
     ("distill short", group(1, distill_token_ids=[[[]]]), "distill_token_ids.0"),
-    ("distill apart", group(1, distill_token_ids=[[[1], [], []]], distill_logprobs=[[[], [], []]]), "distill_logprobs"),
     ("negative token", group(1, tokens=[[-1, 1, 2]]), "tokens.0.0: Expected `int` >= 0"),
     ("huge token", group(1, tokens=[[2**31, 1, 2]]), "tokens.0.0: Expected `int` <= 2147483647"),
     ("enormous token", group(1, tokens=[[10**300, 1, 2]]), "tokens.0.0"),

@@ -378,23 +378,6 @@ def test_groups_in_flight_at_a_stop_are_counted_once(max_lag: int) -> None:
     assert stopped.admitted == states[-1].admitted
 
 
-def test_starved_blames_the_updates_where_the_policy_became_certain_of_what_is_wrong() -> None:
-    class Ruined(Trainer):
-        async def run(self, task: Task, **options: Any) -> Group:
-            group = await super().run(task, **options)
-            turn = group.rollouts[0].turns[0]
-            sure = replace(turn, completion=replace(turn.completion, logprobs=(-1e-9, -1e-9)))
-            return (
-                replace(group, rollouts=tuple(replace(each, turns=(sure,)) for each in group.rollouts))
-                if self.step
-                else group
-            )
-
-    trainer = Ruined(lambda task: "hopeless" if trainer.step else "ok")
-    with pytest.raises(Starved, match=r"its tokens have 1e-09 nats each, 1 at first.* smaller optimizer\.lr"):
-        trained(trainer, 2, patience=2)
-
-
 @pytest.mark.parametrize("max_lag", [0, 2])
 @pytest.mark.parametrize("groups", [1, 6])
 def test_a_failure_of_every_group_ends_the_run_after_one_batch(groups: int, max_lag: int) -> None:
@@ -817,7 +800,7 @@ def test_an_entry_takes_the_transitions_of_the_table_and_no_other(before: EntryS
         entry.become(after)
         assert entry.state is after
     else:
-        with pytest.raises(RuntimeError, match=f"entry 3 .* is {before.value} and cannot become {after.value}"):
+        with pytest.raises(RuntimeError, match=f"entry 3 is {before.value} and cannot become {after.value}"):
             entry.become(after)
         assert entry.state is before
 

@@ -571,7 +571,6 @@ def test_show_says_that_the_report_cannot_be_written(run: Run, monkeypatch: pyte
         "tandem: the report cannot be written: [Errno 28] No space left on devi",
     )
     assert "Traceback" not in err
-    assert not list(Path("runs/a").glob("report.html*"))
 
 
 def test_export_copies_the_newest_or_the_named_checkpoint(run: Run) -> None:

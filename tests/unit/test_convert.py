@@ -31,7 +31,7 @@ def scored(**changed: Any) -> ScoredGroup:
         "inference_logprobs": [LOGPROBS, LOGPROBS],
     }
     made = read(write(plain), ScoredGroup)
-    for name, value in changed.items():  # as it may have been stored under other bounds than today's
+    for name, value in changed.items():
         setattr(made, name, value)
     return made
 
@@ -162,10 +162,10 @@ def test_a_turn_continues_the_longest_that_it_could() -> None:
 
 def test_one_bad_sequence_costs_its_rollout() -> None:
     wired = group_to_wire(branching_group())
-    wired.masks[1] = wired.masks[1][:-1]
+    wired.masks[1] = [1, 1, 1]
     first, second = rollouts(wired)
     assert (first.status, first.turns, first.reward, first.id) == ("error", (), None, "g/0")
-    assert "3 tokens have 2 masks" in first.error
+    assert "neither -100 nor the id" in first.error
     assert second.status == "ok"
 
 
@@ -193,20 +193,13 @@ def test_every_run_of_trained_tokens_is_a_turn_after_all_before_it(mask: list[bo
 @pytest.mark.parametrize(
     ("changed", "kind", "says"),
     [
-        ({"masks": [MASK, MASK[:-1]]}, "malformed", "5 tokens have 4 masks"),
         ({"masks": [MASK, [-100, -100, 1, 1, 1]]}, "malformed", "neither -100 nor the id"),
         ({"masks": [MASK, [-100] * 5]}, "untrained", "masked"),
         ({"masks": [MASK, [10, *[-100] * 4]]}, "untrained", "masked"),
-        ({"inference_logprobs": [LOGPROBS, LOGPROBS[:-1]]}, "malformed", "5 tokens have 4 inference_logprobs"),
         ({"inference_logprobs": [LOGPROBS, [1.0] * 5]}, "malformed", "logprob that is none"),
         ({"tokens": [A, [*A[:-1], 999]], "masks": [MASK, [*MASK[:-1], 999]]}, "malformed", "token 999 is none"),
         ({"tokens": [A, [*A, 15]], "masks": [MASK, [*MASK, 15]]}, "too_long", "6 tokens"),
-        ({"scores": [1.0, 1e200]}, "malformed", "its score is 1e+200"),
-        ({"scores": [1.0, -1e39]}, "malformed", "its score is -1e+39"),
-        ({"inference_logprobs": [LOGPROBS, [-1e39] * 5]}, "malformed", "logprob that is none: -1e+39"),
         ({"overrides": [{}, {"temperature": 1e-320}]}, "malformed", "; expected 0, or 1e-06 to 1e+06"),
-        ({"advantages": [[0.0] * 5, [1e39] * 5]}, "malformed", "an advantage is not within"),
-        ({"advantages": [[0.0] * 5, [0.0]]}, "malformed", "5 tokens have 1 advantages"),
     ],
 )
 def test_one_bad_sequence_does_not_cost_its_siblings(changed: dict[str, Any], kind: str, says: str) -> None:
@@ -216,15 +209,6 @@ def test_one_bad_sequence_does_not_cost_its_siblings(changed: dict[str, Any], ki
     assert (bad.status, bad.reward, bad.turns) == ("error", None, ())
     assert says in bad.error
     assert notes.failed == {kind: 1}
-
-
-@pytest.mark.parametrize("name", ["masks", "scores", "inference_logprobs"])
-def test_lists_that_are_not_parallel_cost_the_group(name: str) -> None:
-    short = scored()
-    setattr(short, name, getattr(short, name)[:1])
-    notes = Notes()
-    assert {r.status for r in rollouts(short, notes=notes)} == {"error"}
-    assert notes.failed == {"malformed": 2}
 
 
 def test_names_that_a_stranger_gave_move_no_cursor_and_have_an_end() -> None:

@@ -32,11 +32,11 @@ from tandem.trainer.record import records
 from tandem.trainer.state import TrainerState
 from tandem.trainer.step import StepStats
 from tandem.types import Group, PolicyVersion, Sampling
-from tandem_broker import source as sources
 from tandem_broker.client import Connection, NotRegistered, TakenBatch, TrainerClient
 from tandem_broker.protocol.convert import Rules, group_from_wire
 from tandem_broker.protocol.messages import Info, RunParameters, ScoredGroup
-from tandem_broker.queue.records import GroupEntry, ServedBatch
+from tandem_broker.protocol.submission import GroupEntry
+from tandem_broker.queue.records import ServedBatch
 from tandem_broker.queue.store import GroupQueue
 from tandem_broker.run_source import broker_source
 from tandem_broker.source import BrokerSource, BrokerSourceOptions, full_marks
@@ -117,14 +117,8 @@ class Local:
         self.polls += 1
         if self.store.run is None:
             raise NotRegistered("the broker says: no trainer has registered")
-        taken = self.store.take(
-            self.now,
-            trainer="t",
-            lease=self.leases,
-            seconds=lease,
-            policy=policy,
-            max_lag=max_lag if self.drops else None,
-        )
+        lease, max_lag = lease if self.leases else None, max_lag if self.drops else None
+        taken = self.store.take(self.now, "t", lease=lease, policy=policy, max_lag=max_lag)
         if taken is None:
             self.on_empty()
             return None
@@ -539,23 +533,6 @@ def test_what_is_ignored_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     assert "send ref_logprobs" in warnings[2]
 
 
-def test_environments_without_end_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "MOST_ENVS", 3)
-    broker = Local()
-    for place in range(8):
-        broker.put(sent(f"g{place}", group_overrides={"tandem_env": f"e{place % 6}", "tandem_task": "\x1bt"}))
-
-    async def go() -> None:
-        async with Trainer(broker).source(groups_per_step=4).open(DataState()) as source:
-            groups = [*await source.take(), *await source.take()]
-            names = [group.env for group in groups]
-            assert names == ["e0", "e1", "e2", *["foreign_others"] * 3, "e0", "e1"]
-            assert all(group.id.startswith("�t@") for group in groups)
-            assert {name.split("/")[1] for name in counted(source) if name.startswith("env/")} <= {*names}
-
-    run(go())
-
-
 POISON = {
     "a score that cannot be squared": {"scores": [1e200, 0.0]},
     "a score beyond float32": {"scores": [1e39, 0.0]},
@@ -659,7 +636,7 @@ def test_a_lease_that_ran_out_is_told(caplog: pytest.LogCaptureFixture) -> None:
         async with Trainer(broker).source().open(DataState()) as source:
             await source.take()
             broker.now = 61.0
-            again = broker.store.take(broker.now, lease=True)
+            again = broker.store.take(broker.now, lease=600.0)
             assert again is not None
             broker.store.acknowledge(again.id, broker.now)
             await source.saved(source.data_state())
@@ -699,7 +676,7 @@ def test_what_is_held_is_renewed_until_the_end_even_after_an_outage(
         if seconds and broker.polls:
             broker.now += seconds
             broker.away = 70 < broker.now < 90
-            stolen.append(broker.store.take(broker.now, lease=True))
+            stolen.append(broker.store.take(broker.now, lease=600.0))
         await wait(0)
 
     monkeypatch.setattr(asyncio, "sleep", passing)

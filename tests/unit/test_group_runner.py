@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from support.uniform_engine import Fake
 
 from tandem.engines.base import Engine
-from tandem.engines.fake import Fake
 from tandem.envs.base import Chat, Environment, Split
 from tandem.errors import EngineError, EnvError
 from tandem.rollout.group_runner import GroupRunner

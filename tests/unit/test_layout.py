@@ -122,7 +122,7 @@ REFUSED = (
     ("ranks=3", "engine={kind: vllm, tensor_parallel_size: 2}", "distributed.shard=weights"),
     ("ranks=2", "sync=broadcast", "engine={kind: vllm, urls: ['http://h:1']}", "optimizer=adafactor"),
     ("ranks=3", "distributed.context_parallel=2"),
-    ("ranks=2", "distributed.shard=weights", "reference=start"),
+    ("ranks=2", "distributed.shard=weights", "reference={kind: average, every: 1}"),
     ("sync=hotswap", "trainable={kind: lora, rank: 999}", "engine={kind: vllm, urls: ['http://h:1']}"),
     ("distributed.shard=weights",),
     ("gpus=3", "distributed.context_parallel=2"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from support.tiny_policy import Largest
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from tandem.model.compilation import missing
+from tandem.model.compilation import forgiving, missing
 from tandem.model.logprobs import token_logprobs
 from tandem.model.sampling import restrict
 
@@ -242,4 +243,15 @@ def test_compiled_arithmetic_gives_the_same_from_one_code_for_any_number_of_toke
         graphs.append(counters["stats"]["unique_graphs"])
     each = 2 + frozen  # one forward, one backward; one for both with a frozen weight
     assert graphs == [each] * 3 + [2 * each] * 2, "of few rows and of many"
+    torch._dynamo.reset()
+
+
+def test_a_kernel_that_cannot_be_built_runs_uncompiled(caplog: pytest.LogCaptureFixture) -> None:
+    @torch._dynamo.register_backend(name="broken")
+    def broken(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Tensor]:
+        raise RuntimeError("PassManager::run failed")
+
+    fast = torch.compile(lambda x: (x * 2).sum(), backend=forgiving("broken", "the slope"))
+    assert fast(torch.ones(3)) == 6
+    assert "the slope cannot be compiled and runs uncompiled" in caplog.text
     torch._dynamo.reset()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
+import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,16 +22,6 @@ def test_what_tensors_took_of_an_accelerator(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("torch.cuda.max_memory_reserved", {"cuda:1": 7}.__getitem__)
     assert machine.reserved("cpu") is None
     assert machine.reserved("cuda:1") == 7
-
-
-def test_processes_have_a_card_in_turns_unless_mps_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    monkeypatch.setattr(machine, "accelerator", lambda: None)
-    assert not machine.in_turns(), "there is no card"
-    monkeypatch.setattr(machine, "accelerator", lambda: machine.Machine(name="H", free=1, total=2, is_host=False))
-    assert machine.in_turns()
-    (tmp_path / "control").touch()
-    assert not machine.in_turns()
 
 
 @pytest.mark.parametrize(
@@ -48,6 +41,18 @@ def test_bfloat16_is_computed_where_the_processor_says_so_or_a_card_is(
     (tmp_path / (device or "null")).touch()
     assert machine.computes_bfloat16(tmp_path / "cpuinfo", tmp_path) == computes
     assert machine.computes_bfloat16(tmp_path / "none", tmp_path)
+
+
+def test_a_signal_to_end_the_run_does_not_end_what_the_compiler_has_started() -> None:
+    """A scheduler sends it to every process; torch waits for ever for a compiler's worker that has gone."""
+    from tandem.model.policy import Compute
+
+    with closing(Compute(1)) as compute:
+        child = asyncio.run(compute(subprocess.Popen, ["sleep", "60"]))
+    with child:
+        blocked = Path(f"/proc/{child.pid}/status").read_text().partition("SigBlk:")[2].split()[0]
+        child.kill()
+    assert int(blocked, 16) >> (signal.SIGTERM - 1) & 1
 
 
 GROWTH = """

@@ -41,22 +41,6 @@ def test_what_is_under_way_is_known_until_it_ends() -> None:
     assert (progress.current(), failed.over) == ((), True)
 
 
-def test_a_display_that_fails_is_dropped_and_what_is_under_way_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    def say(line: str) -> None:
-        raise BrokenPipeError(32, "Broken pipe")
-
-    stop = progress.listen(progress.ProgressLines(say))
-    with listened() as lines:
-        for _ in range(2):
-            with progress.under_way("evaluating"):
-                pass
-    stop()
-    assert lines == ["evaluating", "evaluating"]
-    assert [record.getMessage() for record in caplog.records] == [
-        "progress is no longer shown: BrokenPipeError: [Errno 32] Broken pipe"
-    ]
-
-
 def test_lines_say_little_of_what_is_short_and_the_rest_now_and_then(clock: list[float]) -> None:
     with listened() as lines:
         with progress.under_way("sampling", total=100, unit="groups") as shown:

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.scripted_engine import Scripted, scripted
+from support.sync_sessions import open_session
 from support.tiers import long_but
 from support.tiny_policy import live_policy
 from torch import Tensor
@@ -31,7 +32,6 @@ from tandem.trainable.full import Full
 from tandem.trainable.lora import Lora
 from tandem.types import PolicyVersion
 from tandem.weight_sync.shared import Shared
-from tandem.weight_sync.transaction.session import open_session
 from tandem.weight_sync.verify.noise import FALSE_ALARMS, SUSPICION, LogprobComparison, Noise, drawn, nearer, scale
 from tandem.weight_sync.verify.probe import PROBE, TESTS
 

@@ -12,10 +12,10 @@ import aiohttp
 import pytest
 from support.fake_engine import END
 from support.proxy_sessions import USER, Scripted, message_of, served
+from support.uniform_engine import Fake
 
 from tandem.agents.schema import _tell
 from tandem.agents.server import Proxy, Session
-from tandem.engines.fake import Fake
 from tandem.errors import EngineError, EnvError
 from tandem.observability import waits
 from tandem.rollout.chat import EngineChat

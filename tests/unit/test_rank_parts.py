@@ -48,7 +48,7 @@ def refused(folder: Path, world: int, *options: str) -> str:
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ((WEIGHTS, "reference=start"), "shard: weights and a reference"),
+    ((WEIGHTS, "reference={kind: average, every: 1}"), "a reference that moves.*choose reference: start"),
     ((WEIGHTS, "optimizer=adamw8bit"), "shard: weights and this optimizer.*choose adamw"),
     ((WEIGHTS, "optimizer.precision=stochastic"), "optimizer.precision"),
     ((WEIGHTS, "distributed.share_gpus=true"), "shard: weights and distributed.share_gpus"),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +10,6 @@ from typing import ClassVar
 
 import pytest
 
-from tandem import importing
 from tandem.config import registry as resolve
 from tandem.errors import ConfigError
 
@@ -110,25 +107,17 @@ def test_an_import_that_fails_says_why(here: Path, path: str, message: str) -> N
     ("code", "message"),
     [
         ("import sys\nsys.exit()", r"at .*ending.py:2 with ImportError: it raised SystemExit$"),
-        ("import os\nos._exit(0)", r"at .*ending.py:2 with ImportError: it raised SystemExit: os._exit\(0\)$"),
         ("raise BaseException('no')", r"at .*ending.py:1 with ImportError: it raised BaseException: no$"),
-        (
-            "while True:\n    try:\n        pass\n    except Exception:\n        pass",
-            r"at .*ending.py:\d with ImportError: it took longer than 0.2 s$",
-        ),
     ],
-    ids=["sys.exit", "os._exit", "BaseException", "loop"],
+    ids=["sys.exit", "BaseException"],
 )
-def test_an_import_that_ends_the_process_or_never_ends_is_an_error(
+def test_an_import_that_ends_the_process_is_an_error(
     here: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str
 ) -> None:
-    monkeypatch.setattr(importing, "SECONDS", 0.2)
     monkeypatch.delitem(sys.modules, "ending", raising=False)
     write(here, "ending.py", code)
-    leave, ring = os._exit, signal.getsignal(signal.SIGALRM)
     with pytest.raises(ConfigError, match=f"importing ending failed {message}"):
         resolve.import_object("ending:fn")
-    assert (os._exit, signal.getsignal(signal.SIGALRM)) == (leave, ring)
 
 
 def test_an_import_that_raises_names_file_and_line(here: Path) -> None:

@@ -153,7 +153,7 @@ def test_show_prints_the_recipe(run: Run) -> None:
     assert (code, err) == (0, "")
     recipe = yaml.safe_load(out)
     assert (recipe["seed"], recipe["dtype"], recipe["rewards"]["accuracy"]["weight"]) == (3, "float32", -1.0)
-    assert "# --sleep_level: trainer and engine hold one copy" in out
+    assert "# --sleep_level: changes nothing: no second copy" in out
     code, out, _ = run("rollout", "--model", "m", "--show")
     assert (code, yaml.safe_load(out)["engine"]["port"]) == (0, 8000)
 

@@ -16,14 +16,15 @@ import pytest
 import torch
 from peft import PeftModel
 from support.scripted_engine import Scripted, Wire, scripted
+from support.sync_sessions import open_session, publish
 from support.tiny_policy import live_policy, logprobs_of, reference
+from support.uniform_engine import Fake
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.config.loading import RunConfig
 from tandem.engines.base import Engine, EngineSpec, ExportsWeights, Health, LoraAdapter
 from tandem.engines.embedded.spec import Embedded
-from tandem.engines.fake import Fake
 from tandem.engines.vllm.spec import Vllm
 from tandem.envs.arithmetic import Arithmetic
 from tandem.errors import EngineError, StaleWeights, TornWeights, TransportError, UnsupportedPair
@@ -44,7 +45,7 @@ from tandem.weight_sync.restart import Restart
 from tandem.weight_sync.shared import Shared
 from tandem.weight_sync.transaction import session as session_module
 from tandem.weight_sync.transaction import trained
-from tandem.weight_sync.transaction.session import Published, WeightSyncSession, open_session
+from tandem.weight_sync.transaction.session import Published, WeightSyncSession
 from tandem.weight_sync.verify.probe import PROBE, Checksums, differing
 
 START = PolicyVersion(step=0, digest="")
@@ -295,7 +296,7 @@ def test_the_tolerance_is_the_recipes(policy: Policy) -> None:
     async def work(engine: Watched) -> float | None:
         sync = Shared(tolerance=10.0)
         async with open_session(sync, policy, engine, START, Full()) as session:
-            return (await session.publish(START)).probe_gap
+            return (await publish(session, START)).probe_gap
 
     gap = run(policy, work, scored=lambda logprobs: [x + 0.5 for x in logprobs])
     assert gap == pytest.approx(0.5, abs=1e-4)
@@ -450,7 +451,7 @@ def test_an_engine_that_serves_meanwhile_samples_only_bytes_that_were_compared(p
             engine.events.clear()
             Wrong.wrong = True
             with pytest.raises(TornWeights):
-                await session.publish(PolicyVersion(step=1, digest=""))
+                await publish(session, PolicyVersion(step=1, digest=""))
             assert "compare" in engine.events
             assert "score" not in engine.events
 
@@ -486,7 +487,7 @@ def test_an_engine_that_cannot_sum_is_told_of_once_this_end_is_done(
 def test_an_engine_that_never_rests_is_not_paused_for_nothing(policy: Policy) -> None:
     async def work(engine: Watched) -> Any:
         async with open_session(CopiedLive(), policy, engine, START, Full()) as session:
-            return await session.publish(START), engine.events
+            return await publish(session, START), engine.events
 
     published, events = run(policy, work, kind=Attesting)
     assert published.paused == 0.0
@@ -541,7 +542,7 @@ CAN: list[tuple[WeightSync, Trainable, EngineSpec]] = [
     (Restart(), Full(), Vllm(replicas=2)),
 ]
 CANNOT: list[tuple[WeightSync, Trainable, EngineSpec, str]] = [
-    (Shared(), Full(), Fake(), "sync: shared .*ExportsWeights.*engine: fake has none.*embedded"),
+    (Shared(), Full(), Fake(), "sync: shared .*ExportsWeights.*engine: uniform_engine has none.*embedded"),
     (Restart(), Full(), Embedded(), "sync: restart .*Relaunches.*engine: embedded has ExportsWeights.*sync: shared"),
     (Broadcast(), Lora(), Embedded(), "sync: broadcast .*ReceivesBroadcast"),
     (Hotswap(), Lora(), Embedded(), "sync: hotswap .*LoadsVersions"),
@@ -719,7 +720,7 @@ def published_beside(folder: Path, policy: Policy, trainable: Trainable, **scrip
         with scripted(folder, trainable, **script) as engine:
             async with open_session(Shared(tolerance=100.0), policy, engine, START, trainable) as session:
                 for step in (1, 2):
-                    await session.publish(PolicyVersion(step=step, digest=""))
+                    await publish(session, PolicyVersion(step=step, digest=""))
             return engine.events
 
     return asyncio.run(work())
@@ -959,7 +960,7 @@ def test_what_a_killed_run_left_half_written_is_removed(tiny_model: Path, tmp_pa
             (tmp_path / "weights" / leftover / "model.safetensors").write_bytes(b"half")
         with live_policy(tiny_model) as policy, scripted(tiny_model) as engine:
             async with open_session(Restart(every=1), policy, engine, START, Full(), tmp_path) as session:
-                await session.publish(PolicyVersion(step=1, digest=""))
+                await publish(session, PolicyVersion(step=1, digest=""))
         assert [path.name for path in (tmp_path / "weights").iterdir()] == ["step-000001"]
 
     asyncio.run(work())

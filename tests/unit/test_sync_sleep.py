@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 import torch
 from support.scripted_engine import Scripted
+from support.sync_sessions import open_session
 from support.tiny_policy import live_policy
 
 from tandem.config.loading import RunConfig, from_options
@@ -35,7 +36,7 @@ from tandem.transport.checksums import checksums
 from tandem.types import PolicyVersion
 from tandem.weight_sync.base import SyncContext, WeightSync
 from tandem.weight_sync.restart import Restart
-from tandem.weight_sync.transaction.session import WeightSyncSession, open_session
+from tandem.weight_sync.transaction.session import WeightSyncSession
 
 pytestmark = pytest.mark.slow
 
@@ -252,9 +253,9 @@ def asleep(depth: int = 1, **options: Any) -> Mapping[str, Any]:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "one copy": ({"engine": asleep(), "sync": "shared"}, "exported memory must stay"),
-    "by name": ({"engine": asleep(), "sync": "hotswap", "trainable": "lora"}, "requests never wait"),
-    "ended anyway": ({"engine": asleep(), "sync": "restart", "max_lag": 2}, "ends the engine itself"),
+    "one copy": ({"engine": asleep(), "sync": "shared"}, "need the memory"),
+    "by name": ({"engine": asleep(), "sync": "hotswap", "trainable": "lora"}, "goes with sync: broadcast alone"),
+    "ended anyway": ({"engine": asleep(), "sync": "restart", "max_lag": 2}, "goes with sync: broadcast alone"),
     "beside training": ({"engine": asleep(), "max_lag": 1}, "set max_lag to 0"),
     "as it comes": ({"engine": asleep(), "max_lag": "auto"}, "set max_lag to 0"),
     "elsewhere": ({"engine": asleep(devices=["1"])}, "releases nothing that the trainer could use"),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.scripted_engine import scripted
+from support.sync_sessions import open_session
 from support.tiny_policy import live_policy
 
 from tandem.trainable.full import Full
@@ -15,7 +16,6 @@ from tandem.trainable.lora import Lora
 from tandem.types import PolicyVersion
 from tandem.weight_sync.hotswap import Hotswap
 from tandem.weight_sync.restart import Restart
-from tandem.weight_sync.transaction.session import open_session
 from tandem.weight_sync.transaction.state import TRANSITIONS, SyncState, SyncStateMachine
 
 START = PolicyVersion(step=0, digest="")

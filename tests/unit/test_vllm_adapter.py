@@ -323,7 +323,7 @@ def test_what_vllm_loaded_from_a_file_is_read_back_by_name(world: int) -> None:
         for held in slots.loaded(9, names, CONFIG):
             assert held.shape == want[held.name].shape
             part_of(held, seen[held.name]).copy_(held.tensor)
-        with pytest.raises(EngineError, match=r"no layer 'model\.layers\.9\.self_attn\.q_proj'"):
+        with pytest.raises(EngineError, match=r"no linear layer 'model\.layers\.9\.self_attn\.q_proj'"):
             list(slots.loaded(9, [name.replace("layers.0", "layers.9") for name in names], CONFIG))
         with pytest.raises(EngineError, match="use_dora"):
             list(slots.loaded(9, names, CONFIG | {"use_dora": True}))
@@ -381,16 +381,15 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
             {f"{Q}.lora_magnitude_vector.default.weight": torch.zeros(6)},
             "lora_magnitude_vector.*no low-rank weight",
         ),
-        ({}, {f"{Q}.lora_A.other.weight": torch.zeros(6, 16)}, "15 tensors came under 14 names"),
         (
             {},
             {f"base_model.model.{m}.lora_{h}.weight": torch.zeros(6, 6) for m in ("lm_head",) for h in "AB"},
-            "'lm_head' cannot be served",
+            "no linear layer 'lm_head'",
         ),
         (
             {},
             {f"base_model.model.model.layers.1.mlp.up_proj.lora_{h}.weight": torch.zeros(6, 6) for h in "AB"},
-            "no layer 'model.layers.1.mlp.up_proj'.*down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj$",
+            "no linear layer 'model.layers.1.mlp.up_proj'",
         ),
     ],
 )
@@ -432,7 +431,7 @@ def test_layouts_that_cannot_be_cut_are_refused() -> None:
         slots.put(8, CONFIG, pair)
 
     manager.modules["model.fused_proj"] = layer(fused, (MLP, MLP), HIDDEN, rank=1, world=2)
-    with pytest.raises(EngineError, match="into 2 slices, the model names 1"):
+    with pytest.raises(EngineError, match=r"no linear layer 'model\.fused_proj'"):
         slots.put(8, CONFIG, pair)
 
 
@@ -530,16 +529,13 @@ def test_a_lent_slot_is_written_by_its_borrower(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_slot_has_one_borrower_and_leaves_no_file(tmp_path: Path) -> None:
+def test_a_slot_is_lent_again_as_it_is_and_leaves_no_file(tmp_path: Path) -> None:
     slots, _ = engine()
-    first = slots.export(7, CONFIG, meta(adapter()), tmp_path)["key"]
-    assert slots.exported(7, first)
-    second = slots.export(7, CONFIG, meta(adapter()), tmp_path)["key"]
-    assert [slots.exported(7, key) for key in (first, second, "")] == [False, True, False]
+    first, second = (slots.export(7, CONFIG, meta(adapter()), tmp_path)["key"] for _ in range(2))
+    assert first == second, "what was attached stays so"
     assert [path.name.startswith(SHARED_NAME) for path in tmp_path.iterdir()] == [True], "one file for both"
     slots.remove(7)
     gc.collect()
-    assert not slots.exported(7, second)
     assert not list(tmp_path.iterdir())
 
 
@@ -564,12 +560,9 @@ class Server:
         self.adapters, self.manager = engine()
         self.folder = folder
         self.requests: list[str] = []
-        self.stolen = False
 
     async def post(self, path: str, body: Any) -> Any:
         self.requests.append(path.rpartition("/")[2])
-        if path == "/bridge/adapt":
-            return {"held": self.adapters.exported(7, body.key) and not self.stolen}
         tensors = {name: torch.empty(shape, dtype=getattr(torch, t), device="meta") for name, shape, t in body.tensors}
         return {"ranks": [self.adapters.export(7, body.config, tensors, self.folder)]}
 
@@ -584,32 +577,21 @@ def fleet_of(*servers: Server) -> Any:
     )
 
 
-def test_the_trainer_borrows_a_slot_once_and_again_where_it_was_lost(tmp_path: Path) -> None:
+def test_the_trainer_writes_the_slot_of_now(tmp_path: Path) -> None:
     server = Server(tmp_path)
-    fleet = fleet_of(server)
-    live = VllmEngine(fleet, context=64, ends=[])
+    live = VllmEngine(fleet_of(server), context=64, ends=[])
 
-    def publish(seed: int) -> list[str]:
-        server.requests.clear()
+    def publish(seed: int) -> None:
         assert asyncio.run(live.adapt(trained(adapter(seed)))) == sum(tensor.nbytes for tensor in adapter().values())
         want = expected(adapter(seed))
         assert all(torch.equal(tensor, want[name]) for name, tensor in server.held().items())
-        return list(server.requests)
 
-    assert publish(0) == ["lend_slot", "adapt"]
-    assert publish(1) == ["adapt"]
+    publish(0)
+    publish(1)
     server.adapters.remove(7)  # unloaded by somebody
-    assert publish(2) == ["adapt", "lend_slot", "adapt"]
-    fleet.restart_count += 1  # started again
-    server.adapters, server.manager = engine()
-    assert publish(3) == ["lend_slot", "adapt"]
-    server.adapters.export(7, CONFIG, meta(adapter()), tmp_path)  # another trainer's, by now
-    assert publish(4) == ["adapt", "lend_slot", "adapt"]
-    server.stolen = True
-    with pytest.raises(EngineError, match="another trainer publishes to it"):
-        publish(5)
-    want = expected(adapter(4))
-    assert all(torch.equal(tensor, want[name]) for name, tensor in server.held().items()), "nothing was written"
+    publish(2)
+    server.adapters, server.manager = engine()  # started again
+    publish(3)
 
 
 def test_each_rank_writes_the_slot_of_its_own_engine(tmp_path: Path) -> None:
@@ -630,7 +612,7 @@ def test_each_rank_writes_the_slot_of_its_own_engine(tmp_path: Path) -> None:
 
     publish(0)
     publish(1)
-    assert [server.requests for server in servers] == [["lend_slot", "adapt", "adapt"]] * 2, "attached once"
+    assert [server.requests for server in servers] == [["lend_slot"] * 2] * 2
     fleet.restart_count += 1
     servers[1].adapters, servers[1].manager = engine()
     publish(2)

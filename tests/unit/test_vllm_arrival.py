@@ -224,17 +224,3 @@ def test_one_that_cannot_be_used_is_not_waited_for() -> None:
         run(go(logprobs="raw_logprobs"))
     with pytest.raises(EngineError, match=r"wants its API key; engine.api_key_variable names .* holds it$"):
         run(go(engine="locked"))
-
-
-def test_a_place_that_is_taken_is_told_before_anything_starts() -> None:
-    port = free_port()
-    _vllm_fleet._unused(f"http://127.0.0.1:{port}")
-
-    async def go() -> None:
-        async with serving(port):
-            _vllm_fleet._unused(f"http://127.0.0.1:{port}")
-
-    with pytest.raises(
-        EngineError, match=r"another process listens at .*by engine.urls: \[http://127.0.0.1:\d+\], otherwise"
-    ):
-        run(go())

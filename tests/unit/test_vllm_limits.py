@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import subprocess
 import sys
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,6 @@ from support.fake_vllm import LIMIT, VOCABULARY, install, settle
 from unit.test_vllm_routes import Client, run
 
 from tandem.engines.vllm.server import routes as _vllm_routes
-from tandem.engines.vllm.server.limits import CHARACTERS
-from tandem.engines.vllm.server.receiver import MOST_JOINING
 from tandem.engines.vllm.server.watch import TrainerWatch
 from tandem.processes import identity
 
@@ -63,15 +59,10 @@ SAMPLING: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("odd", "says"), SAMPLING, ids=str)
-def test_sampling_that_no_engine_does_is_refused_on_every_route(odd: dict[str, Any], says: str) -> None:
+def test_sampling_that_no_engine_does_is_refused(odd: dict[str, Any], says: str) -> None:
     async def body(c: Client) -> None:
         response = await c.post("/generate", {"prompt": IDS, **odd})
         assert (response.status, says in response.detail) == (400, True), response.raw
-        response = await c.post("/v1/completions", {"prompt": "a", **odd})
-        if "max_tokens" not in odd or odd["max_tokens"]:  # none at all is said of a prompt that is only scored
-            assert (response.status, says in response.detail or "64 bits" in response.detail) == (400, True), (
-                response.raw
-            )
         many = {"id": "a", "prompts": [{"asked": {"prompt": IDS, **odd}, "seeds": [1]}]}
         response = await c.post("/generate/many", many)
         assert (response.status, says.encode() in response.raw) == (200, True), (
@@ -88,11 +79,9 @@ def test_sampling_that_no_engine_does_is_refused_on_every_route(odd: dict[str, A
     [
         ("/generate", {"prompt": "a", "min_tokens": 9, "max_tokens": 8}, "min_tokens"),
         ("/generate", {"prompt": {"prompt_token_ids": [VOCABULARY]}}, "vocabulary"),
-        ("/generate", {"prompt": "a" * (CHARACTERS * LIMIT + 1)}, "characters"),
         ("/generate", b'{"prompt": "a", "temperature": NaN}', "malformed"),
         ("/generate", b'{"prompt": "a", "temperature": 1e999}', "out of range"),
         ("/generate", deep(100_000), "not as expected"),
-        ("/generate/many", {"id": "a", "prompts": [{"asked": {"prompt": IDS}, "seeds": [1] * 1024}] * 5}, "5120"),
         ("/bridge/probe", {"tokens": []}, "tokens"),
         ("/bridge/probe", {"tokens": [VOCABULARY]}, "vocabulary"),
         ("/bridge/probe", {"tokens": [1], "max_tokens": LIMIT + 1}, "context"),
@@ -103,13 +92,8 @@ def test_sampling_that_no_engine_does_is_refused_on_every_route(odd: dict[str, A
         ("/bridge/lend", {"folder": "/etc"}, "folder"),
         ("/bridge/lend_slot", {"config": {}, "tensors": [], "folder": "/etc"}, "folder"),
         ("/bridge/lend_slot", {"config": {}, "tensors": [["a", [1], "zeros"]]}, "tensors"),
-        ("/bridge/lend_slot", b'{"tensors": [], "config": %s}' % deep(500), "64 levels"),
-        ("/bridge/checksums", b'{"config": {"r": 100000000000000000000}}', "64 bits"),
-        (
-            "/nccl/start_receiver",
-            b'{"init_method": "tcp://a:1", "world_size": 2, "param_metadata": %s}' % deep(500),
-            "",
-        ),
+        ("/nccl/start_receiver", {"init_method": "tcp://a", "world_size": 2}, "host:port"),
+        ("/nccl/start_receiver", {"init_method": "tcp://a:1", "world_size": 2, "param_metadata": {"w": 3}}, "$[...]"),
     ],
 )
 def test_bodies_beyond_every_range_are_refused(path: str, content: Any, says: str) -> None:
@@ -122,142 +106,18 @@ def test_bodies_beyond_every_range_are_refused(path: str, content: Any, says: st
     run(body)
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (b"no json", "not as expected"),
-        (b"[]", "no object"),
-        (b'{"temperature": NaN}', "not as expected"),
-        (deep(500), "64 levels"),
-        (deep(100_000), "not as expected"),
-        ({"top_k": 10**30}, "64 bits"),
-        ({"prompt": []}, "empty"),
-        ({"prompt": [VOCABULARY]}, "vocabulary"),
-        ({"prompt": [[1], [VOCABULARY]]}, "vocabulary"),
-        ({"prompt": [1, "a"]}, "token ids"),
-        ({"prompt": ["a", {}]}, "dict"),
-        ({"prompt": ["a"] * 100, "n": 100}, "10000 answers"),
-        ({"messages": [3]}, "$.messages[0]"),
-        ({"messages": [{"role": "user", "content": [3]}]}, "content"),
-        ({"messages": [{}] * 5000}, "4096"),
-        ({"messages": [{"content": ["a"] * 5000}]}, "4096"),
-        ({"input": [3] * 5000}, "$.input"),
-        ({"structured_outputs": 3}, "structured_outputs"),
-        ({"allowed_token_ids": [VOCABULARY]}, "vocabulary"),
-        ({"max_completion_tokens": LIMIT + 1}, "context"),
-        ({"sampling_params": {"temperature": -1}}, "temperature"),
-        ({"sampling_params": {"max_tokens": LIMIT + 1}}, "context"),
-    ],
-)
-def test_stock_routes_get_only_what_they_can_be_asked(content: Any, says: str) -> None:
-    async def body(c: Client) -> None:
-        for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/inference/v1/generate"):
-            response = await c.post(path, content)
-            assert (response.status, says in response.detail) == (400, True), response.raw[:500]
-        assert not c.passed
-
-    run(body)
-
-
-def test_what_stock_routes_can_be_asked_gets_through() -> None:
-    requests = [
-        {"prompt": "a", "n": "2", "temperature": None, "logprobs": True, "best_of": 2, "vllm_xargs": {"a": [1]}},
-        {"prompt": [1, 2], "logprobs": 5, "max_tokens": LIMIT, "stop": "x", "logit_bias": {"3": 1}},
-        {"prompt": ["a", "b"], "stop": ["x"], "stop_token_ids": [3], "top_logprobs": 3, "stream": True},
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "chat_template_kwargs": {"a": 1}},
-        {"input": [{"role": "user", "content": "a"}], "max_output_tokens": 3},
-        {"token_ids": [1], "sampling_params": {"n": 1}},
-    ]
-
-    async def body(c: Client) -> None:
-        for one in requests:
-            assert (await c.post("/v1/completions", one)).status == 200
-        for (_, passed), one in zip(c.passed, requests, strict=True):
-            assert {**json.loads(passed), "cache_salt": None} == {**one, "cache_salt": None}
-
-    run(body)
-
-
-def test_json_of_other_stock_routes_is_sound_too() -> None:
-    async def body(c: Client) -> None:
-        scope = c.scope
-        kind = [(b"content-type", b"application/json")]
-        c.scope = lambda method, path: {**scope(method, path), "headers": kind}  # type: ignore[method-assign]
-        assert (await c.begin("/tokenize", deep(500))).status == 400
-        assert not c.passed
-        assert (await c.begin("/tokenize", {"prompt": "a"})).json == {"stock": "/tokenize"}
-        assert (await c.begin("/reset_prefix_cache")).status == 200
-        assert [json.loads(sent or b"0") for _, sent in c.passed] == [{"prompt": "a"}, 0]
-
-    run(body)
-
-
 # Who joins what
-
-
-@pytest.mark.slow
-def test_a_large_list_of_what_comes_takes_little_more_than_itself() -> None:
-    """It was made objects of, several times over, before anybody looked at it."""
-    shapes = ",".join(f'"a{i}":{{"shape":[],"dtype":"bool"}}' for i in range(200_000))
-    nested = b'{"w": [' + b"[]," * 2_000_000 + b"[]]}"
-    small = b'{"init_method": "tcp://127.0.0.1:9", "world_size": 2, "param_metadata": %s}'
-
-    async def body(c: Client) -> None:
-        await c.get("/health")
-        for metadata, most in ((shapes.encode(), 200 << 20), (nested[6:-1], 40 << 20)):
-            content = small % (b"{%s}" % metadata if metadata.startswith(b'"') else metadata)
-            tracemalloc.start()
-            response = await c.begin("/nccl/start_receiver", content)
-            peak = tracemalloc.get_traced_memory()[1]
-            tracemalloc.stop()
-            assert response.status == 400
-            assert peak < most, f"{peak >> 20} MiB for a body of {len(content) >> 20}"
-        assert (await c.begin("/nccl/start_receiver", b" " * (17 << 20))).status == 413
-
-    run(body)
-
-
-def test_joins_that_were_given_up_are_bounded() -> None:
-    async def body(c: Client) -> None:
-        request = {"init_method": "tcp://10.0.0.1:29500", "world_size": 2}
-        c.vllm.answers["tandem_connection"] = [{"state": "connecting", "reason": "", "joining": MOST_JOINING - 1}]
-        assert (await c.post("/nccl/start_receiver", request)).status == 200
-        c.vllm.answers["tandem_connection"] = [{"state": "connecting", "reason": "", "joining": MOST_JOINING}]
-        response = await c.post("/nccl/start_receiver", request)
-        assert (response.status, "still under way" in response.detail) == (429, True)
-
-    run(body)
-
-
-def test_all_workers_of_an_engine_have_room_in_the_world() -> None:
-    async def body(c: Client) -> None:
-        c.vllm.vllm_config.parallel_config.tensor_parallel_size = 2
-        request = {"init_method": "tcp://10.0.0.1:29500", "world_size": 3}
-        assert (await c.post("/nccl/start_receiver", {**request, "first_rank": 2})).status == 400
-        assert (await c.post("/nccl/start_receiver", {**request, "first_rank": 1})).status == 200
-
-    run(body)
 
 
 def test_nothing_is_received_and_nothing_stopped_without_a_group() -> None:
     async def body(c: Client) -> None:
         await c.post("/bridge/pause")
-        for manifest, status in (([["w", [1], "float32"]], 409), ([["v", [1], "float32"]], 400)):
+        for manifest, status in (([["w", [1], "float32"]], 409), ([], 400)):
             response = await c.post("/nccl/receive", {"manifest": manifest})
             assert response.status == status, response.raw
         assert (await c.post("/bridge/resume")).status == 200
 
     run(body)
-
-
-def test_what_a_worker_refuses_is_no_fault_of_the_server() -> None:
-    async def body(c: Client) -> None:
-        c.vllm.answers["tandem_export_adapter"] = [{"refused": "the adapter has rank 99"}]
-        await c.post("/bridge/pause")
-        response = await c.post("/bridge/lend_slot", {"config": {"r": 99}, "tensors": []})
-        assert (response.status, response.detail) == (409, "the adapter has rank 99")
-
-    run(body, adapters=True)
 
 
 # Who may end it
@@ -351,12 +211,12 @@ def test_health_says_who_paused_it_and_since_when() -> None:
         assert (await c.get("/health")).json["paused"] is None
         await c.begin("/bridge/pause", {"by": "trainer (pid 7 on host)", "seconds": 600})
         paused = (await c.get("/health")).json["paused"]
-        assert paused["by"] == "trainer (pid 7 on host) at 10.0.0.7:4242"
+        assert paused["by"] == "trainer (pid 7 on host)"
         assert paused["since"].endswith(" UTC")
         assert 0 < paused["seconds_left"] <= 600
         await c.begin("/bridge/pause", {"seconds": 5})
         again = (await c.get("/health")).json["paused"]
-        assert (again["since"], again["by"]) == (paused["since"], "somebody at 10.0.0.7:4242")
+        assert (again["since"], again["by"]) == (paused["since"], "somebody")
         await c.begin("/bridge/resume")
         assert (await c.get("/health")).json["paused"] is None
         await c.begin("/bridge/pause", {"seconds": 0.01, "by": "trainer (pid 7 on host)"})
@@ -364,7 +224,7 @@ def test_health_says_who_paused_it_and_since_when() -> None:
             await asyncio.sleep(0.01)
         response = await c.get("/health")
         assert response.status == 503
-        assert "by trainer (pid 7 on host) at 10.0.0.7:4242" in response.detail
+        assert "by trainer (pid 7 on host)" in response.detail
         assert "paused at 20" in response.detail
 
     run(body)

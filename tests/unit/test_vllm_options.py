@@ -135,8 +135,6 @@ def test_on_one_gpu_the_worker_has_a_process_of_its_own(monkeypatch: pytest.Monk
         ({"kv_cache_memory_bytes": 5}, "set by Tandem"),
         ({"gpu_memory_util": 0.9}, "set by Tandem"),
         ({"limit_mm_per_prompt.image": 1}, "set by Tandem"),
-        ({"--block-size": 16}, "name it block-size"),
-        ({"block_size": None}, "leave it out"),
     ],
     ids=str,
 )
@@ -278,31 +276,6 @@ def test_an_engine_files_the_tokens_of_a_few_at_a_time_unless_it_is_told_otherwi
     if value is not None:
         monkeypatch.setenv(AT_ONCE, value)
     assert Vllm()._environment(EngineRequirements(model="m", dtype="float32"), tmp_path, 0, "")[AT_ONCE] == has
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("turns", "changes", "recommended"),
-    [
-        (True, {"max_lag": 1}, True),
-        (True, {"max_lag": "auto"}, True),
-        (True, {"max_lag": 0}, False),
-        (True, {"max_lag": 1, "sync": "broadcast"}, False),
-        (False, {"max_lag": 1}, False),
-    ],
-)
-def test_a_recipe_that_would_gain_from_mps_is_told_so(
-    turns: bool,
-    changes: dict[str, Any],
-    recommended: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr("tandem.machine.in_turns", lambda: turns)
-    engine = {"kind": "vllm", "urls": ["http://x:1"]}
-    check(recipe(tmp_path, **{"engine": engine, "sync": "shared", **changes}), [], 1)
-    assert ("NVIDIA's MPS" in " ".join(capsys.readouterr().out.split())) is recommended
 
 
 @pytest.mark.parametrize(

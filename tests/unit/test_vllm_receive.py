@@ -89,7 +89,7 @@ def group(**options: Any) -> Iterator[tuple[Member, Receiver, ThreadPoolExecutor
         trainer.connect()
         assert receiver._tandem_joining is not None
         receiver._tandem_joining.result(20)
-        assert receiver.tandem_connection() == {"state": "connected", "reason": "", "joining": 0}
+        assert receiver.tandem_connection() == {"state": "connected", "reason": ""}
         with ThreadPoolExecutor(1) as pool:
             yield trainer, receiver, pool
     finally:

@@ -195,7 +195,7 @@ BAD = [
 
 @pytest.mark.parametrize(("content", "status", "says"), BAD)
 def test_bad_requests_are_told_why(content: Any, status: int, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asgi.read, "__defaults__", (150,))
+    monkeypatch.setattr(asgi, "MOST", 150)
 
     async def body(c: Client) -> None:
         response = await c.post("/generate", content)
@@ -224,19 +224,9 @@ def test_every_body_of_ours_refuses_what_it_does_not_know() -> None:
 def test_another_method_is_told_the_right_one() -> None:
     async def body(c: Client) -> None:
         response = await c.get("/generate")
-        assert (response.status, response.headers[b"allow"]) == (405, b"POST")
+        assert response.status == 405
         assert "POST" in response.detail
         assert (await c.post("/health")).status == 405
-
-    run(body)
-
-
-@pytest.mark.parametrize("apart", [False, True])
-def test_an_engine_says_whether_it_was_started_alone(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TANDEM_APART", "1" if apart else "")
-
-    async def body(c: Client) -> None:
-        assert (await c.get("/bridge/info")).json["apart"] is apart
 
     run(body)
 
@@ -314,28 +304,6 @@ def test_a_control_message_ends_with_the_process_that_was_to_do_it() -> None:
         assert not task.done()
         c.vllm.dead = True
         assert (await asyncio.wait_for(task, 5)).status == 503
-
-    run(body)
-
-
-def test_weights_that_are_being_proven_are_lent_once_that_is_over() -> None:
-    """Lending may move them; and whoever starts an engine lends after its first trainer may have begun to publish."""
-
-    async def body(c: Client) -> None:
-        c.vllm.answers["tandem_export_weights"] = ['{"lent": {}, "map": {}}']
-        await c.post("/bridge/pause", {})
-        async with c.front.proving():
-            pass
-        lending = asyncio.ensure_future(c.begin("/bridge/lend"))
-        await settle()
-        assert not lending.done()
-        assert c.vllm.calls == []
-        await c.front.set_version(1, "")
-        await settle()
-        assert not lending.done(), "nothing says yet that they are right"
-        await c.front.resume()
-        assert (await lending).status == 200
-        assert not c.vllm.paused
 
     run(body)
 
@@ -433,36 +401,11 @@ def test_weights_are_written_while_paused_alone() -> None:
     async def body(c: Client) -> None:
         for path, request in (
             ("/bridge/lend_slot", {"config": {}, "tensors": []}),
-            ("/bridge/adapt", {"key": "abc"}),
             ("/nccl/receive", {"manifest": [["w", [1], "float32"]]}),
         ):
             response = await c.post(path, request)
             assert (response.status, "pause" in response.detail) == (409, True)
         assert not c.vllm.calls
-
-    run(body)
-
-
-def test_an_engine_that_serves_stands_still_while_it_lends_its_weights_and_a_trainers_pause_outlives_that() -> None:
-    async def body(c: Client) -> None:
-        lent: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
-        c.vllm.answers["tandem_export_weights"] = lent
-        lending = asyncio.ensure_future(c.begin("/bridge/lend"))
-        while not c.vllm.calls:
-            await asyncio.sleep(0)
-        assert c.vllm.paused
-        pausing = asyncio.ensure_future(c.begin("/bridge/pause"))
-        await asyncio.sleep(0.01)
-        assert not pausing.done()
-        lent.set_result(['{"lent": {}, "map": {}}'])
-        assert (await lending).json["ranks"] == [{"lent": {}, "map": {}}]
-        assert (await pausing).json == {"state": "paused", "before": "serving"}
-        assert c.vllm.paused
-        c.vllm.answers["tandem_export_weights"] = ['{"lent": {}, "map": {}}']
-        assert (await c.begin("/bridge/lend")).status == 200
-        assert c.vllm.paused, "another that borrows does not end the pause"
-        await c.begin("/bridge/resume")
-        assert not c.vllm.paused
 
     run(body)
 
@@ -534,7 +477,6 @@ def test_weights_that_a_deep_sleep_discarded_are_not_served_before_they_are_stam
         ("/bridge/probe", {"tokens": [1, 2]}),
         ("/bridge/lend", {}),
         ("/bridge/lend_slot", {"config": {}, "tensors": []}),
-        ("/bridge/adapt", {"key": "abc"}),
         ("/lora/load", {"adapter_name": "a", "adapter_path": "/x"}),
         ("/nccl/receive", {"manifest": [["w", [1], "float32"]]}),
     ],
@@ -727,7 +669,6 @@ def test_adapters_come_from_allowed_folders_alone(tmp_path: Path, monkeypatch: p
     (allowed / "link").symlink_to(other)
     (allowed / "inner").symlink_to(good)
     (adapter(allowed / "files") / "adapter_model.safetensors").symlink_to(other / "adapter_config.json")
-    (allowed / "circle").symlink_to(allowed / "circle")
     (allowed / "empty").mkdir()
     adapter(tmp_path / "allowed-too")
     adapter(allowed / "broken")
@@ -744,8 +685,7 @@ def test_adapters_come_from_allowed_folders_alone(tmp_path: Path, monkeypatch: p
             assert await status(wrong, "/v1/load_lora_adapter", "lora_path") == 403, wrong
         for wrong in ("/", "relative", "~", ""):
             assert await status(wrong) == 403, wrong
-        for wrong in (allowed / "circle", f"{allowed}/nu\0ll"):
-            assert await status(wrong) in (400, 403, 404), wrong
+        assert await status(f"{allowed}/nu\0ll") == 400
         assert await status(allowed / "empty") == 404
         assert await status(allowed / "missing") == 404
         assert await status(allowed / "broken") == 400
@@ -811,12 +751,6 @@ def test_an_adapter_in_place_is_probed_before_it_is_served() -> None:
         assert (await c.post("/bridge/lend_slot", slot_config)).json == {"ranks": [{"key": "abc"}]}
         arguments = (IN_PLACE_ID, '{"r": 8}', '[["a", [8, 16], "bfloat16"]]')
         assert c.vllm.calls[-1] == ("tandem_export_adapter", arguments)
-        c.vllm.answers["tandem_is_exported"] = [False]
-        assert (await c.post("/bridge/adapt", {"key": "another"})).json == {"held": False}
-        assert (await c.get("/lora/status")).json["in_place"] is False, "nobody was let write it"
-        c.vllm.answers["tandem_is_exported"] = [True]
-        assert (await c.post("/bridge/adapt", {"key": "abc"})).json == {"held": True}
-        assert c.vllm.calls[-1] == ("tandem_is_exported", (IN_PLACE_ID, "abc"))
         assert (await c.post("/bridge/resume")).status == 409, "nobody said what was written"
         await c.post("/bridge/probe", {"tokens": [1, 2]})
         assert {request.adapter.lora_name for request in c.vllm.seen} == {"tandem"}
@@ -860,15 +794,10 @@ def listed(**more: Any) -> dict[str, Any]:
         (start(init_method="env://"), "tcp://host:port"),
         (start(backend="mpi"), "$.backend"),
         (start(world_size=1), "$.world_size"),
-        (start(first_rank=2), "world of 2"),
         (start(first_rank=0), "$.first_rank"),
-        (start(param_metadata={"a": {"shape": [1], "dtype": "float32"}}), "'a'"),
-        (start(param_mappings={"b": {}}), "'b'"),
         (start(param_metadata={"w": {"shape": "x", "dtype": "float32"}}), "shape"),
         (start(param_metadata=listed(param_names=["w", "v"], num_params=2)), "'v'"),
         (start(param_metadata=listed(param_dtypes={})), "'w'"),
-        (start(param_metadata=listed(num_params=3)), "num_params is 3"),
-        (start(param_metadata=listed(param_names=["a"], param_shapes={"a": [1]}, param_dtypes={"a": "int8"})), "'a'"),
         (start(param_metadata=listed(param_shapes=None)), "param_shapes"),
         (start(world_size=2**31), "$.world_size"),
         (start(world_size=1025), "$.world_size"),
@@ -878,19 +807,13 @@ def listed(**more: Any) -> dict[str, Any]:
         (start(param_metadata={"w": {"shape": [2**62], "dtype": "float32"}}), "shape"),
         (start(param_metadata={"w": {"shape": [1] * 9, "dtype": "float32"}}), "shape"),
         (start(param_metadata={"w": {"shape": [1], "dtype": "zeros"}}), "dtype"),
-        (
-            start(param_metadata={f"{i}.lora_A.weight": {"shape": [1], "dtype": "float32"} for i in range(5)}),
-            "model of 1",
-        ),
         (start(seconds=-3), "$.seconds"),
         (start(seconds=0), "$.seconds"),
-        (start(init_method="tcp://10.0.0.1:99999"), "port to 65535"),
-        (start(init_method="tcp://10.0.0.1:0"), "port to 65535"),
+        (start(init_method="tcp://10.0.0.1:0"), "tcp://host:port"),
     ],
 )
 def test_a_receiver_that_cannot_be_is_refused(content: Any, says: str) -> None:
     async def body(c: Client) -> None:
-        c.vllm.answers["tandem_map"] = ['{"w": []}']
         response = await c.post("/nccl/start_receiver", content)
         assert (response.status, says in response.detail) == (400, True), response.raw
         assert "tandem_connect" not in [method for method, _ in c.vllm.calls]

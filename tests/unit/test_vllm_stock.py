@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from aiohttp import web
+from support.sync_sessions import open_session
 from support.tiny_policy import live_policy
 
 from tandem.engines.base import EngineRequirements, LoadsVersions, LoraAdapter, ReceivesBroadcast
@@ -34,7 +35,7 @@ from tandem.transport.weight_transfer import UniqueId, WeightTransferGroup, pick
 from tandem.types import PolicyVersion, Sampling
 from tandem.weight_sync.broadcast import Broadcast
 from tandem.weight_sync.hotswap import Hotswap
-from tandem.weight_sync.transaction.session import WeightSyncSession, open_session
+from tandem.weight_sync.transaction.session import WeightSyncSession
 
 ADAPTERS = EngineRequirements(model="m", dtype="float32", payload="adapter", capability=LoadsVersions)
 WEIGHTS = EngineRequirements(model="m", dtype="float32", payload="weights", capability=ReceivesBroadcast)

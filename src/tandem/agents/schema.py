@@ -133,10 +133,8 @@ class CompletionRequest(msgspec.Struct, kw_only=True):
             if not fine:
                 raise BadRequest(f"{name} is out of range", param=name)
         while (odd := untrainable_option(defaults, made)) is not None:
-            _tell(
-                f"{odd} is left out of agents' requests where the answers could not be trained on; the run's is "
-                f"{getattr(defaults, odd):g} (sampling.{odd} in the recipe)"
-            )
+            run = getattr(defaults, odd)
+            _tell(f"{odd} is left out of agents' requests; the run's is {run:g} (sampling.{odd} in the recipe)")
             made = replace(made, **{odd: getattr(defaults, odd)})
         return made
 
@@ -191,10 +189,7 @@ class ChatRequest(CompletionRequest, kw_only=True):
         if not self.messages:
             raise BadRequest("messages are empty", param="messages")
         if self.tool_choice not in (None, "auto", "none"):
-            _tell(
-                "tool_choice is taken for auto in agents' requests: sampling is not constrained, so what the policy "
-                "calls is its own choice; ask for the call in a message"
-            )
+            _tell("tool_choice is taken for auto in agents' requests; ask for the call in a message")
         for tool in self.tools or ():
             _refuse_odd(tool)
 
@@ -216,11 +211,8 @@ class ChatRequest(CompletionRequest, kw_only=True):
         if not self.tools or self.tool_choice == "none":
             return ToolOffer(template_options=options)
         if not speech.shown:
-            raise BadRequest(
-                "tools cannot be offered: the model's chat template writes none into the prompt; use a model that "
-                "knows tools, or a chat_template that shows them",
-                param="tools",
-            )
+            why = "tools cannot be offered: the chat template writes none into the prompt; use one that does"
+            raise BadRequest(why, param="tools")
         return ToolOffer(tools=self.tools, single=self.parallel_tool_calls is False, template_options=options)
 
     def conversation(self) -> tuple[Message, ...]:
@@ -237,10 +229,7 @@ def _refuse_odd(tool: Any) -> None:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRequest('each of tools must be {"type": "function", "function": {"name": ..., ...}}', param="tools")
     if function.get("strict"):
-        _tell(
-            "a tool is strict, which is not enforced: nothing constrains what is sampled, so the arguments of a call "
-            "may not fit its schema"
-        )
+        _tell("a tool is strict, which is not enforced: the arguments of a call may not fit its schema")
 
 
 @lru_cache(256)  # once is enough
@@ -254,17 +243,15 @@ def _spoken(message: _RequestMessage) -> Message:
     text = _text(message)
     if not (message.tool_calls or message.tool_call_id or message.name):
         return Message(role=message.role, content=text)
-    calls = tuple(
-        ToolCall(
-            name=call.function.name,
-            arguments=arguments if isinstance(arguments := call.function.arguments, str) else json.dumps(arguments),
-            id=call.id or "",
-        )
-        for call in message.tool_calls or ()
-    )
-    return ToolMessage(
-        role=message.role, content=text, calls=calls, answers=message.tool_call_id or "", name=message.name or ""
-    )
+    answers, name = message.tool_call_id or "", message.name or ""
+    calls = tuple(map(_called, message.tool_calls or ()))
+    return ToolMessage(role=message.role, content=text, calls=calls, answers=answers, name=name)
+
+
+def _called(call: _RequestCall) -> ToolCall:
+    arguments = call.function.arguments
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return ToolCall(name=call.function.name, arguments=text, id=call.id or "")
 
 
 def _text(message: _RequestMessage) -> str:
@@ -298,13 +285,11 @@ class TextRequest(CompletionRequest, kw_only=True):
         several = isinstance(whole, list) and not all(isinstance(part, int) for part in whole)
         prompts = whole if several else [whole]
         for prompt in prompts:
-            fine = isinstance(prompt, str) or (
-                isinstance(prompt, list) and all(type(id) is int and 0 <= id < vocabulary for id in prompt)
-            )
+            ids = prompt if isinstance(prompt, list) else (None,)
+            fine = isinstance(prompt, str) or all(type(id) is int and 0 <= id < vocabulary for id in ids)
             if not fine or not prompt:
                 raise BadRequest(
-                    f"prompt must be text or token ids from 0 to {vocabulary - 1}, or a list of such, and not empty",
-                    param="prompt",
+                    f"prompt must be text, token ids below {vocabulary}, or a list of such", param="prompt"
                 )
         if len(prompts) * self.answers > MOST:
             raise BadRequest(f"prompts times n must be {MOST} at most", param="n")

@@ -161,10 +161,7 @@ class Session:
         if (name := untrainable_option(self.sampling, sampling)) is not None:
             raise EnvError(why_untrainable(name, self.sampling, sampling))
         if len(prompt) >= self.engine.context:
-            raise EnvError(
-                f"the conversation has {len(prompt)} tokens and the context is {self.engine.context}, so no room is "
-                "left for an answer"
-            )
+            raise EnvError(f"a conversation of {len(prompt)} tokens fills the context of {self.engine.context}")
         # Cut before anything may end it, the answer is sampled in the same way.
         cut = replace(sampling, min_tokens=min(sampling.min_tokens, sampling.max_tokens))
         try:
@@ -186,10 +183,9 @@ class Session:
         keys = list(accumulate(messages, _extended, initial=offer.key))
         for cut in range(len(messages) - 1, 0, -1):
             if (earlier := self._conversations.get(keys[cut])) is not None:
-                new = messages[cut:]
-                bridge = self.template.bridge(
-                    messages[: cut - 1], new, earlier.tokens[-1], offer.tools, offer.template_options
-                )
+                before, new = messages[: cut - 1], messages[cut:]
+                last = earlier.tokens[-1]
+                bridge = self.template.bridge(before, new, last, offer.tools, offer.template_options)
                 return _Prompt([*earlier.tokens, *bridge], tuple(map(as_text, new)), keys[-1], earlier)
         tokens = self.template.prompt(messages, offer.tools, offer.template_options)
         return _Prompt(tokens, tuple(map(as_text, messages)), keys[-1])
@@ -256,9 +252,8 @@ class Proxy:
     @asynccontextmanager
     async def serving(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
         """Serve at an address; port 0 is a free one. Gives the URL."""
-        runner = web.AppRunner(
-            self.application(), access_log=None, shutdown_timeout=1.0, keepalive_timeout=IDLE_SECONDS
-        )
+        app = self.application()
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, keepalive_timeout=IDLE_SECONDS)
         await runner.setup()
         try:
             await web.TCPSite(runner, host, port).start()
@@ -269,13 +264,9 @@ class Proxy:
     def application(self) -> web.Application:
         """The routes."""
         app = web.Application(client_max_size=MOST_BYTES, middlewares=[_in_openai_form])
-        app.add_routes(
-            [
-                web.get("/{key}/v1/models", self._models),
-                web.post("/{key}/v1/chat/completions", self._chat),
-                web.post("/{key}/v1/completions", self._complete),
-            ]
-        )
+        app.router.add_get("/{key}/v1/models", self._models)
+        app.router.add_post("/{key}/v1/chat/completions", self._chat)
+        app.router.add_post("/{key}/v1/completions", self._complete)
         return app
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -286,10 +277,8 @@ class Proxy:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session, content = self._session(request), await request.read()
         options = await _aside(len(content), partial(ChatRequest.read, content))
-        offer = options.offer(self._template.speech)
-        replies = await session.reply(
-            options.conversation(), options.sampling(self._sampling), offer, answers=options.answers
-        )
+        sampling, offer = options.sampling(self._sampling), options.offer(self._template.speech)
+        replies = await session.reply(options.conversation(), sampling, offer, options.answers)
         pieces = self._template.pieces if options.logprobs else None
         body = chat_body(self._model, replies, int(time.time()), pieces, ids=bool(options.return_token_ids))
         return await self._respond(request, options, body)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
-import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -22,7 +21,7 @@ from tandem.config import registry as resolve
 from tandem.config.build import RewardSpec
 from tandem.config.loading import FP8, Loaded, RunConfig, load
 from tandem.config.sources import EnvSource
-from tandem.engines.base import ExportsWeights, ReportsChecksums
+from tandem.engines.base import ReportsChecksums
 from tandem.envs.base import Split
 from tandem.errors import ConfigError, RewardError, TandemError, redacted
 from tandem.rewards.base import Reward
@@ -39,8 +38,6 @@ Question = Callable[[], CheckText | Awaitable[CheckText]]
 
 _STATE = len("problem")
 """Columns of the longest state."""
-
-_TURNS = "it and the trainer take turns on the card, and steps are shorter if NVIDIA's MPS runs (docs/guide/engines.md)"
 
 
 def check(recipe: Path, overrides: Sequence[str], tasks: int) -> int:
@@ -145,10 +142,7 @@ class _RecipeCheck:
 
     def _engine(self) -> str:
         """Whether this machine can have it."""
-        config = self._config
-        text = config.engine.check(folder=Path(config.runs) / (config.name or ""))
-        exported = ReportsChecksums in config.engine.capabilities and config.sync.capability is ExportsWeights
-        return f"{text}; {_TURNS}" if exported and config.most_lag and machine.in_turns() else text
+        return self._config.engine.check(folder=Path(self._config.runs) / (self._config.name or ""))
 
     def _loggers(self) -> str:
         """Libraries that loggers need."""
@@ -185,13 +179,7 @@ class _RecipeCheck:
         """
         if not self._tasks:
             return None
-        warner = logging.getLogger(Graders.__module__)
-        level = warner.level
-        warner.setLevel(logging.ERROR)  # what it warns of is among the findings
-        try:
-            return _of_each({name: await self._gold_of(name, env) for name, env in self._config.sources.items()})
-        finally:
-            warner.setLevel(level)
+        return _of_each({name: await self._gold_of(name, env) for name, env in self._config.sources.items()})
 
     async def _gold_of(self, name: str, source: EnvSource) -> str:
         grading = self._config.grading
@@ -238,12 +226,7 @@ class _RecipeCheck:
         longest = rendering.longest_prompt([task for some in self._tasks.values() for task in some], template, limit)
         self._planner = dataclasses.replace(self._planner, prompt_tokens=longest)
         note = rendering.shortfall(longest, limit, self._config.sampling.max_tokens)
-        cost = ""
-        if self._planner.modelled.choice.packing == "plain":
-            answers, size = self._config.sampling.max_tokens, self._config.group_size
-            times = size * (longest + answers) / (longest + size * answers)
-            cost = f"; computed with each answer (packing: plain), at most {times:.1f} times the tokens of a tree"
-        return f"at most {longest} tokens of a context of {limit}{note and f', which {note}'}{cost}"
+        return f"at most {longest} tokens of a context of {limit}{note and f', which {note}'}"
 
     def _memory(self) -> str | None:
         """The memory plan.
@@ -270,31 +253,19 @@ class _RecipeCheck:
             self.warnings.append(f"the plan may be off by {memory.MARGIN:.0%}: this run may not fit")
         return f"about {machine.readable(plan.total)} at the peak of {machine.readable(plan.machine.free)} free"
 
-    def _ranks(self) -> str | None:
-        """What each of those that there are receives in a publish.
+    def _ranks(self) -> str:
+        """How many there are.
 
         Raises:
             UnsupportedPair: an option cannot be had with several.
         """
-        from tandem.trainer import pairs
         from tandem.trainer.ranks import checks
 
         counts = RankCounts.of(self._config)
         if idle := counts.idle_options(self._config):
             return idle
-        world = counts.world
         checks.check_gpus(self._config, counts)
-        if self._planner is None:
-            return None
-        weights = self._planner.modelled.counts.trainable * (2 if self._config.dtype == "bfloat16" else 4)
-        workers = pairs.ranks_of_engine(self._config)
-        holders = pairs.shards_of(self._config, world) // workers
-        if holders == 1 and pairs.has_slices(self._config):
-            publish = "each rank writes the slices of its engine's worker"
-        else:
-            received = weights // workers * (holders - 1) // holders
-            publish = f"each rank receives {received / 1e9:.2f} GB a publish"
-        return f"{world}; {publish}"
+        return str(counts.world)
 
     def _disk(self) -> str | None:
         """Room for checkpoints: a new one is whole before an old one goes.
@@ -338,14 +309,12 @@ def require_right(name: str, graded: Sequence[GradedReplies]) -> None:
     failures = failures_of(graded)
     if not failures:
         return
-    lines = distinct(failures)
-    more = f"; and {len(lines) - _SHOWN} other kinds of failure" if len(lines) > _SHOWN else ""
     if not any(failure.reward for failure in failures):
         what, remedy = f"answers of {name} could not be graded", "mend the reward"
     else:
         what = f"{sum(bool(f.reward) for f in failures)} gold replies of {name} did not get full marks"
         remedy = "mend the reward, or what the environment's check() replies"
-    raise RewardError(f"{what}: {'; '.join(lines[:_SHOWN])}{more}; {remedy}")
+    raise RewardError(f"{what}: {'; '.join(distinct(failures)[:_SHOWN])}; {remedy}")
 
 
 def graded_text(graders: Graders, graded: Sequence[GradedReplies]) -> str:

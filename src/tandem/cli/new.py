@@ -14,11 +14,11 @@ _MODULE = '''"""{title}: what the model is asked, and what counts as right. Try 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tandem.envs.base import Environment, Split
-from tandem.types import Json, Message, Rollout, Task
+from tandem.types import Message, Rollout, Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +27,6 @@ class {title}(Environment):
 
     largest: int = 9
     """Largest number in a question."""
-
-    @property
-    def default_rewards(self) -> Mapping[str, Json]:
-        """Rewards used where the recipe names none: a function of yours by import path, and its weight."""
-        return {{"{name}:correct": 1.0}}
 
     def tasks(self, split: Split) -> Sequence[Task]:
         """All tasks of a split, always in the same order. No task may be in both splits."""
@@ -54,14 +49,7 @@ class {title}(Environment):
             meta={{"terms": [a, b]}},  # whatever else your reward needs
         )
 
-    # For more than one turn, override play:
-    #
-    # async def play(self, task: Task, chat: Chat) -> Mapping[str, float]:
-    #     said = await chat.reply()
-    #     if chat.open and "?" in said.content:
-    #         chat.add(Message(role="user", content="Yes. Go on."))
-    #         await chat.reply()
-    #     return {{}}
+    # For more than one turn, override play (docs/guide/environments.md).
 
 
 def correct(rollout: Rollout) -> float:
@@ -74,6 +62,7 @@ _RECIPE = """# Trains on the environment in {name}.py. Look before you start: ta
 model: {model}
 steps: 40
 env: {{kind: "{name}:{title}", largest: 9}}
+rewards: {{"{name}:correct": 1.0}}
 groups_per_step: 4
 group_size: 8
 sampling: {{max_tokens: 48}}

@@ -90,7 +90,10 @@ def _folder(config: RunConfig) -> Path:
 async def _export_weights(fleet: Fleet, folder: Path) -> Path:
     """Share the weights with a trainer that reads the file of their places."""
     (server,) = fleet.servers
-    return (await exported_weights(server)).write(folder)
+    await server.post("/bridge/pause")
+    exported = await exported_weights(server)
+    await server.post("/bridge/resume")
+    return exported.write(folder)
 
 
 def _introduce(fleet: Fleet, engine: Vllm, bridge: Path | None, tell: Tell) -> None:

@@ -15,7 +15,7 @@ from rich.text import Text
 from tandem.api.targets import recipe_of
 from tandem.errors import TandemError, command
 from tandem.observability import report, vitals
-from tandem.observability.board import duration, sparkline
+from tandem.observability.board import alarm_lines, duration, sparkline
 from tandem.observability.loggers.base import PHASES, phase, phases
 from tandem.observability.report.folder import Row, RunFolder, load
 from tandem.observability.report.summary import column, episodes, headline_evaluations, summarise
@@ -111,9 +111,7 @@ def _alarms(folder: RunFolder) -> Iterator[str]:
         if row["over"] is not None:
             yield f"alarm {row['alarm']}, steps {row['since']} to {row['over']}, over: {row['seen']}"
             continue
-        yield f"\nALARM {row['alarm']} since step {row['since']}: {row['seen']}"
-        yield f"  usually: {row['means']}"
-        yield f"  change:  {row['change']}"
+        yield from ("", *alarm_lines(row))
 
 
 def _time(folder: RunFolder) -> str:

@@ -32,8 +32,8 @@ from tandem.types import Json
 
 ANSWER_SECONDS = 4.0
 """Seconds in which a living interpreter writes the stacks it is asked for."""
-SETTLED = 0.3
-"""Seconds without another line after which the stacks that a signal asked for are whole: they come line by line."""
+SETTLED = 1.0
+"""Seconds after which the stacks that a signal asked for are whole: they are written at once, in native code."""
 _ENDS = ("run_done", "interrupted")
 _LINE = re.compile(r"(?P<time>\d{4}(-\d\d){2}T\d\d(:\d\d){2}Z) (?P<level>[A-Z]+) +(?P<name>[\w.]+): (?P<text>.*)")
 _TAIL_BYTES = 1 << 16
@@ -253,20 +253,10 @@ def _stacks(run: Path, rank: int = 0) -> str | None:
         if signs is None or not vitals.is_here(signs) or not alive_after(signs["pid"], signs["started"]):
             return None
         os.kill(signs["pid"], vitals.SIGNAL)
-        _settle(path, begin)
+        time.sleep(SETTLED)
     with path.open("rb") as file:
         file.seek(begin)
         return file.read().decode(errors="replace").strip() or None
-
-
-def _settle(path: Path, begin: int) -> None:
-    """Wait until a file has grown beyond ``begin`` and grows no more, at most ``ANSWER_SECONDS``."""
-    size, until = begin, time.monotonic() + ANSWER_SECONDS
-    while time.monotonic() < until:
-        time.sleep(SETTLED)
-        before, size = size, path.stat().st_size
-        if size == before > begin:
-            return
 
 
 def _print(console: Console, state: RunState) -> None:

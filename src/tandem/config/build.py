@@ -25,7 +25,7 @@ from typing import Any, Literal, Union
 
 from tandem.config import registry as resolve
 from tandem.config.dialects import elsewhere
-from tandem.config.tree import MOST_PROBLEMS, SHELL, Branch, Items, Leaf, Problems, Tree, plain, within
+from tandem.config.tree import SHELL, Branch, Items, Leaf, Problems, Tree, plain, within
 from tandem.errors import ConfigError, RewardError, TandemError, redacted
 from tandem.types import Json
 
@@ -189,12 +189,8 @@ class Builder:
             close = resolve.did_you_mean(leaf.text, [str(choice) for choice in args])
             return self._wrong(leaf, path, describe(hint), close)
         if hint is float and type(value) in (int, float):
-            with contextlib.suppress(OverflowError):  # a whole number of hundreds of digits
-                if not math.isnan(number := float(value)):  # type: ignore[arg-type]
-                    return number
-            return self._wrong(leaf, path, describe(hint))
-        if hint is int and type(value) is int and not -(2**63) <= value < 2**63:
-            return self._wrong(leaf, path, "a whole number below 2^63")
+            number = float(value)  # type: ignore[arg-type]
+            return self._wrong(leaf, path, describe(hint)) if math.isnan(number) else number
         if hint in (bool, int, str, type(None)) and type(value) is hint:
             return value
         if hint in (str, Path):
@@ -338,9 +334,6 @@ class Builder:
 
     def _unknown(self, cls: type, key: str, value: Tree, where: str, label: str, category: str) -> None:
         of = f" of {label}" if label else ""
-        if len(self.problems) >= MOST_PROBLEMS:  # it will not be listed, and what is alike takes a while to find
-            self.problems.add(where, f"unknown option {key!r}{of}")
-            return
         known = [field.name for field in resolve.options(cls)]
         nested = [path for path in _nested(cls) if path.endswith(f".{key}")]
         if kinds := _kinds_with(category, key):

@@ -34,7 +34,7 @@ from tandem.config.sections import (
 from tandem.config.sources import EnvSource, default_rewards, fault
 from tandem.config.tree import Branch, Problems, from_plain, parse, plain, render
 from tandem.envs.base import Environment
-from tandem.errors import ConfigError, require
+from tandem.errors import ConfigError, bounded, check_bounds, require
 from tandem.observability.loggers.base import MetricsLogger
 from tandem.observability.options import PrintCompletions, Timeouts
 from tandem.types import Json, Sampling
@@ -58,7 +58,7 @@ class RunConfig:
 
     model: str
     """Hugging Face id or a local folder."""
-    steps: int
+    steps: int = bounded(least=1)
     """Optimizer steps of the whole run."""
     env: Environment | None = field(default=None, metadata={"category": "envs", "unless": ("envs", "broker")})
     """Where tasks come from; with broker those to evaluate on, if any."""
@@ -68,7 +68,7 @@ class RunConfig:
     """Train on what environments elsewhere send to this broker: its address, or a mapping."""
     rewards: Mapping[str, RewardSpec] = field(default_factory=dict, metadata={"category": "rewards", "weighted": True})
     """Reward functions by name: a weight, or a mapping of weight, kind and options; empty: the environment's own."""
-    groups_per_step: int = 8
+    groups_per_step: int = bounded(8, least=1)
     """Groups (tasks) trained on in one step."""
     group_size: int = 8
     """Answers sampled per task."""
@@ -81,7 +81,7 @@ class RunConfig:
     """How training answers are sampled."""
     truncated: Literal["keep", "mask", "penalise"] = "keep"
     """Answers cut by a length limit: train on them as they are, leave their tokens out, or lower their reward."""
-    truncated_penalty: float = 1.0
+    truncated_penalty: float = bounded(1.0)
     """What truncated: penalise subtracts from the reward."""
     zero_variance_groups: Literal["drop", "keep"] = "drop"
     """Groups whose rewards are all equal: sample another, or train on them (their advantage is 0)."""
@@ -91,7 +91,7 @@ class RunConfig:
     on_policy_tail: Literal["wait", "abort"] = "wait"
     """On-policy, answers that are not needed any more when the batch is full: wait for them, or abort them; their tasks
     are played again."""
-    max_resample_times: int | None = None
+    max_resample_times: int | None = bounded(None)
     """How often a batch's worth of zero-variance groups is sampled anew; then the step takes what there is. null: until
     the batch is full."""
     replay: Replay = field(default_factory=Replay)
@@ -110,7 +110,7 @@ class RunConfig:
     """Weights of tokens by how far their sampler was from the policy; several are multiplied."""
     reference: Reference | None = field(default=None, metadata={"category": "references"})
     """An older policy whose KL is penalised; null: none."""
-    updates_per_batch: int = 1
+    updates_per_batch: int = bounded(1, least=1)
     """Optimizer updates on each batch, all within one step; above 1 the policy leaves what sampled the batch."""
     optimizer: Optimizer = part("optimizers", "adamw")
     """How weights are updated, and the learning rate."""
@@ -123,7 +123,7 @@ class RunConfig:
     dtype: Literal["bfloat16", "float32", "auto"] = "bfloat16"
     """Type of the weights; optimizers keep float32 masters where it is narrower. auto: float32 on a processor without
     instructions for bfloat16, else bfloat16; the run's own recipe has what it was."""
-    micro_batch_tokens: int = 1024
+    micro_batch_tokens: int = bounded(1024, least=1)
     """Most tokens that a rank computes in one forward and backward; lowers memory, changes no result."""
     packing: Literal["auto", "tree", "plain"] = "auto"
     """How what sequences share is computed: once (tree), or with each (plain); auto: tree where a small random copy of
@@ -136,7 +136,7 @@ class RunConfig:
     matmul: Literal["dtype", "fp8"] = "dtype"
     """Products of the layers' linear weights: in the type of the weights, or in 8 bits (a GPU of compute capability 8.9
     or above, and torchao)."""
-    context: int | None = None
+    context: int | None = bounded(None, least=2)
     """Most tokens of a prompt and its answer together; null: the model's own limit."""
     seed: int = 0
     """Fixes task order, sampling and initialisation."""
@@ -164,7 +164,7 @@ class RunConfig:
     """Folder that holds the run's folder."""
     name: str | None = None
     """The run's folder name; null: <env>-<model>-<UTC time>."""
-    threads: int = 0
+    threads: int = bounded(0)
     """CPU threads of torch; 0 uses every core."""
     ranks: int | Literal["auto"] | None = None
     """Processes that compute a step side by side, a GPU each: so many, which the trainer starts itself; auto for one on
@@ -178,10 +178,9 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.dtype == "auto":  # here and nowhere else: all that reads a configuration finds a type
             object.__setattr__(self, "dtype", "bfloat16" if machine.computes_bfloat16() else "float32")
+        check_bounds(self)
         require(
             model=(bool(self.model.strip()), "a Hugging Face id or a folder"),
-            steps=(self.steps >= 1, "at least 1"),
-            groups_per_step=(self.groups_per_step >= 1, "at least 1"),
             group_size=group_size_check(self.group_size, self.groups_per_step),
             env=(
                 bool(self.env or self.envs or self.broker),
@@ -195,24 +194,18 @@ class RunConfig:
                 if self.broker
                 else "at least 0, or auto",
             ),
-            updates_per_batch=(self.updates_per_batch >= 1, "at least 1"),
             old_logprobs=(
                 self.old_logprobs == "recomputed" or not any(c.needs_recomputed for c in self.corrections),
                 "recomputed with beyond: truncate, since with sampled the loss already contains the importance ratio; "
                 "or use beyond: mask",
             ),
             oversample=(isinstance(self.oversample, str) or 1 <= self.oversample < math.inf, "at least 1, or a word"),
-            max_resample_times=(self.max_resample_times is None or self.max_resample_times >= 0, "at least 0, or null"),
             replay=((wrong := replay_fault(self)) is None, wrong or ""),
-            truncated_penalty=(0 <= self.truncated_penalty < math.inf, "at least 0: it is subtracted"),
-            micro_batch_tokens=(self.micro_batch_tokens >= 1, "at least 1"),
             matmul=(
                 self.matmul == "dtype" or (self.dtype == "bfloat16" and self.compile is not False),
                 "dtype with float32 weights or compile: false: casts that are not fused cost more than 8 bits save",
             ),
-            context=(self.context is None or self.context >= 2, "at least 2, or null"),
             seed=(0 <= self.seed < 2**63, "at least 0 and below 2^63"),
-            threads=(self.threads >= 0, "at least 0"),
             ranks=(not isinstance(self.ranks, int) or self.ranks >= 1, "at least 1, auto or null"),
             gpus=(
                 self.gpus is None or (self.gpus >= 1 and not self._counts_gpus),
@@ -222,7 +215,7 @@ class RunConfig:
             runs=(bool(self.runs.strip()), "a folder"),
             **{
                 "reference.every": (
-                    self.steps < 1 or getattr(self.reference, "every", 0) < self.steps,
+                    getattr(self.reference, "every", 0) < self.steps,
                     f"below steps ({self.steps}): the average would never move",
                 ),
                 **sampling_checks(self.sampling),
@@ -260,43 +253,35 @@ class RunConfig:
 
     def inert(self) -> Mapping[str, str]:
         """Options that change nothing, given the others."""
-        unread: dict[str, str] = inert_objective(self)
-        if self.envs:
-            unread |= dict.fromkeys(("env", "rewards"), "envs names several environments, each with its rewards")
-        else:
-            unread["envs"] = "it names none"
-        if self.dtype == "float32":
-            unread["optimizer.gradients"] = "dtype: float32 gives float32 gradients"
-        # null is as many as a launcher starts; defaults are let be: a run of several ranks may go on as one
-        if self.ranks == 1 and self.distributed != Distributed():
-            unread["distributed"] = "the trainer is one process"
-        if self.max_lag != "auto":
-            unread["lag_control"] = "it is read by max_lag: auto alone"
-        if self.truncated != "penalise":
-            unread["truncated_penalty"] = "it is read by truncated: penalise alone"
+        broker, divides = self.broker is not None, self.distributed != Distributed()
+        keeps, evaluates = self.zero_variance_groups == "keep", self.evaluates or not self.sources
         others = getattr(self.engine, "urls", ())  # whose requests are in flight at any time
-        if self.max_lag == 0 and getattr(self.sync, "in_flight", "") == "finish" and not others:
-            unread["sync.in_flight"] = "with max_lag: 0 no request is in flight when weights change"
-        if self.max_lag != 0:
-            unread["on_policy_tail"] = "with max_lag above 0 answers go on while a step is trained"
-        if self.zero_variance_groups == "keep":
-            unread |= dict.fromkeys(
-                ("oversample", "max_resample_times"), "zero_variance_groups: keep samples nothing anew"
-            )
-        if self.broker is not None:
-            elsewhere = "tasks are drawn elsewhere (broker)"
-            drawn = ("oversample", "on_policy_tail", "max_resample_times", "replay", "reroll", "curriculum")
-            unread |= dict.fromkeys(drawn, elsewhere)
-            unread["truncated"] = "answers are cut and judged elsewhere (broker); give it to tandem work"
+        finishes = self.max_lag == 0 and getattr(self.sync, "in_flight", "") == "finish" and not others
+        drawn = ("oversample", "on_policy_tail", "max_resample_times", "replay", "reroll", "curriculum")
         # Which tokens end an answer is read by the trainer where they may not come too early.
         stops = ("sampling.stop", *(() if self.sampling.min_tokens else ("sampling.stop_token_ids",)))
-        if self.broker is not None and not self.sources:
-            elsewhere = "environments are elsewhere (broker) and there is no env to evaluate on"
-            unread |= dict.fromkeys(("rewards", "evaluate", "grading", *stops), elsewhere)
-        elif self.broker is not None and not self.evaluates:
-            nothing = "tasks come from elsewhere (broker) and nothing is evaluated"
-            unread |= dict.fromkeys(("env", "envs", "rewards", "grading", *stops), nothing)
-        return unread
+        played = ("rewards", "grading", *stops)
+        rows: tuple[tuple[bool, tuple[str, ...], str], ...] = (
+            (bool(self.envs), ("env", "rewards"), "envs names several environments, each with its rewards"),
+            (not self.envs, ("envs",), "it names none"),
+            (self.dtype == "float32", ("optimizer.gradients",), "dtype: float32 gives float32 gradients"),
+            # null is as many as a launcher starts; defaults are let be: a run of several ranks may go on as one
+            (self.ranks == 1 and divides, ("distributed",), "the trainer is one process"),
+            (self.max_lag != "auto", ("lag_control",), "it is read by max_lag: auto alone"),
+            (self.truncated != "penalise", ("truncated_penalty",), "it is read by truncated: penalise alone"),
+            (finishes, ("sync.in_flight",), "with max_lag: 0 no request is in flight when weights change"),
+            (self.max_lag != 0, ("on_policy_tail",), "with max_lag above 0 answers go on while a step is trained"),
+            (keeps, ("oversample", "max_resample_times"), "zero_variance_groups: keep samples nothing anew"),
+            (broker, drawn, "tasks are drawn elsewhere (broker)"),
+            (broker, ("truncated",), "answers are cut and judged elsewhere (broker); give it to tandem work"),
+            (broker and not self.sources, ("evaluate", *played), "tasks are elsewhere (broker) and there is no env"),
+            (
+                broker and not evaluates,
+                ("env", "envs", *played),
+                "tasks are elsewhere (broker) and nothing is evaluated",
+            ),
+        )
+        return inert_objective(self) | {name: why for applies, names, why in rows if applies for name in names}
 
 
 def inert_objective(config: RunConfig) -> dict[str, str]:
@@ -423,20 +408,9 @@ def _read(source: Path) -> str:
     try:
         return source.read_text(encoding="utf-8")
     except FileNotFoundError:
-        if runs := _runs_beside(source):
-            raise ConfigError(f"there is no run or recipe {source}; runs: {', '.join(runs[-8:])}") from None
         raise ConfigError(f"there is no recipe {source}{_nearby(source)}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{source} is not a recipe: it is not UTF-8 text ({error.reason})") from error
-    except OSError as error:
-        raise ConfigError(f"cannot read {source}: {error.strerror}") from error
-
-
-def _runs_beside(source: Path) -> list[str]:
-    """Run folders in the folder of a name that may be a run's, such as runs/first."""
-    if source.suffix or source.parent == Path():
-        return []
-    return [str(recipe.parent) for recipe in sorted(source.parent.glob("*/config.yaml"))]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the recipe {source}: {error}") from error
 
 
 def _nearby(source: Path) -> str:

@@ -79,7 +79,8 @@ def find(category: str, kind: str) -> type:
     if ":" in kind:
         part = import_object(kind)
         if not (inspect.isclass(part) and dataclasses.is_dataclass(part)):
-            raise ConfigError(f"{kind} is {_describe(part)}, not a dataclass; a part's options are its fields")
+            noun = type(part).__name__
+            raise ConfigError(f"{kind} is a {noun}, not a dataclass; a part's options are its fields")
         return part
     return _find_builtin(category, kind)
 
@@ -153,18 +154,9 @@ def search(folder: Path) -> None:
 
     A run's folder stands for those that its recipe's modules were looked for in, and nothing within it is imported: it
     may come from somebody else.
-
-    Raises:
-        ConfigError: its record of them is damaged.
     """
     recorded = folder / _PLACES
-    try:
-        remembered = json.loads(recorded.read_text(encoding="utf-8")) if recorded.is_file() else []
-    except ValueError as error:
-        raise ConfigError(
-            f"{recorded} cannot be read ({error}); remove it, and start where the run was started, or with the folders "
-            "of its modules in PYTHONPATH"
-        ) from error
+    remembered = json.loads(recorded.read_text(encoding="utf-8")) if recorded.is_file() else []
     inside = folder.resolve()
     outside = [
         path for path in remembered if Path(path).is_absolute() and not Path(path).resolve().is_relative_to(inside)
@@ -195,11 +187,6 @@ def _import_failure(path: str, module_name: str, error: Exception) -> str:
     own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename not in between]
     at = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
     return f"cannot import {path}: importing {module_name} failed{at} with {type(error).__name__}: {error}"
-
-
-def _describe(thing: object) -> str:
-    """A noun for an object that is not what was expected."""
-    return "a function" if inspect.isroutine(thing) else f"a {type(thing).__name__}"
 
 
 def options(cls: type) -> list[dataclasses.Field[Any]]:

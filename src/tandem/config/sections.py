@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from tandem.config import registry as resolve
-from tandem.errors import require
+from tandem.errors import Bounded, bounded, require
 from tandem.machine import cores
 from tandem.observability.alarms import Name
 from tandem.types import Sampling
@@ -21,32 +21,23 @@ MOST_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluate:
+class Evaluate(Bounded):
     """Measuring on held-out tasks."""
 
-    every: int = 0
+    every: int = bounded(0)
     """Steps between evaluations; 0 evaluates only before and after."""
-    tasks: int = 40
+    tasks: int = bounded(40)
     """Held-out tasks, the first of the test split; 0 never evaluates."""
-    samples: int = 4
+    samples: int = bounded(4, least=1)
     """Answers per task: mean@k and pass@k are over these."""
-    temperature: float | None = None
+    temperature: float | None = bounded(None)
     """Sampling temperature; 0 is greedy, null is that of sampling."""
-    top_p: float | None = None
+    top_p: float | None = bounded(None, above=0, most=1)
     """Nucleus of the evaluation's answers; 1 keeps every token, null is that of sampling."""
     before: bool = True
     """Evaluate the model as loaded."""
     after: bool = True
     """Evaluate after the last step."""
-
-    def __post_init__(self) -> None:
-        require(
-            every=(self.every >= 0, "at least 0"),
-            tasks=(self.tasks >= 0, "at least 0"),
-            samples=(self.samples >= 1, "at least 1"),
-            temperature=(self.temperature is None or 0 <= self.temperature < math.inf, "at least 0, or null"),
-            top_p=(self.top_p is None or 0 < self.top_p <= 1, "above 0 and at most 1, or null"),
-        )
 
     def sampling(self, training: Sampling) -> Sampling:
         """How the answers are sampled: as those that are trained on, but for what is said here."""
@@ -69,22 +60,19 @@ class Evaluate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
+class Checkpoint(Bounded):
     """Checkpoints: when, where and how many. One is always written at the end, unless save is none."""
 
     save: Literal["all", "weights", "none"] = "all"
     """What is saved: all that a resume needs, the weights alone (to export and evaluate, at a third of the size or
     less), or nothing; a run can go on from all of it only."""
-    every: int = 50
+    every: int = bounded(50, least=1)
     """Steps between checkpoints."""
-    keep: int = 2
+    keep: int = bounded(2, least=1)
     """Newest checkpoints that are kept."""
     asynchronous: bool | Literal["auto"] = "auto"
     """Copy what is saved to host memory and write it while training goes on, or have training wait until it is
     written; auto copies where the weights are on a GPU."""
-
-    def __post_init__(self) -> None:
-        require(every=(self.every >= 1, "at least 1"), keep=(self.keep >= 1, "at least 1"))
 
     def inert(self) -> Mapping[str, str]:
         """Where nothing is saved, there is no when and how many."""
@@ -93,19 +81,13 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GradingOptions:
+class GradingOptions(Bounded):
     """Worker processes that compute rewards and can be killed."""
 
-    workers: int | None = None
+    workers: int | None = bounded(None, least=1)
     """Grader processes of each environment; null: one for each core, but no more than a step has answers."""
-    timeout_seconds: float = 10.0
+    timeout_seconds: float = bounded(10.0, above=0)
     """Seconds one rollout's rewards may take; then its grader is killed and the rollout counts as failed."""
-
-    def __post_init__(self) -> None:
-        workers = self.workers is None or self.workers >= 1
-        require(
-            workers=(workers, "at least 1"), timeout_seconds=(0 < self.timeout_seconds < math.inf, "above 0 (seconds)")
-        )
 
     def processes(self, answers: int) -> int:
         """How many each environment has that plays so many answers at a time: each grades one of them."""
@@ -113,33 +95,24 @@ class GradingOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LagControlOptions:
+class LagControlOptions(Bounded):
     """Limits of max_lag: auto: how far off-policy it may go to keep engine and trainer busy."""
 
-    ess_floor: float = 0.8
+    ess_floor: float = bounded(0.8, below=1)
     """Least effective sample size of the ratios to the sampler, as a share of a step's tokens; below it, less lag."""
-    max_lag: int = 4
+    max_lag: int = bounded(4, least=1)
     """Most steps by which the weights that sampled a token may be older than those it trains."""
-
-    def __post_init__(self) -> None:
-        require(
-            ess_floor=(0 <= self.ess_floor < 1, "at least 0 and below 1"),
-            max_lag=(self.max_lag >= 1, "at least 1; on-policy is max_lag: 0 itself"),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
+class Replay(Bounded):
     """Groups that had signal, trained again in the place of those that have none."""
 
-    size: int = 0
+    size: int = bounded(0)
     """Groups that are kept, the newest that were trained and had variance; 0 keeps none."""
-    max_age: int = 8
+    max_age: int = bounded(8, least=1)
     """Most steps by which the weights that sampled a replayed token may be older than those it trains, in place of
     max_lag."""
-
-    def __post_init__(self) -> None:
-        require(size=(self.size >= 0, "at least 0"), max_age=(self.max_age >= 1, "at least 1"))
 
     def inert(self) -> Mapping[str, str]:
         """Without a store there is nothing that could be too old."""
@@ -147,19 +120,13 @@ class Replay:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reroll:
+class Reroll(Bounded):
     """Unsolved tasks, drawn again when the policy has learned more."""
 
-    start_fraction: float = 1.0
+    start_fraction: float = bounded(1.0, most=1)
     """Part of all steps after which they come; 1 is never."""
-    max_groups: int = 1
+    max_groups: int = bounded(1, least=1)
     """Most of them that are drawn for one batch."""
-
-    def __post_init__(self) -> None:
-        require(
-            start_fraction=(0 <= self.start_fraction <= 1, "between 0 and 1"),
-            max_groups=(self.max_groups >= 1, "at least 1"),
-        )
 
     def inert(self) -> Mapping[str, str]:
         """Never is never, however many."""
@@ -199,7 +166,7 @@ class BrokerOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Distributed:
+class Distributed(Bounded):
     """Division of a step among the trainer's ranks."""
 
     shard: Literal["states", "weights"] = "states"
@@ -208,22 +175,15 @@ class Distributed:
     """When ranks sum gradients: those of each micro-batch, while backward goes on, or once a pass what each has added
     up by itself, for 4 bytes a weight more on every rank. auto: local where a step has several micro-batches for each
     rank and the memory plan has room."""
-    replicas: int = 1
+    replicas: int = bounded(1, least=1)
     """Of the whole model where weights are cut (HSDP): each is cut among ranks / replicas neighbours; 1: among all."""
-    context_parallel: int = 1
+    context_parallel: int = bounded(1, least=1)
     """Ranks that share one sequence; 1 divides none."""
     share_gpus: bool = False
     """Ranks take a host's GPUs in turn, so that several may be on one, whose memory they share. NCCL refuses that:
     collectives are gloo's then, through host memory, which is slow."""
-    timeout_seconds: float = 120.0
+    timeout_seconds: float = bounded(120.0, above=0)
     """How long a rank waits for the others in one collective operation before the run ends with an error."""
-
-    def __post_init__(self) -> None:
-        require(
-            replicas=(self.replicas >= 1, "at least 1"),
-            context_parallel=(self.context_parallel >= 1, "at least 1"),
-            timeout_seconds=(0 < self.timeout_seconds < math.inf, "above 0 (seconds)"),
-        )
 
 
 def group_size_check(size: int, groups: int) -> tuple[bool, str]:

@@ -152,14 +152,14 @@ def _compose(text: str, locate: _Locate, problems: Problems, *, remedy: str = ""
         loader = _Loader(text)
         try:
             node = loader.get_single_node()
-            return None if node is None else _convert(node, _YamlReading(locate, loader, problems), ())
+            return None if node is None else _convert(node, _YamlReading(locate, loader, problems))
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
         detail = ", ".join(part for part in (error.context, error.problem) if part)
         problems.add(locate(error.problem_mark or error.context_mark), f"this is not YAML: {detail}{remedy}")
     except RecursionError:
-        problems.add(locate(None), "this is nested too deep to be read")
+        problems.add(locate(None), "this is nested too deep to be read, or an alias contains itself")
     except yaml.YAMLError as error:
         problems.add(locate(None), f"this is not YAML: {' '.join(str(error).split())}")
     return None
@@ -198,18 +198,14 @@ class _YamlReading:
     problems: Problems
 
 
-def _convert(node: yaml.Node, reading: _YamlReading, parents: tuple[yaml.Node, ...]) -> Tree | None:
+def _convert(node: yaml.Node, reading: _YamlReading) -> Tree | None:
     """One composed node as a tree."""
     where = reading.locate(node.start_mark)
-    if any(node is parent for parent in parents):
-        reading.problems.add(where, "an alias may not contain itself")
-        return None
-    parents = (*parents, node)
     if isinstance(node, yaml.SequenceNode):
-        items = (_convert(item, reading, parents) for item in node.value)
+        items = (_convert(item, reading) for item in node.value)
         return Items(items=tuple(item for item in items if item is not None), where=where)
     if isinstance(node, yaml.MappingNode):
-        return _convert_mapping(node, reading, parents)
+        return _convert_mapping(node, reading)
     try:
         return Leaf(value=_scalar(node.value, node.tag, reading.loader), text=node.value, where=where)
     except ValueError as error:
@@ -217,13 +213,13 @@ def _convert(node: yaml.Node, reading: _YamlReading, parents: tuple[yaml.Node, .
         return None
 
 
-def _convert_mapping(node: yaml.MappingNode, reading: _YamlReading, parents: tuple[yaml.Node, ...]) -> Branch:
+def _convert_mapping(node: yaml.MappingNode, reading: _YamlReading) -> Branch:
     """A mapping whose keys are words, each once; what ``<<`` names lies beneath them."""
     branch, beneath = Branch(where=reading.locate(node.start_mark)), []
     for key_node, value_node in node.value:
         where = reading.locate(key_node.start_mark)
         if key_node.tag.endswith(":merge"):
-            beneath += _merged(_convert(value_node, reading, parents), where, reading)
+            beneath += _merged(_convert(value_node, reading), where, reading)
             continue
         if not isinstance(key_node, yaml.ScalarNode):
             reading.problems.add(where, "a key must be a word, not a list or a mapping")
@@ -233,7 +229,7 @@ def _convert_mapping(node: yaml.MappingNode, reading: _YamlReading, parents: tup
             first = branch.key_where[key]
             reading.problems.add(where, f"duplicate key {key!r}, already given at {first}; remove one")
             continue
-        value = _convert(value_node, reading, parents)
+        value = _convert(value_node, reading)
         if value is not None:
             branch.put(key, value, where)
     for other in beneath:

@@ -135,16 +135,19 @@ class ShardedWeights:
         self.model.to_empty(device=self.device)
         base = {} if whole is None else self._base_names(whole)
         for name, parameter in self._base_names(self.model).items():
-            tensor = self._sent(base.get(name), self._shapes[name], self.dtype)
-            _local(parameter).copy_(self.part(name).of(tensor))
+            _local(parameter).copy_(self.part_sent(name, base.get(name)))
             if name in base:
                 base[name].data = base[name].data.new_empty(0)
         others = {} if whole is None else {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
         for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
             if not isinstance(tensor, DTensor):
-                tensor.copy_(self._sent(others.get(name), tensor.shape, tensor.dtype))
+                tensor.copy_(self.sent(others.get(name), tensor.shape, tensor.dtype))
 
-    def _sent(self, tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def part_sent(self, name: str, whole: Tensor | None) -> Tensor:
+        """This rank's part of a whole tensor of the first rank, None on other ranks, in the dtype of the model."""
+        return self.part(name).of(self.sent(whole, self._shapes[name], self.dtype))
+
+    def sent(self, tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The first rank's tensor, on every rank's device."""
         if tensor is None:
             here = torch.empty(tuple(shape), dtype=dtype, device=self.device)

@@ -50,11 +50,14 @@ class ShardedPolicy(Policy):
     def stand_in(self) -> None:
         """Take part in the others' micro-batch, where this rank had none since the last: they need its shards."""
         if not self.has_computed:
-            tokens = torch.arange(2, device=self.device)  # of a single one the compiler would make code apart
-            hidden = self.hidden(tokens[None], tokens[None], Packed(lengths=(2,), parents=(None,)))[0]
-            logprobs, _ = token_logprobs(hidden, self.head.weight, tokens, bias=self.head.bias, end=self.end)
-            (logprobs.sum() * 0.0).backward()
+            (self.join().sum() * 0.0).backward()
         self.has_computed = False
+
+    def join(self) -> Tensor:
+        """Compute with a few tokens what the others compute with a micro-batch."""
+        tokens = torch.arange(2, device=self.device)  # of a single one the compiler would make code apart
+        hidden = self.hidden(tokens[None], tokens[None], Packed(lengths=(2,), parents=(None,)))[0]
+        return token_logprobs(hidden, self.head.weight, tokens, bias=self.head.bias, end=self.end)[0]
 
     def hidden(self, tokens_BT: Tensor, positions_BT: Tensor, plan: Plan) -> Tensor:
         """Last hidden states, (B, T, hidden size)."""

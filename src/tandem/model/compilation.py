@@ -35,14 +35,21 @@ def compiled(forward: Callable[..., Any], backend: str, checkpointing: str) -> C
 
 
 @cache
-def apart(backend: str) -> Callable[..., Any]:
-    """The same compiler by another identity, for which it keeps code of its own."""
+def forgiving(backend: str, part: str) -> Callable[..., Any]:
+    """The compiler with code of its own for each ``part``; a graph that it cannot build runs as it is, with a warning.
+
+    Triton fails to build some kernels on some cards ("PassManager::run failed"), for sizes that may first come late.
+    """
     make: Callable[..., Any] = torch._dynamo.lookup_backend(backend)
 
-    def under_another_name(graph: Any, inputs: Any, **options: Any) -> Any:
-        return make(graph, inputs, **options)
+    def compile_or_run(graph: Any, inputs: Any, **options: Any) -> Any:
+        try:
+            return make(graph, inputs, **options)
+        except Exception as error:
+            log.warning("%s cannot be compiled and runs uncompiled, slower: %s", part, str(error).strip()[-200:])
+            return graph.forward
 
-    return under_another_name
+    return compile_or_run
 
 
 @cache  # by its identity the compiler tells whose code it has

@@ -221,9 +221,8 @@ def _compiled(function: Callable[..., Any], few: bool) -> Callable[..., Any]:
     """Compiled for any number of rows and columns, for few rows apart."""
     # The compiler chooses by the sizes that it sees first: each of few rows it divides among several blocks of a GPU,
     # which takes thirteen times as long for thousands of rows.
-    fast: Callable[..., Any] = torch.compile(
-        function, dynamic=True, backend=compilation.apart("inductor") if few else "inductor"
-    )
+    part = f"{function.__name__.lstrip('_')} of {'few' if few else 'many'} logprobs"
+    fast: Callable[..., Any] = torch.compile(function, dynamic=True, backend=compilation.forgiving("inductor", part))
     return fast
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -41,8 +42,12 @@ class Compute:
     def __init__(self, threads: int = 0):
         self.threads = threads or cores()
         keep_few_kernels()
-        # Thread counts are per calling thread in OpenMP, so they are set inside.
-        self._pool = ThreadPoolExecutor(1, "compute", initializer=torch.set_num_threads, initargs=(self.threads,))
+        self._pool = ThreadPoolExecutor(1, "compute", initializer=self._begin)
+
+    def _begin(self) -> None:
+        torch.set_num_threads(self.threads)  # here: OpenMP has a count for each calling thread
+        # The compiler's workers inherit this. One that a scheduler ended, with the whole run, would be waited for.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     async def __call__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``function`` there and await its result."""
@@ -114,6 +119,10 @@ class Policy:
         for value in (self.causal.generation_config.eos_token_id, getattr(self.tokenizer, "eos_token_id", None)):
             ids.update(value if isinstance(value, list) else [] if value is None else [value])
         return frozenset(ids)
+
+    def join(self) -> Tensor | None:
+        """Take part in a pass of other ranks, which need nothing of this one where weights are whole."""
+        return None
 
     def hidden(self, tokens_BT: Tensor, positions_BT: Tensor, plan: Plan) -> Tensor:
         """Last hidden states, (B, T, hidden size)."""

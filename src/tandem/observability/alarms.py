@@ -1,7 +1,7 @@
 """Alarms: patterns in the metrics of the latest steps that usually mean that training is going wrong.
 
-``ALARMS`` is the table: each alarm has some patterns, and a pattern is a test of the metrics, what it usually means,
-and advice. ``AlarmWatch`` looks for all of them after every step.
+``PATTERNS`` is the table: a pattern is a test of the metrics, what it usually means, and advice. ``AlarmWatch`` looks
+for all of them after every step.
 """
 
 from __future__ import annotations
@@ -54,8 +54,10 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A pattern, looked for at the newest step."""
+    """A row of the table: a pattern of the newest steps."""
 
+    alarm: Name
+    """The alarm that it raises."""
     look: Callable[[MetricsHistory], str]
     """What the newest steps show of it; empty if nothing."""
     means: str
@@ -64,25 +66,12 @@ class Pattern:
     """What to change."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alarm:
-    """A row of the table."""
-
-    name: Name
-    """Its name in recipes, events and metrics."""
-    metrics: tuple[str, ...]
-    """Metrics concerned, the most telling first; the report marks their charts."""
-    patterns: tuple[Pattern, ...]
-    """The first that shows is reported."""
-    confirm: int = 3
-    """Consecutive steps that must show one before it is reported."""
-
-    def look(self, history: MetricsHistory) -> Finding | None:
-        """The first pattern that the newest steps show."""
-        for pattern in self.patterns:
-            if seen := pattern.look(history):
-                return Finding(seen=seen, means=pattern.means, change=pattern.change)
-        return None
+def find(alarm: Name, history: MetricsHistory) -> Finding | None:
+    """The first pattern of an alarm that the newest steps show."""
+    for pattern in PATTERNS:
+        if pattern.alarm == alarm and (seen := pattern.look(history)):
+            return Finding(seen=seen, means=pattern.means, change=pattern.change)
+    return None
 
 
 def collapsed(now: float, before: float) -> bool:
@@ -237,32 +226,21 @@ def _cut(history: MetricsHistory) -> str:
     return ""
 
 
-def _zero_variance(*, alike: bool) -> Callable[[MetricsHistory], str]:
-    """Too many groups have zero variance, or many more than before, and the tasks are not solved.
-
-    Args:
-        alike: look for it where entropy collapsed, or where it did not.
-    """
-
-    def look(history: MetricsHistory) -> str:
-        now = history.now(EARLIER)
-        share, accuracy = _zero_variance_share(now), now.mean("accuracy") or 0.0
-        entropy, first = now.median("entropy") or math.inf, history.start.median("entropy") or 0.0
-        if share is None or accuracy >= SOLVED or collapsed(entropy, first) != alike:
-            return ""
-        figures = f"accuracy is {percent(accuracy)}, reward/std {short(now.mean('reward/std') or 0.0)}"
-        if alike:
-            figures = f"entropy is {short(entropy)} nats per token, {short(first)} at {history.start}"
-        if share > 0.85:
-            return f"{percent(share)} of groups have zero variance ({now}; at most half is usual); {figures}"
-        for then in history.stagnant() if share >= 0.75 else ():
-            before = _zero_variance_share(then)
-            if before is not None and share - before >= 0.3:
-                seen = f"{percent(share)} of groups have zero variance ({now}), {percent(before)} at {then}"
-                return f"{seen}, {history.trend(then)}; {figures}"
+def _zero_variance(history: MetricsHistory) -> str:
+    """Too many groups have zero variance, or many more than before, and the tasks are not solved."""
+    now = history.now(EARLIER)
+    share, accuracy = _zero_variance_share(now), now.mean("accuracy") or 0.0
+    if share is None or accuracy >= SOLVED:
         return ""
-
-    return look
+    figures = f"accuracy is {percent(accuracy)}, reward/std {short(now.mean('reward/std') or 0.0)}"
+    if share > 0.85:
+        return f"{percent(share)} of groups have zero variance ({now}; at most half is usual); {figures}"
+    for then in history.stagnant() if share >= 0.75 else ():
+        before = _zero_variance_share(then)
+        if before is not None and share - before >= 0.3:
+            seen = f"{percent(share)} of groups have zero variance ({now}), {percent(before)} at {then}"
+            return f"{seen}, {history.trend(then)}; {figures}"
+    return ""
 
 
 def _zero_variance_share(window: Window) -> float | None:
@@ -317,181 +295,110 @@ def _rollouts(history: MetricsHistory, window: Window) -> float:
     return window.total(GROUPS) * (size if isinstance(size, int) else 1)
 
 
-ALARMS: tuple[Alarm, ...] = (
-    Alarm(
-        name="loss",
-        metrics=("loss", "grad_norm", "entropy", "kl_behavior"),
-        confirm=1,
-        patterns=(
-            Pattern(
-                _not_finite,
-                "Something overflowed: a reward that is infinite, ratios far from 1, weights broken by too large a "
-                "learning rate, or too narrow a precision.",
-                "A single one may pass: such an update is skipped and the weights are kept. If it recurs: "
-                "optimizer.lr / 4; dtype=float32; look at the rewards of that step's rollouts.",
-            ),
-            Pattern(
-                _ruined,
-                "A single update replaced the policy, usually by a useless one: the learning rate is far too large, "
-                "or the gradient was an outlier. The tasks are not to blame.",
-                "optimizer.lr / 10; optimizer.max_grad_norm=0.5. What is lost does not come back: start again, or "
-                "from the weights of a checkpoint before it.",
-            ),
-            Pattern(
-                _jumps("loss", lambda usual, scatter: max(0.1, 20 * scatter, 10 * abs(usual))),
-                "A few samples dominate a step: ratios far from 1, a reward far outside the others', or a KL "
-                "penalty that has grown.",
-                "optimizer.lr / 4; rewards within a bounded range; corrections: [token]; see the alarm kl_behavior.",
-            ),
-            Pattern(
-                _jumps("grad_norm", lambda usual, scatter: max(7 * usual, 10 * scatter)),
-                "Steps follow a few extreme samples (clipping bounds a step's length, not its direction): the "
-                "learning rate is too large, a group's reward is far outside the others', or ratios are far from 1.",
-                "optimizer.lr / 4; optimizer.max_grad_norm / 2; groups_per_step * 2; rewards within a bounded range.",
-            ),
-        ),
-    ),
-    Alarm(
-        name="reward_hacking",
-        metrics=("reward", "accuracy"),
-        patterns=(
-            Pattern(
-                _bonus_hacked,
-                "The policy is paid for something that does not solve the task, and learns that instead: answers have "
-                "the form without the content, and are usually shorter and all alike.",
-                "Read some answers (tandem show --report). Let that reward pay only beside a right answer or for more "
-                "than its form, or lower its weight (rewards.NAME) or leave it out; optimizer.lr / 4. Where the main "
-                "reward hardly ever pays, take easier tasks or a stronger model first.",
-            ),
-            Pattern(
-                _held_out_fell,
-                "The training reward is not what is wanted: it can be earned without the task, or the training tasks "
-                "were learned by heart.",
-                "Read answers of both evaluations (tandem show --report) and mend the reward; more tasks, "
-                "optimizer.lr / 4, or a reference (reference: start); go on from the checkpoint of the best "
-                "evaluation (checkpoint.keep keeps more of them).",
-            ),
-        ),
-    ),
-    Alarm(
-        name="length",
-        metrics=("length", "rollouts/truncated"),
-        patterns=(
-            Pattern(
-                _changed(
-                    "length",
-                    "answers have {} tokens",
-                    lambda now, before, recipe: before >= 12 and now <= 0.25 * before,
-                ),
-                "The policy found that saying less earns as much: a reward that does not need the reasoning, a "
-                "bonus that a few tokens earn, or a learning rate that broke it.",
-                "Read some answers (tandem show --report). Let bonuses pay only beside a right answer; "
-                "optimizer.lr / 4; a reward that asks for reasoning before the answer; a reference (reference: start) "
-                "holds the policy near its start.",
-            ),
-            Pattern(
-                _changed("length", "answers have {} tokens", _near_limit),
-                "Answers lose nothing by going on: a weakness of the reward or of the loss's normalisation "
-                "rewards length, or the policy forgets how to end, and repeats itself.",
-                "Read some answers (tandem show --report). truncated: penalise, or rewards.overlong=0.5, which lowers "
-                "the reward near sampling.max_tokens, or rewards.repetition=0.5; optimizer.lr / 4.",
-            ),
-            Pattern(
-                _cut,
-                "The answer stands at the end: one that is cut earns nothing whatever it says, so the policy is "
-                "punished for thinking, or learns that ending does not matter.",
-                "sampling.max_tokens * 2, with context large enough; or an instruction to be brief; truncated: mask "
-                "leaves such answers out of the loss.",
-            ),
-        ),
-    ),
-    Alarm(
-        name="entropy",
-        metrics=("entropy",),
-        patterns=(
-            Pattern(
-                _changed("entropy", "entropy is {} nats per token", lambda now, before, recipe: collapsed(now, before)),
-                "The policy is certain of its answers without being right: siblings become alike, groups lose "
-                "their variance, and nothing new is tried. Usually the steps are too large, or one easy pattern is "
-                "rewarded.",
-                "optimizer.lr / 4; a larger loss.clip_high; sampling.temperature=1; a reference (reference: start). "
-                "What is lost does not come back: start again, or go on from a checkpoint before it fell.",
-            ),
-            Pattern(
-                _changed("entropy", "entropy is {} nats per token", lambda now, before, recipe: exploded(now, before)),
-                "The policy falls apart: its tokens become random. Usually the steps are too large, negative "
-                "advantages push tokens down without end, or trainer and engine disagree (see kl_behavior).",
-                "optimizer.lr / 4; optimizer.max_grad_norm=0.5; a reference (reference: start); sampling.top_p=0.95 "
-                "keeps the tail out of the training data.",
-            ),
-        ),
-    ),
-    Alarm(
-        name="zero_variance",
-        metrics=("groups/dropped_zero_variance",),
-        patterns=(
-            Pattern(
-                _zero_variance(alike=True),
-                "All answers have become alike: the policy is certain of them without being right. Usually the "
-                "updates were too large; the tasks are not to blame.",
-                "optimizer.lr / 4; sampling.temperature=1; what is lost does not come back: start again, or from the "
-                "weights of a checkpoint before it.",
-            ),
-            Pattern(
-                _zero_variance(alike=False),
-                "Siblings earn the same: the tasks are too hard or too easy, or answers have become all alike. No "
-                "advantage is left, and sampling is wasted.",
-                "Tasks that some answers solve and others do not; curriculum: solve_rate; group_size * 2; "
-                "sampling.temperature=1; where answers became alike, see the alarms entropy and length.",
-            ),
-        ),
-    ),
-    Alarm(
-        name="kl_behavior",
-        metrics=("kl_behavior", "ratio", "ess"),
-        patterns=(
-            Pattern(
-                _kl_behavior(off_policy=False),
-                "Engine and trainer compute the same policy differently (another precision, kernel, template or "
-                "sampling option), or the policy became so sharp that rounding tells.",
-                "tandem mismatch runs/NAME says where they differ. dtype=float32, or corrections: [token]; "
-                "optimizer.lr / 4.",
-            ),
-            Pattern(
-                _kl_behavior(off_policy=True),
-                "The training data are too far from the policy: too old, or the policy moves too fast for them.",
-                "a smaller max_lag; optimizer.lr / 4; corrections: [token], which bounds each token's weight.",
-            ),
-        ),
-    ),
-    Alarm(
-        name="environments",
-        metrics=("rollouts/failed",),
-        patterns=(
-            Pattern(
-                _environment_failed,
-                "An environment raises, or something it needs (a tool, a service, a sandbox) does not answer; failed "
-                "rollouts are left out of their groups.",
-                "logs/run.log has each error with its traceback; mend the environment, or leave it out.",
-            ),
-        ),
-    ),
-    Alarm(
-        name="grading",
-        metrics=("rollouts/failed",),
-        patterns=(
-            Pattern(
-                _grading_failed,
-                "Answers without a reward are not trained on, and not at random: they are usually the long or odd "
-                "ones, which biases what is learned.",
-                "logs/graders.log says why. After timeouts a larger grading.timeout_seconds, or a faster reward; else "
-                "mend the reward: it should return 0 for what it cannot read, and raise only for its own faults.",
-            ),
-        ),
-    ),
-)
-"""The table, in the order in which alarms are reported."""
+SLOWER = "optimizer.lr / 4"
+READ = "Read some answers (tandem show --report)."
+REFERENCE = "reference: start"
+LOST = "What is lost does not come back: start again, or go on from a checkpoint before it."
+ANSWERS, ENTROPY = "answers have {} tokens", "entropy is {} nats per token"
 
+METRICS: Mapping[Name, tuple[str, ...]] = {
+    "loss": ("loss", "grad_norm", "entropy", "kl_behavior"),
+    "reward_hacking": ("reward", "accuracy"),
+    "length": ("length", "rollouts/truncated"),
+    "entropy": ("entropy",),
+    "zero_variance": ("groups/dropped_zero_variance",),
+    "kl_behavior": ("kl_behavior", "ratio", "ess"),
+    "environments": ("rollouts/failed",),
+    "grading": ("rollouts/failed",),
+}
+"""Every alarm, with the metrics that it concerns, the most telling first; the report marks their charts."""
+PATTERNS: tuple[Pattern, ...] = (
+    Pattern(
+        "loss", _not_finite,
+        "Something overflowed: an infinite reward, ratios far from 1, or too large a learning rate.",
+        f"Such an update is skipped, so a single one may pass. If it recurs: {SLOWER}; dtype=float32.",
+    ),
+    Pattern(
+        "loss", _ruined,
+        "One update replaced the policy: the learning rate is far too large. The tasks are not to blame.",
+        f"optimizer.lr / 10; optimizer.max_grad_norm=0.5. {LOST}",
+    ),
+    Pattern(
+        "loss", _jumps("loss", lambda usual, scatter: max(0.1, 20 * scatter, 10 * abs(usual))),
+        "A few samples dominate a step: ratios far from 1, an extreme reward, or a KL penalty that has grown.",
+        f"{SLOWER}; rewards within a bounded range; corrections: [token]; see the alarm kl_behavior.",
+    ),
+    Pattern(
+        "loss", _jumps("grad_norm", lambda usual, scatter: max(7 * usual, 10 * scatter)),
+        "Steps follow a few extreme samples: clipping bounds a step's length, not its direction.",
+        f"{SLOWER}; optimizer.max_grad_norm / 2; groups_per_step * 2; rewards within a bounded range.",
+    ),
+    Pattern(
+        "reward_hacking", _bonus_hacked,
+        "The policy is paid for something that does not solve the task: the form without the content.",
+        f"{READ} Let that reward pay only beside a right answer, or lower its weight; {SLOWER}.",
+    ),
+    Pattern(
+        "reward_hacking", _held_out_fell,
+        "The training reward can be earned without the task, or the training tasks were learned by heart.",
+        f"{READ} Mend the reward; more tasks; {SLOWER}; {REFERENCE}; go on from an earlier checkpoint.",
+    ),
+    Pattern(
+        "length", _changed("length", ANSWERS, lambda now, before, recipe: before >= 12 and now <= 0.25 * before),
+        "The policy found that saying less earns as much: the reward does not need the reasoning.",
+        f"{READ} Let bonuses pay only beside a right answer; {SLOWER}; {REFERENCE}.",
+    ),
+    Pattern(
+        "length", _changed("length", ANSWERS, _near_limit),
+        "Answers lose nothing by going on: the reward or the loss's normalisation favours length.",
+        f"{READ} truncated: penalise, or rewards.overlong=0.5, or rewards.repetition=0.5; {SLOWER}.",
+    ),
+    Pattern(
+        "length", _cut,
+        "An answer that is cut earns nothing whatever it says, so the policy is punished for thinking.",
+        "sampling.max_tokens * 2, with context large enough; an instruction to be brief; or truncated: mask.",
+    ),
+    Pattern(
+        "entropy", _changed("entropy", ENTROPY, lambda now, before, recipe: collapsed(now, before)),
+        "The policy is certain of its answers without being right; groups lose their variance.",
+        f"{SLOWER}; a larger loss.clip_high; sampling.temperature=1; {REFERENCE}. {LOST}",
+    ),
+    Pattern(
+        "entropy", _changed("entropy", ENTROPY, lambda now, before, recipe: exploded(now, before)),
+        "The policy's tokens become random: steps are too large, or trainer and engine disagree.",
+        f"{SLOWER}; optimizer.max_grad_norm=0.5; {REFERENCE}; sampling.top_p=0.95; see the alarm kl_behavior.",
+    ),
+    Pattern(
+        "zero_variance", _zero_variance,
+        "Siblings earn the same: the tasks are too hard or too easy, or answers have become alike.",
+        "Tasks that some answers solve and others do not; curriculum: solve_rate; group_size * 2; "
+                f"where answers became alike (see the alarms entropy and length): {SLOWER}.",
+    ),
+    Pattern(
+        "kl_behavior", _kl_behavior(off_policy=False),
+        "Engine and trainer compute the same policy differently: another precision, kernel or template.",
+        f"tandem mismatch runs/NAME says where they differ. dtype=float32, or corrections: [token]; {SLOWER}.",
+    ),
+    Pattern(
+        "kl_behavior", _kl_behavior(off_policy=True),
+        "The training data are too far from the policy: too old, or the policy moves too fast for them.",
+        f"a smaller max_lag; {SLOWER}; corrections: [token], which bounds each token's weight.",
+    ),
+    Pattern(
+        "environments", _environment_failed,
+        "An environment raises, or a tool or service that it needs does not answer.",
+        "logs/run.log has each error with its traceback; mend the environment, or leave it out.",
+    ),
+    Pattern(
+        "grading", _grading_failed,
+        "Answers without a reward are not trained on, and not at random: that biases what is learned.",
+        "logs/graders.log says why. After timeouts a larger grading.timeout_seconds; else mend the reward.",
+    ),
+)  # fmt: skip
+"""The table: of an alarm the first pattern that shows is reported."""
+
+CONFIRM = 3
+"""Consecutive steps that must show a pattern before it is reported; what breaks the loss is told at once."""
 CLEAR = 10
 """Consecutive steps without a pattern that end an alarm's first episode; twice as many for each later one."""
 LONGEST_CLEAR = 16 * CLEAR
@@ -528,6 +435,7 @@ class Notice:
 class _Episode:
     """State of one alarm."""
 
+    alarm: Name
     since: int = 0
     shown: int = 0
     """Consecutive steps that showed a pattern."""
@@ -539,7 +447,7 @@ class _Episode:
     clears: int = CLEAR
     """Steps without the pattern that end it; they grow, so that an alarm that comes and goes stays open."""
 
-    def update(self, alarm: Alarm, finding: Finding | None, step: int) -> Notice | None:
+    def update(self, finding: Finding | None, step: int) -> Notice | None:
         """Record what was found at a step; returns what to report, if anything."""
         if finding is None:
             self.shown = 0
@@ -548,19 +456,23 @@ class _Episode:
                 return None
             self.notified = None
             self.clears = min(2 * self.clears, LONGEST_CLEAR)
-            return Notice(alarm=alarm.name, step=step, since=self.since, finding=None)
+            return Notice(alarm=self.alarm, step=step, since=self.since, finding=None)
         if not self.shown and self.notified is None:
             self.since = step
         self.shown += 1
         self.clear = 0
-        if self.notified is None and self.shown >= alarm.confirm:
+        if self.notified is None and self.shown >= (1 if self.alarm == "loss" else CONFIRM):
             self.again = AGAIN
         elif self.notified is not None and step - self.notified >= self.again:
             self.again *= 2
         else:
             return None
         self.notified = step
-        return Notice(alarm=alarm.name, step=step, since=self.since, finding=finding, metrics=alarm.metrics)
+        return self.notice(finding, step)
+
+    def notice(self, finding: Finding, step: int) -> Notice:
+        """The alarm, as of a step."""
+        return Notice(alarm=self.alarm, step=step, since=self.since, finding=finding, metrics=METRICS[self.alarm])
 
 
 class AlarmWatch:
@@ -575,9 +487,7 @@ class AlarmWatch:
         options = config.get("alarms") or {}
         self._stops = options.get("action") == "stop"
         self._history = MetricsHistory(RecipeOptions(config))
-        self._episodes = {
-            alarm.name: (alarm, _Episode()) for alarm in ALARMS if alarm.name not in (options.get("ignore") or ())
-        }
+        self._episodes = [_Episode(alarm) for alarm in METRICS if alarm not in (options.get("ignore") or ())]
         self.ended: Notice | None = None
         """The alarm that stopped the run."""
         self.stop: Callable[[], None] = lambda: None
@@ -608,18 +518,18 @@ class AlarmWatch:
         """Take in the metrics of a step; returns what to report after it."""
         self._history.add(step, scalars)
         notices = []
-        for alarm, episode in self._episodes.values():
-            finding = alarm.look(self._history)
-            if (notice := episode.update(alarm, finding, step)) is not None:
+        for episode in self._episodes:
+            finding = find(episode.alarm, self._history)
+            if (notice := episode.update(finding, step)) is not None:
                 notices.append(notice)
             if self._stops and self.ended is None and finding is not None and episode.notified is not None:
-                self.ended = Notice(alarm=alarm.name, step=step, since=episode.since, finding=finding)
+                self.ended = episode.notice(finding, step)
                 self.stop()
         return notices
 
     def scalars(self) -> dict[str, float]:
         """How many alarms are open, and a 1 for each of them."""
-        names = [f"alarms/{name}" for name, (_, episode) in self._episodes.items() if episode.notified is not None]
+        names = [f"alarms/{episode.alarm}" for episode in self._episodes if episode.notified is not None]
         return {"alarms": float(len(names)), **dict.fromkeys(names, 1.0)}
 
 

@@ -74,10 +74,7 @@ class RunBoard:
         if not gaps:
             return None
         gone, steps = time.monotonic() - self._ends[-1], self.info.steps - self.step
-        each = statistics.fmean(gaps)
-        if gone > each:  # it is a longer one than those before: what is left does not stand still, nor fall below 0
-            each = statistics.fmean([*gaps, gone])
-        return max(each * steps - gone, each * (steps - 1), 0.0)
+        return max(statistics.fmean(gaps) * steps - gone, 0.0)
 
     def _remember(self, scalars: Mapping[str, float]) -> None:
         self.scalars = dict(scalars)
@@ -109,10 +106,10 @@ def event_lines(name: str, fields: Mapping[str, Json]) -> list[str]:
         return dropped_lines(fields)
     if name == "resumed":
         return [f"resumed from step {fields['step']}"]
-    if name == "wait" and fields.get("state") in ("deadline", "failed"):
+    if name == "wait":
         gave_up = f"{fields['owner']} gave up on {fields['on']} ({fields['reason']})"
         return [f"{gave_up} after {duration(fields['seconds'])}"]
-    if name in ("wait", "eval_started", "eval_done", "published", "group_dropped"):
+    if name in ("eval_started", "eval_done", "published", "group_dropped"):
         return []
     rest = ", ".join(f"{key} {value}" for key, value in fields.items() if isinstance(value, (str, int, float)))
     return [name.replace("_", " ") + (f" ({rest})" if rest else "")]

@@ -69,8 +69,6 @@ WARN = 5
 LOOKED_AT = 64
 """Dropped groups by which it is judged what to change, the latest ones."""
 ZERO, FAILED, STALE = "every reward 0", "failed", "stale"
-AGAIN = 10
-"""Steps after a warning in which the next ones are told without an example."""
 
 
 @dataclass(slots=True)
@@ -90,7 +88,6 @@ class DroppedGroups:
     """Most tokens of an answer."""
     _step: int = -1
     _any: bool = False
-    _warned: int = -AGAIN - 1
     _why: Counter[str] = field(default_factory=Counter)
     _last: deque[tuple[str, Group]] = field(default_factory=lambda: deque(maxlen=LOOKED_AT))
 
@@ -121,8 +118,7 @@ class DroppedGroups:
     def _say(self, step: int, count: int, group: Group) -> None:
         warns = count >= WARN * self.groups_per_step
         fields: dict[str, Json] = {"step": step, "dropped": count, "why": dict(self._why), "warning": warns}
-        if warns and step > self._warned + AGAIN:
-            self._warned = step
+        if warns:
             fields |= {"example": shown(_example(group)), "change": change(self._last, self.max_tokens)}
         elif not self._any:
             fields["example"] = shown(_example(group))

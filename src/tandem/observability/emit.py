@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from types import TracebackType
 from typing import Self
 
@@ -60,9 +59,7 @@ class Telemetry:
         self._loggers = [logger for logger in loggers if not isinstance(logger, Jsonl)]
         self._folder_writer: Writer | None = None
         self._writers: dict[str, Writer] = {}
-        self._lost: dict[str, int] = {}
-        self._lasting = waits.LastingWaits()
-        self._odd: set[str] = set()
+        self._lost: set[str] = set()
         self._evaluated: set[int] = set()
         self._step = info.resumed_step
         self._lock = threading.RLock()
@@ -107,8 +104,6 @@ class Telemetry:
             if self._folder_writer is not None:
                 self._folder_writer.close()
                 self._folder_writer = None
-            for what, lost in self._lost.items():
-                logger.error("%s: %d writes of this run are missing", what, lost)
 
     def emit(self, step: int, parts: Iterable[Metrics]) -> dict[str, float]:
         """Merge what the parts of a step report and write it everywhere. Once per step.
@@ -129,7 +124,6 @@ class Telemetry:
             if step <= self._step:
                 raise ValueError(f"metrics of step {step} come after those of step {self._step}; emit once per step")
             self._step = step
-            self._warn_of_odd(step, scalars)
             notices = self._alarms.step(step, scalars) if self._alarms else []
             scalars |= self._alarms.scalars() if self._alarms else {}
             self._to_folder("metrics.jsonl", lambda writer: writer.write(step, scalars))
@@ -150,8 +144,6 @@ class Telemetry:
             name: what happened.
             fields: what else is known; not ``time`` or ``event``.
         """
-        if clash := {"time", "event"} & fields.keys():
-            raise ValueError(f"an event's fields cannot be called {' or '.join(sorted(clash))}")
         with self._lock:
             self._to_folder("events.jsonl", lambda writer: writer.event(name, fields))
             self._to_loggers(lambda writer: writer.event(name, fields))
@@ -173,11 +165,8 @@ class Telemetry:
         """Append a group that is not trained on to dropped.jsonl; the record has the ``step`` it was sampled for."""
 
         def write(_: Writer) -> None:
-            lines = json_lines.JsonLinesFile(self._info.folder / "dropped.jsonl")
-            try:
+            with closing(json_lines.JsonLinesFile(self._info.folder / "dropped.jsonl")) as lines:
                 lines.append(record)
-            finally:
-                lines.close()
 
         self._to_folder("dropped.jsonl", write)
 
@@ -210,16 +199,17 @@ class Telemetry:
             with waits.blocking("trainer", f"{what} to be written", on=f"the disk of {self._info.folder}"):
                 call(self._folder_writer)
         except OSError as error:
-            if not self._lost.get(what):
+            if what not in self._lost:
                 logger.error(
                     "%s in %s cannot be written (%s); training goes on, and what happens meanwhile is missing there; "
                     "free disk space or repair the folder",
                     what, self._info.folder, error,
                 )  # fmt: skip
-            self._lost[what] = self._lost.get(what, 0) + 1
+            self._lost.add(what)
             return
-        if lost := self._lost.pop(what, 0):
-            logger.error("%s can be written again; %d writes are missing", what, lost)
+        if what in self._lost:
+            self._lost.discard(what)
+            logger.error("%s can be written again; what happened meanwhile is missing there", what)
 
     def _to_loggers(self, call: Callable[[Writer], None]) -> None:
         """Call every writer; one that raises is warned of and dropped."""
@@ -234,13 +224,6 @@ class Telemetry:
                     name, type(error).__name__, error, exc_info=True,
                 )  # fmt: skip
 
-    def _warn_of_odd(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Say once per name that a number is not finite: in JSON it is null, which is easily overlooked."""
-        odd = {name: value for name, value in scalars.items() if not math.isfinite(value) and name not in self._odd}
-        if odd:
-            self._odd |= odd.keys()
-            logger.warning("step %d: %s", step, ", ".join(f"{name} is {value}" for name, value in odd.items()))
-
     def _drop_later_rollouts(self) -> None:
         for path in (self._info.folder / "rollouts").glob("*.jsonl*"):
             if path.suffix == ".tmp" or (path.stem.isdecimal() and int(path.stem) > self._info.resumed_step):
@@ -249,7 +232,7 @@ class Telemetry:
     def _on_wait(self, wait: waits.Wait, state: waits.State) -> None:
         with self._lock:
             # Another thread's wait may end while this closes.
-            if self._lasting.is_event(wait, state) and self._folder_writer is not None:
+            if self._folder_writer is not None:
                 fields = {"owner": wait.owner, "reason": wait.reason, "on": wait.on, "deadline": wait.deadline}
                 self.event("wait", **fields, seconds=round(wait.seconds, 3), state=state)
 

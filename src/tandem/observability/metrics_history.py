@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tandem.observability.loggers.base import option
@@ -108,7 +108,10 @@ class MetricsHistory:
 
     def earlier(self) -> Sequence[Window]:
         """Windows to compare with: the nearest first, the start of the run last."""
-        return list(self._windows())
+        rows = tuple(self._rows)
+        ends = [len(rows) - ago for ago in AGO if len(rows) >= ago + EARLIER - 2]
+        windows = [Window(rows[max(0, end - EARLIER) : end]) for end in ends]
+        return [*windows, self.start] if len(rows) >= START + NOW else windows
 
     def stagnant(self) -> list[Window]:
         """Earlier windows since which the main reward has not risen."""
@@ -118,14 +121,6 @@ class MetricsHistory:
     def start(self) -> Window:
         """The first steps of the run."""
         return Window(tuple(self._start[:START]))
-
-    def _windows(self) -> Iterator[Window]:
-        rows = tuple(self._rows)
-        for ago in AGO:
-            if len(rows) >= ago + EARLIER - 2:
-                yield Window(rows[max(0, len(rows) - ago - EARLIER) : len(rows) - ago])
-        if len(rows) >= START + NOW:
-            yield self.start
 
     def rises(self, then: Window) -> bool:
         """True if the main reward rose by more than scatter since an earlier window, or the tasks are solved.

@@ -5,7 +5,7 @@ Long work calls ``under_way``; displays ask for ``current``, or ``listen`` for e
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
     from rich.text import Text
-
-logger = logging.getLogger(__name__)
 
 LONG = 5.0
 """Seconds after which a person wants to know how far something is."""
@@ -99,31 +97,16 @@ def current() -> tuple[Progress, ...]:
 
 
 def listen(listener: Callable[[Progress], None]) -> Callable[[], None]:
-    """Call ``listener`` when something begins, advances or ends, until the returned function is called.
-
-    One that raises (its terminal is gone) is logged and not called again: the work goes on.
-    """
+    """Call ``listener`` when something begins, advances or ends, until the returned function is called."""
     with _lock:
         _listeners.append(listener)
-
-    def stop() -> None:
-        with _lock:
-            if listener in _listeners:
-                _listeners.remove(listener)
-
-    return stop
+    return lambda: _listeners.remove(listener)
 
 
 def _notify(work: Progress) -> None:
-    with _lock:
-        listeners = tuple(_listeners)
-    for listener in listeners:
-        try:
+    for listener in tuple(_listeners):
+        with contextlib.suppress(OSError):  # a terminal that is gone ends no work
             listener(work)
-        except Exception as error:
-            with _lock:
-                _listeners.remove(listener)
-            logger.warning("progress is no longer shown: %s: %s", type(error).__name__, error, exc_info=True)
 
 
 _FIRST, _EVERY = 15.0, 30.0

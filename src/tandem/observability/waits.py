@@ -1,8 +1,8 @@
 """Registry of waits: which part waits for which, and since when, across processes and threads.
 
-Past its deadline a wait raises and names the part that did not deliver, so that nothing hangs in silence; listeners
-hear of a long wait while it still goes on. A wait without a deadline of its own has the run's ``timeouts``
-(``observability/watchdog.py``). Standard library only: any module may import this one.
+Past its deadline a wait raises and names the part that did not deliver, so that nothing hangs in silence. A wait
+without a deadline of its own has the run's ``timeouts`` (``observability/watchdog.py``). Standard library only: any
+module may import this one.
 
 Names chain: a wait that begins within another one explains it, and so does one whose ``owner`` is, or is of the kind,
 that another waits ``on``. ``actor`` is for code that waits on behalf of its caller.
@@ -20,7 +20,6 @@ from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, TypeVar
-from weakref import WeakSet
 
 from tandem.errors import Deadline
 
@@ -29,15 +28,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LONG = 10.0
-"""Seconds after which a wait is told to listeners."""
+"""Seconds after which listeners are told of a wait that fails."""
 
-State = Literal["waiting", "done", "cancelled", "failed", "deadline"]
-"""waiting: it lasts and goes on; done: it was answered; cancelled: its owner was, as by Ctrl-C; failed: it ended by an
-error; deadline: it did not come in time."""
+State = Literal["done", "cancelled", "failed", "deadline"]
+"""done: it was answered; cancelled: its owner was, as by Ctrl-C; failed: it ended by an error; deadline: it did not
+come in time."""
 
 _last = 0
 _lock = threading.Lock()
-_telling = threading.local()
 _within: ContextVar[Wait | None] = ContextVar("within", default=None)
 
 
@@ -67,7 +65,6 @@ class Wait:
     """Ends it as late, from any thread; None where nothing can, as in a thread."""
     _sentence: str = ""
     _late: bool = False
-    _reported: bool = False
 
     @property
     def seconds(self) -> float:
@@ -107,7 +104,6 @@ Listener = Callable[[Wait, State], None]
 
 _open: dict[Wait, None] = {}
 _listeners: list[Listener] = []
-_scheduled: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
 
 
 def current() -> list[Wait]:
@@ -153,7 +149,7 @@ def parties(wait: Wait) -> list[str]:
 
 
 def listen(listener: Listener) -> Callable[[], None]:
-    """Tell the listener of every wait that lasts ``LONG`` seconds, then and when it ends; from any thread.
+    """Tell the listener of every wait that passes its deadline, or fails after ``LONG`` seconds; from any thread.
 
     Returns:
         A function that stops it.
@@ -202,7 +198,6 @@ class _TaskWait:
         self._loop, self._task, self._cancelling = loop, task, task.cancelling()
         wait.task, wait.give_up = task, self._give_up
         self._token = _begin(wait)
-        _schedule_look(loop)
         if wait.deadline is not None:
             self._timer = loop.call_later(max(0.0, wait.deadline), self._expire)
         return wait
@@ -280,24 +275,6 @@ def _task() -> asyncio.Task[Any] | None:
         return None
 
 
-def _schedule_look(loop: asyncio.AbstractEventLoop) -> None:
-    """Look for long waits of an event loop by a single timer, as long as there are any waits."""
-    if loop not in _scheduled:
-        _scheduled.add(loop)
-        loop.call_later(LONG / 10, _look, loop)
-
-
-def _look(loop: asyncio.AbstractEventLoop) -> None:
-    _scheduled.discard(loop)
-    waits = [wait for wait in current() if wait.give_up and wait.task and wait.task.get_loop() is loop]
-    for wait in waits:
-        if wait in _open and not wait._reported and wait.seconds >= LONG:
-            wait._reported = True
-            _tell(wait, "waiting")
-    if waits:
-        _schedule_look(loop)
-
-
 def _begin(wait: Wait) -> Token[Wait | None]:
     global _last
     outer = _within.get()
@@ -326,24 +303,12 @@ def _end(wait: Wait, token: Token[Wait | None], state: State) -> None:
         _within.reset(token)
     except ValueError:  # an asynchronous generator may be closed in another context than it began in
         _within.set(None)
-    if wait._reported or state == "deadline" or wait.seconds >= LONG:
-        _tell(wait, state)
-
-
-def _tell(wait: Wait, state: State) -> None:
-    if getattr(_telling, "now", False):
-        return  # a listener's own wait, for its disk
-    with _lock:
-        listeners = list(_listeners)
-    _telling.now = True
-    try:
-        for listener in listeners:
+    if state == "deadline" or (state == "failed" and wait.seconds >= LONG):
+        for listener in list(_listeners):
             try:
                 listener(wait, state)
             except Exception:
                 logger.exception("a listener of waits failed")
-    finally:
-        _telling.now = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -389,33 +354,3 @@ def chain(wait: L, every: Sequence[L]) -> list[L]:
 def is_part(party: str, owner: str) -> bool:
     """True if the owner of a wait is this part (``rollouts``) or one of its kind (``rollouts group 12``)."""
     return owner == party or owner.startswith(f"{party} ")
-
-
-class LastingWaits:
-    """Chooses which long waits become events: of overlapping ones of a kind, the first to last and the last to end.
-
-    A step's rollouts wait for the same engine at once; one by one they would be most of a run's events. Waits are of a
-    kind if the first words of ``owner`` and ``on`` are the same: "engine" of "engine http://...".
-
-    Example:
-        >>> lasting = LastingWaits()
-        >>> waits = [Wait(owner=f"rollout {n}", reason="an answer", on="engine 0") for n in range(3)]
-        >>> [lasting.is_event(wait, "waiting") for wait in waits]
-        [True, False, False]
-        >>> [lasting.is_event(wait, "done") for wait in waits]
-        [False, False, True]
-    """
-
-    def __init__(self) -> None:
-        self._open: dict[tuple[str, str], set[Wait]] = {}
-
-    def is_event(self, wait: Wait, state: State) -> bool:
-        """True if it becomes an event, as a failure always does."""
-        kind = wait.owner.partition(" ")[0], wait.on.partition(" ")[0]
-        lasting = self._open.setdefault(kind, set())
-        if state == "waiting":
-            lasting.add(wait)
-            return len(lasting) == 1
-        known = wait in lasting  # a thread's wait is told only when it ends
-        lasting.discard(wait)
-        return not known or not lasting or state in ("failed", "deadline")

@@ -89,13 +89,7 @@ class RolloutBuffer:
         self._by_name = {runner.name: runner for runner in self.runners}
         self._mixture = EnvMixture(self.runners, options.groups_per_step, options.max_dropped_batches)
         self._lag_control = self.lag_control or LagControl.fixed(options.groups_per_step, options.ahead)
-        self._sampler = TaskSampler(
-            self.runners,
-            steps=options.steps,
-            reroll=options.reroll,
-            curriculum=options.curriculum,
-            on_reroll=self._rerolled,
-        )
+        self._sampler = TaskSampler(self.runners, options.steps, options.reroll, options.curriculum, self._rerolled)
         self._replay = ReplayBuffer(options.replay)
         self._forecast = SignalForecast(options.oversample)
         self._metrics = BufferMetrics(options, self._by_name)
@@ -223,13 +217,12 @@ class RolloutBuffer:
         # Batches that were taken and are being trained hold all the slots that were theirs.
         in_play = Counter(entry.draw.env for entry in self._entries if entry.state is not EntryState.TAKEN)
         slots: list[tuple[str, int]] = []
+        size = self.options.groups_per_step
         last = self._freed + self._lag_control.lag
         for batch in range(self._taken, last + 1):
             # Of the last batch, only as many places as sampling may be ahead.
-            short = (
-                self._lag_control.lag * self.options.groups_per_step - self._lag_control.ahead if batch == last else 0
-            )
-            slots += [(env, batch) for env in self._mixture.batch(batch)[: self.options.groups_per_step - short]]
+            short = self._lag_control.lag * size - self._lag_control.ahead if batch == last else 0
+            slots += [(env, batch) for env in self._mixture.batch(batch)[: size - short]]
         slots += [(env, last) for env in self._oversampled(Counter(env for env, _ in slots))]
         free = []
         for env, batch in slots:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from tandem.engines.base import Engine
 from tandem.errors import EnvError
@@ -65,10 +66,7 @@ class EngineChat:
         """Append the environment's messages; raises TypeError for anything else."""
         for message in messages:
             if not isinstance(message, Message):
-                raise TypeError(
-                    f"chat.add takes messages, such as tandem.Message(role='user', content='...'), not a "
-                    f"{type(message).__name__}"
-                )
+                raise TypeError(f"chat.add got a {type(message).__name__}; expected a tandem.Message")
         self._messages.extend(messages)
         self._pending.extend(messages)
 
@@ -117,22 +115,17 @@ class EngineChat:
         finally:
             self._replying = False
         self._turns.append(turn)
-        completion = self._turns[-1].completion
-        message = Message(role="assistant", content=self._template.decode(completion.tokens))
+        message = Message(role="assistant", content=self._template.decode(turn.completion.tokens))
         self._messages.append(message)
         return message
 
     def _close_turn(self) -> None:
         """Join the last completion and the environment's reply to the prompt of the next turn."""
         if not self._pending:
-            raise EnvError(
-                "the environment let the policy speak twice without a message in between; call chat.add first"
-            )
+            raise EnvError("the policy was to speak twice without a message in between; call chat.add first")
         last = self._turns[-1]
         reply = tuple(self._pending)
-        self._turns[-1] = Turn(
-            prompt=last.prompt, completion=last.completion, temperature=last.temperature, reply=reply
-        )
+        self._turns[-1] = replace(last, reply=reply)
         opening = self._messages[: len(self._messages) - len(reply) - 1]
         bridge = self._template.bridge(opening, reply, last=last.completion.tokens[-1])
         self._tokens = (*self._tokens, *last.completion.tokens, *bridge)

@@ -92,7 +92,5 @@ class Entry:
             RuntimeError: none that may follow its own.
         """
         if state not in TRANSITIONS[self.state]:
-            raise RuntimeError(
-                f"entry {self.index} of the rollout buffer is {self.state.value} and cannot become {state.value}"
-            )
+            raise RuntimeError(f"entry {self.index} is {self.state.value} and cannot become {state.value}")
         self.state = state

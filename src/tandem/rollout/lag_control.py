@@ -108,13 +108,8 @@ class LagController:
             return self._changed(state, state.ahead // 2, "ess", held=HOLD)
         if state.settling:
             return dataclasses.replace(state, settling=state.settling - 1)
-        state = dataclasses.replace(
-            state,
-            steps=state.steps + 1,
-            seconds=state.seconds + seen.seconds,
-            waited=state.waited + seen.waited,
-            idle=state.idle + seen.idle,
-        )
+        sums = {name: getattr(state, name) + getattr(seen, name) for name in ("seconds", "waited", "idle")}
+        state = dataclasses.replace(state, steps=state.steps + 1, **sums)
         return state if state.steps < WINDOW else self._decided(state)
 
     def _decided(self, state: RateState) -> RateState:
@@ -230,17 +225,9 @@ class LagControl:
         old, self.state = self.state, self.budget.after(self.state, seen)
         self.ahead = self.state.ahead
         if self.ahead != old.ahead:
-            seconds = old.seconds + seen.seconds  # of the window that decided, this step included
-            self.changed(
-                {
-                    "step": step,
-                    "reason": self.state.why,
-                    "was": old.ahead,
-                    "ahead": self.ahead,
-                    "lag": self.lag,
-                    "waited": round((old.waited + seen.waited) / seconds, 4) if seconds else 0.0,
-                    "idle": round((old.idle + seen.idle) / seconds, 4) if seconds else 0.0,
-                    "ess": None if ess is None else round(ess, 4),
-                }
-            )
+            seconds = (old.seconds + seen.seconds) or 1.0  # of the window that decided, this step included
+            parts = ("waited", "idle")
+            shares = {name: round((getattr(old, name) + getattr(seen, name)) / seconds, 4) for name in parts}
+            change = {"step": step, "reason": self.state.why, "was": old.ahead, "ahead": self.ahead, "lag": self.lag}
+            self.changed({**change, **shares, "ess": None if ess is None else round(ess, 4)})
         return values

@@ -55,13 +55,6 @@ def _rewards(group: Group) -> list[float]:
     return [r.reward for r in group.scored if r.reward is not None]
 
 
-def surprisal(group: Group) -> float:
-    """Mean -logprob of a group's sampled tokens, in nats: about the entropy of the policy; nan without any."""
-    completions = (turn.completion for rollout in group.rollouts for turn in rollout.turns)
-    known = [-logprob for each in completions for logprob in each.logprobs if math.isfinite(logprob)]
-    return math.fsum(known) / len(known) if known else math.nan
-
-
 def _environment(groups: Sequence[Group], solved: Callable[[Rollout], bool]) -> dict[str, Value]:
     """Metrics of one environment's groups, those of its own among them."""
     scored = [r for group in groups for r in group.scored]

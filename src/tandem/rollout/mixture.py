@@ -11,9 +11,6 @@ from fractions import Fraction
 
 from tandem.config.sources import exactly
 from tandem.errors import Starved
-from tandem.observability.alarms import collapsed, exploded
-from tandem.observability.metrics_history import short
-from tandem.rollout.measure import surprisal
 from tandem.rollout.task_sampler import EnvRunner
 from tandem.types import Group
 
@@ -101,7 +98,6 @@ class EnvMixture:
         self._schedules: dict[tuple[str, ...], MixtureSchedule] = {}
         self._spent: set[str] = set()
         self._barren: Counter[str] = Counter()  # groups of each environment that were dropped in a row
-        self._first: dict[str, float] = {}  # nats per token of each environment's first group
         self._only_failure: dict[str, str] = {}  # that all groups of an environment ended with; "" if any did not
         self.resting: dict[str, int] = {}
         """The batch from which an environment is tried again, of those that have given nothing since they were left
@@ -117,7 +113,6 @@ class EnvMixture:
 
     def good(self, env: str, group: Group) -> None:
         """A group of an environment can be trained on."""
-        self._first.setdefault(env, surprisal(group))
         self._spent.clear()
         self._barren[env] = 0
         self._only_failure[env] = ""
@@ -130,7 +125,6 @@ class EnvMixture:
         Where every group of the run so far failed in the same way, those of one batch are enough.
         """
         failure = _failure(group) if reason == "failed" else ""
-        self._first.setdefault(env, surprisal(group))
         if self._only_failure.setdefault(env, failure) != failure:
             self._only_failure[env] = ""
         if self.resting.get(env, 0) > batch:
@@ -145,30 +139,16 @@ class EnvMixture:
         self._spent.add(env)
         if len(self._spent) == len(self._runners):
             nor = ", nor those of the other environments" if len(self._runners) > 1 else ""
-            return Starved(f"{_seen(count, reason, group)}{nor}. {self._advice(reason, env, group)}")
+            return Starved(f"{_seen(count, reason, group)}{nor}. {_advice(reason, env)}")
         self.resting[env], self._barren[env] = batch + REST, 0
         if not self._awake(batch):  # the others are tried at once: they may have something by now
             self.resting.update(dict.fromkeys(self._runners.keys() - self._spent, batch))
         log.log(
             logging.INFO if again else logging.WARNING,
             "%s: %s. Its share goes to the other environments, and after %d steps it is tried again. %s",
-            env, _seen(count, reason, group), REST, self._advice(reason, env, group),
+            env, _seen(count, reason, group), REST, _advice(reason, env),
         )  # fmt: skip
         return None
-
-    def _advice(self, reason: str, env: str, group: Group) -> str:
-        if reason == "failed":
-            return f"Mend what fails in {env}; logs/run.log and logs/graders.log of the run have the tracebacks"
-        now, first = surprisal(group), self._first[env]
-        if (collapsed(now, first) or exploded(now, first)) and not any(map(self._runners[env].solved, group.scored)):
-            return (
-                f"The updates ruined the policy, and the tasks are not to blame: its tokens have {short(now)} nats "
-                f"each, {short(first)} at first. Begin again with a smaller optimizer.lr"
-            )
-        return (
-            f"Make {env} easier or harder, sample more answers (group_size), raise the temperature, or keep such "
-            "groups (zero_variance_groups: keep)"
-        )
 
     def _awake(self, batch: int) -> tuple[str, ...]:
         return tuple(name for name in self._runners if self.resting.get(name, 0) <= batch)
@@ -183,6 +163,15 @@ def _failure(group: Group) -> str:
     """What every rollout of a group failed with, whatever the numbers in it; empty if it was not the same."""
     failures = {re.sub(r"\d+", "0", rollout.error) for rollout in group.rollouts}
     return failures.pop() if len(failures) == 1 else ""
+
+
+def _advice(reason: str, env: str) -> str:
+    if reason == "failed":
+        return f"Mend what fails in {env}; logs/run.log and logs/graders.log of the run have the tracebacks"
+    return (
+        f"Make {env} easier or harder, sample more answers (group_size), raise the temperature, keep such groups "
+        "(zero_variance_groups: keep), or, if it could solve them before, begin again with a smaller optimizer.lr"
+    )
 
 
 def _seen(count: int, reason: str, group: Group) -> str:

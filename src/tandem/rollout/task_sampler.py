@@ -44,24 +44,17 @@ def _shuffled(place: int, count: int, seed: str) -> int:
 
 
 @dataclass(slots=True, kw_only=True)
-class EnvRunner:
-    """One environment of a run: its tasks in shuffled epochs, what plays them, and its share of each batch."""
+class TaskOrder:
+    """The tasks of one environment in shuffled epochs."""
 
     name: str
     """What its groups and metrics bear."""
     label: str
     """Prefix of its groups' ids, which tells them from other environments'."""
-    group_runner: GroupRunner
     tasks: Sequence[Task]
     """What there is to play."""
-    solved: Solved
-    """What counts as a right answer."""
     seed: int
     """Fixes the order of the tasks."""
-    weight: float = 1.0
-    """Share of the groups, against the other environments' weights."""
-    min_share: float = 0.0
-    """Least share of the groups, whatever the weights."""
     _orders: dict[int, list[int]] = field(default_factory=dict, init=False)
     _mark: TasksMark | None = field(default=None, init=False)
 
@@ -116,6 +109,19 @@ class EnvRunner:
                 self._orders.pop(next(iter(self._orders)))
             self._orders[epoch] = order
         return self._orders[epoch][place]
+
+
+@dataclass(slots=True, kw_only=True)
+class EnvRunner(TaskOrder):
+    """One environment of a run: its tasks, what plays them, and its share of each batch."""
+
+    group_runner: GroupRunner
+    solved: Solved
+    """What counts as a right answer."""
+    weight: float = 1.0
+    """Share of the groups, against the other environments' weights."""
+    min_share: float = 0.0
+    """Least share of the groups, whatever the weights."""
 
 
 class CurriculumSchedule:
@@ -187,9 +193,7 @@ class CurriculumSchedule:
         returned: object = self._curriculum.weight(task, seen)
         weight = float(returned) if isinstance(returned, Real) else math.nan
         if not 0.0 <= weight < math.inf:
-            raise EnvError(
-                f"the curriculum gave task {task.id} the weight {returned}; it must be at least 0 and finite"
-            )
+            raise EnvError(f"the curriculum gave task {task.id} the weight {returned}; it must be finite, 0 or more")
         if not weight:
             return math.inf, math.inf
         gap = 1.0 / weight
@@ -204,7 +208,6 @@ class TaskSampler:
     def __init__(
         self,
         runners: Sequence[EnvRunner],
-        *,
         steps: int,
         reroll: Reroll,
         curriculum: Curriculum | None,
@@ -254,12 +257,9 @@ class TaskSampler:
                 "and some that the curriculum chose are gone; put its data back, or start a new run"
             )
         log.warning(
-            "environment %s: its tasks are not those that the checkpoint was written with (%s): the run goes on with "
-            "what is there, so some tasks of this epoch may come twice or not at all; for the run that was begun, put "
-            "its data back",
-            runner.name,
-            counts,
-        )
+            "environment %s: its tasks are not those that the checkpoint was written with (%s): some of this epoch may "
+            "come twice or not at all; to go on with the run that was begun, put its data back", runner.name, counts,
+        )  # fmt: skip
 
     def data_state(self) -> DataState:
         """Its part of one."""

@@ -139,10 +139,7 @@ class Template:
                 raise EnvError(f"the chat template leaves out messages of role {message.role}; give them another role")
             calls = message.fields.get("tool_calls", ())
             if any(str(call.get("function", call)["name"]) not in text for call in calls):
-                raise EnvError(
-                    "the chat template leaves out tool_calls; give a chat_template that writes them, or write them "
-                    "into the content"
-                )
+                raise EnvError("the chat template leaves out tool_calls; give one that writes them")
         return text
 
     def _encode(self, text: str) -> list[int]:
@@ -179,15 +176,14 @@ def longest_prompt(tasks: Sequence[Task], template: Template, context: int) -> i
         markers = [template.rendered(task.prompt) for task in tasks if task.env == env]
         if all(markers):
             raise ConfigError(
-                f"the prompts of {env} were rendered by a chat template already: they have {markers[0]!r}, and would "
-                "be put into a user's message; give the question alone, or set chat: false of the data set to go on "
-                "with the text as it stands"
+                f"the prompts of {env} were rendered by a chat template already: they have {markers[0]!r}; give the "
+                "question alone, or set chat: false of the data set to go on with the text as it stands"
             )
     most = max(lengths)
     if most >= context:
         raise ConfigError(
             f"the prompt of task {tasks[lengths.index(most)].id} has {most} tokens and the context is {context}, so "
-            "no room is left for an answer; raise context if the model allows, shorten prompts, or choose another model"
+            "no room is left for an answer; raise context, or shorten prompts"
         )
     return most
 

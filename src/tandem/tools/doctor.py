@@ -56,8 +56,8 @@ def doctor(recipe: Path | None = None, overrides: Sequence[str] = ()) -> int:
         ConfigError: the recipe is wrong.
     """
     config = load(recipe, overrides).config if recipe else None
-    folder = Path("runs" if config is None else config.runs)
-    diagnoses = [*findings(folder), _any_engine() if config is None else _recipe_engine(config.engine)]
+    diagnoses = findings(Path("runs" if config is None else config.runs), config.engine if config else None)
+    problems = 0
     table = Table(box=None, show_header=False, pad_edge=False)
     colours = {"ok": "green", "note": "yellow", "problem": "bold red"}
     for finding in diagnoses:
@@ -65,20 +65,28 @@ def doctor(recipe: Path | None = None, overrides: Sequence[str] = ()) -> int:
         if finding.fix:
             detail.append(f"\n→ {finding.fix}", "bold" if finding.state == "problem" else "")
         table.add_row(Text(finding.state, colours[finding.state]), finding.what, detail)
+        problems += finding.state == "problem"
     console = Console()
     console.print(table)
-    problems = sum(finding.state == "problem" for finding in diagnoses)
     console.print(f"{problems} problem{'s' * (problems != 1)}" if problems else "ready to train", markup=False)
     return 1 if problems else 0
 
 
-def findings(folder: Path) -> Iterator[Diagnosis]:
-    """Everything that is looked at, in order."""
+def findings(folder: Path, engine: EngineSpec | None) -> Iterator[Diagnosis]:
+    """Everything that is looked at, in order; without a recipe there is no engine."""
     yield Diagnosis("ok", "tandem", f"{__version__}, Python {platform.python_version()}")
     yield from _packages()
     yield from _memory()
     yield from ranks(os.environ)
-    yield _disk(folder)
+    free = machine.free_disk(folder)
+    fix = "free some: a checkpoint holds weights, float32 masters and two moments (14 bytes a parameter)"
+    yield _judged("disk", f"{machine.readable(free)} free for {folder}", fix if free < _LITTLE_DISK else "")
+    yield _engine(engine)
+
+
+def _judged(what: str, detail: str, fix: str = "") -> Diagnosis:
+    """A note where there is something to do about it."""
+    return Diagnosis("note" if fix else "ok", what, detail, fix)
 
 
 def _packages() -> Iterator[Diagnosis]:
@@ -108,10 +116,8 @@ def requirements() -> dict[str, list[str]]:
 def _memory() -> Iterator[Diagnosis]:
     here, gpu = machine.host(), machine.accelerator()
     detail = f"{machine.readable(here.free)} free of {machine.readable(here.total)}, {machine.cores()} cores"
-    if here.free < _LITTLE_MEMORY:
-        yield Diagnosis("note", "memory", detail, "close other programs; a 135M model in bfloat16 wants about 3 GB")
-    else:
-        yield Diagnosis("ok", "memory", detail)
+    fix = "close other programs; a 135M model in bfloat16 wants about 3 GB" if here.free < _LITTLE_MEMORY else ""
+    yield _judged("memory", detail, fix)
     free = f"{gpu.name}, {machine.readable(gpu.free)} free of {machine.readable(gpu.total)}" if gpu else ""
     yield Diagnosis("ok", "accelerator", free or "none: the CPU trains")
 
@@ -147,15 +153,6 @@ def _nccl() -> str:
     return f"{'.'.join(map(str, torch.cuda.nccl.version()))}, {torch.cuda.device_count()} GPUs"
 
 
-def _disk(folder: Path) -> Diagnosis:
-    free = machine.free_disk(folder)
-    detail = f"{machine.readable(free)} free for {folder}"
-    if free >= _LITTLE_DISK:
-        return Diagnosis("ok", "disk", detail)
-    fix = "free some: a checkpoint holds weights, float32 masters and two moments (14 bytes a parameter)"
-    return Diagnosis("note", "disk", detail, fix)
-
-
 def _tried(what: str, attempt: Callable[[], str], fix: str) -> Diagnosis:
     """Do something that training needs; any failure is the finding."""
     try:
@@ -164,29 +161,24 @@ def _tried(what: str, attempt: Callable[[], str], fix: str) -> Diagnosis:
         return Diagnosis("problem", what, f"{type(error).__name__}: {error}", fix)
 
 
-def _any_engine() -> Diagnosis:
-    """vLLM, where one might be: in this environment, or in the one beside it."""
-    if importlib.util.find_spec("vllm") is not None:
-        return _tried("vLLM", lambda: _vllm(sys.executable), "mend it, or name another engine.python")
-    if ENGINE_PYTHON.exists():
-        return _tried("vLLM", lambda: _vllm(str(ENGINE_PYTHON)), "make it anew: bash scripts/setup")
-    fix = "if you want engine: vllm, make it an environment of its own and name its interpreter as engine.python"
-    return Diagnosis("note", "vLLM", f"neither in this environment nor in {ENGINE_PYTHON}", fix)
-
-
-def _recipe_engine(engine: EngineSpec) -> Diagnosis:
-    """vLLM, where a recipe's engine.python says."""
+def _engine(engine: EngineSpec | None) -> Diagnosis:
+    """vLLM, where a recipe's engine.python says; without one in this environment, or in the one beside it."""
     from tandem.engines.vllm.spec import Vllm
 
-    if not isinstance(engine, Vllm) or engine.urls:
+    if engine is None and importlib.util.find_spec("vllm") is None and not ENGINE_PYTHON.exists():
+        fix = "if you want engine: vllm, make it an environment of its own and name its interpreter as engine.python"
+        return Diagnosis("note", "vLLM", f"neither in this environment nor in {ENGINE_PYTHON}", fix)
+    if engine is None:
+        python = sys.executable if importlib.util.find_spec("vllm") else str(ENGINE_PYTHON)
+    elif not isinstance(engine, Vllm) or engine.urls:
         return Diagnosis("ok", "vLLM", "the recipe starts none")
-    python = engine.python or sys.executable
+    else:
+        python = engine.python or sys.executable
     if "/" in python and not Path(python).exists():
-        where = "" if Path(python).is_absolute() else f"; relative paths start at {Path.cwd()}"
-        fix = "name an interpreter that has vLLM as engine.python"
-        if Path(python) == ENGINE_PYTHON:
-            fix = "in Tandem's folder, bash scripts/setup engine makes it, with vLLM for CPUs; or " + fix
-        return Diagnosis("problem", "vLLM", f"there is no {python}{where}", fix)
+        fix = (
+            "name an interpreter that has vLLM as engine.python; in Tandem's folder, bash scripts/setup engine makes it"
+        )
+        return Diagnosis("problem", "vLLM", f"there is no {python}; relative paths start at {Path.cwd()}", fix)
     return _tried("vLLM", lambda: _vllm(python), f"let engine.python name an interpreter that has vLLM, not {python}")
 
 

@@ -305,7 +305,13 @@ class Planner:
         kept, kept_on_host = (each // (parts if no_whole else 1) for each in (counts.kept, counts.kept_on_host))
         lines += [line("frozen base", kept, why), line("frozen base", kept_on_host, why, beside=True)]
         if config.reference is not None:
-            lines.append(line("reference", self._reference(config), "a second copy of the weights that are trained"))
+            why, copy = "a second copy of the weights that are trained", self._reference(config)
+            if cut and config.trainable.payload == "weights":  # of trained ones a rank has float32 parts
+                loading = "the reference, before ranks take their parts"
+                lines.append(line("loading", copy, loading, "starting", beside=True, each=False))
+                copy = (copy if is_adapter else trainable * max(4, width)) // parts
+                why = f"1/{parts} of {why}"
+            lines.append(line("reference", copy, why))
         if cut and width == 4:  # narrow ones have masters, which are among the states
             lines.append(line("shards", whole // shards, f"1/{shards} of the float32 weights"))
         states = config.optimizer.state_bytes(trainable, width)

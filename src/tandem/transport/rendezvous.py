@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import math
 import os
 import socket
 import threading
@@ -34,9 +33,6 @@ _UNSUPERVISED = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",  # of which it sleeps four, and the process would wait for it to end
 }
 
-MOST_MEMBERS = 1024
-"""Most members of a group."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
@@ -54,16 +50,6 @@ class Rendezvous:
     """Tells groups apart in messages and in the store."""
     seconds: float = 60.0
     """The longest wait for any rank: to join, to begin a publish, or for one bucket."""
-
-    def __post_init__(self) -> None:
-        if self.backend not in ("gloo", "nccl"):
-            raise ValueError(f"backend must be gloo or nccl, not {self.backend!r}")
-        if self.world < 2:
-            raise ValueError(f"a group has at least 2 members, a trainer and an engine's worker, not {self.world}")
-        if self.world > MOST_MEMBERS:  # each keeps a record of all others
-            raise ValueError(f"a group has at most {MOST_MEMBERS} members, not {self.world}")
-        if not 0 < self.seconds < math.inf:
-            raise ValueError(f"seconds must be positive and finite, not {self.seconds}")
 
 
 def serve(rendezvous: Rendezvous) -> tuple[Store, Rendezvous]:

@@ -168,36 +168,27 @@ def export_host(named: Mapping[str, Tensor], path: Path) -> ExportedTensors:
     Raises:
         TransportError: a tensor that cannot be lent, a file that exists, or too little memory.
     """
-    spans: dict[int, tuple[int, int]] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
     for name, tensor in named.items():
         _refuse(name, tensor, "cpu")
-        first, end = _span(tensor)
-        # From a multiple of the alignment: relative to it, everything keeps its place.
-        first -= first % ALIGNMENT
-        before = spans.get(_storage_id(tensor), (first, end))
-        spans[_storage_id(tensor)] = (min(first, before[0]), max(end, before[1]))
+        storages[_storage_id(tensor)] = tensor.untyped_storage()
     places, size = {}, HEADER
-    for storage, (first, end) in spans.items():
-        places[storage] = size
-        size += -(-(end - first) // ALIGNMENT) * ALIGNMENT
+    for key, storage in storages.items():
+        places[key] = size
+        size += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
     token = secrets.token_hex(16)
     lock = create(path, size, token)
     try:
         memory = mmap.mmap(lock, size)
-        blocks: dict[int, Tensor] = {}
+        for key, storage in storages.items():
+            block = torch.frombuffer(memory, dtype=torch.uint8, count=storage.nbytes(), offset=places[key])
+            storages[key] = block.copy_(torch.empty(0, dtype=torch.uint8).set_(storage)).untyped_storage()
         tensors, entries = {}, {}
         for name, tensor in named.items():
-            storage = _storage_id(tensor)
-            first, end = spans[storage]
-            if storage not in blocks:
-                blocks[storage] = torch.frombuffer(memory, dtype=torch.uint8, count=end - first, offset=places[storage])
-                blocks[storage].copy_(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())[first:end])
-            entries[name] = {
-                "storage_size": end - first,
-                "storage_offset": places[storage],
-                **_layout(tensor, first // tensor.element_size()),
-            }
-            tensors[name] = _view(name, blocks[storage].untyped_storage(), entries[name])
+            key = _storage_id(tensor)
+            place = {"storage_size": storages[key].nbytes(), "storage_offset": places[key]}
+            entries[name] = {**place, **_layout(tensor)}
+            tensors[name] = _view(name, storages[key], entries[name])
     except BaseException:
         release(path, lock, os.getpid())
         raise
@@ -220,7 +211,7 @@ def export_cuda(named: Mapping[str, Tensor]) -> Description:
         storage = _storage_id(tensor)
         if storage not in handles:
             handles[storage] = _handle(name, tensor.untyped_storage())
-        entries[name] = {**handles[storage], **_layout(tensor, 0)}
+        entries[name] = {**handles[storage], **_layout(tensor)}
     return {"kind": "cuda", "tensors": entries}
 
 
@@ -258,36 +249,27 @@ def attach(description: Mapping[str, Any]) -> dict[str, Tensor]:
     storages: dict[tuple[Any, int], torch.UntypedStorage] = {}
     out = {}
     try:
-        kind, entries = description["kind"], description["tensors"]
-        if kind not in ("host", "cuda"):
-            raise TransportError(f"lent tensors are of kind host or cuda, not {kind!r}")
-        file = open_file(description) if kind == "host" else None
-        for name, entry in entries.items():
+        file = open_file(description) if description["kind"] == "host" else None
+        for name, entry in description["tensors"].items():
             offset = _storage_offset(entry)
             key = entry.get("ipc_handle_b64"), offset
             if key not in storages:
                 storage = open_storage(entry, offset) if file is None else _mapped(name, file, entry, offset)
                 storages[key] = storage
             out[name] = _view(name, storages[key], entry)
-    except KeyError as error:
-        raise TransportError(f"a description of lent tensors lacks {error}; pass on what the lender answered") from None
-    except (AttributeError, TypeError, ValueError) as error:
-        raise TransportError(f"{error} in a description of lent tensors; pass on what the lender answered") from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise TransportError(
+            f"a description of lent tensors is not as expected: {error!r}; pass on what the lender answered"
+        ) from error
     return out
 
 
 def _refuse(name: str, tensor: Tensor, device: str) -> None:
     """Refuse what is not an ordinary tensor with bytes on that kind of device."""
-    if tensor.device.type != device:
+    if tensor.device.type != device or tensor.layout is not torch.strided or tensor.numel() == 0:
         raise TransportError(
-            f"{name} is on {tensor.device}; export_{'host' if device == 'cpu' else device} lends {device}"
-        )
-    if tensor.layout is not torch.strided:
-        raise TransportError(f"{name} has the layout {tensor.layout}; only ordinary strided tensors can be lent")
-    if tensor.numel() == 0:
-        raise TransportError(
-            f"{name} has no elements (shape {tuple(tensor.shape)}): its values live elsewhere, in a packed copy for "
-            "example, and could not be written; keep the layer in its plain layout"
+            f"{name} ({tensor.layout} {tuple(tensor.shape)} on {tensor.device}) cannot be lent: only ordinary tensors "
+            f"on {device} with elements can; where a packed copy has the values, keep the layer in its plain layout"
         )
 
 
@@ -295,18 +277,10 @@ def _storage_id(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """First and last byte, exclusive, that a tensor touches in its storage."""
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    size = tensor.element_size()
-    first = int(tensor.storage_offset())
-    return first * size, (first + int(last) + 1) * size
-
-
-def _layout(tensor: Tensor, first: int) -> dict[str, Any]:
-    """How a tensor lies in a storage that begins with element ``first`` of its present one."""
+def _layout(tensor: Tensor) -> dict[str, Any]:
+    """How a tensor lies in its storage."""
     return {
-        "tensor_storage_offset": tensor.storage_offset() - first,
+        "tensor_storage_offset": tensor.storage_offset(),
         "shape": list(tensor.shape),
         "stride": list(tensor.stride()),
         "dtype": str(tensor.dtype),
@@ -327,14 +301,10 @@ def _mapped(name: str, file: mmap.mmap, entry: Mapping[str, Any], offset: int) -
 
 def _view(name: str, storage: torch.UntypedStorage, entry: Mapping[str, Any]) -> Tensor:
     """A tensor over a storage, if all of it lies inside."""
-    dtype = getattr(torch, str(entry["dtype"]).removeprefix("torch."), None)
+    dtype: torch.dtype = getattr(torch, str(entry["dtype"]).removeprefix("torch."))
     shape = [int(n) for n in entry["shape"]]
     stride = [int(n) for n in entry.get("stride", [math.prod(shape[i + 1 :]) for i in range(len(shape))])]
     first = int(entry.get("tensor_storage_offset", 0))
-    if not isinstance(dtype, torch.dtype):
-        raise TransportError(f"{name}: this torch has no dtype {entry['dtype']!r}; use one torch on both sides")
-    if len(stride) != len(shape) or min([first, *stride, *(n - 1 for n in shape)]) < 0:
-        raise TransportError(f"{name}: shape {shape}, stride {stride} and offset {first} describe no tensor")
     end = (first + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) + 1) * dtype.itemsize
     if storage.nbytes() != entry["storage_size"] or end > storage.nbytes():
         raise TransportError(

@@ -199,10 +199,7 @@ def _parsed(recipe: Path, problems: Problems) -> Tree:
     try:
         text = (recipe / "config.yaml" if recipe.is_dir() else recipe).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"cannot read the recipe {recipe}: {getattr(error, 'strerror', None) or error}; give a YAML file, or "
-            "options alone, such as env=gsm8k"
-        ) from error
+        raise ConfigError(f"cannot read {recipe}: {error}; give a YAML file, or options such as env=gsm8k") from error
     tree = parse(text, str(recipe), problems) or Branch(where=str(recipe))
     if not isinstance(tree, Branch):
         problems.add(tree.where, "a recipe is a mapping of options, such as 'model: ...' on a line of its own")

@@ -22,13 +22,14 @@ from tandem.observability import waits, watchdog
 from tandem.rewards.grading.workers import Graders
 from tandem.rollout.gold import require_full_marks
 from tandem.rollout.group_runner import GroupRunner, PostprocessRewards, keep_rewards, penalise_truncated
+from tandem.rollout.task_sampler import TaskOrder
 from tandem.rollout.template import FIRST_PROMPTS, Template, longest_prompt
 from tandem.together import together
 from tandem.trainer import environments
 from tandem.types import Group, Sampling
 from tandem_broker.client import Connection, EnvClient, key_in
 from tandem_broker.commands.recipe import Work, load
-from tandem_broker.producer import GroupTally, PlayPace, Producer, TaskShuffle
+from tandem_broker.producer import GroupTally, PlayPace, Producer
 from tandem_broker.protocol.messages import EnvRegistration
 from tandem_broker.remote_engine import RemoteEngine, RemoteEngines
 
@@ -116,13 +117,10 @@ async def _producers(config: Work, tallies: dict[str, GroupTally]) -> AsyncItera
             name: await stack.enter_async_context(_graders(config, name, source))
             for name, source in config.sources.items()
         }
-        clients = {}
-        for name, source in config.sources.items():
-            connection = Connection(
-                config.broker.url, broker_key, retry=RetryPolicy(give_up_seconds=config.give_up_seconds)
-            )
-            client = EnvClient(connection, _registration(config, name, source, context), key=secrets.token_hex(16))
-            clients[name] = await stack.enter_async_context(client)
+        clients = {
+            name: await stack.enter_async_context(_client(config, name, source, context, broker_key))
+            for name, source in config.sources.items()
+        }
         engine = await stack.enter_async_context(remote.open(context=context, ends=ends))
         _warn_of_other_engines(engine, config.sampling)
         tallies.update({name: GroupTally() for name in config.sources})
@@ -136,7 +134,7 @@ async def _producers(config: Work, tallies: dict[str, GroupTally]) -> AsyncItera
                     template=template,
                     seed=config.seed,
                 ),
-                tasks=TaskShuffle(tasks=tasks[name], seed=config.seed),
+                tasks=TaskOrder(name=name, label="", tasks=tasks[name], seed=config.seed),
                 client=clients[name],
                 sampling=config.sampling,
                 postprocess_rewards=_postprocess_rewards(config),
@@ -151,23 +149,21 @@ async def _producers(config: Work, tallies: dict[str, GroupTally]) -> AsyncItera
         ]
 
 
-def _registration(config: Work, name: str, source: EnvSource, context: int) -> EnvRegistration:
-    """What the broker is told of one environment."""
-    return EnvRegistration(
-        max_token_length=context,
-        desired_name=name,
-        weight=source.weight,
-        group_size=config.group_size,
-        min_batch_allocation=source.min_share or None,
-    )
+def _client(config: Work, name: str, source: EnvSource, context: int, key: str) -> EnvClient:
+    """One environment at the broker, by an identity of its own."""
+    share = source.min_share or None
+    spec = EnvRegistration(max_token_length=context, desired_name=name, weight=source.weight,
+                           group_size=config.group_size, min_batch_allocation=share)  # fmt: skip
+    retry = RetryPolicy(give_up_seconds=config.give_up_seconds)
+    return EnvClient(Connection(config.broker.url, key, retry=retry), spec, key=secrets.token_hex(16))
 
 
 def _warn_of_other_engines(engine: RemoteEngine, sampling: Sampling) -> None:
     plain = Sampling(max_tokens=sampling.max_tokens, stop=sampling.stop, stop_token_ids=sampling.stop_token_ids)
     if not engine.tells_versions and sampling != plain:
         log.warning(
-            "these engines are not Tandem's: their logprobs must be those of the distribution that is sampled "
-            "(vLLM: --logprobs-mode processed_logprobs), or sample with temperature 1 and nothing cut off"
+            "these engines are not Tandem's: have vLLM give --logprobs-mode processed_logprobs, or sample with "
+            "temperature 1 and nothing cut off"
         )
 
 

@@ -1,7 +1,7 @@
 """Groups to and from the wire's parallel lists. What the wire cannot say travels in ``group_overrides``.
 
 Reading is tolerant: a missing key, null and an empty list are the same; a sequence that cannot be trained on becomes a
-failed rollout that says why, and its siblings stay.
+failed rollout that says why, and its siblings stay. Lists whose lengths disagree were refused before (``submission``).
 
 Our own keys of ``group_overrides``: ``tandem_version`` (oldest policy step of the group), ``tandem_versions`` (for each
 sequence ``[[step, tokens], ...]``), ``tandem_env``, ``tandem_task``, ``tandem_rewards`` (for each sequence by name) and
@@ -22,20 +22,8 @@ import msgspec
 
 from tandem.errors import BrokerError
 from tandem.printable import named
-from tandem.types import (
-    MASKED,
-    NO_LOGPROB,
-    UNKNOWN_LOGPROB,
-    Completion,
-    Finish,
-    Group,
-    Json,
-    Message,
-    Rollout,
-    Task,
-    Turn,
-)
-from tandem_broker.protocol.messages import LEAST_LOGPROB, MOST, ScoredGroup
+from tandem.types import MASKED, NO_LOGPROB, UNKNOWN_LOGPROB, Completion, Finish, Group, Message, Rollout, Task, Turn
+from tandem_broker.protocol.messages import Real, ScoredGroup
 
 Number = TypeVar("Number", int, float)
 Step = Annotated[int, msgspec.Meta(ge=0)]
@@ -152,13 +140,10 @@ def group_to_wire(group: Group) -> ScoredGroup:
     """The scored rollouts of a group as sequences, mostly one each; ``env_id`` is the client's to set."""
     pairs = [(rollout, wired) for rollout in group.scored for wired in sequences(rollout)]
     alike = len({wired.temperature for _, wired in pairs}) == 1
-    overrides: list[dict[str, Json]] = [
-        {
-            **({} if alike else {"temperature": wired.temperature}),
-            **({} if rollout.trained else {"set_advantage_to_zero": True}),
-        }
-        for rollout, wired in pairs
-    ]
+    overrides: list[dict[str, Any]] = [{} if alike else {"temperature": wired.temperature} for _, wired in pairs]
+    for entry, (rollout, _) in zip(overrides, pairs, strict=True):
+        if not rollout.trained:
+            entry["set_advantage_to_zero"] = True
     return ScoredGroup(
         tokens=[wired.tokens for _, wired in pairs],
         masks=[wired.spread([t for turn in wired.turns for t in turn.completion.tokens], MASKED) for _, wired in pairs],
@@ -182,15 +167,17 @@ def _advantage_rows(pairs: Sequence[tuple[Rollout, Wired]]) -> list[list[float]]
     return rows
 
 
-def _tandem_overrides(group: Group, pairs: Sequence[tuple[Rollout, Wired]]) -> dict[str, Json]:
+def _tandem_overrides(group: Group, pairs: Sequence[tuple[Rollout, Wired]]) -> dict[str, Any]:
     """What the wire has no field for."""
     if not pairs:
         return {}
     owners = {id(rollout): place for place, rollout in enumerate(group.scored)}
     several = len(pairs) > len(owners)
+    versions = [[[step, len(list(run))] for step, run in groupby(wired.versions)] for _, wired in pairs]
+    # An engine of others may not say them: then the broker's own guess is the better one.
+    steps = {} if group.version_min < 0 else {"tandem_version": group.version_min, "tandem_versions": versions}
     return {
-        "tandem_version": group.version_min,
-        "tandem_versions": [[[step, len(list(run))] for step, run in groupby(w.versions)] for _, w in pairs],
+        **steps,
         "tandem_env": group.env,
         "tandem_task": group.scored[0].task.id,
         "tandem_rewards": [rollout.rewards for rollout, _ in pairs],
@@ -211,7 +198,7 @@ def group_from_wire(
     """Convert a group for the trainer: each run of unmasked tokens of a sequence is one turn.
 
     Args:
-        scored: as it came.
+        scored: as ``submission.read_scored`` checked it.
         id: what it is called here.
         version: policy step of tokens that do not say theirs.
         index: its place in the order of arrival.
@@ -238,7 +225,7 @@ class _GroupReader:
         self._id = id
         self._rules = rules
         self._notes = notes
-        self._overrides: Mapping[str, Json] = scored.group_overrides or {}
+        self._overrides: Mapping[str, Any] = scored.group_overrides or {}
         self._version: int = _as(Step, self._overrides.get("tandem_version"), version)
         anonymous = "foreign" if scored.env_id is None else f"foreign_{scored.env_id}"
         self.env = named(str(self._overrides.get("tandem_env") or anonymous))
@@ -280,12 +267,10 @@ class _GroupReader:
             sampled = self._sampled(at)
             messages = messages or self._decoded(at)
             turns = tuple(self._turns(at, sampled))
-            reward = self._score(at)
-            advantages = self._advantages(at, sampled)
+            reward, advantages = _flushed(self._scored.scores[at]), self._advantages(at, sampled)
         except _Refused as refused:
             kind, error = refused.args
             self._notes.failed[kind] += 1
-            turns, reward = (), None
         prompt = tuple(takewhile(lambda message: message.role != "assistant", messages))
         return Rollout(
             id=f"{self._id}/{at}",
@@ -303,7 +288,7 @@ class _GroupReader:
     def _sampled(self, at: int) -> list[int]:
         """Places of the trained tokens of a sequence. The first token has none before it that could predict it."""
         tokens, rules = self._scored.tokens[at], self._rules
-        mask = self._per_token(self._scored.masks, at, "masks")
+        mask = self._scored.masks[at]
         if any(on not in (MASKED, token) for on, token in zip(mask, tokens, strict=True)):
             raise _Refused("malformed", f"a mask is neither {MASKED} nor the id of its token")
         wrong = [token for token in tokens if not 0 <= token < (rules.vocabulary or math.inf)]
@@ -334,16 +319,12 @@ class _GroupReader:
             if self._rules.policy_logprobs:
                 return [UNKNOWN_LOGPROB] * len(sampled)
             raise BrokerError(
-                f"group {self._id} of environment {self.env} has no inference_logprobs, and without the logprobs that "
-                "its tokens were sampled with their ratio is unknown; let the environment send them (in Atropos: "
+                f"group {self._id} of environment {self.env} has no inference_logprobs; let it send them (in Atropos: "
                 "managed_server), or set broker.missing_logprobs: policy to train as if the policy of now had sampled"
             )
-        row = self._per_token(rows, at, "inference_logprobs")
-        logprobs = [row[place] for place in sampled]
-        wrong = [value for value in logprobs if not LEAST_LOGPROB <= value < 1e-3]
-        if wrong:
-            why = f"a trained token has a logprob that is none: {wrong[0]:g}; expected {LEAST_LOGPROB:g} to 0"
-            raise _Refused("malformed", why)
+        logprobs = [rows[at][place] for place in sampled]
+        if max(logprobs) > 1e-3:
+            raise _Refused("malformed", f"a trained token has a logprob that is none: {max(logprobs):g}")
         return [min(value, 0.0) for value in logprobs]
 
     def _versions(self, at: int, sampled: Sequence[int]) -> list[int]:
@@ -364,48 +345,26 @@ class _GroupReader:
                 return float(value) if value > 0 else 1.0
         return self._rules.temperature
 
-    def _override(self, at: int) -> Mapping[str, Json]:
+    def _override(self, at: int) -> Mapping[str, Any]:
         return self._entry(self._scored.overrides, at) or {}
 
     def _finish(self, at: int) -> Finish:
         finish: Finish = _as(Finish, self._entry(self._overrides.get("tandem_finish"), at), "stop")
         return finish
 
-    def _score(self, at: int) -> float:
-        score = self._entry(self._scored.scores, at)
-        if score is None or not abs(score) <= MOST:
-            raise _Refused("malformed", f"its score is {score}; expected a number up to ±{MOST:g} for each sequence")
-        return _flushed(score)
-
     def _rewards(self, at: int, score: float) -> dict[str, float]:
         """By name where the environment tells them; else the score alone."""
-        by_name = _as(dict[str, Any], self._entry(self._overrides.get("tandem_rewards"), at), {})
-        rewards = {
-            named(name): _flushed(value)
-            for name, value in by_name.items()
-            if isinstance(value, int | float) and abs(value) <= MOST
-        }
-        return rewards or {"score": score}
+        by_name = _as(dict[str, Real], self._entry(self._overrides.get("tandem_rewards"), at), {})
+        return {named(name): _flushed(value) for name, value in by_name.items()} or {"score": score}
 
     def _advantages(self, at: int, sampled: Sequence[int]) -> tuple[float, ...] | None:
         if not self._rules.env_advantages or not self._scored.advantages:
             return None
-        row = self._per_token(self._scored.advantages, at, "advantages")
-        advantages = tuple(float(row[place]) for place in sampled)
-        if not all(abs(value) <= MOST for value in advantages):
-            raise _Refused("malformed", f"an advantage is not within ±{MOST:g}")
-        return advantages
-
-    def _per_token(self, rows: Any, at: int, name: str) -> Sequence[Any]:
-        """One value for each token of a sequence."""
-        row, num = self._entry(rows, at), len(self._scored.tokens[at])
-        if row is None or len(row) != num:
-            got = "none" if row is None else str(len(row))
-            raise _Refused("malformed", f"{num} tokens have {got} {name}; expected one for each")
-        return row  # type: ignore[no-any-return]
+        row: Any = self._scored.advantages[at]
+        return tuple(float(row[place]) for place in sampled)
 
     def _entry(self, rows: Any, at: int) -> Any:
-        """One sequence's entry of a parallel list; None where there is none, or the lists are not parallel."""
+        """One sequence's entry of a list with one for each; None where there is none, or it is no such list."""
         return rows[at] if isinstance(rows, list) and len(rows) == len(self._scored.tokens) else None
 
     def _decoded(self, at: int) -> tuple[Message, ...]:
@@ -433,7 +392,7 @@ def _flushed(value: float) -> float:
     return float(value) if abs(value) >= LEAST_SCORE else 0.0
 
 
-def _text(content: Json) -> str:
+def _text(content: Any) -> str:
     """Text of a message, of which parts may be images."""
     if isinstance(content, str):
         return content

@@ -6,6 +6,7 @@ float32 can hold.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -89,7 +90,7 @@ class EnvName(msgspec.Struct, kw_only=True, frozen=True):
 class BatchQuery(msgspec.Struct, kw_only=True, frozen=True):
     """Parameters of ``GET /batch``, none of which Atropos knows."""
 
-    lease: Annotated[float, Meta(ge=0, lt=2**53)] | None = None
+    lease: Annotated[float, Meta(gt=0, lt=2**53)] | None = None
     """Seconds after which it is served again unless it was acknowledged; null: it counts as trained."""
     policy: Annotated[int, Meta(ge=0, lt=2**53)] | None = None
     """The trainer's step."""
@@ -121,8 +122,8 @@ class ScoredGroup(msgspec.Struct, kw_only=True):
     masks: list[list[MaskToken]]
     """``-100`` where a token is not trained, else the token."""
     scores: list[Real]
-    advantages: list[list[Real]] | None = None
-    """Per token."""
+    advantages: Sequence[list[Real] | Real] | None = None
+    """Per token; or one for a sequence, as some clients send it, which is spread over its tokens."""
     ref_logprobs: list[list[Real]] | None = None
     """Per token, a reference model's."""
     messages: list[list[dict[str, Any]]] | None = None

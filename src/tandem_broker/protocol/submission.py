@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 import msgspec
 
-from tandem_broker.protocol.messages import MOST_STEP, Real, ScoredGroup
+from tandem_broker.protocol.messages import MOST_STEP, ScoredGroup
 from tandem_broker.protocol.wire import Place, explain, refuse, write
 
 WEIGH_BYTES = 1 << 20
@@ -19,32 +20,31 @@ MOST_DEPTH = 64
 _PER_TOKEN = ("masks", "advantages", "ref_logprobs", "inference_logprobs", "distill_token_ids", "distill_logprobs")
 _PER_SEQUENCE = ("scores", "messages", "overrides")
 _FREE = ("messages", "generation_params", "overrides", "group_overrides", "images")
-_LAX: dict[str, Any] = {"advantages": list[list[Real] | Real] | None}
-"""Types of fields that may come in another form than they are kept in."""
-_Submitted: Any = msgspec.defstruct(
-    "_Submitted",
-    [
-        (field.name, _LAX.get(field.name, field.type), *(() if field.required else (None,)))
-        for field in msgspec.structs.fields(ScoredGroup)
-    ],
-)
-_DECODER = msgspec.json.Decoder(_Submitted, strict=False)
-_LIST_DECODER = msgspec.json.Decoder(list[_Submitted], strict=False)
+_DECODER = msgspec.json.Decoder(ScoredGroup, strict=False)
+_LIST_DECODER = msgspec.json.Decoder(list[ScoredGroup], strict=False)
 
 
-class Submission(msgspec.Struct, frozen=True):
+class GroupEntry(msgspec.Struct, frozen=True, kw_only=True):
     """An accepted group: what the broker needs to know of it, and the bytes to keep."""
 
-    payload: bytes
+    id: str
+    """Unique."""
+    env: int | None
+    """The environment's id as submitted; an unknown one counts as None (anonymous)."""
     size: int
-    """Sequences."""
-    env_id: int | None
-    version: int | None
-    """Oldest policy step that sampled a token of it, if its maker said."""
+    """Sequences, at least 1."""
+    version: int | None = None
+    """Oldest policy step that sampled a token of it; None: the store stamps the policy step it knows of."""
+    payload: bytes
 
 
-def read_group(body: bytes) -> Submission:
-    """Check a group.
+def read_group(body: bytes) -> GroupEntry:
+    """Check a group that is submitted; raises as ``read_scored``."""
+    return _entry(read_scored(body))
+
+
+def read_scored(body: bytes) -> ScoredGroup:
+    """Read and check a group.
 
     Raises:
         Malformed: a field is missing, of another type or out of bounds, or lengths disagree.
@@ -52,7 +52,7 @@ def read_group(body: bytes) -> Submission:
     return _checked(_decoded(body, _DECODER), ())
 
 
-def read_groups(body: bytes, *, most: int = 10_000) -> list[Submission]:
+def read_groups(body: bytes, *, most: int = 10_000) -> list[GroupEntry]:
     """Check a list of at most ``most`` groups, all or none.
 
     Raises:
@@ -61,7 +61,7 @@ def read_groups(body: bytes, *, most: int = 10_000) -> list[Submission]:
     groups = _decoded(body, _LIST_DECODER)
     if len(groups) > most:
         raise refuse("too_long", (), f"a list has at most {most} groups, not {len(groups)}")
-    return [_checked(group, (index,)) for index, group in enumerate(groups)]
+    return [_entry(_checked(group, (index,))) for index, group in enumerate(groups)]
 
 
 def _decoded(body: bytes, decoder: Any) -> Any:
@@ -74,7 +74,13 @@ def _decoded(body: bytes, decoder: Any) -> Any:
         raise explain(error, body) from None
 
 
-def _checked(group: Any, at: Place) -> Submission:
+def _entry(group: ScoredGroup) -> GroupEntry:
+    version = (group.group_overrides or {}).get("tandem_version")
+    size, env = len(group.tokens), group.env_id
+    return GroupEntry(id=secrets.token_hex(12), env=env, size=size, version=version, payload=write(group))
+
+
+def _checked(group: ScoredGroup, at: Place) -> ScoredGroup:
     """Check what types cannot say of the group at a place of the body."""
     sizes = [len(ids) for ids in group.tokens]
     if not sizes or 0 in sizes:
@@ -86,19 +92,11 @@ def _checked(group: Any, at: Place) -> Submission:
             why = f"Value error, {len(rows)} entries for {len(sizes)} sequences of tokens"
             raise refuse("value_error", (*at, name), why)
         for index, row in enumerate(rows if name in _PER_TOKEN else ()):
-            if isinstance(
-                row, float
-            ):  # one advantage for a sequence, as some clients send it, is spread over its tokens
+            if isinstance(row, float):  # one advantage for a sequence
                 rows[index] = [row] * sizes[index]
             elif len(row) != sizes[index]:
                 why = f"Value error, {len(row)} entries for {sizes[index]} tokens"
                 raise refuse("value_error", (*at, name, index), why)
-    teachers = [
-        [list(map(len, row)) for row in rows] for rows in (group.distill_token_ids, group.distill_logprobs) if rows
-    ]
-    if len(teachers) == 2 and teachers[0] != teachers[1]:
-        why = "Value error, each position needs as many logprobs as token ids"
-        raise refuse("value_error", (*at, "distill_logprobs"), why)
     for name in _FREE:
         _check_free((*at, name), getattr(group, name), MOST_DEPTH)
     if not all("role" in m and "content" in m for chat in group.messages or () for m in chat):
@@ -108,7 +106,7 @@ def _checked(group: Any, at: Place) -> Submission:
     if version is not None and (type(version) is not int or not 0 <= version < MOST_STEP):
         why = "Value error, a step is an int from 0 to below 2**53"
         raise refuse("value_error", (*at, "group_overrides", "tandem_version"), why)
-    return Submission(payload=write(group), size=len(sizes), env_id=group.env_id, version=version)
+    return group
 
 
 def _check_free(place: Place, value: Any, depth: int) -> None:

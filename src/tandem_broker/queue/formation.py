@@ -7,10 +7,9 @@ of one size the older always goes first. For groups of equal size this is plain 
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, chain, islice
+from itertools import chain
 from operator import attrgetter
 from typing import Protocol, TypeVar
 
@@ -43,31 +42,18 @@ def reachable(counts: Mapping[int, int], limit: int) -> int:
     return sums
 
 
-def candidates(lines: Iterable[Mapping[int, deque[T]]], limit: int) -> list[T]:
-    """In arrival order, as many of each size as could fit ``limit``: more than that can never be needed."""
-    by_size: dict[int, list[deque[T]]] = {}
-    for line in lines:
-        for size, items in line.items():
-            if size <= limit:
-                by_size.setdefault(size, []).append(items)
-    heads = [
-        islice(some[0] if len(some) == 1 else heapq.merge(*some, key=BY_ORDER), limit // size)
-        for size, some in by_size.items()
-    ]
-    return sorted(chain.from_iterable(heads), key=BY_ORDER)
-
-
-def earliest(items: Sequence[T], total: int) -> list[T] | None:
+def earliest(items: Iterable[T], total: int) -> list[T] | None:
     """The selection of ``items`` (in arrival order) that adds up to exactly ``total`` and takes the oldest; or None."""
     pool: list[T] = []
     seen: Counter[int] = Counter()
+    gathered = 0
     for item in items:  # more of a size than could fit can never be needed
         if seen[item.size] < total // item.size:
             seen[item.size] += 1
             pool.append(item)
-    ends = list(accumulate(item.size for item in pool))
-    if total in ends:  # most often the oldest simply add up
-        return pool[: ends.index(total) + 1]
+            gathered += item.size
+            if gathered == total:  # most often the oldest simply add up
+                return pool
     mask, sums = (1 << (total + 1)) - 1, [1]  # of what comes behind each item, bit k: some of it adds up to k
     for item in reversed(pool):
         sums.append((sums[-1] | sums[-1] << item.size) & mask)

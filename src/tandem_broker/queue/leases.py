@@ -6,10 +6,25 @@ from collections import OrderedDict
 
 import msgspec
 
-from tandem_broker.queue.records import Acknowledgement, StoreOptions
+from tandem_broker.queue.records import StoreOptions
 
 REMEMBERED = 1_000
 """Batches that are over and still known by name."""
+
+
+class Acknowledgement(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of an acknowledgement. True in a condition if the whole batch is trained, and by this batch alone."""
+
+    ok: bool
+    trained: int = 0
+    """Groups that this acknowledgement marked as trained."""
+    already: int = 0
+    """Groups that another batch's acknowledgement had marked before: they were trained twice."""
+    reason: str = ""
+    """For a person; empty when nothing is unusual."""
+
+    def __bool__(self) -> bool:
+        return self.ok
 
 
 class BatchLease(msgspec.Struct, eq=False):
@@ -59,10 +74,6 @@ class IdempotencyKeys(OrderedDict[str, float]):
     def forget(self, now: float, options: StoreOptions) -> list[str]:
         """Forget and return those that are too old or too many."""
         forgotten: list[str] = []
-        for key, at in self.items():
-            if len(self) - len(forgotten) <= options.max_keys and now - at <= options.key_seconds:
-                break
-            forgotten.append(key)
-        for key in forgotten:
-            del self[key]
+        while self and (len(self) > options.max_keys or now - next(iter(self.values())) > options.key_seconds):
+            forgotten.append(self.popitem(last=False)[0])
         return forgotten

@@ -14,6 +14,7 @@ import msgspec
 
 from tandem.errors import BrokerError
 from tandem_broker.protocol.messages import RunParameters
+from tandem_broker.protocol.submission import GroupEntry
 
 State = Literal["buffered", "queued", "leased", "trained", "dropped"]
 """buffered: waits for others of its environment to make up a group size; leased: a trainer has it."""
@@ -25,10 +26,6 @@ class GroupRefused(BrokerError):
 
 class Busy(BrokerError):
     """Too much is queued; the same submission is welcome later (429, or 503 for clients that drop on a 4xx)."""
-
-    def __init__(self, message: str, retry_after: float):
-        super().__init__(message)
-        self.retry_after = retry_after
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,31 +42,12 @@ class StoreOptions:
     """Most payload bytes held of one environment."""
     max_environments: int = 10_000
     """Most environments known; beyond it one that is gone and holds nothing is forgotten."""
-    lease_seconds: float = 600.0
-    """How long a batch that was asked for on lease may stay unacknowledged, unless it is renewed."""
     heartbeat_seconds: float = 60.0
     """An environment not heard from for this long has no weight and no minimum share until it is heard again."""
     key_seconds: float = 86_400.0
     """How long an idempotency key is remembered."""
     max_keys: int = 200_000
     """Most idempotency keys remembered; the oldest are forgotten first."""
-
-
-class GroupEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One scored group."""
-
-    id: str
-    """Unique; chosen by the caller."""
-    env: int | None
-    """The environment's id as submitted; an unknown one counts as None (anonymous)."""
-    size: int
-    """Sequences, at least 1."""
-    version: int | None = None
-    """Oldest policy step that sampled a token of it; None: the store stamps the policy step it knows of."""
-    received: float = 0.0
-    """When it arrived, seconds of the caller's clock."""
-    payload: bytes
-    """Opaque."""
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,21 +72,6 @@ class ServedBatch(msgspec.Struct, frozen=True, kw_only=True):
     """When the lease ends; None without a lease."""
 
 
-class Acknowledgement(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of an acknowledgement. True in a condition if the whole batch is trained, and by this batch alone."""
-
-    ok: bool
-    trained: int = 0
-    """Groups that this acknowledgement marked as trained."""
-    already: int = 0
-    """Groups that another batch's acknowledgement had marked before: they were trained twice."""
-    reason: str = ""
-    """For a person; empty when nothing is unusual."""
-
-    def __bool__(self) -> bool:
-        return self.ok
-
-
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a store, for people and metrics."""
 
@@ -127,7 +90,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Payload bytes buffered, queued and leased."""
     leases: int
     counts: Mapping[str, int]
-    """Groups since the ledger began: accepted, duplicate, trained, doubled, dropped, refused, busy. Leases: expired."""
+    """Groups since the ledger began: accepted, duplicate, trained, doubled, dropped. Leases: expired."""
     waits_for: str
     """Why no batch can be formed now; empty if one can."""
     envs: Sequence[Mapping[str, Any]]

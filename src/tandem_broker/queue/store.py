@@ -9,30 +9,22 @@ from __future__ import annotations
 import secrets
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
 from tandem_broker.protocol.messages import EnvAccepted, EnvRegistration, EnvStatus, RunParameters
-from tandem_broker.queue.leases import BatchLease, IdempotencyKeys, Leases
-from tandem_broker.queue.records import (
-    Acknowledgement,
-    Busy,
-    GroupEntry,
-    GroupRefused,
-    Journal,
-    Receipt,
-    Report,
-    ServedBatch,
-    StoreOptions,
-)
+from tandem_broker.protocol.submission import GroupEntry
+from tandem_broker.queue.leases import Acknowledgement, BatchLease, IdempotencyKeys, Leases
+from tandem_broker.queue.records import GroupRefused, Journal, Receipt, Report, ServedBatch, StoreOptions
 from tandem_broker.queue.tenants import Item, Tenants
 from tandem_broker.queue.waiting import WaitingGroups
 
 MAX_BATCH = 1 << 14
 """Most sequences of a batch."""
-PROGRESS = ("started", "step", "policy", "took", "returned", "order")
+PROGRESS = ("started", "step", "policy", "took", "returned", "order", "counts")
 """Attributes of the queue that a restart must know."""
 
 
@@ -46,8 +38,6 @@ class GroupQueue:
         """See ``Report.counts``."""
         self.order = 0
         """Place of the next group in the order of arrival."""
-        self._served = (0.0, 0.0)
-        """When the last batch was served, and the seconds between it and the one before."""
         self._begin(Tenants(self.options, self.journal))
 
     def _begin(self, tenants: Tenants) -> None:
@@ -84,9 +74,7 @@ class GroupQueue:
         self.policy, self.took = None, False
         self.tenants.batch_size = run.batch_size
         self.tenants.change += 1
-        self._drop([item for item in self.waiting if item.size > run.batch_size])
-        self.journal.noted("run", msgspec.structs.asdict(run))
-        self.note_progress()
+        self._drop([item for item in self.waiting.of("queued", "buffered") if item.size > run.batch_size])
         return uuid.uuid4().int
 
     def reset(self) -> None:
@@ -96,7 +84,6 @@ class GroupQueue:
         self.journal.cleared()
         for tenant in self.tenants.by_id.values():
             self.tenants.note(tenant)
-        self.note_progress()
 
     @property
     def policy_step(self) -> int:
@@ -130,9 +117,6 @@ class GroupQueue:
         if self.run is None or not self.started:
             return None
         tenant = self.tenants.register(env, now, key, owner)
-        self.waiting.sort_again(tenant)
-        self.note_progress()
-        self.journal.noted("names", dict(self.tenants.names))
         self.tenants.note(tenant)
         assert tenant.env_id is not None
         return EnvAccepted(
@@ -190,17 +174,13 @@ class GroupQueue:
         fresh = [(entry, key) for entry, key in entries if key is None or key not in self.seen]
         for tenant in {entry.env: self.tenants.of(entry.env) for entry, _ in entries}.values():
             self.tenants.hear(tenant, now)
-        try:
-            for entry, _ in fresh:
-                self.waiting.check(entry, self._retry_seconds())
-        except (GroupRefused, Busy) as error:
-            self.counts["refused" if isinstance(error, GroupRefused) else "busy"] += len(entries)
-            raise
+        for entry, _ in fresh:
+            self.waiting.check(entry)
         receipts = []
         for entry, key in entries:
             if key is not None and key in self.seen:
                 self.counts["duplicate"] += 1
-                receipts.append(Receipt(kind="duplicate", buffered=self.tenants.of(entry.env).buffer.sequences))
+                receipts.append(Receipt(kind="duplicate", buffered=self.tenants.of(entry.env).sequences["buffered"]))
             else:
                 receipts.append(self._accept(entry, key, now))
         return receipts
@@ -208,10 +188,9 @@ class GroupQueue:
     def take(
         self,
         now: float,
-        *,
         trainer: str | None = None,
-        lease: bool = False,
-        seconds: float | None = None,
+        *,
+        lease: float | None = None,
         policy: int | None = None,
         max_lag: int | None = None,
     ) -> ServedBatch | None:
@@ -220,9 +199,9 @@ class GroupQueue:
         Args:
             now: Seconds.
             trainer: Name of the caller; tells apart trainers that never acknowledge.
-            lease: The trainer will acknowledge. Without it the batch counts as trained when the same trainer asks
-                again after ``delivered`` said that its answer went out; before that, a restart serves it again.
-            seconds: How long the lease lasts; None is ``StoreOptions.lease_seconds``.
+            lease: Seconds within which the trainer will acknowledge. None: the batch counts as trained when the same
+                trainer asks again after ``delivered`` said that its answer went out; before that, a restart serves it
+                again.
             policy: The trainer's policy step; later groups that do not tell theirs are stamped with it.
             max_lag: Groups sampled more than this many policy steps ago are dropped. None drops none.
         """
@@ -233,8 +212,7 @@ class GroupQueue:
             if policy not in (None, self.policy):
                 self.policy, self.took = policy, False
             self.started = True
-            self.note_progress()
-        if not lease:
+        if lease is None:
             for earlier in self.leases.of_plain(trainer):
                 self.acknowledge(earlier.id, now)
         chosen = self.waiting.next_batch()
@@ -245,7 +223,7 @@ class GroupQueue:
                 chosen = self.waiting.next_batch()
         if not chosen:
             return None
-        return self._serve(chosen, trainer, (seconds or self.options.lease_seconds) if lease else None, now)
+        return self._serve(chosen, trainer, lease, now)
 
     def acknowledge(self, batch_id: str, now: float) -> Acknowledgement:
         """The batch is trained. Of two batches that hold the same group (a lease ran out) the first to say so wins.
@@ -261,7 +239,7 @@ class GroupQueue:
         late = batch_id in self.leases.over
         trained = [self.waiting.items[order] for order in lease.orders if order in self.waiting.items]
         already = len(lease.orders) - len(trained)
-        self.waiting.finish(trained, "trained", batch_id)
+        self.waiting.move(trained, "trained", batch_id)
         self.counts["trained"] += len(trained)
         self.counts["doubled"] += already
         if late:
@@ -274,7 +252,6 @@ class GroupQueue:
         lease.outcome = Acknowledgement(ok=not already, trained=len(trained), already=already, reason=reason)
         lease.orders = []
         self._end(lease)
-        self.note_progress()
         return lease.outcome
 
     def renew(self, batch_id: str, now: float) -> bool:
@@ -312,20 +289,20 @@ class GroupQueue:
             run=self.run,
             started=self.started,
             queued_groups=self.queued_groups,
-            queued_sequences=sum(tenant.queue.sequences for tenant in everybody),
-            buffered_groups=sum(tenant.buffer.groups for tenant in everybody),
-            leased_groups=sum(item.state == "leased" for item in self.waiting.items.values()),
+            queued_sequences=sum(tenant.sequences["queued"] for tenant in everybody),
+            buffered_groups=sum(tenant.groups["buffered"] for tenant in everybody),
+            leased_groups=sum(tenant.groups["leased"] for tenant in everybody),
             held_bytes=self.waiting.bytes,
             leases=len(self.leases.out),
             counts=dict(self.counts),
             waits_for=self.waiting.waits_for(),
-            envs=[t.report() for t in everybody if t.env_id is not None or t.accepted or t.held_groups],
+            envs=[t.report() for t in everybody if t.env_id is not None or t.accepted or t.groups.total()],
         )
 
     @property
     def queued_groups(self) -> int:
         """Groups in the queue."""
-        return sum(tenant.queue.groups for tenant in self.tenants)
+        return sum(tenant.groups["queued"] for tenant in self.tenants)
 
     def _advance(self, now: float) -> None:
         """Leases that ran out come back; environments that fell silent lose their share."""
@@ -340,18 +317,14 @@ class GroupQueue:
             entry = replace(entry, version=self.policy_step)
         item = Item(self.order, entry, tenant, "queued")
         self.order += 1
-        self.waiting.hold(item)
-        moved = [queued.order for queued in self.waiting.put(item) if queued is not item]
-        self.journal.added(item.order, entry, item.state)
-        if moved:
-            self.journal.moved(moved, "queued", None)
+        self.waiting.put(item)
         if key is not None:
             self.seen[key] = now
             self.journal.noted(f"key:{key}", now)
         tenant.accepted += 1
         self.counts["accepted"] += 1
         buffered = tenant.env_id is not None and entry.size < tenant.spec.group_size
-        return Receipt(kind="buffered" if buffered else "received", buffered=tenant.buffer.sequences)
+        return Receipt(kind="buffered" if buffered else "received", buffered=tenant.sequences["buffered"])
 
     def _serve(self, chosen: list[Item], trainer: str | None, seconds: float | None, now: float) -> ServedBatch:
         if self.returned:
@@ -361,27 +334,19 @@ class GroupQueue:
         expires = None if seconds is None else now + seconds
         orders = [item.order for item in chosen]
         lease = BatchLease(secrets.token_hex(8), orders, self.step, trainer, seconds, expires)
-        for item in chosen:
-            self.waiting.lift(item)
-            item.state, item.batch = "leased", lease.id
         self.leases.out[lease.id] = lease
         self.took = True
-        self._served = (now, now - self._served[0])
         self.journal.noted(f"lease:{lease.id}", msgspec.to_builtins(lease))
-        self.journal.moved(orders, "leased", lease.id)
-        self.note_progress()
+        self.waiting.move(chosen, "leased", lease.id)
         return ServedBatch(id=lease.id, entries=tuple(i.entry for i in chosen), step=self.step, expires=expires)
 
     def _return(self, leases: list[BatchLease]) -> None:
         """Batches that were not trained: their groups go back in place, and serving them again is no new step."""
         for lease in leases:
             back = self.groups_out(lease)
-            self.waiting.enqueue(back)
-            self.journal.moved([item.order for item in back], "queued", None)
+            self.waiting.move(back, "queued")
             self.returned += bool(back)
             self._end(lease)
-        if leases:
-            self.note_progress()
 
     def restored(self, lease: BatchLease, now: float) -> None:
         """Take in a lease that a journal kept; its time begins anew."""
@@ -402,16 +367,21 @@ class GroupQueue:
             self.journal.noted(f"lease:{forgotten}", None)
 
     def _drop(self, items: list[Item]) -> None:
-        self.waiting.finish(items, "dropped", None)
+        self.waiting.move(items, "dropped")
         self.counts["dropped"] += len(items)
-        self.note_progress()
 
-    def _retry_seconds(self) -> float:
-        """Seconds until it is worth trying again: half the time between batches, 0.5 to 30."""
-        return min(30.0, max(0.5, self._served[1] / 2))
+    def progress(self) -> dict[str, Any]:
+        """What a restart must know beside groups, environments, leases and keys."""
+        run = None if self.run is None else msgspec.structs.asdict(self.run)
+        counters = {name: getattr(self, name) for name in PROGRESS}
+        return {**counters, "run": run, "next_id": self.tenants.next_id}
 
-    def note_progress(self) -> None:
-        """Tell the journal the counters."""
-        progress = {name: getattr(self, name) for name in PROGRESS}
-        progress |= {"next_id": self.tenants.next_id, "counts": dict(self.counts)}
-        self.journal.noted("progress", progress)
+    def resume(self, progress: Mapping[str, Any]) -> None:
+        """Inverse of ``progress``."""
+        for name in PROGRESS:
+            setattr(self, name, progress[name])
+        self.counts = Counter(progress["counts"])
+        self.tenants.next_id = progress["next_id"]
+        if progress["run"] is not None:
+            self.run = RunParameters(**progress["run"])
+            self.tenants.batch_size = self.run.batch_size

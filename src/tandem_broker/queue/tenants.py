@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from bisect import insort
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import msgspec
-from msgspec.structs import replace
 
 from tandem_broker.protocol.messages import EnvRegistration, EnvStatus
-from tandem_broker.queue.formation import BY_ORDER, minimums
-from tandem_broker.queue.records import Busy, GroupEntry, Journal, State, StoreOptions
+from tandem_broker.protocol.submission import GroupEntry
+from tandem_broker.queue.formation import minimums
+from tandem_broker.queue.records import Busy, Journal, State, StoreOptions
 
 WEIGHT_FLOOR = 0.01
 ANONYMOUS = EnvRegistration(desired_name="anonymous", max_token_length=0, weight=0.0, group_size=1)
@@ -40,42 +40,6 @@ class Item(msgspec.Struct, eq=False):
         return len(self.entry.payload)
 
 
-class SizeQueues:
-    """Groups of one environment in arrival order, by size."""
-
-    def __init__(self) -> None:
-        self.lines: dict[int, deque[Item]] = {}
-        self.groups = 0
-        self.sequences = 0
-
-    def insert(self, item: Item) -> None:
-        """Put one in its place: most often it is the youngest, and one that comes back is among the oldest."""
-        line = self.lines.setdefault(item.size, deque())
-        if not line or line[-1].order < item.order:
-            line.append(item)
-        elif item.order < line[0].order:
-            line.appendleft(item)
-        else:
-            insort(line, item, key=BY_ORDER)
-        self.groups += 1
-        self.sequences += item.size
-
-    def remove(self, item: Item) -> None:
-        """Take one out, most often the oldest of its size."""
-        line = self.lines[item.size]
-        if line[0] is item:
-            line.popleft()
-        else:
-            line.remove(item)
-        if not line:
-            del self.lines[item.size]
-        self.groups -= 1
-        self.sequences -= item.size
-
-    def __iter__(self) -> Iterator[Item]:
-        return iter(sorted((item for line in self.lines.values() for item in line), key=BY_ORDER))
-
-
 class Tenant(msgspec.Struct, eq=False, kw_only=True):
     """One environment; ``env_id`` None stands for everybody anonymous."""
 
@@ -92,13 +56,27 @@ class Tenant(msgspec.Struct, eq=False, kw_only=True):
     """It registered and did not disconnect."""
     live: bool = True
     """Connected and heard from lately: it counts for weights and shares."""
-    queue: SizeQueues = msgspec.field(default_factory=SizeQueues)
-    buffer: SizeQueues = msgspec.field(default_factory=SizeQueues)
-    held_groups: int = 0
-    """Groups buffered, queued and leased."""
+    groups: Counter[State] = msgspec.field(default_factory=Counter)
+    """Those held, by their state."""
+    sequences: Counter[State] = msgspec.field(default_factory=Counter)
+    """Those of these groups."""
+    sizes: Counter[int] = msgspec.field(default_factory=Counter)
+    """Queued groups by size."""
     held_bytes: int = 0
     accepted: int = 0
     """Groups accepted by this process."""
+
+    def count(self, item: Item, sign: int) -> None:
+        """A group of it entered (1) or left (-1) its state."""
+        self.groups[item.state] += sign
+        self.sequences[item.state] += sign * item.size
+        if item.state == "queued":
+            self.sizes[item.size] += sign
+
+    @property
+    def largest(self) -> int:
+        """Sequences of its largest queued group; 1 if it has none."""
+        return max((size for size, count in self.sizes.items() if count), default=1)
 
     @property
     def share(self) -> float:
@@ -116,9 +94,9 @@ class Tenant(msgspec.Struct, eq=False, kw_only=True):
             "env_id": self.env_id,
             "connected": self.live,
             "left": self.env_id is not None and not self.connected,
-            "queued_groups": self.queue.groups,
-            "queued_sequences": self.queue.sequences,
-            "buffered_sequences": self.buffer.sequences,
+            "queued_groups": self.groups["queued"],
+            "queued_sequences": self.sequences["queued"],
+            "buffered_sequences": self.sequences["buffered"],
             **{name: getattr(self, name) for name in ("name", "heard", "held_bytes", "accepted")},
             **{name: getattr(self.spec, name) for name in ("weight", "group_size", "min_batch_allocation")},
         }
@@ -135,8 +113,6 @@ class Tenants:
         self.by_id: dict[int, Tenant] = {}
         self.by_key: dict[str, Tenant] = {}
         self.anonymous = Tenant(env_id=None, spec=ANONYMOUS, name="anonymous", heard=0.0, connected=False, live=False)
-        self.names: Counter[str] = Counter()
-        """Environments of each desired name so far."""
         self.next_id = 0
         self.change = 0
         """Count of changes to queues, buffers and who takes part."""
@@ -159,23 +135,14 @@ class Tenants:
         tenant = self.by_key.get(key) if key is not None else None
         if tenant is None:
             self._make_room()
-            name = self._next_name(spec.desired_name)
-            self._forget_names()
+            names = {tenant.name for tenant in self.by_id.values()}
+            name = next(name for n in count() if (name := f"{spec.desired_name}_{n}") not in names)
             tenant = Tenant(env_id=self.next_id, spec=spec, name=name, heard=now, key=key, owner=owner)
             self.add(tenant)
         else:
             tenant.spec, tenant.connected, tenant.live = spec, True, False
             self.hear(tenant, now)
         return tenant
-
-    def _next_name(self, desired: str) -> str:
-        """With its count; after a reset counts begin anew, and what lived through it keeps its name and its files."""
-        borne = {tenant.name for tenant in self.by_id.values() if tenant.live}
-        while True:
-            name = f"{desired}_{self.names[desired]}"
-            self.names[desired] += 1
-            if name not in borne:
-                return name
 
     def note(self, tenant: Tenant) -> None:
         """Tell the journal what a restart must know of it."""
@@ -195,9 +162,9 @@ class Tenants:
         """One more must fit: of those that are gone and hold nothing, the one silent for longest is forgotten."""
         if len(self.by_id) < self.options.max_environments:
             return
-        gone = [tenant for tenant in self.by_id.values() if not tenant.live and not tenant.held_groups]
+        gone = [tenant for tenant in self.by_id.values() if not tenant.live and not tenant.groups.total()]
         if not gone:
-            raise Busy(f"{len(self.by_id)} environments are registered, the most this broker takes", 30.0)
+            raise Busy(f"{len(self.by_id)} environments are registered, the most this broker takes")
         oldest = min(gone, key=lambda tenant: tenant.heard)
         assert oldest.env_id is not None
         del self.by_id[oldest.env_id]
@@ -206,21 +173,13 @@ class Tenants:
         self.journal.noted(f"env:{oldest.env_id}", None)
         self.change += 1
 
-    def _forget_names(self) -> None:
-        """Once there are more names than environments may be, the older half of the unused ones is forgotten."""
-        if len(self.names) > self.options.max_environments:
-            borne = {tenant.spec.desired_name for tenant in self.by_id.values()}
-            for name in [name for name in self.names if name not in borne][: len(self.names) // 2]:
-                del self.names[name]
-
     def after_reset(self) -> Tenants:
-        """All connected environments, none of which takes part until heard again; ids go on, names begin anew."""
+        """All connected environments, none of which takes part until heard again; ids go on."""
         fresh = Tenants(self.options, self.journal)
         for old in self.by_id.values():
             if old.connected:
-                empty = {"queue": SizeQueues(), "buffer": SizeQueues()}
-                zeros = dict.fromkeys(("held_groups", "held_bytes", "accepted"), 0)
-                fresh.add(replace(old, live=False, **empty, **zeros))
+                same = {name: getattr(old, name) for name in ("env_id", "spec", "name", "heard", "key", "owner")}
+                fresh.add(Tenant(**same, live=False))
         fresh.next_id = self.next_id
         return fresh
 
@@ -242,7 +201,7 @@ class Tenants:
 
     def _visible(self, tenant: Tenant, largest: int) -> int:
         """Sequences that others see of it: whole packs of the largest size, less what it is guaranteed."""
-        whole = -(-tenant.queue.sequences // largest) * largest
+        whole = -(-tenant.sequences["queued"] // largest) * largest
         return max(0, whole - int(self.batch_size * tenant.share)) if largest > 1 else 0
 
     def minimums(self) -> dict[int, int]:
@@ -254,12 +213,11 @@ class Tenants:
         """What an environment polls. Sums over all environments are counted again only after a change."""
         if self._totals[0] != self.change:
             live = [tenant for tenant in self.by_id.values() if tenant.live]
-            largest = max((size for tenant in self for size in tenant.queue.lines), default=1)
+            largest = max(tenant.largest for tenant in self)
             visible = sum(self._visible(tenant, largest) for tenant in self)
             self._totals = (self.change, largest, visible, sum(t.pull for t in live), sum(t.share for t in live))
         _, largest, visible, pull, share = self._totals
-        size = max(tenant.spec.group_size, max(tenant.queue.lines, default=1))
-        sequences = tenant.queue.sequences
+        size, sequences = max(tenant.spec.group_size, tenant.largest), tenant.sequences["queued"]
         total = pull or tenant.pull
         return EnvStatus(
             current_step=step,

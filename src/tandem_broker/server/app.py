@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import ipaddress
 import logging
 import re
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from importlib import resources
 from typing import Any, TypeVar
 
@@ -25,9 +23,10 @@ from tandem import __version__, doors
 from tandem.errors import BrokerError
 from tandem.printable import named
 from tandem_broker.protocol import messages, wire
-from tandem_broker.protocol.submission import Submission, read_group, read_groups
+from tandem_broker.protocol.submission import GroupEntry, read_group, read_groups
 from tandem_broker.protocol.wire import Malformed
-from tandem_broker.queue.records import Acknowledgement, Busy, GroupEntry, GroupRefused, Receipt, ServedBatch
+from tandem_broker.queue.leases import Acknowledgement
+from tandem_broker.queue.records import Busy, GroupRefused, Receipt, ServedBatch
 from tandem_broker.queue.store import GroupQueue
 from tandem_broker.server.bodies import MESSAGE_BYTES, Bodies, BodyLimits, RequestRejected
 from tandem_broker.server.keys import Keys, Role, may, scoped
@@ -39,7 +38,7 @@ T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 RETRY_SECONDS = 5.0
-"""When to come back after a failure of the broker's own, such as a full disk."""
+"""When to come back to a broker that holds too much, or that failed, as with a full disk."""
 UNSHOWN = {"overrides", "group_overrides", "env_id", "distill_token_ids", "distill_logprobs"}
 ACTING = ("GET /batch", "GET /reset_data")
 """Routes that change something although they are a GET."""
@@ -87,14 +86,6 @@ def idempotency_key(request: web.Request) -> str | None:
     if key is not None and not re.fullmatch(r"[!-~]{1,200}", key):
         raise RequestRejected(400, "an Idempotency-Key has 1 to 200 visible ASCII characters")
     return key
-
-
-def is_near(address: str | None) -> bool:
-    """Tell this machine's loopback, over which compressing an answer costs more than it saves."""
-    try:
-        return address is not None and ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
 
 
 class BrokerServer:
@@ -194,7 +185,7 @@ class BrokerServer:
             # Atropos' environments drop a group at any 4xx but try again at a 5xx; clients that give a key know both.
             self.meter.refused["busy"] += 1
             status = 429 if "Idempotency-Key" in request.headers else 503
-            response = RequestRejected(status, str(error), retry_after=error.retry_after).response()
+            response = RequestRejected(status, str(error), retry_after=RETRY_SECONDS).response()
         except RequestRejected as error:
             self.meter.refused[f"http_{error.status}"] += 1
             response = error.response()
@@ -279,36 +270,23 @@ class BrokerServer:
         return reply(self.store.status_env(body.env_id, self._clock()))
 
     async def _scored_data(self, request: web.Request) -> web.StreamResponse:
-        submission = await self.bodies.read(request, read_group)
-        (receipt,) = self._put([submission], request)
+        (receipt,) = self._put([await self.bodies.read(request, read_group)], request)
         more = {"buffer_size": receipt.buffered} if receipt.kind == "buffered" else {}
         return reply({"status": "buffered" if more else "received", **more})
 
     async def _scored_data_list(self, request: web.Request) -> web.StreamResponse:
-        most = self.bodies.limits.list_groups
-        receipts = self._put(await self.bodies.read(request, partial(read_groups, most=most)), request)
+        receipts = self._put(await self.bodies.read(request, read_groups), request)
         answer: dict[str, Any] = {"status": "received", "groups_processed": len(receipts)}
         buffered = [receipt for receipt in receipts if receipt.kind == "buffered"]
         if buffered:
             answer |= {"buffered": len(buffered), "last_buffer_size": buffered[-1].buffered}
         return reply(answer)
 
-    def _put(self, submissions: Sequence[Submission], request: web.Request) -> list[Receipt]:
+    def _put(self, entries: Sequence[GroupEntry], request: web.Request) -> list[Receipt]:
         """Hand groups to the store, all or none."""
-        for env_id in {submission.env_id for submission in submissions}:
+        for env_id in {entry.env for entry in entries}:
             self._require_owner(request, env_id)
         key, now = scoped(self._owner(request), idempotency_key(request)), self._clock()
-        entries = [
-            GroupEntry(
-                id=secrets.token_hex(12),
-                env=submission.env_id,
-                size=submission.size,
-                version=submission.version,
-                received=now,
-                payload=submission.payload,
-            )
-            for submission in submissions
-        ]
         keys = [key] if len(entries) == 1 else [None if key is None else f"{key}/{i}" for i in range(len(entries))]
         receipts = self.store.put_all(list(zip(entries, keys, strict=True)), now)
         fresh = zip(entries, receipts, strict=True)
@@ -324,14 +302,7 @@ class BrokerServer:
             return reply({"status": "error", "message": message, "batch": []})
         query = wire.convert(dict(request.query), messages.BatchQuery)
         is_leased = query.lease is not None
-        batch = self.store.take(
-            now,
-            trainer=request.remote,
-            lease=is_leased,
-            seconds=query.lease,
-            policy=query.policy,
-            max_lag=query.max_lag,
-        )
+        batch = self.store.take(now, request.remote, lease=query.lease, policy=query.policy, max_lag=query.max_lag)
         if batch is None:
             return reply({"batch": None})
         payloads = [entry.payload for entry in batch.entries]
@@ -357,7 +328,7 @@ class BrokerServer:
         response.headers["Tandem"] = __version__
         if is_leased:
             response.headers["Tandem-Batch"] = batch.id
-        if not is_near(request.remote):
+        if request.remote not in ("127.0.0.1", "::1"):  # on one machine compressing costs more than it saves
             response.enable_compression()
         if request.transport is not None:
             request.transport.set_write_buffer_limits(0)
@@ -401,4 +372,4 @@ class BrokerServer:
 
     async def _latest_example(self, request: web.Request) -> web.StreamResponse:
         latest = self.store.waiting.latest
-        return reply(EMPTY_EXAMPLE if latest is None else latest.payload)
+        return reply(EMPTY_EXAMPLE if latest is None else latest.entry.payload)

@@ -36,8 +36,6 @@ class BodyLimits:
     pending_bytes: int = 512 << 20
     """Most bytes of all bodies being read, as sent; beyond it clients are asked to come back. One is inflated at a
     time."""
-    list_groups: int = 10_000
-    """Most groups of one submitted list."""
     idle_seconds: float = 30.0
     """Longest pause within a body."""
     slow_seconds: float = 120.0
@@ -105,9 +103,7 @@ class Bodies:
             if not body:
                 raise refuse("missing", (), "Field required")
             kind = request.content_type if "Content-Type" in request.headers else "(none)"
-            if kind not in ("application/json", "text/json") and not kind.endswith(
-                "+json"
-            ):  # any web page could send it
+            if not kind.endswith(("/json", "+json")):  # any web page could send it
                 why = f"Content-Type {kind[:80]} is not read; send application/json"
                 raise refuse("model_attributes_type", (), why)
             if coding.endswith("gzip"):

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 BACKLOG = 1024
 """Connections that may wait to be accepted: environments open a new one for every request."""
-SYSTEMD_SOCKET = 3
-"""Descriptor of a socket that systemd holds: then no client is refused even between two processes."""
 OTHER_DESCRIPTORS = 128
 """Descriptors that connections leave to files and listening sockets."""
 MOST_DESCRIPTORS = 1 << 16
+SYSTEMD_SOCKET = 3
+"""Descriptor of a socket that systemd holds: then no client is refused even between two processes."""
 READ_BYTES = 1 << 20
 """How much of a body may lie unread before its client is held back."""
 KEEPALIVE_SECONDS = 30.0
@@ -89,7 +89,7 @@ class _ConnectionGuard:
         self._loop = asyncio.get_running_loop()
         self._heard = self._loop.time()
         self._has_headers = False
-        self._tail = b""
+        self._head = b""
         self._transport: Any = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -115,9 +115,8 @@ class _ConnectionGuard:
         if self in self._guards:
             self._guards.move_to_end(self)
         if not self._has_headers:
-            seen = self._tail + data
-            self._has_headers = b"\r\n\r\n" in seen or b"\n\n" in seen
-            self._tail = seen[-3:]
+            self._head = (self._head + data)[-3 - len(data) :]
+            self._has_headers = b"\r\n\r\n" in self._head
             if self._has_headers and self._timer is not None:
                 self._timer.cancel()
         self._inner.data_received(data)

@@ -45,7 +45,7 @@ class CheckpointLayout(MetricsLogger):
         return _LayoutWriter(info, Path(self.save_path), *_NAMES[kind])
 
 
-class _LayoutWriter:
+class _LayoutWriter(Writer):
     def __init__(self, info: RunInfo, save_path: Path, inside: str, step: str, final: str) -> None:
         self._run_folder = info.folder
         self._save_path = save_path
@@ -53,12 +53,6 @@ class _LayoutWriter:
         self._last, self._every = info.config["steps"], info.config["checkpoint"]["every"]
         self._thread = ThreadPoolExecutor(1, "layout")
         self._copying: Future[None] | None = None
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        return
-
-    def evaluation(self, step: int, record: Mapping[str, Json], scalars: Mapping[str, float]) -> None:
-        return
 
     def event(self, name: str, fields: Mapping[str, Json]) -> None:
         from tandem.transport.bridge import NCCL_FILE  # only now: it needs torch, and flags are read without

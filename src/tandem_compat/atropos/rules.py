@@ -19,12 +19,6 @@ DECAY = 0.01
 LAYOUT = "tandem_compat.atropos.checkpoints:CheckpointLayout"
 """The logger that gives checkpoints Atropos' names."""
 
-QUEUED = 4
-"""Steps that a group of Atropos' environments may wait: they queue three batches by default and sample a fourth."""
-
-MOST = 8
-"""Most answers per task where none is given."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningEngine:
@@ -95,7 +89,6 @@ class TrainerRecipe(Reader):
         self.put("checkpoint.every", self["checkpoint-interval"] or self["training-steps"])
         self._loggers()
         self.put("runs", self["log-dir"] or self.environ.get("LOGDIR") or "logs")
-        self.raise_if_wrong()
         return self.translated(self.device())
 
     def device(self) -> dict[str, str]:
@@ -103,13 +96,16 @@ class TrainerRecipe(Reader):
 
         The engine sees the same, and takes the trainer's GPU unless ``--vllm-gpu`` names another.
         """
-        name, _, index = (self["device"] or "cuda").partition(":")
-        if name == "cpu":
-            return {"CUDA_VISIBLE_DEVICES": ""}
-        if not int(index or 0):
+        device, visible = self["device"] or "cuda", self.environ.get("CUDA_VISIBLE_DEVICES")
+        match = re.fullmatch(r"cpu|cuda(?::(\d+))?", device)
+        index = int(match[1] or 0) if match else 0
+        seen = [str(index)] * (index + 1) if visible is None else visible.split(",")
+        if match is None or index >= max(1, len(seen)):
+            self.wrong("device", f"{device!r} is none of cuda, cuda:N (of CUDA_VISIBLE_DEVICES) and cpu")
             return {}
-        seen = self.environ.get("CUDA_VISIBLE_DEVICES")
-        return {"CUDA_VISIBLE_DEVICES": index if seen is None else seen.split(",")[int(index)].strip()}
+        if device == "cpu":
+            return {"CUDA_VISIBLE_DEVICES": ""}
+        return {"CUDA_VISIBLE_DEVICES": seen[index].strip()} if index else {}
 
     def _places(self) -> dict[str, str]:
         """Why flags of each place change nothing; empty where they count."""
@@ -156,15 +152,9 @@ class TrainerRecipe(Reader):
         name, variable = "num-inference-nodes", self.environ.get("NUM_INFERENCE_NODES", "").strip() or "0"
         text = str(self[name]) if name in self else variable
         if not text.isdecimal():
-            self._wrong_nodes(f"it must be a whole number, at least 0, not {text}")
+            self.wrong(name, f"it, or NUM_INFERENCE_NODES, must be a whole number, at least 0, not {text}")
             return 0
         return int(text)
-
-    def _wrong_nodes(self, message: str) -> None:
-        """Note a mistake in the number of nodes, where it was said."""
-        name = "num-inference-nodes"
-        where = f"--{name}" if name in self else "NUM_INFERENCE_NODES, of the environment"
-        self.problems.add(where, message)
 
     @property
     def _way(self) -> str:
@@ -235,7 +225,6 @@ class TrainerRecipe(Reader):
 
     def _engine(self) -> None:
         self._check_nodes()
-        self._check_device()
         self.put("engine.kind", "vllm")
         if self._urls or self._nodes:
             self.put("engine.urls", self._urls)
@@ -258,7 +247,7 @@ class TrainerRecipe(Reader):
         nodes, urls = self._nodes, self._urls
         if nodes and len(urls) != nodes:
             named = f"and {len(urls)} are named: --vllm-url http://NODE:{self['vllm-port']} once for each"
-            self._wrong_nodes(f"{nodes} engines on other nodes need {nodes} addresses, {named}")
+            self.wrong("num-inference-nodes", f"{nodes} engines on other nodes need {nodes} addresses, {named}")
         elif WAYS[self.mode][1] == "restart" and self._urls:
             does = "adapters are swapped in" if self._lora else "weights are broadcast to it"
             self.note(
@@ -272,15 +261,6 @@ class TrainerRecipe(Reader):
             self.wrong("trainer-rank", "the trainer is one process, rank 0; start it once and leave this out")
         if "world-size" in self and self["world-size"] != 1 + nodes:
             self.wrong("world-size", f"the trainer and {nodes} engines on other nodes are {1 + nodes}")
-
-    def _check_device(self) -> None:
-        """A device that there can be."""
-        device, seen = self["device"], self.environ.get("CUDA_VISIBLE_DEVICES")
-        match = re.fullmatch(r"cpu|cuda(?::(\d+))?", device or "cuda")
-        if match is None:
-            self.wrong("device", f"{device!r} is neither cuda, cuda:N nor cpu")
-        elif match[1] and seen is not None and int(match[1]) and int(match[1]) >= len(seen.split(",")):
-            self.wrong("device", f"{device} is not among CUDA_VISIBLE_DEVICES={seen}")
 
     def _sync(self, every: int) -> None:
         way, nccl = self._way, self.mode == "lora_nccl"

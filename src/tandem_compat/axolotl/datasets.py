@@ -151,14 +151,11 @@ def _files(entry: Mapping[str, Any]) -> list[str]:
     Raises:
         ConfigError: there is neither, or a part of a local file is asked for.
     """
-    path, files = entry.get("path"), entry.get("data_files") or []
-    if not isinstance(path, str) or not path:
-        raise ConfigError("datasets: each entry needs a path: a local file, or a name on the hub")
-    if path in _SUFFIXES and not files:
-        raise ConfigError(f"datasets: path {path} needs data_files, or write the file itself as path")
+    path: str = entry.get("path") or ""
+    files = entry.get("data_files") or []
     listed = files if isinstance(files, list) else [files]
-    if not all(isinstance(file, str) for file in listed):
-        raise ConfigError(f"datasets: data_files must be a path or a list of paths, got {files!r}")
+    if not all(isinstance(name, str) and name for name in (path, *listed)) or (path in _SUFFIXES and not listed):
+        raise ConfigError("datasets: each entry needs a path: a local file, a name on the hub, or json and data_files")
     paths = (listed if path in _SUFFIXES else [str(Path(path) / name) for name in listed]) or [path]
     local = [file for file in paths if DataSource(path=file).is_local]
     if entry.get("split") not in (None, "train") and local:

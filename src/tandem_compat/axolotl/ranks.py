@@ -39,7 +39,7 @@ def read_ranks(recipe: AxolotlRecipe, environ: Mapping[str, str]) -> None:
         recipe.sharding,
         recipe.ranks,
         full=not recipe["adapter"],
-        reference=bool(recipe["trl.beta"]),
+        moving_reference=bool(recipe["trl.beta"] and recipe["trl.sync_ref_model"]),
         optimizer=OPTIMIZERS.get(recipe["optimizer"], ""),
         fp8=recipe["fp8"],
         workers=workers if recipe["trl.use_vllm"] and recipe["trl.vllm_mode"] == "colocate" else 0,

@@ -13,14 +13,6 @@ from tandem_compat.axolotl.options import DATASET, GROUPS
 from tandem_compat.sharding import Sharding
 from tandem_compat.table import ForeignOption, Reader
 
-_RENAMED: Mapping[str, str] = {
-    "evaluation_strategy": "eval_strategy",
-    "rl_beta": "trl.beta",
-    "dpo_beta": "trl.beta",
-    "type_of_model": "model_type",
-}
-"""Names that Axolotl gave up, beside grpo_..., and their newer ones."""
-
 
 class AxolotlRecipe(Reader):
     """Options by path, such as ``trl.beta``, and the recipe made of them so far.
@@ -134,10 +126,8 @@ class AxolotlRecipe(Reader):
 
 def _meant(name: str, rows: Mapping[str, ForeignOption]) -> str:
     """A hint at the option that was meant, which may stand in another group."""
-    newer = _RENAMED.get(name) or f"trl.{name.removeprefix('grpo_')}"
-    if name in _RENAMED or (name.startswith("grpo_") and newer.removeprefix("trl.") in GROUPS["trl"]):
-        return f"; its newer name is {newer}"
     if hint := did_you_mean(name, rows):
         return hint
-    homes = [group for group, others in GROUPS.items() if name in others]
-    return f"; it belongs {f'in {homes[0]}' if homes[0] else 'to the top level'}" if homes else "; leave it out"
+    newer = name.removeprefix("grpo_")
+    paths = [f"{group}.{newer}".lstrip(".") for group, others in GROUPS.items() if newer in others]
+    return f"; write it as {paths[0]}" if paths else "; leave it out"

@@ -120,10 +120,8 @@ def _template(recipe: AxolotlRecipe) -> None:
         recipe.wrong("chat_template", "jinja needs the template in chat_template_jinja, as text or the path of a file")
     elif jinja:
         recipe.wrong("chat_template_jinja", "it is read with chat_template: jinja alone; write that, or leave this out")
-    elif template.startswith("tokenizer_default"):
+    elif template.startswith("tokenizer_default") or brought_by(recipe["base_model"] or "", template):
         return
-    elif brought_by(recipe["base_model"] or "", template):
-        recipe.note("chat_template", f"{template} is what the model's own tokenizer has, which is used")
     elif template in templates():
         recipe.put("chat_template", templates()[template], "chat_template")
     else:
@@ -182,10 +180,7 @@ def _precision(recipe: AxolotlRecipe) -> None:
             recipe.wrong(option, why)
     if recipe["fp8"]:
         recipe.put("matmul", "fp8", "fp8")
-    checkpointing = recipe["gradient_checkpointing"]
-    if checkpointing in ("offload", "offload_disk"):
-        recipe.note("gradient_checkpointing", "what is kept stays on the device, as with true")
-    if checkpointing is not None:
+    if (checkpointing := recipe["gradient_checkpointing"]) is not None:
         recipe.put("checkpointing", "full" if checkpointing else "none", "gradient_checkpointing")
 
 
@@ -207,8 +202,6 @@ def _steps(recipe: AxolotlRecipe, groups: int) -> int:
     if recipe["max_steps"] > 0:
         steps = recipe.per_step(recipe["max_steps"])
         recipe.put("steps", steps, "max_steps")
-        if "num_epochs" in recipe:
-            recipe.note("num_epochs", f"max_steps ({recipe['max_steps']}) says when the run ends, as in Axolotl")
     elif recipe.serving or not recipe["datasets"] or recipe.problems:
         recipe.put("steps", steps := 1, "num_epochs")  # an engine alone takes none, and mistakes are told first
     else:
@@ -224,8 +217,6 @@ def _steps(recipe: AxolotlRecipe, groups: int) -> int:
         recipe.put("steps", steps, "num_epochs", "datasets")
         batches = f", in batches of {together} steps" if together > 1 else ""
         recipe.note("num_epochs", f"{rows} rows, {groups} of them a step{batches}, {epochs:g} times: {steps} steps")
-    if (updates := recipe["trl.num_iterations"]) > 1:
-        recipe.note("trl.num_iterations", f"a step has {updates} updates, each of which Axolotl counts as a step")
     return steps
 
 
@@ -252,8 +243,6 @@ def _warmup(recipe: AxolotlRecipe, steps: int) -> int:
             recipe.wrong("warmup_steps", "it must be at least 0")
         return recipe.per_step(2 if updates == 1 else updates)  # Axolotl, whose first rate is 0, makes one step two
     warmup: int = math.ceil(recipe["warmup_ratio"] * steps)
-    if "warmup_ratio" not in recipe:
-        recipe.note("warmup_steps", f"{warmup}, Axolotl's default: three steps in a hundred")
     return warmup
 
 
@@ -283,8 +272,6 @@ def _rewards(recipe: AxolotlRecipe) -> None:
 
 
 def _sampling(recipe: AxolotlRecipe) -> None:
-    if "trl.max_completion_length" not in recipe:
-        recipe.note("trl.max_completion_length", f"{recipe['trl.max_completion_length']}, TRL's default")
     if "trl.top_k" in recipe:
         recipe.put("sampling.top_k", max(0, recipe["trl.top_k"]), "trl.top_k")
     # As in TRL, these come before the options that have names of their own.
@@ -312,8 +299,6 @@ def _loss(recipe: AxolotlRecipe) -> None:
     kind = put_loss(recipe, "trl.")
     if kind in ("cispo", "sapo") and recipe["trl.importance_sampling_level"] == "sequence":
         recipe.wrong("trl.importance_sampling_level", f"of {kind} ratios are the token's; leave it out")
-    if "trl.loss_type" not in recipe:
-        recipe.note("trl.loss_type", "dapo, TRL's default")
     sampled = _against_the_sampler(recipe)
     _clips(recipe, kind, recipe["trl.num_iterations"] > 1 or sampled)
     whence = ("trl.generation_batch_size", "trl.replay_buffer_size", _CORRECTION)
@@ -329,20 +314,16 @@ def _clips(recipe: AxolotlRecipe, kind: str, differ: bool) -> None:
     high = recipe.get("trl.epsilon_high", low)
     if kind == "cispo":
         recipe.put("loss.cap", high, "trl.epsilon_high", "trl.epsilon")
-        if high < 1:
-            text = f"{high:g} is the largest weight of a token under cispo, as in TRL, so that even tokens of ratio 1"
-            recipe.note("trl.epsilon_high", f"{text} count {high:g} times; its authors take 5")
     elif kind != "sapo" and differ:
         recipe.put("loss.clip_low", low, "trl.epsilon")
         recipe.put("loss.clip_high", high, "trl.epsilon_high", "trl.epsilon")
         if kind == "grpo":
             recipe.put("loss.dual_clip", None, "trl.epsilon")
     read = ("trl.epsilon_high" if "trl.epsilon_high" in recipe else "trl.epsilon") if kind == "cispo" else ""
-    unclipped = "with num_iterations 1 every ratio to the step's own policy is 1"
-    why = f"{kind} does not clip" if kind in ("cispo", "sapo") else "" if differ else unclipped
+    idle = kind in ("cispo", "sapo") or not differ
     for option in ("trl.epsilon", "trl.epsilon_high"):
-        if why and option in recipe and option != read:
-            recipe.nothing(option, why)
+        if idle and option in recipe and option != read:
+            recipe.nothing(option, f"with {kind} and num_iterations {recipe['trl.num_iterations']} it clips nothing")
 
 
 def _weighed(recipe: AxolotlRecipe) -> bool:
@@ -359,20 +340,13 @@ def _against_the_sampler(recipe: AxolotlRecipe) -> bool:
     if several:
         how = f"{recipe.generated} steps are sampled together, and ratios are to the sampler's logprobs"
         recipe.note("trl.generation_batch_size", how)
-    if not recipe["trl.replay_buffer_size"]:
-        if not recomputed:
-            recipe.nothing("trl.replay_recompute_logps", "nothing is replayed")
-        return several
-    if recomputed and _weighed(recipe):
-        return several
-    why = "replayed answers are of an older policy, and no correction weighs that"
-    if not recomputed and _weighed(recipe):
-        recipe.note(
-            "trl.replay_recompute_logps", "ratios are to the sampler's logprobs, which are as old as the answer"
-        )
-    elif recomputed:
+    replays = bool(recipe["trl.replay_buffer_size"])
+    if replays and recomputed and not _weighed(recipe):
+        why = "replayed answers are of an older policy, and no correction weighs that"
         recipe.note("trl.replay_recompute_logps", f"ratios are to the sampler's logprobs: {why}")
-    return True
+    elif not replays and not recomputed:
+        recipe.nothing("trl.replay_recompute_logps", "nothing is replayed")
+    return several or (replays and not (recomputed and _weighed(recipe)))
 
 
 def _corrections(recipe: AxolotlRecipe, *, sampled: bool) -> None:
@@ -385,9 +359,6 @@ def _corrections(recipe: AxolotlRecipe, *, sampled: bool) -> None:
     if _weighed(recipe):
         mode = recipe.get(option, "token_truncate" if recipe.asynchronous else "sequence_mask")
         bounds = _bounds(recipe)
-        if option not in recipe:
-            whose = " of the asynchronous trainer" if recipe.asynchronous else ""
-            recipe.note(option, f"{mode} with cap {bounds['high']:g}, its default{whose}")
     put_corrections(recipe, option, mode, bounds, threshold, sampled=sampled)
 
 
@@ -437,7 +408,6 @@ def _again(recipe: AxolotlRecipe) -> None:
     """Groups that are trained again, tasks that come again, and groups that are not trained."""
     if size := recipe["trl.replay_buffer_size"]:
         recipe.put("replay.size", size, "trl.replay_buffer_size")
-        recipe.note("trl.replay_buffer_size", "groups are replayed for replay.max_age (8) steps at most")
     start, most, skips = "trl.reroll_start_fraction", "trl.reroll_max_groups", "trl.skip_zero_advantage_batches"
     if recipe[start] != 1:
         recipe.copy(start, "reroll.start_fraction")
@@ -445,8 +415,6 @@ def _again(recipe: AxolotlRecipe) -> None:
     elif most in recipe:
         recipe.nothing(most, "reroll_start_fraction is 1, so no task comes again")
     recipe.put("zero_variance_groups", "drop" if recipe[skips] else "keep", skips)
-    if recipe[skips]:
-        recipe.note(skips, "groups of equal rewards are not trained; others are sampled instead")
 
 
 def _engine(recipe: AxolotlRecipe) -> None:
@@ -520,13 +488,8 @@ def _started(recipe: AxolotlRecipe, share: float) -> None:
 
 def _context(recipe: AxolotlRecipe) -> None:
     """Most tokens of prompt and answer. Axolotl bounds generations by the server's length, not by sequence_len."""
-    named = ("vllm.max_model_len", "trl.vllm_max_model_len") if recipe["trl.use_vllm"] else ()
-    bounds = [path for path in named if path in recipe]
-    for path in bounds:
+    for path in ("vllm.max_model_len", "trl.vllm_max_model_len") if recipe["trl.use_vllm"] else ():
         recipe.copy(path, "context")
-    if "sequence_len" in recipe:
-        whose = "max_model_len does" if bounds else "the model's own limit does, or with use_vllm vllm.max_model_len"
-        recipe.note("sequence_len", f"bounds no prompt and no answer, as in Axolotl: {whose}")
 
 
 def _every(recipe: AxolotlRecipe) -> int:
@@ -577,9 +540,6 @@ def _data(recipe: AxolotlRecipe) -> None:
         template = recipe.tree.entries.get("chat_template")
         if template is not None:
             recipe.put("env.chat_template", plain(template), "chat_template")
-    for entry in [*recipe["datasets"], *recipe["test_datasets"]]:
-        if isinstance(entry, dict) and entry.get("name") and Path(str(entry.get("path"))).exists():
-            recipe.note("datasets", f"name {entry['name']} changes nothing: {entry['path']} is a local file")
 
 
 def _saved(recipe: AxolotlRecipe, steps: int) -> None:

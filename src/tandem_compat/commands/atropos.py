@@ -67,11 +67,7 @@ def benchmark(folder: Path) -> str:
 
     run = load(folder)
     rows = [("steps", str(len(run.metrics)))]
-    for label, metric in {
-        "mean step": "seconds/step",
-        "mean sync": "seconds/sync",
-        "mean fetch": "seconds/wait",
-    }.items():
+    for label, metric in (("mean step", "seconds/step"), ("mean sync", "seconds/sync"), ("mean fetch", "seconds/wait")):
         values = column(run, metric)
         rows.append((label, f"{statistics.fmean(values):.3f} s" if values else "not measured"))
     for metric in sorted({name for row in run.metrics for name in row["metrics"] if name.startswith("memory/")}):

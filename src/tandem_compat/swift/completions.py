@@ -19,7 +19,7 @@ class CompletionsFile(MetricsLogger):
         return _CompletionsWriter(info)
 
 
-class _CompletionsWriter:
+class _CompletionsWriter(Writer):
     def __init__(self, info: RunInfo) -> None:
         from tandem.observability import json_lines
 
@@ -63,9 +63,6 @@ class _CompletionsWriter:
         )
 
     def evaluation(self, step: int, record: Mapping[str, Json], scalars: Mapping[str, float]) -> None:
-        return
-
-    def event(self, name: str, fields: Mapping[str, Json]) -> None:
         return
 
     def close(self) -> None:

@@ -143,12 +143,8 @@ def _reward(args: Reader, name: str, plugged: Collection[str]) -> dict[str, Json
         more = "" if args["external_plugins"] else ", or name its file by --external_plugins"
         args.wrong("reward_funcs", f"there is no {name!r}; choose from {known}{more}")
         return {}
-    longest = args["max_completion_length"]
     if name == "soft_overlong" and args["soft_cache_length"] is None:
         args.wrong("soft_cache_length", "soft_overlong needs it: tokens over which the punishment grows")
-    if name == "cosine" and (args["cosine_max_len"] or longest) < longest:
-        why = "a longer answer gets what one of that length gets; the wave of ms-swift turns back there"
-        args.note("cosine_max_len", why)
     return built_in(name, args)
 
 
@@ -230,17 +226,11 @@ def devices(args: Reader, visible: Sequence[str]) -> list[str]:
 
 def _sleep(args: Reader, gpus: list[str], *, shared: bool) -> None:
     """How deep an engine beside the trainer sleeps while a step is trained."""
-    if not args["sleep_level"]:
-        return
-    if shared:
-        args.note("sleep_level", "trainer and engine hold one copy of the weights, so there is none to release; keys "
-                                 "and values stay within gpu_memory_utilization")  # fmt: skip
-    elif args["async_generate"]:
-        args.note("sleep_level", "changes nothing with --async_generate true, which samples while a step is trained")
-    elif gpus and "0" not in gpus:
-        args.nothing("sleep_level", "the engine is on other GPUs than the trainer")
-    else:
+    beside = not shared and (not gpus or "0" in gpus)
+    if args["sleep_level"] and beside and not args["async_generate"]:
         args.put("engine.sleep", args["sleep_level"])
+    elif args["sleep_level"]:
+        args.nothing("sleep_level", "no second copy of the weights waits on the trainer's GPU while a step is trained")
 
 
 def _urls(args: Reader) -> list[str]:
@@ -253,11 +243,8 @@ def _urls(args: Reader) -> list[str]:
     hosts, ports = args["vllm_server_host"] or [], args["vllm_server_port"]
     if not hosts:
         args.wrong("vllm_server_host", "--vllm_mode server needs it: where tandem swift deploy listens")
-    for host in hosts:
-        if "/" in host or host.count(":") == 1:
-            why = f"{host} is more than a host; write it as --vllm_server_base_url http://HOST:PORT"
-            args.wrong("vllm_server_host", why)
-            return []
+    if odd := [host for host in hosts if "/" in host or host.count(":") == 1]:
+        args.wrong("vllm_server_host", f"{odd[0]} is more than a host; write --vllm_server_base_url http://HOST:PORT")
     if not all(port.isdecimal() for port in ports) or len(ports) not in (1, len(hosts)):
         args.wrong("vllm_server_port", f"{' '.join(ports)}: write one port, or one for each of the {len(hosts)} hosts")
         return []

@@ -129,7 +129,7 @@ class SwiftRecipe(Reader):
             self.sharding,
             self.ranks,
             full=self["train_type"] == "full",
-            reference=bool(self["beta"]),
+            moving_reference=bool(self["beta"] and self["sync_ref_model"]),
             optimizer="adamw_cpu" if self["offload_optimizer"] else OPTIMIZERS[self["optim"]],
             workers=self["vllm_tensor_parallel_size"] if beside else 0,
         )

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from tandem.algorithms.losses.base import MicroBatch
-from tandem.lazy import torch
+from tandem.lazy import no_grad, torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Parameter
 
 _MOST = 40.0
 """Bound of log ratios, so that products of two ratios stay finite in float32."""
@@ -69,20 +70,43 @@ class Reference(ABC):
         return kl_N * ratio_N, kl_N.detach()
 
     @abstractmethod
-    def hold(self, live: Iterable[tuple[str, torch.nn.Parameter]]) -> ReferenceWeights:
+    def hold(self, live: Iterable[tuple[str, Parameter]]) -> ReferenceWeights:
         """Copy the live weights; ``live`` are those that training changes."""
 
 
 class ReferenceWeights:
     """The reference's weights beside the live ones; weights that training does not change are shared."""
 
-    def __init__(self, live: Iterable[tuple[str, torch.nn.Parameter]]):
+    def __init__(self, live: Iterable[tuple[str, Parameter]]):
         self._live = dict(live)
         self._own = {name: parameter.detach().clone() for name, parameter in self._live.items()}
+        self._regather: Callable[[], None] | None = None
+
+    def cut(self, part: Callable[[str, Tensor], tuple[Parameter, Tensor]], regather: Callable[[], None]) -> None:
+        """Go on with this rank's parts, once the live weights are cut.
+
+        Args:
+            part: the live part of a weight, and the reference's part of it.
+            regather: has the next pass gather what the live parts hold by then.
+        """
+        parts = {name: part(name, whole) for name, whole in self._own.items()}
+        self._live = {name: live for name, (live, _) in parts.items()}
+        self._own = {name: own for name, (_, own) in parts.items()}
+        self._regather = regather
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Compute with the reference's weights in this context. No storage is written: the engine may hold it."""
+        """Compute with the reference's weights in this context. No storage is written: the engine may hold it.
+
+        Parts of cut weights change places with the live ones, since passes gather them from where they lie.
+        """
+        if self._regather is not None:
+            self._exchange()
+            try:
+                yield
+            finally:
+                self._exchange()
+            return
         live = {name: parameter.data for name, parameter in self._live.items()}
         try:
             for name, parameter in self._live.items():
@@ -93,6 +117,15 @@ class ReferenceWeights:
         finally:
             for name, parameter in self._live.items():
                 parameter.data = live[name]
+
+    @no_grad
+    def _exchange(self) -> None:
+        assert self._regather is not None
+        for name, parameter in self._live.items():
+            live = parameter.detach().clone()
+            parameter.copy_(self._own[name])
+            self._own[name].copy_(live)
+        self._regather()
 
     def due(self, step: int) -> bool:
         """True if the reference moves after optimizer step ``step``."""

@@ -69,8 +69,8 @@ class ExportedAdapter:
 
     def __init__(self, stacked: Mapping[str, Tensor], folder: Path):
         """Make tensors attachable; on the host they move to a shared file in ``folder`` and views of them end."""
-        self.key = ""
-        """By which the last borrower names it; an earlier one learns that it is not alone."""
+        self.key = secrets.token_hex(8)
+        """By which a borrower knows that it has attached this very memory."""
         self._exported: sharing.ExportedTensors | None = None
         if next(iter(stacked.values())).is_cuda:
             self._description = sharing.export_cuda(stacked)
@@ -82,8 +82,7 @@ class ExportedAdapter:
             tensor.data = self._exported.tensors[name]
 
     def description(self, index: int) -> dict[str, Any]:
-        """What ``AdapterWriter`` needs; the borrower before, if any, holds it no longer."""
-        self.key = secrets.token_hex(8)
+        """What ``AdapterWriter`` needs."""
         return {"key": self.key, "slot": index, "lent": self._description}
 
 

@@ -46,46 +46,22 @@ Dtype = Annotated[
 """torch's name of a type."""
 Shape = Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=2**40)]], msgspec.Meta(max_length=8)]
 """Of a tensor."""
-DEPTH = 64
-"""Most objects and lists in each other; more than any message has, and less than any reader's recursion takes."""
-
-
-def shallow(value: Any) -> None:
-    """Check that free-form JSON is no deeper than ``DEPTH`` and has only numbers that vLLM's processes can exchange.
-
-    Raises:
-        ValueError: it is, or has.
-    """
-    level = [value]
-    for _ in range(DEPTH):
-        inner = [each for value in level for each in (value.values() if isinstance(value, dict) else value)]
-        if any(isinstance(each, int) and not -(2**63) <= each < 2**63 for each in inner):
-            raise ValueError("a number has more than 64 bits")
-        level = [each for each in inner if isinstance(each, (dict, list))]
-        if not level:
-            return
-    raise ValueError(f"objects and lists are nested more than {DEPTH} levels deep")
-
 
 T = TypeVar("T")
-
 
 Entry = tuple[Text, Shape, Dtype]
 """Name, shape and type of a tensor that is sent."""
 
-REFUSED = "refused"
-"""Under which a worker tells why it does not do what was asked, in the place of what it was asked for."""
 IN_PLACE = "tandem"
 """Name of the adapter whose tensors are overwritten by each publish."""
 
 
 class Refusal(Exception):
-    """A request that is answered with an error; ``status`` and ``headers`` are HTTP's."""
+    """A request that is answered with an error; ``status`` is HTTP's."""
 
-    def __init__(self, status: int, reason: str, headers: Sequence[tuple[bytes, bytes]] = ()):
+    def __init__(self, status: int, reason: str):
         super().__init__(reason)
         self.status = status
-        self.headers = headers
 
 
 def parsed(body: bytes, kind: type[T]) -> T:
@@ -98,14 +74,6 @@ def parsed(body: bytes, kind: type[T]) -> T:
         return msgspec.json.decode(body or b"{}", type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refusal(400, f"the request's body is not as expected: {error}") from error
-
-
-def unrefused(ranks: list[Any]) -> list[Any]:
-    """The workers' results; raises Refusal where one of them refuses."""
-    for answer in ranks:
-        if isinstance(answer, dict) and REFUSED in answer:
-            raise Refusal(409, answer[REFUSED])
-    return ranks
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -288,9 +256,6 @@ class Checksums(Body):
     config: dict[str, Any] = {}
     """Of a named adapter: PEFT's configuration."""
 
-    def __post_init__(self) -> None:
-        shallow(self.config)
-
 
 class ProbeRequest(Body):
     """POST /bridge/probe."""
@@ -321,16 +286,6 @@ class ExportAdapter(Body):
     """PEFT's configuration."""
     tensors: list[Entry]
     """Name, shape and type of each tensor that will be written."""
-
-    def __post_init__(self) -> None:
-        shallow(self.config)
-
-
-class Adapt(Body):
-    """POST /bridge/adapt: the borrower of the slot will write it now."""
-
-    key: Text
-    """That came with the slot."""
 
 
 class LoadAdapter(Body):
@@ -370,8 +325,6 @@ class Workers(msgspec.Struct, kw_only=True):
     """UUID of the GPU; nothing on a host."""
     torch: str
     backend: str
-    peak_bytes: int = 0
-    """Most that torch has held of a GPU at a time: weights, keys and values, working memory; 0 on a host."""
 
 
 class EngineInfo(msgspec.Struct, kw_only=True):
@@ -392,8 +345,6 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     adapters: bool
     """True if LoRA is enabled."""
     workers: list[Workers]
-    apart: bool = False
-    """True if it was started alone, for trainers elsewhere; else it is the engine of the trainer that started it."""
 
 
 def runs(steps: Sequence[int]) -> list[tuple[int, int]]:
@@ -425,7 +376,6 @@ class Listed(Body):
     param_shapes: dict[Text, Shape]
     param_dtypes: dict[Text, Dtype]
     num_params: int | None = None
-    """How many; checked."""
 
 
 class StartReceiver(Body):
@@ -436,9 +386,9 @@ class StartReceiver(Body):
     world_size: Annotated[int, msgspec.Meta(ge=2, le=MOST_MEMBERS)]
     param_metadata: msgspec.Raw = msgspec.Raw(b"{}")
     """What comes with each publish, in this order, as ``Metadata`` by name or as ``Listed``; otherwise every
-    /nccl/receive says it. Read once it is known which form it has, so that another makes no objects first."""
+    /nccl/receive says it."""
     param_mappings: dict[Text, msgspec.Raw] = msgspec.field(default_factory=dict)
-    """The engine's names of it; checked, for the engine knows where its tensors lie."""
+    """The engine's names of it; nothing depends on it, for the engine knows where its tensors lie."""
     first_rank: Annotated[int, msgspec.Meta(ge=1, lt=MOST_MEMBERS)] = 1
     """Rank of this engine's first worker."""
     backend: Literal["nccl", "gloo"] | None = None
@@ -457,9 +407,6 @@ class Receive(Body):
     """Most bytes of one transfer, as rank 0 sends them."""
     config: dict[str, Any] | None = None
     """PEFT's configuration, where it is an adapter that comes."""
-
-    def __post_init__(self) -> None:
-        shallow(self.config or {})
 
 
 class SiblingRequests(Body):

@@ -148,9 +148,8 @@ class Vllm(EngineSpec):
         urls = [url.rstrip("/") for url in self.urls]
         if twice := next((url for url in urls if urls.count(url) > 1), ""):
             raise ValueError(f"urls names {twice!r} twice; name each engine once")
-        for name, value in self.args.items():
-            if reason := not_free(name, value):
-                raise ValueError(f"args: {name} {reason}")
+        if taken := next(filter(is_taken, self.args), ""):
+            raise ValueError(f"args: {taken} is set by Tandem or is an option of its own; remove it from args")
 
     def inert(self) -> Mapping[str, str]:
         """Options of starting an engine, where none is started."""
@@ -165,10 +164,9 @@ class Vllm(EngineSpec):
             return reason
         if capability is ExportsWeights and self.tensor_parallel_size > 1:
             return (
-                f"tensor_parallel_size is {self.tensor_parallel_size}: each of its processes holds a slice of every "
-                "weight, and one trainer process cannot train on slices. sync: broadcast feeds such an engine, and "
-                f"so do ranks: {self.tensor_parallel_size} or a multiple of it with distributed.shard: weights, each "
-                "its own process"
+                f"tensor_parallel_size is {self.tensor_parallel_size}, and one trainer process cannot train on slices: "
+                f"use sync: broadcast, or ranks: {self.tensor_parallel_size} or a multiple of it with "
+                "distributed.shard: weights"
             )
         if capability is ExportsWeights and engines > 1:
             return f"there are {engines} engines and the weights can lie in one of them only; use sync: broadcast"
@@ -179,13 +177,10 @@ class Vllm(EngineSpec):
     def _cannot_sleep(self, capability: type) -> str:
         """Why ``sleep`` would gain nothing, or cannot be."""
         if capability is not ReceivesBroadcast:
-            ways: Mapping[Any, str] = {
-                ExportsWeights: "with one copy of the weights there is none to release, and exported memory must stay",
-                ExportsSlices: "memory that ranks write to must stay",
-                LoadsVersions: "requests never wait for this way of syncing, and an engine that sleeps makes them",
-                Relaunches: "this way of syncing ends the engine itself",
-            }
-            return f"engine.sleep: {self.sleep} goes with sync: broadcast alone; {ways[capability]}"
+            return (
+                f"engine.sleep: {self.sleep} goes with sync: broadcast alone: other ways need the memory that it would "
+                "release, or an engine that answers while a step is trained"
+            )
         if self.devices and not any(_first_device() in each.split(",") for each in self.devices):
             return f"engine.sleep: {self.sleep} releases nothing that the trainer could use: devices are others"
         if not _has_cuda():
@@ -250,7 +245,7 @@ class Vllm(EngineSpec):
         _separable(adapters)
         launch = self._launch(requirements, context)
         folders = str(adapters.absolute())
-        extra = {"TANDEM_API_KEY": key, "TANDEM_ADAPTER_FOLDERS": folders, "TANDEM_LINGER": "0", "TANDEM_APART": "1"}
+        extra = {"TANDEM_API_KEY": key, "TANDEM_ADAPTER_FOLDERS": folders, "TANDEM_LINGER": "0"}
         fleet = Fleet(
             [self._server(i) for i in range(self.replicas)],
             launch=replace(launch, records=None, environment=lambda i, key: {**launch.environment(i, key), **extra}),
@@ -461,15 +456,8 @@ def flag(name: str, value: Any) -> list[str]:
     return [option, json.dumps(value) if isinstance(value, dict | list) else str(value)]
 
 
-def not_free(name: str, value: Any) -> str:
-    """Why an entry of ``args`` is no option of vLLM's server that is free to be set; empty if it is."""
-    if name.startswith("-"):
-        return f"begins with a dash, which is put before it anyway; name it {name.lstrip('-')}"
-    if value is None:
-        return "is null, which vLLM's server knows no word for; leave it out for the default"
+def is_taken(name: str) -> bool:
+    """Whether an entry of ``args`` is set by Tandem, or is an option of its own."""
     plain = name.replace("_", "-").removeprefix("no-").partition(".")[0]
-    if any(
-        option.startswith(f"--{plain}") for option in _SET_BY_TANDEM
-    ):  # it takes the beginning of a name for the whole
-        return "is set by Tandem or is an option of its own; remove it from args"
-    return ""
+    # vLLM takes the beginning of a name for the whole.
+    return any(option.startswith(f"--{plain}") for option in _SET_BY_TANDEM)

@@ -34,19 +34,19 @@ class Writer(Protocol):
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Numbers of one step; called once per step."""
-        ...
+        return
 
     def evaluation(self, step: int, record: Mapping[str, Json], scalars: Mapping[str, float]) -> None:
         """An evaluation: the whole record, and the numbers of it under ``eval/``."""
-        ...
+        self.write(step, scalars)
 
     def event(self, name: str, fields: Mapping[str, Json]) -> None:
         """Something happened between steps: phase changes, waits, saves, dropped groups."""
-        ...
+        return
 
     def close(self) -> None:
         """Flush."""
-        ...
+        return
 
 
 class MetricsLogger(ABC):
@@ -136,15 +136,6 @@ def option(config: Json, path: str) -> Json:
 
 
 def kind(part: Json) -> str:
-    """Display name of a part of a recipe: its kind, or of one outside the tree the data it reads, or its name."""
+    """Display name of a part of a recipe: its kind, of one outside the tree without its module."""
     named = str(part.get("kind") or "") if isinstance(part, Mapping) else str(part or "")
-    module, _, name = named.rpartition(":")
-    return named if not module else " + ".join(_paths(part)) or name
-
-
-def _paths(options: Json) -> list[str]:
-    """Every ``path`` in options, at any depth."""
-    if isinstance(options, Mapping):
-        inner = [path for key, value in options.items() if key != "path" for path in _paths(value)]
-        return [*([path] if isinstance(path := options.get("path"), str) else []), *inner]
-    return [path for value in options for path in _paths(value)] if isinstance(options, list) else []
+    return named.rpartition(":")[2]

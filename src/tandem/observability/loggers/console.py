@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import codecs
 import io
-import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from tandem.errors import require
+from tandem.errors import bounded, check_bounds
 from tandem.observability.loggers.base import MetricsLogger, RunInfo, Writer
 
 
@@ -20,11 +19,11 @@ class Console(MetricsLogger):
 
     live: Literal["auto", "always", "never"] = "auto"
     """auto: a live board in a terminal, one line per step elsewhere; always and never choose one."""
-    refresh: float = 4.0
+    refresh: float = bounded(4.0, above=0)
     """Redraws per second of the live board."""
 
     def __post_init__(self) -> None:
-        require(refresh=(0 < self.refresh < math.inf, "above 0 (redraws per second)"))
+        check_bounds(self)
 
     def inert(self) -> Mapping[str, str]:
         """Without a live board there is nothing to redraw."""

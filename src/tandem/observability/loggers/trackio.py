@@ -45,15 +45,12 @@ class Trackio(MetricsLogger):
         return _TrackioWriter(run, trackio)
 
 
-class _TrackioWriter:
+class _TrackioWriter(Writer):
     def __init__(self, run: Any, library: Any) -> None:
         self._run, self._library = run, library
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         self._run.log(dict(scalars), step=step)
-
-    def evaluation(self, step: int, record: Mapping[str, Json], scalars: Mapping[str, float]) -> None:
-        self.write(step, scalars)
 
     def event(self, name: str, fields: Mapping[str, Json]) -> None:
         if name == "completions":

@@ -57,15 +57,12 @@ class Wandb(MetricsLogger):
         return _WandbWriter(run, wandb)
 
 
-class _WandbWriter:
+class _WandbWriter(Writer):
     def __init__(self, run: Any, library: Any) -> None:
         self._run, self._library = run, library
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         self._run.log({"step": step, **scalars})
-
-    def evaluation(self, step: int, record: Mapping[str, Json], scalars: Mapping[str, float]) -> None:
-        self.write(step, scalars)
 
     def event(self, name: str, fields: Mapping[str, Json]) -> None:
         if name == "alarm":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import html
 import os
@@ -44,13 +43,8 @@ def build(folder: Path) -> Path:
     page = render(run)
     path = run.path / "report.html"
     aside = path.with_name(path.name + ".tmp")
-    try:
-        aside.write_text(page, encoding="utf-8")
-        os.replace(aside, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            aside.unlink()
-        raise
+    aside.write_text(page, encoding="utf-8")
+    os.replace(aside, path)
     return path
 
 

@@ -74,15 +74,10 @@ def _step(step: int, records: list[Row], pieces: dict[tuple[int, str], int], mos
     kept: list[Row] = []
     used = 0
     for name, members in groups.items():
-        known = len(pieces)
-        packed = _group(name, members, pieces)
-        size = len(msgspec.json.encode(packed))
-        if kept and used + size > most:
-            for piece in list(pieces)[known:]:
-                del pieces[piece]
-            continue
-        kept.append(packed)
-        used += size
+        if kept and used >= most:
+            break
+        kept.append(_group(name, members, pieces))
+        used += len(msgspec.json.encode(kept[-1]))
     return {"step": step, "groups": kept, "left_out": len(groups) - len(kept)}, used
 
 
@@ -184,19 +179,21 @@ def answers(run: RunFolder, most_bytes: int = 600_000) -> list[Json]:
         for task, (sample, then) in before.items()
         if task in after or not after
     ]
-    while out and len(msgspec.json.encode(out)) > most_bytes:
-        out = out[: len(out) // 2]
-    return out
+    return _fitting(out, most_bytes)
+
+
+def _fitting(rows: list[Json], most_bytes: int) -> list[Json]:
+    """As many of the rows as fit, at equal distances."""
+    while rows and len(msgspec.json.encode(rows)) > most_bytes:
+        rows = evenly(rows, len(rows) // 2)
+    return rows
 
 
 def dropped(run: RunFolder, most: int = 40, most_bytes: int = 600_000) -> list[Json]:
     """Groups that were not trained on, of those kept in dropped.jsonl: chosen evenly, first and last included."""
     path = run.path / "dropped.jsonl"  # of a long run it may be larger than memory
     chosen = set(evenly(range(sum(1 for _ in json_lines.read(path))), most))
-    out: list[Json] = [row for i, row in enumerate(json_lines.read(path)) if i in chosen]
-    while out and len(msgspec.json.encode(out)) > most_bytes:
-        out = evenly(out, len(out) // 2)
-    return out
+    return _fitting([row for i, row in enumerate(json_lines.read(path)) if i in chosen], most_bytes)
 
 
 def _by_task(row: Row) -> dict[str, tuple[Row, Row]]:

@@ -126,7 +126,7 @@ def facts(config: Row) -> list[tuple[str, str]]:
     shape = [config.get(key) for key in ("groups_per_step", "group_size")]
     labels = {
         "model": config.get("model"),
-        "environment": kind(config.get("env")) or _mixture(config.get("envs")),
+        "environment": kind(config.get("env")) or " + ".join(config.get("envs") or ()),
         "trainable": kind(config.get("trainable")),
         "weights travel": kind(config.get("sync")),
         "engine": kind(config.get("engine")),
@@ -141,15 +141,6 @@ def facts(config: Row) -> list[tuple[str, str]]:
         "seed": config.get("seed"),
     }
     return [(label, str(value)) for label, value in labels.items() if value is not None and value != ""]
-
-
-def _mixture(envs: Json) -> str:
-    """Several environments and their weights, such as ``gsm8k 2 + sums 1 (at least 25 %)``."""
-    names = []
-    for name, entry in envs.items() if isinstance(envs, dict) else ():
-        least = entry.get("min_share") or 0.0
-        names.append(f"{name} {entry.get('weight', 1.0):g}" + (f" (at least {least:.0%})" if least else ""))
-    return " + ".join(names)
 
 
 def last_mark(events: Sequence[Mapping[str, Json]]) -> Mapping[str, Json] | None:

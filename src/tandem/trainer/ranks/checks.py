@@ -91,6 +91,7 @@ def check_division(config: RunConfig, world: int) -> None:
         return
     sharded, replicas = config.distributed.shard == "weights", config.distributed.replicas
     cuts_trained = sharded and config.trainable.folder_name == "model"  # an adapter is whole on each rank
+    cuts_published = config.trainable.payload == "weights"
     refused = {
         f"distributed.replicas: {replicas} without distributed.shard: weights: states are divided among all ranks; "
         "leave it out": replicas > 1 and not sharded,
@@ -102,9 +103,8 @@ def check_division(config: RunConfig, world: int) -> None:
         "optimizer.gradients: bfloat16: ranks sum gradients in float32; leave it out": (
             getattr(config.optimizer, "gradients", "float32") != "float32"
         ),
-        "distributed.shard: weights and a reference: its weights are not cut; choose shard: states": (
-            sharded and config.reference is not None
-        ),
+        "distributed.shard: weights and a reference that moves: no checkpoint has its parts; choose reference: start, "
+        "or shard: states": sharded and getattr(config.reference, "saved", False) and cuts_published,
         "distributed.shard: weights and this optimizer: its states do not follow the cut; choose adamw": (
             cuts_trained and type(config.optimizer).__name__ != "AdamW"
         ),

@@ -197,7 +197,7 @@ class _Rank:
 
     async def _bind(self, body: Any) -> None:
         policy, config = self._policy, self._config
-        trained, stepper = await policy.compute(self._parts.bind, config, policy)
+        trained, stepper = await policy.compute(self._parts.bind, config, policy, self._reference)
         # Now that the weights lie where they are trained: they may have been loaded on the host.
         self._staging = self._stack.enter_context(closing(staging_of(config.checkpoint.asynchronous, policy)))
         self._work = RankWork.of(config, trained, stepper, self._reference, context=self._parts.context)

@@ -140,7 +140,7 @@ class ManyRanks(World):
 
     async def bind(self, reference: ReferenceWeights | None) -> LocalWork:
         """Bind the optimizer, of which every rank has a part; the work of a step on all ranks."""
-        binding = self.policy.compute(self.parts.bind, self.config, self.policy)
+        binding = self.policy.compute(self.parts.bind, self.config, self.policy, reference)
         policy, stepper = await self._all("bind", None, binding)
         of_ranks = {"ranks": self.ranks, "context_parallel": self.config.distributed.context_parallel}
         return LeadWork.of(self.config, policy, stepper, reference, context=self.parts.context, **of_ranks)

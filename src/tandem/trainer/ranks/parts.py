@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._C._distributed_c10d import ErrorType
+from torch.nn import Parameter
 
+from tandem.algorithms.references.base import ReferenceWeights
 from tandem.config.loading import RunConfig
 from tandem.config.sections import Distributed
 from tandem.distributed.group import DataGroup
@@ -111,8 +113,10 @@ class RankParts:
         weights.fill(whole)
         return _cut_policy(policy, weights, trainable)
 
-    def bind(self, config: RunConfig, policy: Policy) -> tuple[Policy, ShardedStepper | WeightShardStepper]:
-        """What this rank trains, and the optimizer of its parts.
+    def bind(
+        self, config: RunConfig, policy: Policy, reference: ReferenceWeights | None
+    ) -> tuple[Policy, ShardedStepper | WeightShardStepper]:
+        """What this rank trains, and the optimizer of its parts; a reference is cut as the weights are.
 
         An adapter's states are small, and every rank has all of them.
         """
@@ -126,6 +130,8 @@ class RankParts:
 
             if not isinstance(policy, ShardedPolicy):
                 policy, updated = self._copied(policy, config.trainable)
+            if reference is not None:
+                self._cut_reference(reference, policy)
             if not is_adapter:
                 return policy, WeightShardStepper(optimizer, policy, updated, local=is_local)
             adapter = config.trainable.parameters(policy.model)
@@ -164,6 +170,21 @@ class RankParts:
             weights.copy_to(whole)
 
         return sharded, updated
+
+    def _cut_reference(self, reference: ReferenceWeights, policy: ShardedPolicy) -> None:
+        """Send the lead's reference to all ranks: cut weights by parts, an adapter whole."""
+        weights, model, is_lead = policy.weights, policy.model, self.group.rank == 0
+        shards = weights.shards()
+
+        def part(name: str, whole: Tensor) -> tuple[Parameter, Tensor]:
+            sent = whole if is_lead else None
+            if name in shards:
+                live = Parameter(shards[name], requires_grad=False)
+                return live, weights.part_sent(name, sent).to(live.dtype, copy=True)
+            live = model.get_parameter(name)
+            return live, weights.sent(sent, live.shape, live.dtype).clone()
+
+        reference.cut(part, weights.reshard)
 
     def abort(self) -> None:
         """Give up what is under way in every group, so that nothing waits for a rank that is gone, and leave them."""

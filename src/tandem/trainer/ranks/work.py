@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
+import torch
 from torch import Tensor
 
 from tandem.distributed.context_parallel import ContextPart, WholeRow
@@ -37,12 +38,14 @@ class RankWork(LocalWork):
     """The group of ranks that compute each micro-batch together; None: this rank computes it alone."""
     _micros: Sequence[Micro | None] = field(default=(), init=False)
     _old: list[OldLogprobs | None] = field(default_factory=list, init=False)
+    _is_first: bool = field(default=True, init=False)
+    """Whether no pass over them was made."""
 
     def take(self, plains: Sequence[dict[str, Any] | None]) -> None:
         """Micro-batches of a new step, as plain data; None for a round in which this rank has none."""
         device, is_shared = self.policy.device, self.context is not None
         self._micros = [None if plain is None else micro_of(plain, device, is_shared=is_shared) for plain in plains]
-        self._old = [None] * len(plains)
+        self._old, self._is_first = [None] * len(plains), True
 
     async def rounds(self, queued: Callable[[], None] = lambda: None) -> Results:
         """Forward and backward over them; results of those that there are."""
@@ -51,17 +54,33 @@ class RankWork(LocalWork):
         await compute(self.stepper.begin_pass, len(self._micros))
         for i, micro in enumerate(self._micros):
             if micro is None:
+                if self._is_first and self.objective.reference is not None:
+                    await compute(self.join_reference)
                 await compute(self.reduce)
                 continue
             pending, logprobs_N, self._old[i] = await compute(self.micro, micro, self._old[i])
             passes.append((pending, logprobs_N))
         await compute(self.stepper.end_pass)
+        self._is_first = False
         queued()
         return await compute(self.settle, passes)
 
     async def divergence_rounds(self) -> list[list[float]]:
         """By how much the sampled logprobs of its micro-batches are above the reference's."""
-        return [await self.policy.compute(self.divergence, micro) for micro in self._micros if micro is not None]
+        divergences = []
+        for micro in self._micros:
+            if micro is None:
+                await self.policy.compute(self.join_reference)
+            else:
+                divergences.append(await self.policy.compute(self.divergence, micro))
+        return divergences
+
+    @torch.no_grad()
+    def join_reference(self) -> None:
+        """Take part in the others' pass with the reference, which gathers weights that are cut."""
+        assert self.reference is not None
+        with self.reference.in_place():
+            self.policy.join()
 
     def reduce(self) -> None:
         """Add the gradient of a micro-batch, or nothing, to that of the other ranks."""

@@ -9,10 +9,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Self
 
-from tandem.engines.base import Engine, Relaunches
+from tandem.engines.base import Relaunches
 from tandem.errors import EngineError, StaleWeights, TandemError, UnsupportedPair
 from tandem.lazy import torch
 from tandem.metrics import Max, Sum, Value
@@ -26,9 +25,6 @@ from tandem.weight_sync.transaction.recovery import Recovery
 from tandem.weight_sync.transaction.state import SyncState
 from tandem.weight_sync.transaction.trained import PayloadSums, Trained, compare_frozen
 from tandem.weight_sync.verify.probe import Behaviour, Checksums, ProbeAnswers, Rollouts, compare
-
-if TYPE_CHECKING:
-    from tandem.model.policy import Policy
 
 log = logging.getLogger(__name__)
 
@@ -249,15 +245,6 @@ class WeightSyncSession(SyncContext):
                 f"brings them back, first {frozen[0]!r}; use engine.sleep: 1"
             )
 
-    async def publish(self, version: PolicyVersion) -> Published:
-        """Transfer, verify, set the version and resume. A version without a digest gets that of the bytes.
-
-        Raises:
-            StaleWeights, TornWeights: the engine does not hold these weights; it gives out nothing more.
-        """
-        async with self._lock:
-            return await self._publish(version, Commit())
-
     async def recover(self) -> None:
         """Publish the policy's weights to an engine that was restarted; they may be newer than those it served."""
         async with waits.waiting(waits.actor("engine"), "weights after a start", on="publish"), self._lock:
@@ -376,22 +363,3 @@ class WeightSyncSession(SyncContext):
                 if isinstance(failed, EngineError):  # it died: what else is said of it is of one that was started again
                     raise failed from error
             raise
-
-
-@asynccontextmanager
-async def open_session(
-    sync: WeightSync, policy: Policy, engine: Engine, start: PolicyVersion, trainable: Any, folder: Path = Path()
-) -> AsyncIterator[WeightSyncSession]:
-    """Bind, publish the starting version and verify it, so that a broken sync fails before the first step.
-
-    ``start.digest`` is empty for a fresh run; otherwise the policy must hold exactly those bytes.
-
-    Raises:
-        StaleWeights, TornWeights: verification failed.
-    """
-    async with WeightSyncSession(
-        sync=sync, policy=policy, engine=engine, trainable=trainable, folder=folder
-    ) as session:
-        await session.bind(fresh=True)
-        async with session.open(start):
-            yield session

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import os
 import secrets
 import socket
@@ -35,14 +34,12 @@ from tandem.errors import EngineError, StaleWeights, TransportError
 from tandem.observability import waits
 from tandem.transport.bridge import VllmBridge
 from tandem.transport.checksums import joined
-from tandem.types import Completion, Finish, PolicyVersion, Sampling
+from tandem.types import Completion, PolicyVersion, Sampling
 
 log = logging.getLogger(__name__)
 
 TRIES = 3
 """Attempts at a request to external engines that are healthy and do not answer it."""
-INHERIT_TRIES = 10
-"""Times that servers may be lost while their state is read, before the run gives up on them."""
 
 
 class VllmEngine(Engine):
@@ -60,7 +57,6 @@ class VllmEngine(Engine):
         self._pending: str | None = None
         self._adapter: LoraAdapter | None = None
         self._writer = AdapterWriter()
-        self._slots: dict[int, tuple[tuple[int, wire.ExportAdapter], Mapping[str, Any]]] = {}
         self._bridge: Path | None = None
         self._pauses = Pauses()
         self._waves = Waves()
@@ -85,28 +81,12 @@ class VllmEngine(Engine):
                 ", ".join(stock),
             )
         if self.fleet.started_elsewhere:
-            self._swapped = await self.inherit()
+            await self.wake()  # their trainer may have died while they slept
+            self._swapped = await self._without_adapters()
         self._context = self.fleet.least = min(self._context, self.fleet.context)
 
-    async def inherit(self) -> list[str]:
-        """Have servers that others used awake and without adapters in the way; versions by name that all of them hold.
-
-        Raises:
-            EngineError: they do not come back, or go each time.
-        """
-        for tries in range(1, INHERIT_TRIES + 1):
-            try:
-                await self.wake()  # their trainer may have died while they slept
-                return await self._without_adapters()
-            except EngineUnreachable as error:
-                if tries == INHERIT_TRIES:
-                    raise
-                log.warning("%s; it is looked for again", str(error).splitlines()[0])
-                await (self.recover() if self.fleet.ours else self.fleet.start())
-        raise AssertionError
-
     async def _without_adapters(self) -> list[str]:
-        """Versions by name are served on, and unloaded when ours have taken their place."""
+        """Unload adapters in the way of what is published; versions by name are served on, and unloaded later."""
         weights, swaps = self._requirements.payload == "weights", self._requirements.capability is LoadsVersions
         names = []
         for server in self.servers:
@@ -228,22 +208,7 @@ class VllmEngine(Engine):
         if min(versions, default=least) < least:
             newest = f"version {least} was" if least else "any weights were"
             raise StaleWeights(f"{server.name} sampled before {newest} published to it")
-        if len(sampled.logprobs) != len(sampled.tokens):
-            raise EngineError(f"{server.name} told {len(sampled.logprobs)} logprobs of {len(sampled.tokens)} tokens")
-        if not math.isfinite(math.fsum(sampled.logprobs)):
-            place = next((n for n, p in enumerate(sampled.logprobs) if not math.isfinite(p)), 0)
-            raise server.odd(
-                "/generate",
-                f"the logprob of token {place + 1} of {len(sampled.tokens)} (id {sampled.tokens[place]}) is "
-                f"{sampled.logprobs[place]}, no finite number; the answer's finish is {sampled.finish}",
-            )
-        finish: dict[str, Finish] = {"stop": "stop", "length": "length"}
-        return Completion(
-            tokens=sampled.tokens,
-            logprobs=sampled.logprobs,
-            versions=versions,
-            finish=finish.get(sampled.finish, "abort"),
-        )
+        return server.completion(sampled.tokens, sampled.logprobs, versions, sampled.finish)
 
     def _same(self, server: EngineServer, instance_id: str) -> None:
         if instance_id != server.instance_id:
@@ -385,19 +350,9 @@ class VllmEngine(Engine):
 
     async def _slot(self, index: int, request: wire.ExportAdapter) -> Mapping[str, Any]:
         """A server's slot, which is to be written now and is sampled with from then on."""
-        server, exported_for = self.servers[index], (self.restart_count, request)
-        for _ in range(2):
-            if index not in self._slots or self._slots[index][0] != exported_for:
-                (rank,) = (await server.post("/bridge/lend_slot", request))["ranks"]
-                self._slots[index] = exported_for, rank
-            description = self._slots[index][1]
-            if (await server.post("/bridge/adapt", wire.Adapt(key=description["key"])))["held"]:
-                return description
-            del self._slots[index]  # the engine was restarted externally, or its adapter unloaded
-        raise EngineError(
-            f"{server.name} lent its adapter's slot to another client right after lending it here: another trainer "
-            "publishes to it; end one of the two"
-        )
+        (rank,) = (await self.servers[index].post("/bridge/lend_slot", request))["ranks"]
+        slot: Mapping[str, Any] = rank
+        return slot
 
     async def swap(self, folder: Path, version: PolicyVersion, adapter: LoraAdapter) -> int:
         """Load a PEFT folder as this version.

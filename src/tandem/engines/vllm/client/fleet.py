@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -133,7 +132,6 @@ class Fleet:
         if self._launch is None:
             await self._arrival([self.servers[index]])
         elif not await self._reattach(self._launch, index):
-            _unused(self.servers[index].url)
             await self._spawn(index)
 
     async def _arrival(self, servers: Sequence[EngineServer]) -> EngineServer:
@@ -451,21 +449,3 @@ class Fleet:
             if isinstance(answer, BaseException):
                 raise answer
         return list(answers)
-
-
-def _unused(url: str) -> None:
-    """Check that a port is free before an engine starts: it would fail only at the end of a long start.
-
-    Raises:
-        EngineError: it is in use.
-    """
-    place = urlsplit(url)
-    try:
-        with socket.create_connection((place.hostname or "", place.port or 0), timeout=1.0):
-            pass
-    except OSError:
-        return
-    raise EngineError(
-        f"another process listens at {url}, where the engine should; if that is an engine for this trainer, name it by "
-        f"engine.urls: [{url}], otherwise choose another engine.port"
-    )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -17,6 +18,7 @@ from tandem.engines.vllm.client.process import EngineProcess
 from tandem.errors import EngineError, StaleWeights, redacted
 from tandem.lazy import aiohttp
 from tandem.observability import waits
+from tandem.types import Completion, Finish
 
 T = TypeVar("T")
 
@@ -189,6 +191,27 @@ class EngineServer:
         data, seconds = None if body is None else msgspec.json.encode(body), seconds or self._control
         async with waits.waiting(waits.actor("trainer"), f"{method} {path}", on=self.name, deadline=seconds):
             return await self._answer(method, path, lambda: data)
+
+    def completion(
+        self, tokens: Sequence[int], logprobs: Sequence[Any], versions: Sequence[int], finish: str | None
+    ) -> Completion:
+        """What it sampled, if every token has a logprob that is a finite number."""
+        bad = next((n for n, p in enumerate(logprobs) if p is None or not math.isfinite(p)), None)
+        if bad is not None:
+            raise self.odd(
+                "/generate",
+                f"the logprob of token {bad + 1} of {len(tokens)} (id {tokens[bad]}) is {logprobs[bad]}, no finite "
+                f"number; the answer's finish is {finish}",
+            )
+        if len(logprobs) != len(tokens):
+            raise EngineError(f"{self.name} told {len(logprobs)} logprobs of {len(tokens)} tokens")
+        finishes: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
+        return Completion(
+            tokens=tuple(tokens),
+            logprobs=tuple(logprobs),
+            versions=tuple(versions),
+            finish=finishes.get(finish, "abort"),
+        )
 
     def odd(self, path: str, error: object) -> EngineError:
         """The error of an answer that cannot be read."""

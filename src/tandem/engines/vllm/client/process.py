@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
 import importlib.util
 import os
 import re
@@ -14,12 +13,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import msgspec
 
 import tandem
 from tandem.errors import ConfigError, Deadline, EngineError
+from tandem.lazy import aiohttp
 from tandem.processes import Identity, alive_after, family, gone, identity, kill
 from tandem.transport.bridge import write_json
 from tandem.transport.sharing import remove_orphans
@@ -41,14 +40,9 @@ _KILLED_SECONDS = 30.0
 
 _TAIL_BYTES = 1024 * 1024
 _TAIL_LINES = 20
-_LINES_AFTER_CAUSE = 5
 
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _ERROR = re.compile(r"^(?!.*\b(?:DEBUG|INFO|WARNING) ).*\b\w*(?:Error|Exception): \S")
 """A line that names an exception, but not a warning about one that might come."""
-
-_TRACEBACK = re.compile(r"^(?:\(\w[^)]*pid=\d+\) ?+)?+(?:ERROR \S+ \S+ \[[^]]*\] ?+)?+(?:\s|Traceback \(most|$)")
-"""A frame of a traceback, its first line, or the gap between two, behind what vLLM begins a process's lines with."""
 
 _DROPPED = frozenset({
     # They belong to the trainer's interpreter; the engine's may be another.
@@ -138,10 +132,6 @@ class EngineProcess:
         Raises:
             EngineError: the program cannot be started.
         """
-        if identity(os.getpid()) is None:
-            raise EngineError(
-                "an engine can be started where Linux's /proc is; elsewhere start it by hand, see engine.urls"
-            )
         log.parent.mkdir(parents=True, exist_ok=True)
         with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as out:
             log_start = out.tell()
@@ -200,19 +190,21 @@ class EngineProcess:
             EngineError: the process ended first; the message has the end of its log.
             Deadline: ``seconds`` passed.
         """
-        deadline = time.monotonic() + seconds
-        while True:
-            answer = await asyncio.to_thread(_health, url)
-            if not self.alive():  # looked at after the question: a stranger on the same port does not count
-                raise EngineError(f"the engine {self.exit_reason()} before it was healthy{self.log_summary()}")
-            if answer == "200":
-                return
-            if time.monotonic() >= deadline:
-                raise Deadline(
-                    f"the engine (pid {self.pid}) was not healthy after {seconds:g} s: {url}/health: {answer}; a large "
-                    f"model or a first compilation takes minutes: allow more, or look into its log{self.log_summary()}"
-                )
-            await asyncio.sleep(_POLL_SECONDS)
+        deadline, timeout = time.monotonic() + seconds, aiohttp.ClientTimeout(total=_ANSWER_SECONDS)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            while True:
+                answer = await _health(session, url)
+                if not self.alive():  # looked at after the question: a stranger on the same port does not count
+                    raise EngineError(f"the engine {self.exit_reason()} before it was healthy{self.log_summary()}")
+                if answer == "200":
+                    return
+                if time.monotonic() >= deadline:
+                    raise Deadline(
+                        f"the engine (pid {self.pid}) was not healthy after {seconds:g} s: {url}/health: {answer}; a "
+                        "large model or a first compilation takes minutes: allow more, or look into its log"
+                        f"{self.log_summary()}"
+                    )
+                await asyncio.sleep(_POLL_SECONDS)
 
     async def stop(self) -> None:
         """Ask the engine to end, then kill what is left of it and of all it started; safe to call twice.
@@ -266,19 +258,12 @@ class EngineProcess:
         with contextlib.suppress(OSError), self._log.open("rb") as file:
             file.seek(max(self._log_start, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             text = file.read()
-        lines = _COLOUR.sub("", text.decode(errors="replace")).rstrip().splitlines()
+        lines = text.decode(errors="replace").rstrip().splitlines()
         if not lines:
             return f"; it printed nothing to {self._log}"
         first = next((line for line in lines if _ERROR.search(line)), None)
-        if first is None:
-            cause, end = "", lines[-_TAIL_LINES:]
-        else:
-            cause = f"\nits first error was:\n  {first.strip()}"
-            after = (line for line in lines[lines.index(first) + 1 :] if not _TRACEBACK.match(line))
-            end = list(dict.fromkeys(after))[-_LINES_AFTER_CAUSE:]
-        if not end:
-            return f"{cause}\nall that it printed is in {self._log}"
-        return f"{cause}\nthe last lines of {self._log}:\n" + "\n".join(f"  {line}" for line in end)
+        cause = "" if first is None else f"\nits first error was:\n  {first.strip()}"
+        return f"{cause}\nthe last lines of {self._log}:\n" + "\n".join(f"  {line}" for line in lines[-_TAIL_LINES:])
 
     def _exit(self) -> int | None:
         """Exit code of our child, negative for a signal; None while it runs.
@@ -327,9 +312,6 @@ def import_path(folder: Path) -> Path:
         link.unlink(missing_ok=True)
         with contextlib.suppress(FileExistsError):  # another rank of the run made it in this moment
             link.symlink_to(package, target_is_directory=True)
-    others = sorted(entry.name for entry in folder.iterdir() if entry.name != link.name)
-    if others:
-        raise EngineError(f"{folder} must hold nothing but a link to this package, but has {', '.join(others)}")
     return folder.absolute()
 
 
@@ -357,14 +339,10 @@ def has_vllm(python: str | None) -> None:
         raise ConfigError(f"engine.python: {python} cannot run vLLM: {why}; {fix}")
 
 
-def _health(url: str) -> str:
-    """The status code of ``url/health``, or why there is none. A proxy of the machine is not asked."""
-    parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_ANSWER_SECONDS)
+async def _health(session: aiohttp.ClientSession, url: str) -> str:
+    """The status code of ``url/health``, or why there is none."""
     try:
-        connection.request("GET", f"{parts.path.rstrip('/')}/health")
-        return str(connection.getresponse().status)
-    except (OSError, http.client.HTTPException) as error:
+        async with session.get(f"{url}/health") as response:
+            return str(response.status)
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
         return f"{type(error).__name__}: {error}"
-    finally:
-        connection.close()

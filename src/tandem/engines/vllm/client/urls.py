@@ -70,7 +70,7 @@ class Model(msgspec.Struct):
     """Part of an answer of /v1/models: the model, or an adapter of it."""
 
     id: str
-    parent: str | None
+    parent: str | None = None
     max_model_len: int | None = None
 
 
@@ -87,7 +87,7 @@ class UrlServer(EngineServer):
         super().__init__(url, key, control_seconds=control_seconds, request_seconds=request_seconds)
         self._looked_at = ""
         self._forget()
-        self._model = Model("", None)
+        self._model = Model("")
         self._takes_adapters = self._takes_weights = False
         self._world, self._logprobs = 1, ""
         self._flying: Counter[str | None] = Counter()
@@ -227,7 +227,7 @@ class UrlServer(EngineServer):
             step, adapter = self._step, self._adapter
             self._flying[adapter] += 1
             try:
-                choice = await self._generated(request, adapter, seed)
+                choice = await self.generated(request, adapter, seed)
             finally:
                 self._flying[adapter] -= 1
                 self._changed.set()
@@ -242,7 +242,8 @@ class UrlServer(EngineServer):
             engine=self.instance_id,
         )
 
-    async def _generated(self, request: wire.Generate, adapter: str | None, seed: int | None) -> SampledChoice:
+    async def generated(self, request: wire.Generate, adapter: str | None, seed: int | None) -> SampledChoice:
+        """One completion, by an adapter's name or by the model itself."""
         assert isinstance(request.prompt, wire.Ids)
         options = {name: getattr(request, name) for name in PASSED}
         if request.regex:

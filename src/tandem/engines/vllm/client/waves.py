@@ -135,7 +135,7 @@ class _Wave:
         except Exception as error:  # callers get it, whatever it is
             for request in self.requests:
                 if not request.answer.done():
-                    request.answer.set_exception(_copy(error))
+                    request.answer.set_exception(error)
         finally:
             for request in self.requests:
                 request.answer.cancel()  # where the run ends
@@ -167,12 +167,3 @@ class _Wave:
             answer.set_exception(self.server.refusal("/generate", frame.status, frame.title, frame.detail))
         else:
             answer.set_result(frame)
-
-
-def _copy(error: Exception) -> Exception:
-    """A copy of an error for one of many callers: each has a traceback of its own."""
-    if not isinstance(error, EngineError):
-        return error
-    copy = type(error)(*error.args)
-    copy.__cause__ = error.__cause__
-    return copy

@@ -27,19 +27,16 @@ class Adapters:
         self.in_place: Any = None
 
     async def export_adapter(self, request: wire.ExportAdapter) -> list[Any]:
-        """Give the adapter in place a slot and lend it; what each rank answers."""
+        """Give the adapter in place a slot and lend it to be written now; what each rank answers.
+
+        It is taken to hold what no trainer has stamped yet.
+        """
         self.require_enabled()
         arguments = json.dumps(request.config), json.dumps(request.tensors)
-        return [json.loads(text) for text in await self._frontend.rpc("tandem_export_adapter", IN_PLACE_ID, *arguments)]
-
-    async def adapt(self, key: str) -> bool:
-        """Whether the slot's borrower may write it; it is then taken to hold what no trainer has stamped yet."""
-        self.require_enabled()
-        exported = all(await self._frontend.rpc("tandem_is_exported", IN_PLACE_ID, key))
-        if exported:
-            self._frontend.written = True
-            self.written()
-        return exported
+        ranks = await self._frontend.rpc("tandem_export_adapter", IN_PLACE_ID, *arguments)
+        self._frontend.written = True
+        self.written()
+        return [json.loads(text) for text in ranks]
 
     def written(self) -> None:
         """The adapter in place holds values: requests use it once its step is stamped, those to /v1 as a model."""
@@ -134,21 +131,11 @@ def allowed(path: str) -> Path:
         Refusal: they are not, or it holds no adapter.
     """
     places = [Path(place).resolve() for place in os.environ.get(FOLDERS, "").split(os.pathsep) if place]
-
-    def inside(target: Path) -> bool:
-        return any(target.is_relative_to(place) for place in places)
-
-    try:
-        folder = Path(path).resolve()
-        within = bool(path) and inside(folder)
-        files = {file.name: inside(file.resolve()) for file in folder.iterdir()} if within and folder.is_dir() else {}
-    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, a null byte, no right to look
-        raise Refusal(400, f"there is no adapter at {path!r}: {error}") from error
-    outside = [name for name, is_inside in files.items() if not is_inside]
-    if not within or outside:
-        what = f"{path!r}" if not within else f"{path!r}, whose {outside[0]} is a link to elsewhere"
-        known = ", ".join(map(str, places)) or f"none; name some in {FOLDERS}"
-        raise Refusal(403, f"adapters may not be loaded from {what}; allowed folders: {known}")
-    if "adapter_config.json" not in files:
+    folder = Path(path).resolve()
+    for file in (folder, *(folder.iterdir() if folder.is_dir() else ())):
+        if not path or not any(file.resolve().is_relative_to(place) for place in places):
+            known = ", ".join(map(str, places)) or f"none; name some in {FOLDERS}"
+            raise Refusal(403, f"adapters may not be loaded from {path!r} ({file.resolve()}); allowed folders: {known}")
+    if not (folder / "adapter_config.json").is_file():
         raise Refusal(404, f"{path!r} is no adapter: it holds no adapter_config.json")
     return folder

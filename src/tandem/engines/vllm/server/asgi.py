@@ -8,7 +8,6 @@ import hmac
 import logging
 import os
 from collections.abc import Awaitable, Callable, MutableMapping
-from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import msgspec
@@ -29,10 +28,8 @@ KEY = "TANDEM_API_KEY"
 """Environment variable of the key that every request but /health must bear."""
 HOST = "TANDEM_HOST"
 """Environment variable of the address that it listens on, a name of which it is known by."""
-MOST = 16 << 20
-"""Bytes of the largest body that routes of ours read; a list of what broadcasts bring to the largest models has 10."""
-LARGE = 64 << 20
-"""The same of requests for many answers, and of vLLM's own routes, where pictures come."""
+MOST = 64 << 20
+"""Bytes of the largest body: requests for many answers, and those of vLLM's own routes that have pictures."""
 
 _STATUS = {
     # By name: vLLM's releases give these classes other bases, and the engine's process may have any of them.
@@ -48,21 +45,11 @@ class ClientDisconnected(Exception):
     """The client disconnected before the response."""
 
 
-_client: ContextVar[str] = ContextVar("client")
-
-
-def client() -> str:
-    """Client address of the current request; empty where it is not known."""
-    return _client.get("")
-
-
 def authorise(scope: Scope, path: str) -> None:
     """Raise Refusal unless the request bears the key, or where there is none, is no page's in a browser.
 
     /health needs no key.
     """
-    address = scope.get("client")
-    _client.set(f"{address[0]}:{address[1]}" if address else "")
     key, headers = os.environ.get(KEY), doors.headers_of(scope)
     if key:
         if path != "/health" and not hmac.compare_digest(
@@ -77,11 +64,11 @@ def authorise(scope: Scope, path: str) -> None:
         raise Refusal(403, f"{why}: an engine takes one by engine.api_key_variable")
 
 
-async def read(receive: Receive, most: int = MOST) -> bytes:
+async def read(receive: Receive) -> bytes:
     """The whole body.
 
     Raises:
-        Refusal: it is longer than ``most`` bytes.
+        Refusal: it is longer than ``MOST`` bytes.
         ClientDisconnected: the client went away.
     """
     body = bytearray()
@@ -90,8 +77,8 @@ async def read(receive: Receive, most: int = MOST) -> bytes:
         if message["type"] == "http.disconnect":
             raise ClientDisconnected
         body += message.get("body", b"")
-        if len(body) > most:
-            raise Refusal(413, f"the request's body is larger than {most >> 20} MiB")
+        if len(body) > MOST:
+            raise Refusal(413, f"the request's body is larger than {MOST >> 20} MiB")
         if not message.get("more_body"):
             return bytes(body)
 
@@ -143,13 +130,11 @@ def replayed(body: bytes, receive: Receive, stopped: Callable[[], Awaitable[Any]
     return again
 
 
-async def answer(
-    send: Send, value: Any, status: int = 200, kind: bytes = b"application/json", headers: Any = ()
-) -> None:
+async def answer(send: Send, value: Any, status: int = 200, kind: bytes = b"application/json") -> None:
     """Send a JSON answer."""
     body = msgspec.json.encode(value)
-    more = [(b"content-type", kind), (b"content-length", str(len(body)).encode()), *headers]
-    await send({"type": "http.response.start", "status": status, "headers": more})
+    headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
@@ -158,9 +143,8 @@ async def refuse(send: Send, error: Exception) -> None:
     if isinstance(error, ClientDisconnected):
         return
     status, title, detail = problem(error)
-    headers = error.headers if isinstance(error, Refusal) else ()
     document = {"status": status, "title": title, "detail": detail}
-    await answer(send, document, status, b"application/problem+json", headers)
+    await answer(send, document, status, b"application/problem+json")
 
 
 def problem(error: Exception) -> tuple[int, str, str]:

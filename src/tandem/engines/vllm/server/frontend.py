@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from tandem.engines.vllm.protocol import IN_PLACE, Refusal, unrefused
+from tandem.engines.vllm.protocol import IN_PLACE, Refusal
 from tandem.engines.vllm.server.places import PROBES, Places
 from tandem.engines.vllm.speedups import PIECES_KEY, PrefillRoom, Scheduler
 from tandem.types import UNKNOWN_VERSION
@@ -249,28 +249,6 @@ class Frontend:
         """Return when commands that came before have been given to the scheduler: first it goes on, then it sums."""
         async with self._control:
             pass
-
-    @contextlib.asynccontextmanager
-    async def standing(self) -> AsyncIterator[None]:
-        """Nothing is sampled in the block. An engine that serves goes on after it, and no pause begins before that.
-
-        It begins once no weights are being proven: whoever has that done ends it, or their lease does.
-        """
-        while True:
-            async with self._control:
-                changed = self._changed
-                if self.state != "proving":
-                    serves = self.state == "serving"
-                    if serves:
-                        await self._scheduler.pause()
-                        self._stood_since = self._stood_since or time.monotonic()
-                    try:
-                        yield
-                    finally:
-                        if serves:
-                            await self._go_on()
-                    return
-            await changed.wait()
 
     async def _pause_scheduler(self) -> None:
         """Have the scheduler stand still, and every token that it sampled be filed under the generation that ends."""
@@ -556,7 +534,6 @@ class Frontend:
         """Policy step of each token."""
         return [self.steps[generation] for generation in answer.generations]
 
-    async def rpc(self, method: str, *args: Any, seconds: float | None = None) -> list[Any]:
-        """Call a method of the worker extension on every rank; results by rank. Raises Refusal where one refuses."""
-        call = self.client.collective_rpc(method, args=args)
-        return unrefused(list(await asyncio.wait_for(call, seconds)))
+    async def rpc(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the worker extension on every rank; results by rank."""
+        return list(await self.client.collective_rpc(method, args=args))

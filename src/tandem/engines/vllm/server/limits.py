@@ -1,7 +1,6 @@
-"""Request limits of one engine: context length, vocabulary, and what one request may cost the others.
+"""Request limits of one engine: context length and vocabulary.
 
-Looked at before vLLM sees a request. Some of it vLLM finds itself, release by release more of it; the rest would be a
-fault of its process, a wait of minutes, or the end of the process that has the model.
+Looked at before vLLM sees a request: token ids that the model does not have would end its process.
 """
 
 from __future__ import annotations
@@ -10,12 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from tandem.engines.vllm.protocol import MOST_ANSWERS, Generate, Refusal
-
-CHARACTERS = 256
-"""Of the longest token, where the tokenizer does not tell."""
-LONG = 20_000
-"""Characters of a text from which on it is not made tokens of in the event loop."""
+from tandem.engines.vllm.protocol import Generate, Refusal
 
 
 class EngineLimits:
@@ -29,22 +23,8 @@ class EngineLimits:
         """Token ids are below this."""
 
     async def ids(self, text: str) -> list[int]:
-        """A text's tokens.
-
-        Raises:
-            Refusal: it is longer than the longest tokens of the whole context.
-        """
-        tokenizer = self._client.get_tokenizer()
-        most = self.context * int(getattr(tokenizer, "max_chars_per_token", CHARACTERS))
-        if len(text) > most:
-            raise Refusal(
-                400,
-                f"prompt is longer than the context of {self.context} tokens can be: {len(text)} characters, of which "
-                f"{most} would fit at most",
-            )
-        if len(text) > LONG:
-            return list(await asyncio.to_thread(tokenizer.encode, text))
-        return list(tokenizer.encode(text))
+        """A text's tokens."""
+        return list(await asyncio.to_thread(self._client.get_tokenizer().encode, text))
 
     def check(self, prompt: Sequence[int], request: Generate) -> None:
         """Raise Refusal unless this may be asked of the engine."""
@@ -72,8 +52,3 @@ class EngineLimits:
         """The same, of how long an answer may be."""
         if number > self.context:
             raise Refusal(400, f"{name} is {number}, longer than the engine's context of {self.context} tokens")
-
-    def answers(self, number: int) -> None:
-        """The same, of how many answers one request asks for."""
-        if number > MOST_ANSWERS:
-            raise Refusal(400, f"{number} answers are asked for at once, {MOST_ANSWERS} at most: send several requests")

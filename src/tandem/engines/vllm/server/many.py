@@ -16,8 +16,6 @@ from tandem.engines.vllm.server.asgi import ClientDisconnected, Receive, Send, d
 from tandem.engines.vllm.server.frontend import Frontend
 from tandem.engines.vllm.server.limits import EngineLimits
 
-MOST = 4096
-"""Answers of one request."""
 TICK = 0.02
 """Seconds between the moments at which answers are sent, those of all requests alike: a turn of the client's event loop
 costs it about as much as an answer, and takes all that came."""
@@ -48,8 +46,6 @@ class ManyAnswers:
         request = wire.parsed(body, Many)
         if not any(siblings.seeds for siblings in request.prompts):
             raise Refusal(400, "prompts is empty: no answer is asked for")
-        if (number := sum(len(siblings.seeds) for siblings in request.prompts)) > MOST:
-            raise Refusal(400, f"{number} answers are asked for at once, {MOST} at most: send several requests")
         live = self._live[request.id] = _Answers(self._frontend)
         ends = [asyncio.ensure_future(disconnected(receive)), asyncio.ensure_future(self._frontend.broken_off())]
         try:

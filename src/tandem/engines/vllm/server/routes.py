@@ -1,15 +1,14 @@
 """Tandem's routes on vLLM's stock server (``--middleware``): /generate, /bridge/*, /lora/* and /nccl/*.
 
-Everything else passes through untouched, but for four things (``stock``): what no engine can be asked is refused;
-requests get a cache salt, so that no prefix outlives the weights it was computed with; replies wait while weights are
-being proven; and adapters that vLLM's own route is told to load must lie where adapters may come from.
+Everything else passes through untouched, but for three things (``stock``): requests get a cache salt, so that no prefix
+outlives the weights it was computed with; replies wait while weights are being proven; and adapters that vLLM's own
+route is has_logprobs to load must lie where adapters may come from.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,13 +18,11 @@ from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.protocol import Refusal, parsed
 from tandem.engines.vllm.server.adapters import Adapters
 from tandem.engines.vllm.server.asgi import (
-    LARGE,
     Receive,
     Scope,
     Send,
     answer,
     authorise,
-    client,
     disconnected,
     read,
     refuse,
@@ -36,7 +33,7 @@ from tandem.engines.vllm.server.limits import EngineLimits
 from tandem.engines.vllm.server.many import ManyAnswers
 from tandem.engines.vllm.server.receiver import Receiver
 from tandem.engines.vllm.server.stock import Stock
-from tandem.engines.vllm.server.watch import APART, TrainerWatch
+from tandem.engines.vllm.server.watch import TrainerWatch
 
 
 async def probe(
@@ -91,7 +88,6 @@ AWAKE = frozenset(
         "/bridge/resume",
         "/bridge/lend",
         "/bridge/lend_slot",
-        "/bridge/adapt",
         "/bridge/checksums",
         "/bridge/probe",
         "/lora/load",
@@ -141,7 +137,7 @@ class Routes:
             authorise(scope, path)
             live = self._engine(scope)
             if path == MANY and scope["method"] == "POST":
-                await live.many.generate(await read(receive, LARGE), receive, send)
+                await live.many.generate(await read(receive), receive, send)
                 return
             route = live.routes.get(path)
             if route is not None:
@@ -162,8 +158,7 @@ class Routes:
 
     async def _handled(self, live: _Live, path: str, route: Endpoint, method: str, receive: Receive) -> Any:
         if method != route.method:
-            allow = [(b"allow", route.method.encode())]
-            raise Refusal(405, f"{path} answers {route.method}, not {method}", allow)
+            raise Refusal(405, f"{path} answers {route.method}, not {method}")
         body = await read(receive)
         if live.sleep_level and path in AWAKE:
             raise Refusal(409, f"{path} needs memory that this engine has released: wake it first (POST /bridge/wake)")
@@ -181,7 +176,7 @@ class _Live:
         self._watch = watch
         self.frontend = Frontend(engine)
         self.limits = EngineLimits(engine)
-        self.stock = Stock(app, self.frontend, self.limits)
+        self.stock = Stock(app, self.frontend)
         self.adapters = Adapters(self.frontend, state)
         self.receiver = Receiver(self.frontend, self.adapters)
         self.sleep_level = 0
@@ -204,7 +199,6 @@ class _Live:
             "/bridge/sleep": Endpoint("POST", self.sleep, wire.Sleep),
             "/bridge/wake": Endpoint("POST", self.wake, wire.Wake),
             "/bridge/lend_slot": Endpoint("POST", self.export_adapter, wire.ExportAdapter),
-            "/bridge/adapt": Endpoint("POST", self.adapt, wire.Adapt),
             "/bridge/adopt": Endpoint("POST", self.reattach, wire.Reattach),
             "/lora/status": Endpoint("GET", self.adapters.status),
             "/lora/load": Endpoint("POST", self.adapters.load, wire.LoadAdapter),
@@ -232,23 +226,20 @@ class _Live:
         self.limits.check(ids, request)
         adapter = None if request.adapter is None else self.adapters.named(request.adapter)
         record = await self.frontend.generate(ids, request.sampling(), adapter=adapter, min_step=request.min_step)
-        flat = request.flat_logprobs and request.logprobs is not None
+        completions, has_logprobs = record.completions, request.logprobs is not None
+        flat, text = request.flat_logprobs and has_logprobs, prompt if isinstance(prompt, str) else ""
+        if not text and request.detokenize:
+            text = self.client.get_tokenizer().decode(ids)
         return wire.Generated(
-            text=[c.text for c in record.completions],
-            prompt=prompt
-            if isinstance(prompt, str)
-            else self.client.get_tokenizer().decode(ids)
-            if request.detokenize
-            else "",
-            finish_reasons=[c.finish for c in record.completions],
-            logprobs=None
-            if flat or request.logprobs is None
-            else [[[p] for p in c.logprobs] for c in record.completions],
-            token_logprobs=[c.own_logprobs for c in record.completions] if flat else msgspec.UNSET,
+            text=[c.text for c in completions],
+            prompt=text,
+            finish_reasons=[c.finish for c in completions],
+            logprobs=[[[p] for p in c.logprobs] for c in completions] if has_logprobs and not flat else None,
+            token_logprobs=[c.own_logprobs for c in completions] if flat else msgspec.UNSET,
             prompt_logprobs=record.prompt_logprobs,
             prompt_token_ids=list(ids),
-            token_ids=[c.tokens for c in record.completions],
-            versions=[wire.runs(self.frontend.steps_of(c)) for c in record.completions],
+            token_ids=[c.tokens for c in completions],
+            versions=[wire.runs(self.frontend.steps_of(c)) for c in completions],
             engine=self.frontend.id,
             cached=record.cached,
         )
@@ -269,7 +260,6 @@ class _Live:
             logprobs=str(config.model_config.logprobs_mode),
             adapters=config.lora_config is not None,
             workers=[wire.Workers(**worker) for worker in await front.rpc("tandem_info")],
-            apart=os.environ.get(APART) == "1",
         )
 
     async def state_dict_info(self, _: None) -> Any:
@@ -291,7 +281,7 @@ class _Live:
         return {"status": "ok", "step": step, "updates": self.frontend.updates}
 
     async def pause(self, request: wire.Pause) -> Any:
-        by = " at ".join(filter(None, (request.by or "somebody", client())))
+        by = request.by or "somebody"
         reason = f"{by} pauses it to publish, before what it held was proven; one trainer at a time can publish to it"
         before = await self.frontend.pause(finish=request.finish, reason=reason, step=request.step)
         self.frontend.lease.renew(request.seconds, by)
@@ -305,8 +295,8 @@ class _Live:
         return {"seconds": seconds, "state": front.state, "step": front.step, "digest": front.digest}
 
     async def export_weights(self, _: wire.Body) -> Any:
-        async with self.frontend.standing():
-            ranks = await self.frontend.rpc("tandem_export_weights")
+        self._require_paused("lend moves")
+        ranks = await self.frontend.rpc("tandem_export_weights")
         model = self.client.vllm_config.model_config.model
         return {"model": model, "ranks": [json.loads(text) for text in ranks]}
 
@@ -340,8 +330,7 @@ class _Live:
         return {"step": request.step, "engine": self.frontend.id}
 
     async def stop(self, request: wire.Stop) -> Any:
-        sender = f" (so said {client()})" if client() else ""
-        await self.frontend.stop(request.reason[:MAX_REASON_CHARS] + sender)
+        await self.frontend.stop(request.reason[:MAX_REASON_CHARS])
         return {"state": self.frontend.state}
 
     async def sleep(self, request: wire.Sleep) -> Any:
@@ -371,10 +360,6 @@ class _Live:
     async def export_adapter(self, request: wire.ExportAdapter) -> Any:
         self._require_paused("lend_slot writes")
         return {"ranks": await self.adapters.export_adapter(request)}
-
-    async def adapt(self, request: wire.Adapt) -> Any:
-        self._require_paused("adapt writes")
-        return {"held": await self.adapters.adapt(request.key)}
 
     async def reattach(self, request: wire.Reattach) -> Any:
         if self._watch is None:

@@ -19,8 +19,6 @@ TRAINER = "TANDEM_TRAINER"
 """Environment variable: ``pid:start time`` of the process that started the engine; unset where none is watched."""
 LINGER = "TANDEM_LINGER"
 """Environment variable: seconds that the engine outlives that process."""
-APART = "TANDEM_APART"
-"""Environment variable: 1 for an engine that was started alone, for trainers elsewhere."""
 
 LOOK_SECONDS = 1.0
 """Between two looks whether a process is still there."""

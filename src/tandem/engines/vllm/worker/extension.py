@@ -8,21 +8,19 @@ be read.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tandem.engines.vllm.protocol import REFUSED
 from tandem.engines.vllm.worker.adapter import InPlaceAdapters
 from tandem.engines.vllm.worker.parameter_map import TensorPlace, places, share
-from tandem.errors import EngineError, TransportError
+from tandem.errors import EngineError
 from tandem.transport import sharing
 from tandem.transport.checksums import ChecksumCache, ChecksumTally, Shard
 from tandem.transport.collective import Member
@@ -40,19 +38,6 @@ def keep_layouts() -> None:
 
     ops._supports_onednn = False
     utils.check_cpu_sgl_kernel = lambda *_: False
-
-
-def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method whose errors are what was asked of it: told as such, they are no fault of the engine's."""
-
-    @functools.wraps(method)
-    def wrapper(*args: Any) -> Any:
-        try:
-            return method(*args)
-        except (EngineError, TransportError) as error:
-            return {REFUSED: str(error)}
-
-    return wrapper
 
 
 if os.environ.get(IN_PLACE) and not torch.cuda.is_available():
@@ -76,7 +61,6 @@ class WorkerExtension:
             "accelerator": accelerator(device),
             "torch": str(torch.__version__),
             "backend": self.tandem_backend,
-            "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
         }
 
     @property
@@ -158,6 +142,7 @@ class WorkerExtension:
         return json.dumps({"lent": self._tandem_exported, "map": json.loads(self.tandem_map())})
 
     _tandem_layout: _Layout | None = None
+    _tandem_addresses: Any = None
     _tandem_exported: Any = None
     _tandem_keep: Any = None
 
@@ -170,30 +155,25 @@ class WorkerExtension:
 
     def _tandem_current(self) -> _Layout:
         """The places, found anew only where storage was moved: views of the old one would be read and written on."""
-        layout = self._tandem_layout
-        if layout is None or layout.is_moved():
-            self._tandem_layout = layout = _Layout(self.tandem_model, self.tandem_places())
-        return layout
+        addresses = [parameter.data_ptr() for parameter in self.tandem_model.parameters()]
+        if self._tandem_layout is None or addresses != self._tandem_addresses:
+            held = self.tandem_places()
+            shards = (Shard(_part(name, p.first), p.tensor, p.first) for name, parts in held.items() for p in parts)
+            self._tandem_layout, self._tandem_addresses = _Layout(held, ChecksumTally(shards)), addresses
+        return self._tandem_layout
 
-    @_refusing
     def tandem_export_adapter(self, lora_id: int, config: str, manifest: str) -> str:
-        """Make an adapter's slot attachable by the trainer; JSON of what ``AdapterWriter`` takes.
+        """Make an adapter's slot attachable by the trainer, which nothing reads any more; what ``AdapterWriter`` takes.
 
         ``manifest`` lists the tensors that will be written: name, shape and type.
         """
+        self.tandem_settle()
         tensors = {
             name: torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device="meta")
             for name, shape, dtype in json.loads(manifest)
         }
         return json.dumps(self._tandem_in_place().export(lora_id, json.loads(config), tensors, sharing.SHARED_MEMORY))
 
-    def tandem_is_exported(self, lora_id: int, key: str) -> bool:
-        """Whether the borrower of this key may write the slot now: it is its own, and nothing reads it any more."""
-        if self.tandem_device.type == "cuda":
-            torch.cuda.synchronize()
-        return self._tandem_in_place().exported(lora_id, key)
-
-    @_refusing
     def tandem_adapter_checksums(self, lora_id: int, names: list[str], config: str) -> dict[str, str]:
         """Checksums of what an adapter's slot really holds; ``names`` are given for one that vLLM loaded itself."""
         adapters = self._tandem_in_place()
@@ -224,17 +204,15 @@ class WorkerExtension:
         device = self.tandem_device
         who = f"engine worker {self.tandem_rank} (pid {os.getpid()}, {device})"
         joining = self._tandem_joining = Future()
-        self._tandem_joins = tuple(join for join in (*self._tandem_joins, joining) if not join.done())
         arguments = joining, _join, meeting, first + self.tandem_rank, device, who
         threading.Thread(target=resolve, args=arguments, name="tandem joining", daemon=True).start()
 
     def tandem_connection(self) -> dict[str, Any]:
-        """How joining went: idle, connecting, connected, or error with its reason; and how many joins go on."""
+        """How joining went: idle, connecting, connected, or error with its reason."""
         joining = self._tandem_joining
         state = "idle" if joining is None else "connected" if joining.done() else "connecting"
         error = joining.exception() if joining is not None and joining.done() else None
-        under_way = sum(not join.done() for join in self._tandem_joins)
-        return {"state": "error" if error else state, "reason": str(error or ""), "joining": under_way}
+        return {"state": "error" if error else state, "reason": str(error or "")}
 
     def tandem_receive(self, manifest: str, bucket_bytes: int, lora_id: int, config: str) -> None:
         """Take one publish: into the weights, or (``lora_id`` above 0) into an adapter."""
@@ -260,7 +238,6 @@ class WorkerExtension:
             torch.cuda.synchronize()
 
     _tandem_joining: Future[Member] | None = None
-    _tandem_joins: tuple[Future[Member], ...] = ()
 
     def tandem_disconnect(self) -> None:
         """Leave the group."""
@@ -269,29 +246,11 @@ class WorkerExtension:
         self._tandem_joining = None
 
 
-class _Layout:
-    """Where a model's tensors lie, and a tally of them that is made once: an engine waits while it is taken."""
+class _Layout(NamedTuple):
+    """Where a model's tensors lie, and a tally of all their parts by ``name@row,column``."""
 
-    def __init__(self, model: torch.nn.Module, places: dict[str, list[TensorPlace]]):
-        self.places = places
-        # Where modules keep their parameters: to walk all modules takes longer than to sum their weights. vLLM may
-        # replace a parameter later, but no module of a model that is loaded.
-        self._parameters = [module._parameters for module in model.modules()]
-        self._where = self._addresses()
-
-    def _addresses(self) -> list[int]:
-        return [p.data_ptr() for kept in self._parameters for p in kept.values() if p is not None]
-
-    def is_moved(self) -> bool:
-        """Whether a parameter is another one by now, or has other storage."""
-        return self._addresses() != self._where
-
-    @functools.cached_property
-    def tally(self) -> ChecksumTally:
-        """Of every part of a tensor that is here, by ``name@row,column``."""
-        return ChecksumTally(
-            Shard(_part(name, p.first), p.tensor, p.first) for name, parts in self.places.items() for p in parts
-        )
+    places: dict[str, list[TensorPlace]]
+    tally: ChecksumTally
 
 
 def _join(meeting: Rendezvous, rank: int, device: torch.device, who: str) -> Member:

@@ -97,32 +97,24 @@ def places(model: nn.Module, *, world: int) -> dict[str, list[TensorPlace]]:
             )
             placements.setdefault(f"{part.name}.{leaf}", []).append(place)
             row += part.size
-    if world not in slices:
-        raise EngineError(
-            f"the engine has {world} workers and splits no layer among them: whole layers are spread over workers, "
-            "which cannot be written in place; use tensor parallelism alone, or sync: restart"
-        )
     return placements
 
 
 def _require_plain(name: str, leaf: str, parameter: Tensor, layer: nn.Module) -> None:
-    quantised = type(getattr(layer, "quant_method", None)).__name__
-    if leaf not in ("weight", "bias") or parameter.dim() not in (1, 2) or not parameter.is_floating_point():
-        why = "is quantised, or of experts, or of another kind that is not mapped to a Hugging Face tensor"
     # A product that is a closure reads the copy that it closed over: on a CPU, also of layers that keep their weight.
-    elif parameter.numel() == 0 or getattr(getattr(layer, "cpu_linear", None), "__closure__", None):
+    if parameter.numel() == 0 or getattr(getattr(layer, "cpu_linear", None), "__closure__", None):
         raise EngineError(
             f"the engine's {name!r} was repacked for this processor at load, and the copy is what is read: writing "
             "the weight would change nothing. Start the engine through Tandem, which keeps weights as they are"
         )
-    elif quantised == "NoneType" and hasattr(parameter, "weight_loader"):  # norms and the like have none
-        why = f"is loaded in a way of its own, by its {type(layer).__name__}"
-    elif quantised != "NoneType" and "Unquantized" not in quantised:
-        why = f"is quantised, by {quantised}"
-    else:
+    quantised = type(getattr(layer, "quant_method", None)).__name__
+    # Norms and the like have no method, and no loader of their own.
+    known = "Unquantized" in quantised or (quantised == "NoneType" and not hasattr(parameter, "weight_loader"))
+    if known and leaf in ("weight", "bias") and parameter.dim() in (1, 2) and parameter.is_floating_point():
         return
     raise EngineError(
-        f"the engine's {name!r} ({parameter.dtype}, {tuple(parameter.shape)}) {why}; use sync: restart for this model"
+        f"the engine's {name!r} ({parameter.dtype}, {tuple(parameter.shape)}, {quantised}) is quantised, of experts or "
+        "of another kind that is not mapped to a Hugging Face tensor; use sync: restart for this model"
     )
 
 
@@ -132,36 +124,32 @@ def _parts(owner: str, layer: Any, parameter: Tensor, packed: Mapping[str, list[
     names = [f"{parent}.{name}" if parent else name for name in packed.get(leaf, [leaf])]
     rows = parameter.shape[0]
     if hasattr(layer, "total_num_kv_heads"):  # QKVParallelLinear
-        yield from _qkv(names, layer)
+        yield from _qkv(owner, names, layer)
     elif hasattr(layer, "org_vocab_size"):  # embeddings and the output head, padded and sliced
         first, end = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
         yield _Part(name=owner, size=end - first, first=first, total=layer.org_vocab_size)
     elif hasattr(layer, "gather_output"):  # ColumnParallelLinear, MergedColumnParallelLinear
         totals = getattr(layer, "output_sizes", [layer.output_size])
-        if len(totals) != len(names):
-            raise EngineError(
-                f"the engine fuses {len(totals)} tensors in {owner}, the model names {len(names)}: {', '.join(names)}; "
-                "use sync: restart for this model"
-            )
+        _require_names(owner, names, len(totals))
         for name, total in zip(names, totals, strict=True):
             size = total // layer.tp_size
             yield _Part(name=name, size=size, first=layer.tp_rank * size, total=total)
-    elif len(names) > 1:
-        raise EngineError(
-            f"the engine's {owner!r} fuses {', '.join(names)} in a way that is not known; use sync: restart for this "
-            "model"
-        )
     else:  # RowParallelLinear, of which the columns are sliced; ReplicatedLinear; norms
+        _require_names(owner, names, 1)
         yield _Part(name=owner, size=rows, first=0, total=rows)
 
 
-def _qkv(names: list[str], layer: Any) -> Iterator[_Part]:
-    """Queries, keys and values; where there are fewer key heads than ranks, several ranks hold the same."""
-    if len(names) != 3:
+def _require_names(owner: str, names: list[str], count: int) -> None:
+    if len(names) != count:
         raise EngineError(
-            f"the engine fuses queries, keys and values, which the model names {', '.join(names)}: its checkpoint has "
-            "them as one tensor, possibly in another order; use sync: restart for this model"
+            f"the engine's {owner!r} holds {count} tensors, the model's checkpoint has {len(names)}: "
+            f"{', '.join(names)}; use sync: restart for this model"
         )
+
+
+def _qkv(owner: str, names: list[str], layer: Any) -> Iterator[_Part]:
+    """Queries, keys and values; where there are fewer key heads than ranks, several ranks hold the same."""
+    _require_names(owner, names, 3)  # one tensor might have them in another order
     tp_rank = layer.tp_rank
     copies = layer.num_kv_head_replicas
     value_size = getattr(layer, "v_head_size", layer.head_size)
