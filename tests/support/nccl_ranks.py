@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from tandem.config.sections import Distributed
+from tandem.distributed import flight_recorder
 from tandem.distributed.group import DataGroup
 from tandem.distributed.sharding import ShardedStepper
 from tandem.model.context import heads_of_row, joined, named, tokens_of_rank
@@ -59,9 +62,9 @@ def _rank(rendezvous: Rendezvous, rank: int, context: int, work: Callable[..., A
     return result
 
 
-def _connected(rendezvous: Rendezvous, rank: int, context: int = 1) -> RankParts:
+def _connected(rendezvous: Rendezvous, rank: int, context: int = 1, logs: Path | None = None) -> RankParts:
     device = torch.device("cuda", rank)
-    return RankParts.connect(rendezvous, rank, device, Distributed(context_parallel=context))
+    return RankParts.connect(rendezvous, rank, device, Distributed(context_parallel=context), logs)
 
 
 def values(rank: int, *shape: int, device: torch.device) -> Tensor:
@@ -171,9 +174,9 @@ def lost(rendezvous: Rendezvous, rank: int, results: Any) -> None:
     results.put((in_it, waiting.is_alive(), time.perf_counter() - begin))
 
 
-def late(rendezvous: Rendezvous, rank: int, results: Any) -> None:
-    """Rank 1 does not come to a collective; tells what rank 0 is told, and when."""
-    parts = _connected(rendezvous, rank)
+def late(logs: Path, rendezvous: Rendezvous, rank: int, results: Any) -> None:
+    """Rank 1 does not come to a collective; tells what rank 0 is told, when, and what was under way."""
+    parts = _connected(rendezvous, rank, logs=logs)
     if rank == 1:
         time.sleep(6 * rendezvous.seconds)
         return
@@ -181,5 +184,8 @@ def late(rendezvous: Rendezvous, rank: int, results: Any) -> None:
     parts.group.all_reduce(torch.ones(8, device=parts.group.device))
     fault = asyncio.run(asyncio.wait_for(parts.fault(), 5 * rendezvous.seconds))
     seconds = time.perf_counter() - begin
+    path = flight_recorder.write(0)
     parts.abort()
-    results.put((fault, seconds))
+    assert path is not None
+    entries = pickle.loads(path.read_bytes())["entries"]
+    results.put((fault, seconds, [(entry["profiling_name"], entry["state"]) for entry in entries]))

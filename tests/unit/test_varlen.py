@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 from tandem.model import _varlen, attention
@@ -34,7 +35,7 @@ CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUD
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed rows take the kernel's way on any device, and the kernel is the naive one."""
 
-    def way(query: Tensor, key: Tensor, value: Tensor, scaling: Any, window: Any, plan: Packed) -> Any:
+    def way(query: Tensor, key: Tensor, value: Tensor, scaling: Any, dropout: float, window: Any, plan: Packed) -> Any:
         return _varlen.attend(query, key, value, scaling, window, plan.spans(query.device))
 
     monkeypatch.setattr(_varlen, "kernel", lambda: _varlen.Kernel(naive))
@@ -65,7 +66,7 @@ def both(
     if way is _varlen.attend:
         out = way(*leaves, 0.2, window, plan.spans(leaves[0].device))
     else:
-        out = way(*leaves, 0.2, window, plan)
+        out = way(*leaves, 0.2, 0.0, window, plan)
     grads = torch.autograd.grad(out, leaves, tensors[3].to(out.dtype))
     return [out.detach(), *grads]
 
@@ -87,7 +88,7 @@ def test_sequence_by_sequence_is_the_way_of_segments(plan: Packed) -> None:
     """With torch's plain attention in the place of cuDNN's, which has no CPU kernel."""
 
     def squares(query: Tensor, key: Tensor, value: Tensor, scaling: Any, *others: Any) -> Tensor:
-        return attention.by_sequence(query, key, value, scaling, others[-1], [SDPBackend.MATH])
+        return attention.by_sequence(query, key, value, scaling, others[-1], SDPBackend.MATH)
 
     tensors = row(plan, 4, 2, 8)
     outputs, expected = (both(way, plan, tensors, torch.float32, None) for way in (squares, attention._segments))
@@ -197,6 +198,7 @@ def test_torch_s_own_function_has_what_is_needed() -> None:
         ({"dtype": torch.float32}, "bfloat16 and float16, not float32"),
         ({"size": 12}, "steps of 8, not 12"),
         ({"size": 264}, "up to 256"),
+        ({"dropout": 0.1}, "no dropout"),
         ({"capability": (7, 5)}, "capability 8.0"),
         ({"function": None}, "no variable-length"),
         ({"function": older}, "scale by 0.3"),
@@ -208,24 +210,24 @@ def test_torch_s_own_function_has_what_is_needed() -> None:
 def test_what_the_kernel_cannot_take_is_said(
     change: dict[str, Any], why: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = {"dtype": torch.bfloat16, "size": 16, "window": None, "scaling": 0.3, **change}
+    case = {"dtype": torch.bfloat16, "size": 16, "dropout": 0.0, "window": None, "scaling": 0.3, **change}
     function = case.get("function", naive)
     monkeypatch.setattr(_varlen, "kernel", lambda: function and _varlen.Kernel(function))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: case.get("capability", (9, 0)))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old card")
     x: Any = SimpleNamespace(dtype=case["dtype"], device=torch.device("cuda"), shape=(1, 2, 3, case["size"]))
-    refusal = _varlen.refusal(x, x, x, case["scaling"], case["window"])
+    refusal = _varlen.refusal(x, x, x, case["scaling"], case["dropout"], case["window"])
     assert refusal is None if why is None else why in (refusal or "")
 
 
 def test_the_slow_way_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     attention._notice.cache_clear()
     with caplog.at_level(logging.WARNING):
-        for why in ("its kernel runs on a GPU", "its kernel runs on a GPU"):
+        for why in ("its kernel has no dropout", "its kernel has no dropout"):
             attention._notice(why)
     (record,) = caplog.records
     assert "segment by segment" in record.message
-    assert record.message.endswith("since its kernel runs on a GPU")
+    assert record.message.endswith("since its kernel has no dropout")
 
 
 @CUDA
@@ -263,3 +265,26 @@ def test_the_kernel_is_what_a_model_on_a_gpu_runs(
     torch.cuda.set_sync_debug_mode("default")  # segments may wait
     attention.attend(module, query.float(), key.float(), value.float(), None, scaling=0.125, plan=PLAN)
     assert calls == [1], "float32 goes segment by segment"
+
+
+def test_kernels_are_compared_apart_from_a_layer_that_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a checkpointed forward records must be what its recomputation does, which finds the comparison made."""
+
+    def compare(*shape: Any) -> bool:
+        leaf = torch.ones(3, requires_grad=True)
+        (leaf.exp() * leaf).sum().backward()
+        return True
+
+    def layer(x: Tensor) -> Tensor:
+        return x.exp() if attention._cudnn_is_faster(4, 2, 8, torch.bfloat16) else x
+
+    monkeypatch.setattr(attention, "_compare_kernels", compare)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    attention._cudnn_is_faster.cache_clear()
+    x = torch.ones(3, requires_grad=True)
+    try:
+        checkpoint(layer, x, use_reentrant=False).sum().backward()
+    finally:
+        attention._cudnn_is_faster.cache_clear()
+    torch.testing.assert_close(x.grad, x.exp().detach())

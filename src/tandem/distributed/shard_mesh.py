@@ -24,6 +24,8 @@ class ShardMesh:
 
     ranks: DeviceMesh
     """Of one dimension, or of two: replicas, and the shards of each."""
+    number: int
+    """Of this rank's shard."""
     holders: Any
     """Group of the ranks whose shards are together the slice of this one's worker; None where one shard is."""
     backends: tuple[Any, ...]
@@ -69,4 +71,4 @@ class ShardMesh:
             if workers > 1 and num_holders > 1:
                 groups.append(holders := groups_of(numbers.view(-1, num_holders)))
         backends = tuple(each._get_backend(group.device) for each in groups)
-        return cls(ranks=mesh, holders=holders, backends=backends)
+        return cls(ranks=mesh, number=number, holders=holders, backends=backends)

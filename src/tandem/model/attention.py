@@ -13,7 +13,8 @@ Shapes: T tokens of a packed row, R cache rows, H query heads, K key/value heads
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -26,7 +27,7 @@ from transformers import AttentionInterface
 from tandem.errors import EngineError
 from tandem.model import _varlen
 from tandem.model.context import ContextPacked, heads_of_row, tokens_of_rank
-from tandem.model.plans import Decode, KVCache, Packed, Spans, decode_plan, sequential_positions
+from tandem.model.plans import LONG, Decode, KVCache, Packed, Spans, decode_plan, sequential_positions
 
 __all__ = ["NAME", "Decode", "KVCache", "Packed", "Plan", "attend", "decode_plan", "sequential_positions"]
 
@@ -37,6 +38,8 @@ NAME = "tandem"
 
 _SQUARE = 512
 """Sizes of cuDNN's squares are multiples of it."""
+_ALIKE = 2e-2
+"""Two bfloat16 kernels agree if their results are no further apart, relative to their norm."""
 
 Plan = Packed | Decode | ContextPacked
 """What a forward pass is of."""
@@ -68,18 +71,16 @@ def attend(
             raise EngineError(f"its attention uses {name}, which a packed tree does not have")
     if attention_mask is not None:
         raise EngineError("its attention has a mask of its own, which a packed tree does not have")
-    if dropout:
-        raise EngineError("its attention has dropout: what is scored must be what sampled")
     if not getattr(module, "is_causal", True):
         raise EngineError("its attention looks ahead")
     if spans is not None:
         window = None if sliding_window is not None and spans.most_keys <= sliding_window else sliding_window
-        if _varlen.misfit(query, key, value, scaling, window) is None:
+        if _varlen.misfit(query, key, value, scaling, dropout, window) is None:
             if isinstance(plan, ContextPacked):
                 heads = heads_of_row(query, key, value, plan.name)
                 return tokens_of_rank(_varlen.attend(*heads, scaling, window, spans), plan.name), None
             return _varlen.attend(query, key, value, scaling, window, spans), None
-    return _between(module, query, key, value, scaling, sliding_window, plan), None
+    return _between(module, query, key, value, scaling, dropout, sliding_window, plan), None
 
 
 # A compiled layer calls it between its graphs: every plan is another, and a graph that looked into one would be
@@ -91,6 +92,7 @@ def _between(
     key: Tensor,
     value: Tensor,
     scaling: float | None,
+    dropout: float,
     window: int | None,
     plan: Plan | None,
 ) -> Tensor:
@@ -102,8 +104,8 @@ def _between(
         return _decode(module, query, key, value, scaling, window, plan)
     if isinstance(plan, ContextPacked):
         heads = heads_of_row(query, key, value, plan.name)
-        return tokens_of_rank(_packed(module, *heads, scaling, window, plan.whole), plan.name)
-    return _packed(module, query, key, value, scaling, window, plan)
+        return tokens_of_rank(_packed(module, *heads, scaling, dropout, window, plan.whole), plan.name)
+    return _packed(module, query, key, value, scaling, dropout, window, plan)
 
 
 def _decode(
@@ -134,6 +136,7 @@ def _packed(
     key: Tensor,
     value: Tensor,
     scaling: float | None,
+    dropout: float,
     window: int | None,
     plan: Packed,
 ) -> Tensor:
@@ -142,14 +145,17 @@ def _packed(
     if window is not None and plan.longest <= window:
         window = None  # nothing is as far away
     if query.device.type == "cuda":
-        why = _varlen.refusal(query, key, value, scaling, window)
+        why = _varlen.refusal(query, key, value, scaling, dropout, window)
         if why is None:
-            # On Hopper cuDNN's kernel is faster: benchmarks/RESULTS.md has the figures.
-            if plan.long and window is None and torch.cuda.get_device_capability(query.device)[0] == 9:
+            if (
+                plan.long
+                and window is None
+                and _cudnn_is_faster(query.shape[1], key.shape[1], query.shape[3], query.dtype)
+            ):
                 return by_sequence(query, key, value, scaling, plan)
             return _varlen.attend(query, key, value, scaling, window, plan.spans(query.device))
         _notice(why)
-    return _segments(query, key, value, scaling, window, plan)
+    return _segments(query, key, value, scaling, dropout, window, plan)
 
 
 def _segments(
@@ -157,6 +163,7 @@ def _segments(
     key: Tensor,
     value: Tensor,
     scaling: float | None,
+    dropout: float,
     window: int | None,
     plan: Packed,
 ) -> Tensor:
@@ -184,6 +191,7 @@ def _segments(
             attn_mask=mask,
             is_causal=mask is None,
             scale=scaling,
+            dropout_p=dropout,
             enable_gqa=True,
         )
         outs.append(out)
@@ -196,7 +204,7 @@ def by_sequence(
     value: Tensor,
     scaling: float | None,
     plan: Packed,
-    backends: Sequence[SDPBackend] = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION),
+    backend: SDPBackend = SDPBackend.CUDNN_ATTENTION,
 ) -> Tensor:
     """One packed row, (1, H, T, D) -> (1, T, H, D), a causal square for each sequence.
 
@@ -205,7 +213,7 @@ def by_sequence(
     """
     queries, keys, values = (x.split(plan.lengths, dim=2) for x in (query, key, value))
     outs = []
-    with sdpa_kernel(list(backends), set_priority=True):
+    with sdpa_kernel(backend):
         for i, (length, before) in enumerate(zip(plan.lengths, plan.before, strict=True)):
             chain, total = (*plan.ancestors(i), i), before + length
             square = (torch.cat([x[a] for a in chain], dim=2) for x in (queries, keys, values))
@@ -213,6 +221,49 @@ def by_sequence(
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
             outs.append(out[:, :, before:total])
     return torch.cat(outs, dim=2).transpose(1, 2)
+
+
+@cache
+def _cudnn_is_faster(heads: int, key_heads: int, size: int, dtype: torch.dtype) -> bool:
+    """``_compare_kernels``, once for each shape."""
+    device = torch.cuda.current_device()
+    # On a thread of its own: here a layer's forward may be recorded, to be computed again.
+    with ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(device,)) as thread:
+        return thread.submit(_compare_kernels, heads, key_heads, size, dtype).result(timeout=600)
+
+
+def _compare_kernels(heads: int, key_heads: int, size: int, dtype: torch.dtype) -> bool:
+    """True if cuDNN agrees with the flash kernel on one long sequence, forward and backward, in less time."""
+    plan = Packed(lengths=(LONG,), parents=(None,))
+    draw = torch.Generator("cuda").manual_seed(0)
+    query, key, value = (
+        torch.randn((1, h, LONG, size), generator=draw, device="cuda", dtype=dtype).requires_grad_()
+        for h in (heads, key_heads, key_heads)
+    )
+    ways: dict[str, Callable[[], Tensor]] = {
+        "flash": lambda: _varlen.attend(query, key, value, None, None, plan.spans(query.device)),
+        "cudnn": lambda: by_sequence(query, key, value, None, plan),
+    }
+    took: dict[str, float] = {}
+    results: dict[str, tuple[Tensor, ...]] = {}
+    try:
+        with torch.enable_grad():
+            for name, run in ways.items():
+                for _ in range(3):  # the first one builds kernels
+                    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                    begin.record()
+                    out = run()
+                    results[name] = (out.detach(), *torch.autograd.grad(out, (query, key, value), torch.ones_like(out)))
+                    end.record()
+                    end.synchronize()
+                    took[name] = begin.elapsed_time(end)
+    except RuntimeError as error:
+        log.info("attention of long sequences stays with the flash kernel: cuDNN's does not run here: %s", error)
+        return False
+    apart = max(float((a - b).norm() / a.norm()) for a, b in zip(*results.values(), strict=True))
+    faster = apart < _ALIKE and took["cudnn"] < took["flash"]
+    log.info("attention of long sequences: flash %.2f ms, cuDNN %.2f ms, %.1e apart", *took.values(), apart)
+    return faster
 
 
 def _store(

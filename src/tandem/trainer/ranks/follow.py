@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from tandem.algorithms.references.base import ReferenceWeights
 from tandem.config.loading import RunConfig, from_options
 from tandem.config.tree import Branch, Problems, parse, plain
+from tandem.distributed import flight_recorder
 from tandem.distributed.follower import Follower, Handler
 from tandem.distributed.placement import Placement
 from tandem.engines.base import EngineRequirements
@@ -63,6 +64,7 @@ async def follow(config: RunConfig, placement: Placement) -> Path:
                 rank = _Rank(stack, signs, placement, follower)
                 await follower.serve(rank.handlers)
         except RankError as error:
+            flight_recorder.write(placement.rank)
             # What a thread is in may never return; the interpreter would wait for it.
             timer = threading.Timer(GRACE_SECONDS, _leave, (error,))
             timer.daemon = True
@@ -124,7 +126,9 @@ class _Rank:
 
     async def _connect(self, body: Any) -> None:
         place = self._placement
-        self._parts = await RankParts.join(self._config, self._follower.rendezvous, place.rank, place.local_rank)
+        self._parts = await RankParts.join(
+            self._config, self._follower.rendezvous, place.rank, place.local_rank, self.folder
+        )
         self._stack.callback(self._parts.abort)
 
     async def _weights(self, body: Any) -> None:

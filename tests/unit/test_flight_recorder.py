@@ -1,17 +1,22 @@
-"""A fault that NCCL's watchdog notes: what a run ends by, and that every group is given up."""
+"""What a run says and keeps of its ranks' last collectives, and of a fault that NCCL's watchdog notes."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import ErrorType
 
-from tandem.distributed import crew
+from tandem.config.sections import Distributed
+from tandem.distributed import crew, flight_recorder
 from tandem.distributed.crew import Ranks
 from tandem.errors import RankError
 from tandem.trainer.ranks import parts as rank_parts
@@ -20,6 +25,71 @@ from tandem.transport import rendezvous as meeting
 from tandem.transport.rendezvous import Rendezvous
 
 MEETING = Rendezvous(host="localhost", port=1, world=2, backend="nccl", name="some", seconds=5.0)
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variable is set, and what a test sets is gone after it."""
+    for name in (
+        *("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+        *("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT"),
+    ):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+def test_recording_is_set_up_for_the_runs_folder(tmp_path: Path) -> None:
+    environ: dict[str, str] = {}
+    flight_recorder.record(tmp_path, environ)
+    assert environ == {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/nccl_trace_rank_",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }
+
+
+@pytest.mark.parametrize("name", ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"])
+def test_what_a_user_has_set_stays_by_its_old_name_too(tmp_path: Path, name: str) -> None:
+    environ = {name: "7", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/elsewhere/rank_"}
+    flight_recorder.record(tmp_path, environ)
+    assert environ == {
+        name: "7",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/elsewhere/rank_",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }
+
+
+def test_ranks_over_nccl_record_and_those_over_gloo_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str | None] = []
+
+    def group(*arguments: object) -> Any:
+        made.append(os.environ.get("TORCH_FR_DUMP_TEMP_FILE"))
+        return SimpleNamespace(clock=None)
+
+    monkeypatch.setattr(rank_parts, "DataGroup", group)
+    for device in (torch.device("cpu"), torch.device("cuda", 0)):
+        RankParts.connect(MEETING, 0, device, Distributed(), tmp_path)
+    assert made == [None, f"{tmp_path}/nccl_trace_rank_"]
+
+
+def test_a_rank_writes_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(c10d, "_dump_nccl_trace", lambda: b"entries", raising=False)
+    assert flight_recorder.write(3) is None, "nothing is recorded"
+    flight_recorder.record(tmp_path / "logs")
+    assert flight_recorder.write(3) == tmp_path / "logs/nccl_trace_rank_3"
+    assert (tmp_path / "logs/nccl_trace_rank_3").read_bytes() == b"entries"
+
+
+def test_a_disk_that_refuses_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(c10d, "_dump_nccl_trace", lambda: b"entries", raising=False)
+    (tmp_path / "logs").write_text("a file")
+    flight_recorder.record(tmp_path / "logs")
+    assert flight_recorder.write(0) is None
+
+
+# Faults
 
 
 class Backend:
@@ -38,7 +108,7 @@ class Backend:
 def parts_of(*backends: Backend) -> RankParts:
     data, context, *of_mesh = backends
     group: Any = SimpleNamespace(backend=data, rank=0)
-    mesh: Any = SimpleNamespace(backends=tuple(of_mesh))
+    mesh: Any = SimpleNamespace(number=2, backends=tuple(of_mesh))
     return RankParts(group=group, rendezvous=MEETING, context=context, mesh=mesh)
 
 
@@ -61,6 +131,21 @@ def test_every_group_is_given_up() -> None:
     assert [backend.aborted for backend in backends] == [1, 1, 1]
 
 
+def test_the_last_collectives_are_written_by_the_number_that_torch_has_for_the_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    numbers: list[int] = []
+    monkeypatch.setattr(flight_recorder, "write", numbers.append)
+    parts = parts_of(Backend(), Backend())
+    parts.give_up()
+    parts.mesh = None
+    parts.give_up()
+    for thread in threading.enumerate():
+        if thread.name == "abort of collectives":
+            thread.join(5.0)
+    assert sorted(numbers) == [0, 2], "of the shard that a rank of cut weights holds, else its own"
+
+
 def ended(rank_lost_first: bool) -> tuple[RankError, list[str]]:
     """What a run ends by when a collective is late, and who was told to give up."""
     notified: list[str] = []
@@ -70,6 +155,7 @@ def ended(rank_lost_first: bool) -> tuple[RankError, list[str]]:
 
     async def run() -> RankError:
         ranks = Ranks(MEETING, 2)
+        ranks.advice = "; look there"
         ranks.on_failure.append(lambda: notified.append("give up"))
         if rank_lost_first:
             asyncio.get_running_loop().call_soon(ranks._end, "rank 1 was lost")
@@ -86,6 +172,7 @@ def test_a_fault_ends_the_run_unless_a_lost_rank_has(
     monkeypatch.setattr(crew, "ALONG_SECONDS", 0.05)
     error, notified = ended(rank_lost_first)
     assert why in str(error)
+    assert str(error).endswith("; look there")
     assert notified == ["give up"]
 
 
