@@ -144,7 +144,7 @@ def test_states_on_the_host_are_held_against_the_hosts_memory(model_config: Any,
     assert (line.beside, line.bytes) == (beside, optimizer.state_bytes(PARAMETERS, 2))
     programs = lines(plan)["programs"]
     small = replace(plan, beside=replace(HOST, name="the host", free=programs + line.bytes // 2))
-    assert small.fits is not beside
+    assert small.within() is not beside
 
 
 def test_copies_of_a_checkpoint_are_on_the_host_where_training_goes_on(model_config: Any) -> None:

@@ -113,12 +113,11 @@ def test_a_rank_alone_is_half_an_environment() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"RANK": "16"}, "RANK must be at least 0 and below WORLD_SIZE"),
-        ({"RANK": "-1"}, "RANK must be at least 0"),
-        ({"LOCAL_RANK": "8"}, "LOCAL_RANK must be at least 0 and below LOCAL_WORLD_SIZE"),
-        ({"LOCAL_WORLD_SIZE": "17"}, "LOCAL_WORLD_SIZE must be at most WORLD_SIZE"),
-        ({"RANK": "0"}, "LOCAL_RANK must be at most RANK"),
-        ({"MASTER_PORT": "0"}, "MASTER_PORT=0 must be from 1 to 65535"),
+        ({"RANK": "16"}, "RANK=16, .*expected 0 <= LOCAL_RANK <= RANK < WORLD_SIZE"),
+        ({"RANK": "-1"}, "RANK=-1"),
+        ({"LOCAL_RANK": "8"}, "LOCAL_RANK=8, .*LOCAL_RANK < LOCAL_WORLD_SIZE <= WORLD_SIZE"),
+        ({"LOCAL_WORLD_SIZE": "17"}, "LOCAL_WORLD_SIZE=17"),
+        ({"RANK": "0"}, "RANK=0"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT=http is not a whole number"),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two is not a whole number"),
     ],
@@ -132,7 +131,7 @@ def test_variables_that_contradict_one_another(changed: dict[str, str], message:
     ("changed", "message"),
     [
         ({"SLURM_PROCID": ""}, "but not SLURM_PROCID; srun sets"),
-        ({"SLURM_PROCID": "12"}, "SLURM_PROCID must be at least 0 and below SLURM_NTASKS"),
+        ({"SLURM_PROCID": "12"}, "SLURM_PROCID=12, .*SLURM_PROCID < SLURM_NTASKS"),
         ({"SLURM_STEP_TASKS_PER_NODE": "8"}, "SLURM_STEP_TASKS_PER_NODE=8 and SLURM_NODEID=1 do not fit SLURM_NTASKS"),
         ({"SLURM_STEP_TASKS_PER_NODE": "many"}, "=many is not a list of tasks per host"),
         ({"SLURM_STEP_NODELIST": "gpu["}, "is not a node list such as"),

@@ -14,9 +14,9 @@ from support import cut_slices
 from support.rank_processes import on_ranks
 from torch import nn
 
-from tandem.distributed.shared_slices import SharedSlices, TrainedSlices
 from tandem.errors import StaleWeights, TornWeights, TransportError, UnsupportedPair
 from tandem.trainable.full import Full
+from tandem.trainer.ranks.shared_slices import SharedSlices, TrainedSlices
 from tandem.trainer.ranks.slices import LeadSlices
 from tandem.types import PolicyVersion
 from tandem.weight_sync.shared import Shared

@@ -35,7 +35,7 @@ CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUD
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed rows take the kernel's way on any device, and the kernel is the naive one."""
 
-    def way(query: Tensor, key: Tensor, value: Tensor, scaling: Any, dropout: float, window: Any, plan: Packed) -> Any:
+    def way(query: Tensor, key: Tensor, value: Tensor, scaling: Any, window: Any, plan: Packed) -> Any:
         return _varlen.attend(query, key, value, scaling, window, plan.spans(query.device))
 
     monkeypatch.setattr(_varlen, "kernel", lambda: _varlen.Kernel(naive))
@@ -66,7 +66,7 @@ def both(
     if way is _varlen.attend:
         out = way(*leaves, 0.2, window, plan.spans(leaves[0].device))
     else:
-        out = way(*leaves, 0.2, 0.0, window, plan)
+        out = way(*leaves, 0.2, window, plan)
     grads = torch.autograd.grad(out, leaves, tensors[3].to(out.dtype))
     return [out.detach(), *grads]
 
@@ -198,7 +198,6 @@ def test_torch_s_own_function_has_what_is_needed() -> None:
         ({"dtype": torch.float32}, "bfloat16 and float16, not float32"),
         ({"size": 12}, "steps of 8, not 12"),
         ({"size": 264}, "up to 256"),
-        ({"dropout": 0.1}, "no dropout"),
         ({"capability": (7, 5)}, "capability 8.0"),
         ({"function": None}, "no variable-length"),
         ({"function": older}, "scale by 0.3"),
@@ -210,24 +209,24 @@ def test_torch_s_own_function_has_what_is_needed() -> None:
 def test_what_the_kernel_cannot_take_is_said(
     change: dict[str, Any], why: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = {"dtype": torch.bfloat16, "size": 16, "dropout": 0.0, "window": None, "scaling": 0.3, **change}
+    case = {"dtype": torch.bfloat16, "size": 16, "window": None, "scaling": 0.3, **change}
     function = case.get("function", naive)
     monkeypatch.setattr(_varlen, "kernel", lambda: function and _varlen.Kernel(function))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: case.get("capability", (9, 0)))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old card")
     x: Any = SimpleNamespace(dtype=case["dtype"], device=torch.device("cuda"), shape=(1, 2, 3, case["size"]))
-    refusal = _varlen.refusal(x, x, x, case["scaling"], case["dropout"], case["window"])
+    refusal = _varlen.refusal(x, x, x, case["scaling"], case["window"])
     assert refusal is None if why is None else why in (refusal or "")
 
 
 def test_the_slow_way_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     attention._notice.cache_clear()
     with caplog.at_level(logging.WARNING):
-        for why in ("its kernel has no dropout", "its kernel has no dropout"):
+        for why in ("its kernel runs on a GPU", "its kernel runs on a GPU"):
             attention._notice(why)
     (record,) = caplog.records
     assert "segment by segment" in record.message
-    assert record.message.endswith("since its kernel has no dropout")
+    assert record.message.endswith("since its kernel runs on a GPU")
 
 
 @CUDA

@@ -55,7 +55,8 @@ async def _played(config: RunConfig, count: int, log: Path) -> Forecast:
 def lines(forecast: Forecast, config: RunConfig) -> Iterator[str]:
     """The result in words."""
     from tandem.observability.board import answer_lines
-    from tandem.observability.completions import change, shown, why
+    from tandem.observability.completions import shown
+    from tandem.observability.dropped import change, why
 
     groups, signal = forecast.groups, forecast.signal
     without = [

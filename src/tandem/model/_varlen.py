@@ -64,11 +64,9 @@ def kernel() -> Kernel | None:
     return _KERNEL
 
 
-def refusal(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float, window: int | None
-) -> str | None:
+def refusal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> str | None:
     """Why the kernel cannot take these, in words that follow "since"; None if it can. Shapes (B, heads, T, D)."""
-    return unsupported_input(query.dtype, query.device) or misfit(query, key, value, scaling, dropout, window)
+    return unsupported_input(query.dtype, query.device) or misfit(query, key, value, scaling, window)
 
 
 def unsupported_input(dtype: torch.dtype, device: torch.device) -> str | None:
@@ -84,16 +82,12 @@ def unsupported_input(dtype: torch.dtype, device: torch.device) -> str | None:
     return None
 
 
-def misfit(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float, window: int | None
-) -> str | None:
+def misfit(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> str | None:
     """Why it cannot take these shapes and options; a compiled layer asks for this alone."""
     installed, size = kernel(), query.shape[-1]
     assert installed is not None, "unsupported_input() was not asked"
     if size > WIDEST or size % 8 or not size == key.shape[-1] == value.shape[-1]:
         return f"its kernel takes heads of up to {WIDEST} in steps of 8, not {size} with values of {value.shape[-1]}"
-    if dropout > 0:
-        return "its kernel has no dropout"
     if not installed.scales and scaling not in (None, size**-0.5):
         return f"its kernel in this torch cannot scale by {scaling}"
     if window is not None and not installed.windows:

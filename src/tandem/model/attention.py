@@ -71,16 +71,18 @@ def attend(
             raise EngineError(f"its attention uses {name}, which a packed tree does not have")
     if attention_mask is not None:
         raise EngineError("its attention has a mask of its own, which a packed tree does not have")
+    if dropout:
+        raise EngineError("its attention has dropout: what is scored must be what sampled")
     if not getattr(module, "is_causal", True):
         raise EngineError("its attention looks ahead")
     if spans is not None:
         window = None if sliding_window is not None and spans.most_keys <= sliding_window else sliding_window
-        if _varlen.misfit(query, key, value, scaling, dropout, window) is None:
+        if _varlen.misfit(query, key, value, scaling, window) is None:
             if isinstance(plan, ContextPacked):
                 heads = heads_of_row(query, key, value, plan.name)
                 return tokens_of_rank(_varlen.attend(*heads, scaling, window, spans), plan.name), None
             return _varlen.attend(query, key, value, scaling, window, spans), None
-    return _between(module, query, key, value, scaling, dropout, sliding_window, plan), None
+    return _between(module, query, key, value, scaling, sliding_window, plan), None
 
 
 # A compiled layer calls it between its graphs: every plan is another, and a graph that looked into one would be
@@ -92,7 +94,6 @@ def _between(
     key: Tensor,
     value: Tensor,
     scaling: float | None,
-    dropout: float,
     window: int | None,
     plan: Plan | None,
 ) -> Tensor:
@@ -104,8 +105,8 @@ def _between(
         return _decode(module, query, key, value, scaling, window, plan)
     if isinstance(plan, ContextPacked):
         heads = heads_of_row(query, key, value, plan.name)
-        return tokens_of_rank(_packed(module, *heads, scaling, dropout, window, plan.whole), plan.name)
-    return _packed(module, query, key, value, scaling, dropout, window, plan)
+        return tokens_of_rank(_packed(module, *heads, scaling, window, plan.whole), plan.name)
+    return _packed(module, query, key, value, scaling, window, plan)
 
 
 def _decode(
@@ -136,7 +137,6 @@ def _packed(
     key: Tensor,
     value: Tensor,
     scaling: float | None,
-    dropout: float,
     window: int | None,
     plan: Packed,
 ) -> Tensor:
@@ -145,7 +145,7 @@ def _packed(
     if window is not None and plan.longest <= window:
         window = None  # nothing is as far away
     if query.device.type == "cuda":
-        why = _varlen.refusal(query, key, value, scaling, dropout, window)
+        why = _varlen.refusal(query, key, value, scaling, window)
         if why is None:
             if (
                 plan.long
@@ -155,7 +155,7 @@ def _packed(
                 return by_sequence(query, key, value, scaling, plan)
             return _varlen.attend(query, key, value, scaling, window, plan.spans(query.device))
         _notice(why)
-    return _segments(query, key, value, scaling, dropout, window, plan)
+    return _segments(query, key, value, scaling, window, plan)
 
 
 def _segments(
@@ -163,7 +163,6 @@ def _segments(
     key: Tensor,
     value: Tensor,
     scaling: float | None,
-    dropout: float,
     window: int | None,
     plan: Packed,
 ) -> Tensor:
@@ -191,7 +190,6 @@ def _segments(
             attn_mask=mask,
             is_causal=mask is None,
             scale=scaling,
-            dropout_p=dropout,
             enable_gqa=True,
         )
         outs.append(out)

@@ -181,14 +181,8 @@ def joined(pasts: Sequence[Past]) -> Past:
     return Past(*(np.concatenate(parts) for parts in zip(*shifted, strict=True)))
 
 
-class Part(NamedTuple):
-    """Arguments of ``penalise`` for some rows and columns of the logits."""
-
-    seen_NW: Tensor | None
-    output_NW: Tensor | None
-    repetition: float
-    presence: float
-    frequency: float
+Part = tuple[Tensor | None, Tensor | None, float, float, float]
+"""Arguments of ``penalise`` for some rows and columns of the logits, but for these."""
 
 
 class Events(NamedTuple):
@@ -237,13 +231,9 @@ class TokenHistory:
     def part(self, rows: tuple[int, int], columns: tuple[int, int]) -> Part:
         """What is done to some rows and columns of the logits."""
         penalties = self.penalties
-        return Part(
-            seen_NW=self.seen.counts(rows, columns) if penalties.repetition != 1.0 else None,
-            output_NW=self.output.counts(rows, columns) if penalties.presence or penalties.frequency else None,
-            repetition=penalties.repetition,
-            presence=penalties.presence,
-            frequency=penalties.frequency,
-        )
+        seen_NW = self.seen.counts(rows, columns) if penalties.repetition != 1.0 else None
+        output_NW = self.output.counts(rows, columns) if penalties.presence or penalties.frequency else None
+        return seen_NW, output_NW, penalties.repetition, penalties.presence, penalties.frequency
 
     def bar(self, logits_NW: Tensor, targets_N1: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> None:
         """Leave tokens out, in place, that would end an answer too early, but none that was sampled."""

@@ -1,19 +1,13 @@
-"""Completions of the policy, for people: some of each step, and those of groups that are not trained on."""
+"""Completions of the policy, for people: some of each step."""
 
 from __future__ import annotations
 
-import logging
 import random
-import time
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 
 from tandem.observability.emit import Telemetry
 from tandem.observability.options import PrintCompletions
 from tandem.types import Group, Json, Rollout
-
-log = logging.getLogger(__name__)
 
 MOST_TEXT = 4000
 """Characters of a prompt or an answer that are shown; of a longer one its beginning and its end."""
@@ -58,125 +52,3 @@ class Completions:
         picked = random.Random(step).sample(rollouts, count) if count < len(rollouts) else rollouts
         samples = [shown(rollout) | {"advantage": advantages.get(rollout.id)} for rollout in picked]
         self._telemetry.event("completions", step=step, samples=samples)
-
-
-KEPT = 2
-"""Dropped groups of each step that are kept in dropped.jsonl, the first ones."""
-MOST_ANSWERS = 8
-"""Answers of such a group that are kept."""
-WARN = 5
-"""Batches' worth of groups dropped for one step that are warned of."""
-LOOKED_AT = 64
-"""Dropped groups by which it is judged what to change, the latest ones."""
-ZERO, FAILED, STALE = "every reward 0", "failed", "stale"
-
-
-@dataclass(slots=True)
-class DroppedGroups:
-    """Log of dropped groups: a few lines a step, however many there are.
-
-    At the first of a run, at a batch's worth for one step, at five (a warning), at ten, and whenever that has doubled.
-    """
-
-    telemetry: Telemetry
-    """Where it is said: the events ``group_dropped`` and ``groups_dropped``, and dropped.jsonl."""
-    version: Callable[[], int]
-    """Optimizer steps taken."""
-    groups_per_step: int
-    """Groups in a batch."""
-    max_tokens: int
-    """Most tokens of an answer."""
-    _step: int = -1
-    _any: bool = False
-    _why: Counter[str] = field(default_factory=Counter)
-    _last: deque[tuple[str, Group]] = field(default_factory=lambda: deque(maxlen=LOOKED_AT))
-
-    def __call__(self, reason: str, group: Group) -> None:
-        """A group was dropped: zero_variance, stale or failed."""
-        step = self.version() + 1
-        if step != self._step:
-            self._step = step
-            self._why.clear()
-            self._last.clear()
-        self._last.append((reason, group))
-        reason_text = why(reason, group)
-        self._why[reason_text] += 1
-        rewards: Json = [rollout.reward for rollout in group.rollouts]
-        self.telemetry.event("group_dropped", reason=reason, group=group.id, rewards=rewards)
-        count = self._why.total()
-        if count <= KEPT and group.rollouts:
-            self.telemetry.dropped(_record(step, reason, reason_text, group))
-        if group.rollouts and (not self._any or self._due(count)):
-            self._say(step, count, group)
-
-    def _due(self, count: int) -> bool:
-        """Whether so many, dropped for one step, are worth another word."""
-        batches, rest = divmod(count, self.groups_per_step)
-        warnings, between = divmod(batches, WARN)
-        return not rest and (batches == 1 or (not between and warnings.bit_count() == 1))
-
-    def _say(self, step: int, count: int, group: Group) -> None:
-        warns = count >= WARN * self.groups_per_step
-        fields: dict[str, Json] = {"step": step, "dropped": count, "why": dict(self._why), "warning": warns}
-        if warns:
-            fields |= {"example": shown(_example(group)), "change": change(self._last, self.max_tokens)}
-        elif not self._any:
-            fields["example"] = shown(_example(group))
-        self._any = True
-        log.info("step %d: %d groups dropped so far: %s", step, count, dict(self._why))
-        self.telemetry.event("groups_dropped", **fields)
-
-
-def why(reason: str, group: Group) -> str:
-    """Why a group is not trained on, in words that make groups of a kind countable: ``every reward 0``."""
-    if reason != "zero_variance":
-        return reason
-    rewards = [rollout.reward for rollout in group.scored if rollout.reward is not None]
-    return ZERO if not any(rewards) else f"every reward {rewards[0]:.4g}"
-
-
-def change(dropped: Collection[tuple[str, Group]], max_tokens: int) -> str:
-    """Advice on dropped groups.
-
-    Args:
-        dropped: some of them, at least one, each with its reason: zero_variance, stale or failed.
-        max_tokens: most tokens of an answer.
-    """
-    groups = [group for _, group in dropped]
-    commonest = Counter(why(reason, group) for reason, group in dropped).most_common(1)[0][0]
-    answers = [rollout for group in groups for rollout in group.scored]
-    cut = sum(rollout.truncated for rollout in answers)
-    alike = sum(len({rollout.text for rollout in group.scored}) == 1 for group in groups)
-    if commonest == STALE:
-        return "raise max_lag, or let fewer environments run ahead"
-    if commonest == FAILED:
-        error = next((rollout.error for group in groups for rollout in group.rollouts if rollout.error), "")
-        return f"the environment or a reward fails: {shortened(error, 200) or 'answers have no reward'}"
-    if alike * 2 > len(groups):
-        return (
-            "answers to a task are all alike, to the letter: raise sampling.temperature, or if they were not at first, "
-            "begin again with a smaller optimizer.lr: its updates ruined the policy"
-        )
-    if cut * 2 > len(answers):
-        share = f"{cut} of {len(answers)} answers were cut at a length limit"
-        return f"{share}: raise sampling.max_tokens ({max_tokens}), or ask for shorter answers"
-    if commonest == ZERO:
-        return (
-            "read the answer: if it is right, mend the reward; if not, use easier tasks, a stronger model, an "
-            "example in the prompt, or a larger group_size"
-        )
-    return "harder tasks, or a reward that tells a good answer from a better one"
-
-
-def _example(group: Group) -> Rollout:
-    """A failed answer of a group that failed, else its first."""
-    return next((rollout for rollout in group.rollouts if rollout.error), group.rollouts[0])
-
-
-def _record(step: int, reason: str, why: str, group: Group) -> dict[str, Json]:
-    """A line of dropped.jsonl: the task once, and each answer."""
-    answers = [shown(rollout) for rollout in group.rollouts[:MOST_ANSWERS]]
-    task = {key: answers[0][key] for key in ("env", "task", "prompt", "answer")}
-    rollouts = [{key: value for key, value in answer.items() if key not in task} for answer in answers]
-    head: dict[str, Json] = {"step": step, "time": time.time(), "reason": reason, "why": why, "group": group.id}
-    return {**head, **task, "rollouts": rollouts}

@@ -48,10 +48,8 @@ class BufferMetrics:
     def collect(self) -> Mapping[str, Value]:
         """The metrics; counting begins anew."""
         options = self._options
-        drops = {
-            f"groups/dropped_{reason}": Sum(float(self.dropped[reason]))
-            for reason in ("zero_variance", "stale", "failed", "surplus")
-        }
+        reasons = ("zero_variance", "stale", "failed", "surplus")
+        drops = {f"groups/dropped_{reason}": Sum(float(self.dropped[reason])) for reason in reasons}
         drops["tokens/dropped"] = Sum(float(self.tokens_dropped))
         taken = {f"env/{name}/trained": Sum(float(self.trained[name])) for name in self._runners}
         enabled = {

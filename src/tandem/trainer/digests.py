@@ -6,6 +6,7 @@ digest is xxh3 of 128 bits, about as fast as memory is read: it finds damage, no
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import re
@@ -22,7 +23,6 @@ log = logging.getLogger(__name__)
 
 NAME = "digests.json"
 """The file: a digest for each other file of the checkpoint, by its path within."""
-_CHUNK = 1 << 20
 _STEP = re.compile(r"[0-9]{6,}")
 
 
@@ -97,9 +97,5 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _digest(path: Path) -> str:
-    digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
-        buffer = memoryview(bytearray(_CHUNK))
-        while size := file.readinto(buffer):
-            digest.update(buffer[:size])
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()

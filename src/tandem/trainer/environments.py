@@ -18,7 +18,7 @@ from tandem.envs.base import Split
 from tandem.errors import ConfigError, EnvError, TandemError, defined_at, raised
 from tandem.metrics import Value, merge
 from tandem.observability import waits
-from tandem.observability.completions import DroppedGroups
+from tandem.observability.dropped import DroppedGroups
 from tandem.observability.emit import Telemetry
 from tandem.rewards.grading.workers import Graders
 from tandem.rollout import template as rendering

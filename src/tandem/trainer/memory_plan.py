@@ -95,10 +95,6 @@ class MemoryPlan:
     """Where the weights have to fit."""
     beside: Machine | None
     """The host, where the weights are on an accelerator; it is held against its own lines."""
-    parameters: int
-    """Weights of the model, adapters included."""
-    trainable: int
-    """Those that are trained."""
 
     @property
     def total(self) -> int:
@@ -112,12 +108,7 @@ class MemoryPlan:
         lines = sorted((line for line in self.lines if line.beside is beside), key=lambda line: -line.bytes)
         return max(([line for line in lines if line.when in moment] for moment in moments), key=_sum)
 
-    @property
-    def fits(self) -> bool:
-        """True if the peak is within what is free, on the host too."""
-        return self.within(1.0)
-
-    def within(self, share: float) -> bool:
+    def within(self, share: float = 1.0) -> bool:
         """Whether a share of what is free is enough, on the host too."""
         beside = self.beside is None or _sum(self.at_peak(beside=True)) <= share * self.beside.free
         return self.total <= share * self.machine.free and beside
@@ -139,7 +130,7 @@ class MemoryPlan:
         Raises:
             DoesNotFit: with the largest lines and what makes them smaller.
         """
-        if not self.fits:
+        if not self.within():
             raise DoesNotFit(f"{what} needs more memory than is free:\n{self.table()}")
 
 
@@ -226,7 +217,7 @@ class Planner:
 
     def plan(self, config: RunConfig) -> MemoryPlan:
         """Every line of a run."""
-        counts, engines = self.modelled.counts, Engines.of(config, self.machine, self.resumed, self.ranks)
+        engines = Engines.of(config, self.machine, self.resumed, self.ranks)
         lines = [
             *self._engine_lines(config, engines),
             *self._weight_lines(config, engines),
@@ -238,8 +229,6 @@ class Planner:
             overlap=config.most_lag > 0,
             machine=self.machine,
             beside=self.beside,
-            parameters=counts.parameters,
-            trainable=counts.trainable,
         )
 
     def _line(

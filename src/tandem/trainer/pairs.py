@@ -72,7 +72,7 @@ def _sync(config: RunConfig) -> WeightSync:
     """The way that the recipe's weights reach its engine."""
     if not has_slices(config):
         return config.sync
-    from tandem.distributed.shared_slices import SharedSlices  # which needs torch
+    from tandem.trainer.ranks.shared_slices import SharedSlices  # which needs torch
 
     return SharedSlices.of(config.sync)
 

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from tandem.distributed.crew import Ranks
 from tandem.distributed.follower import Handler
-from tandem.distributed.shared_slices import SharedSlices, TrainedSlices
 from tandem.distributed.slices import EngineSlice, Slice
 from tandem.engines.base import Engine, EngineRequirements
 from tandem.errors import TransportError
 from tandem.trainable.full import write_index, write_part
 from tandem.trainer.pairs import has_slices
 from tandem.trainer.ranks.lead import ManyRanks
+from tandem.trainer.ranks.shared_slices import SharedSlices, TrainedSlices
 from tandem.trainer.world import Hold, Write
 from tandem.transport.buckets import TensorEntry
 from tandem.transport.daemon import on_daemon

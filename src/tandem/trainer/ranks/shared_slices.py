@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from tandem.engines.base import EngineSpec, ExportsSlices
 from tandem.errors import UnsupportedPair
@@ -23,41 +23,8 @@ from tandem.weight_sync.transaction.trained import Trained
 from tandem.weight_sync.verify.probe import Checksums, differing
 
 if TYPE_CHECKING:
+    from tandem.trainer.ranks.slices import LeadSlices
     from tandem.transport.collective import Member
-
-
-class SliceRanks(Protocol):
-    """The trainer's ranks, each with its slices of the weights; all of them execute each call together."""
-
-    async def attach(self, exports: Sequence[Sequence[Any]]) -> None:
-        """Attach the memory of each engine's workers, each rank that of its own."""
-        ...
-
-    async def publish(self) -> int:
-        """Write the weights into the attached memory; returns the bytes that ranks received from each other."""
-        ...
-
-    async def checksums(self) -> Checksums:
-        """Of every whole weight as it is published, by its Hugging Face name."""
-        ...
-
-    async def scores(
-        self, tokens: Sequence[int], temperatures: Sequence[float], *, bare: bool = False
-    ) -> list[list[float]]:
-        """``Policy.scores`` by the weights of all, or without their adapter."""
-        ...
-
-    async def finite(self) -> bool:
-        """True if all values of all ranks are finite."""
-        ...
-
-    async def send(self, member: Member, manifest: Sequence[TensorEntry], bucket_bytes: int) -> int:
-        """Send these tensors to the others of a broadcast group; returns their bytes."""
-        ...
-
-    async def save(self, folder: Path) -> None:
-        """Write all weights as a model's folder."""
-        ...
 
 
 class TrainedSlices(Trained):
@@ -71,7 +38,7 @@ class TrainedSlices(Trained):
 
     gathers: ClassVar[int] = 2
 
-    def __init__(self, trainable: Any, policy: Policy, ranks: SliceRanks):
+    def __init__(self, trainable: Any, policy: Policy, ranks: LeadSlices):
         super().__init__(trainable, policy)
         self.ranks = ranks
         self._is_whole = trainable.payload == "adapter"
@@ -182,6 +149,6 @@ class SharedSlices(Shared):
         return await _ranks(session).publish()
 
 
-def _ranks(session: SyncContext) -> SliceRanks:
+def _ranks(session: SyncContext) -> LeadSlices:
     assert isinstance(session.trained, TrainedSlices)
     return session.trained.ranks
