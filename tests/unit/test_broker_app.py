@@ -264,7 +264,7 @@ def test_nothing_is_promised_before_it_is_on_disk(monkeypatch: pytest.MonkeyPatc
             asyncio.create_task(client.post(path, body))
             for path, body in (("/register", RUN), ("/scored_data", group()), ("/scored_data_list", [group()]))
         ] + [asyncio.create_task(client.get("/reset_data"))]
-        while client.broker.bodies.received < 100 or client.broker.store.run is None:
+        while client.broker.store.counts["accepted"] < 2:
             await client.get("/info")  # answered meanwhile
         assert not any(call.done() for call in calls)
         gate.set()
@@ -306,7 +306,6 @@ def test_metrics() -> None:
             'tandem_broker_refused_total{reason="json_invalid"} 1',
             r'tandem_broker_env_queued_groups{env="a\"b�_0"} 1',
             'tandem_broker_requests_total{path="/scored_data",status="422"} 1',
-            "tandem_broker_served_lag_steps_total 5",
         ):
             assert line in text.splitlines(), line
         sample = re.compile(r'[a-z_]+(\{([a-zA-Z_]+="([^"\\\n]|\\.)*",?)+\})? [0-9.e+-]+')

@@ -74,8 +74,6 @@ class Bodies:
     """Bounds on them."""
     pending: int = 0
     """Bytes of bodies being read or decoded, as sent."""
-    received: int = 0
-    """Bytes read since the start, as sent."""
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "tandem-bodies"))
 
     async def read(self, request: web.Request, parse: Callable[[bytes], T], *, most: int | None = None) -> T:
@@ -99,7 +97,6 @@ class Bodies:
         with self._reserved() as grow:
             grow(size or 0)
             body = await self._collected(request, most, grow)
-            self.received += len(body)
             if not body:
                 raise refuse("missing", (), "Field required")
             kind = request.content_type if "Content-Type" in request.headers else "(none)"
