@@ -49,8 +49,9 @@ def serve_broker(host: str, port: int, data: Path | None, body_bytes: int, held_
 
     async def serve() -> None:
         # Only now that clients can connect: loading these takes as long as everything else of the start.
-        from tandem_broker.journal import opened
+        from tandem_broker.journal import Ledger
         from tandem_broker.queue.records import StoreOptions
+        from tandem_broker.queue.store import GroupQueue
         from tandem_broker.server.app import BrokerServer
         from tandem_broker.server.bodies import BodyLimits
         from tandem_broker.server.keys import Keys
@@ -61,7 +62,10 @@ def serve_broker(host: str, port: int, data: Path | None, body_bytes: int, held_
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         options = StoreOptions(max_bytes=held_bytes, max_env_bytes=held_bytes // 2)
         limits, keys = BodyLimits(body_bytes=body_bytes), Keys(trainer=trainer, environments=environments)
-        with opened(data, options, time.time()) as store:
+        with contextlib.ExitStack() as opened:
+            store = GroupQueue(options)
+            if data is not None:
+                store = opened.enter_context(contextlib.closing(Ledger.open(data, options, time.time()))).store
             broker = BrokerServer(store, limits=limits, keys=keys, host=host)
             async with serving(broker, host, 0, sockets) as url:
                 _introduce(url, host, data, broker, tell)
