@@ -93,7 +93,7 @@ class Producer:
     """Told the most tokens that the trainer takes of one sequence."""
     tally: GroupTally = field(default_factory=GroupTally)
     """What became of it."""
-    _draws: Iterator[int] = field(default_factory=count)
+    _numbers: Iterator[int] = field(default_factory=count)
     _info: Info = field(default_factory=lambda: Info(batch_size=-1, max_token_len=-1))
     _info_of_registration: int = -1
     _running: set[asyncio.Task[None]] = field(default_factory=set)
@@ -186,7 +186,7 @@ class Producer:
         return max(0, min(most, max(room, guaranteed)))
 
     def _start(self) -> None:
-        draw = next(self._draws)
+        draw = next(self._numbers)
         task, name = self.tasks.of(Draw(self.tasks.name, draw))
         playing = asyncio.create_task(self._play(draw, task, name), name=f"group {draw}")
         self._running.add(playing)
