@@ -268,10 +268,13 @@ class EnvClient(_Client):
 
         Raises:
             RequestRefused: the broker will not have this group.
+            BrokerError: this broker could never serve it.
         """
         knows_keys = self.connection.speaks == "tandem"
         scored = group_to_wire(group)
         scored.generation_params = {**(scored.generation_params or {}), **(params or {})} or None
+        if (size := len(scored.tokens)) > self.spec.group_size and not knows_keys:
+            raise BrokerError(f"group {group.id} has {size} sequences: Atropos' broker never serves it; use Tandem's")
         headers = {"Idempotency-Key": key} if knows_keys else {}
         # Without keys not even what was not sent is sent again at once: by then it may be a broker without a trainer.
         again: frozenset[Fate] = ALWAYS if knows_keys else frozenset()

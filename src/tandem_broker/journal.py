@@ -14,8 +14,8 @@ import os
 import sqlite3
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -56,7 +56,7 @@ class Ledger(Journal):
         self.store = GroupQueue(options, journal=self)
         self._failure: Exception | None = None
         self._progress = ""
-        self._identities: dict[Path, tuple[int, int]] = {}
+        self._inodes: dict[Path, int] = {}
         self._resources = ExitStack()
         self._resources.enter_context(_locked(folder))
 
@@ -110,8 +110,8 @@ class Ledger(Journal):
         if self._failure is None and self._sql.in_transaction:
             try:
                 self._sql.commit()
-                for path, identity in self._identities.items():
-                    if _identity(path) != identity:
+                for path, inode in self._inodes.items():
+                    if not path.exists() or path.stat().st_ino != inode:
                         raise FileNotFoundError(f"{path} was deleted or replaced while the broker ran")
             except (sqlite3.Error, OSError) as error:
                 self._failure = error
@@ -185,7 +185,7 @@ class Ledger(Journal):
         for statement in SCHEMA:
             sql.execute(statement)
         sql.commit()
-        self._identities = {path: _identity(path) for path in (self.path, Path(f"{self.path}-wal"))}
+        self._inodes = {path: path.stat().st_ino for path in (self.path, Path(f"{self.path}-wal"))}
 
     def _restore(self, now: float) -> None:
         """Fill the store. Leases count from ``now``, and so do silences of environments that were not silent already.
@@ -231,29 +231,3 @@ def _locked(folder: Path) -> BinaryIO:
         lock.close()
         raise BrokerError(f"another broker uses {folder}; give this one another folder, or end that one") from None
     return lock
-
-
-def _identity(path: Path) -> tuple[int, int]:
-    """Device and inode of a path; zeros if there is nothing."""
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return (0, 0)
-    return status.st_dev, status.st_ino
-
-
-@contextmanager
-def opened(folder: Path | None, options: StoreOptions, now: float) -> Iterator[GroupQueue]:
-    """A store: kept in a folder, or without one in memory alone.
-
-    Raises:
-        BrokerError: another broker uses the folder, or its ledger cannot be read.
-    """
-    if folder is None:
-        yield GroupQueue(options)
-        return
-    ledger = Ledger.open(folder, options, now)
-    try:
-        yield ledger.store
-    finally:
-        ledger.close()

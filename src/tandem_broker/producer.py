@@ -13,10 +13,10 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Literal
+from typing import Any
 
 from tandem.errors import BrokerError, ConfigError, Deadline, EngineError, TandemError
 from tandem.observability import waits
@@ -66,9 +66,8 @@ class GroupTally:
 
     def line(self) -> str:
         """In words, for a person."""
-        words = {"zero_variance": "zero-variance"}
-        fates = ("zero_variance", "failed", "refused", "lost", "dropped")
-        others = ", ".join(f"{self.groups[fate]} {words.get(fate, fate)}" for fate in fates if self.groups[fate])
+        counts = [(self.groups[fate], fate) for fate in ("zero_variance", "failed", "refused", "lost", "dropped")]
+        others = ", ".join(f"{count} {fate.replace('_', '-')}" for count, fate in counts if count)
         return f"{self.groups['sent']} groups sent" + (f" ({others})" if others else "")
 
 
@@ -94,7 +93,7 @@ class Producer:
     """Told the most tokens that the trainer takes of one sequence."""
     tally: GroupTally = field(default_factory=GroupTally)
     """What became of it."""
-    _draws: Iterator[int] = field(default_factory=count)
+    _numbers: Iterator[int] = field(default_factory=count)
     _info: Info = field(default_factory=lambda: Info(batch_size=-1, max_token_len=-1))
     _info_of_registration: int = -1
     _running: set[asyncio.Task[None]] = field(default_factory=set)
@@ -118,19 +117,22 @@ class Producer:
             BrokerError: the broker refuses group after group, or stays away.
             Deadline: group after group takes too long, or the broker does; names both parts of the wait.
         """
-        waiting = asyncio.ensure_future(stop.wait())
+        playing, stopped = asyncio.ensure_future(self._keep_playing()), asyncio.ensure_future(stop.wait())
         try:
-            await _unless_stopped(waiting, self._keep_playing())
+            await asyncio.wait((playing, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if playing.done():
+                playing.result()
+            playing.cancel()
             if stop.is_set() and self._running:
                 seconds = self.pace.drain_seconds
                 log.info("finishing %d groups, for %g s at most; Ctrl-C again drops them", len(self._running), seconds)
                 await asyncio.wait(self._running, timeout=seconds)
         finally:
-            waiting.cancel()
             self.tally.groups["dropped"] += len(self._running)
-            for task in self._running:
+            tasks: list[asyncio.Future[Any]] = [playing, stopped, *self._running]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*self._running, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _keep_playing(self) -> None:
         ticket = await self.client.register()
@@ -184,7 +186,7 @@ class Producer:
         return max(0, min(most, max(room, guaranteed)))
 
     def _start(self) -> None:
-        draw = next(self._draws)
+        draw = next(self._numbers)
         task, name = self.tasks.of(Draw(self.tasks.name, draw))
         playing = asyncio.create_task(self._play(draw, task, name), name=f"group {draw}")
         self._running.add(playing)
@@ -273,16 +275,3 @@ class Producer:
         queued = f"{status.queue_size} queued of {self.pace.ahead * max(0, self._info.batch_size) / self._size:g}"
         log.info("%s at step %d: %s; %d being played, %s%s", self.client.spec.desired_name, status.current_step,
                  self.tally.line(), len(self._running), queued, mean)  # fmt: skip
-
-
-async def _unless_stopped(stopped: asyncio.Future[Literal[True]], work: Coroutine[Any, Any, None]) -> None:
-    """Do the work unless it is to stop first."""
-    task = asyncio.ensure_future(work)
-    both: set[asyncio.Future[Any]] = {task, stopped}
-    try:
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            task.result()
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)

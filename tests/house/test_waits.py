@@ -21,7 +21,7 @@ ALLOWED = {
     # Idle, not waiting: whoever wants something of them waits himself, and is registered.
     "tandem/engines/embedded/engine.py:_run": "the engine has nothing to sample",
     "tandem/rewards/grading/grader.py:main": "a grading process has nothing to grade; its parent's end is its own",
-    "tandem_broker/commands/serve.py:_serve": "a server serves until it is stopped",
+    "tandem_broker/commands/serve.py:serve": "a server serves until it is stopped",
     # Beside something that is registered.
     "tandem/trainer/loop.py:_unless_stopped": "a stop, beside the work that is awaited",
     "tandem_broker/producer.py:run": "a stop, beside the playing",
@@ -39,7 +39,6 @@ ALLOWED = {
     # Over already: these do not wait.
     "tandem/engines/vllm/server/asgi.py:unless": "it is done",
     "tandem/rewards/judge.py:_verdict": "it is done",
-    "tandem_broker/producer.py:_unless_stopped": "it is done",
     "tandem/transport/collective.py:connect": "it is done",
     "tandem/transport/collective.py:behind": "on CUDA it queues; gloo's has the group's deadline",
     "tandem/model/context.py:_exchanged": "on CUDA it queues; gloo's has the group's deadline",

@@ -293,3 +293,20 @@ def test_a_plain_batch_whose_connection_broke_is_asked_for_once(caplog: pytest.L
 
     run(go())
     assert "a batch may be lost with it" in caplog.text
+
+
+def test_atropos_broker_is_spared_a_group_that_it_would_keep_for_ever() -> None:
+    apart = make_rollout("t@0/0", [([1], [2], [-1.0]), ([9], [2], [-1.0])], 1.0)
+    wide = make_group("t@0", [apart, make_rollout("t@0/1", [([1], [3], [-1.0])], 0.0)])
+
+    async def go(ours: bool) -> None:
+        async with FakeBroker(ours=ours) as broker, environment(broker) as client:
+            await client.register()
+            try:
+                await client.submit(wide, "k")
+            finally:
+                assert len(broker.groups) == (1 if ours else 0)
+
+    run(go(True))
+    with pytest.raises(BrokerError, match=r"t@0 has 3 sequences.*never serves it; use Tandem's"):
+        run(go(False))

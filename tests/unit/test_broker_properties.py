@@ -177,7 +177,7 @@ class Promises(RuleBasedStateMachine):
 
     @rule(lease=st.booleans(), trainer=st.sampled_from(["x", "y"]))
     def trainer_polls(self, lease: bool, trainer: str) -> None:
-        self.store.heartbeat(None, self.now)  # leases that ran out come back first
+        self.store.status(self.now)  # leases that ran out come back first
         if not lease:
             for earlier in [one for one in self.store.leases.out.values() if one.delivered]:
                 if earlier.trainer == trainer:

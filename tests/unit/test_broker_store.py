@@ -140,7 +140,7 @@ def test_a_silent_environment_loses_its_share_until_it_speaks() -> None:
     assert store.status(50.0).waits_for == "environment e_0 has 0 of the 4 sequences its share asks for"
     assert names(store.take(60.1)) == ["0", "1"]
     assert store.status_env(busy, 60.1).unallocated_fraction == 1.0
-    store.heartbeat(silent, 61.0)
+    store.status_env(silent, 61.0)
     assert store.status_env(busy, 61.0).unallocated_fraction == 0.5
     assert store.take(61.0) is None
     names_.put(4, env=silent, now=61.0)
@@ -152,7 +152,7 @@ def test_disconnecting_frees_a_share_at_once_and_for_good() -> None:
     gone, here = joined(store, share=0.5), joined(store)
     Names(store).put(4, 4, env=here)
     store.disconnect(gone, 0.0)
-    store.heartbeat(gone, 0.0)
+    store.status_env(gone, 0.0)
     assert names(store.take(0.0)) == ["0", "1"]
     assert [(env["connected"], env["left"]) for env in store.status(0.0).envs] == [(False, True), (True, False)]
 

@@ -94,7 +94,7 @@ def test_a_recipe_for_training_is_taken_as_it_is(tmp_path: Path) -> None:
 def test_mistakes_are_found_at_once(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         recipes.load(None, words)
-    with pytest.raises(ConfigError, match="cannot read nowhere"):
+    with pytest.raises(ConfigError, match="there is no recipe nowhere"):
         recipes.load(Path("nowhere.yaml"), words)
 
 

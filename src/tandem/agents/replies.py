@@ -29,47 +29,37 @@ class Reply:
     """How it was sampled."""
 
 
-def chat_body(
-    model: str, answers: Sequence[Reply], now: int, pieces: Pieces | None = None, *, ids: bool = False
+def reply_body(
+    model: str,
+    answers: Sequence[Sequence[Reply]],
+    now: int,
+    pieces: Pieces | None = None,
+    *,
+    is_chat: bool,
+    ids: bool = False,
 ) -> dict[str, Json]:
-    """Body of a chat's answer.
+    """Body of an answer.
 
     Args:
         model: what the policy is called.
-        answers: to one conversation.
+        answers: to each prompt.
         now: seconds since 1970.
         pieces: text of each token, where logprobs are asked for.
+        is_chat: a chat's answer, else a completion's.
         ids: tell the sampled token ids.
     """
     choices = [
         {
             "index": index,
-            "message": _message(answer),
+            **({"message": _message(answer)} if is_chat else {"text": answer.text}),
             "finish_reason": _finish(answer),
-            **_ids(answer, ids),
-            "logprobs": None if pieces is None else {"content": _logprobs(answer.turn.completion, pieces)},
-        }
-        for index, answer in enumerate(answers)
-    ]
-    head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "object": "chat.completion", "created": now, "model": model}
-    return {**head, "choices": choices, "usage": _usage([answers])}
-
-
-def text_body(
-    model: str, answers: Sequence[Sequence[Reply]], now: int, pieces: Pieces | None = None, *, ids: bool = False
-) -> dict[str, Json]:
-    """Body of a completion's answer; as ``chat_body``, with the answers to each prompt."""
-    choices = [
-        {
-            "index": index,
-            "text": answer.text,
-            "finish_reason": _finish(answer),
-            **_ids(answer, ids),
-            "logprobs": None if pieces is None else _old_logprobs(answer.turn.completion, pieces),
+            **({"token_ids": list(answer.turn.completion.tokens)} if ids else {}),
+            "logprobs": None if pieces is None else _logprobs(answer.turn.completion, pieces, is_chat),
         }
         for index, answer in enumerate(answer for some in answers for answer in some)
     ]
-    head = {"id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion", "created": now, "model": model}
+    name, kind = ("chatcmpl", "chat.completion") if is_chat else ("cmpl", "text_completion")
+    head = {"id": f"{name}-{secrets.token_hex(12)}", "object": kind, "created": now, "model": model}
     return {**head, "choices": choices, "usage": _usage(answers)}
 
 
@@ -108,10 +98,6 @@ def _parts(choices: Iterable[dict[str, Json]], is_chat: bool) -> Iterator[dict[s
         yield {"index": choice["index"], **end, "finish_reason": choice["finish_reason"], "logprobs": None}
 
 
-def _ids(answer: Reply, include: bool) -> dict[str, Json]:
-    return {"token_ids": list(answer.turn.completion.tokens)} if include else {}
-
-
 def _message(answer: Reply) -> dict[str, Json]:
     if not answer.calls:
         return {"role": "assistant", "content": answer.text}
@@ -135,16 +121,11 @@ def _usage(answers: Sequence[Sequence[Reply]]) -> dict[str, Json]:
     return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
 
 
-def _logprobs(completion: Completion, pieces: Pieces) -> list[Json]:
+def _logprobs(completion: Completion, pieces: Pieces, is_chat: bool) -> dict[str, Json]:
     """Of each sampled token, an end token too. A token that is no whole character has no text of its own."""
-    return [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, logprob in zip(pieces(completion.tokens), completion.logprobs, strict=True)
-    ]
-
-
-def _old_logprobs(completion: Completion, pieces: Pieces) -> dict[str, Json]:
-    """The same in the form of completions."""
     texts = pieces(completion.tokens)
-    starts = list(accumulate(map(len, texts), initial=0))[:-1]
-    return {"tokens": texts, "token_logprobs": completion.logprobs, "top_logprobs": None, "text_offset": starts}
+    if not is_chat:
+        starts = list(accumulate(map(len, texts), initial=0))[:-1]
+        return {"tokens": texts, "token_logprobs": completion.logprobs, "top_logprobs": None, "text_offset": starts}
+    pairs = zip(texts, completion.logprobs, strict=True)
+    return {"content": [{"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in pairs]}

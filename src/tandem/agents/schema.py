@@ -11,7 +11,7 @@ import logging
 import math
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import msgspec
 
@@ -28,6 +28,8 @@ UNREAD = frozenset((
     "prompt_cache_retention",
 ))  # fmt: skip
 """Fields that no answer depends on."""
+REFUSED = frozenset(("functions", "function_call", "suffix", "echo"))
+"""Fields without which an agent could not go on."""
 _RENDERING = frozenset((
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "padding",
     "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools",
@@ -47,9 +49,6 @@ class BadRequest(Exception):
 
 class CompletionRequest(msgspec.Struct, kw_only=True):
     """Fields common to both routes."""
-
-    KIND: ClassVar[str]
-    REFUSED: ClassVar[tuple[str, ...]]
 
     n: int | None = None
     """Answers."""
@@ -85,14 +84,13 @@ class CompletionRequest(msgspec.Struct, kw_only=True):
             fields = msgspec.json.decode(body, type=dict[str, Any])
             made = msgspec.convert(fields, cls, strict=False)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise BadRequest(f"the body is no {cls.KIND}'s: {error}") from error
+            raise BadRequest(f"the body cannot be read: {error}") from error
         for name, value in fields.items():
-            # Null, false and nothing in a list ask for nothing.
-            if name not in UNREAD and name not in cls.__struct_fields__ and value not in (None, False, "", [], {}):
-                _tell(f"{name[:80]} is left out of agents' requests: it cannot be obeyed here")
-        for name in cls.REFUSED:
-            if getattr(made, name):
+            if value in (None, False, "", [], {}) or name in UNREAD or name in cls.__struct_fields__:
+                continue  # null, false and nothing in a list ask for nothing
+            if name in REFUSED:
                 raise BadRequest(f"{name} cannot be obeyed: the policy answers in plain text", param=name)
+            _tell(f"{name[:80]} is left out of agents' requests: it cannot be obeyed here")
         if not 1 <= made.answers <= MOST:
             raise BadRequest(f"n must be from 1 to {MOST}", param="n")
         made.check()
@@ -161,9 +159,6 @@ class _RequestMessage(msgspec.Struct, kw_only=True):
 class ChatRequest(CompletionRequest, kw_only=True):
     """Body of /v1/chat/completions."""
 
-    KIND: ClassVar[str] = "chat completion"
-    REFUSED: ClassVar[tuple[str, ...]] = ("functions", "function_call")
-
     messages: list[_RequestMessage]
     max_completion_tokens: int | None = None
     """``max_tokens`` by its newer name."""
@@ -173,8 +168,6 @@ class ChatRequest(CompletionRequest, kw_only=True):
     """auto: the policy decides; none: it is offered no tools."""
     parallel_tool_calls: bool | None = None
     """False: one call per answer at most."""
-    functions: list[Any] | None = None
-    function_call: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Options of the chat template, such as ``enable_thinking``."""
     logprobs: bool | None = None
@@ -265,15 +258,10 @@ def _text(message: _RequestMessage) -> str:
 class TextRequest(CompletionRequest, kw_only=True):
     """Body of /v1/completions."""
 
-    KIND: ClassVar[str] = "completion"
-    REFUSED: ClassVar[tuple[str, ...]] = ("suffix", "echo")
-
     prompt: str | list[Any]
     """Text or token ids, or a list of such."""
     logprobs: int | None = None
     """Tell the logprob of each sampled token, and of no other, however many are asked for."""
-    echo: bool | None = None
-    suffix: str | None = None
 
     def prompts(self, vocabulary: int) -> list[str | list[int]]:
         """Each prompt; token ids must be below ``vocabulary``.

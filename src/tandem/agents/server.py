@@ -23,7 +23,7 @@ import msgspec
 from aiohttp import web
 
 from tandem import doors
-from tandem.agents.replies import Reply, chat_body, streamed, text_body
+from tandem.agents.replies import Reply, reply_body, streamed
 from tandem.agents.schema import BadRequest, ChatRequest, CompletionRequest, TextRequest
 from tandem.agents.tool_calls import ToolMessage, ToolOffer, alike, as_text, read
 from tandem.engines.base import Engine
@@ -31,7 +31,7 @@ from tandem.errors import Deadline, EngineError, EnvError
 from tandem.rollout.template import Template
 from tandem.rollout.turns import sample_turn, untrainable_option, why_untrainable
 from tandem.together import together
-from tandem.types import Json, Message, Sampling, Turn
+from tandem.types import Message, Sampling, Turn
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -279,22 +279,21 @@ class Proxy:
         options = await _aside(len(content), partial(ChatRequest.read, content))
         sampling, offer = options.sampling(self._sampling), options.offer(self._template.speech)
         replies = await session.reply(options.conversation(), sampling, offer, options.answers)
-        pieces = self._template.pieces if options.logprobs else None
-        body = chat_body(self._model, replies, int(time.time()), pieces, ids=bool(options.return_token_ids))
-        return await self._respond(request, options, body)
+        return await self._respond(request, options, [replies], bool(options.logprobs))
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         session, content = self._session(request), await request.read()
         options = await _aside(len(content), partial(TextRequest.read, content))
         sampling, prompts = options.sampling(self._sampling), options.prompts(self._template.vocabulary)
         each = await together(session.complete(prompt, sampling, options.answers) for prompt in prompts)
-        pieces = None if options.logprobs is None else self._template.pieces
-        body = text_body(self._model, each, int(time.time()), pieces, ids=bool(options.return_token_ids))
-        return await self._respond(request, options, body)
+        return await self._respond(request, options, each, options.logprobs is not None)
 
     async def _respond(
-        self, request: web.Request, options: CompletionRequest, body: dict[str, Json]
+        self, request: web.Request, options: CompletionRequest, answers: Sequence[Sequence[Reply]], logprobs: bool
     ) -> web.StreamResponse:
+        is_chat, ids = isinstance(options, ChatRequest), bool(options.return_token_ids)
+        pieces = self._template.pieces if logprobs else None
+        body = reply_body(self._model, answers, int(time.time()), pieces, is_chat=is_chat, ids=ids)
         if options.stream:
             return await streamed(request, body, counted=options.counted)
         return web.json_response(body)

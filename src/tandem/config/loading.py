@@ -355,6 +355,15 @@ def load(source: Path, overrides: Sequence[str] = (), *, serving: bool = False) 
         RewardError: if all that is wrong is a reward that cannot be imported.
     """
     problems = Problems()
+    tree = parsed(source, problems)
+    translated = translate(tree, serving, problems)
+    if translated.tree is not tree:
+        problems.raise_if_any(str(source))  # what follows from a mistake in another system's file is not told
+    return _build(translated.tree, source, overrides, problems, translated.notes)
+
+
+def parsed(source: Path, problems: Problems) -> Branch:
+    """A recipe's tree; raises ConfigError where there is none."""
     tree = parse(_read(source), str(source), problems)
     resolve.search(source.parent)  # modules with its own rewards and parts may lie beside a recipe
     if tree is None and not problems:
@@ -365,10 +374,7 @@ def load(source: Path, overrides: Sequence[str] = (), *, serving: bool = False) 
         problems.raise_if_any(str(source))
         raise AssertionError("a tree that is no mapping has a problem")
     tree.where = str(source)
-    translated = translate(tree, serving, problems)
-    if translated.tree is not tree:
-        problems.raise_if_any(str(source))  # what follows from a mistake in another system's file is not told
-    return _build(translated.tree, source, overrides, problems, translated.notes)
+    return tree
 
 
 def from_options(options: Mapping[str, Json], overrides: Sequence[str], source: Path) -> Loaded:

@@ -306,7 +306,7 @@ class RolloutBuffer:
 
     def _keep(self, entry: Entry) -> None:
         entry.become(EntryState.READY)
-        self._mixture.good(entry.draw.env, entry.group)
+        self._mixture.good(entry.draw.env)
 
     def _zero_variance(self, entry: Entry) -> None:
         """Drop a group without signal, unless enough were replaced for this batch."""

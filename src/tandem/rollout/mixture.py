@@ -111,7 +111,7 @@ class EnvMixture:
         """Environments of a batch's places."""
         return self._schedule(self._awake(batch)).batch(batch)
 
-    def good(self, env: str, group: Group) -> None:
+    def good(self, env: str) -> None:
         """A group of an environment can be trained on."""
         self._spent.clear()
         self._barren[env] = 0

@@ -249,8 +249,7 @@ class TaskSampler:
         """Tell of tasks that were changed since the checkpoint; refuse those in which the curriculum's places lack."""
         if runner.mark == before:
             return
-        same = runner.mark.number == before.number
-        counts = "as many, but others" if same else f"{before.number} then, {runner.mark.number} now"
+        counts = f"{before.number} then, {runner.mark.number} now"
         if any(place >= runner.mark.number for place in seen):
             raise EnvError(
                 f"environment {runner.name}: its tasks are not those that the checkpoint was written with ({counts}), "

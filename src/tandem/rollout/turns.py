@@ -79,12 +79,7 @@ def untrainable_option(sampling: Sampling, requested: Sampling) -> str | None:
 def why_untrainable(name: str, sampling: Sampling, requested: Sampling) -> str:
     """Message about an option that ``untrainable_option`` names: why it cannot be trained, and what to do."""
     if name == "temperature":
-        return (
-            f"temperature {requested.temperature:g} is greedy, or nearly so, and such answers cannot be trained on; "
-            f"ask for {COLDEST:g} at least, or leave it out (the run's is {sampling.temperature:g})"
-        )
+        expected = f"{COLDEST:g} at least, or leave it out (the run's is {sampling.temperature:g})"
+        return f"temperature {requested.temperature:g} is greedy, which cannot be trained on; ask for {expected}"
     other, run = getattr(requested, name), getattr(sampling, name)
-    return (
-        f"{name} {other:g} is not the run's, which is {run:g}: with that training computes the logprobs of all "
-        f"answers; leave {name} out, or set sampling.{name} to {other:g} in the recipe"
-    )
+    return f"{name} {other:g} is not the run's, which is {run:g}; leave it out, or set sampling.{name} in the recipe"

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tandem.config import override
-from tandem.config import registry as resolve
 from tandem.config.build import Builder, RewardSpec
-from tandem.config.loading import RunConfig
+from tandem.config.loading import RunConfig, parsed
 from tandem.config.sections import GradingOptions, sampling_checks
 from tandem.config.sources import EnvSource, default_rewards, fault
-from tandem.config.tree import Branch, Items, Leaf, Problems, Tree, from_plain, parse
+from tandem.config.tree import Branch, Items, Leaf, Problems, Tree, from_plain
 from tandem.envs.base import Environment
-from tandem.errors import ConfigError, require
+from tandem.errors import require
 from tandem.observability.options import Timeouts
 from tandem.types import Json, Sampling
 
@@ -164,13 +163,11 @@ def load(recipe: Path | None, overrides: Sequence[str]) -> Work:
     Raises:
         ConfigError: with every mistake in them.
     """
-    problems = Problems()
-    source = str(recipe or "tandem work")
-    tree = Branch(where=source) if recipe is None else _parsed(recipe, problems)
+    problems, source = Problems(), str(recipe or "tandem work")
+    if recipe is not None and recipe.is_dir():
+        recipe /= "config.yaml"
+    tree = Branch(where=source) if recipe is None else parsed(recipe, problems)
     problems.raise_if_any(source)
-    assert isinstance(tree, Branch)
-    if recipe is not None:
-        resolve.search(recipe if recipe.is_dir() else recipe.parent)
     return _built(_of_the_environment(tree), overrides, source, problems)
 
 
@@ -193,17 +190,6 @@ def _built(tree: Branch, overrides: Sequence[str], source: str, problems: Proble
     problems.raise_if_any(source)
     assert isinstance(built, Work)
     return built
-
-
-def _parsed(recipe: Path, problems: Problems) -> Tree:
-    try:
-        text = (recipe / "config.yaml" if recipe.is_dir() else recipe).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {recipe}: {error}; give a YAML file, or options such as env=gsm8k") from error
-    tree = parse(text, str(recipe), problems) or Branch(where=str(recipe))
-    if not isinstance(tree, Branch):
-        problems.add(tree.where, "a recipe is a mapping of options, such as 'model: ...' on a line of its own")
-    return tree
 
 
 def _trainers() -> set[str]:

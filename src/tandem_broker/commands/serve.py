@@ -7,9 +7,8 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,13 +45,37 @@ def serve_broker(host: str, port: int, data: Path | None, body_bytes: int, held_
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("aiohttp.server").addFilter(_is_ours)
-    keys = _keys()
-    sockets = listening(host, port)
+    (trainer, environments), sockets = _keys(), listening(host, port)
+
+    async def serve() -> None:
+        # Only now that clients can connect: loading these takes as long as everything else of the start.
+        from tandem_broker.journal import Ledger
+        from tandem_broker.queue.records import StoreOptions
+        from tandem_broker.queue.store import GroupQueue
+        from tandem_broker.server.app import BrokerServer
+        from tandem_broker.server.bodies import BodyLimits
+        from tandem_broker.server.keys import Keys
+        from tandem_broker.server.serving import serving
+
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        options = StoreOptions(max_bytes=held_bytes, max_env_bytes=held_bytes // 2)
+        limits, keys = BodyLimits(body_bytes=body_bytes), Keys(trainer=trainer, environments=environments)
+        with contextlib.ExitStack() as opened:
+            store = GroupQueue(options)
+            if data is not None:
+                store = opened.enter_context(contextlib.closing(Ledger.open(data, options, time.time()))).store
+            broker = BrokerServer(store, limits=limits, keys=keys, host=host)
+            async with serving(broker, host, 0, sockets) as url:
+                _introduce(url, host, data, broker, tell)
+                await asyncio.Event().wait()
+
     with contextlib.ExitStack() as stack:
         for listener in sockets:
             stack.enter_context(listener)
         stack.enter_context(contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError))
-        asyncio.run(_serve(host, sockets, data, body_bytes, held_bytes, keys, tell))
+        asyncio.run(serve())
     tell("ended")
 
 
@@ -61,35 +84,6 @@ def _is_ours(record: logging.LogRecord) -> bool:
     from aiohttp.http_exceptions import HttpProcessingError
 
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
-
-
-async def _serve(
-    host: str,
-    sockets: Sequence[socket.socket],
-    data: Path | None,
-    body_bytes: int,
-    held_bytes: int,
-    keys: tuple[str, str],
-    tell: Tell,
-) -> None:
-    # Only now that clients can connect: loading these takes as long as everything else of the start.
-    from tandem_broker.journal import opened
-    from tandem_broker.queue.records import StoreOptions
-    from tandem_broker.server.app import BrokerServer
-    from tandem_broker.server.bodies import BodyLimits
-    from tandem_broker.server.keys import Keys
-    from tandem_broker.server.serving import serving
-
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    options = StoreOptions(max_bytes=held_bytes, max_env_bytes=held_bytes // 2)
-    limits, roles = BodyLimits(body_bytes=body_bytes), Keys(trainer=keys[0], environments=keys[1])
-    with opened(data, options, time.time()) as store:
-        broker = BrokerServer(store, limits=limits, keys=roles, host=host)
-        async with serving(broker, host, 0, sockets) as url:
-            _introduce(url, host, data, broker, tell)
-            await asyncio.Event().wait()
 
 
 def _keys() -> tuple[str, str]:

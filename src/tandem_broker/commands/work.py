@@ -81,12 +81,11 @@ async def run(config: Work, tallies: dict[str, GroupTally]) -> None:
     """
     with watchdog.watching(config.timeouts):
         async with _producers(config, tallies) as producers:
-            stop = asyncio.Event()
-            with _signals(stop):
-                try:
-                    await together(producer.run(stop) for producer in producers)
-                finally:
-                    await asyncio.gather(*(_leave(producer.client) for producer in producers))
+            _signals(stop := asyncio.Event())
+            try:
+                await together(producer.run(stop) for producer in producers)
+            finally:
+                await asyncio.gather(*(_leave(producer.client) for producer in producers))
 
 
 @asynccontextmanager
@@ -215,10 +214,9 @@ async def _leave(client: EnvClient) -> None:
         log.info("the broker was not told of the end: %s", str(error) or "it does not answer")
 
 
-@contextlib.contextmanager
-def _signals(stop: asyncio.Event) -> Any:
+def _signals(stop: asyncio.Event) -> None:
     """The first SIGINT or SIGTERM asks for a gentle end, the second ends."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    task = asyncio.current_task()
     assert task is not None
 
     def stopped() -> None:
@@ -227,9 +225,4 @@ def _signals(stop: asyncio.Event) -> Any:
         stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopped)
-    try:
-        yield
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
+        asyncio.get_running_loop().add_signal_handler(number, stopped)

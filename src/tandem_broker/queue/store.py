@@ -140,11 +140,6 @@ class GroupQueue:
             self.tenants.note(tenant)
         return True
 
-    def heartbeat(self, env_id: int | None, now: float) -> None:
-        """It is alive. Every other call that names an environment says so too."""
-        self._advance(now)
-        self.tenants.hear(self.tenants.of(env_id), now)
-
     def status_env(self, env_id: int, now: float) -> EnvStatus:
         """What an environment throttles itself by. Constant time, whatever is queued.
 
@@ -154,7 +149,8 @@ class GroupQueue:
         tenant = self.tenants.by_id.get(env_id)
         if tenant is None:
             raise GroupRefused(f"no environment has env_id {env_id}; register it with /register-env")
-        self.heartbeat(env_id, now)
+        self._advance(now)
+        self.tenants.hear(tenant, now)
         return self.tenants.status(tenant, self.current_step)
 
     def put(self, entry: GroupEntry, now: float, *, key: str | None = None) -> Receipt:

@@ -288,10 +288,7 @@ class BrokerServer:
             self._require_owner(request, env_id)
         key, now = scoped(self._owner(request), idempotency_key(request)), self._clock()
         keys = [key] if len(entries) == 1 else [None if key is None else f"{key}/{i}" for i in range(len(entries))]
-        receipts = self.store.put_all(list(zip(entries, keys, strict=True)), now)
-        fresh = zip(entries, receipts, strict=True)
-        self.meter.totals["accepted_bytes"] += sum(len(e.payload) for e, r in fresh if r.kind != "duplicate")
-        return receipts
+        return self.store.put_all(list(zip(entries, keys, strict=True)), now)
 
     # --- trainers ---
 
@@ -315,9 +312,7 @@ class BrokerServer:
         self.store.delivered(batch.id)
         if not is_leased:
             self.store.acknowledge(batch.id, self._clock())  # nothing else will: it is out
-        self.meter.totals.update(batches=1, groups=len(payloads), bytes=sum(map(len, payloads)))
-        lags = (max(0, self.store.policy_step - (entry.version or 0)) for entry in batch.entries)
-        self.meter.totals["lag_steps"] += sum(lags)
+        self.meter.served.update(batches=1, groups=len(payloads), bytes=sum(map(len, payloads)))
         return response
 
     async def _send(
@@ -359,15 +354,14 @@ class BrokerServer:
                 "uptime": now - self._started,
                 "polled": self._polled,
                 "failure": self._failure,
-                "served": {name: self.meter.totals[name] for name in ("batches", "groups", "bytes")},
-                "refused": dict(self.meter.refused),
-                "received_bytes": self.bodies.received,
+                "served": self.meter.served,
+                "refused": self.meter.refused,
                 "version": __version__,
             }
         return reply(answer)
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
-        text = self.meter.prometheus(self.store.status(self._clock()), self.bodies.received)
+        text = self.meter.prometheus(self.store.status(self._clock()))
         return web.Response(text=text, content_type="text/plain", charset="utf-8")
 
     async def _latest_example(self, request: web.Request) -> web.StreamResponse:

@@ -12,14 +12,13 @@ class Meter:
     """Counters of a running broker; they begin at 0 with it."""
 
     def __init__(self) -> None:
-        self.totals = Counter(dict.fromkeys(("batches", "groups", "bytes", "lag_steps", "accepted_bytes"), 0))
-        """Batches, groups and bytes served, policy steps between their sampling and serving; bytes accepted."""
+        self.served = Counter(dict.fromkeys(("batches", "groups", "bytes"), 0))
         self.answers: Counter[tuple[str, int]] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.refused: Counter[str] = Counter()
 
-    def prometheus(self, report: Report, received: int) -> str:
-        """Write everything, given the queue's state and the bytes of bodies read."""
+    def prometheus(self, report: Report) -> str:
+        """Write everything, given the queue's state."""
         groups = {"queued": report.queued_groups, "buffered": report.buffered_groups, "leased": report.leased_groups}
         requests = {f'path="{path}",status="{status}"': count for (path, status), count in self.answers.items()}
         families: dict[str, float | Mapping[str, float]] = {
@@ -29,17 +28,13 @@ class Meter:
             "held_bytes": report.held_bytes,
             "leases": report.leases,
             "groups_total": _by("event", report.counts),
-            **{f"served_{name}_total": self.totals[name] for name in ("batches", "groups", "bytes", "lag_steps")},
-            "accepted_bytes_total": self.totals["accepted_bytes"],
-            "received_bytes_total": received,
+            **{f"served_{name}_total": count for name, count in self.served.items()},
             "refused_total": _by("reason", self.refused),
             "requests_total": requests,
             "request_seconds_total": _by("path", self.seconds),
         }
         for name in ("queued_groups", "queued_sequences", "buffered_sequences", "held_bytes", "connected", "accepted"):
-            values: Counter[str] = Counter()
-            for env in report.envs:  # several may have one name after a reset
-                values[env["name"]] += int(env[name])
+            values = {env["name"]: int(env[name]) for env in report.envs}
             families["env_accepted_total" if name == "accepted" else f"env_{name}"] = _by("env", values)
         return "\n".join(line for name, samples in families.items() for line in _lines(name, samples)) + "\n"
 
