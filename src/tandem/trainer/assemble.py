@@ -195,7 +195,7 @@ def _world(
     if size == 1:
         return World.opened(config)
     if is_cut(config):
-        from tandem.trainer.ranks.slices import CutRanks
+        from tandem.trainer.ranks.cut_ranks import CutRanks
 
         return CutRanks.connected(config, size, placement, folder)
     from tandem.trainer.ranks.lead import ManyRanks

@@ -1,11 +1,11 @@
-"""Ranks whose weights are cut: the lead's commands, and each rank's part in them."""
+"""Slices of cut weights: the lead's commands, and each rank's part in them."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,19 +15,12 @@ from torch import Tensor
 from tandem.distributed.crew import Ranks
 from tandem.distributed.follower import Handler
 from tandem.distributed.slices import EngineSlice, Slice
-from tandem.engines.base import Engine, EngineRequirements
 from tandem.errors import TransportError
 from tandem.trainable.full import write_index, write_part
-from tandem.trainer.pairs import has_slices
-from tandem.trainer.ranks.lead import ManyRanks
-from tandem.trainer.ranks.shared_slices import SharedSlices, TrainedSlices
-from tandem.trainer.world import Hold, Write
 from tandem.transport.buckets import TensorEntry
 from tandem.transport.daemon import on_daemon
 from tandem.transport.parts import attach_parts
 from tandem.transport.sharing import finish
-from tandem.weight_sync.base import WeightSync
-from tandem.weight_sync.transaction.trained import Trained
 from tandem.weight_sync.verify.probe import Checksums
 
 if TYPE_CHECKING:
@@ -236,49 +229,3 @@ def slice_handlers(slices: RankSlices) -> dict[str, Handler]:
         "send_slices": of(slices.send, replies=False),
         "save_slices": of(slices.save, replies=False),
     }
-
-
-class CutRanks(ManyRanks):
-    """Several ranks whose weights are cut, with engines beside or apart from them: none of them has all weights."""
-
-    _slices: LeadSlices
-    _rank: RankSlices
-
-    async def start_engine(self, stack: AsyncExitStack, requirements: EngineRequirements) -> Engine:
-        """Start the engines, and cut the policy among the ranks."""
-        engine, whole = await super().start_engine(stack, requirements), self.policy
-        cutting = whole.compute(self.parts.cut, whole, self.config.trainable)
-        self.policy = cut = await self._all("cut", None, cutting)
-        self._rank = RankSlices(cut, whole.causal)
-        self._slices = LeadSlices(self._rank, self.ranks)
-        return engine
-
-    @property
-    def sync(self) -> WeightSync:
-        """The recipe's, by slices where each rank has a worker beside it."""
-        return SharedSlices.of(self.config.sync) if has_slices(self.config) else self.config.sync
-
-    def trained(self) -> Trained:
-        """The weights of all ranks."""
-        return TrainedSlices(self.config.trainable, self.policy, self._slices)
-
-    async def load_weights(self, path: Path) -> None:
-        """Nothing: other ranks take theirs from this one when it is cut."""
-
-    @property
-    def saves_everywhere(self) -> bool:
-        """Whether other ranks have a part of what is saved: of an adapter each has all."""
-        return super().saves_everywhere or self.config.trainable.folder_name == "model"
-
-    def stage_weights(self, hold: Hold) -> Write:
-        """Gather this rank's share, and write it as one of the model's files."""
-        trainable, tokenizer = self.config.trainable, self.policy.tokenizer
-        if trainable.folder_name != "model":
-            return super().stage_weights(hold)
-        write = self._rank.stage()
-
-        def written(folder: Path) -> None:
-            write(folder / trainable.folder_name)
-            tokenizer.save_pretrained(folder / trainable.folder_name)
-
-        return written
