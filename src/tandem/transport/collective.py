@@ -152,7 +152,27 @@ def _from_rank_0(group: Any, piece: Tensor) -> Any:
 _SILENT = 15.0  # seconds without a beat after which a member is taken for dead
 
 
-class Member:
+class Sender:
+    """Rank 0's way to send tensors from where they lie."""
+
+    def send(self, named: Iterable[tuple[str, Tensor]], bucket_bytes: int = BUCKET_BYTES) -> int:
+        """Hand every tensor to all others; returns the bytes.
+
+        On CUDA the tensors are read after what the current stream was given so far.
+        """
+        tensors = {name: tensor.detach() for name, tensor in named}
+
+        def pack(views: Sequence[tuple[str, Tensor]]) -> None:
+            torch._foreach_copy_([view for _, view in views], [tensors[name] for name, _ in views])
+
+        return self.send_packed(manifest(tensors.items()), pack, bucket_bytes)
+
+    def send_packed(self, entries: Sequence[TensorEntry], pack: Pack, bucket_bytes: int = BUCKET_BYTES) -> int:
+        """The same of tensors that ``pack`` writes."""
+        raise NotImplementedError
+
+
+class Member(Sender):
     """Member of a broadcast group.
 
     Its calls block, each wait for at most ``rendezvous.seconds``: make them from a thread.
@@ -228,24 +248,14 @@ class Member:
             self._finish(first._replace(doing="connecting"))
             self._connected = True
 
-    def send(self, named: Iterable[tuple[str, Tensor]], bucket_bytes: int = BUCKET_BYTES) -> int:
-        """Rank 0: hand every tensor to all others, which must be in ``receive``; returns the bytes.
+    def send_packed(self, entries: Sequence[TensorEntry], pack: Pack, bucket_bytes: int = BUCKET_BYTES) -> int:
+        """Rank 0: hand what ``pack`` writes to all others, bucket by bucket, while those before are on the wire.
 
-        On CUDA the tensors are read after what the current stream was given so far. Large ones are sent from where
-        they lie, if they are contiguous. When this returns, every receiver has all of them where it wants them.
+        When this returns, every receiver, which must be in ``receive``, has all of them where it wants them.
 
         Raises:
             TransportError: a rank is not there, expects other tensors, or was lost.
         """
-        tensors = {name: tensor.detach() for name, tensor in named}
-
-        def pack(views: Sequence[tuple[str, Tensor]]) -> None:
-            torch._foreach_copy_([view for _, view in views], [tensors[name] for name, _ in views])
-
-        return self.send_packed(manifest(tensors.items()), pack, bucket_bytes)
-
-    def send_packed(self, entries: Sequence[TensorEntry], pack: Pack, bucket_bytes: int = BUCKET_BYTES) -> int:
-        """Rank 0: the same of tensors that ``pack`` writes, bucket by bucket, while those before are on the wire."""
         plan = self._planned(list(entries), bucket_bytes)
         with self._reporting("sending"):
             number = self._begin(plan)

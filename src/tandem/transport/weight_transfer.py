@@ -8,15 +8,14 @@ knows no deadline: call this from a daemon thread and ``abort`` from another.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tandem.errors import TransportError
-from tandem.transport.buckets import TensorEntry, manifest
-from tandem.transport.collective import Pack
+from tandem.transport.buckets import TensorEntry
+from tandem.transport.collective import Pack, Sender
 from tandem.transport.rendezvous import Rendezvous, serve
 
 KEY = "broadcast_from/0/0"
@@ -38,7 +37,7 @@ def pickled(unique_id: bytes) -> bytes:
     return b"c_ctypes\n_unpickle\n(" + name + b"(}C" + bytes([len(unique_id)]) + unique_id + b"ttR."
 
 
-class WeightTransferGroup:
+class WeightTransferGroup(Sender):
     """Rank 0 of a group whose other members are vLLM's workers."""
 
     def __init__(self, rendezvous: Rendezvous, device: torch.device):
@@ -72,22 +71,12 @@ class WeightTransferGroup:
             self._call("ncclAllReduce", place, place, ctypes.c_size_t(1), FLOAT32, SUM, self._group, self._stream())
             torch.cuda.current_stream(self._device).synchronize()
 
-    def send(self, named: Iterable[tuple[str, Tensor]], bucket_bytes: int = 0) -> int:
-        """Send every tensor, one by one; returns the bytes. ``bucket_bytes`` is for groups that pack them.
+    def send_packed(self, entries: Sequence[TensorEntry], pack: Pack, bucket_bytes: int = 0) -> int:
+        """Send every tensor, one by one, as ``pack`` writes it; returns the bytes.
 
         Raises:
             TransportError: NCCL's reason, or the group was given up.
         """
-        tensors = {name: tensor.detach() for name, tensor in named}
-
-        def pack(views: Sequence[tuple[str, Tensor]]) -> None:
-            for name, view in views:
-                view.copy_(tensors[name])
-
-        return self.send_packed(manifest(tensors.items()), pack)
-
-    def send_packed(self, entries: Sequence[TensorEntry], pack: Pack, bucket_bytes: int = 0) -> int:
-        """The same of tensors that ``pack`` writes."""
         with torch.cuda.device(self._device):
             for entry in entries:
                 data = torch.empty(tuple(entry.shape), dtype=getattr(torch, entry.dtype), device=self._device)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from tandem.engines.base import PROBE_SAMPLES, Engine, ProbeResult
 from tandem.errors import StaleWeights, TornWeights
@@ -260,11 +260,11 @@ class Behaviour:
             "why": doubt,
             "noise_scale": noise.scale,
             "residuals_measured": len(noise.seen),
-            "answers": [_plain(asdict(reading)) for reading in readings],
+            "answers": list(readings),
         }
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(evidence), encoding="utf-8")
+            file.write_bytes(msgspec.json.encode(evidence))  # which writes null for what is no number
             evidence_at = f"every logprob of it is in {file}"
         except OSError as error:
             evidence_at = f"the evidence cannot be written to {file}: {error}"
@@ -304,15 +304,6 @@ def _hypotheses(readings: Sequence[ProbeReading]) -> Iterator[tuple[str, Logprob
 def _joined(answers: Sequence[LogprobComparison]) -> LogprobComparison:
     engine = tuple(chain.from_iterable(a.engine for a in answers))
     return LogprobComparison(engine, tuple(chain.from_iterable(a.trainer for a in answers)), answers[0].temperature)
-
-
-def _plain(value: Any) -> Any:
-    """As JSON has it, which knows no NaN."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value if not isinstance(value, float) or math.isfinite(value) else None
 
 
 PROBE = """\
