@@ -15,11 +15,7 @@ from tandem_compat.table import ForeignOption, Reader, by_name, copied, refused,
 
 _UNSEEN = "it changes probabilities by what the trainer does not see, so they would be missing in the logprobs"
 
-GRAMMAR = (
-    "what a grammar forces has probability 1 and teaches nothing, and the trainer would have to know which tokens the "
-    "engine's grammar allowed at each place; of a regular expression sampling.regex can be had, else reward the form "
-    "(rewards: format, with pattern or tags)"
-)
+GRAMMAR = "the trainer does not know which tokens a grammar allowed; write sampling.regex, or reward the form"
 
 FIELDS: Mapping[str, ForeignOption] = by_name(
     *(copied(name, "anything", name) for name in (

@@ -194,7 +194,7 @@ def test_a_set_of_its_own_is_held_out(write: Write) -> None:
     one = {"path": rows("r.jsonl", 40), "type": f"{write(ASK)}.ask"}
     own = env(one, test_datasets=[{**one, "path": rows("t.jsonl", 5, 1000)}], val_set_size=0)
     assert (len(own.tasks("train")), own.tasks("test")[0].prompt[0].content) == (40, "1000?")
-    with pytest.raises(EnvError, match="40 of 40 rows would be held out"):
+    with pytest.raises(EnvError, match="40 of 40 rows held out"):
         env(one, val_set_size=40).tasks("train")
     with pytest.raises(EnvError, match="axolotl has no test tasks"):
         env(one).tasks("test")
@@ -214,7 +214,7 @@ def test_a_column_that_a_row_lacks_is_none(write: Write) -> None:
 BROKEN = {
     "raises": ("def ask(cfg):\n    raise KeyError('x')\n", "ask raised KeyError: 'x'"),
     "returns nothing": ("def ask(cfg):\n    pass\n", "ask returned None, expected a function of a row"),
-    "batched": ("def ask(cfg):\n    return (lambda row: row), {'batched': True}\n", "ask asks for batched, and only"),
+    "batched": ("def ask(cfg):\n    return (lambda row: row), {'batched': True}\n", "ask asks for batched; only"),
     "raises for a row": (
         "def ask(cfg):\n    return lambda row: row['none']\n",
         "r.jsonl:1: .* raised KeyError: 'none'",
@@ -264,8 +264,8 @@ def test_what_is_no_data_set_is_refused(write: Write) -> None:
         ({"path": "r.jsonl", "split": "train[:9]"}, r"is a local file and has no split train\[:9\]"),
         ({"path": "r.jsonl", "ds_type": "csv"}, r"r\.jsonl is not read as ds_type csv"),
         ({"path": "r.jsonl", "ds_type": "text"}, r"r\.jsonl is not read as ds_type text"),
-        ({"path": "r.jsonl", "type": "chatml"}, "type must be a transform's import path"),
-        ({"path": "r.jsonl", "type": {"field": 1}}, "type must be a transform's import path"),
+        ({"path": "r.jsonl", "type": "chatml"}, "type must be an import path"),
+        ({"path": "r.jsonl", "type": {"field": 1}}, "type must be an import path"),
     ):
         with pytest.raises(ConfigError, match=message):
             env(entry)

@@ -561,7 +561,6 @@ def test_an_import_path_may_be_overridden(here: Path) -> None:
         ("seed", "command line: seed: an override is written option=value, such as seed=..."),
         ("seed=0x_", "command line: seed: expected a whole number, got the text '0x_'"),
         (f"seed={'9' * 5000}", "command line: seed: expected a whole number, got the text '999"),
-        (f"optimizer.lr=1{'0' * 400}", "command line: optimizer.lr: expected a number, got the number 1000"),
         ("--seed=3", "command line: --seed: an override has no dashes; write seed=3"),
         (".seed=3", "command line: .seed: an option's path is words joined by dots, such as loss.clip_high"),
         ("steps.foo=3", "command line: steps.foo: steps is a single value at recipe.yaml:2; it has no options"),
@@ -672,7 +671,7 @@ def test_an_entry_is_overridden_like_a_recipe(here: Path) -> None:
         (MIXED + "env: arithmetic\n", "recipe.yaml:3: envs must be left out where env is given: a run has one"),
         (MIXED + "rewards: {exact: 1}\n", "recipe.yaml:6: rewards must be given in each entry of envs"),
         (MIXED.replace("weight: 0.5", "weight: 0"), "recipe.yaml:5: envs.small.weight must be above 0"),
-        (MIXED.replace("0.25", "1.5"), "recipe.yaml:5: envs.small.min_share must be from 0 to 1"),
+        (MIXED.replace("0.25", "1.5"), "recipe.yaml:5: envs.small.min_share must be at least 0 and at most 1"),
         (MIXED.replace("0.25", "1"), "envs must be given a min_share below 1 together: nothing is left for arithmetic"),
         (MIXED.replace("2\n", "{min_share: 0.8}\n"), "envs must be given a min_share of 1 at most together, and they"),
         (

@@ -185,7 +185,7 @@ def test_a_system_message_that_cannot_be_read(run: Run) -> None:
 def test_a_file_of_arguments_is_no_command_line(run: Run, verb: str) -> None:
     code, _, err = run(verb, "grpo.yaml", "--show")
     assert code == 2
-    assert "grpo.yaml: files of arguments are not read here; write what it says as --name value" in err
+    assert "grpo.yaml: files of arguments are not read; write what it says as --name value" in err
 
 
 def test_a_misspelt_argument_is_corrected(run: Run) -> None:

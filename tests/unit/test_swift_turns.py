@@ -133,7 +133,7 @@ def test_what_was_sampled_is_trained_as_it_was(name: str, message: str) -> None:
 
 
 def test_a_scheduler_that_is_not_there_is_told_before_anything_is_played() -> None:
-    with pytest.raises(EnvError, match="registers no scheduler 'other'; in multi_turns: masks, retry"):
+    with pytest.raises(EnvError, match="no file registers scheduler 'other'; in multi_turns: masks, retry"):
         scheduled("other").tasks("train")
     with pytest.raises(EnvError, match="has a run of its own"):
         scheduled("runs").tasks("train")

@@ -138,7 +138,7 @@ def test_a_failing_logger_is_warned_of_once_and_dropped(tmp_path: Path, caplog: 
 def test_a_logger_that_cannot_open_stops_the_run_at_once_and_closes_the_others(tmp_path: Path) -> None:
     writer = Recorder()
     with (
-        pytest.raises(ConfigError, match=r"not logged in.*take test_telemetry"),
+        pytest.raises(ConfigError, match=r"not logged in; repair that or take"),
         Telemetry(info(tmp_path), [Recording(writer), Broken()]),
     ):
         pytest.fail("opened")

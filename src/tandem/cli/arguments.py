@@ -6,8 +6,5 @@ from typing import Annotated
 
 import typer
 
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="OPTION=VALUE", help="Options laid over the recipe, such as optimizer.lr=1e-5."),
-]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="OPTION=VALUE", help="Options laid over the recipe.")]
 Show = Annotated[bool, typer.Option("--show", help="Print the recipe as YAML and exit.")]

@@ -339,10 +339,7 @@ def warnings_of(rewards: Mapping[str, RewardSpec], graded: Sequence[GradedReplie
         elif is_function and not any(right) and max(wrong, default=0.0) >= 0:
             yield f"{name} gives every gold reply 0: does it find the answer in its columns?"
     if all(right.reward == wrong.reward for right, wrong in known):
-        yield (
-            "a gold reply and a wrong one get the same reward in every task: if the policy's answers do, too, groups "
-            "have no signal, and nothing is learned"
-        )
+        yield "a gold reply and a wrong one get the same reward in every task, which teaches nothing"
 
 
 def _reward_text(name: str, full: float | None, graded: Sequence[GradedReplies]) -> str:

@@ -46,13 +46,9 @@ def serve_engine(config: RunConfig, tell: Tell) -> None:
     """The same, of a recipe that was read already; raises as ``serve``."""
     engine = config.engine
     if not isinstance(engine, Vllm):
-        raise ConfigError(
-            "engine: tandem serve engine runs engine: vllm; the others live in the trainer's own process: tandem train"
-        )
+        raise ConfigError("engine: tandem serve engine runs engine: vllm; others live in the trainer's process")
     if engine.urls:
-        raise ConfigError(
-            "engine.urls names engines that run already; to start one here, remove urls (engine.port says where)"
-        )
+        raise ConfigError("engine.urls names engines that run already; remove it to start one (engine.port says where)")
     check_pairs(config)
     engine.check(folder=_folder(config))
     logging.basicConfig(level=logging.INFO, format="%(message)s")

@@ -55,10 +55,7 @@ def show(run: Path, write_report: bool) -> None:
         try:
             page = report.build(run)
         except OSError as error:
-            raise TandemError(
-                f"the report cannot be written: {error}; free disk space, or copy the run's folder to where you may "
-                "write and name that"
-            ) from error
+            raise TandemError(f"the report cannot be written: {error}; free disk space, or copy the folder") from error
         say(f"report: {page}")
 
 

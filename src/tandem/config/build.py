@@ -112,9 +112,8 @@ class Builder:
             required = _required(field) or (others is not None and not set(others) & set(tree.entries))
             if required and name not in tree.entries:
                 doc = resolve.field_docs(cls).get(name, "")
-                self.problems.add(
-                    tree.where, f"{label + ' needs' if label else 'missing'} {name!r}: {doc}".rstrip(": ")
-                )
+                what = f"{label} needs" if label else "missing"
+                self.problems.add(tree.where, f"{what} {name!r}: {doc}".rstrip(": "))
                 bad = True
         return self._alone(cls, values, tree.where, path) if bad else self._construct(cls, values, tree.where, path)
 
@@ -129,9 +128,8 @@ class Builder:
             return self.rewards(category, tree, path)
         if field.metadata.get("many"):
             if not isinstance(tree, Items):
-                return self._wrong(
-                    tree, path, f"a list of {category}, such as [{', '.join(resolve.names(category)[:2])}]"
-                )
+                some = ", ".join(resolve.names(category)[:2])
+                return self._wrong(tree, path, f"a list of {category}, such as [{some}]")
             built = tuple(self.part(category, item, path, None) for item in tree.items)
             return BAD if _any_bad(built) else built
         return self.part(category, tree, path, field.metadata.get("default"))
@@ -289,9 +287,8 @@ class Builder:
             self.problems.add(where, f"{path}: {kind} is a {type(thing).__name__}, not a function", RewardError)
             return BAD
         for key in _drop_key(options, "kind").entries:
-            self.problems.add(
-                options.key_where[key], f"{path}: a plain function takes no option {key!r}; use a dataclass"
-            )
+            where = options.key_where[key]
+            self.problems.add(where, f"{path}: a plain function takes no option {key!r}; use a dataclass")
             return BAD
         return kind  # not what it leads to: what another function made cannot be sent to a grading process
 

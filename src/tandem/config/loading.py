@@ -320,10 +320,7 @@ def replay_fault(config: RunConfig) -> str | None:
     ratios = config.old_logprobs == "sampled" and getattr(config.loss, "compares", True)
     if not config.replay.size or ratios or any(getattr(part, "weighs", True) for part in config.corrections):
         return None
-    return (
-        "given with corrections that weigh tokens by their ratio, or with old_logprobs: sampled and a loss that has a "
-        "ratio: replayed tokens are older than the policy, and nothing else weighs that"
-    )
+    return "given with corrections that weigh tokens, or with old_logprobs: sampled and a loss that has a ratio"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

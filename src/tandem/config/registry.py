@@ -44,9 +44,8 @@ SPEC = "spec"
 def names(category: str) -> list[str]:
     """Kinds a category offers, sorted; read from the folder without importing any of them."""
     if category not in CATEGORIES:
-        raise ConfigError(
-            f"there is no category {category!r}{did_you_mean(category, CATEGORIES)}; known: {', '.join(CATEGORIES)}"
-        )
+        known = f"{did_you_mean(category, CATEGORIES)}; known: {', '.join(CATEGORIES)}"
+        raise ConfigError(f"there is no category {category!r}{known}")
     package = importlib.import_module(CATEGORIES[category])
     modules = [module for module in pkgutil.iter_modules(package.__path__) if module.name != "base"]
     return sorted(
@@ -90,10 +89,8 @@ def _find_builtin(category: str, kind: str) -> type:
     """The dataclass in the file of this name; raises as ``find``."""
     known = names(category)
     if kind not in known:
-        raise ConfigError(
-            f"there is no {kind!r} in {category}{did_you_mean(kind, known)}; known: {', '.join(known)} "
-            f"(or pkg.module:Name for your own)"
-        )
+        hint = f"{did_you_mean(kind, known)}; known: {', '.join(known)} (or pkg.module:Name for your own)"
+        raise ConfigError(f"there is no {kind!r} in {category}{hint}")
     module = importlib.import_module(_module_of(category, kind))
     public = [
         thing

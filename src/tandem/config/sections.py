@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from tandem.config import registry as resolve
-from tandem.errors import Bounded, bounded, require
+from tandem.errors import Bounded, bounded, check_bounds, require
 from tandem.machine import cores
 from tandem.observability.alarms import Name
 from tandem.types import Sampling
@@ -47,9 +47,8 @@ class Evaluate(Bounded):
     def inert(self) -> Mapping[str, str]:
         """Without tasks or occasions nothing else is read; greedy answers are all alike."""
         if self.tasks == 0:
-            return {
-                f.name: "tasks is 0, so nothing is evaluated" for f in resolve.options(Evaluate) if f.name != "tasks"
-            }
+            others = (f.name for f in resolve.options(Evaluate) if f.name != "tasks")
+            return dict.fromkeys(others, "tasks is 0, so nothing is evaluated")
         if not (self.before or self.after or self.every):
             never = "before and after are false and every is 0, so nothing is evaluated"
             return dict.fromkeys(("tasks", "samples", "temperature", "top_p"), never)
@@ -151,7 +150,7 @@ class BrokerOptions:
     """Its address, such as http://127.0.0.1:8000 (tandem serve broker, or Atropos' run-api)."""
     key_variable: str = ""
     """Environment variable with the trainer's key, where the broker asks for one."""
-    lease_seconds: float = 600.0
+    lease_seconds: float = bounded(600.0, above=0)
     """How long the broker keeps a batch for a trainer that it does not hear of; then it is served again."""
     missing_logprobs: Literal["refuse", "policy"] = "refuse"
     """Groups without sampling logprobs: end with an error, or train as if the policy of now had sampled them."""
@@ -159,10 +158,8 @@ class BrokerOptions:
     """Train on the advantages that environments give for each token; where one gives none, the recipe's advantage."""
 
     def __post_init__(self) -> None:
-        require(
-            url=(self.url.startswith(("http://", "https://")), "an address that begins with http:// or https://"),
-            lease_seconds=(0 < self.lease_seconds < math.inf, "above 0 (seconds)"),
-        )
+        check_bounds(self)
+        require(url=(self.url.startswith(("http://", "https://")), "an address that begins with http:// or https://"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,10 +187,8 @@ def group_size_check(size: int, groups: int) -> tuple[bool, str]:
     """Checks of ``group_size`` and of what follows for a step's tasks, for ``require``."""
     if size < 2:
         return False, "at least 2: an answer is judged against its siblings"
-    return size * groups <= MOST_ANSWERS, (
-        f"smaller: groups_per_step times group_size is {size * groups:,} answers in one step, and more than "
-        f"{MOST_ANSWERS:,} cannot be held in memory"
-    )
+    answers = f"groups_per_step times group_size is {size * groups:,}"
+    return size * groups <= MOST_ANSWERS, f"smaller: {answers}, and more than {MOST_ANSWERS:,} answers fit no memory"
 
 
 def _compiles(regex: str) -> bool:

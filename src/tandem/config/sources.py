@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from tandem.config import registry as resolve
 from tandem.config.build import Builder, RewardSpec
 from tandem.config.tree import Branch, Leaf, Problems, from_plain, within
 from tandem.envs.base import Environment
-from tandem.errors import require
+from tandem.errors import bounded, check_bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,16 +22,13 @@ class EnvSource:
     """Where its tasks come from; left out, the kind of the entry's name."""
     rewards: Mapping[str, RewardSpec] = field(default_factory=dict, metadata={"category": "rewards", "weighted": True})
     """Reward functions by name: a weight, or a mapping of weight, kind and options; empty: the environment's own."""
-    weight: float = 1.0
+    weight: float = bounded(1.0, above=0)
     """Share of the groups, against the other entries' weights."""
-    min_share: float = 0.0
+    min_share: float = bounded(0.0, most=1)
     """Least share of the groups, whatever the weights; rounded down in a single batch."""
 
     def __post_init__(self) -> None:
-        require(
-            weight=(0 < self.weight < math.inf, "above 0"),
-            min_share=(0 <= self.min_share <= 1, "from 0 to 1"),
-        )
+        check_bounds(self)
         if not self.rewards:
             object.__setattr__(self, "rewards", default_rewards(self.env))
 

@@ -219,10 +219,8 @@ def _cut(history: MetricsHistory) -> str:
     for then in history.stagnant():
         before = then.median("rollouts/truncated")
         if len(then.rows) > START and before is not None and before - cut < 0.05:
-            return (
-                f"{percent(cut)} of answers are cut by a length limit ({now}; {percent(before)} at {then}; "
-                f"at most 30 % is usual), {history.trend(then)}"
-            )
+            seen = f"{percent(cut)} of answers are cut by a length limit ({now}; {percent(before)} at {then})"
+            return f"{seen}, {history.trend(then)}"
     return ""
 
 

@@ -250,9 +250,7 @@ def _clean(text: str) -> str:
 def dropped_lines(fields: Mapping[str, Json]) -> list[str]:
     """Groups that were dropped while a step was sampled: one line, or with an example and what to change."""
     why = sorted(fields["why"].items(), key=lambda item: -item[1])
-    reasons = ", ".join(
-        f"{count} with {reason}" if reason.startswith("every") else f"{count} {reason}" for reason, count in why[:3]
-    )
+    reasons = ", ".join(f"{count} {'with ' * reason.startswith('every')}{reason}" for reason, count in why[:3])
     more = f", {sum(count for _, count in why[3:])} others" * (len(why) > 3)
     count = fields["dropped"]
     head = f"step {fields['step']}: {count} group{'s' * (count > 1)} dropped so far: {reasons}{more}"

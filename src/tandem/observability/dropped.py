@@ -107,18 +107,12 @@ def change(dropped: Collection[tuple[str, Group]], max_tokens: int) -> str:
         error = next((rollout.error for group in groups for rollout in group.rollouts if rollout.error), "")
         return f"the environment or a reward fails: {shortened(error, 200) or 'answers have no reward'}"
     if alike * 2 > len(groups):
-        return (
-            "answers to a task are all alike, to the letter: raise sampling.temperature, or if they were not at first, "
-            "begin again with a smaller optimizer.lr: its updates ruined the policy"
-        )
+        return "answers to a task are all alike: raise sampling.temperature, or begin again with a smaller optimizer.lr"
     if cut * 2 > len(answers):
         share = f"{cut} of {len(answers)} answers were cut at a length limit"
         return f"{share}: raise sampling.max_tokens ({max_tokens}), or ask for shorter answers"
     if commonest == ZERO:
-        return (
-            "read the answer: if it is right, mend the reward; if not, use easier tasks, a stronger model, an "
-            "example in the prompt, or a larger group_size"
-        )
+        return "read the answer: if it is right, mend the reward; if not, use easier tasks, or a stronger model"
     return "harder tasks, or a reward that tells a good answer from a better one"
 
 

@@ -200,11 +200,8 @@ class Telemetry:
                 call(self._folder_writer)
         except OSError as error:
             if what not in self._lost:
-                logger.error(
-                    "%s in %s cannot be written (%s); training goes on, and what happens meanwhile is missing there; "
-                    "free disk space or repair the folder",
-                    what, self._info.folder, error,
-                )  # fmt: skip
+                text = "%s in %s cannot be written (%s); training goes on; free disk space or repair the folder"
+                logger.error(text, what, self._info.folder, error)
             self._lost.add(what)
             return
         if what in self._lost:
@@ -219,10 +216,8 @@ class Telemetry:
                     call(writer)
             except Exception as error:
                 del self._writers[name]
-                logger.warning(
-                    "logger %s failed and is off for the rest of this run: %s: %s",
-                    name, type(error).__name__, error, exc_info=True,
-                )  # fmt: skip
+                text = "logger %s failed and is off for the rest of this run: %s: %s"
+                logger.warning(text, name, type(error).__name__, error, exc_info=True)
 
     def _drop_later_rollouts(self) -> None:
         for path in (self._info.folder / "rollouts").glob("*.jsonl*"):
@@ -256,10 +251,7 @@ def _open(logger: MetricsLogger, name: str, info: RunInfo) -> Writer:
     except TandemError:
         raise
     except Exception as error:
-        raise ConfigError(
-            f"logger {name} cannot be opened: {type(error).__name__}: {error}; repair that or take {name} "
-            "out of loggers"
-        ) from error
+        raise ConfigError(f"logger {name} cannot be opened: {error}; repair that or take it out of loggers") from error
 
 
 def _name(logger: MetricsLogger, taken: Mapping[str, object]) -> str:

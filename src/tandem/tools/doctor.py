@@ -175,9 +175,7 @@ def _engine(engine: EngineSpec | None) -> Diagnosis:
     else:
         python = engine.python or sys.executable
     if "/" in python and not Path(python).exists():
-        fix = (
-            "name an interpreter that has vLLM as engine.python; in Tandem's folder, bash scripts/setup engine makes it"
-        )
+        fix = "name an interpreter that has vLLM; in Tandem's folder, bash scripts/setup engine makes it"
         return Diagnosis("problem", "vLLM", f"there is no {python}; relative paths start at {Path.cwd()}", fix)
     return _tried("vLLM", lambda: _vllm(python), f"let engine.python name an interpreter that has vLLM, not {python}")
 

@@ -96,11 +96,7 @@ def look(path: Path, config: RunConfig, *, step: int | None = None) -> Mismatch:
     """
     run = load(path)
     if config.sampling.regex:
-        raise ConfigError(
-            "sampling.regex: the engine's logprobs are of the tokens that its grammar allowed, the trainer's of all, "
-            "and how much of their gap that is cannot be known without the grammar; probe_gap in metrics.jsonl "
-            "compares the two on a text that none was used for"
-        )
+        raise ConfigError("sampling.regex: the tokens that the grammar excluded are not recorded; see probe_gap")
     if not run.rollout_steps:
         raise TandemError(f"{run.path} holds no rollouts: nothing was trained yet, or the folder rollouts/ was removed")
     step = run.rollout_steps[-1] if step is None else step

@@ -107,10 +107,8 @@ def _copy(source: Path, target: Path, *, without_model: bool = False) -> None:
         aside.replace(target)
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
-        raise CheckpointError(
-            f"{source} cannot be copied to {target}: {error}; free disk space or mend the folder, then copy it by hand "
-            "or by: tandem export"
-        ) from error
+        remedy = "free disk space, then copy it by: tandem export"
+        raise CheckpointError(f"{source} cannot be copied to {target}: {error}; {remedy}") from error
 
 
 def _not_of_the_tokenizer(folder: str, names: list[str]) -> set[str]:

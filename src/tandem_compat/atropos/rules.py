@@ -78,9 +78,8 @@ class TrainerRecipe(Reader):
         self._batch()
         self.put("advantage", {"kind": "grpo", "std": "population", "eps": 1e-8})
         eps = self["clip-eps"]  # each sequence's mean over its tokens, then the mean over sequences, as Atropos has it
-        self.put(
-            "loss", {"kind": "grpo", "clip_low": eps, "clip_high": eps, "dual_clip": None, "reduction": "sequence"}
-        )
+        clips = {"clip_low": eps, "clip_high": eps, "dual_clip": None}
+        self.put("loss", {"kind": "grpo", **clips, "reduction": "sequence"})
         self._optimizer()
         self._trainable()
         self._engine()
@@ -203,11 +202,7 @@ class TrainerRecipe(Reader):
         if not self._lora:
             return
         if dropout := self["lora-dropout"]:
-            self.note(
-                "lora-dropout",
-                f"{dropout:g} is left out: the policy that is scored must be the policy that sampled, or the ratio of "
-                "an untouched token is not 1",
-            )
+            self.note("lora-dropout", f"{dropout:g} is left out: the policy that is scored must be what sampled")
         modules = re.split(r"[\s,]+", self["lora-target-modules"].strip())
         self.put("trainable.target_modules", "all-linear" if modules == ["all-linear"] else modules)
 
@@ -250,11 +245,7 @@ class TrainerRecipe(Reader):
             self.wrong("num-inference-nodes", f"{nodes} engines on other nodes need {nodes} addresses, {named}")
         elif WAYS[self.mode][1] == "restart" and self._urls:
             does = "adapters are swapped in" if self._lora else "weights are broadcast to it"
-            self.note(
-                "weight-bridge-mode",
-                f"{self.mode} restarts the engine, but the one at {self._urls[0]} was not started here and is left "
-                f"running: {does} instead",
-            )
+            self.note("weight-bridge-mode", f"the engine at {self._urls[0]} is not ours to restart: {does} instead")
         if nodes and self.mode == "shared_vllm":
             self.note("num-inference-nodes", "memory cannot be shared between nodes, so full weights are broadcast")
         if self["trainer-rank"]:

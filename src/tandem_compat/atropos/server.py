@@ -33,9 +33,7 @@ def translate(values: Mapping[str, Json], rest: Mapping[str, Json], environ: Map
     if lora and flags["max-loras"] < 2:
         flags.note("max-loras", "it is 2, since requests end on the version that they began with")
     if lora and shared:
-        flags.notes.append(
-            "VLLM_ENABLE_SHARED_WEIGHTS: with --enable-lora adapters are served; weights are lent when asked for"
-        )
+        flags.notes.append("VLLM_ENABLE_SHARED_WEIGHTS: with --enable-lora adapters are served")
     flags.put("trainable.kind", "lora" if lora else "full")
     if lora:
         flags.put("trainable.target_modules", "all-linear")

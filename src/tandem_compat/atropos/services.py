@@ -120,7 +120,5 @@ def require_broker(url: str, seconds: float = BROKER_SECONDS) -> None:
     _require_address(url, "atropos-url")
     if not _answer(url, "", seconds)[0]:
         port = urlsplit(url).port or 8000
-        raise BrokerError(
-            f"nobody answers at {url} (--atropos-url) within {seconds:g} s; start the broker first: "
-            f"tandem run-api --port {port}, or Atropos' run-api --port {port}"
-        )
+        start = f"start the broker first: tandem run-api --port {port}"
+        raise BrokerError(f"nobody answers at {url} (--atropos-url) within {seconds:g} s; {start}")

@@ -83,8 +83,7 @@ class AxolotlDatasets(Environment):
             replace(part.task(row, split), id=f"{split}/{number}", env=self.name)
             for number, row in enumerate(_even(rows), 1)
         ]
-        remedy = "look at test_datasets" if self.cfg.get("test_datasets") else "add rows, or change val_set_size"
-        return some(tasks, self.name, split, remedy)
+        return some(tasks, self.name, split, "add rows, or change test_datasets or val_set_size")
 
     def count(self, split: Split) -> int:
         """Rows of a split, as ``tasks`` would make tasks of, without calling any transform.
@@ -121,9 +120,7 @@ class AxolotlDatasets(Environment):
         size = self.cfg.get("val_set_size") or 0
         count = math.ceil(size * len(hashes)) if size < 1 else int(size)
         if count >= len(hashes):
-            raise EnvError(
-                f"val_set_size: {count} of {len(hashes)} rows would be held out, and none be left to train on"
-            )
+            raise EnvError(f"val_set_size: {count} of {len(hashes)} rows held out leave none to train on")
         return hashes[count - 1] if count else ""
 
 
@@ -165,9 +162,7 @@ def _files(entry: Mapping[str, Any]) -> list[str]:
         raise ConfigError(f"datasets: {paths[0]} is not read as ds_type {ds_type}; its name must end accordingly")
     kind = entry.get("type")
     if kind is not None and not (isinstance(kind, str) and "." in kind):
-        raise ConfigError(
-            f"datasets: type must be a transform's import path such as rewards.prompt_transform, got {kind!r}"
-        )
+        raise ConfigError(f"datasets: type must be an import path such as rewards.prompt_transform, got {kind!r}")
     return paths
 
 
@@ -209,9 +204,7 @@ def _transform(cfg: Mapping[str, Any], entry: Mapping[str, Any], number: int) ->
     if not callable(change) or not isinstance(options, dict):
         raise EnvError(f"datasets: {path} returned {made!r}, expected a function of a row, and a mapping of options")
     if odd := set(options) - _HARMLESS - {"remove_columns"}:
-        raise EnvError(
-            f"datasets: {path} asks for {', '.join(sorted(odd))}, and only remove_columns is understood here"
-        )
+        raise EnvError(f"datasets: {path} asks for {', '.join(sorted(odd))}; only remove_columns is understood")
     removed = options.get("remove_columns") or ()
     removed = {removed} if isinstance(removed, str) else set(removed)
     if "tokenizer" in inspect.signature(change).parameters:

@@ -9,9 +9,7 @@ from tandem_compat.schedules import OPTIMIZERS, SCHEDULES
 from tandem_compat.table import ForeignOption, becomes, by_name, copied, idle, refused, unused
 
 _WHOLE = "the trainer's ranks split no layer; engines do (vllm.tensor_parallel_size)"
-_QUANTISED = (
-    "Tandem trains bfloat16 or float32 weights, since the engine samples from the very weights that are trained"
-)
+_QUANTISED = "Tandem trains bfloat16 or float32 weights"
 _LORA = "PEFT's plain LoRA is what engines serve"
 _GYM = "NeMo Gym's servers are not asked; play with an environment (env), or grade by a reward function"
 _NEMO_GYM = ("enabled", "dir", "auto_start", "head_port", "multi_turn", "verify_timeout", "datasets")

@@ -59,9 +59,7 @@ class RolloutFunction(AxolotlDatasets):
             text = await asyncio.get_running_loop().run_in_executor(_threads(), self._call, task, url)
         turns = sum(message.role == "assistant" for message in chat.messages)
         if not turns:
-            raise EnvError(
-                f"rollout_func {self.rollout_func} never called model.generate, so there is nothing to train"
-            )
+            raise EnvError(f"rollout_func {self.rollout_func} never called model.generate: nothing to train")
         if text != chat.messages[-1].content:
             chat.add(Message(role="assistant", content=text))
         return {"turns": float(turns)}
@@ -137,9 +135,7 @@ class FunctionModel:
         return torch.device("cpu")
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"model.{name}: the engine samples, so a rollout_func's model has generate and device alone"
-        )
+        raise AttributeError(f"model.{name}: a rollout_func's model has generate and device alone")
 
     def generate(
         self,
@@ -202,8 +198,5 @@ def _function(path: str) -> Callable[..., Any]:
     try:
         inspect.signature(function).bind(**dict.fromkeys(_PARAMETERS))
     except TypeError as error:
-        raise EnvError(
-            f"rollout_func {path} is called with {', '.join(_PARAMETERS)}, by name: {error}; a trainer is not at hand, "
-            "ask the policy by model.generate"
-        ) from error
+        raise EnvError(f"rollout_func {path} is called with {', '.join(_PARAMETERS)}, by name: {error}") from error
     return function

@@ -28,10 +28,7 @@ from tandem_compat.schedules import put_optimizer
 ENV = "tandem_compat.axolotl.datasets:AxolotlDatasets"
 """The environment that plays an Axolotl file's data sets."""
 
-FASTER = (
-    "axolotl.integrations.liger.LigerPlugin",
-    "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin",
-)
+FASTER = ("liger.LigerPlugin", "cut_cross_entropy.CutCrossEntropyPlugin")
 """Plug-ins that change no result: what they switch on is a matter of speed."""
 
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$")
@@ -100,7 +97,7 @@ def _model(recipe: AxolotlRecipe) -> None:
     if recipe["tokenizer_config"] not in (None, model):
         recipe.wrong("tokenizer_config", f"the tokenizer is the model's own, {model}; leave it out")
     for plugin in recipe["plugins"]:
-        if plugin in FASTER:
+        if str(plugin).removeprefix("axolotl.integrations.") in FASTER:
             recipe.nothing("plugins", f"{plugin} makes Axolotl faster, and Tandem has kernels of its own")
         else:
             recipe.wrong("plugins", f"{plugin} patches Axolotl; leave it out")
@@ -125,11 +122,8 @@ def _template(recipe: AxolotlRecipe) -> None:
     elif template in templates():
         recipe.put("chat_template", templates()[template], "chat_template")
     else:
-        recipe.wrong(
-            "chat_template",
-            f"{template} is no template of this model's family; write tokenizer_default for the model's own, jinja "
-            f"with the template in chat_template_jinja, or one of {', '.join(templates())}",
-        )
+        known = ", ".join(templates())
+        recipe.wrong("chat_template", f"{template} is not known; write tokenizer_default, jinja or one of {known}")
 
 
 def _check_tokens(recipe: AxolotlRecipe, tokens: Mapping[str, Json]) -> None:
@@ -176,8 +170,7 @@ def _precision(recipe: AxolotlRecipe) -> None:
     recipe.put("dtype", dtype, "bf16", "float32")
     for option in ("vllm.dtype", "trl.vllm_dtype"):
         if recipe[option] not in ("auto", dtype):
-            why = f"the engine samples from the weights that are trained; write auto, not {recipe[option]}"
-            recipe.wrong(option, why)
+            recipe.wrong(option, f"the engine samples from the trained weights; write auto, not {recipe[option]}")
     if recipe["fp8"]:
         recipe.put("matmul", "fp8", "fp8")
     if (checkpointing := recipe["gradient_checkpointing"]) is not None:
@@ -209,8 +202,7 @@ def _steps(recipe: AxolotlRecipe, groups: int) -> int:
         try:
             rows = AxolotlDatasets(cfg=recipe.plain).count("train")
         except TandemError as error:
-            why = f"its rows cannot be counted; mend that, or for data elsewhere give max_steps: {error}"
-            recipe.wrong("num_epochs", why)
+            recipe.wrong("num_epochs", f"its rows cannot be counted; mend that, or give max_steps: {error}")
             return 1
         together = recipe.generated  # of rows that do not fill a batch of so many steps TRL makes none
         steps = max(1, math.ceil(epochs * (rows // (groups * together) * together)))
@@ -253,8 +245,7 @@ def _rewards(recipe: AxolotlRecipe) -> None:
     if not names:
         recipe.wrong("trl.reward_funcs", "name at least one function, such as rewards.accuracy_reward")
     if len(names) != len(weights):
-        why = f"{len(names)} reward_funcs need {len(names)} weights, and there are {len(weights)}"
-        recipe.wrong("trl.reward_weights", why)
+        recipe.wrong("trl.reward_weights", f"there are {len(weights)} for {len(names)} reward_funcs")
         return
     models = 0
     for name, weight in zip(names, weights, strict=True):
@@ -338,12 +329,10 @@ def _against_the_sampler(recipe: AxolotlRecipe) -> bool:
     """
     recomputed, several = recipe["trl.replay_recompute_logps"], recipe.generated > 1
     if several:
-        how = f"{recipe.generated} steps are sampled together, and ratios are to the sampler's logprobs"
-        recipe.note("trl.generation_batch_size", how)
+        recipe.note("trl.generation_batch_size", f"{recipe.generated} steps at once, with ratios to the sampler")
     replays = bool(recipe["trl.replay_buffer_size"])
     if replays and recomputed and not _weighed(recipe):
-        why = "replayed answers are of an older policy, and no correction weighs that"
-        recipe.note("trl.replay_recompute_logps", f"ratios are to the sampler's logprobs: {why}")
+        recipe.note("trl.replay_recompute_logps", "ratios are to the sampler: no correction weighs their age")
     elif not replays and not recomputed:
         recipe.nothing("trl.replay_recompute_logps", "nothing is replayed")
     return several or (replays and not (recomputed and _weighed(recipe)))
@@ -394,14 +383,11 @@ def _differences(recipe: AxolotlRecipe) -> None:
     """What is computed otherwise than in TRL on purpose, in a line each where it matters to this file."""
     loss, masked = recipe["trl.loss_type"], "trl.mask_truncated_completions"
     if narrow := [path for path, off in _NARROWING.items() if recipe.get(path, off[0]) not in off]:
-        why = "logprobs are those of the tokens that may be sampled; TRL's are of the whole vocabulary"
-        recipe.note(narrow[0], why)
+        recipe.note(narrow[0], "logprobs are of the tokens that may be sampled; TRL's of the whole vocabulary")
     if recipe[masked] and loss in ("grpo", "dr_grpo"):
-        why = f"with {loss} the loss is divided by the answers that are left; TRL counts the masked ones, too"
-        recipe.note(masked, why)
+        recipe.note(masked, f"with {loss} the loss is divided by the answers left; TRL counts the masked ones, too")
     if recipe["trl.importance_sampling_level"] == "sequence" and recipe["trl.beta"] and _ratio_corrected(recipe):
-        why = "use_bias_correction_kl weighs each token's KL by its own ratio; TRL by the sequence's"
-        recipe.note("trl.importance_sampling_level", why)
+        recipe.note("trl.importance_sampling_level", "each token's KL is weighed by its own ratio; TRL: the sequence's")
 
 
 def _again(recipe: AxolotlRecipe) -> None:
@@ -421,8 +407,7 @@ def _engine(recipe: AxolotlRecipe) -> None:
     """What samples, how weights reach it, and how far it may be behind."""
     vllm, mode = recipe["trl.use_vllm"], recipe["trl.vllm_mode"]
     if recipe.serving and (not vllm or mode == "colocate"):
-        why = "an engine is served alone with use_vllm: true and vllm_mode: server; this file's is no server"
-        recipe.wrong("trl.vllm_mode" if vllm else "trl.use_vllm", why)
+        recipe.wrong("trl.vllm_mode" if vllm else "trl.use_vllm", "only vllm_mode: server with use_vllm is served")
     recipe.put("engine.kind", "vllm" if vllm else "embedded", "trl.vllm_mode" if mode == "colocate" else "trl.use_vllm")
     if vllm:
         (_colocated if mode == "colocate" else _served)(recipe)
@@ -510,16 +495,11 @@ def _check_generated(recipe: AxolotlRecipe, option: str) -> None:
     batch, completions = recipe[option], recipe.completions
     micro, size = recipe["micro_batch_size"], recipe["trl.num_generations"]
     if batch % size or batch % micro:
-        why = f"{batch} is no multiple of both num_generations {size} and micro_batch_size {micro}"
-        recipe.wrong(option, why)
+        recipe.wrong(option, f"{batch} is no multiple of num_generations {size} and micro_batch_size {micro}")
     elif batch > completions and batch % completions:
         recipe.wrong(option, f"{batch} is no multiple of the {completions} completions of a step")
     elif batch < completions and recipe["trl.num_iterations"] > 1:
-        recipe.wrong(
-            option,
-            f"with {batch} of a step's {completions} completions and several num_iterations a step would train the "
-            "same completions twice; leave it out",
-        )
+        recipe.wrong(option, f"{batch} of a step's {completions} completions would be trained twice; leave it out")
     elif batch < completions:
         recipe.nothing(option, "all of a step is sampled by the same weights anyway")
 

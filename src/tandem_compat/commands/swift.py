@@ -47,10 +47,7 @@ def _no_file(overrides: Sequence[str]) -> None:
     """
     for word in overrides:
         if "=" not in word and Path(word).suffix in (".yaml", ".yml", ".json"):
-            raise ConfigError(
-                f"{word}: files of arguments are not read here; write what it says as --name value, and its ENV as "
-                "environment variables"
-            )
+            raise ConfigError(f"{word}: files of arguments are not read; write what it says as --name value")
 
 
 def start_ranks(environ: Mapping[str, str]) -> None:

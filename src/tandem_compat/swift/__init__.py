@@ -79,8 +79,7 @@ def deploy(words: Mapping[str, Sequence[str]]) -> Translation:
     if not args["model"]:
         args.wrong("model", "it is missing: a Hugging Face id or a folder")
     if args["host"] == "0.0.0.0" and not args["api_key"]:
-        why = "whoever reaches this machine can overwrite the engine's weights; 127.0.0.1, or --api_key, keeps it apart"
-        args.note("host", why)
+        args.note("host", "whoever reaches this machine can overwrite the weights; use 127.0.0.1, or --api_key")
     if args["api_key"]:
         args.put("engine.api_key_variable", KEY_VARIABLE)
     args.put("trainable.kind", "lora" if lora else "full")

@@ -64,9 +64,7 @@ class PluginReward(FunctionReward):
         except RewardError:
             raise
         except Exception as error:  # user code may raise anything while it is run
-            raise RewardError(
-                f"reward {self.registered!r} of {', '.join(self.files)} fails: {message_of(error)}"
-            ) from error
+            raise RewardError(f"reward {self.registered!r} fails: {message_of(error)}") from error
 
     def called(self) -> Called:
         return self._called

@@ -59,9 +59,7 @@ class ScheduledDataset(SwiftDataset):
         known = schedulers(self.files)
         if self.scheduler not in known:
             names = ", ".join(sorted(known)) or "nothing"
-            raise EnvError(
-                f"{', '.join(self.files)} registers no scheduler {self.scheduler!r}; in multi_turns: {names}"
-            )
+            raise EnvError(f"no file registers scheduler {self.scheduler!r}; in multi_turns: {names}")
         made = known[self.scheduler]
         if any("run" in vars(base) for base in getattr(made, "__mro__", ()) if base.__name__ not in _BASES):
             raise EnvError(f"scheduler {self.scheduler} has a run of its own, which asks ms-swift's engine; write step")
@@ -94,9 +92,8 @@ class ScheduledDataset(SwiftDataset):
             self._unchanged(request, chat, len(added))
             if not added:
                 raise EnvError(f"scheduler {self.scheduler} says nothing after the policy's answer, so it cannot go on")
-            chat.add(
-                *(Message(role=new.pop("role"), content=new.pop("content"), fields=new) for new in map(dict, added))
-            )
+            for new in map(dict, added):
+                chat.add(Message(role=new.pop("role"), content=new.pop("content"), fields=new))
         numbers = {name: float(value) for name, value in infos.items() if isinstance(value, int | float)}
         return {**numbers, "num_turns": float(turn)}
 
@@ -112,10 +109,7 @@ class ScheduledDataset(SwiftDataset):
         before = request.messages[: len(request.messages) - new]
         history = [(message["role"], message["content"]) for message in _plain(chat.messages)]
         if [(message["role"], message["content"]) for message in before] != history:
-            raise EnvError(
-                f"scheduler {self.scheduler} changes what was said before; it may only add messages after the policy's "
-                "answer, which is trained as it was sampled"
-            )
+            raise EnvError(f"scheduler {self.scheduler} changes what was said before; it may only add messages")
 
 
 def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -75,10 +75,8 @@ def require(module: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         top = module.partition(".")[0]
-        raise ConfigError(
-            f"the {extra} logger needs the Python package {top!r}, which cannot be imported ({error}); "
-            f"install it with: pip install 'tandem-rl[{extra}]', or take {extra} out of loggers"
-        ) from error
+        remedy = f"pip install 'tandem-rl[{extra}]', or take {extra} out of loggers"
+        raise ConfigError(f"the {extra} logger needs {top!r}, which cannot be imported ({error}): {remedy}") from error
 
 
 PHASES = {

@@ -59,10 +59,7 @@ def load(path: Path) -> RunFolder:
     path = Path(path).resolve()
     config = path / "config.yaml"
     if not any((path / name).exists() for name in ("config.yaml", "metrics.jsonl", "events.jsonl")):
-        raise TandemError(
-            f"{path} is not a run folder: it holds neither config.yaml nor metrics.jsonl; "
-            "give the folder of a run, for instance runs/NAME"
-        )
+        raise TandemError(f"{path} is not a run folder, which has a config.yaml; give one such as runs/NAME")
     text = config.read_text(encoding="utf-8", errors="replace") if config.exists() else ""
     evaluations = {(row.get("env", ""), row["step"]): row for row in _with_step(path / "eval.jsonl")}
     metrics = {row["step"]: row for row in _with_step(path / "metrics.jsonl") if isinstance(row.get("metrics"), dict)}
