@@ -238,6 +238,9 @@ def test_a_ranks_card_holds_its_part_of_weights_that_are_cut(model_config: Any) 
     assert (by["weights"], by["engine"], by["loading"]) == (BOTH // 4, 500_000_000, BOTH)
     assert by["optimizer"] == recipe().optimizer.state_bytes(PARAMETERS, 2) // 4
     assert by["gathered layers"] <= BOTH + 2 * VOCAB * HIDDEN
+    near = {"engine": vllm(tensor_parallel_size=4), "reference": part("references", "start")}
+    by = lines(planned(recipe(**near, **cut), model_config, CARD))
+    assert (by["reference"], by["whole reference"]) == (4 * PARAMETERS // 4, 2 * PARAMETERS)
     assert "weights" not in lines(planned(recipe(engine=vllm(tensor_parallel_size=4), **cut), model_config, CARD))
 
 

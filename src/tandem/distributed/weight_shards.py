@@ -50,10 +50,10 @@ class ShardedPolicy(Policy):
     def stand_in(self) -> None:
         """Take part in the others' micro-batch, where this rank had none since the last: they need its shards."""
         if not self.has_computed:
-            (self.join().sum() * 0.0).backward()
+            (self.take_part().sum() * 0.0).backward()
         self.has_computed = False
 
-    def join(self) -> Tensor:
+    def take_part(self) -> Tensor:
         """Compute with a few tokens what the others compute with a micro-batch."""
         tokens = torch.arange(2, device=self.device)  # of a single one the compiler would make code apart
         hidden = self.hidden(tokens[None], tokens[None], Packed(lengths=(2,), parents=(None,)))[0]

@@ -120,7 +120,7 @@ class Policy:
             ids.update(value if isinstance(value, list) else [] if value is None else [value])
         return frozenset(ids)
 
-    def join(self) -> Tensor | None:
+    def take_part(self) -> Tensor | None:
         """Take part in a pass of other ranks, which need nothing of this one where weights are whole."""
         return None
 

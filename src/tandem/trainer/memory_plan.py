@@ -296,8 +296,8 @@ class Planner:
         if config.reference is not None:
             why, copy = "a second copy of the weights that are trained", self._reference(config)
             if cut and config.trainable.payload == "weights":  # of trained ones a rank has float32 parts
-                loading = "the reference, before ranks take their parts"
-                lines.append(line("loading", copy, loading, "starting", beside=True, each=False))
+                loading = "a second copy of the weights as they are loaded"
+                lines.append(line("whole reference", copy, loading, "starting", beside=True, each=False))
                 copy = (copy if is_adapter else trainable * max(4, width)) // parts
                 why = f"1/{parts} of {why}"
             lines.append(line("reference", copy, why))

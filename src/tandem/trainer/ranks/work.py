@@ -80,7 +80,7 @@ class RankWork(LocalWork):
         """Take part in the others' pass with the reference, which gathers weights that are cut."""
         assert self.reference is not None
         with self.reference.in_place():
-            self.policy.join()
+            self.policy.take_part()
 
     def reduce(self) -> None:
         """Add the gradient of a micro-batch, or nothing, to that of the other ranks."""
