@@ -102,7 +102,7 @@ def test_ranks_share_the_slices_of_engines_that_are_each_on_one_host(tmp_path: P
         check_ranks(four, 12, replace(place, world_size=12, local_world_size=6))
     with pytest.raises(UnsupportedPair, match="other ways need the memory"):
         check_pairs(load(recipe, ["ranks=2", *CUT, "engine.sleep=1"]).config)
-    with pytest.raises(UnsupportedPair, match=r"so do ranks: 2 or a multiple of it with distributed\.shard: weights"):
+    with pytest.raises(UnsupportedPair, match=r"or ranks: 2 or a multiple of it with distributed\.shard: weights"):
         check_pairs(load(recipe, ["ranks=2", *CUT[1:]]).config)
 
 
