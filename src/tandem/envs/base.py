@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Literal, Protocol
 
 from tandem.errors import check_bounds
-from tandem.types import Json, Message, Task
+from tandem.types import Json, Message, Rollout, Task
 
 Split = Literal["train", "test"]
 """``test`` tasks are never trained on: an environment keeps the two disjoint by construction."""
@@ -26,6 +26,11 @@ class Chat(Protocol):
         ...         return (await chat.reply()).content
         ...     return first.content
     """
+
+    @property
+    def id(self) -> str:
+        """Id of the rollout that is played."""
+        ...
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -109,6 +114,10 @@ class Environment(ABC):
         """Converse until done and return metrics; rewards are scored afterwards. One turn unless overridden."""
         await chat.reply()
         return {}
+
+    async def finish(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
+        """The siblings of one task, all played and not yet graded: an environment that scores them together adds it."""
+        return rollouts
 
     @abstractmethod
     def check(self, task: Task) -> str | None:

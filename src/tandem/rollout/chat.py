@@ -23,6 +23,7 @@ class EngineChat:
         sampling: Sampling,
         stream: str,
         prompt: Sequence[int] | None = None,
+        id: str = "",
     ):
         """No request is made yet.
 
@@ -33,7 +34,9 @@ class EngineChat:
             sampling: how answers are sampled.
             stream: names this conversation's random stream: the same name draws the same tokens.
             prompt: the task's messages as tokens, where they are known.
+            id: of the rollout.
         """
+        self.id = id or stream
         self._engine = engine
         self._task = task.id
         self._template = template
