@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Literal, Protocol
 
 from tandem.errors import check_bounds
-from tandem.types import Json, Message, Rollout, Task
+from tandem.types import Json, Message, Rollout, Task, Turn
 
 Split = Literal["train", "test"]
 """``test`` tasks are never trained on: an environment keeps the two disjoint by construction."""
@@ -38,12 +38,21 @@ class Chat(Protocol):
         ...
 
     @property
+    def turns(self) -> tuple[Turn, ...]:
+        """What the policy said so far, token by token."""
+        ...
+
+    @property
     def open(self) -> bool:
         """False once the policy cannot speak again: its answer was cut or the context is full."""
         ...
 
     async def reply(self) -> Message:
         """Let the policy speak; its message is appended and returned."""
+        ...
+
+    def mark(self, turn: int = -1, *, reward: float | None = None, trained: bool = True) -> None:
+        """Give a turn of the policy's (-1: the last) a reward of its own, or leave it out of the loss."""
         ...
 
     def add(self, *messages: Message) -> None:

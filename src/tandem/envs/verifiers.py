@@ -77,7 +77,12 @@ class Verifiers(Environment):
             row = {"split": task.meta["split"], "row": task.meta["row"]}
             owner, play = f"rollout {chat.id}", {"key": chat.id, "url": url, **row}
             outcome = await self._worker().answer(self.timeout_seconds, owner, "play", **play)
-        return {} if outcome is None else _metrics(outcome)
+        if outcome is None:
+            return {}
+        if len(outcome["turn_rewards"]) == len(chat.turns):
+            for turn, reward in enumerate(outcome["turn_rewards"]):
+                chat.mark(turn, reward=reward)
+        return _metrics(outcome)
 
     async def finish(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
         together = [r.id for r in rollouts if r.status == "ok" and "reward" not in r.metrics]

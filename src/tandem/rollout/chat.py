@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from tandem.engines.base import Engine
 from tandem.errors import EnvError
@@ -63,6 +64,10 @@ class EngineChat:
         """False once the last answer was cut, or the context has no room for another."""
         cut = bool(self._turns) and self._turns[-1].completion.finish == "length"
         return not cut and len(self._tokens) < self._engine.context
+
+    def mark(self, turn: int = -1, *, reward: float | None = None, trained: bool = True) -> None:
+        """Give a turn a reward of its own, or leave it out of the loss."""
+        self._turns[turn] = replace(self._turns[turn], reward=reward, trained=trained)
 
     def add(self, *messages: Message) -> None:
         """Append the environment's messages; raises TypeError for anything else."""
@@ -131,11 +136,8 @@ class EngineChat:
             raise EnvError(
                 "the environment let the policy speak twice without a message in between; call chat.add first"
             )
-        last = self._turns[-1]
-        reply = tuple(self._pending)
-        self._turns[-1] = Turn(
-            prompt=last.prompt, completion=last.completion, temperature=last.temperature, reply=reply
-        )
+        last, reply = self._turns[-1], tuple(self._pending)
+        self._turns[-1] = replace(last, reply=reply)
         opening = self._messages[: len(self._messages) - len(reply) - 1]
         bridge = self._template.bridge(opening, reply, last=last.completion.tokens[-1])
         self._tokens = (*self._tokens, *last.completion.tokens, *bridge)

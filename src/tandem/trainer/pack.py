@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem.algorithms.advantages.base import Advantage, Weighs, advantages
+from tandem.algorithms.advantages.base import Advantage, ByTurn, Weighs, advantages, spread
 from tandem.algorithms.losses.base import MicroBatch
 from tandem.config.loading import RunConfig, only_by_advantage
 from tandem.metrics import Histogram, Mean, Sum, Value
@@ -146,6 +146,7 @@ class Packer:
             version: the policy step that will be trained; it only measures lag.
             penalties: what advantages take off the reward of each rollout, by its id.
         """
+        groups = self.credited(groups)
         by_rollout: dict[str, float] = {}
         samples: list[list[Sample]] = []
         judged = [_penalised(group, penalties) for group in groups] if penalties else groups
@@ -180,6 +181,10 @@ class Packer:
             },
             rounds=tuple(rounds),
         )
+
+    def credited(self, groups: Sequence[Group]) -> Sequence[Group]:
+        """The groups, with advantages of tokens where turns have their own."""
+        return [spread(self.advantage, group) for group in groups] if isinstance(self.advantage, ByTurn) else groups
 
     def _weights(self, num_tokens: int, num_samples: int) -> Callable[[int], float]:
         """Weight of each token of a sample, given how many trained tokens the sample has."""
@@ -326,8 +331,8 @@ def unforced(logprobs: Sequence[float]) -> tuple[bool, ...]:
 def samples_of(rollout: Rollout, advantage: float, *, skip_forced: bool = False) -> Iterator[Sample]:
     """The trainable sequences of a rollout: one, unless a turn's prompt does not continue the turn before it.
 
-    ``advantage`` is that of every sampled token, unless the environment gave each its own. With ``skip_forced`` tokens
-    that were sampled with probability 1 are not trained, and a sequence of none else is left out.
+    ``advantage`` is that of every sampled token, unless the environment gave each its own. Turns that are not trained,
+    and with ``skip_forced`` tokens that were sampled with probability 1, are not; nor is a sequence of none else.
     """
     tokens: tuple[int, ...] = ()
     mask: tuple[bool, ...] = ()
@@ -366,9 +371,9 @@ def samples_of(rollout: Rollout, advantage: float, *, skip_forced: bool = False)
         tokens += new + completion.tokens
         ends += (len(tokens),)
         turn_advantages = (advantage,) * count if own_advantages is None else tuple(islice(own_advantages, count))
-        free, sampled = (True,) * count, completion.logprobs
-        if skip_forced:
-            free = unforced(sampled)
+        free, sampled = (turn.trained,) * count, completion.logprobs
+        if skip_forced or not turn.trained:
+            free = unforced(sampled) if turn.trained else free
             sampled = tuple(p if it else 0.0 for p, it in zip(sampled, free, strict=True))
             turn_advantages = tuple(a if it else 0.0 for a, it in zip(turn_advantages, free, strict=True))
         mask += (False,) * len(new) + free
