@@ -38,9 +38,18 @@ START = 180.0
 
 def atropos_python() -> Path:
     """The interpreter that has atroposlib."""
-    path = Path(os.environ.get("TANDEM_ATROPOS_PYTHON") or REPOSITORY / ".venv-atropos/bin/python")
+    return _python("atropos")
+
+
+def verifiers_python() -> Path:
+    """The interpreter that has verifiers, and OpenAI's and Anthropic's clients."""
+    return _python("verifiers")
+
+
+def _python(peer: str) -> Path:
+    path = Path(os.environ.get(f"TANDEM_{peer.upper()}_PYTHON") or REPOSITORY / f".venv-{peer}/bin/python")
     if not path.exists():
-        pytest.fail(f"{path} is missing: make Atropos' environment by: bash scripts/setup", pytrace=False)
+        pytest.fail(f"{path} is missing: make it by: bash scripts/setup {peer}", pytrace=False)
     return path
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import build_tiny_model
+from integration.atropos_peers import verifiers_python
 from support.fake_engine import END
 from support.proxy_sessions import Scripted
 from transformers import AutoTokenizer
@@ -38,11 +38,8 @@ TOOLS = (
 @pytest.fixture
 def python(monkeypatch: pytest.MonkeyPatch) -> str:
     """The interpreter that has verifiers; its environments are found from the working directory."""
-    path = Path(os.environ.get("TANDEM_VERIFIERS_PYTHON") or ROOT / ".venv-verifiers/bin/python")
-    if not path.exists():
-        pytest.fail(f"{path} is missing: make the environment of verifiers by: bash scripts/setup", pytrace=False)
     monkeypatch.chdir(ROOT / "tests/support/verifiers_envs")
-    return str(path)
+    return str(verifiers_python())
 
 
 @pytest.fixture

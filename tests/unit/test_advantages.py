@@ -200,8 +200,8 @@ def test_turn_returns_are_those_of_numpy(of_turns: list[list[float]], discount: 
     lengths = np.array([len(row) for row in of_turns])
     rewards = np.array([[*row, *[0.0] * (lengths.max() - len(row))] for row in of_turns])
     expected = reference_returns(rewards, final, lengths, discount)
-    found = TurnReturns(discount=discount).by_turn(Group(id="g", index=0, env="e", rollouts=tuple(rollouts)))
-    for row, values in zip(expected, found, strict=True):
+    by_turn = TurnReturns(discount=discount).by_turn(Group(id="g", index=0, env="e", rollouts=tuple(rollouts)))
+    for row, values in zip(expected, by_turn, strict=True):
         assert values == pytest.approx(list(row[~np.isnan(row)]), abs=1e-9)
 
 
@@ -209,8 +209,8 @@ def test_turn_returns_are_those_of_numpy(of_turns: list[list[float]], discount: 
 def test_turn_returns_without_rewards_of_turns_are_dr_grpo(rewards: list[float]) -> None:
     rollouts = tuple(replace(turns(r, *[None] * (1 + i % 3)), id=f"g/{i}") for i, r in enumerate(rewards))
     siblings = Group(id="g", index=0, env="e", rollouts=rollouts)
-    found = TurnReturns().by_turn(siblings)
-    assert [{*row} for row in found] == [{value} for value in DrGrpo()(siblings)]
+    by_turn = TurnReturns().by_turn(siblings)
+    assert [{*row} for row in by_turn] == [{value} for value in DrGrpo()(siblings)]
 
 
 def test_siblings_whose_turns_differ_are_trained_and_a_discount_is_a_share() -> None:

@@ -130,30 +130,17 @@ def _batch_std(groups: Sequence[Siblings], options: Options, weights: Weights) -
 
 
 def _turn_returns(groups: Sequence[Siblings], options: Options, weights: Weights) -> list[list[list[float]]]:
-    """Of every turn: what is still to come, less what is still to come for the siblings, or came last for them."""
-    every: list[list[list[float]]] = []
-    for group in groups:
-        to_come: Values = []
-        for rollout in group:
-            given = [turn.reward or 0.0 for turn in rollout.turns if turn.completion.tokens]
-            last = len(given) - 1
-            worth = [reward + (rollout.reward or 0.0) * (k == last) for k, reward in enumerate(given)]
-            to_come.append(
-                [
-                    sum(options["discount"] ** (k - t) * worth[k] for k in range(t, len(worth)))
-                    for t in range(len(worth))
-                ]
-            )
-        every.append(
-            [
-                [
-                    value - fmean([*other, *[other[-1]] * len(mine)][t] for other in to_come)
-                    for t, value in enumerate(mine)
-                ]
-                for mine in to_come
-            ]
-        )
-    return every
+    """Of every turn: what is still to come, less what is for the siblings, or came last for those that have ended."""
+
+    def to_come(rollout: Rollout) -> list[float]:
+        rewards = [turn.reward or 0.0 for turn in rollout.turns if turn.completion.tokens]
+        rewards[-1] += rollout.reward or 0.0
+        return [sum(options["discount"] ** k * r for k, r in enumerate(rewards[t:])) for t in range(len(rewards))]
+
+    def above(group: Values) -> Values:
+        return [[r - fmean(other[min(t, len(other) - 1)] for other in group) for t, r in enumerate(of)] for of in group]
+
+    return [above([to_come(rollout) for rollout in group]) for group in groups]
 
 
 def _maxrl(groups: Sequence[Siblings], options: Options, weights: Weights) -> Values:
