@@ -23,6 +23,7 @@ ALLOWED = {
     "tandem/rewards/grading/grader.py:main": "a grading process has nothing to grade; its parent's end is its own",
     "tandem_broker/commands/serve.py:_serve": "a server serves until it is stopped",
     "tandem/envs/_verifiers_worker.py:main": "it has nothing to play; its parent's end is its own",
+    "tandem/envs/_verifiers_worker.py:_serve": "it holds what episodes share, for as long as the process lives",
     # Beside something that is registered.
     "tandem/envs/verifiers.py:tasks": "within the registered reading of tasks",
     "tandem/envs/verifiers.py:_answer": "a thread of the process's own, which has closed its output",

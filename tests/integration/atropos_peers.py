@@ -41,13 +41,13 @@ def atropos_python() -> Path:
     return _python("atropos")
 
 
-def verifiers_python() -> Path:
-    """The interpreter that has verifiers, and OpenAI's and Anthropic's clients."""
-    return _python("verifiers")
+def verifiers_python(version: str = "") -> Path:
+    """The interpreter that has verifiers 0.1, and OpenAI's and Anthropic's clients; or with ``-04`` that has 0.4."""
+    return _python(f"verifiers{version}")
 
 
 def _python(peer: str) -> Path:
-    path = Path(os.environ.get(f"TANDEM_{peer.upper()}_PYTHON") or REPOSITORY / f".venv-{peer}/bin/python")
+    path = Path(os.environ.get(f"TANDEM_{peer.upper().replace('-', '_')}_PYTHON") or REPOSITORY / f".venv-{peer}/bin/python")
     if not path.exists():
         pytest.fail(f"{path} is missing: make it by: bash scripts/setup {peer}", pytrace=False)
     return path

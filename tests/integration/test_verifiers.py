@@ -108,6 +108,20 @@ def test_a_rubric_with_its_weights_scores_siblings_together(python: str, tiny_mo
     assert long.reward == pytest.approx(2.0 * long.metrics["rubric/share_of_vowels"] + 0.25 * 3 + 10.0 * 1)
 
 
+def test_a_taskset_of_the_newer_line_is_played_by_its_own_harness(python: str, tiny_model: Path) -> None:
+    host = {"agent": {"runtime": {"type": "subprocess"}}}
+    env = Verifiers(id="tandem-task", args=host, python=str(verifiers_python("-04")))
+    rollouts = group(env, tiny_model, [64, END], [64, 65, END]).rollouts
+    assert [len(rollout.turns) for rollout in rollouts] == [2, 2]
+    for rollout in rollouts:
+        first, second = rollout.turns
+        whole = (*first.prompt, *first.completion.tokens)
+        assert second.prompt[: len(whole)] == whole
+        assert rollout.metrics["state/turns"] == 2.0
+        assert rollout.reward == 0.5 * rollout.metrics["rubric/length"]
+    assert len(env.tasks("train")) + len(env.tasks("test")) == 10
+
+
 def test_splits_are_disjoint_with_evaluation_data_and_without(python: str) -> None:
     for id, counts in (("tandem-reverse", (9, 1)), ("tandem-guess", (10, 3))):
         env = Verifiers(id=id, python=python)

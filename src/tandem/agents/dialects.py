@@ -22,7 +22,7 @@ from tandem.types import Json
 Fields = dict[str, Any]
 
 
-class Dialect(ABC):
+class ChatApi(ABC):
     """How an API writes what chat completions write."""
 
     @abstractmethod
@@ -48,7 +48,7 @@ class Dialect(ABC):
         return response
 
 
-class Responses(Dialect):
+class Responses(ChatApi):
     """OpenAI's /v1/responses, with all of the conversation in ``input`` or after ``previous_response_id``."""
 
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ def _messages(items: Iterable[Fields]) -> list[Fields]:
     return messages
 
 
-class Messages(Dialect):
+class Messages(ChatApi):
     """Anthropic's /v1/messages."""
 
     def chat(self, fields: Fields) -> Fields:

@@ -23,7 +23,7 @@ import msgspec
 from aiohttp import web
 
 from tandem import doors
-from tandem.agents.dialects import Dialect, Messages, Responses
+from tandem.agents.dialects import ChatApi, Messages, Responses
 from tandem.agents.replies import Reply, chat_body, streamed, text_body
 from tandem.agents.schema import BadRequest, ChatRequest, CompletionRequest, TextRequest
 from tandem.agents.tool_calls import ToolMessage, ToolOffer, alike, as_text, read
@@ -246,7 +246,7 @@ class Proxy:
         self._sampling = sampling
         self._model = model
         self._sessions: dict[str, Session] = {}
-        self._dialects: dict[str, Dialect] = {"responses": Responses(), "messages": Messages()}
+        self._dialects: dict[str, ChatApi] = {"responses": Responses(), "messages": Messages()}
 
     def create(self, stream: str = "") -> tuple[str, Session]:
         """Begin a session; its key, and itself. Its API is at ``URL/KEY/v1``."""

@@ -17,6 +17,69 @@ from typing import Any
 
 STANDARD = frozenset({"advantage", "example_id", "is_completed", "reward"})
 """What every state has; other numbers in one are the environment's own."""
+MOST_TASKS = 1000
+"""Of a taskset that never ends."""
+
+
+class Episodes:
+    """A taskset of verifiers 0.4 and the agent that plays it; ``args`` are what a file of its own has under ``env``."""
+
+    def __init__(self, id: str, args: Mapping[str, Any]) -> None:
+        from verifiers.v1.utils import loaders
+
+        options = {**args, "taskset": {"id": id, **args.get("taskset", {})}}
+        self.env = loaders.load_environment(loaders.resolve_env_config(options))
+        self.serving: asyncio.Future[None] | None = None
+
+    @functools.cached_property
+    def tasks(self) -> list[Any]:
+        """All of its tasks, or the first of those that never end."""
+        taskset = self.env.taskset
+        return list(taskset if taskset.bounded else taskset.take(MOST_TASKS))
+
+    def rows(self, split: str) -> dict[str, Any]:
+        """All tasks: there is no split."""
+        return {"of": "train", "rows": [_row(task.data) for task in self.tasks], "shared": True}
+
+    async def play(self, key: str, split: str, row: int, url: str) -> dict[str, Any]:
+        """Play one task with the policy at a URL."""
+        import verifiers.v1 as vf
+
+        if self.serving is None:
+            self.serving = asyncio.get_running_loop().create_future()
+            self.server = asyncio.ensure_future(self._serve(self.serving))
+        await asyncio.shield(self.serving)
+        client = vf.EvalClientConfig(base_url=url, api_key_var="TANDEM_API_KEY")
+        (slot,) = self.env.slots(self.tasks[row])
+        episode = await self.env.run_slot(slot, vf.ModelContext(model="policy", client=client))
+        if not episode.ok:
+            errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+            raise RuntimeError(
+                "; ".join(f"{error.type}: {error.message}" for error in errors) or "it was not completed"
+            )
+        (trace,) = episode.traces  # of one agent, whose turns are the rollout's
+        scores = {f"rubric/{name}": reward.score for name, reward in trace.rewards.items() if reward is not None}
+        numbers = {f"state/{name}": value for name, value in trace.metrics.items() if value is not None}
+        return {"metrics": {**numbers, **scores}, "reward": trace.reward, "turn_rewards": []}
+
+    async def _serve(self, ready: asyncio.Future[None]) -> None:
+        """Hold what its episodes share, in a task of its own, for as long as the process lives."""
+        try:
+            async with self.env.serving():
+                ready.set_result(None)
+                await asyncio.Event().wait()
+        except Exception as error:  # each episode that waits for it gets the error
+            if not ready.done():
+                ready.set_exception(error)
+
+
+def _row(data: Any) -> dict[str, Any]:
+    row = data.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    prompt = row.get("prompt") or ""
+    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    if system := row.get("system_prompt"):
+        messages = [{"role": "system", "content": system}, *messages]
+    return {**row, "prompt": messages}
 
 
 class Played:
@@ -86,9 +149,11 @@ class Server:
         self.running: dict[int, asyncio.Task[None]] = {}
 
     @functools.cached_property
-    def played(self) -> Played:
+    def played(self) -> Played | Episodes:
         """Loaded by the first request, to which the error goes if it cannot be."""
-        return Played(self.id, self.args)
+        import verifiers
+
+        return (Played if hasattr(verifiers, "load_environment") else Episodes)(self.id, self.args)
 
     async def answer(self, number: int, method: str, options: dict[str, Any]) -> None:
         """Do what a request asks for."""

@@ -147,7 +147,8 @@ class _Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,  # it is killed with all that it started
-            env={name: value for name, value in os.environ.items() if not name.startswith("PYTHON")},
+            env={name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+            | {"PATH": f"{Path(interpreter).parent}:{os.environ.get('PATH', '')}"},  # its programs first
         )
         self.name = f"environment {id} (pid {self._process.pid})"
         self._numbers = count()
