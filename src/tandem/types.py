@@ -203,6 +203,10 @@ class Turn:
     """Temperature the tokens were sampled at."""
     reply: tuple[Message, ...] = ()
     """What the environment answered (tool results, a user's next line)."""
+    reward: float | None = None
+    """What the environment gave this turn alone, beside the rollout's reward; ``advantage: turn_returns`` reads it."""
+    trained: bool = True
+    """False leaves its tokens out of the loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,8 +313,8 @@ class Group:
     @property
     def zero_variance(self) -> bool:
         """True if the rewards cannot rank the siblings: fewer than two, or all equal."""
-        rewards = [r.reward for r in self.scored]
-        return len(rewards) < 2 or max(rewards) == min(rewards)  # type: ignore[type-var]
+        rewards = {(r.reward, *(turn.reward for turn in r.turns if turn.reward is not None)) for r in self.scored}
+        return len(self.scored) < 2 or len(rewards) == 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,11 @@ CHAIN_SUM = {
     "unsolved": False,
 }
 
+SUMS = {"tests": [{"input": "1 2", "output": "3"}, {"input": "4 5", "output": "9"}]}
+ADD = "print(sum(map(int, input().split())))"
+
 CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any], str]] = {
+    "code_tests": ({}, ADD, SUMS, f"```python\n{ADD}\n```"),
     "cosine_length": ({"accuracy": Number(), "max_tokens": 8}, "7", {}, "7"),
     "countdown": ({}, "(3 + 5) * 8", {"numbers": [3, 5, 8], "target": 64}, "<answer>(3 + 5) * 8</answer>"),
     "exact": ({}, "Paris", {}, "Paris"),
@@ -44,10 +48,11 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any], str]] = {
 """Options, gold answer, meta and gold reply, by file name."""
 
 APART: dict[str, dict[str, Any]] = {
+    "environment": {"metric": "score"},
     "judge": {"url": "http://127.0.0.1:9/v1", "model": "m"},
     "reward_model": {"model": "nowhere"},
 }
-"""Options of rewards that need a server or a model; tests/unit has one for each."""
+"""Options of rewards that need a server, a model or an environment; other tests have one for each."""
 
 REPLIES = [
     "",

@@ -22,7 +22,11 @@ ALLOWED = {
     "tandem/engines/embedded/engine.py:_run": "the engine has nothing to sample",
     "tandem/rewards/grading/grader.py:main": "a grading process has nothing to grade; its parent's end is its own",
     "tandem_broker/commands/serve.py:serve": "a server serves until it is stopped",
+    "tandem/envs/_verifiers_worker.py:main": "it has nothing to play; its parent's end is its own",
+    "tandem/envs/_verifiers_worker.py:_serve": "it holds what episodes share, for as long as the process lives",
     # Beside something that is registered.
+    "tandem/envs/verifiers.py:tasks": "within the registered reading of tasks",
+    "tandem/envs/verifiers.py:_answer": "a thread of the process's own, which has closed its output",
     "tandem/trainer/loop.py:_unless_stopped": "a stop, beside the work that is awaited",
     "tandem_broker/producer.py:run": "a stop, beside the playing",
     "tandem_compat/atropos/checkpoints.py:_finish": "a logger's own thread; what a logger does is registered",

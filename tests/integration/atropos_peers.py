@@ -38,9 +38,19 @@ START = 180.0
 
 def atropos_python() -> Path:
     """The interpreter that has atroposlib."""
-    path = Path(os.environ.get("TANDEM_ATROPOS_PYTHON") or REPOSITORY / ".venv-atropos/bin/python")
+    return _python("atropos")
+
+
+def verifiers_python(version: str = "") -> Path:
+    """The interpreter that has verifiers 0.1, and OpenAI's and Anthropic's clients; or with ``-04`` that has 0.4."""
+    return _python(f"verifiers{version}")
+
+
+def _python(peer: str) -> Path:
+    variable = f"TANDEM_{peer.upper().replace('-', '_')}_PYTHON"
+    path = Path(os.environ.get(variable) or REPOSITORY / f".venv-{peer}/bin/python")
     if not path.exists():
-        pytest.fail(f"{path} is missing: make Atropos' environment by: bash scripts/setup", pytrace=False)
+        pytest.fail(f"{path} is missing: make it by: bash scripts/setup {peer}", pytrace=False)
     return path
 
 

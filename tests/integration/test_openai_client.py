@@ -1,12 +1,14 @@
-"""OpenAI's own client, which agents are built on, against the proxy: tools, streams, completions and errors."""
+"""The clients that agents are built on, OpenAI's and Anthropic's own, against the proxy."""
 
 from __future__ import annotations
 
 import asyncio
 import subprocess
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from integration.atropos_peers import HERE, atropos_python
+import pytest
+from integration.atropos_peers import HERE, atropos_python, verifiers_python
 from support.fake_engine import END
 from support.proxy_sessions import Scripted
 
@@ -27,13 +29,22 @@ class Roomy(Scripted):
     context = 4000
 
 
-def test_openais_client(tiny_model: Path) -> None:
+CHAT = (CALL, "three", CALL, "three", "<call>", CALL)
+BOTH = (CALL, "three", CALL, CALL, "three", CALL)
+
+
+@pytest.mark.parametrize(
+    ("script", "python", "texts"),
+    [("openai_client.py", atropos_python, CHAT), ("dialects_client.py", verifiers_python, BOTH)],
+    ids=["chat and completions", "responses and messages"],
+)
+def test_a_client(script: str, python: Callable[[], Path], texts: Sequence[str], tiny_model: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.chat_template = TEMPLATE
     template = Template(tokenizer, {})
-    replies = [[*template.more(text), END] for text in (CALL, "three", CALL, "three", "<call>", CALL)]
+    replies = [[*template.more(text), END] for text in texts]
 
     async def go() -> tuple[int, str]:
         engine = Roomy(*replies)
@@ -41,8 +52,8 @@ def test_openais_client(tiny_model: Path) -> None:
         async with proxy.serving() as url:
             name, session = proxy.create()
             process = await asyncio.create_subprocess_exec(
-                atropos_python(),
-                HERE / "openai_client.py",
+                python(),
+                HERE / script,
                 f"{url}/{name}/v1",
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

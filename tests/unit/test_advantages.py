@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.algorithms.advantages.base import advantages
+from tandem.algorithms.advantages.base import advantages, spread
 from tandem.algorithms.advantages.batch_std import BatchStd
 from tandem.algorithms.advantages.dr_grpo import DrGrpo
 from tandem.algorithms.advantages.gdpo import Gdpo
 from tandem.algorithms.advantages.grpo import GroupStandardised
 from tandem.algorithms.advantages.maxrl import MaxRl
 from tandem.algorithms.advantages.rloo import Rloo
+from tandem.algorithms.advantages.turn_returns import TurnReturns
 from tandem.errors import ConfigError, RewardError
 from tandem.types import Completion, Group, Rollout, Task, Turn
 
@@ -149,3 +150,72 @@ def test_maxrl_divides_by_the_share_that_was_solved() -> None:
     assert MaxRl()(group(0.0, 0.0)) == [0.0, 0.0]
     with pytest.raises(RewardError, match="has a reward of -1"):
         MaxRl()(group(3.0, -1.0))
+
+
+def turns(reward: float, *of_turns: float | None) -> Rollout:
+    """A rollout of this reward whose turns have these; each turn has one token more than the one before."""
+    made = [
+        Turn(
+            prompt=(0,),
+            completion=Completion(tokens=(1,) * n, logprobs=(-1.0,) * n, versions=(0,) * n, finish="stop"),
+            temperature=1.0,
+            reward=of_turn,
+        )
+        for n, of_turn in enumerate(of_turns, 1)
+    ]
+    return replace(group(reward).rollouts[0], turns=tuple(made))
+
+
+def reference_returns(rewards: np.ndarray, final: np.ndarray, lengths: np.ndarray, discount: float) -> np.ndarray:
+    """Advantages of turns by numpy: a row per sibling, and nan after its last turn."""
+    longest = rewards.shape[1]
+    powers = np.triu(discount ** np.maximum(0, np.subtract.outer(np.arange(longest), np.arange(longest)).T))
+    worth = rewards + final[:, None] * (np.arange(longest) == lengths[:, None] - 1)
+    returns = worth @ powers.T
+    last = np.minimum(np.arange(longest), lengths[:, None] - 1)
+    advantages = returns - np.take_along_axis(returns, last, 1).mean(0)
+    return np.where(np.arange(longest) < lengths[:, None], advantages, np.nan)
+
+
+def test_turn_returns_by_hand() -> None:
+    one = replace(turns(1.0, 0.5, None), id="g/0")
+    other = replace(turns(0.0, 0.0, 0.25, None), id="g/1")
+    siblings = Group(id="g", index=0, env="e", rollouts=(one, other))
+    # Returns are 1.5, 1 and 0.25, 0.25, 0; the first has ended when the other's third turn comes.
+    assert TurnReturns().by_turn(siblings) == [[0.625, 0.375], [-0.625, -0.375, -0.5]]
+    assert TurnReturns(discount=0.5).by_turn(siblings)[0][0] == (1.0 - 0.125) / 2
+    assert spread(TurnReturns(), siblings).rollouts[0].advantages == (0.625, 0.375, 0.375)
+
+
+@given(
+    st.lists(st.lists(st.floats(-5, 5), min_size=1, max_size=5), min_size=1, max_size=6),
+    st.floats(0, 1),
+    st.integers(0, 99),
+)
+def test_turn_returns_are_those_of_numpy(of_turns: list[list[float]], discount: float, seed: int) -> None:
+    final = np.random.default_rng(seed).normal(size=len(of_turns))
+    rollouts = [
+        replace(turns(float(r), *row), id=f"g/{i}") for i, (r, row) in enumerate(zip(final, of_turns, strict=True))
+    ]
+    lengths = np.array([len(row) for row in of_turns])
+    rewards = np.array([[*row, *[0.0] * (lengths.max() - len(row))] for row in of_turns])
+    expected = reference_returns(rewards, final, lengths, discount)
+    by_turn = TurnReturns(discount=discount).by_turn(Group(id="g", index=0, env="e", rollouts=tuple(rollouts)))
+    for row, values in zip(expected, by_turn, strict=True):
+        assert values == pytest.approx(list(row[~np.isnan(row)]), abs=1e-9)
+
+
+@given(REWARDS)
+def test_turn_returns_without_rewards_of_turns_are_dr_grpo(rewards: list[float]) -> None:
+    rollouts = tuple(replace(turns(r, *[None] * (1 + i % 3)), id=f"g/{i}") for i, r in enumerate(rewards))
+    siblings = Group(id="g", index=0, env="e", rollouts=rollouts)
+    by_turn = TurnReturns().by_turn(siblings)
+    assert [{*row} for row in by_turn] == [{value} for value in DrGrpo()(siblings)]
+
+
+def test_siblings_whose_turns_differ_are_trained_and_a_discount_is_a_share() -> None:
+    rollouts = tuple(replace(turns(1.0, r), id=f"g/{i}") for i, r in enumerate((0.0, 1.0)))
+    assert not Group(id="g", index=0, env="e", rollouts=rollouts).zero_variance
+    assert Group(id="g", index=0, env="e", rollouts=(rollouts[0], rollouts[0])).zero_variance
+    with pytest.raises(ValueError, match="discount must be from 0 to 1"):
+        TurnReturns(discount=1.5)

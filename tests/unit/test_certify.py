@@ -75,12 +75,13 @@ OBJECTIVES = [
     ["old_logprobs=recomputed", "updates_per_batch=2", "corrections=[token, geometric]"],
     ["updates_per_batch=2", "reference={kind: start, estimator: k2, ratio_corrected: false}"],
     ["loss=gspo", "old_logprobs=recomputed", "corrections=[token, opsm]", "reference={kind: start, estimator: k1}"],
+    ["advantage={kind: turn_returns, discount: 0.7}", "loss=gspo"],
 ]
 
 
 @pytest.mark.parametrize(
     "overrides",
-    long_but(OBJECTIVES, OBJECTIVES[2]),
+    long_but(OBJECTIVES, OBJECTIVES[2], OBJECTIVES[-1]),
     ids=" ".join,
 )
 def test_an_objective_is_its_formula(overrides: list[str], architectures: Path) -> None:

@@ -295,6 +295,22 @@ def test_a_text_is_gone_on_with_as_it_is(tokenizer: Any) -> None:
     assert chat.messages[:2] == (Message(role="text", content="3 + 4 ="), Message(role="assistant", content="7"))
 
 
+def test_turns_are_marked_with_rewards_of_their_own_or_left_out(tokenizer: Any) -> None:
+    engine = Scripted([(ids_of(tokenizer, text), "stop") for text in "78"])
+    chat = chat_with(tokenizer, engine, user("?"))
+
+    async def play() -> None:
+        await chat.reply()
+        chat.mark(reward=0.5)
+        chat.add(user("And then?"))
+        await chat.reply()
+        chat.mark(trained=False)
+
+    asyncio.run(play())
+    assert [(turn.reward, turn.trained) for turn in chat.turns] == [(0.5, True), (None, False)]
+    assert chat.turns[0].reply == (user("And then?"),)
+
+
 def test_options_reach_the_template(tokenizer: Any) -> None:
     optional = copy.deepcopy(tokenizer)
     optional.chat_template = "{{ 'loud' if shout else 'quiet' }}"

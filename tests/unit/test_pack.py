@@ -23,7 +23,7 @@ from tandem.trainer.pack import Micro, Packer, StepBatch
 from tandem.trainer.record import records
 from tandem.trainer.samples import samples_of
 from tandem.trainer.step import StepStats
-from tandem.types import Group, Rollout
+from tandem.types import Completion, Group, Rollout, Task, Turn
 
 
 def packer(**changes: Any) -> Packer:
@@ -428,3 +428,17 @@ def test_given_advantages_of_turns_that_part() -> None:
     parted = make_rollout("t@0/0", [([1], [2, 3], [-0.5, -0.6]), ([9, 9], [5], [-0.7])], 1.0)
     group = make_group("t@0", [replace(parted, advantages=(1.0, 2.0, 3.0))])
     assert [s.advantages for s in samples_of(group.rollouts[0], 0.5)] == [(0.0, 1.0, 2.0), (0.0, 0.0, 3.0)]
+
+
+def test_a_turn_that_is_left_out_is_read_and_not_trained() -> None:
+    completion = Completion(tokens=(5, 6), logprobs=(-0.5, -0.25), versions=(0, 0), finish="stop")
+    first = Turn(prompt=(1,), completion=completion, temperature=1.0, trained=False)
+    second = Turn(prompt=(1, 5, 6, 2), completion=completion, temperature=1.0)
+    task = Task(id="t", env="e", prompt=(), answer="")
+    rollout = Rollout(id="g/0", task=task, turns=(first, second), messages=(), status="ok", reward=1.0)
+    (sample,) = samples_of(rollout, 0.5)
+    assert sample.tokens == (1, 5, 6, 2, 5, 6)
+    assert sample.mask == (False, False, False, False, True, True)
+    assert sample.logprobs == (0.0, 0.0, 0.0, 0.0, -0.5, -0.25)
+    assert sample.advantages == (0.0, 0.0, 0.0, 0.0, 0.5, 0.5)
+    assert list(samples_of(replace(rollout, turns=(first,)), 0.5)) == []

@@ -1,4 +1,4 @@
-"""OpenAI-compatible server for agents, whose chats are recorded as token-exact turns.
+"""Server for agents that speak OpenAI's APIs or Anthropic's, whose chats are recorded as token-exact turns.
 
 A session is one agent's work on one task. A request whose messages extend an earlier conversation of its session goes
 on with the very tokens of that conversation: what was sampled is never tokenised again, calls of tools included, and an
@@ -17,12 +17,13 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, count
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
 from tandem import doors
+from tandem.agents.dialects import ChatApi, Messages, Responses
 from tandem.agents.replies import Reply, reply_body, streamed
 from tandem.agents.schema import BadRequest, ChatRequest, CompletionRequest, TextRequest
 from tandem.agents.tool_calls import ToolMessage, ToolOffer, alike, as_text, read
@@ -241,6 +242,7 @@ class Proxy:
         self._sampling = sampling
         self._model = model
         self._sessions: dict[str, Session] = {}
+        self._dialects: dict[str, ChatApi] = {"responses": Responses(), "messages": Messages()}
 
     def create(self, stream: str = "") -> tuple[str, Session]:
         """Begin a session; its key, and itself. Its API is at ``URL/KEY/v1``."""
@@ -267,12 +269,26 @@ class Proxy:
         app.router.add_get("/{key}/v1/models", self._models)
         app.router.add_post("/{key}/v1/chat/completions", self._chat)
         app.router.add_post("/{key}/v1/completions", self._complete)
+        app.router.add_post("/{key}/v1/{dialect:responses|messages}", self._speak)
         return app
 
     async def _models(self, request: web.Request) -> web.Response:
         self._session(request)
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "tandem"}
         return web.json_response({"object": "list", "data": [model]})
+
+    async def _speak(self, request: web.Request) -> web.StreamResponse:
+        session, dialect = self._session(request), self._dialects[request.match_info["dialect"]]
+        try:
+            fields = msgspec.json.decode(await request.read(), type=dict[str, Any])
+            chat = dialect.chat(fields)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, AttributeError, TypeError) as error:
+            raise BadRequest(f"the body is none of /v1/{request.match_info['dialect']}: {error}") from error
+        options = ChatRequest.read(msgspec.json.encode(chat))
+        offer = options.offer(self._template.speech)
+        (reply,) = await session.reply(options.conversation(), options.sampling(self._sampling), offer)
+        body = dialect.body(self._model, reply, int(time.time()), fields, chat)
+        return await dialect.streamed(request, body) if options.stream else web.json_response(body)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session, content = self._session(request), await request.read()
@@ -324,5 +340,5 @@ async def _in_openai_form(request: web.Request, handler: web.Handler) -> web.Str
 
 
 def _error(message: str, status: int, kind: str, param: str | None = None) -> web.Response:
-    body = {"error": {"message": message, "type": kind, "param": param, "code": None}}
+    body = {"type": "error", "error": {"message": message, "type": kind, "param": param, "code": None}}
     return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")

@@ -296,8 +296,8 @@ def inert_objective(config: RunConfig) -> dict[str, str]:
     if recomputed and config.updates_per_batch == 1:
         why = "old_logprobs: recomputed with updates_per_batch: 1 makes every ratio 1"
         unread |= {f"loss.{name}": why for name in getattr(loss, "at_ratio_one", ())}
-    if config.broker is None or not config.broker.env_advantages:
-        why = "the tokens of an answer have one advantage (broker.env_advantages is not set)"
+    if not (hasattr(config.advantage, "by_turn") or (config.broker and config.broker.env_advantages)):
+        why = "the tokens of an answer have one advantage (neither broker.env_advantages nor advantage: turn_returns)"
         unread |= {f"loss.{name}": why for name in getattr(loss, "per_token", ())}
     compares = getattr(loss, "compares", True) or getattr(loss_reference(config), "ratio_corrected", False)
     if not compares and not config.corrections:

@@ -88,7 +88,7 @@ class Agent(Dataset):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": "none"},
+            env={**os.environ, **_addresses(url)},
             start_new_session=True,
         )
         try:
@@ -102,6 +102,12 @@ class Agent(Dataset):
             last = err.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
             raise EnvError(f"agent {self.agent!r} ended with status {child.returncode}: {last[0]}")
         return out.decode(errors="replace")
+
+
+def _addresses(url: str) -> dict[str, str]:
+    """Environment variables by which clients of OpenAI and of Anthropic, which adds /v1 itself, find the policy."""
+    openai = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": "none"}
+    return {**openai, "ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": "none"}
 
 
 def _function(path: str) -> Callable[[Task, str], Awaitable[Any]]:

@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Literal, Protocol
 
 from tandem.errors import check_bounds
-from tandem.types import Json, Message, Task
+from tandem.types import Json, Message, Rollout, Task, Turn
 
 Split = Literal["train", "test"]
 """``test`` tasks are never trained on: an environment keeps the two disjoint by construction."""
@@ -28,8 +28,18 @@ class Chat(Protocol):
     """
 
     @property
+    def id(self) -> str:
+        """Id of the rollout that is played."""
+        ...
+
+    @property
     def messages(self) -> tuple[Message, ...]:
         """Everything said so far, the task's prompt first."""
+        ...
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """What the policy said so far, token by token."""
         ...
 
     @property
@@ -39,6 +49,10 @@ class Chat(Protocol):
 
     async def reply(self) -> Message:
         """Let the policy speak; its message is appended and returned."""
+        ...
+
+    def mark(self, turn: int = -1, *, reward: float | None = None, trained: bool = True) -> None:
+        """Give a turn of the policy's (-1: the last) a reward of its own, or leave it out of the loss."""
         ...
 
     def add(self, *messages: Message) -> None:
@@ -109,6 +123,10 @@ class Environment(ABC):
         """Converse until done and return metrics; rewards are scored afterwards. One turn unless overridden."""
         await chat.reply()
         return {}
+
+    async def finish(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
+        """The siblings of one task, all played and not yet graded: an environment that scores them together adds it."""
+        return rollouts
 
     @abstractmethod
     def check(self, task: Task) -> str | None:

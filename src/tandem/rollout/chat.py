@@ -24,6 +24,7 @@ class EngineChat:
         sampling: Sampling,
         stream: str,
         prompt: Sequence[int] | None = None,
+        id: str = "",
     ):
         """No request is made yet.
 
@@ -34,7 +35,9 @@ class EngineChat:
             sampling: how answers are sampled.
             stream: names this conversation's random stream: the same name draws the same tokens.
             prompt: the task's messages as tokens, where they are known.
+            id: of the rollout.
         """
+        self.id = id or stream
         self._engine = engine
         self._task = task.id
         self._template = template
@@ -61,6 +64,10 @@ class EngineChat:
         """False once the last answer was cut, or the context has no room for another."""
         cut = bool(self._turns) and self._turns[-1].completion.finish == "length"
         return not cut and len(self._tokens) < self._engine.context
+
+    def mark(self, turn: int = -1, *, reward: float | None = None, trained: bool = True) -> None:
+        """Give a turn a reward of its own, or leave it out of the loss."""
+        self._turns[turn] = replace(self._turns[turn], reward=reward, trained=trained)
 
     def add(self, *messages: Message) -> None:
         """Append the environment's messages; raises TypeError for anything else."""

@@ -48,13 +48,17 @@ class GroupRunner:
             EngineError: the engine failed, which is no single rollout's fault.
         """
         prompt = tuple(self.template.prompt(task.prompt))  # one for all: it is written to the graders once
-        singly = self.graders.singly
+        finishes = type(self.env).finish is not Environment.finish
+        singly = self.graders.singly and not finishes
 
         async def answer(number: int) -> list[Rollout]:
             rollout = await self._play(task, prompt, f"{id}/{number}", sampling)
             return await self._graded(id, [rollout]) if singly else [rollout]
 
-        rollouts = [rollout for (rollout,) in await asyncio.gather(*map(answer, range(size)))]
+        played = await asyncio.gather(*map(answer, range(size)))
+        rollouts: Sequence[Rollout] = [rollout for (rollout,) in played]
+        if finishes:
+            rollouts = await self._finished(id, rollouts)
         graded = rollouts if singly else await self._graded(id, rollouts)
         return Group(id=id, index=index, env=self.name, rollouts=tuple(graded))
 
@@ -63,7 +67,7 @@ class GroupRunner:
         return await waits.wait(grading, owner=f"rollouts group {id}", reason="rewards", on=f"grading of {id}")
 
     async def _play(self, task: Task, prompt: tuple[int, ...], id: str, sampling: Sampling) -> Rollout:
-        chat = EngineChat(self.engine, self.template, task, sampling, f"{self.seed}/{id}", prompt)
+        chat = EngineChat(self.engine, self.template, task, sampling, f"{self.seed}/{id}", prompt, id)
         group, party, begun = id.rpartition("/")[0], f"environment {self.name} ({id})", time.monotonic()
         try:
             playing = self.env.play(task, chat)
@@ -74,15 +78,27 @@ class GroupRunner:
         except Exception as error:
             if isinstance(error, Deadline) and error.on != party and not await self._answers(begun):
                 raise  # not this rollout's fault either
-            # The boundary of one rollout: whatever the environment did wrong becomes data on it.
-            text = str(error) if isinstance(error, TandemError) else f"{message_of(error)}{place_of(error)}"
-            kind = f"{type(error).__name__}{place_of(error)}"
-            level = logging.INFO if kind in self._warned else logging.WARNING
-            self._warned.add(kind)
-            log.log(level, "rollout %s: environment %s failed: %s", id, self.name, text, exc_info=True)
-            failure = f"environment: {text}"
+            failure = self._failure(id, error)
             return Rollout(id=id, task=task, turns=chat.turns, messages=chat.messages, status="error", error=failure)
         return Rollout(id=id, task=task, turns=chat.turns, messages=chat.messages, status="ok", metrics=metrics)
+
+    async def _finished(self, id: str, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
+        """What the environment makes of siblings; all that were played have failed where it does."""
+        try:
+            finishing, party = self.env.finish(rollouts), f"environment {self.name} ({id})"
+            return await waits.wait(finishing, owner=f"rollouts group {id}", reason="scores", on=party)
+        except Exception as error:
+            failure = self._failure(id, error)
+            return [replace(r, status="error", error=failure) if r.status == "ok" else r for r in rollouts]
+
+    def _failure(self, id: str, error: Exception) -> str:
+        """The boundary of a rollout or group: whatever the environment did wrong becomes data on it."""
+        text = str(error) if isinstance(error, TandemError) else f"{message_of(error)}{place_of(error)}"
+        kind = f"{type(error).__name__}{place_of(error)}"
+        level = logging.INFO if kind in self._warned else logging.WARNING
+        self._warned.add(kind)
+        log.log(level, "rollout %s: environment %s failed: %s", id, self.name, text, exc_info=True)
+        return f"environment: {text}"
 
     def _metrics(self, metrics: object) -> dict[str, float]:
         """What ``play`` returned, if it is numbers by name; else an error that names the environment."""

@@ -96,6 +96,7 @@ class SampledSequence:
 
 Siblings = Sequence[Rollout]
 Values = list[list[float]]
+OfRollout = float | list[float]
 
 
 def _rewards(groups: Sequence[Siblings]) -> Values:
@@ -128,6 +129,20 @@ def _batch_std(groups: Sequence[Siblings], options: Options, weights: Weights) -
     return [[v / (std + options["eps"]) for v in values] for values in centred]
 
 
+def _turn_returns(groups: Sequence[Siblings], options: Options, weights: Weights) -> list[list[list[float]]]:
+    """Of every turn: what is still to come, less what is for the siblings, or came last for those that have ended."""
+
+    def to_come(rollout: Rollout) -> list[float]:
+        rewards = [turn.reward or 0.0 for turn in rollout.turns if turn.completion.tokens]
+        rewards[-1] += rollout.reward or 0.0
+        return [sum(options["discount"] ** k * r for k, r in enumerate(rewards[t:])) for t in range(len(rewards))]
+
+    def above(group: Values) -> Values:
+        return [[r - fmean(other[min(t, len(other) - 1)] for other in group) for t, r in enumerate(of)] for of in group]
+
+    return [above([to_come(rollout) for rollout in group]) for group in groups]
+
+
 def _maxrl(groups: Sequence[Siblings], options: Options, weights: Weights) -> Values:
     return [[r / fmean(rewards) - 1 if sum(rewards) else 0.0 for r in rewards] for rewards in _rewards(groups)]
 
@@ -151,15 +166,16 @@ def _gdpo(groups: Sequence[Siblings], options: Options, weights: Weights) -> Val
     return [[(value - fmean(every)) / (_spread(every) + options["eps"]) for value in values] for values in sums]
 
 
-ADVANTAGES: Mapping[str, Callable[[Sequence[Siblings], Options, Weights], Values]] = {
+ADVANTAGES: Mapping[str, Callable[[Sequence[Siblings], Options, Weights], Sequence[Sequence[OfRollout]]]] = {
     "dr_grpo": _dr_grpo,
     "grpo": _standardised,
     "rloo": _rloo,
     "batch_std": _batch_std,
     "maxrl": _maxrl,
     "gdpo": _gdpo,
+    "turn_returns": _turn_returns,
 }
-"""Advantage of every rollout that counts, given those of every group."""
+"""Advantage of every rollout that counts, or of each of its turns, given those of every group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -391,7 +407,7 @@ def _counts(rollout: Rollout) -> bool:
     return rollout.reward is not None and any(turn.completion.tokens for turn in rollout.turns)
 
 
-def _sequences(rollout: Rollout, advantage: float) -> Iterator[SampledSequence]:
+def _sequences(rollout: Rollout, advantage: OfRollout) -> Iterator[SampledSequence]:
     """A turn that repeats all before it, at the same temperature, goes on in the same sequence."""
     runs: list[list[int]] = []
     turns, place, own = [turn for turn in rollout.turns if turn.completion.tokens], 0, rollout.advantages
@@ -407,11 +423,16 @@ def _sequences(rollout: Rollout, advantage: float) -> Iterator[SampledSequence]:
         advantages: list[float] = []
         for i in run:
             start, count = len(turns[i].prompt), len(turns[i].completion.tokens)
+            place += count
+            if not turns[i].trained:
+                continue
             at += range(start, start + count)
             begins += [start] * count
             sampler_logprobs += turns[i].completion.logprobs
-            advantages += [advantage] * count if own is None else own[place : place + count]
-            place += count
+            of_turn = advantage[i] if isinstance(advantage, list) else advantage
+            advantages += [of_turn] * count if own is None else own[place - count : place]
+        if not at:
+            continue
         end = turns[run[-1]]
         yield SampledSequence(
             rollout=rollout.id,

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem.algorithms.advantages.base import Advantage, Weighs, advantages
+from tandem.algorithms.advantages.base import Advantage, ByTurn, Weighs, advantages, spread
 from tandem.algorithms.losses.base import MicroBatch
 from tandem.config.loading import RunConfig, only_by_advantage
 from tandem.metrics import Histogram, Mean, Sum, Value
@@ -143,6 +143,7 @@ class Packer:
             version: the policy step that will be trained; it only measures lag.
             penalties: what advantages take off the reward of each rollout, by its id.
         """
+        groups = self.credited(groups)
         by_rollout: dict[str, float] = {}
         samples: list[list[Sample]] = []
         judged = [_penalised(group, penalties) for group in groups] if penalties else groups
@@ -177,6 +178,10 @@ class Packer:
             },
             rounds=tuple(rounds),
         )
+
+    def credited(self, groups: Sequence[Group]) -> Sequence[Group]:
+        """The groups, with advantages of tokens where turns have their own."""
+        return [spread(self.advantage, group) for group in groups] if isinstance(self.advantage, ByTurn) else groups
 
     def _weights(self, num_tokens: int, num_samples: int) -> Callable[[int], float]:
         """Weight of each token of a sample, given how many trained tokens the sample has."""

@@ -64,6 +64,8 @@ def records(
                 "text": rollout.text,
                 "rewards": rollout.rewards,
                 "reward": rollout.reward,
+                "turn_rewards": [turn.reward for turn in rollout.turns],
+                "metrics": rollout.metrics,
                 "advantage": advantage,
                 "status": rollout.status,
                 "error": rollout.error,
@@ -122,7 +124,8 @@ def _tokens(
     ids = [token for completion in completions for token in completion.tokens]
     sampled = [logprob for completion in completions for logprob in completion.logprobs]
     known = [None if lp == UNKNOWN_LOGPROB else lp for lp in _rounded(sampled)]
-    trainable = unforced(sampled) if skip_forced else (True,) * len(ids)
+    of_turns = [turn.trained for turn in rollout.turns for _ in turn.completion.tokens]
+    trainable = list(map(all, zip(unforced(sampled), of_turns, strict=True))) if skip_forced else of_turns
     mask = [int(trained is not None and it) for it in trainable]
     trainer: Sequence[float | None] = [None] * len(ids)
     if trained is not None and len(trained) == sum(trainable):

@@ -28,8 +28,8 @@ def unforced(logprobs: Sequence[float]) -> tuple[bool, ...]:
 def samples_of(rollout: Rollout, advantage: float, *, skip_forced: bool = False) -> Iterator[Sample]:
     """The trainable sequences of a rollout: one, unless a turn's prompt does not continue the turn before it.
 
-    ``advantage`` is that of every sampled token, unless the environment gave each its own. With ``skip_forced`` tokens
-    that were sampled with probability 1 are not trained, and a sequence of none else is left out.
+    ``advantage`` is that of every sampled token, unless the environment gave each its own. Turns that are not trained,
+    and with ``skip_forced`` tokens that were sampled with probability 1, are not; nor is a sequence of none else.
     """
     tokens: tuple[int, ...] = ()
     mask: tuple[bool, ...] = ()
@@ -68,9 +68,9 @@ def samples_of(rollout: Rollout, advantage: float, *, skip_forced: bool = False)
         tokens += new + completion.tokens
         ends += (len(tokens),)
         turn_advantages = (advantage,) * count if own_advantages is None else tuple(islice(own_advantages, count))
-        free, sampled = (True,) * count, completion.logprobs
-        if skip_forced:
-            free = unforced(sampled)
+        free, sampled = (turn.trained,) * count, completion.logprobs
+        if skip_forced or not turn.trained:
+            free = unforced(sampled) if turn.trained else free
             sampled = tuple(p if it else 0.0 for p, it in zip(sampled, free, strict=True))
             turn_advantages = tuple(a if it else 0.0 for a, it in zip(turn_advantages, free, strict=True))
         mask += (False,) * len(new) + free

@@ -114,7 +114,7 @@ def sequences(rollout: Rollout) -> list[Wired]:
     for turn in rollout.turns:
         places = range(done, done + len(turn.completion.tokens))
         done = places.stop
-        if not places:
+        if not places or not turn.trained:  # to the trainer it is part of what the next turn answers
             continue
         fits = [entry for entry in conversations if _continues(turn, entry[0][-1])]
         if fits:

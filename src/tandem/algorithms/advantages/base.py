@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from numbers import Real
 from typing import Protocol, Self, runtime_checkable
 
 from tandem.errors import ConfigError
-from tandem.types import Group
+from tandem.types import Group, Rollout
 
 
 class Advantage(Protocol):
@@ -48,6 +50,29 @@ class Weighs(Protocol):
     def weighed(self, weights: Mapping[str, Mapping[str, float]]) -> Self:
         """The same with the weight of each reward, by environment and by its name."""
         ...
+
+
+@runtime_checkable
+class ByTurn(Protocol):
+    """An advantage whose turns have one each."""
+
+    def by_turn(self, group: Group) -> list[list[float]]:
+        """Of each turn with tokens of each ``group.scored`` rollout."""
+        ...
+
+
+def spread(advantage: ByTurn, group: Group) -> Group:
+    """The group, each rollout with the advantage of every token, unless its environment gave them."""
+    by_id = dict(zip((rollout.id for rollout in group.scored), advantage.by_turn(group), strict=True))
+    return replace(group, rollouts=tuple(_spread(rollout, by_id.get(rollout.id)) for rollout in group.rollouts))
+
+
+def _spread(rollout: Rollout, by_turn: Sequence[float] | None) -> Rollout:
+    if rollout.advantages is not None or by_turn is None:
+        return rollout
+    counts = [count for turn in rollout.turns if (count := len(turn.completion.tokens))]
+    tokens = chain.from_iterable((value,) * count for value, count in zip(by_turn, counts, strict=True))
+    return replace(rollout, advantages=tuple(tokens))
 
 
 def advantages(advantage: Advantage, groups: Sequence[Group]) -> list[list[float]]:

@@ -64,6 +64,10 @@ class MadeUpRollout:
     """It has no reward."""
     depth: int = 0
     """Stretches of the group's conversation between the opening and its prompt's end."""
+    rewards: tuple[float, ...] = ()
+    """Those of its turns."""
+    left_out: tuple[int, ...] = ()
+    """Turns that are not trained."""
     spoken: bool = False
     """Its only turn is the conversation's next stretch, so that it is in the prompts of others."""
 
@@ -116,9 +120,9 @@ GROUPS: tuple[tuple[int, float, tuple[MadeUpRollout, ...]], ...] = (
         7,
         1.0,
         (
-            MadeUpRollout(lengths=(4, 3, 5), score=1.0, finish="length"),
+            MadeUpRollout(lengths=(4, 3, 5), score=1.0, finish="length", rewards=(0.5, 0.0, 0.25), left_out=(1,)),
             MadeUpRollout(lengths=(3, 4), score=0.0, goes_on=False, finish="length"),
-            MadeUpRollout(lengths=(2, 6, 3), score=0.25),
+            MadeUpRollout(lengths=(2, 6, 3), score=0.25, rewards=(0.0, 1.0, 0.5)),
             MadeUpRollout(lengths=(5, 2), score=0.75, before="length"),
             MadeUpRollout(lengths=(6, 4), score=0.9, cools=0.9),
         ),
@@ -190,7 +194,15 @@ class GroupMaker:
             )
             temperature = (self.sampling.temperature or 1.0) * factor * plan.cools**i
             prompt = before + (self._tokens(3) if turns else ())
-            turns.append(Turn(prompt=prompt, completion=completion, temperature=temperature))
+            turns.append(
+                Turn(
+                    prompt=prompt,
+                    completion=completion,
+                    temperature=temperature,
+                    reward=plan.rewards[i] if plan.rewards else None,
+                    trained=i not in plan.left_out,
+                )
+            )
         names = self.weights.get(env, {})
         # The first reward is the score; the others rank the answers differently.
         rewards = {name: (plan.score + 0.3 * k * plan.lengths[0]) % 1.25 for k, name in enumerate(names)}

@@ -42,7 +42,7 @@ def unshared(live: CertifiedPolicy, pack: Packer, groups: Sequence[Group]) -> li
     """Every answer with a prompt of its own, packed beside the others."""
     values = pack(groups, version=0).advantages
     alone = []
-    for group in groups:
+    for group in pack.credited(groups):
         for rollout in group.scored:
             advantages = rollout.advantages or (values[rollout.id],) * rollout.num_tokens
             one = dataclasses.replace(rollout, advantages=advantages)

@@ -1,0 +1,211 @@
+"""Process that plays environments of the verifiers package: requests and answers are lines of JSON on its pipes.
+
+It runs by itself in the interpreter that has verifiers, and imports nothing of Tandem, which need not be there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+STANDARD = frozenset({"advantage", "example_id", "is_completed", "reward"})
+"""What every state has; other numbers in one are the environment's own."""
+MOST_TASKS = 1000
+"""Of a taskset that never ends."""
+
+
+class Episodes:
+    """A taskset of verifiers 0.4 and the agent that plays it; ``args`` are what a file of its own has under ``env``."""
+
+    def __init__(self, id: str, args: Mapping[str, Any]) -> None:
+        from verifiers.v1.utils import loaders
+
+        options = {**args, "taskset": {"id": id, **args.get("taskset", {})}}
+        self.env = loaders.load_environment(loaders.resolve_env_config(options))
+        self.serving: asyncio.Future[None] | None = None
+
+    @functools.cached_property
+    def tasks(self) -> list[Any]:
+        """All of its tasks, or the first of those that never end."""
+        taskset = self.env.taskset
+        return list(taskset if taskset.bounded else taskset.take(MOST_TASKS))
+
+    def rows(self, split: str) -> dict[str, Any]:
+        """All tasks: there is no split."""
+        return {"of": "train", "rows": [_row(task.data) for task in self.tasks], "shared": True}
+
+    async def play(self, key: str, split: str, row: int, url: str) -> dict[str, Any]:
+        """Play one task with the policy at a URL."""
+        import verifiers.v1 as vf
+
+        if self.serving is None:
+            self.serving = asyncio.get_running_loop().create_future()
+            self.server = asyncio.ensure_future(self._serve(self.serving))
+        await asyncio.shield(self.serving)
+        client = vf.EvalClientConfig(base_url=url, api_key_var="TANDEM_API_KEY")
+        (slot,) = self.env.slots(self.tasks[row])
+        episode = await self.env.run_slot(slot, vf.ModelContext(model="policy", client=client))
+        if not episode.ok:
+            errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+            raise RuntimeError(
+                "; ".join(f"{error.type}: {error.message}" for error in errors) or "it was not completed"
+            )
+        (trace,) = episode.traces  # of one agent, whose turns are the rollout's
+        scores = {f"rubric/{name}": reward.score for name, reward in trace.rewards.items() if reward is not None}
+        numbers = {f"state/{name}": value for name, value in trace.metrics.items() if value is not None}
+        return {"metrics": {**numbers, **scores}, "reward": trace.reward, "turn_rewards": []}
+
+    async def _serve(self, ready: asyncio.Future[None]) -> None:
+        """Hold what its episodes share, in a task of its own, for as long as the process lives."""
+        try:
+            async with self.env.serving():
+                ready.set_result(None)
+                await asyncio.Event().wait()
+        except Exception as error:  # each episode that waits for it gets the error
+            if not ready.done():
+                ready.set_exception(error)
+
+
+def _row(data: Any) -> dict[str, Any]:
+    row = data.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    prompt = row.get("prompt") or ""
+    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    if system := row.get("system_prompt"):
+        messages = [{"role": "system", "content": system}, *messages]
+    return {**row, "prompt": messages}
+
+
+class Played:
+    """An environment of ``vf.load_environment`` (verifiers 0.1), its rows, and the states that wait for siblings."""
+
+    def __init__(self, id: str, args: Mapping[str, Any]) -> None:
+        import openai
+        import verifiers
+
+        self.env = verifiers.load_environment(id, **args)
+        # An answer of the policy has no limit here: the trainer has its own for the whole episode.
+        self.openai = openai.AsyncOpenAI(api_key="none", base_url="http://none", timeout=None, max_retries=0)
+        self.waiting: dict[str, Any] = {}
+
+    @functools.cached_property
+    def data(self) -> dict[str, list[dict[str, Any]]]:
+        """The rows of each split that the environment has."""
+        built = {"train": self.env.build_dataset(), "test": self.env.build_eval_dataset()}
+        return {split: [dict(row) for row in rows] for split, rows in built.items() if rows is not None}
+
+    def rows(self, split: str) -> dict[str, Any]:
+        """The rows of a split, or where the environment has but one, all; and which they are of."""
+        of = split if split in self.data else next(iter(self.data))
+        return {"of": of, "rows": self.data[of], "shared": len(self.data) == 1}
+
+    async def play(self, key: str, split: str, row: int, url: str) -> dict[str, Any] | None:
+        """Play one row with the policy at a URL; None if its siblings are needed to score it."""
+        from verifiers.clients import OpenAIChatCompletionsClient
+
+        client = OpenAIChatCompletionsClient(self.openai.with_options(base_url=url))
+        state = await self.env.rollout(self.data[split][row], client, "policy", dict(self.env.sampling_args))
+        if state.get("error") is not None:
+            raise state["error"]
+        turns = [(step["reward"], step["advantage"]) for step in state["trajectory"]]
+        if self.env.requires_group_rollouts:
+            self.waiting[key] = state, turns
+            return None
+        await self.env.rubric.score_rollout(state)
+        await self.env.rubric.cleanup(state)
+        return self._outcome(state, turns)
+
+    async def score(self, keys: list[str]) -> list[dict[str, Any]]:
+        """Score siblings together."""
+        siblings = [self.waiting.pop(key) for key in keys]
+        await self.env.rubric.score_group([state for state, _ in siblings])
+        for state, _ in siblings:
+            await self.env.rubric.cleanup(state)
+        return [self._outcome(state, turns) for state, turns in siblings]
+
+    def _outcome(self, state: Any, turns: list[tuple[float | None, float | None]]) -> dict[str, Any]:
+        numbers = {
+            name: value for name, value in state.items() if isinstance(value, int | float) and name not in STANDARD
+        }
+        scores = {f"rubric/{name}": value for name, value in (state["metrics"] or {}).items()}
+        return {
+            "metrics": {**{f"state/{name}": float(value) for name, value in numbers.items()}, **scores},
+            "reward": state["reward"],
+            "turn_rewards": [reward for reward, _ in turns],
+        }
+
+
+class Server:
+    """Answers requests side by side, each by its number."""
+
+    def __init__(self, id: str, args: Mapping[str, Any], answers: Any) -> None:
+        self.id, self.args, self.answers = id, args, answers
+        self.running: dict[int, asyncio.Task[None]] = {}
+
+    @functools.cached_property
+    def played(self) -> Played | Episodes:
+        """Loaded by the first request, to which the error goes if it cannot be."""
+        import verifiers
+
+        return (Played if hasattr(verifiers, "load_environment") else Episodes)(self.id, self.args)
+
+    async def answer(self, number: int, method: str, options: dict[str, Any]) -> None:
+        """Do what a request asks for."""
+        try:
+            value = getattr(self.played, method)(**options)
+            answer = {"value": await value if asyncio.iscoroutine(value) else value}
+        except asyncio.CancelledError:
+            return
+        except BaseException as error:  # the boundary to the environment: whatever it raises is its rollout's
+            answer = {"error": f"{type(error).__name__}: {error}{f' ({cause})' if (cause := error.__cause__) else ''}"}
+        finally:
+            self.running.pop(number, None)
+        self.tell(number, answer)
+
+    def tell(self, number: int, answer: dict[str, Any]) -> None:
+        """Write an answer."""
+        self.answers.write(json.dumps({"number": number, **answer}, default=_plain).encode() + b"\n")
+        self.answers.flush()
+
+    def request(self, line: bytes) -> None:
+        """Begin what a line asks for; ``cancel`` ends what was begun, and is answered at once."""
+        options = json.loads(line)
+        number, method = options.pop("number"), options.pop("method")
+        if method != "cancel":
+            self.running[number] = asyncio.ensure_future(self.answer(number, method, options))
+            return
+        if (task := self.running.get(options["request"])) is not None:
+            task.cancel()
+        self.tell(number, {})
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump() if hasattr(value, "model_dump") else str(value)
+
+
+def _read(requests: Any, loop: asyncio.AbstractEventLoop, server: Server) -> None:
+    """Pass requests on; when the trainer is gone, end this process and all that it started."""
+    for line in requests:
+        loop.call_soon_threadsafe(server.request, line)
+    os.killpg(0, signal.SIGKILL)
+
+
+async def main() -> None:
+    """Serve until the trainer is gone."""
+    # What the environment prints goes to stderr: the pipes move out of its way first.
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    server = Server(sys.argv[2], json.loads(sys.argv[3]), answers)
+    threading.Thread(target=_read, args=(requests, asyncio.get_running_loop(), server), daemon=True).start()
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

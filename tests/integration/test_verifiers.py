@@ -1,0 +1,162 @@
+"""Environments that are written with verifiers' own classes are played and trained by Tandem as they are."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import build_tiny_model
+from integration.atropos_peers import verifiers_python
+from support.fake_engine import END
+from support.proxy_sessions import Scripted
+from transformers import AutoTokenizer
+
+import tandem
+from tandem.envs import verifiers
+from tandem.envs.verifiers import Verifiers
+from tandem.errors import EnvError
+from tandem.rewards.environment import EnvironmentReward
+from tandem.rewards.grading.workers import Graders
+from tandem.rollout.group_runner import GroupRunner
+from tandem.rollout.template import Template
+from tandem.types import Group, Sampling
+
+pytestmark = pytest.mark.slow  # each imports verifiers, datasets and pyarrow in a process of its own
+ROOT = Path(__file__).parents[2]
+TOOLS = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}\n"
+    '<tool_call>\n{"name": <name>, "arguments": <arguments>}\n</tool_call><|im_end|>\n{% endif %}'
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    '{% for c in m.tool_calls or [] %}<tool_call>\n{"name": "{{ c.function.name }}", '
+    '"arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}'
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture
+def python(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The interpreter that has verifiers; its environments are found from the working directory."""
+    monkeypatch.chdir(ROOT / "tests/support/verifiers_envs")
+    return str(verifiers_python())
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> Path:
+    """The tiny model with a chat template that shows tools."""
+    folder = build_tiny_model(tmp_path / "tools", context=2048)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TOOLS
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("id", ["tandem-reverse", "tandem-guess", "tandem-tool"])
+def test_an_environment_trains(id: str, python: str, tools: Path, tmp_path: Path) -> None:
+    recipe = {
+        "model": str(tools),
+        "steps": 3,
+        "env": {"kind": "verifiers", "id": id, "python": python},
+        "groups_per_step": 2,
+        "group_size": 4,
+        "sampling": {"max_tokens": 12},
+        "dtype": "float32",
+        "evaluate": {"tasks": 2, "samples": 2, "every": 3},
+        "threads": 1,
+        "runs": str(tmp_path / "runs"),
+    }
+    run = tandem.train(tandem.Recipe.load(recipe))
+    assert run.status == "finished"
+    assert [run.metrics[step]["env/verifiers/groups"] for step in range(3)] == [2.0] * 3
+    assert run.metrics[2]["env/verifiers/rubric/num_turns"] == (3.0 if id == "tandem-guess" else 1.0)
+
+
+def group(env: Verifiers, folder: Path, *answers: list[int], size: int = 2) -> Group:
+    """Play and grade one group of the first task with an engine that samples what it is told."""
+    template = Template(AutoTokenizer.from_pretrained(folder), {})
+    engine: Any = Scripted(*answers)
+    engine.context = 2000
+
+    async def play() -> Group:
+        async with Graders({"environment": (EnvironmentReward(), 1.0)}) as graders:
+            runner = GroupRunner(name="e", env=env, engine=engine, graders=graders, template=template, seed=0)
+            task = env.tasks("train")[0]
+            return await runner.run(task, id="g", index=0, size=size, sampling=Sampling(max_tokens=400))
+
+    return asyncio.run(play())
+
+
+def test_a_tool_is_called_and_every_token_is_as_it_was_sampled(python: str, tools: Path) -> None:
+    called = list(b'<tool_call>\n{"name": "double", "arguments": {"number": 21}}\n</tool_call>')
+    tokens = AutoTokenizer.from_pretrained(tools).encode(bytes(called).decode(), add_special_tokens=False)
+    (rollout,) = group(Verifiers(id="tandem-tool", python=python), tools, [*tokens, END], [64, END], size=1).rollouts
+    first, second = rollout.turns
+    assert second.prompt[: len(first.prompt) + len(tokens) + 1] == (*first.prompt, *tokens, END)
+    assert [message.content for message in first.reply] == ["42"]
+    assert first.completion.versions == (4,) * (len(tokens) + 1)
+    assert rollout.metrics["rubric/messages"] == 3.0
+    assert rollout.reward == pytest.approx(3.0 + 0.1 * rollout.metrics["rubric/characters"])
+    assert rollout.metrics["rubric/double_calls"] == 1.0
+
+
+def test_a_rubric_with_its_weights_scores_siblings_together(python: str, tiny_model: Path) -> None:
+    env = Verifiers(id="tandem-reverse", args={"together": True}, python=python)
+    short, long = sorted(group(env, tiny_model, [64, END], [64, 65, 66, END]).rollouts, key=lambda r: r.num_tokens)
+    assert (short.metrics["rubric/rank"], long.metrics["rubric/rank"]) == (0.0, 1.0)
+    assert short.reward == 2.0 * short.metrics["rubric/share_of_vowels"] + 0.25 * 1
+    assert long.reward == pytest.approx(2.0 * long.metrics["rubric/share_of_vowels"] + 0.25 * 3 + 10.0 * 1)
+
+
+def test_a_taskset_of_the_newer_line_is_played_by_its_own_harness(python: str, tiny_model: Path) -> None:
+    host = {"agent": {"runtime": {"type": "subprocess"}}}
+    env = Verifiers(id="tandem-task", args=host, python=str(verifiers_python("-04")))
+    rollouts = group(env, tiny_model, [64, END], [64, 65, END]).rollouts
+    assert [len(rollout.turns) for rollout in rollouts] == [2, 2]
+    for rollout in rollouts:
+        first, second = rollout.turns
+        whole = (*first.prompt, *first.completion.tokens)
+        assert second.prompt[: len(whole)] == whole
+        assert rollout.metrics["state/turns"] == 2.0
+        assert rollout.reward == 0.5 * rollout.metrics["rubric/length"]
+    assert len(env.tasks("train")) + len(env.tasks("test")) == 10
+
+
+def test_splits_are_disjoint_with_evaluation_data_and_without(python: str) -> None:
+    for id, counts in (("tandem-reverse", (9, 1)), ("tandem-guess", (10, 3))):
+        env = Verifiers(id=id, python=python)
+        train, test = env.tasks("train"), env.tasks("test")
+        assert (len(train), len(test)) == counts
+        assert not {task.prompt for task in train} & {task.prompt for task in test}
+        assert len({task.id for task in (*train, *test)}) == sum(counts)
+
+
+@pytest.mark.parametrize("broken", ["dies", "hangs"])
+def test_a_process_that_fails_costs_its_rollouts_and_is_started_again(
+    broken: str, python: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verifiers, "_CANCEL_SECONDS", 0.2)
+    env = Verifiers(id="tandem-reverse", args={"broken": broken}, python=python, timeout_seconds=1.0)
+    env.tasks("train")
+    before = env._worker()
+    failed = group(env, tiny_model, [64, END]).rollouts
+    assert [rollout.status for rollout in failed] == ["error", "error"]
+    assert ("ended with status -9" if broken == "dies" else "took longer than 1 s") in failed[0].error
+    again = env._worker()
+    assert again is not before
+    assert len(env.tasks("train")) == 9
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"id": "no-such-env"}, "Could not import 'no-such-env' environment"),
+        ({"id": "tandem-reverse", "python": "/nowhere/python"}, "there is no such interpreter"),
+        ({"id": "tandem-reverse", "args": {"colour": "red"}}, "unexpected keyword argument 'colour'"),
+    ],
+)
+def test_what_cannot_be_loaded_is_said_before_anything_is_played(
+    options: dict[str, Any], message: str, python: str
+) -> None:
+    with pytest.raises(EnvError, match=message):
+        Verifiers(**{"python": python, **options}).tasks("train")
