@@ -41,6 +41,7 @@ def cell(text: str, name: str = "f") -> Any:
 
 def imported(path: str) -> Any:
     module, _, name = path.partition(":")
+    importlib.invalidate_caches()
     return getattr(importlib.import_module(module), name)
 
 
