@@ -25,8 +25,8 @@ OPEN = sys.stdout
 
 
 def first_number(text: str) -> str:
-    found = DIGITS.search(text)
-    return found.group() if found else ""
+    match = DIGITS.search(text)
+    return match.group() if match else ""
 
 
 def cell(text: str, name: str = "f") -> Any:

@@ -59,7 +59,7 @@ def test_data_by_name_is_an_environment_or_a_data_set_on_the_hub(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("given", "options"),
+    ("forms", "options"),
     [
         (right, {"right": {"kind": right, "weight": 1.0}}),
         ([right, "number"], {"right": {"kind": right, "weight": 1.0}, "number": 1.0}),
@@ -67,8 +67,8 @@ def test_data_by_name_is_an_environment_or_a_data_set_on_the_hub(tmp_path: Path)
         ({"good": right, "number": 0.5}, {"good": {"kind": right, "weight": 1.0}, "number": 0.5}),
     ],
 )
-def test_rewards_are_functions_lists_and_mappings(given: Any, options: Any) -> None:
-    assert described.rewards(given) == options
+def test_rewards_are_functions_lists_and_mappings(forms: Any, options: Any) -> None:
+    assert described.rewards(forms) == options
 
 
 def test_two_rewards_of_one_name_are_refused() -> None:

@@ -64,10 +64,10 @@ def test_defaults_are_trls() -> None:
     ],
 )
 def test_a_field_is_an_option(fields: dict[str, Any], path: str, value: Any) -> None:
-    found: Any = options(**fields)
+    option: Any = options(**fields)
     for name in path.split("."):
-        found = found[name]
-    assert found == value
+        option = option[name]
+    assert option == value
 
 
 @pytest.mark.parametrize(("data", "chat"), [(ROWS, False), (CHATS, True)])

@@ -238,6 +238,9 @@ def _cut(text: str, stop: Sequence[str]) -> str:
 class Proxy:
     """HTTP server of sessions on one engine. The path of each holds its key, which only its agent is told."""
 
+    base = "/{key}/v1"
+    """Path of a session's API."""
+
     def __init__(self, engine: Engine, template: Template, sampling: Sampling, *, model: str):
         """``model`` is what requests call the policy; they may say anything."""
         self._engine = engine
@@ -271,9 +274,9 @@ class Proxy:
         app = web.Application(client_max_size=MOST_BYTES, middlewares=[_in_openai_form])
         app.add_routes(
             [
-                web.get("/{key}/v1/models", self._models),
-                web.post("/{key}/v1/chat/completions", self._chat),
-                web.post("/{key}/v1/completions", self._complete),
+                web.get(f"{self.base}/models", self._models),
+                web.post(f"{self.base}/chat/completions", self._chat),
+                web.post(f"{self.base}/completions", self._complete),
             ]
         )
         return app

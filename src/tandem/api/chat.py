@@ -50,7 +50,7 @@ class BeforeAndAfter:
             self._models = [peft.PeftModel.from_pretrained(base, str(weights)).eval()] * 2
         else:
             self._models = [base, self._load(weights)]
-        self._said: list[list[dict[str, str]]] = [[], []]
+        self._conversations: list[list[dict[str, str]]] = [[], []]
 
     @classmethod
     def of(cls, run: Path, step: int | None) -> Self:
@@ -59,6 +59,7 @@ class BeforeAndAfter:
         Raises:
             CheckpointError: there is no such checkpoint.
         """
+        targets.recipe_of(run)  # which says what else is near, where it is no run
         weights = targets.weights_of(run, step)
         if _last.get(cls, (None,))[0] != weights:
             _last[cls] = (weights, cls(load(run).config, weights))
@@ -68,12 +69,12 @@ class BeforeAndAfter:
 
     def begin(self) -> None:
         """Forget what was said."""
-        self._said = [[], []]
+        self._conversations = [[], []]
 
     def reply(self, message: str) -> Replies:
         """Answers to a message, each in its own conversation."""
-        for said in self._said:
-            said.append({"role": "user", "content": message})
+        for messages in self._conversations:
+            messages.append({"role": "user", "content": message})
         return Replies(*(self._answer(number) for number in (0, 1)))
 
     def converse(self, ask: Callable[[str], str], tell: Callable[[str], object]) -> None:
@@ -89,10 +90,10 @@ class BeforeAndAfter:
         return model.to(device).eval()
 
     def _answer(self, number: int) -> str:
-        model, said, sampling = self._models[number], self._said[number], self._config.get("sampling", {})
+        model, messages, sampling = self._models[number], self._conversations[number], self._config.get("sampling", {})
         options = self._config.get("chat_template_kwargs") or {}
         prompt = self._tokenizer.apply_chat_template(
-            said, add_generation_prompt=True, return_tensors="pt", return_dict=True, **options
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, **options
         ).to(model.device)
         warm = sampling.get("temperature", 1.0) > 0
         drawn = {"temperature": sampling.get("temperature", 1.0), "top_p": sampling.get("top_p", 1.0), "top_k": 0}
@@ -103,7 +104,7 @@ class BeforeAndAfter:
                 pad_token_id=self._tokenizer.pad_token_id or self._tokenizer.eos_token_id,
             )  # fmt: skip
         text: str = self._tokenizer.decode(out[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
-        said.append({"role": "assistant", "content": text})
+        messages.append({"role": "assistant", "content": text})
         return text
 
 

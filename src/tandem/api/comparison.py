@@ -25,13 +25,13 @@ _ANYWHERE = frozenset(("name", "runs"))
 """Options in which any two runs differ."""
 
 
-def compare(*paths: Path) -> Comparison:
+def compare(*paths: Path) -> ComparedRuns:
     """Read runs; raises TandemError for a folder that is none."""
-    return Comparison(tuple(folders.load(path) for path in paths))
+    return ComparedRuns(tuple(folders.load(path) for path in paths))
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ComparedRuns:
     """Two or more runs; its text is what ``tandem compare`` prints."""
 
     runs: tuple[RunFolder, ...]
@@ -40,9 +40,9 @@ class Comparison:
     @property
     def differences(self) -> dict[str, tuple[str, ...]]:
         """Options by dotted path that differ, with the value in each run; empty where it is not set."""
-        flat = [dict(_flat(run.config)) for run in self.runs]
-        names = list(dict.fromkeys(name for options in flat for name in options))
-        values = {name: tuple(options.get(name, "") for options in flat) for name in names if name not in _ANYWHERE}
+        recipes = [dict(_by_path(run.config)) for run in self.runs]
+        names = dict.fromkeys(name for options in recipes for name in options if name not in _ANYWHERE)
+        values = {name: tuple(options.get(name, "") for options in recipes) for name in names}
         return {name: each for name, each in values.items() if len(set(each)) > 1}
 
     @property
@@ -123,10 +123,10 @@ class Comparison:
         return [name, *(f"{sparkline(v, _WIDTH, bounds)} {v[-1]:.4g}" if v else "" for v in series)]
 
 
-def _flat(config: Mapping[str, Json], path: str = "") -> Iterator[tuple[str, str]]:
+def _by_path(config: Mapping[str, Json], path: str = "") -> Iterator[tuple[str, str]]:
     for name, value in config.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{path}{name}.")
+            yield from _by_path(value, f"{path}{name}.")
         else:
             yield f"{path}{name}", str(value)
 

@@ -49,22 +49,22 @@ def environment(data: Any, runs: Path) -> dict[str, Any]:
     return {"kind": "dataset", "path": str(file), **_columns(rows[0], "data")}
 
 
-def rewards(given: Any) -> Any:
+def rewards(rewards: Any) -> Any:
     """Options of ``rewards`` for functions, kinds and weights in any form that a script has them in.
 
     Raises:
         ConfigError: two of them have one name.
     """
-    if callable(given) or isinstance(given, str):
-        given = [given]
-    if isinstance(given, Mapping):
-        return {_name(name): _reward(name, value) for name, value in given.items()}
-    if not isinstance(given, Sequence):
-        return given
-    named = {_name(reward): _reward(reward, 1.0) for reward in given}
-    if len(named) < len(given):
+    if callable(rewards) or isinstance(rewards, str):
+        rewards = [rewards]
+    if isinstance(rewards, Mapping):
+        return {_name(name): _reward(name, value) for name, value in rewards.items()}
+    if not isinstance(rewards, Sequence):
+        return rewards
+    named = {_name(reward): _reward(reward, 1.0) for reward in rewards}
+    if len(named) < len(rewards):
         raise ConfigError(
-            f"rewards: two of {[_name(reward) for reward in given]} have one name; give each its own, as in "
+            f"rewards: two of {[_name(reward) for reward in rewards]} have one name; give each its own, as in "
             'rewards={"short": f, "right": g}'
         )
     return named

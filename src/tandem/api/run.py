@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from tandem.api import comparison, described, targets
 from tandem.api.blocking import run_to_end
-from tandem.api.comparison import Comparison
+from tandem.api.comparison import ComparedRuns
 from tandem.api.recipe import Overrides, Recipe, override_texts
 from tandem.config.loading import RunConfig
 from tandem.config.registry import did_you_mean
@@ -260,7 +260,7 @@ def train(
     return _trained(loaded.config, None, on_step)
 
 
-def compare(*runs: Run | str | Path) -> Comparison:
+def compare(*runs: Run | str | Path) -> ComparedRuns:
     """Runs beside one another: what their recipes differ in, held-out results task by task, curves on the same axes.
 
     Args:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tandem import machine
+from tandem import clone, machine
 from tandem.algorithms.curricula.base import Curriculum
 from tandem.config import override
 from tandem.config import registry as resolve
@@ -370,7 +370,9 @@ def load(source: Path, overrides: Sequence[str] = (), *, serving: bool = False) 
         RewardError: if all that is wrong is a reward that cannot be imported.
     """
     problems = Problems()
-    tree = parse(_read(source), str(source), problems)
+    shipped = None if source.exists() else clone.recipes().get(str(source))
+    tree = parse(clone.written(shipped) if shipped else _read(source), str(source), problems)
+    source = shipped or source
     resolve.search(source.parent)  # modules with its own rewards and parts may lie beside a recipe
     if tree is None and not problems:
         tree = Branch(where=str(source))
@@ -443,7 +445,7 @@ def _nearby(source: Path) -> str:
     """Recipes that may have been meant."""
     folders = (source.parent, Path("recipes"), Path())
     recipes = {str(path): None for folder in folders if folder.is_dir() for path in sorted(folder.glob("*.y*ml"))}
-    by_stem = {Path(path).stem: path for path in reversed(list(recipes))}
+    by_stem = {name: name for name in clone.recipes()} | {Path(path).stem: path for path in reversed(list(recipes))}
     close = difflib.get_close_matches(source.stem, list(by_stem), n=1, cutoff=0.5)
     if close:
         return f"; did you mean {by_stem[close[0]]}?"
