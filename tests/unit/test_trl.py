@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tandem.errors import ConfigError
-from tandem.trl import GRPOConfig, GRPOTrainer
+from tandem.trl import GRPOConfig, GRPOTrainer, accuracy_reward, think_format_reward
 
 ROWS = [{"prompt": f"What is {n} + 1? ", "answer": str(n + 1)} for n in range(20)]
 CHATS = [{"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]} for row in ROWS]
@@ -79,6 +79,16 @@ def test_rewards_are_functions_and_models_with_weights() -> None:
     rewards = options(CHATS, [right, "org/model"], reward_weights=[1.0, 0.5])["rewards"]
     assert [(name, entry["weight"]) for name, entry in rewards.items()] == [("right", 1.0), ("reward_model", 0.5)]
     assert rewards["reward_model"]["model"] == "org/model"
+
+
+@pytest.mark.parametrize(
+    ("solution", "answer", "reward"),
+    [(r"$\frac{1}{2}$", r"It is $\frac{2}{4}$.", 1.0), ("$3$", "It is $4$.", 0.0), ("", "It is $4$.", None)],
+)
+def test_trls_rewards_are_there(solution: str, answer: str, reward: float | None) -> None:
+    assert accuracy_reward([answer, [{"role": "assistant", "content": answer}]], [solution] * 2) == [reward] * 2
+    assert options(CHATS, accuracy_reward)["rewards"]["accuracy_reward"]["kind"].endswith("rewards:accuracy_reward")
+    assert think_format_reward(["<think>a</think>b", "b"]) == [1.0, 0.0]
 
 
 def test_held_out_rows_are_evaluated_when_they_are_asked_for() -> None:

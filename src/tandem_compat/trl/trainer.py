@@ -70,6 +70,8 @@ class GRPOTrainer:
         reader.recipe |= {"model": model, "env": env, "rewards": _rewards(reward_funcs, reader["reward_weights"])}
         if peft_config is not None:
             reader.put("trainable", _adapter(peft_config))
+            if peft_config.lora_dropout:
+                reader.nothing("peft_config", "Tandem has no dropout, so lora_dropout is left out")
         _check_tokenizer(processing_class, model)
         translation = reader.translated()
         for note in translation.notes:
