@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from tandem.ports import http_url
 from tandem_compat.generation import translated
 from tandem_compat.objective import SCALES, put_corrections, put_groups, put_loss
 from tandem_compat.schedules import put_optimizer
+from tandem_compat.sharding import started_ranks
 from tandem_compat.table import Reader
 from tandem_compat.trl.options import OPTIONS
 
@@ -97,13 +99,16 @@ class TrlRecipe(Reader):
 
     @property
     def _completions(self) -> int:
-        return int(self["per_device_train_batch_size"] * self["gradient_accumulation_steps"])
+        """Completions of one step, of all ranks that a launcher started."""
+        each = self["per_device_train_batch_size"] * self["gradient_accumulation_steps"]
+        return int(each * (started_ranks(os.environ) or 1))
 
     @property
     def _rounds(self) -> int:
         """Steps that one round of generation is for."""
-        each = (self["steps_per_generation"] or 0) * self["per_device_train_batch_size"]
-        return max(1, int(each or self["generation_batch_size"] or 1) // self._completions)
+        if steps := self["steps_per_generation"]:
+            return max(1, int(steps) // int(self["gradient_accumulation_steps"]))
+        return max(1, int(self["generation_batch_size"] or 1) // self._completions)
 
     @property
     def _differ(self) -> bool:
