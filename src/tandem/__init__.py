@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tandem.api.recipe import Recipe as Recipe
     from tandem.api.run import MetricsTable as MetricsTable
     from tandem.api.run import Run as Run
+    from tandem.api.run import compare as compare
     from tandem.api.run import evaluate as evaluate
     from tandem.api.run import train as train
     from tandem.engines.base import Engine as Engine
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from tandem.weight_sync.base import WeightSync as WeightSync
 
 _MODULES = {
-    "tandem.api.run": ("train", "evaluate", "Run", "MetricsTable"),
+    "tandem.api.run": ("train", "evaluate", "compare", "Run", "MetricsTable"),
     "tandem.api.recipe": ("Recipe",),
     "tandem.envs.base": ("Environment", "Chat"),
     "tandem.rewards.base": ("Reward", "GroupReward"),

@@ -1,4 +1,4 @@
-"""The clone of Tandem's repository that this package may stand in, whose recipes have paths that begin at its root."""
+"""Recipes that Tandem ships, and the clone of its repository that this package may stand in."""
 
 from __future__ import annotations
 
@@ -8,6 +8,22 @@ ROOT = Path(__file__).parents[2]
 """Root of the clone, if it is one."""
 _FETCHED = Path(".cache/smollm2")
 """The model of many recipes, which the quickstart fetches."""
+_ON_THE_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""The same, where it was not fetched."""
+
+
+def recipes() -> dict[str, Path]:
+    """Recipes that ship with Tandem, by name: in the wheel, or at the clone's root."""
+    inside = Path(__file__).parent / "recipes"
+    folder = inside if inside.is_dir() else ROOT / "recipes"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def written(recipe: Path) -> str:
+    """Text of a shipped recipe, for any working directory: what lies beside it, and a model that is to be had."""
+    text = recipe.read_text(encoding="utf-8")
+    text = text.replace("path: recipes/data/", f"path: {recipe.parent}/data/")
+    return text if _FETCHED.is_dir() else text.replace(f"model: {_FETCHED}", f"model: {_ON_THE_HUB}")
 
 
 def where(path: str) -> str:

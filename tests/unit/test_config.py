@@ -475,8 +475,8 @@ def test_a_missing_recipe_names_those_nearby(here: Path) -> None:
     Path("recipes/gsm8k.yaml").write_text(MINIMAL)
     with pytest.raises(ConfigError, match=r"there is no recipe recipes/gsm8.yaml; did you mean recipes/gsm8k.yaml\?"):
         load(Path("recipes/gsm8.yaml"))
-    with pytest.raises(ConfigError, match=r"there is no recipe gsm8k; did you mean recipes/gsm8k.yaml"):
-        load(Path("gsm8k"))
+    with pytest.raises(ConfigError, match=r"there is no recipe gsm8; did you mean recipes/gsm8k.yaml"):
+        load(Path("gsm8"))
     with pytest.raises(ConfigError, match=r"there is no recipe zzz.yaml; there are recipes/gsm8k.yaml"):
         load(Path("zzz.yaml"))
 

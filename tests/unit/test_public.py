@@ -6,6 +6,7 @@ import _thread
 import asyncio
 import doctest
 import importlib
+import linecache
 import re
 import signal
 import subprocess
@@ -89,7 +90,7 @@ def test_import_loads_nothing_and_each_name_only_its_own() -> None:
 
 
 def test_a_name_that_is_not_there_lists_those_that_are() -> None:
-    with pytest.raises(AttributeError, match="'trian'; its names: train, evaluate, Run"):
+    with pytest.raises(AttributeError, match="'trian'; its names: train, evaluate, compare, Run"):
         tandem.trian  # noqa: B018
 
 
@@ -121,6 +122,34 @@ def notebooks(cell: Coroutine[Any, Any, Any]) -> None:
         loop.run_until_complete(cell)
     finally:
         loop.close()
+
+
+@pytest.mark.slow
+def test_a_run_is_looked_at_talked_to_measured_and_compared(recipe: dict[str, Any]) -> None:
+    first = tandem.train(recipe, {"evaluate.tasks": 3, "evaluate.samples": 2})
+    second = tandem.train(first.recipe, {"name": "b", "optimizer.lr": 0.01})
+    assert first.rollouts() == first.rollouts(2)
+    assert "srcdoc" in first.report()._repr_html_()
+    assert [len(axes.get_lines()) for axes in tandem.compare(first, second).plot("reward", "length").axes] == [2, 2]
+    assert isinstance(first.chat("What is 1 + 1?").after, str)
+    assert first.eval("countdown", {"evaluate.tasks": 2})["env"] == "countdown"
+    compared = tandem.compare(first, "runs/b")
+    assert compared.differences == {"optimizer.lr": ("1e-06", "0.01")}
+    assert re.search(r"[+-]0\.\d+ \[.*\] paired: \d tasks better, \d worse", str(compared))
+    with pytest.raises(tandem.TandemError, match="'lenght'; did you mean 'length'"):
+        first.plot("lenght")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"learning_rate": 1e-5}, "unknown option 'learning_rate'; from TRL.*here it is optimizer.lr"),
+        ({"epochs": 1}, "epochs and steps both say how long it trains"),
+    ],
+)
+def test_an_option_that_is_not_tandems_is_named(recipe: dict[str, Any], options: Any, says: str) -> None:
+    with pytest.raises(tandem.TandemError, match=says):
+        tandem.train(**recipe, **options)
 
 
 @pytest.mark.slow
@@ -220,11 +249,12 @@ def test_parts_of_ones_own_are_named_by_what_they_are(recipe: dict[str, Any], tm
     loaded = tandem.Recipe.load({**recipe, "rewards": {"brief": {"kind": public_parts.brief, "weight": 0.5}}})
     assert loaded.options["rewards"] == {"brief": {"kind": "public_parts:brief", "weight": 0.5}}
 
-    def inner(rollout: tandem.Rollout) -> float:
+    def inner(rollout: Any) -> float:
         return 0.0
 
-    with pytest.raises(ConfigError, match=r"%%writefile my_parts\.py.*from my_parts import inner"):
-        tandem.Recipe.load({**recipe, "rewards": {"inner": {"kind": inner, "weight": 1.0}}})
+    loaded = tandem.Recipe.load({**recipe, "rewards": {"inner": {"kind": inner, "weight": 1.0}}})
+    assert re.fullmatch(r"inner_[0-9a-f]{12}:inner", loaded.options["rewards"]["inner"]["kind"])
+    assert repr(loaded) == "<Recipe: tiny on arithmetic, 2 steps of 2 x 2 answers>"
 
 
 def test_a_sequence_of_tasks_need_not_take_slices(recipe: dict[str, Any], tmp_path: Path) -> None:
@@ -323,7 +353,9 @@ def test_the_page_for_notebooks_runs_from_top_to_bottom(
             if file := re.fullmatch(r"# %%writefile (\S+)", first):
                 (tmp_path / file[1]).write_text(rest)
             else:
-                exec(compile(cell.replace(MODEL, recipe["model"]).replace("42", "3"), "cell", "exec"), names)
+                text, file = cell.replace(MODEL, recipe["model"]).replace("42", "3"), f"<cell {cells.index(cell)}>"
+                linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # as notebooks do
+                exec(compile(text, file, "exec"), names)
 
     asyncio.run(notebook())
     assert len(cells) >= 9

@@ -235,6 +235,9 @@ def _cut(text: str, stop: Sequence[str]) -> str:
 class Proxy:
     """HTTP server of sessions on one engine. The path of each holds its key, which only its agent is told."""
 
+    base = "/{key}/v1"
+    """Path of a session's API."""
+
     def __init__(self, engine: Engine, template: Template, sampling: Sampling, *, model: str):
         """``model`` is what requests call the policy; they may say anything."""
         self._engine = engine
@@ -266,10 +269,10 @@ class Proxy:
     def application(self) -> web.Application:
         """The routes."""
         app = web.Application(client_max_size=MOST_BYTES, middlewares=[_in_openai_form])
-        app.router.add_get("/{key}/v1/models", self._models)
-        app.router.add_post("/{key}/v1/chat/completions", self._chat)
-        app.router.add_post("/{key}/v1/completions", self._complete)
-        app.router.add_post("/{key}/v1/{dialect:responses|messages}", self._speak)
+        app.router.add_get(f"{self.base}/models", self._models)
+        app.router.add_post(f"{self.base}/chat/completions", self._chat)
+        app.router.add_post(f"{self.base}/completions", self._complete)
+        app.router.add_post(self.base + "/{dialect:responses|messages}", self._speak)
         return app
 
     async def _models(self, request: web.Request) -> web.Response:

@@ -11,6 +11,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Self
 
+from tandem.config import cells
 from tandem.config import loading as recipes
 from tandem.config.loading import RunConfig
 from tandem.config.tree import render
@@ -21,7 +22,7 @@ Overrides = Mapping[str, Any] | Sequence[str]
 """Options laid over a recipe: ``{"optimizer.lr": 1e-5}`` or, as on the command line, ``["optimizer.lr=1e-5"]``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Recipe:
     """Everything about a run, resolved and checked: parts, their options, defaults.
 
@@ -83,6 +84,11 @@ class Recipe:
         """YAML that ``tandem train`` and ``Recipe.load`` take; what was not set is left out."""
         return render(self.written).rstrip()
 
+    def __repr__(self) -> str:
+        config = self.config
+        tasks, step = "+".join(config.sources) or "a broker", f"{config.groups_per_step} x {config.group_size}"
+        return f"<Recipe: {Path(config.model).name} on {tasks}, {config.steps} steps of {step} answers>"
+
 
 def override_texts(overrides: Overrides) -> list[str]:
     """Overrides as the command line writes them.
@@ -122,16 +128,12 @@ def _plain(value: Any) -> Any:
 
 
 def _import_path(part: Any) -> str:
-    """``package.module:name`` of a function or a class.
+    """``package.module:name`` of a function or a class; one of a script or a notebook becomes a module of its own.
 
     Raises:
         ConfigError: another process cannot import it.
     """
     module, name = part.__module__, part.__qualname__
     if module == "__main__" or getattr(sys.modules.get(module), name, None) is not part:
-        raise ConfigError(
-            f"{name} of {module} cannot be imported by the processes that compute rewards, nor by a run that is "
-            f"resumed: write it to a file, such as with %%writefile my_parts.py as the cell's first line, then "
-            f"from my_parts import {name.rpartition('.')[2]}"
-        )
+        return cells.import_path(part)
     return f"{module}:{name}"

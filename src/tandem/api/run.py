@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import html
 import inspect
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
-from tandem.api import targets
+from tandem.api import comparison, described, targets
 from tandem.api.blocking import run_to_end
+from tandem.api.comparison import ComparedRuns
 from tandem.api.recipe import Overrides, Recipe, override_texts
 from tandem.config.loading import RunConfig
 from tandem.config.registry import did_you_mean
 from tandem.errors import TandemError
+from tandem.observability import report
 from tandem.observability.emit import OnStep
 from tandem.observability.report import folder as folders
 from tandem.observability.report.folder import Row, RunFolder
 from tandem.observability.report.summary import Summary, summarise
 from tandem.types import Json
+
+if TYPE_CHECKING:
+    from tandem.api.chat import Replies
 
 _training = threading.Lock()
 """Held while this process trains a run."""
@@ -97,13 +103,17 @@ class Run:
         """running, finished, interrupted, failed, killed, unfinished or not started."""
         return self.summary["status"]
 
-    def rollouts(self, step: int) -> list[Row]:
+    def rollouts(self, step: int | None = None) -> list[Row]:
         """The rollouts that a step was trained on: conversation, rewards, advantage, and every token's numbers.
+
+        Args:
+            step: which; None: the last.
 
         Raises:
             TandemError: the step has none; says which have.
         """
         read = self._read()
+        step = max(read.rollout_steps, default=0) if step is None else step
         if step not in read.rollout_steps:
             saved = read.rollout_steps
             steps = f"there are those of steps {saved[0]} to {saved[-1]}" if saved else "no step has any yet"
@@ -132,6 +142,54 @@ class Run:
         config = targets.resumed(self.folder, override_texts(overrides))
         return _trained(config, self.folder, on_step)
 
+    def report(self) -> ReportPage:
+        """Write the report anew; as the last value of a notebook's cell the page is shown there."""
+        return ReportPage(report.build(self.folder))
+
+    def plot(self, *metrics: str) -> Any:
+        """Curves of metrics, by default of the reward and the answers' length, as a figure of matplotlib.
+
+        Raises:
+            TandemError: no step has such a metric, or matplotlib is not installed.
+        """
+        return comparison.compare(self.folder).plot(*metrics)
+
+    def chat(self, message: str | None = None, *, step: int | None = None) -> Replies | None:
+        """What the trained model says to a message, and what the model said before training.
+
+        Args:
+            message: what is said; None: a conversation at the prompt, until an empty line.
+            step: the checkpoint; None: the newest.
+
+        Raises:
+            CheckpointError: there is no such checkpoint.
+        """
+        from tandem.api.chat import BeforeAndAfter  # which needs torch
+
+        models = BeforeAndAfter.of(self.folder, step)
+        if message is not None:
+            return models.reply(message)
+        models.converse(input, print)
+        return None
+
+    def eval(
+        self, env: str | Mapping[str, Any] | None = None, overrides: Overrides = (), *, step: int | None = None
+    ) -> dict[str, Json]:
+        """Measure a checkpoint on held-out tasks, of the run's environment or of another, as ``tandem.evaluate`` does.
+
+        Args:
+            env: an environment by name, such as "gsm8k", or a mapping of its kind and options; scored by its own
+                rewards. None: the run's.
+            overrides: options by dotted path, such as ``{"evaluate.tasks": 100}``.
+            step: the checkpoint; None: the newest.
+        """
+        if env is None:
+            return evaluate(self, overrides, step=step)
+        written = self.recipe.written
+        options = {name: value for name, value in written.items() if name not in ("env", "envs", "rewards", "broker")}
+        config = Recipe.load({**options, "env": env}, override_texts(overrides)).config
+        return _evaluated(config, targets.weights_of(self.folder, step))
+
     def _read(self) -> RunFolder:
         return folders.load(self.folder)
 
@@ -141,18 +199,31 @@ class Run:
 
 
 def train(
-    recipe: Recipe | str | Path | Mapping[str, Any], overrides: Overrides = (), *, on_step: OnStep | None = None
+    recipe: Recipe | str | Path | Mapping[str, Any] | None = None,
+    overrides: Overrides = (),
+    *,
+    data: Any = None,
+    rewards: Any = None,
+    epochs: float | None = None,
+    on_step: OnStep | None = None,
+    **options: Any,
 ) -> Run:
     """Train to the last step; blocks until then, in a notebook's cell too.
 
     The stop button (Ctrl-C) ends it after the step under way, with everything saved; ``run.resume()`` goes on.
 
     Args:
-        recipe: a recipe, or what ``Recipe.load`` takes.
+        recipe: a recipe, or what ``Recipe.load`` takes; None: ``data``, ``rewards`` and ``options`` are one.
         overrides: options by dotted path that replace those of the recipe.
+        data: what is trained on, in place of ``env``: rows (mappings, prompts or pairs of prompt and answer), a
+            ``datasets.Dataset``, a file, or the name of an environment or a data set on the hub.
+        rewards: a function, a list of them, or a mapping of functions or names to weights. A function of a script or
+            a cell takes a rollout, or ``completions`` and columns as TRL's do; its source is kept in the run's folder.
+        epochs: how often every task is drawn, in place of ``steps``.
         on_step: called after every optimizer step with its number, from 1, and its metrics by name. Training waits
             for it, in a notebook in another thread. What it raises ends the run, which can be resumed from its newest
             checkpoint.
+        **options: options of the recipe by name, such as ``model`` and ``steps``.
 
     Raises:
         ConfigError: a mistake in the recipe; found before weights load.
@@ -161,18 +232,55 @@ def train(
 
     Example:
         >>> import tandem
-        >>> rewards = []
+        >>> seen = []
         >>> run = tandem.train(
-        ...     {"model": "HuggingFaceTB/SmolLM2-135M-Instruct", "env": "arithmetic", "steps": 2},
-        ...     {"groups_per_step": 2, "group_size": 2, "sampling.max_tokens": 8, "zero_variance_groups": "keep",
-        ...      "evaluate.tasks": 0, "loggers": []},
-        ...     on_step=lambda step, metrics: rewards.append(metrics["reward"]),
+        ...     model="HuggingFaceTB/SmolLM2-135M-Instruct",
+        ...     data=[(f"What is {n} + 1?", str(n + 1)) for n in range(40)],
+        ...     rewards=["number"], steps=2, groups_per_step=2, group_size=2, sampling={"max_tokens": 8},
+        ...     zero_variance_groups="keep", evaluate={"tasks": 0}, loggers=[],
+        ...     on_step=lambda step, metrics: seen.append(metrics["reward"]),
         ... )
-        >>> rewards == run.metrics.column("reward")
+        >>> seen == run.metrics.column("reward")
         True
     """
-    loaded = Recipe.load(recipe, overrides)
+    if data is not None:
+        options["env"] = described.environment(data, Path(options.get("runs") or "runs"))
+    if rewards is not None:
+        options["rewards"] = described.rewards(rewards)
+    if epochs is not None and "steps" in options:
+        raise TandemError("epochs and steps both say how long it trains; leave one of them out")
+    placeholder = {"steps": 1} if epochs is not None else {}
+    texts = override_texts(overrides)
+    if recipe is None:
+        loaded = Recipe.load({**options, **placeholder}, texts)
+    else:
+        loaded = Recipe.load(recipe, [*override_texts({**options, **placeholder}), *texts])
+    if epochs is not None:
+        loaded = Recipe.load(loaded, {"steps": described.steps_of(epochs, loaded.config)})
     return _trained(loaded.config, None, on_step)
+
+
+def compare(*runs: Run | str | Path) -> ComparedRuns:
+    """Runs beside one another: what their recipes differ in, held-out results task by task, curves on the same axes.
+
+    Args:
+        runs: two or more runs, or their folders; differences are to the first.
+
+    Raises:
+        TandemError: one is not a run's folder.
+
+    Example:
+        >>> import tandem
+        >>> recipe = {
+        ...     "model": "HuggingFaceTB/SmolLM2-135M-Instruct", "env": "arithmetic", "steps": 1, "groups_per_step": 2,
+        ...     "group_size": 2, "sampling": {"max_tokens": 8}, "zero_variance_groups": "keep",
+        ...     "evaluate": {"tasks": 2}, "loggers": [],
+        ... }
+        >>> a, b = tandem.train(recipe), tandem.train(recipe, {"optimizer.lr": 1e-5})
+        >>> tandem.compare(a, b).differences
+        {'optimizer.lr': ('1e-06', '1e-05')}
+    """
+    return comparison.compare(*(run.folder if isinstance(run, Run) else Path(run) for run in runs))
 
 
 def evaluate(
@@ -213,6 +321,10 @@ def evaluate(
         targets.check_evaluated(config, "the recipe")
     else:
         config, weights = targets.to_evaluate(target.folder if isinstance(target, Run) else Path(target), texts, step)
+    return _evaluated(config, weights)
+
+
+def _evaluated(config: RunConfig, weights: Path | None) -> dict[str, Json]:
     from tandem.trainer import assemble as run  # only now: a mistake in the recipe is told before the rest has loaded
 
     return run_to_end(run.evaluate(config, weights=weights))
@@ -234,6 +346,20 @@ def _trained(config: RunConfig, resume: Path | None, on_step: OnStep | None) -> 
         return Run(run_to_end(training, stop))
     finally:
         _training.release()
+
+
+class ReportPage:
+    """A run's report: ``path`` is the page, which a notebook shows."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def _repr_html_(self) -> str:
+        page = html.escape(self.path.read_text(encoding="utf-8"))
+        return f'<iframe srcdoc="{page}" style="width:100%;height:800px;border:0"></iframe>'
+
+    def __repr__(self) -> str:
+        return f"<ReportPage {self.path}>"
 
 
 class MetricsTable(Sequence[dict[str, float]]):

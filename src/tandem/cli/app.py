@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
+from typer.core import TyperGroup
 from typer.main import get_command_name
 
 from tandem import __version__
@@ -51,7 +52,10 @@ def _root(
 
 @app.command()
 def train(
-    target: Annotated[Path, typer.Argument(metavar="RECIPE|RUN", help="A recipe, or a run's folder to resume.")],
+    target: Annotated[
+        Path,
+        typer.Argument(metavar="RECIPE|RUN", help="A recipe's file or name, or a run's folder to resume."),
+    ],
     overrides: Overrides = None,
     show: Show = False,
     launcher: Annotated[
@@ -125,16 +129,59 @@ def list_parts(
 
 @app.command()
 def new(
-    what: Annotated[str, typer.Argument(metavar="env", help="What to make.")],
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Its name, a Python module name.")],
+    what: Annotated[str, typer.Argument(metavar="env|recipe", help="What to make.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Its name; of an env a Python module name.")],
+    source: Annotated[
+        str, typer.Argument(metavar="[RECIPE]", help="Of a recipe: the shipped one that it begins as.")
+    ] = "arithmetic",
 ) -> None:
-    """Write a working environment to start from.
+    """Write a working environment, or a recipe, to start from.
 
-    Makes NAME.py and NAME.yaml in this folder.
+    Makes NAME.py and NAME.yaml in this folder, or of a recipe NAME.yaml.
     """
     from tandem.cli.new import new
 
-    typer.echo(new(what, name, Path()))
+    typer.echo(new(what, name, Path(), source))
+
+
+@app.command()
+def recipes() -> None:
+    """List the recipes that Tandem ships, which train and check take by name."""
+    from tandem.cli.runs import print_recipes
+
+    print_recipes()
+
+
+@app.command()
+def runs(
+    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="A folder of runs.")] = Path("runs"),
+) -> None:
+    """List the runs in a folder, the newest last."""
+    from tandem.cli.runs import print_runs
+
+    print_runs(folder)
+
+
+@app.command()
+def compare(run: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="Folders of runs.")]) -> None:
+    """Show runs side by side.
+
+    Options that differ, held-out results with the interval of their difference task by task, curves on one scale.
+    """
+    from tandem.api.comparison import compare
+
+    typer.echo(str(compare(*run)))
+
+
+@app.command()
+def chat(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    step: Step = None,
+) -> None:
+    """Talk to a trained model, with the model as it was before training beside it, until an empty line."""
+    from tandem.api.chat import BeforeAndAfter
+
+    BeforeAndAfter.of(run, step).converse(input, typer.echo)
 
 
 @app.command("eval")
@@ -226,7 +273,18 @@ def doctor(
     raise typer.Exit(doctor(recipe=recipe, overrides=overrides or []))
 
 
-serve = typer.Typer(help="Run a part alone.", no_args_is_help=True, rich_markup_mode=None)
+class ServeGroup(TyperGroup):
+    """Parts by name; anything else is the folder of a run, whose model is served."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that is meant, and its arguments."""
+        return super().resolve_command(ctx, args if args[0] in self.commands else ["run", *args])
+
+
+serve = typer.Typer(
+    cls=ServeGroup, help="Serve a run's model (tandem serve RUN), or run a part alone.", no_args_is_help=True,
+    rich_markup_mode=None,
+)  # fmt: skip
 app.add_typer(serve, name="serve")
 
 
@@ -242,6 +300,20 @@ def serve_engine(
     from tandem.cli.serve import serve
 
     serve(recipe, overrides or [], typer.echo)
+
+
+@serve.command("run")
+def serve_run(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    overrides: Overrides = None,
+    step: Step = None,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0: a free one.")] = 8000,
+) -> None:
+    """Serve a trained model by OpenAI's API on the run's engine, until Ctrl-C."""
+    from tandem.cli.serve_model import serve_model
+
+    serve_model(run, overrides or [], step, host, port, typer.echo)
 
 
 @app.command()

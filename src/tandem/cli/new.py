@@ -1,4 +1,4 @@
-"""``tandem new env NAME``: a working environment to start from, and a recipe that uses it."""
+"""``tandem new``: a working environment and its recipe, or a copy of a shipped recipe, to start from."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from tandem import clone
 from tandem.config import registry as resolve
 from tandem.errors import ConfigError, command
 
@@ -74,14 +75,16 @@ _LOCAL_MODEL = ".cache/smollm2"
 _HUB_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
-def new(what: str, name: str, folder: Path) -> str:
-    """Write NAME.py and NAME.yaml; returns the message to print.
+def new(what: str, name: str, folder: Path, source: str = "arithmetic") -> str:
+    """Write NAME.py and NAME.yaml, or of a recipe NAME.yaml; returns the message to print.
 
     Raises:
         ConfigError: the name cannot be a module's, is taken, or a file is already there.
     """
+    if what == "recipe":
+        return _new_recipe(folder / f"{name.removesuffix('.yaml')}.yaml", source)
     if what != "env":
-        raise ConfigError(f"new makes an env, not {what!r}; write: tandem new env NAME")
+        raise ConfigError(f"new makes an env or a recipe, not {what!r}; write: tandem new env NAME")
     if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
         raise ConfigError(f"{name!r} cannot be a module's name; use letters, digits and _, such as my_task")
     if name in resolve.names("envs"):
@@ -101,3 +104,23 @@ def new(what: str, name: str, folder: Path) -> str:
     except OSError as error:
         raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from error
     return f"wrote {module} and {recipe}; next: {command('check', recipe)}"
+
+
+def _new_recipe(path: Path, source: str) -> str:
+    """Copy a shipped recipe, and the modules that it names."""
+    recipes = clone.recipes()
+    if source not in recipes:
+        hint = resolve.did_you_mean(source, recipes)
+        raise ConfigError(f"Tandem ships no recipe {source!r}{hint}; tandem recipes lists them")
+    text = clone.written(recipes[source])
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+        for module in recipes[source].parent.glob("*.py"):
+            if f"{module.stem}:" in text and not (beside := path.with_name(module.name)).exists():
+                beside.write_bytes(module.read_bytes())
+    except FileExistsError:
+        raise ConfigError(f"{path} is already there and is left as it is; choose another name") from None
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    return f"wrote {path}, a copy of {source}; edit it, then: {command('check', path)}"

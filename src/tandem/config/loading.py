@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tandem import machine
+from tandem import clone, machine
 from tandem.algorithms.curricula.base import Curriculum
 from tandem.config import override
 from tandem.config import registry as resolve
@@ -352,16 +352,18 @@ def load(source: Path, overrides: Sequence[str] = (), *, serving: bool = False) 
         RewardError: if all that is wrong is a reward that cannot be imported.
     """
     problems = Problems()
-    tree = parsed(source, problems)
+    shipped = None if source.exists() else clone.recipes().get(str(source))
+    source = shipped or source
+    tree = parsed(source, problems, clone.written(shipped) if shipped else None)
     translated = translate(tree, serving, problems)
     if translated.tree is not tree:
         problems.raise_if_any(str(source))  # what follows from a mistake in another system's file is not told
     return _build(translated.tree, source, overrides, problems, translated.notes)
 
 
-def parsed(source: Path, problems: Problems) -> Branch:
-    """A recipe's tree; raises ConfigError where there is none."""
-    tree = parse(_read(source), str(source), problems)
+def parsed(source: Path, problems: Problems, text: str | None = None) -> Branch:
+    """A recipe's tree, of its file or of the text that stands for it; raises ConfigError where there is none."""
+    tree = parse(_read(source) if text is None else text, str(source), problems)
     resolve.search(source.parent)  # modules with its own rewards and parts may lie beside a recipe
     if tree is None and not problems:
         tree = Branch(where=str(source))
@@ -420,7 +422,7 @@ def _nearby(source: Path) -> str:
     """Recipes that may have been meant."""
     folders = (source.parent, Path("recipes"), Path())
     recipes = {str(path): None for folder in folders if folder.is_dir() for path in sorted(folder.glob("*.y*ml"))}
-    by_stem = {Path(path).stem: path for path in reversed(list(recipes))}
+    by_stem = {name: name for name in clone.recipes()} | {Path(path).stem: path for path in reversed(list(recipes))}
     close = difflib.get_close_matches(source.stem, list(by_stem), n=1, cutoff=0.5)
     if close:
         return f"; did you mean {by_stem[close[0]]}?"

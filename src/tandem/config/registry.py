@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from tandem import clone
+from tandem.config import cells
 from tandem.errors import ConfigError
 from tandem.importing import importing
 
@@ -140,6 +141,8 @@ def import_object(path: str) -> Any:
     return thing
 
 
+SOURCES = "sources"
+"""Folder in a run's for the source of the modules that its recipe names."""
 _PLACES = "modules.json"
 """In a run's folder: where its recipe's modules were looked for."""
 _searched: dict[str, None] = {}
@@ -149,8 +152,8 @@ _searched: dict[str, None] = {}
 def search(folder: Path) -> None:
     """Import modules from this folder too, after all others: nothing in it hides a library.
 
-    A run's folder stands for those that its recipe's modules were looked for in, and nothing within it is imported: it
-    may come from somebody else.
+    A run's folder stands for those that its recipe's modules were looked for in. It may come from somebody else:
+    nothing within it is imported but functions of the script or notebook that started the run.
     """
     recorded = folder / _PLACES
     remembered = json.loads(recorded.read_text(encoding="utf-8")) if recorded.is_file() else []
@@ -159,6 +162,8 @@ def search(folder: Path) -> None:
         path for path in remembered if Path(path).is_absolute() and not Path(path).resolve().is_relative_to(inside)
     ]
     is_run = recorded.is_file() or ((folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir())
+    if is_run:
+        cells.restore(folder / SOURCES)
     for path in outside if is_run else [str(inside)]:
         _searched[path] = None
         if path not in sys.path:

@@ -143,14 +143,14 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes:02d} m" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
-def sparkline(values: Sequence[float], width: int) -> str:
-    """The whole history in ``width`` characters, each the mean of its share."""
+def sparkline(values: Sequence[float], width: int, bounds: tuple[float, float] | None = None) -> str:
+    """The whole history in ``width`` characters, each the mean of its share; ``bounds``: of the axis, if given."""
     if not values or width < 1:
         return ""
     n = min(width, len(values))
     edges = [round(i * len(values) / n) for i in range(n + 1)]
     means = [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(edges)]
-    low, high = min(means), max(means)
+    low, high = bounds or (min(means), max(means))
     if high == low:
         return BLOCKS[0] * n
     return "".join(BLOCKS[min(7, int(8 * (mean - low) / (high - low)))] for mean in means)

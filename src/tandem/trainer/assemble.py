@@ -154,12 +154,22 @@ async def playing(
 
     What rewards print goes to ``log``, or to stderr.
     """
+    async with (
+        answering(config, weights) as (engine, template),
+        environments.opened(config, config.sources, log) as opened,
+    ):
+        yield opened.runners(engine, template, tasks)
+
+
+@asynccontextmanager
+async def answering(config: RunConfig, weights: Path | None) -> AsyncIterator[tuple[Engine, Template]]:
+    """The recipe's engine with its model, or with the trained ``weights`` of a checkpoint."""
     with watchdog.watching(config.timeouts), out_of_memory.explained(config):
-        async with live_policy(config) as policy, environments.opened(config, config.sources, log) as opened:
+        async with live_policy(config) as policy:
             if weights is not None:
                 await policy.compute(config.trainable.load, policy.model, weights)
             async with _published(config, policy, fresh=weights is None) as engine:
-                yield opened.runners(engine, _template(config, policy), tasks)
+                yield engine, _template(config, policy)
 
 
 @asynccontextmanager

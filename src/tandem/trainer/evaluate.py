@@ -102,7 +102,10 @@ def held_out(config: RunConfig, tasks: Tasks) -> Tasks:
 
 
 def _numbers(results: Sequence[TaskResult], samples: int) -> dict[str, Json]:
-    """mean@k and pass@k over tasks, with 95 % intervals; a failed answer counts as wrong."""
+    """mean@k and pass@k over tasks, with 95 % intervals; a failed answer counts as wrong.
+
+    ``solved`` has the right answers of each task in order, so that runs can be compared task by task.
+    """
     solved = [sum(map(runner.solved, group.rollouts)) for runner, group in results]
     means = [right / samples for right in solved]
     ks = sorted({1, *(k for k in (2, 4, 8, 16, 32, 64) if k < samples), samples})
@@ -111,6 +114,7 @@ def _numbers(results: Sequence[TaskResult], samples: int) -> dict[str, Json]:
     answered = [r for r in every if r.num_tokens]
     return {
         "tasks": len(results),
+        "solved": solved,
         "mean": math.fsum(means) / len(means),
         "mean_ci": list(interval(means)),
         "pass_at": {str(k): math.fsum(values) / len(values) for k, values in passed.items()},

@@ -10,9 +10,7 @@ from pathlib import Path
 
 from tandem.config.build import RewardSpec
 from tandem.config.loading import RunConfig
-
-FOLDER = "sources"
-"""Folder in a run's for them; nothing imports what lies there."""
+from tandem.config.registry import SOURCES
 
 
 def keep(config: RunConfig, folder: Path, step: int = 0) -> list[str]:
@@ -50,7 +48,7 @@ def _files(config: RunConfig, folder: Path) -> dict[Path, Path]:
     for name in sorted(set(_modules(config))):
         source = inspect.getsourcefile(sys.modules[name]) if name in sys.modules else None
         if source is not None and Path(source).is_file():
-            files[folder / FOLDER / f"{name}.py"] = Path(source)
+            files[folder / SOURCES / f"{name}.py"] = Path(source)
     return files
 
 

@@ -1,0 +1,145 @@
+"""Runs beside one another, from their folders alone: recipes, held-out results task by task, curves."""
+
+from __future__ import annotations
+
+import html
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.config.registry import did_you_mean
+from tandem.errors import TandemError
+from tandem.observability.board import sparkline
+from tandem.observability.report import folder as folders
+from tandem.observability.report.folder import Row, RunFolder
+from tandem.observability.report.summary import column, summarise
+from tandem.types import Json
+
+_CURVES = ("reward", "accuracy", "length", "entropy", "kl_behavior", "grad_norm", "seconds/step")
+_PLOTTED = ("reward", "length")
+_WIDTH = 24
+_ANYWHERE = frozenset(("name", "runs"))
+"""Options in which any two runs differ."""
+
+
+def compare(*paths: Path) -> ComparedRuns:
+    """Read runs; raises TandemError for a folder that is none."""
+    return ComparedRuns(tuple(folders.load(path) for path in paths))
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedRuns:
+    """Two or more runs; its text is what ``tandem compare`` prints."""
+
+    runs: tuple[RunFolder, ...]
+    """Differences are to the first."""
+
+    @property
+    def differences(self) -> dict[str, tuple[str, ...]]:
+        """Options by dotted path that differ, with the value in each run; empty where it is not set."""
+        recipes = [dict(_by_path(run.config)) for run in self.runs]
+        names = dict.fromkeys(name for options in recipes for name in options if name not in _ANYWHERE)
+        values = {name: tuple(options.get(name, "") for options in recipes) for name in names}
+        return {name: each for name, each in values.items() if len(set(each)) > 1}
+
+    @property
+    def held_out(self) -> list[tuple[Row, ...]]:
+        """Evaluations of the same environments that every run has: the first ones, then the last ones."""
+        if not all(run.evaluations for run in self.runs):
+            return []
+        name = self.runs[0].evaluations[0].get("env")
+        each = [[row for row in run.evaluations if row.get("env") == name] for run in self.runs]
+        places = (0, -1) if any(len(rows) > 1 for rows in each) else (0,)
+        return [tuple(rows[place] for rows in each) for place in places] if all(each) else []
+
+    def plot(self, *metrics: str) -> Any:
+        """A figure of matplotlib: a panel for each metric, by default reward and length, every run in it.
+
+        Raises:
+            TandemError: no run has such a metric, or matplotlib is not installed.
+        """
+        known = sorted({name for run in self.runs for row in run.metrics for name in row["metrics"]})
+        for name in metrics:
+            if name not in known:
+                raise TandemError(f"no step has a metric {name!r}{did_you_mean(name, known)}")
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise TandemError(
+                f"plot needs matplotlib, which cannot be imported ({error}); install it with: pip install matplotlib, "
+                "or look at run.report()"
+            ) from error
+        names = metrics or _PLOTTED
+        figure = Figure(figsize=(5 * len(names), 3.2), layout="constrained")
+        for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+            for run in self.runs:
+                rows = [row for row in run.metrics if row["metrics"].get(name) is not None]
+                axes.plot([row["step"] for row in rows], [row["metrics"][name] for row in rows], label=run.name)
+            axes.set(title=name, xlabel="step")
+            axes.legend()
+        return figure
+
+    def __str__(self) -> str:
+        summaries = [summarise(run) for run in self.runs]
+        rows = [
+            ["", *(run.name for run in self.runs)],
+            ["", *(f"{each['status']}, {each['steps']} steps" for each in summaries)],
+            *([name, *values] for name, values in self.differences.items()),
+            [],
+            *self._results(),
+            [],
+            *(row for name in _CURVES if (row := self._curve(name))),
+        ]
+        widths = [max(len(row[i]) for row in rows if len(row) > i) for i in range(len(self.runs) + 1)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def _results(self) -> Iterator[list[str]]:
+        """Held-out results, and how far each is from the first run's."""
+        for rows in self.held_out:
+            texts = []
+            for row in rows:
+                low, high = row.get("mean_ci") or (math.nan, math.nan)
+                texts.append(f"{row['mean']:.3f} [{low:.3f}, {high:.3f}] at step {row['step']}")
+            yield [f"held out {rows[0].get('env', '')}", *texts]
+            if others := [_paired(rows[0], row) for row in rows[1:]]:
+                yield ["", "", *others]
+
+    def _curve(self, name: str) -> list[str]:
+        """A metric of each run on one scale; empty where none has it."""
+        series = [column(run, name) for run in self.runs]
+        every = [value for values in series for value in values]
+        if not every:
+            return []
+        bounds = min(every), max(every)
+        return [name, *(f"{sparkline(v, _WIDTH, bounds)} {v[-1]:.4g}" if v else "" for v in series)]
+
+
+def _by_path(config: Mapping[str, Json], path: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in config.items():
+        if isinstance(value, dict) and value:
+            yield from _by_path(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", str(value)
+
+
+def _paired(first: Row, other: Row) -> str:
+    """How much better the other is, with a 95 % interval of the difference task by task."""
+    shown = [[(task.get("task"), task.get("prompt")) for task in row.get("rollouts", ())] for row in (first, other)]
+    counts = [row.get("solved") for row in (first, other)]
+    if not (counts[0] and counts[1]) or shown[0] != shown[1] or len(counts[0]) != len(counts[1]):
+        return "no paired interval: the tasks are others, or results are not recorded task by task"
+    gains = [b / other["samples"] - a / first["samples"] for a, b in zip(*counts, strict=True)]
+    mean, half = statistics.fmean(gains), math.inf
+    if len(gains) > 1:
+        half = 1.96 * statistics.stdev(gains) / math.sqrt(len(gains))
+    better, worse = sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains)
+    return f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}] paired: {better} tasks better, {worse} worse"

@@ -1,0 +1,75 @@
+"""``tandem runs`` and ``tandem recipes``: what was trained, and what there is to train."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from textwrap import shorten
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tandem import clone
+from tandem.errors import TandemError
+from tandem.observability.board import duration
+from tandem.observability.report.folder import load
+from tandem.observability.report.summary import Summary, summarise
+
+
+def print_runs(folder: Path) -> None:
+    """Print a line for each run in a folder.
+
+    Raises:
+        TandemError: there is none.
+    """
+    runs = [load(recipe.parent) for recipe in folder.glob("*/config.yaml")]
+    if not runs:
+        raise TandemError(f"there is no run in {folder}; tandem train RECIPE makes one")
+    rows = sorted(((summarise(run), run) for run in runs), key=lambda row: (row[0]["started"] or 0.0, row[1].name))
+    headings = ("run", "status", "steps", "model", "environment", "lr", "reward", "held out", "time")
+    _print(headings, (_row(run.name, summary) for summary, run in rows))
+
+
+def print_recipes() -> None:
+    """Print the recipes that ship, the smallest model first."""
+    console = Console(highlight=False)
+    for name, path in sorted(clone.recipes().items(), key=lambda recipe: _size(recipe[1])):
+        text = path.read_text(encoding="utf-8")
+        comment = [line.removeprefix("# ") for line in text.splitlines() if line.startswith("# ")]
+        card = next((line.removeprefix("Card: ") for line in comment if line.startswith("Card: ")), "")
+        model = Path(yaml.safe_load(text)["model"]).name
+        about = shorten(" ".join(comment).partition(". ")[0], 76, placeholder=" …")
+        console.print(Text.assemble((f"{name:13}", "bold"), f"{model}  {card}\n", (f"  {about}", "dim")))
+    console.print("tandem train NAME trains one; tandem new recipe MINE NAME copies one to be edited")
+
+
+def _size(recipe: Path) -> float:
+    """Parameters of its model by the model's name, in billions; SmolLM2's 135 million where that has none."""
+    match = re.search(r"^model: .*?([\d.]+)B", recipe.read_text(encoding="utf-8"), re.MULTILINE)
+    return float(match[1]) if match else 0.135
+
+
+def _row(name: str, of: Summary) -> Sequence[str]:
+    facts = dict(of["facts"])
+    steps = f"{of['steps']}/{of['steps_planned'] or '?'}"
+    model = Path(facts.get("model", "")).name
+    about = (model, facts.get("environment", ""), facts.get("learning rate", ""))
+    reward = _shown((of["reward_first"], of["reward_last"]))
+    held_out = _shown(each["mean"] for each in (of["before"], of["after"]) if each is not None)
+    return (name, of["status"], steps, *about, reward, held_out, duration(of["seconds"]))
+
+
+def _shown(values: Iterable[float | None]) -> str:
+    return " → ".join(f"{value:.3g}" for value in values if value is not None)
+
+
+def _print(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    Console().print(table)

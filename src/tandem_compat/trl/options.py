@@ -1,0 +1,80 @@
+"""Fields of TRL's ``GRPOConfig``: what each becomes, why it changes nothing, or why it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from tandem_compat.axolotl.options import TRL
+from tandem_compat.schedules import OPTIMIZERS, SCHEDULES
+from tandem_compat.table import ForeignOption, becomes, by_name, copied, idle, refused, unused
+
+_UPLOADS = "Tandem uploads nothing; tandem export writes the model's folder"
+_SHARED = (
+    "num_generations max_completion_length beta num_iterations epsilon epsilon_high loss_type scale_rewards "
+    "mask_truncated_completions reward_weights multi_objective_aggregation temperature top_p top_k min_p "
+    "repetition_penalty generation_kwargs chat_template_kwargs importance_sampling_level off_policy_mask_threshold "
+    "use_bias_correction_kl sync_ref_model ref_model_mixup_alpha ref_model_sync_steps use_vllm vllm_server_host "
+    "vllm_server_port vllm_server_timeout vllm_gpu_memory_utilization vllm_importance_sampling_correction "
+    "vllm_importance_sampling_mode vllm_importance_sampling_cap log_completions num_completions_to_print"
+)
+"""Those that Axolotl's files have by the same names and defaults."""
+
+OPTIONS: Mapping[str, ForeignOption] = by_name(
+    *(TRL[name] for name in _SHARED.split()),
+    replace(TRL["vllm_mode"], default="colocate"),
+    becomes("output_dir", "text", "runs: the folder of runs", "trainer_output", path="runs"),
+    copied("run_name", "text", "name"),
+    becomes("per_device_train_batch_size", "count", "groups_per_step, with gradient_accumulation_steps", 8),
+    becomes("gradient_accumulation_steps", "count", "groups_per_step", 1),
+    becomes("steps_per_generation", "count", "max_lag, where it is several steps' worth"),
+    becomes("generation_batch_size", "count", "max_lag, where it is several steps' worth"),
+    becomes("max_steps", "whole", "steps", -1),
+    becomes("num_train_epochs", "positive", "steps, by the rows of the data", 3.0),
+    becomes("learning_rate", "number", "optimizer.lr", 1e-6, path="optimizer.lr"),
+    becomes("lr_scheduler_type", "text", "optimizer.schedule", "linear", choices=SCHEDULES),
+    becomes("lr_scheduler_kwargs", "mapping", "optimizer.min_lr_ratio and the like", {}),
+    becomes("optim", "text", "optimizer.kind", "adamw_torch_fused", choices=OPTIMIZERS),
+    becomes("warmup_steps", "number", "optimizer.warmup_steps; below 1 a share of all", 0),
+    becomes("warmup_ratio", "share", "optimizer.warmup_steps", 0.0),
+    copied("weight_decay", "number", "optimizer.weight_decay"),
+    copied("adam_beta1", "number", "optimizer.beta1"),
+    copied("adam_beta2", "number", "optimizer.beta2"),
+    copied("adam_epsilon", "number", "optimizer.eps"),
+    copied("max_grad_norm", "number", "optimizer.max_grad_norm", 1.0),
+    copied("delta", "number", "loss.dual_clip", where="ratios"),
+    copied("sapo_temperature_pos", "number", "loss.temperature_positive", where="sapo"),
+    copied("sapo_temperature_neg", "number", "loss.temperature_negative", where="sapo"),
+    copied("seed", "whole", "seed", 42),
+    becomes("bf16", "truth", "dtype: bfloat16, or float32 for false"),
+    becomes("gradient_checkpointing", "truth", "checkpointing: full or none", True),
+    becomes("save_steps", "number", "checkpoint.every; below 1 a share of all", 500),
+    copied("save_total_limit", "count", "checkpoint.keep"),
+    becomes("save_strategy", "text", "checkpoint.every", "steps", choices=("steps", "no", "epoch")),
+    becomes("eval_steps", "number", "evaluate.every; below 1 a share of all", where="evaluation"),
+    becomes("eval_strategy", "text", "evaluate, with eval_dataset", "no", choices=("steps", "no", "epoch")),
+    becomes("report_to", "anything", "loggers: wandb, tensorboard, trackio or none", "none"),
+    becomes("logging_steps", "number", "print_completions.every, with log_completions", 10),
+    copied("vllm_tensor_parallel_size", "count", "engine.tensor_parallel_size", where="colocate"),
+    copied("vllm_max_model_length", "whole", "context", where="vllm"),
+    copied("vllm_structured_outputs_regex", "text", "sampling.regex", None, "vllm_guided_decoding_regex", where="vllm"),
+    becomes("vllm_server_base_url", "text", "engine.urls", where="server"),
+    refused("fp16", "anything", "Tandem trains bfloat16 or float32; write bf16=True"),
+    refused("top_entropy_quantile", "number", "every sampled token is trained", 1.0),
+    refused("replay_buffer_size", "whole", "write it as replay.size of a recipe", 0),
+    *(refused(name, "anything", _UPLOADS) for name in ("push_to_hub", "hub_model_id")),
+    *(refused(name, "anything", "a run is resumed by its folder: tandem train RUN, or tandem.Run.open(RUN).resume()")
+      for name in ("resume_from_checkpoint", "overwrite_output_dir")),
+    refused("model_init_kwargs", "anything", "the recipe's dtype says the weights' type, and attention is Tandem's",
+        off=(None, {}, {"dtype": "auto"}, {"dtype": "bfloat16"}, {"torch_dtype": "bfloat16"})),
+    idle("max_prompt_length", "anything", "no prompt is cut"),
+    idle("logging_strategy", "anything", "every step is written down"),
+    *unused("anything",
+        "remove_unused_columns disable_dropout shuffle_dataset log_unique_prompts use_liger_kernel use_liger_loss tf32 "
+        "ds3_gather_for_generation dataloader_num_workers dataloader_pin_memory dataloader_drop_last logging_dir "
+        "gradient_checkpointing_kwargs per_device_eval_batch_size num_generations_eval logging_first_step "
+        "dataloader_prefetch_factor torch_compile vllm_enable_sleep_mode vllm_model_impl vllm_group_port "
+        "cast_lm_head_to_fp32 disable_tqdm ddp_find_unused_parameters log_level do_train do_eval project "
+        "average_tokens_across_devices include_num_input_tokens_seen use_cpu data_seed log_on_each_node"),
+)  # fmt: skip
+"""By name, with TRL's defaults."""

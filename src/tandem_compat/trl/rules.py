@@ -1,0 +1,187 @@
+"""Rules for fields of ``GRPOConfig`` that a row of the table cannot translate: a recipe, part by part."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from tandem.config.registry import did_you_mean
+from tandem.config.tree import Problems
+from tandem.ports import http_url
+from tandem_compat.generation import translated
+from tandem_compat.objective import SCALES, put_corrections, put_groups, put_loss
+from tandem_compat.schedules import put_optimizer
+from tandem_compat.sharding import started_ranks
+from tandem_compat.table import Reader
+from tandem_compat.trl.options import OPTIONS
+
+_MODE = "vllm_importance_sampling_mode"
+
+
+class TrlRecipe(Reader):
+    """The fields of one configuration, made a recipe."""
+
+    updates = "num_iterations"
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> TrlRecipe:
+        """Read fields; None leaves one out.
+
+        Raises:
+            ConfigError: with every field that is unknown, of another type, or cannot be had.
+        """
+        recipe = cls(OPTIONS, Problems())
+        newer = {old: row.name for row in OPTIONS.values() for old in row.also}
+        for name, value in fields.items():
+            row = newer.get(name, name)
+            if row not in OPTIONS:
+                hint = did_you_mean(name, OPTIONS) or "; leave it out"
+                recipe.wrong(name, f"it is no field of GRPOConfig that Tandem knows{hint}")
+            elif value is not None:
+                plain = getattr(value, "value", value)  # transformers has enumerations of texts
+                recipe.read(row, list(plain) if isinstance(plain, tuple) else plain)
+        recipe.settle_all(recipe._places())
+        recipe._batch()
+        recipe._sampling()
+        recipe._objective()
+        recipe._engine()
+        recipe.problems.raise_if_any("GRPOConfig")
+        return recipe
+
+    def finish(self, rows: int, *, held_out: int) -> None:
+        """Set what depends on the data.
+
+        Args:
+            rows: of it.
+            held_out: rows to evaluate on.
+        """
+        epochs = self["num_train_epochs"]
+        steps = self.per_step(self["max_steps"]) or max(1, math.ceil(epochs * rows / self.recipe["groups_per_step"]))
+        self.put("steps", steps)
+        put_optimizer(self, "optim", "lr_scheduler_type", self["learning_rate"], self.per_step, "")
+        warmup = self["warmup_ratio"] * steps if self["warmup_ratio"] else self["warmup_steps"]
+        if warmup and self["lr_scheduler_type"] != "constant":
+            share = not self["warmup_ratio"] and warmup < 1
+            self.put("optimizer.warmup_steps", math.ceil(warmup * steps) if share else self.per_step(warmup))
+        saves = {"no": steps, "epoch": max(1, steps // math.ceil(epochs)), "steps": self.interval("save_steps", steps)}
+        self.put("checkpoint.every", min(steps, saves[self["save_strategy"]]))
+        if "save_total_limit" not in self:
+            self.put("checkpoint.keep", math.ceil(steps / self.recipe["checkpoint"]["every"]))
+        if not held_out or self["eval_strategy"] == "no":
+            self.put("evaluate.tasks", 0)
+            if held_out:
+                self.nothing("eval_dataset", "eval_strategy is 'no'")
+        else:
+            by_epoch = max(1, steps // math.ceil(epochs))
+            every = by_epoch if self["eval_strategy"] == "epoch" else self.interval("eval_steps", steps)
+            every = every or self.interval("logging_steps", steps)
+            self.put("evaluate", {"tasks": held_out, "samples": 1, "every": every})
+        self.problems.raise_if_any("GRPOConfig")
+
+    def _places(self) -> dict[str, str]:
+        """Why fields of each place change nothing; empty where they count."""
+        vllm = "" if self["use_vllm"] else "without use_vllm=True"
+        mode, loss = self["vllm_mode"], self["loss_type"]
+        weighed = self["vllm_importance_sampling_correction"]
+        return {
+            "vllm": vllm,
+            "server": vllm or ("" if mode == "server" else "with vllm_mode='colocate'"),
+            "colocate": vllm or ("" if mode == "colocate" else "with vllm_mode='server'"),
+            "correction": vllm or ("" if weighed else "without vllm_importance_sampling_correction"),
+            "moving reference": "" if self["sync_ref_model"] else "without sync_ref_model",
+            "shown": "" if self["log_completions"] else "without log_completions",
+            "sapo": "" if loss == "sapo" else f"with loss_type={loss!r}",
+            "ratios": "" if self._differ and loss not in ("cispo", "sapo") else "where every ratio is 1",
+            "evaluation": "" if self["eval_strategy"] == "steps" else "without eval_strategy='steps'",
+        }
+
+    @property
+    def _completions(self) -> int:
+        """Completions of one step, of all ranks that a launcher started."""
+        each = self["per_device_train_batch_size"] * self["gradient_accumulation_steps"]
+        return int(each * (started_ranks(os.environ) or 1))
+
+    @property
+    def _rounds(self) -> int:
+        """Steps that one round of generation is for."""
+        if steps := self["steps_per_generation"]:
+            return max(1, int(steps) // int(self["gradient_accumulation_steps"]))
+        return max(1, int(self["generation_batch_size"] or 1) // self._completions)
+
+    @property
+    def _differ(self) -> bool:
+        """True if a ratio may be other than 1."""
+        return self["num_iterations"] > 1 or self._rounds > 1
+
+    def _batch(self) -> None:
+        factors = "per_device_train_batch_size x gradient_accumulation_steps"
+        put_groups(self, "num_generations", self["num_generations"], self._completions, factors)
+        if self._rounds > 1:
+            self.put("max_lag", self._rounds - 1)
+            self.note("steps_per_generation", f"{self._rounds} steps are sampled ahead, by weights that are shared")
+        self.put("zero_variance_groups", "keep")
+        self.put("checkpointing", "full" if self["gradient_checkpointing"] else "none")
+        if "bf16" in self:
+            self.put("dtype", "bfloat16" if self["bf16"] else "float32")
+        else:
+            self.put("dtype", "auto")
+        boards = [self["report_to"]] if isinstance(self["report_to"], str) else list(self["report_to"] or ())
+        if boards := [name for name in boards if name not in ("none", "all")]:
+            self.put("loggers", ["console", *boards])
+            self.put("metric_names", "trl")
+        if self["log_completions"]:
+            self.put("print_completions.every", max(1, int(self["logging_steps"])))
+
+    def _sampling(self) -> None:
+        translation = translated(self["generation_kwargs"])
+        for option, value in translation.recipe.items():
+            self.recipe.setdefault("sampling", {}).setdefault(option, value)
+        for why in translation.problems:
+            self.wrong("generation_kwargs", why)
+        if self["top_k"]:
+            self.put("sampling.top_k", max(0, self["top_k"]))
+        if self["mask_truncated_completions"]:
+            self.put("truncated", "mask")
+
+    def _objective(self) -> None:
+        if self.get("multi_objective_aggregation", "") == "normalize_then_sum":
+            self.put("advantage", "gdpo")
+        else:
+            kind = SCALES[str(self["scale_rewards"])]
+            self.put("advantage", {"kind": kind, **({} if kind == "dr_grpo" else {"eps": 1e-4})})
+        loss = put_loss(self)
+        high = self.get("epsilon_high", self["epsilon"])
+        if loss == "cispo":
+            self.put("loss.cap", high)
+        elif loss != "sapo" and self._differ:
+            self.recipe["loss"] |= {"clip_low": self["epsilon"], "clip_high": high}
+            if loss == "grpo":
+                self.put("loss.dual_clip", self["delta"])
+        sampled = self._rounds > 1
+        self.put("old_logprobs", "sampled" if sampled else "recomputed")
+        weighed = self["use_vllm"] and self["vllm_importance_sampling_correction"]
+        mode = self.get(_MODE, "sequence_mask") if weighed else ""
+        bounds = {"high": self.get("vllm_importance_sampling_cap", 3.0)}
+        put_corrections(self, _MODE, mode, bounds, "off_policy_mask_threshold", sampled=sampled)
+        if self["beta"]:
+            moves = self["sync_ref_model"]
+            options = {"kind": "average" if moves else "start", "beta": self["beta"]}
+            self.recipe["reference"] = {**self.recipe.get("reference", {}), **options}
+            self.put("reference.ratio_corrected", bool(self.get("use_bias_correction_kl", False)))
+            if moves:
+                self.put("reference.every", self.per_step(self["ref_model_sync_steps"]))
+
+    def _engine(self) -> None:
+        if not self["use_vllm"]:
+            return
+        self.put("engine.kind", "vllm")
+        if self["vllm_mode"] == "colocate":
+            self.put("engine.gpu_memory_utilization", self.get("vllm_gpu_memory_utilization", 0.3))
+            self.put("sync.kind", "shared" if (self["vllm_tensor_parallel_size"] or 1) == 1 else "broadcast")
+            return
+        host = {"0.0.0.0": "127.0.0.1"}.get(self["vllm_server_host"], self["vllm_server_host"])
+        self.put("engine.urls", [self["vllm_server_base_url"] or http_url(host, self["vllm_server_port"])])
+        self.put("engine.start_seconds", self["vllm_server_timeout"])
+        self.put("sync.kind", "broadcast")

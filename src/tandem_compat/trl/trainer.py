@@ -1,0 +1,166 @@
+"""``GRPOConfig`` and ``GRPOTrainer`` with TRL's arguments, over a run of Tandem's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import tandem
+from tandem.api import described
+from tandem.cli.export import export
+from tandem.envs.data.rows import read_file
+from tandem.errors import ConfigError
+from tandem_compat.trl.options import OPTIONS
+from tandem_compat.trl.rules import TrlRecipe
+
+
+class GRPOConfig:
+    """Fields of TRL's configuration, by name; what cannot be had is told as it is made.
+
+    Example: ``GRPOConfig(output_dir="out", learning_rate=1e-6, num_generations=8, max_steps=100)``.
+    """
+
+    def __init__(self, output_dir: str | None = None, **fields: Any) -> None:
+        self.fields = {"output_dir": output_dir, **fields}
+        TrlRecipe.of(self.fields)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name not in OPTIONS:
+            raise AttributeError(f"GRPOConfig has no {name!r}")
+        return self.fields.get(name, OPTIONS[name].default)
+
+    def __repr__(self) -> str:
+        return f"GRPOConfig({', '.join(f'{name}={value!r}' for name, value in self.fields.items())})"
+
+
+class GRPOTrainer:
+    """TRL's trainer, over a run of Tandem's: ``recipe`` is what its arguments come to, ``run`` what ``train`` made."""
+
+    def __init__(
+        self,
+        model: str,
+        reward_funcs: Callable[..., Any] | str | Sequence[Callable[..., Any] | str],
+        args: GRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        peft_config: Any = None,
+        **others: Any,
+    ) -> None:
+        """Translate the arguments; nothing is loaded yet.
+
+        Raises:
+            ConfigError: one has no counterpart; the message says what to do instead.
+        """
+        self.run: tandem.Run | None = None
+        _refuse(model, others, train_dataset)
+        reader = TrlRecipe.of((args or GRPOConfig()).fields)
+        runs = Path(reader["output_dir"])
+        env = described.environment(train_dataset, runs)
+        env |= {"test_share": 0.0, **_form(env)}
+        held_out = 0
+        if eval_dataset is not None:
+            env["test_path"] = described.environment(eval_dataset, runs)["path"]
+            del env["test_share"]
+            held_out = sum(1 for _ in read_file(env["test_path"]))
+        reader.finish(sum(1 for _ in read_file(env["path"])), held_out=held_out)
+        reader.recipe |= {"model": model, "env": env, "rewards": _rewards(reward_funcs, reader["reward_weights"])}
+        if peft_config is not None:
+            reader.put("trainable", _adapter(peft_config))
+            if peft_config.lora_dropout:
+                reader.nothing("peft_config", "Tandem has no dropout, so lora_dropout is left out")
+        _check_tokenizer(processing_class, model)
+        translation = reader.translated()
+        for note in translation.notes:
+            sys.stderr.write(f"tandem: {note}\n")
+        self.recipe = tandem.Recipe.load(translation.options)
+
+    def train(self) -> tandem.Run:
+        """Train to the last step; the run."""
+        self.run = tandem.train(self.recipe)
+        return self.run
+
+    def save_model(self, output_dir: str) -> None:
+        """Write the trained model, or the adapter, to a folder.
+
+        Raises:
+            ConfigError: nothing was trained yet.
+        """
+        if self.run is None:
+            raise ConfigError("there is no trained model yet; call train() first")
+        export(self.run.folder, Path(output_dir), None, False)
+
+
+_OTHERS = {
+    "callbacks": "tandem.train(trainer.recipe, on_step=f) calls f after every step",
+    "reward_processing_classes": "a reward model's own tokenizer is used",
+    "optimizers": "optim and learning_rate of GRPOConfig choose the optimizer",
+    "tools": "a conversation of several turns is an environment (docs/guide/environments.md)",
+    "rollout_func": "a conversation of several turns is an environment (docs/guide/environments.md)",
+    "environment_factory": "a conversation of several turns is an environment (docs/guide/environments.md)",
+}
+
+
+def _refuse(model: Any, others: Any, train_dataset: Any) -> None:
+    """What cannot be had."""
+    if not isinstance(model, str):
+        name = getattr(model, "name_or_path", "")
+        raise ConfigError(
+            f"model is a {type(model).__name__}; give its name or folder" + (f": {name!r}" if name else "")
+        )
+    if train_dataset is None:
+        raise ConfigError("train_dataset is missing: rows with a column prompt")
+    for name, value in others.items():
+        if name not in _OTHERS:
+            raise ConfigError(f"GRPOTrainer has no argument {name!r} here")
+        if value not in (None, [], (), (None, None)):
+            raise ConfigError(f"{name} has no counterpart here; {_OTHERS[name]}")
+
+
+def _form(env: dict[str, Any]) -> dict[str, Any]:
+    """A text is a prompt to go on with, as in TRL, and a list of messages is a chat."""
+    (first,) = islice(read_file(env["path"]), 1)
+    return {"chat": not isinstance(first.columns[env["prompt"]], str)}
+
+
+def _rewards(funcs: Any, weights: Sequence[float] | None) -> dict[str, Any]:
+    each = list(funcs) if isinstance(funcs, list | tuple) else [funcs]
+    if weights is not None and len(weights) != len(each):
+        raise ConfigError(f"reward_weights has {len(weights)} numbers for {len(each)} reward_funcs")
+    models = {part: {"kind": "reward_model", "model": part} for part in each if isinstance(part, str)}
+    named = described.rewards([part for part in each if not isinstance(part, str)]) | {
+        f"reward_model_{number}" if number else "reward_model": {**part, "weight": 1.0}
+        for number, part in enumerate(models.values())
+    }
+    order = {part: name for name, part in ((name, value.get("model", value["kind"])) for name, value in named.items())}
+    for part, weight in zip(each, weights or (), strict=False):
+        named[order[part]]["weight"] = weight
+    return {order[part]: named[order[part]] for part in each}
+
+
+def _adapter(peft_config: Any) -> dict[str, Any]:
+    """The trainable of a ``peft.LoraConfig``."""
+    if type(peft_config).__name__ != "LoraConfig" or peft_config.use_dora or peft_config.modules_to_save:
+        raise ConfigError(
+            "peft_config: Tandem trains PEFT's plain LoRA: give a LoraConfig without DoRA and saved modules"
+        )
+    alpha = peft_config.lora_alpha * (peft_config.r**0.5 if peft_config.use_rslora else 1)
+    modules = peft_config.target_modules
+    chosen = {} if modules is None else {"target_modules": modules if isinstance(modules, str) else sorted(modules)}
+    return {"kind": "lora", "rank": peft_config.r, "alpha": alpha, **chosen}
+
+
+def _check_tokenizer(tokenizer: Any, model: str) -> None:
+    """The policy is told by its own tokenizer; one with another template would be another task."""
+    if tokenizer is None:
+        return
+    from tandem.model.policy import load_tokenizer
+
+    if tokenizer.chat_template != load_tokenizer(model).chat_template:
+        raise ConfigError(
+            "processing_class has another chat template than the model's own tokenizer; leave it out, and name a "
+            "file with the template: tandem.train(trainer.recipe, {'chat_template': ...})"
+        )
