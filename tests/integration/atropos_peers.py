@@ -47,7 +47,8 @@ def verifiers_python(version: str = "") -> Path:
 
 
 def _python(peer: str) -> Path:
-    path = Path(os.environ.get(f"TANDEM_{peer.upper().replace('-', '_')}_PYTHON") or REPOSITORY / f".venv-{peer}/bin/python")
+    variable = f"TANDEM_{peer.upper().replace('-', '_')}_PYTHON"
+    path = Path(os.environ.get(variable) or REPOSITORY / f".venv-{peer}/bin/python")
     if not path.exists():
         pytest.fail(f"{path} is missing: make it by: bash scripts/setup {peer}", pytrace=False)
     return path

@@ -34,6 +34,9 @@ esac
 """
 
 
+PARTS = "setup: there is no part trainr; parts: trainer engine atropos verifiers verifiers-04 (default: all)\n"
+
+
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """What setup reads, and the pretended Python."""
@@ -100,7 +103,7 @@ def test_what_failed_is_shown_without_what_means_nothing(project: Path) -> None:
 def test_a_part_that_is_none_is_refused(project: Path) -> None:
     done = setup(project, "trainr")
     assert done.returncode == 1
-    assert done.stderr == "setup: there is no part trainr; parts: trainer engine atropos verifiers verifiers-04 (default: all)\n"
+    assert done.stderr == PARTS
     assert not (project / ".venv").exists()
 
 
