@@ -68,7 +68,7 @@ def test_an_environment_trains(id: str, python: str, tools: Path, tmp_path: Path
     }
     run = tandem.train(tandem.Recipe.load(recipe))
     assert run.status == "finished"
-    assert [run.metrics[step]["env/verifiers/groups"] for step in range(3)] == [2.0] * 3
+    assert [run.metrics[step]["env/verifiers/trained"] for step in range(3)] == [2.0] * 3
     assert run.metrics[2]["env/verifiers/rubric/num_turns"] == (3.0 if id == "tandem-guess" else 1.0)
 
 

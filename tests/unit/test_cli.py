@@ -481,11 +481,11 @@ def test_check_refuses_what_does_not_fit(
     run: Run, trainer: types.SimpleNamespace, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tandem import machine
-    from tandem.trainer import memory_plan as memory
+    from tandem.trainer.memory_plan import plan
 
     small = machine.Machine(name="this machine", free=10**8, total=10**9, is_host=True)
-    monkeypatch.setattr(memory.plan, "host", lambda: small)
-    monkeypatch.setattr(memory.plan, "accelerator", lambda: None)
+    monkeypatch.setattr(plan, "host", lambda: small)
+    monkeypatch.setattr(plan, "accelerator", lambda: None)
     Path("recipe.yaml").write_text(MINIMAL)
     code, out, _ = run("check", "recipe.yaml", f"model={tiny_model}", "--tasks", "2")
     assert code == 11

@@ -82,7 +82,7 @@ def test_a_kernel_without_namespaces_is_told_unless_that_is_allowed(monkeypatch:
 
 
 @pytest.fixture(scope="module")
-def sandbox() -> Iterator[Sandbox]:
+def sandbox(victim: dict[str, Any]) -> Iterator[Sandbox]:
     sandbox = Sandbox()
     assert sandbox.isolated
     yield sandbox

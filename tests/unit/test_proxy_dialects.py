@@ -161,6 +161,7 @@ def test_streams_have_the_events_of_their_documentation(template: Template) -> N
         ("responses", {"input": "?", "previous_response_id": "resp_1"}, "no response of this episode has this id"),
         ("responses", {"input": "?", "tools": [{"type": "web_search"}]}, "each of tools must be"),
         ("responses", {"input": [1]}, "the body is none of /v1/responses"),
+        ("responses", {"input": [{"type": "function_call_output"}]}, "the body is none of /v1/responses"),
         ("messages", {"messages": []}, "messages are empty"),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a part has the type image"),
     ],

@@ -34,6 +34,9 @@ esac
 """
 
 
+PARTS = "setup: there is no part trainr; parts: trainer engine atropos verifiers verifiers-04 (default: all)\n"
+
+
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """What setup reads, and the pretended Python."""

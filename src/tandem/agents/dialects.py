@@ -20,6 +20,8 @@ from tandem.agents.schema import BadRequest
 from tandem.types import Json
 
 Fields = dict[str, Any]
+_TEXTS = ("text", "input_text", "output_text")
+"""Types of parts that are text."""
 
 
 class ChatApi(ABC):
@@ -56,11 +58,11 @@ class Responses(ChatApi):
         self._conversations: dict[str, list[Fields]] = {}
 
     def chat(self, fields: Fields) -> Fields:
-        renamed = {"max_output_tokens": "max_tokens"}
-        rest = {
-            renamed.get(k, k): v for k, v in fields.items() if k not in ("input", "instructions", "include", "text")
-        }
-        rest.pop("previous_response_id", None)
+        read = ("input", "instructions", "previous_response_id", "max_output_tokens", "text")
+        rest = {name: value for name, value in fields.items() if name not in read}
+        rest["max_tokens"] = fields.get("max_output_tokens")
+        if (form := (fields.get("text") or {}).get("format")) and form.get("type") != "text":
+            rest["response_format"] = form
         before = fields.get("previous_response_id")
         if before and before not in self._conversations:
             raise BadRequest("no response of this episode has this id", param="previous_response_id")
@@ -86,26 +88,15 @@ class Responses(ChatApi):
         ]
         output: list[Fields] = [*([message] if reply.text or not calls else []), *calls]
         read, sampled = len(reply.turn.prompt), len(reply.turn.completion.tokens)
+        usage = {
+            "input_tokens": read, "input_tokens_details": {"cached_tokens": 0}, "output_tokens": sampled,
+            "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": read + sampled,
+        }  # fmt: skip
         body = {
-            "id": _id("resp"),
-            "object": "response",
-            "created_at": now,
-            "status": status,
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "error": None,
-            "model": model,
-            "output": output,
-            "parallel_tool_calls": True,
-            "tool_choice": "auto",
-            "tools": [],
-            "usage": {
-                "input_tokens": read,
-                "input_tokens_details": {"cached_tokens": 0},
-                "output_tokens": sampled,
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": read + sampled,
-            },
-        }
+            "id": _id("resp"), "object": "response", "created_at": now, "status": status, "model": model,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None, "error": None, "output": output,
+            "parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "usage": usage,
+        }  # fmt: skip
         conversation = chat["messages"][bool(fields.get("instructions")) :]  # which are of one request alone
         self._conversations[str(body["id"])] = [*conversation, *_messages(output)]
         return body
@@ -143,12 +134,11 @@ def _messages(items: Iterable[Fields]) -> list[Fields]:
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             messages[-1].setdefault("tool_calls", []).append(call)
-        elif kind == "function_call_output":
-            text = _text(item.get("output"), ("input_text", "output_text", "text"), "input")
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
-        elif kind == "message":
-            text = _text(item.get("content"), ("input_text", "output_text", "text"), "input")
-            messages.append({"role": item.get("role"), "content": text})
+        elif kind in ("message", "function_call_output"):
+            role = (
+                {"role": item.get("role")} if kind == "message" else {"role": "tool", "tool_call_id": item["call_id"]}
+            )
+            messages.append({**role, "content": _text(item.get("content", item.get("output")), "input")})
         elif kind != "reasoning":  # which the policy never writes as an item of its own
             raise BadRequest(f"an item of type {kind} cannot be read", param="input")
     return messages
@@ -158,9 +148,9 @@ class Messages(ChatApi):
     """Anthropic's /v1/messages."""
 
     def chat(self, fields: Fields) -> Fields:
-        unsaid = ("messages", "system", "stop_sequences", "tool_choice", "thinking")
-        rest = {name: value for name, value in fields.items() if name not in unsaid}
-        system = _text(fields.get("system"), ("text",), "system")
+        read = ("messages", "system", "stop_sequences", "tool_choice")
+        rest = {name: value for name, value in fields.items() if name not in read}
+        system = _text(fields.get("system"), "system")
         messages = [{"role": "system", "content": system}] if system else []
         for message in fields.get("messages") or ():
             messages += _split(message)
@@ -173,13 +163,10 @@ class Messages(ChatApi):
             for tool in fields.get("tools") or ()
         ]
         return {
-            **rest,
-            "messages": messages,
-            "tools": tools,
-            "stop": fields.get("stop_sequences"),
+            **rest, "messages": messages, "tools": tools, "stop": fields.get("stop_sequences"),
             "tool_choice": kinds.get(choice.get("type", "auto"), choice.get("type")),
             "parallel_tool_calls": not choice.get("disable_parallel_tool_use"),
-        }
+        }  # fmt: skip
 
     def body(self, model: str, reply: Reply, now: int, fields: Fields, chat: Fields) -> Fields:
         content: list[Fields] = [{"type": "text", "text": reply.text}] if reply.text or not reply.calls else []
@@ -187,16 +174,12 @@ class Messages(ChatApi):
             {"type": "tool_use", "id": call.id, "name": call.name, "input": call.value()} for call in reply.calls
         )
         reason = "tool_use" if reply.calls else "end_turn"
+        usage = {"input_tokens": len(reply.turn.prompt), "output_tokens": len(reply.turn.completion.tokens)}
+        reason = "max_tokens" if reply.turn.completion.finish == "length" else reason
         return {
-            "id": _id("msg"),
-            "type": "message",
-            "role": "assistant",
-            "model": model,
-            "content": content,
-            "stop_reason": "max_tokens" if reply.turn.completion.finish == "length" else reason,
-            "stop_sequence": None,
-            "usage": {"input_tokens": len(reply.turn.prompt), "output_tokens": len(reply.turn.completion.tokens)},
-        }
+            "id": _id("msg"), "type": "message", "role": "assistant", "model": model, "content": content,
+            "stop_reason": reason, "stop_sequence": None, "usage": usage,
+        }  # fmt: skip
 
     def events(self, body: Fields) -> Iterator[Fields]:
         begun = {**body, "content": [], "stop_reason": None, "usage": {**body["usage"], "output_tokens": 0}}
@@ -223,7 +206,7 @@ def _split(message: Fields) -> Iterator[Fields]:
     blocks = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
     results = [block for block in blocks if block.get("type") == "tool_result"]
     for block in results:
-        text = _text(block.get("content"), ("text",), "messages")
+        text = _text(block.get("content"), "messages")
         yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
     calls = [
         {"id": block.get("id"), "function": {"name": block.get("name"), "arguments": block.get("input")}}
@@ -233,14 +216,14 @@ def _split(message: Fields) -> Iterator[Fields]:
     rest = [block for block in blocks if block.get("type") not in ("tool_use", "tool_result", "thinking")]
     if rest or calls or not results:
         calling: Fields = {"tool_calls": calls} if calls else {}
-        yield {"role": message.get("role"), "content": _text(rest, ("text",), "messages"), **calling}
+        yield {"role": message.get("role"), "content": _text(rest, "messages"), **calling}
 
 
-def _text(content: Json, kinds: tuple[str, ...], param: str) -> str:
+def _text(content: Json, param: str) -> str:
     """The text of a content, or of its parts; raises BadRequest where one is no text."""
     if not isinstance(content, list):
         return content or ""
-    if other := [part.get("type") for part in content if part.get("type") not in kinds]:
+    if other := [part.get("type") for part in content if part.get("type") not in _TEXTS]:
         raise BadRequest(f"a part has the type {other[0]}, and the policy reads text alone", param=param)
     return "".join(str(part.get("text", "")) for part in content)
 

@@ -285,7 +285,7 @@ class Proxy:
         try:
             fields = msgspec.json.decode(await request.read(), type=dict[str, Any])
             chat = dialect.chat(fields)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, AttributeError, TypeError) as error:
+        except (ValueError, RecursionError, AttributeError, LookupError, TypeError) as error:
             raise BadRequest(f"the body is none of /v1/{request.match_info['dialect']}: {error}") from error
         options = ChatRequest.read(msgspec.json.encode(chat))
         offer = options.offer(self._template.speech)

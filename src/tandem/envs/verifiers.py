@@ -44,9 +44,9 @@ class Verifiers(Environment):
     """
 
     id: str
-    """Name of the environment, as ``vf.load_environment`` takes it."""
+    """Name of the environment, as ``vf.load_environment`` takes it, or of a taskset of verifiers 0.4."""
     args: dict[str, Json] = field(default_factory=dict)
-    """What else ``vf.load_environment`` is given."""
+    """What else ``vf.load_environment`` is given; of 0.4, what a file of its own has under ``env``."""
     python: str = ""
     """Interpreter that has verifiers and the environment; empty: this one."""
     test_share: float = bounded(0.2, below=1)

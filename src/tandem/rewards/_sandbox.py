@@ -25,6 +25,9 @@ NEW_MOUNTS, NEW_UTS, NEW_IPC, NEW_USER, NEW_PIDS, NEW_NET = 0x20000, 0x4000000, 
 READ_ONLY, NO_SUID, NO_DEVICES, BIND, RECURSIVE, PRIVATE = 1, 2, 4, 4096, 16384, 1 << 18
 PIVOT_ROOT, MOUNT_SETATTR, RECURSIVELY = {"x86_64": 155, "aarch64": 41}, 442, 0x8000
 DEATH_SIGNAL, NO_NEW_PRIVILEGES, CAPABILITIES = 1, 38, 0x20080522
+KEYCTL = {"x86_64": 250, "aarch64": 219}
+NOTHING = {"user/max_user_namespaces": "0", "kernel/shmall": "0", "kernel/msgmni": "0", "kernel/sem": "0 0 0 0"}
+"""What programs may not have: namespaces, and memory that outlives them."""
 NOBODY = 65534
 IS_ROOT = os.getuid() == 0
 
@@ -88,9 +91,9 @@ def enter() -> None:
     """
     _leave(NEW_USER | NEW_MOUNTS | NEW_NET | NEW_IPC | NEW_UTS)
     _mount("none", "/", None, RECURSIVE | PRIVATE)
-    for name in ("user/max_user_namespaces", "kernel/shmall"):  # of what was just made, not of the machine
+    for name, most in NOTHING.items():  # of what was just made, not of the machine
         with open(f"/proc/sys/{name}", "w") as file:
-            file.write("0")
+            file.write(most)
     links = {name: os.readlink(f"/{name}") for name in ("lib", "lib64") if os.path.islink(f"/{name}")}
     shown = {"usr": "/usr", **{name: f"/{name}" for name in ("lib", "lib64") if name not in links}}
     shown |= {"python": sys.base_prefix, **{f"dev/{name}": f"/dev/{name}" for name in ("null", "zero", "urandom")}}
@@ -139,6 +142,7 @@ def become(code: str, pipes: tuple[int, int], parent: tuple[int, int], seconds: 
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
+    libc.syscall(KEYCTL[platform.machine()], 1, None)  # a keyring of its own, where there are keyrings
     _call("prctl", NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     _call("capset", struct.pack("Ii", CAPABILITIES, 0), bytes(24))
     _call("prctl", DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
@@ -177,8 +181,10 @@ def run(isolated: bool, code: str, input: str, seconds: float, memory: int) -> d
             os._exit(127)
     os.close(to_program[0])
     os.close(from_program[1])
-    output, ended = _talk(to_program[1], from_program[0], input.encode(), time.monotonic() + seconds)
-    late = not ended
+    deadline = time.monotonic() + seconds
+    output, ended = _talk(to_program[1], from_program[0], input.encode(), deadline)
+    rest = max(0.0, deadline - time.monotonic())  # it may have closed its output and gone on
+    late = not (ended and select.select([os.pidfd_open(process)], [], [], rest)[0])
     # The first process of its namespace takes all others along; without one, its session is all that is known.
     if late or not isolated:
         with contextlib.suppress(ProcessLookupError):
@@ -216,7 +222,6 @@ def _talk(to_program: int, from_program: int, left: bytes, deadline: float) -> t
 
 def main() -> None:
     """Say whether programs are isolated, then serve until stdin ends."""
-    _call("prctl", DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     # Tried first: what failed halfway is no place to go on from.
     trial = os.fork()
     if trial == 0:

@@ -152,6 +152,7 @@ class Sandbox:
             [python if python.exists() else sys.executable, "-I", "-S", _SANDBOX],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            env={"LANG": "C.UTF-8"},  # a program can read all that its process was given
         )
         self.isolated: bool = self._answer()["isolated"]
 
