@@ -23,6 +23,7 @@ ALLOWED = {
     "tandem/rewards/grading/grader.py:main": "a grading process has nothing to grade; its parent's end is its own",
     "tandem_broker/commands/serve.py:_serve": "a server serves until it is stopped",
     "tandem/cli/serve_model.py:forever": "a server serves until it is stopped",
+    "tandem/cli/watch.py:forever": "a server serves until it is stopped",
     # Beside something that is registered.
     "tandem/trainer/loop.py:_unless_stopped": "a stop, beside the work that is awaited",
     "tandem_broker/producer.py:run": "a stop, beside the playing",

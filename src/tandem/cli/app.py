@@ -163,6 +163,17 @@ def runs(
 
 
 @app.command()
+def watch(
+    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="A folder of runs.")] = Path("runs"),
+    port: Annotated[int, typer.Option(help="Port; 0: a free one.")] = 8760,
+) -> None:
+    """Show all runs of a folder on a page that moves, on this machine alone, until Ctrl-C."""
+    from tandem.cli.watch import watch
+
+    watch(folder, port, typer.echo)
+
+
+@app.command()
 def compare(run: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="Folders of runs.")]) -> None:
     """Show runs side by side.
 
