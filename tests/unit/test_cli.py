@@ -311,7 +311,7 @@ def test_a_new_environment_overwrites_nothing(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["loss", "x"], "new makes an env, not 'loss'"),
+        (["loss", "x"], "new makes an env or a recipe, not 'loss'"),
         (["env", "my-env"], "'my-env' cannot be a module's name"),
         (["env", "class"], "'class' cannot be a module's name"),
         (["env", "gsm8k"], "there is an environment 'gsm8k' already"),
