@@ -103,8 +103,7 @@ def test_what_failed_is_shown_without_what_means_nothing(project: Path) -> None:
 def test_a_part_that_is_none_is_refused(project: Path) -> None:
     done = setup(project, "trainr")
     assert done.returncode == 1
-    parts = "trainer engine atropos verifiers verifiers-04"
-    assert done.stderr == f"setup: there is no part trainr; parts: {parts} (default: all)\n"
+    assert done.stderr == PARTS
     assert not (project / ".venv").exists()
 
 

@@ -81,6 +81,9 @@ def check(
     sample: Annotated[
         int, typer.Option(metavar="N", min=0, help="Also load the model and play N groups: how many have signal.")
     ] = 0,
+    attack: Annotated[
+        bool, typer.Option("--attack", help="Also put wrong answers that may pay through the rewards.")
+    ] = False,
 ) -> None:
     """Find what would go wrong, before loading weights.
 
@@ -90,6 +93,10 @@ def check(
     from tandem.cli.check_sample import check_sample
 
     code = check(recipe, overrides or [], tasks)
+    if attack and not code:
+        from tandem.cli.check_attack import check_attack
+
+        code = check_attack(recipe, overrides or [])
     if code and sample:
         typer.echo("no groups are played before that is mended")
     elif sample:
@@ -160,6 +167,17 @@ def runs(
     from tandem.cli.runs import print_runs
 
     print_runs(folder)
+
+
+@app.command()
+def watch(
+    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="A folder of runs.")] = Path("runs"),
+    port: Annotated[int, typer.Option(help="Port; 0: a free one.")] = 8760,
+) -> None:
+    """Show all runs of a folder on a page that moves, on this machine alone, until Ctrl-C."""
+    from tandem.cli.watch import watch
+
+    watch(folder, port, typer.echo)
 
 
 @app.command()

@@ -68,7 +68,7 @@ async def check_environment(env: Environment, graders: Graders, tasks: int) -> l
     failures: list[GoldFailure] = []
     unknown = 0
     for task in islice(env.tasks("train"), tasks):
-        gold = _gold(env, graders, task)
+        gold = gold_reply(env, graders, task)
         if gold is None:
             unknown += 1
             continue
@@ -86,7 +86,7 @@ async def siblings(env: Environment, graders: Graders, tasks: Iterable[Task]) ->
     A reward of all siblings at once that gives one number, or fails where there are several, is seen so; and one that
     gives any answer the same, or fails on what a policy may say.
     """
-    golds = [(task, _gold(env, graders, task)) for task in tasks]
+    golds = [(task, gold_reply(env, graders, task)) for task in tasks]
     texts = list(dict.fromkeys(gold[0] for _, gold in golds if gold))
     after = dict(zip(texts, [*texts[1:], *texts[:1]], strict=True)) if len(texts) > 1 else {}
     graded: list[GradedReplies] = []
@@ -140,7 +140,7 @@ async def require_full_marks(name: str, env: Environment, graders: Graders) -> N
     graders.metrics()  # rollouts of no step
 
 
-def _gold(env: Environment, graders: Graders, task: Task) -> tuple[str, Mapping[str, float | None]] | None:
+def gold_reply(env: Environment, graders: Graders, task: Task) -> tuple[str, Mapping[str, float | None]] | None:
     """A task's gold reply, and what it must earn from each reward; raises as ``_reply``.
 
     Where the environment knows the bare answer only, as of a data file, it is put into the form that the rewards ask
