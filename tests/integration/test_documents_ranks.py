@@ -75,7 +75,7 @@ SWIFT = {
     "vLLM on the other GPU": Layout("apart", environ=THREE),
     "colocated with all": COUNTED,
     "DAPO": COUNTED,
-    "GSPO": Layout("beside", shard="weights", sync="shared"),
+    "GSPO": BESIDE,
     "SAPO": BESIDE,
     "a mixture of experts": SLICED,
     "vLLM over four GPUs": SLICED,
