@@ -8,6 +8,7 @@ be read.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -18,10 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tandem.engines.vllm.protocol import REFUSED
 from tandem.engines.vllm.worker.adapter import InPlaceAdapters
-from tandem.engines.vllm.worker.parameter_map import TensorPlace, places, share
+from tandem.engines.vllm.worker.parameter_map import ParameterMap, TensorPlace, recorded, share, tensors_of
 from tandem.errors import EngineError, TransportError
 from tandem.transport import sharing
 from tandem.transport.checksums import ChecksumCache, ChecksumTally, Shard
@@ -34,12 +36,48 @@ IN_PLACE = "TANDEM_IN_PLACE"
 
 
 def keep_layouts() -> None:
-    """Keep CPU linear layers as they are loaded, so that what is written is what is read."""
+    """Keep CPU linear layers and experts as they are loaded, so that what is written is what is read."""
     from vllm import _custom_ops as ops
     from vllm.model_executor.layers import utils
 
     ops._supports_onednn = False
     utils.check_cpu_sgl_kernel = lambda *_: False
+    with contextlib.suppress(ImportError):  # before 0.32 they are elsewhere, and what is written is not what is read
+        from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+        cpu_moe.cpu_prepack_moe_weight = lambda weight, _: weight
+        cpu_moe.cpu_fused_moe = compute_experts
+
+
+def compute_experts(
+    out_NH: Tensor,
+    x_NH: Tensor,
+    up_E2IH: Tensor,
+    down_EHI: Tensor,
+    up_bias_E2I: Tensor | None,
+    down_bias_EH: Tensor | None,
+    weights_NK: Tensor,
+    experts_NK: Tensor,
+    activation: str,
+    _: str,
+    is_weighted: bool = False,
+) -> None:
+    """What vLLM's kernel computes of repacked experts, of those that are not; ``is_weighted``: by their input."""
+    out_NH.zero_()
+    for expert in experts_NK.unique().tolist():
+        rows, columns = (experts_NK == expert).nonzero(as_tuple=True)
+        both = functional.linear(x_NH[rows], up_E2IH[expert], None if up_bias_E2I is None else up_bias_E2I[expert])
+        if activation == "swigluoai":
+            gate, up = both[:, ::2].clamp(max=7.0), both[:, 1::2].clamp(-7.0, 7.0)
+            hidden = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+        else:
+            gate, up = both.chunk(2, -1)
+            is_tanh: Any = "tanh" if activation == "gelu_tanh" else "none"
+            hidden = (
+                functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate=is_tanh)
+            ) * up
+        down = functional.linear(hidden, down_EHI[expert], None if down_bias_EH is None else down_bias_EH[expert])
+        out_NH.index_add_(0, rows, down if is_weighted else (down * weights_NK[rows, columns, None]).to(down.dtype))
 
 
 def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,12 +146,21 @@ class WorkerExtension:
         return module
 
     def tandem_places(self) -> dict[str, list[TensorPlace]]:
-        """Where each Hugging Face tensor lies; found anew each time, since storage may have been lent since.
+        """Where each of the trainer's tensors lies, in the storage that the parameters have now.
 
         Raises:
-            EngineError: a parameter has no place, or its places do not cover it.
+            EngineError: vLLM's loader does more than to place them, or does not place all of them.
         """
-        return places(self.tandem_model, world=self.tandem_world)
+        if self._tandem_recorded is None:
+            from vllm.config import set_current_vllm_config
+
+            config = self.model_runner.vllm_config
+            weights, stored = tensors_of(config.model_config.model, config.model_config.dtype)
+            with set_current_vllm_config(config):
+                self._tandem_recorded = recorded(self.tandem_model, weights, stored, world=self.tandem_world)
+        return self._tandem_recorded.places(self.tandem_model)
+
+    _tandem_recorded: ParameterMap | None = None
 
     def tandem_map(self) -> str:
         """JSON: where every Hugging Face tensor lies in this rank's parameters."""
