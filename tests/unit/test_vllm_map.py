@@ -9,7 +9,12 @@ import pytest
 import torch
 from support.vllm_workers import Served, Worker, mapped, served, trained
 from torch import Tensor, nn
+from transformers import AutoConfig
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from tandem.engines.vllm.worker.extension import compute_experts
 from tandem.engines.vllm.worker.parameter_map import TensorPlace, recorded, share
 from tandem.errors import EngineError
 from tandem.transport.checksums import ChecksumTally, Shard, checksums
@@ -181,3 +186,23 @@ def test_layers_that_were_repacked_or_are_spread_over_workers_are_refused() -> N
         mapped(fake, model)
     with pytest.raises(EngineError, match="has 2 workers and splits no layer"):
         mapped(served(model, Worker()), model, world=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "activation"), [("qwen3_moe", "silu"), ("gpt_oss", "swigluoai"), ("gemma4_text", "gelu_tanh")]
+)
+def test_experts_as_they_are_loaded_compute_what_transformers_does(name: str, activation: str) -> None:
+    config = AutoConfig.for_model(name, hidden_size=32, intermediate_size=24, moe_intermediate_size=24, num_experts=4)
+    config.num_local_experts, config._experts_implementation = 4, "eager"
+    if activation == "gelu_tanh":
+        config.hidden_act = config.hidden_activation = "gelu_pytorch_tanh"
+    experts = {"qwen3_moe": Qwen3MoeExperts, "gpt_oss": GptOssExperts, "gemma4_text": Gemma4TextExperts}[name](config)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter)
+    x, index = torch.randn(9, 32), torch.stack([torch.randperm(4)[:2] for _ in range(9)])
+    weights, out = torch.rand(9, 2), torch.empty(9, 32)
+    held = {key: p.mT if name == "gpt_oss" and p.dim() == 3 else p for key, p in experts.named_parameters()}
+    biases = (held.get("gate_up_proj_bias"), held.get("down_proj_bias"))
+    with torch.no_grad():
+        compute_experts(out, x, held["gate_up_proj"], held["down_proj"], *biases, weights, index, activation, "vec")
+        torch.testing.assert_close(out, experts(x, index, weights))
