@@ -112,6 +112,8 @@ class Experts(Served):
             _, expert, leaf = name.split(".")
             if leaf == "sinks":
                 self.sinks.data.copy_(whole * 2 if self.kind == "doubled" else whole)
+                if self.kind == "in place":
+                    self.sinks.data.copy_(-self.sinks.exp())
             elif leaf == "down":
                 self.w2.data[int(expert)].copy_(whole.t().contiguous())
             elif self.kind != "forgotten" or leaf == "gate":
@@ -159,6 +161,7 @@ def test_a_tally_of_transposed_experts_follows_what_is_written() -> None:
     ("kind", "message"),
     [
         ("doubled", r"'sinks' .* is computed from the trainer's weights.*restart"),
+        ("in place", r"'sinks' .* is computed from the trainer's weights"),
         ("narrow", r"'sinks' \(torch.bfloat16, .* or of another type; use sync: restart"),
         ("forgotten", r"'w13' .* has 48 numbers, and the trainer's tensors give 24; use sync: restart"),
         ("failing", r"loader of Experts failed on tensors without values .*no such layer"),

@@ -199,6 +199,8 @@ class _Recording(_Views):
             return func(*args, **kwargs or {})
         if name is not None and func._schema.name == "aten::copy_" and not has_values:
             self._note(name, target, args[1])
+        elif name is not None and func._schema.name not in ("aten::fill_", "aten::zero_"):  # what pads a vocabulary
+            self.computed.add(name)
         return target
 
     def _note(self, name: str, target: Tensor, source: Tensor) -> None:
