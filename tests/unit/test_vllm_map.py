@@ -49,9 +49,9 @@ def test_distinct_places_hold_every_element_once(
     known = set()  # what several ranks hold has one name and place
     for rank in range(world):
         fake = served(model, Worker(rank, world), adapters=adapters)
-        found = mapped(fake, model, world=world)
-        assert found.keys() == whole.keys()
-        for name, parts in found.items():
+        located = mapped(fake, model, world=world)
+        assert located.keys() == whole.keys()
+        for name, parts in located.items():
             for place in parts:
                 assert place.shape == whole[name].shape
                 assert place.tensor.shape == part(whole[name], place).shape  # lies within the whole
@@ -74,8 +74,8 @@ def test_checksums_of_all_ranks_add_up_to_the_trainers(kind: str, options: dict[
     model = trained(kind, **options)
     shards: dict[tuple[str, tuple[int, int]], Shard] = {}  # what several ranks hold is the same
     for rank in range(world):
-        found = mapped(served(model, Worker(rank, world)), model, world=world)
-        shards |= {(n, p.first): Shard(n, p.tensor, p.first) for n, parts in found.items() for p in parts}
+        located = mapped(served(model, Worker(rank, world)), model, world=world)
+        shards |= {(n, p.first): Shard(n, p.tensor, p.first) for n, parts in located.items() for p in parts}
     total = dict.fromkeys(dict(model.named_parameters()), 0)
     for shard in shards.values():
         for name, value in ChecksumTally([shard]).take().items():
@@ -137,11 +137,11 @@ def stacked() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def test_experts_that_are_stacked_here_and_apart_in_a_checkpoint_have_one_place_each() -> None:
     model = Experts()
     addresses = {name: p.data_ptr() for name, p in model.named_parameters()}
-    found = recorded(model, *stacked(), world=1).places(model)
-    assert {name: len(parts) for name, parts in found.items()} == {"gate_up": 1, "down": 1, "sinks": 1}
+    located = recorded(model, *stacked(), world=1).places(model)
+    assert {name: len(parts) for name, parts in located.items()} == {"gate_up": 1, "down": 1, "sinks": 1}
     assert not any(p.any() for p in model.parameters())
     assert addresses == {name: p.data_ptr() for name, p in model.named_parameters()}
-    for name, (place,) in found.items():
+    for name, (place,) in located.items():
         whole = torch.randn(place.shape)
         place.tensor.copy_(share(whole, place))
         held = {"gate_up": model.w13, "down": model.w2.mT, "sinks": model.sinks}[name]
