@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from support.rank_states import load_whole, shares_of, whole_states
-from support.vllm_workers import Worker, served, trained
+from support.vllm_workers import Worker, mapped, served, trained
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -22,7 +22,6 @@ from tandem.distributed import slice_writer, state_shards
 from tandem.distributed.sharded_weights import ShardedWeights
 from tandem.distributed.slices import EngineSlice, Slice, shard_dimension
 from tandem.distributed.weight_shards import ShardedPolicy, WeightShardStepper
-from tandem.engines.vllm.worker.parameter_map import places
 from tandem.model import attention
 from tandem.model.layers import decoder_layers
 from tandem.model.logprobs import token_logprobs
@@ -120,7 +119,7 @@ def publishing(rank: int, name: str, dtype: str) -> dict[str, Any]:
             parameter.mul_(-1.5)
     world = dist.get_world_size()
     engine, fresh = (served(source, Worker(rank, world)) for source in (model, changed))
-    engine_places = places(engine, world=world)
+    engine_places = mapped(engine, model, world=world)
     slices = {
         of: [EngineSlice(part=Slice.at(place.first, place.tensor.shape), tensor=place.tensor) for place in parts]
         for of, parts in engine_places.items()

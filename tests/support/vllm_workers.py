@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from tandem.engines.vllm.worker.parameter_map import TensorPlace, recorded
+
+Load = Callable[[Tensor], Tensor]
 VOCABULARY, HIDDEN, MLP, HEAD = 259, 64, 96, 16
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 
@@ -34,7 +39,7 @@ class Worker:
             made.bias = nn.Parameter(bias.contiguous(), requires_grad=False)
         rank, world = (self.rank, self.world) if split else (0, 1)
         attributes = {"tp_rank": rank, "tp_size": world, "quant_method": UnquantizedLinearMethod()} | attributes
-        for name, value in attributes.items():
+        for name, value in {"loaders": [(0, _whole)], **attributes}.items():
             setattr(made, name, value)
         return made
 
@@ -42,8 +47,10 @@ class Worker:
         return whole.chunk(self.world, dim)[self.rank]
 
     def merged(self, *linears: nn.Linear) -> nn.Module:
+        parts = [[self.slice(p) for p in linear.parameters()] for linear in linears]
         return self.layer(
-            *fused([[self.slice(p) for p in linear.parameters()] for linear in linears]),
+            *fused(parts),
+            loaders=loaders(parts, [self.slice] * len(linears)),
             gather_output=False,
             input_size=linears[0].in_features,
             output_size=sum(linear.out_features for linear in linears),
@@ -59,6 +66,7 @@ class Worker:
         return self.layer(
             self.slice(linear.weight, 1),
             linear.bias,
+            loaders=[(0, lambda whole: self.slice(whole, 1) if whole.dim() > 1 else whole)],
             input_is_parallel=True,
             input_size=linear.in_features,
             input_size_per_partition=linear.in_features // self.world,
@@ -73,6 +81,7 @@ class Worker:
         parts = [[w.slice(p) for p in linear.parameters()] for w, linear in ((self, q), (other, k), (other, v))]
         return self.layer(
             *fused(parts),
+            loaders=loaders(parts, [self.slice, other.slice, other.slice]),
             gather_output=False,
             head_size=HEAD,
             v_head_size=HEAD,
@@ -94,9 +103,45 @@ class Worker:
         first = min(self.rank * rows, len(weight))
         end = min((self.rank + 1) * rows, len(weight))
         indices = SimpleNamespace(org_vocab_start_index=first, org_vocab_end_index=end)
-        made = self.layer(self.slice(whole), org_vocab_size=len(weight), shard_indices=indices)
+        made = self.layer(
+            self.slice(whole),
+            loaders=[(0, lambda whole: whole[first:end])],
+            org_vocab_size=len(weight),
+            shard_indices=indices,
+        )
         del made.tp_rank  # some releases give the layer none
         return made
+
+
+class Served(nn.Module):
+    """A model with vLLM's way of loading: by names, of which some are parts of one layer."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, whole in weights:
+            owner, _, leaf = name.rpartition(".")
+            parent, _, last = owner.rpartition(".")
+            index = 0
+            for packed, names in PACKED.items():
+                if last in names:
+                    owner, index = f"{parent}.{packed}".lstrip("."), names.index(last)
+            layer: Any = self.get_submodule(owner)
+            start, part = getattr(layer, "loaders", [(0, _whole)])[index]
+            getattr(layer, leaf).data.narrow(0, start, len(part(whole))).copy_(part(whole))
+
+
+def mapped(fake: nn.Module, model: nn.Module, *, world: int = 1) -> dict[str, list[TensorPlace]]:
+    """Where a stand-in holds the tensors of a model."""
+    weights = {name: torch.empty_like(p, device="meta") for name, p in model.named_parameters()}
+    return recorded(fake, weights, dict(weights), world=world).places(fake)
+
+
+def loaders(parts: list[list[Tensor]], slices: list[Load]) -> list[tuple[int, Load]]:
+    """Of each tensor fused in a layer the row at which its part begins, and how that is cut out."""
+    return list(zip(accumulate((len(weight) for weight, *_ in parts), initial=0), slices, strict=False))
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def fused(parts: list[list[Tensor]]) -> list[Tensor]:
@@ -124,8 +169,7 @@ def trained(kind: str, *, keys: int = 2, tied: bool = False, vocabulary: int = V
 
 def served(model: Any, worker: Worker, *, adapters: bool = False) -> nn.Module:
     """The same model as a vLLM worker holds it."""
-    out = nn.Module()
-    out.packed_modules_mapping = PACKED
+    out = Served()
     out.model = nn.Module()
     out.model.embed_tokens = worker.vocabulary(model.model.embed_tokens.weight)
     out.model.layers = nn.ModuleList()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from support.families import FAMILIES, config_of
 
 from tandem.engines.embedded.spec import Embedded
@@ -85,6 +86,49 @@ def test_a_family_is_trained_and_sampled_as_transformers_computes_it(name: str) 
     assert sampled(name) < 1e-3
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # by PEFT, of transformers
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama"])
+def test_experts_and_the_head_are_trained_beside_an_adapter_as_peft_loads_them(name: str, tmp_path: Path) -> None:
+    experts = name != "llama"
+    lora = Lora(
+        rank=4,
+        use_rslora=True,
+        target_parameters=("experts.gate_up_proj", "experts.down_proj") * experts,
+        modules_to_save=("lm_head",),
+    )
+    assert trained(name, lora, packing.chosen(config_of(name)).packing) < CLOSE
+    model, ids = lora.prepare(model_of(name)), torch.tensor([PROMPTS[0]])
+    text = "4 experts.down_proj, 4 experts.gate_up_proj, the whole lm_head" if experts else "the whole lm_head"
+    assert lora.described(model).endswith(text)
+    assert lora.base_names(model).keys() == dict(model_of(name).named_parameters()).keys()
+    with torch.no_grad():
+        for _, parameter in lora.parameters(model):
+            parameter += torch.randn_like(parameter) * 0.1
+        lora.save(model, SimpleNamespace(save_pretrained=lambda _: None), tmp_path)
+        theirs, again = PeftModel.from_pretrained(model_of(name), tmp_path), lora.prepare(model_of(name))
+        lora.load(again, tmp_path)
+        logits = model(input_ids=ids).logits
+        assert torch.equal(theirs(input_ids=ids).logits, logits)
+        assert torch.equal(again(input_ids=ids).logits, logits)
+        assert not torch.allclose(logits, model_of(name)(input_ids=ids).logits, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"target_parameters": ("experts.w1",)},
+            "no experts' name ends in 'experts.w1'; the model has experts.down_pr",
+        ),
+        ({"modules_to_save": ("head",)}, "the model has no module 'head'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_an_adapter_of_what_a_model_does_not_have_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Lora(**options).prepare(model_of("qwen3_moe"))
+
+
 @pytest.mark.parametrize(
     ("name", "way"), [("qwen3", "tree"), ("qwen3_next", "plain"), ("falcon", "plain"), ("granitemoehybrid", "plain")]
 )
@@ -123,8 +167,11 @@ def _row(name: str) -> str:
     lora = 0.0 if name in NOT_LINEAR else trained(name, Lora(rank=4), choice.packing)
     far = sampled(name)
     assert max(full, lora, far / 100) < CLOSE, name
-    experts = any(p.dim() == 3 and "experts" in key for key, p in model_of(name).named_parameters())
-    adapted = "no linear layers" if name in NOT_LINEAR else f"{lora:.0e}{', not its experts' * experts}"
+    experts = {key for key, p in model_of(name).named_parameters() if p.dim() == 3 and "experts" in key}
+    if experts:
+        lora = max(lora, trained(name, Lora(rank=4, alpha=8, target_parameters=tuple(experts)), choice.packing))
+        assert lora < CLOSE, name
+    adapted = "no linear layers" if name in NOT_LINEAR else f"{lora:.0e}{', and its experts' * bool(experts)}"
     return f"| `{name}` | {choice.packing} | {full:.0e} | {adapted} | {far:.0e} | {choice.why} |"
 
 
@@ -150,8 +197,8 @@ a small random copy of it is computed as a tree, and *plain* where that is wrong
 ([performance](../design/performance.md)).
 
 {count} families are trained and sampled. *Full* and *LoRA*: relative distance of logits and gradient. *Embedded*:
-largest distance of a sampled token's logprob. LoRA's `all-linear` adapts no experts, and in a model of experts no other
-layers that are named as theirs.
+largest distance of a sampled token's logprob. LoRA's `all-linear` adapts no experts, which
+`trainable.target_parameters` names, and in a model of experts no other layers that are named as theirs.
 
 | Model type | Packing | Full | LoRA | Embedded | Why |
 | --- | --- | --- | --- | --- | --- |

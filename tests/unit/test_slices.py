@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.vllm_workers import Worker, served, trained
+from support.vllm_workers import Worker, mapped, served, trained
 
 from tandem.distributed.slices import Slice, shard_dimension, shard_slice
-from tandem.engines.vllm.worker.parameter_map import places
 from tandem.errors import ConfigError
 
 
@@ -33,7 +32,7 @@ def test_shards_are_the_slices_of_the_worker_beside(keys: int, vocabulary: int, 
     model = trained("Qwen3", keys=keys, vocabulary=vocabulary)
     elsewhere: set[str] = set()
     for rank in range(4):
-        for name, parts in places(served(model, Worker(rank, 4)), world=4).items():
+        for name, parts in mapped(served(model, Worker(rank, 4)), model, world=4).items():
             own = shard_slice(name, tuple(model.get_parameter(name).shape), rank, 4)
             if not all(own.contains(Slice.at(place.first, place.tensor.shape)) for place in parts):
                 elsewhere.add("norm" if "norm" in name else name.split(".")[-2])

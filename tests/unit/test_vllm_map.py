@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-from support.vllm_workers import HEAD, HIDDEN, MLP, PACKED, VOCABULARY, Fp8LinearMethod, Worker, norm, served, trained
+from support.vllm_workers import Served, Worker, mapped, served, trained
 from torch import Tensor, nn
 
-from tandem.engines.vllm.worker.parameter_map import TensorPlace, places
+from tandem.engines.vllm.worker.parameter_map import TensorPlace, recorded, share
 from tandem.errors import EngineError
 from tandem.transport.checksums import ChecksumTally, Shard, checksums
 
@@ -44,9 +44,9 @@ def test_distinct_places_hold_every_element_once(
     known = set()  # what several ranks hold has one name and place
     for rank in range(world):
         fake = served(model, Worker(rank, world), adapters=adapters)
-        mapped = places(fake, world=world)
-        assert mapped.keys() == whole.keys()
-        for name, parts in mapped.items():
+        located = mapped(fake, model, world=world)
+        assert located.keys() == whole.keys()
+        for name, parts in located.items():
             for place in parts:
                 assert place.shape == whole[name].shape
                 assert place.tensor.shape == part(whole[name], place).shape  # lies within the whole
@@ -69,8 +69,8 @@ def test_checksums_of_all_ranks_add_up_to_the_trainers(kind: str, options: dict[
     model = trained(kind, **options)
     shards: dict[tuple[str, tuple[int, int]], Shard] = {}  # what several ranks hold is the same
     for rank in range(world):
-        mapped = places(served(model, Worker(rank, world)), world=world)
-        shards |= {(n, p.first): Shard(n, p.tensor, p.first) for n, parts in mapped.items() for p in parts}
+        located = mapped(served(model, Worker(rank, world)), model, world=world)
+        shards |= {(n, p.first): Shard(n, p.tensor, p.first) for n, parts in located.items() for p in parts}
     total = dict.fromkeys(dict(model.named_parameters()), 0)
     for shard in shards.values():
         for name, value in ChecksumTally([shard]).take().items():
@@ -85,96 +85,110 @@ def test_writing_every_place_is_what_loading_would_have_made() -> None:
             parameter.mul_(-2)
     for rank in range(2):
         fake, fresh = (served(model, Worker(rank, 2)) for model in (old, new))
-        for name, parts in places(fake, world=2).items():
+        for name, parts in mapped(fake, old, world=2).items():
             for place in parts:
-                place.tensor.copy_(part(new.get_parameter(name), place))
+                place.tensor.copy_(part(new.get_parameter(name).detach(), place))
         for name, parameter in fresh.named_parameters():
             assert torch.equal(fake.get_parameter(name), parameter), name  # padding rows too: they stay zero
 
 
-def test_a_rank_that_has_only_padding_of_the_vocabulary_has_an_empty_place() -> None:
-    weight = torch.randn(5, HIDDEN)
-    seen = []
-    for rank in range(4):
-        model = nn.Module()
-        model.embed = Worker(rank, 4).vocabulary(weight, padded=8)
-        mapped = places(model, world=4)
-        seen.append((mapped["embed.weight"][0].first[0], len(mapped["embed.weight"][0].tensor)))
-    assert seen == [(0, 2), (2, 2), (4, 1), (5, 0)]
+class Experts(Served):
+    """Two experts, whose weights a checkpoint has one by one; and what else a loader does, by the names of tensors."""
+
+    def __init__(self, kind: str = ""):
+        super().__init__()
+        self.kind = kind
+        self.w13 = nn.Parameter(torch.zeros(2, 6, 4), requires_grad=False)
+        self.w2 = nn.Parameter(torch.zeros(2, 3, 4), requires_grad=False)
+        self.sinks = nn.Parameter(torch.zeros(5, dtype=torch.bfloat16 if kind == "narrow" else None))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, whole in weights:
+            _, expert, leaf = name.split(".")
+            if leaf == "sinks":
+                self.sinks.data.copy_(whole * 2 if self.kind == "doubled" else whole)
+                if self.kind == "in place":
+                    self.sinks.data.copy_(-self.sinks.exp())
+            elif leaf == "down":
+                self.w2.data[int(expert)].copy_(whole.t().contiguous())
+            elif self.kind != "forgotten" or leaf == "gate":
+                assert self.kind != "failing", "no such layer"
+                self.w13.data[int(expert), {"gate": slice(3), "up": slice(3, 6)}[leaf]].copy_(whole)
+        if self.kind == "rebound":
+            self.w2 = nn.Parameter(torch.zeros(2, 3, 4))
 
 
-def test_layers_that_are_whole_on_every_rank_begin_at_their_first_row() -> None:
-    for rank in range(2):
-        worker, alone = Worker(rank, 2), Worker()
-        model = nn.Module()
-        model.split = worker.column(nn.Linear(HIDDEN, MLP))
-        model.column = alone.column(nn.Linear(HIDDEN, MLP))  # disable_tp
-        model.up = alone.row(nn.Linear(MLP, HIDDEN))
-        model.embed = alone.vocabulary(torch.randn(VOCABULARY, HIDDEN))
-        model.router = worker.layer(torch.randn(8, HIDDEN), input_size=HIDDEN, output_size=8)  # ReplicatedLinear
-        mapped = places(model, world=2)
-        first = {name: place.first for name, (place,) in mapped.items()}
-        assert first.pop("split.weight") == first.pop("split.bias") == (rank * MLP // 2, 0)
-        assert set(first.values()) == {(0, 0)}
+def stacked() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A trainer's tensors without values, and what a checkpoint has of them."""
+    shapes = {"gate_up": (2, 6, 4), "down": (2, 4, 3), "sinks": (5,)}
+    weights = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    stored = {"e.0.sinks": weights["sinks"]}
+    for expert in range(2):
+        stored[f"e.{expert}.gate"], stored[f"e.{expert}.up"] = weights["gate_up"][expert].chunk(2)
+        stored[f"e.{expert}.down"] = weights["down"][expert]
+    return weights, stored
 
 
-def test_values_may_have_another_head_size() -> None:
-    worker = Worker()
-    attention = SimpleNamespace(
-        q_proj=nn.Linear(HIDDEN, 4 * HEAD), k_proj=nn.Linear(HIDDEN, 2 * HEAD), v_proj=nn.Linear(HIDDEN, 2 * 8)
-    )
-    model = nn.Module()
-    model.packed_modules_mapping = PACKED
-    model.qkv_proj = worker.qkv(attention)
-    model.qkv_proj.v_head_size = 8
-    mapped = places(model, world=1)
-    assert torch.equal(mapped["v_proj.weight"][0].tensor, attention.v_proj.weight)
-    del model.qkv_proj.v_head_size  # then all heads are of one size, and the rows do not suffice
-    with pytest.raises(EngineError, match=r"'qkv_proj.weight' has 112 rows, 128 were expected.*v_proj"):
-        places(model, world=1)
+def test_experts_that_are_stacked_here_and_apart_in_a_checkpoint_have_one_place_each() -> None:
+    model = Experts()
+    addresses = {name: p.data_ptr() for name, p in model.named_parameters()}
+    located = recorded(model, *stacked(), world=1).places(model)
+    assert {name: len(parts) for name, parts in located.items()} == {"gate_up": 1, "down": 1, "sinks": 1}
+    assert not any(p.any() for p in model.parameters())
+    assert addresses == {name: p.data_ptr() for name, p in model.named_parameters()}
+    for name, (place,) in located.items():
+        whole = torch.randn(place.shape)
+        place.tensor.copy_(share(whole, place))
+        held = {"gate_up": model.w13, "down": model.w2.mT, "sinks": model.sinks}[name]
+        assert torch.equal(held, whole)
+        assert checksums([(name, place.tensor)]) == checksums([(name, whole)])
 
 
-def test_a_parameter_that_no_place_covers_wholly_is_named() -> None:
-    model = served(trained("Llama"), Worker())
-    gate_up = model.model.layers[1].mlp.gate_up_proj
-    gate_up.weight = nn.Parameter(torch.zeros(2 * MLP + 1, HIDDEN))
-    with pytest.raises(EngineError, match=rf"layers.1.mlp.gate_up_proj.weight' has {2 * MLP + 1} rows, {2 * MLP} were"):
-        places(model, world=1)
+def test_a_tally_of_transposed_experts_follows_what_is_written() -> None:
+    model = Experts()
+    (place,) = recorded(model, *stacked(), world=1).places(model)["down"]
+    tally, whole = ChecksumTally([Shard("down", place.tensor)]), torch.randn(2, 4, 3)
+    place.tensor.copy_(whole)
+    assert tally.take() == checksums([("down", whole)])
 
 
-def test_what_cannot_be_mapped_is_refused_by_name() -> None:
-    def refused(message: str, *, world: int = 1, **layers: nn.Module) -> None:
-        model = nn.Module()
-        model.packed_modules_mapping = PACKED | {"in_proj": ["a", "b"]}
-        for name, layer in layers.items():
-            setattr(model, name, layer)
-        with pytest.raises(EngineError, match=message):
-            places(model, world=world)
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("doubled", r"'sinks' .* is computed from the trainer's weights.*restart"),
+        ("in place", r"'sinks' .* is computed from the trainer's weights"),
+        ("narrow", r"'sinks' \(torch.bfloat16, .* or of another type; use sync: restart"),
+        ("forgotten", r"'w13' .* has 48 numbers, and the trainer's tensors give 24; use sync: restart"),
+        ("failing", r"loader of Experts failed on tensors without values .*no such layer"),
+    ],
+)
+def test_what_a_loader_does_beyond_placing_is_refused_by_name(kind: str, message: str) -> None:
+    model = Experts(kind)
+    with pytest.raises(EngineError, match=message):
+        recorded(model, *stacked(), world=1)
 
-    one, two = Worker(), Worker(0, 2)
-    weight = torch.randn(8, HIDDEN)
-    linear = nn.Linear(HIDDEN, 8, bias=False)
-    attention = trained("Llama").model.layers[0].self_attn
-    experts = nn.Module()
-    experts.w13_weight = nn.Parameter(torch.randn(4, 8, HIDDEN))
-    refused(r"'experts.w13_weight' .*\(4, 8, 64\).*experts", experts=experts)
-    refused(r"'conv.weight' .*\(8, 1, 4\)", conv=one.layer(torch.randn(8, 1, 4)))
-    loggers = nn.Module()
-    loggers.loggers = nn.Parameter(torch.randn(8))
-    refused(r"'attn.loggers' .*\(8,\).*not mapped", attn=loggers)
-    integers = nn.Module()
-    integers.weight = nn.Parameter(torch.zeros(8, 4, dtype=torch.int32), requires_grad=False)
-    refused("'packed.weight' .*torch.int32", packed=integers)
-    refused("'x.weight' .*Fp8LinearMethod", x=one.layer(weight, quant_method=Fp8LinearMethod()))
-    refused("'o_proj.weight' was repacked", o_proj=one.layer(torch.empty(0)))
-    kept = one.vocabulary(weight)
-    kept.cpu_linear = lambda x, _weight, bias: nn.functional.linear(x, weight, bias)
-    refused("'lm_head.weight' was repacked .* the copy is what is read", lm_head=kept)
-    sharded = norm(torch.ones(8))
-    sharded.weight.weight_loader = print
-    refused("'q_norm.weight' .* not mapped", q_norm=sharded)
-    refused("holds 3 tensors, .* has 1: c_attn; .*restart", c_attn=one.qkv(attention))
-    refused("'in_proj' holds 1 tensors, .* has 2: a, b", in_proj=one.merged(linear))
-    refused("'in_proj' holds 1 tensors, .* has 2: a, b", in_proj=one.layer(weight))
-    refused("'up' holds 2 tensors, .* has 1: up", up=one.merged(linear, linear))
-    refused("'up.weight' is split in 2, among 4 workers", world=4, up=two.column(linear))
+
+def test_a_loader_that_binds_parameters_anew_changes_no_model() -> None:
+    model = Experts("rebound")
+    before = model.w2
+    recorded(model, *stacked(), world=1)
+    assert model.w2 is before
+
+
+def test_layers_that_were_repacked_or_are_spread_over_workers_are_refused() -> None:
+    model = trained("Llama")
+    fake = served(model, Worker())
+    weight = fake.lm_head.weight
+    fake.lm_head.cpu_linear = lambda x, _weight, bias: nn.functional.linear(x, weight, bias)
+    with pytest.raises(EngineError, match=r"'lm_head.weight' .* was repacked .* the copy is what is read"):
+        mapped(fake, model)
+    with pytest.raises(EngineError, match="has 2 workers and splits no layer"):
+        mapped(served(model, Worker()), model, world=2)
+
+
+def test_experts_that_a_processor_has_repacked_are_refused() -> None:
+    tensors, weights = stacked()
+    model = Experts()
+    model.quant_method = object()
+    with pytest.raises(EngineError, match=r"'w13'.*vLLM repacks for a processor; use sync: restart"):
+        recorded(model, tensors, weights, world=1)

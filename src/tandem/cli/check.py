@@ -206,6 +206,7 @@ class _RecipeCheck:
         self._planner = memory.planner(self._config, self._model)
         counts = self._planner.modelled.counts
         sizes = f"{counts.parameters:,} parameters, {counts.trainable:,} trained"
+        sizes += (adapted := self._planner.modelled.adapted) and f" ({adapted})"
         choice = self._planner.modelled.choice
         return f"{self._config.model}: {self._model.model_type}, {sizes}; packing: {choice.packing}, {choice.why}"
 

@@ -129,6 +129,10 @@ class Trainable(ABC):
         """
         raise TypeError(f"{type(self).__name__} trains no adapter; ask only where an adapter travels")
 
+    def described(self, model: nn.Module) -> str:
+        """What of a prepared model is trained, in words; nothing where that is all of it."""
+        return ""
+
     def kept_bytes(self, model: nn.Module, *, on_host: bool) -> int:
         """Bytes kept where the weights are, beside the model's parameters; ``on_host``: the weights are on the host."""
         return 0

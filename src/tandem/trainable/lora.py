@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -51,6 +52,13 @@ class Lora(Trainable):
     target_modules: tuple[str, ...] | str = "all-linear"
     """Linear layers that are adapted, as PEFT takes them: ends of names, such as q_proj or self_attn.q_proj, or a
     regular expression of whole names; all-linear takes all but the output head, and no experts."""
+    target_parameters: tuple[str, ...] = ()
+    """Experts that are adapted, each with A and B of its own: ends of names of three-dimensional parameters, such as
+    experts.gate_up_proj and experts.down_proj."""
+    modules_to_save: tuple[str, ...] = ()
+    """Modules that are trained whole and saved with the adapter, by ends of names, such as lm_head or embed_tokens."""
+    use_rslora: bool = False
+    """Multiply by alpha/sqrt(rank) instead (rsLoRA, arXiv 2312.03732)."""
     merged: bool = False
     """The engine's weights hold W0 + alpha/rank * B A; no adapter kernels anywhere, but W0 is kept as well."""
     base_on: Literal["host", "device"] = "device"
@@ -62,8 +70,10 @@ class Lora(Trainable):
             raise ValueError("rank must be at least 1")
         if self.alpha < 1:
             raise ValueError("alpha must be at least 1")
-        if not self.target_modules:
+        if not self.target_modules and not self.target_parameters:
             raise ValueError("target_modules must name at least one module, or be all-linear")
+        if self.merged and (self.target_parameters or self.modules_to_save):
+            raise ValueError("merged adapts linear layers alone: remove target_parameters and modules_to_save")
         if isinstance(self.target_modules, str):
             try:
                 re.compile(self.target_modules)
@@ -83,28 +93,35 @@ class Lora(Trainable):
         """Freeze the model, inject the adapter; A is drawn from torch's global generator, which the caller seeds."""
         from peft import get_peft_model
 
-        targets = self.targets(model)
+        targets, experts = self.targets(model), self.experts(model)
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         with _silenced, warnings.catch_warnings():
             # PEFT asks transformers for a property by a name that transformers has since deprecated.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-            adapted: nn.Module = get_peft_model(model, self._config(targets), autocast_adapter_dtype=False)
+            adapted: nn.Module = get_peft_model(model, self._config(targets, experts), autocast_adapter_dtype=False)
         if self.merged:
             from tandem.trainable import _merged
 
-            return _merged.convert(adapted, self.alpha / self.rank, self.base_on)
+            return _merged.convert(adapted, self._scaling, self.base_on)
         from tandem.trainable import _adapted  # which imports PEFT
 
         return _adapted.adapt(adapted)
 
-    def _config(self, targets: list[str]) -> Any:
+    @property
+    def _scaling(self) -> float:
+        return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
+
+    def _config(self, targets: list[str], experts: list[str]) -> Any:
         from peft import LoraConfig
 
         return LoraConfig(
             r=self.rank,
             lora_alpha=self.alpha,
+            use_rslora=self.use_rslora,
             target_modules=targets,
+            target_parameters=experts or None,
+            modules_to_save=list(self.modules_to_save) or None,
             layers_to_transform=None if self.layers is None else list(self.layers),
             task_type="CAUSAL_LM",
         )
@@ -140,9 +157,26 @@ class Lora(Trainable):
             raise ConfigError(f"trainable.target_modules: the model has no linear layer {wrong[0]!r}; {has}")
         return list(self.target_modules)
 
+    def experts(self, model: nn.Module) -> list[str]:
+        """Names of the experts to adapt, checked against the model."""
+        known = _experts(model)
+        for end in self.target_parameters:
+            if not any(f".{name}".endswith(f".{end}") for name in known):
+                has = ", ".join(sorted({_short(name) for name in known})) or "none"
+                raise ConfigError(f"trainable.target_parameters: no experts' name ends in {end!r}; the model has {has}")
+        for end in self.modules_to_save:
+            if not any(f".{name}".endswith(f".{end}") for name, _ in model.named_modules()):
+                raise ConfigError(f"trainable.modules_to_save: the model has no module {end!r}; lm_head is its output")
+        ends = tuple(f".{end}" for end in self.target_parameters)
+        return [
+            name
+            for name in known
+            if f".{name}".endswith(ends) and (self.layers is None or layer_of(name) in self.layers)
+        ]
+
     def _left_out(self, model: nn.Module) -> set[int]:
         """Ids of linear layers without an adapter: the head, those of images, those that PEFT or kernels misread."""
-        experts = any(p.dim() == 3 and "experts" in name for name, p in model.named_parameters())
+        experts = bool(_experts(model))
         left_out = self.beside_text(model) | {id(model.get_output_embeddings())}  # type: ignore[operator]
         for module in model.modules():
             is_mamba = hasattr(module, "A_log") and hasattr(module, "D")  # its kernels read out_proj's weight
@@ -154,6 +188,21 @@ class Lora(Trainable):
                 ):
                     left_out.add(id(child))
         return left_out
+
+    def described(self, model: nn.Module) -> str:
+        """Which modules of a prepared model get an adapter, how many of each name, and which experts get none."""
+        adapted, experts = Counter[str](), Counter(map(_short, _experts(model)))
+        for name, module in model.named_modules():
+            if hasattr(module, "lora_A"):
+                parameter = getattr(module, "parameter_name", None)
+                adapted[f"experts.{parameter}" if parameter else name.rpartition(".")[2]] += 1
+        on = [
+            *(f"{count} {name}" for name, count in adapted.items()),
+            *(f"the whole {n}" for n in self.modules_to_save),
+        ]
+        without = [name for name in experts if name not in adapted]
+        rest = f"; none on {', '.join(without)}: name them in trainable.target_parameters" if without else ""
+        return f"adapters on {', '.join(on)}{rest}"
 
     def source(self, model: nn.Module) -> WeightSource:
         """The adapter's tensors; merged, the adapted layers' weights under their Hugging Face names."""
@@ -193,15 +242,19 @@ class Lora(Trainable):
         adapter = {id(parameter) for _, parameter in self.parameters(model)}
         causal = getattr(model, "get_base_model", lambda: model)()
         base = ((name, p) for name, p in causal.named_parameters() if id(p) not in adapter)
-        return {name.replace(".base_layer.", "."): parameter for name, parameter in base}
+        return {re.sub(r"\.(?:base_layer|original_module)(?=\.)", "", name): p for name, p in base}
 
     def adapter_config(self, model: nn.Module) -> dict[str, Any]:
         """Rank, alpha, the adapted modules by name and the rest of PEFT's ``adapter_config.json``, as plain data."""
-        names = {name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in self.live_tensors(model)}
+        experts = {name for name, module in model.named_modules() if hasattr(module, "parameter_name")}
+        names = {name.rpartition(".lora_")[0] for name in self.live_tensors(model) if ".lora_" in name} - experts
+        names = {name.removeprefix(_PREFIX) for name in names}
         whole = self.target_modules != "all-linear" and (
             isinstance(self.target_modules, str) or any("." in end for end in self.target_modules)
         )
-        config = self._config(sorted(names if whole else {name.rpartition(".")[2] for name in names}))
+        config = self._config(
+            sorted(names if whole else {name.rpartition(".")[2] for name in names}), list(self.target_parameters)
+        )
         causal: Any = getattr(model, "get_base_model", lambda: model)()
         config.base_model_name_or_path = causal.name_or_path or None
         config.inference_mode = True
@@ -242,6 +295,19 @@ class Lora(Trainable):
                 "resume with the recipe that the checkpoint was made with"
             )
         self.fold(model)
+
+
+def _experts(model: nn.Module) -> list[str]:
+    """Names of stacked experts, without what an adapter puts around them."""
+    return [
+        name.replace(".base_layer", "")
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 3 and "experts" in name
+    ]
+
+
+def _short(name: str) -> str:
+    return ".".join(name.split(".")[-2:])
 
 
 def _merged_layers(model: nn.Module) -> Iterable[tuple[str, Any]]:

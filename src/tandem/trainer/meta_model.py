@@ -52,6 +52,7 @@ class MetaModel:
             self._model = model = trainable.prepare(model).eval()
         self._width = dtype.itemsize
         self.layers: int = model_config.get_text_config().num_hidden_layers
+        self.adapted = trainable.described(model)
         trained = [p.numel() for p in model.parameters() if p.requires_grad]
         kept = trainable.kept_bytes(model, on_host=on_host)
         causal: Any = getattr(model, "get_base_model", lambda: model)()

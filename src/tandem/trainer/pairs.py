@@ -33,6 +33,12 @@ def check_pairs(config: RunConfig) -> None:
     rank, most = getattr(config.trainable, "rank", 0), config.engine.most_rank
     if config.trainable.payload == "adapter" and most is not None and rank > most:
         raise UnsupportedPair(f"trainable.rank: vLLM has room for ranks up to {most}, not {rank}")
+    if config.trainable.payload == "adapter" and most is not None:
+        for option in ("target_parameters", "modules_to_save"):
+            if getattr(config.trainable, option, ()):
+                raise UnsupportedPair(
+                    f"trainable.{option}: vLLM is given adapters of linear layers alone; choose engine: embedded"
+                )
     _sync(config).check(trainable=config.trainable, engine=config.engine)
     _check_lag(config)
 

@@ -59,15 +59,17 @@ class ChecksumTally:
 
     def __init__(self, shards: Iterable[Shard]) -> None:
         self._names: list[str] = []
-        self._host: list[tuple[int, _Matrix]] = []
+        self._host: list[tuple[int, Shard]] = []
         devices: dict[torch.device, list[tuple[int, _Matrix]]] = defaultdict(list)
         for index, shard in enumerate(shards):
             self._names.append(shard.name)
             matrix = _matrix(shard.tensor, shard.first)
-            if matrix.words.numel():
-                (self._host if matrix.words.device.type == "cpu" else devices[matrix.words.device]).append(
-                    (index, matrix)
-                )
+            if matrix.words.numel() and matrix.words.device.type == "cpu":
+                self._host.append((index, shard))
+            elif matrix.words.numel():
+                if matrix.words.untyped_storage().data_ptr() != shard.tensor.untyped_storage().data_ptr():
+                    raise ValueError(f"{shard.name!r} is transposed, and checksums on a GPU are of rows as they lie")
+                devices[matrix.words.device].append((index, matrix))
         self._devices = [_DeviceTally(matrices, len(self._names)) for matrices in devices.values()]
 
     def take(self) -> Sums:
@@ -75,8 +77,8 @@ class ChecksumTally:
         out = dict.fromkeys(self._names, 0)
         for tally in self._devices:
             tally.launch()
-        for index, matrix in self._host:
-            out[self._names[index]] += _sum_host(matrix)
+        for index, shard in self._host:
+            out[self._names[index]] += _sum_host(_matrix(shard.tensor, shard.first))
         for tally in self._devices:
             for index, value in enumerate(tally.sums.tolist()):
                 out[self._names[index]] += value
@@ -92,8 +94,8 @@ class ChecksumTally:
             tally.launch()
             return tally.sums
         sums = [0] * len(self._names)
-        for index, matrix in self._host:
-            sums[index] = _signed(_sum_host(matrix) & _MASK)
+        for index, shard in self._host:
+            sums[index] = _signed(_sum_host(_matrix(shard.tensor, shard.first)) & _MASK)
         return torch.tensor(sums, dtype=torch.int64)
 
 

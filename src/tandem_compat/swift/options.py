@@ -110,11 +110,12 @@ _LEARNING: tuple[ForeignOption, ...] = (
     becomes("loss_scale", "text", "nothing: last_round or default; either trains every sampled token", "last_round",
         choices=("last_round", "default")),
     refused("top_entropy_quantile", "number", "every sampled token is trained", 1.0),
-    refused("use_rslora", "truth", "write the lora_alpha that it comes to: lora_alpha x sqrt(lora_rank)", False),
+    copied("use_rslora", "truth", "trainable.use_rslora", False, where="lora"),
     *(refused(name, "anything", _LORA, off=(*NOTHING, "peft", "none", "true"))
       for name in ("tuner_backend", "lora_bias", "lorap_lr_ratio", "init_weights")),
     refused("use_dora", "truth", _LORA, False),
-    refused("modules_to_save", "texts", _LORA),
+    copied("modules_to_save", "texts", "trainable.modules_to_save", where="lora"),
+    copied("target_parameters", "texts", "trainable.target_parameters", where="lora"),
     *(refused(name, "texts", "trainable.layers names what is trained", off=([], ["0"], ["0.0"]))
       for name in ("freeze_parameters", "freeze_parameters_ratio", "trainable_parameters")),
     becomes("target_regex", "text", "trainable.target_modules, as a regular expression of whole names", where="lora"),

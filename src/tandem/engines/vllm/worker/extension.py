@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tandem.engines.vllm.worker.adapter import InPlaceAdapters
-from tandem.engines.vllm.worker.parameter_map import TensorPlace, places, share
+from tandem.engines.vllm.worker.parameter_map import ParameterMap, TensorPlace, recorded, share, tensors_of
 from tandem.errors import EngineError
 from tandem.transport import sharing
 from tandem.transport.checksums import ChecksumCache, ChecksumTally, Shard
@@ -92,12 +92,21 @@ class WorkerExtension:
         return module
 
     def tandem_places(self) -> dict[str, list[TensorPlace]]:
-        """Where each Hugging Face tensor lies; found anew each time, since storage may have been lent since.
+        """Where each of the trainer's tensors lies, in the storage that the parameters have now.
 
         Raises:
-            EngineError: a parameter has no place, or its places do not cover it.
+            EngineError: vLLM's loader does more than to place them, or does not place all of them.
         """
-        return places(self.tandem_model, world=self.tandem_world)
+        if self._tandem_recorded is None:
+            from vllm.config import set_current_vllm_config
+
+            config = self.model_runner.vllm_config
+            weights, stored = tensors_of(config.model_config.model, config.model_config.dtype)
+            with set_current_vllm_config(config):
+                self._tandem_recorded = recorded(self.tandem_model, weights, stored, world=self.tandem_world)
+        return self._tandem_recorded.places(self.tandem_model)
+
+    _tandem_recorded: ParameterMap | None = None
 
     def tandem_map(self) -> str:
         """JSON: where every Hugging Face tensor lies in this rank's parameters."""

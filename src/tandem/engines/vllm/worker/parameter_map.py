@@ -1,43 +1,79 @@
-"""Map of Hugging Face's tensors to vLLM's parameters: fused, padded, tied, wrapped, and sliced among ranks.
+"""Map of the trainer's tensors to vLLM's parameters: what vLLM's own loader does, watched once.
 
-Nothing here imports vLLM: layers are told apart by the attributes that they have in every release in use.
+The loader is handed tensors without values. All that it does to them is to take views, whose place in the tensor is
+known from offset and strides, and to copy these into parameters; a copy is noted instead of made. So whatever it fuses,
+renames, transposes or slices among ranks needs no rule here. Nothing here imports vLLM.
 """
 
 from __future__ import annotations
 
+import bisect
+import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tandem.errors import EngineError
+from tandem.errors import ConfigError, EngineError
 
-WRAPPED = "base_layer."
-"""vLLM's adapters wrap a layer, and its parameters then have this in their names."""
+RESTART = "use sync: restart for this model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlace:
-    """A part of a Hugging Face tensor that this rank holds."""
+    """A part of a trainer's tensor that this rank holds."""
 
     tensor: Tensor
-    """View into vLLM's parameter."""
+    """View into vLLM's parameter, with the dimensions of the trainer's tensor."""
     parameter: str
     first: tuple[int, int]
-    """Row and column that the view's first element has in the whole tensor."""
+    """Row and column that the view's first element has in the whole tensor, whose later dimensions are one."""
     shape: tuple[int, ...]
     """Of the whole tensor, over all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """One of the tensors fused in a parameter: ``size`` of its rows here, from row ``first`` of ``total``."""
+class Region:
+    """A box of a trainer's tensor, and where its elements lie in a parameter."""
 
-    name: str
-    size: int
-    first: int
-    total: int
+    parameter: str
+    first: tuple[int, ...]
+    size: tuple[int, ...]
+    offset: int
+    """Of the first element, from the parameter's own."""
+    strides: tuple[int, ...]
+    """In the parameter, by the tensor's dimensions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterMap:
+    """Where this rank holds what; it outlives the storage, which may be moved."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    regions: Mapping[str, list[Region]]
+
+    def places(self, model: nn.Module) -> dict[str, list[TensorPlace]]:
+        """The same as views into the parameters that the model has now."""
+        parameters = {_bare(name): (name, p.data) for name, p in model.named_parameters()}
+        return {
+            name: [_place(*parameters[region.parameter], region, self.shapes[name]) for region in regions]
+            for name, regions in self.regions.items()
+        }
+
+
+def _place(name: str, parameter: Tensor, region: Region, shape: tuple[int, ...]) -> TensorPlace:
+    column = sum(i * step for i, step in zip(region.first[1:], _contiguous(shape)[1:], strict=True))
+    return TensorPlace(
+        tensor=parameter.as_strided(region.size, region.strides, parameter.storage_offset() + region.offset),
+        parameter=name,
+        first=(region.first[0] if shape else 0, column),
+        shape=shape,
+    )
 
 
 def share(tensor: Tensor, place: TensorPlace) -> Tensor:
@@ -51,127 +87,279 @@ def share(tensor: Tensor, place: TensorPlace) -> Tensor:
             f"the trainer sends {tuple(tensor.shape)} of {tensor.dtype} for {place.parameter!r}, the engine holds "
             f"{tuple(place.shape)} of {place.tensor.dtype}; give both the same model and dtype"
         )
-    rows = tensor[place.first[0] : place.first[0] + place.tensor.shape[0]]
-    return rows if place.tensor.dim() < 2 else rows[:, place.first[1] : place.first[1] + place.tensor.shape[1]]
+    part, rest = tensor, place.first[0] * math.prod(place.shape[1:]) + place.first[1]
+    for dim, step in enumerate(_contiguous(place.shape)):
+        part = part.narrow(dim, rest // step, place.tensor.shape[dim])
+        rest %= step
+    return part
 
 
-def places(model: nn.Module, *, world: int) -> dict[str, list[TensorPlace]]:
-    """Every Hugging Face tensor's places on this rank; tied ones once, under the name that comes first.
+def tensors_of(name: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The trainer's tensors of a model's folder or id, without values, and what a checkpoint has of them, as views.
+
+    Raises:
+        EngineError: this environment's transformers does not know the model.
+    """
+    from transformers import AutoConfig
+    from transformers.core_model_loading import revert_weight_conversion
+
+    from tandem.model.packing import causal_class
+
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        with torch.device("meta"):
+            model = causal_class(config).from_config(config, dtype=dtype)
+        with torch.no_grad(), _Views():  # type: ignore[no-untyped-call]
+            weights = {key: parameter.detach() for key, parameter in model.named_parameters()}
+            buffers = {k: v for k, v in model.state_dict().items() if k in dict(model.named_buffers())}
+            return weights, revert_weight_conversion(model, weights | buffers)
+    except (OSError, ValueError, ConfigError) as error:
+        raise EngineError(f"the engine's transformers cannot make the trainer's model: {error}; {RESTART}") from error
+
+
+def recorded(
+    model: nn.Module, weights: Mapping[str, Tensor], stored: Mapping[str, Tensor], *, world: int
+) -> ParameterMap:
+    """Watch vLLM's loader.
 
     Args:
-        model: vLLM's.
+        model: vLLM's, loaded; its values are left alone.
+        weights: the trainer's tensors, on the meta device.
+        stored: the same as a checkpoint has them: views of ``weights`` under other names, and buffers.
         world: tensor-parallel workers.
 
     Raises:
-        EngineError: a parameter of a kind that cannot be mapped, or is not covered by its tensors, or layers that are
-            spread over workers.
+        EngineError: the loader fails, or computes what it stores; a tensor or a parameter is not covered.
     """
-    placements: dict[str, list[TensorPlace]] = {}
-    packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    slices = {1}
-    for name, parameter in model.named_parameters():
-        owner, _, leaf = name.rpartition(".")
-        layer = model.get_submodule(owner)
-        _require_plain(name, leaf, parameter, layer)
-        slices.add(getattr(layer, "tp_size", 1))
-        if not slices <= {1, world}:
+    recording = _Recording(weights, stored)
+    with _unwrapped(model), _kept(model):
+        recording.parameters = _Parameters(model)
+        try:
+            with torch.no_grad(), recording:
+                model.load_weights(iter(stored.items()))  # type: ignore[operator]
+        except Exception as error:
             raise EngineError(
-                f"the engine's {name!r} is split in {layer.tp_size}, among {world} workers: only layers that every "
-                "worker has a slice or all of can be written in place; use tensor parallelism alone, or sync: restart"
-            )
-        column, columns = _columns(layer, parameter)
-        parts = list(_parts(_unwrapped(owner), layer, parameter, packed))
-        row, rows = 0, sum(part.size for part in parts)
-        # Else values would be written beyond it, or some of it never; but for the padding of a vocabulary.
-        if rows > parameter.shape[0] or (rows < parameter.shape[0] and not hasattr(layer, "org_vocab_size")):
+                f"vLLM's loader of {type(model).__name__} failed on tensors without values ({error!r}); {RESTART}"
+            ) from error
+        shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        regions = {name: _merged(recording.regions[name]) for name in shapes}
+        _check(model, recording, shapes, regions, world)
+    return ParameterMap(shapes=shapes, regions=regions)
+
+
+class _Parameters:
+    """A model's parameters by address."""
+
+    def __init__(self, model: nn.Module):
+        self.named = {name: p.data for name, p in model.named_parameters()}
+        self._sorted = sorted((p.data_ptr(), name) for name, p in self.named.items() if p.numel())
+
+    def find(self, tensor: Tensor) -> str | None:
+        """The one in which a tensor begins."""
+        at = bisect.bisect_right(self._sorted, (tensor.data_ptr(), "\U0010ffff")) - 1
+        if at < 0:
+            return None
+        start, name = self._sorted[at]
+        return name if tensor.data_ptr() - start < _bytes(self.named[name]) else None
+
+
+class _Views(TorchDispatchMode):
+    """What would copy a tensor without values gives a view of it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.name in ("aten::clone", "aten::_to_copy") and args[0].is_meta:
+            if kwargs.get("dtype") in (None, args[0].dtype):
+                return torch.ops.aten.alias(args[0])
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
+
+
+class _Recording(_Views):
+    """Notes copies of tensors without values into parameters, and makes none."""
+
+    parameters: _Parameters
+
+    def __init__(self, weights: Mapping[str, Tensor], stored: Mapping[str, Tensor]):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._weights = {_storage(weight): (name, weight) for name, weight in weights.items()}
+        self._buffers = {_storage(tensor) for tensor in stored.values()} - self._weights.keys()
+        self.regions: dict[str, list[Region]] = defaultdict(list)
+        self.covered: dict[str, int] = defaultdict(int)
+        """Elements that a loader wrote, by parameter."""
+        self.computed: set[str] = set()
+        """Parameters that hold other values than some tensor's own."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        target = args[0] if func._schema.is_mutable and args and isinstance(args[0], Tensor) else None
+        if target is None or target.is_meta:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        name, has_values = self.parameters.find(target), not any(_is_meta(value) for value in args[1:])
+        if name is None and has_values:
+            return func(*args, **kwargs or {})
+        if name is not None and func._schema.name == "aten::copy_" and not has_values:
+            self._note(name, target, args[1])
+        elif name is not None and func._schema.name not in ("aten::fill_", "aten::zero_"):  # what pads a vocabulary
+            self.computed.add(name)
+        return target
+
+    def _note(self, name: str, target: Tensor, source: Tensor) -> None:
+        self.covered[name] += target.numel()
+        if not target.numel() or _storage(source) in self._buffers:
+            return
+        known, parameter = self._weights.get(_storage(source)), self.parameters.named[name]
+        if known is None or source.dtype != target.dtype:
+            self.computed.add(name)
+            return
+        whole = known[1]
+        offset = (target.data_ptr() - parameter.data_ptr()) // parameter.element_size()
+        region = _region(tuple(whole.shape), source.expand_as(target), target, name, offset)
+        if region is None:
+            self.computed.add(name)
+        else:
+            self.regions[known[0]].append(region)
+
+
+def _region(shape: tuple[int, ...], source: Tensor, target: Tensor, name: str, offset: int) -> Region | None:
+    """A copied view of a contiguous tensor as a box of it; None where it is no box."""
+    steps, rest, first = _contiguous(shape), source.storage_offset(), []
+    for step in steps:
+        first.append(rest // step)
+        rest %= step
+    size, strides = [1] * len(shape), [0] * len(shape)
+    for n, step, stride in zip(source.shape, source.stride(), target.stride(), strict=True):
+        while n > 1:
+            dim = next((d for d in range(len(shape)) if steps[d] == step and shape[d] > 1), None)
+            if dim is None or size[dim] > 1:
+                return None
+            here = n if n <= shape[dim] - first[dim] else shape[dim]
+            if n % here or first[dim] + here > shape[dim]:
+                return None
+            size[dim], strides[dim] = here, stride
+            n, step, stride = n // here, step * shape[dim], stride * here
+    return Region(parameter=name, first=tuple(first), size=tuple(size), offset=offset, strides=tuple(strides))
+
+
+def _merged(regions: list[Region]) -> list[Region]:
+    """Regions that lie side by side, in the tensor and evenly in a parameter, as one."""
+    for dim in reversed(range(len(regions[0].first)) if regions else ()):
+        out: list[Region] = []
+        for region in sorted(regions, key=lambda r: (r.parameter, _without(r.first, dim), r.first[dim])):
+            if out and (joined := _joined(out[-1], region, dim)):
+                out[-1] = joined
+            else:
+                out.append(region)
+        regions = out
+    return regions
+
+
+def _joined(one: Region, other: Region, dim: int) -> Region | None:
+    """Two regions as one that is longer in a dimension."""
+    step, rest = divmod(other.offset - one.offset, one.size[dim])
+    is_next = one.parameter == other.parameter and other.first[dim] == one.first[dim] + one.size[dim]
+    is_even = not rest and step > 0 and all(r.size[dim] == 1 or r.strides[dim] == step for r in (one, other))
+    is_alike = all(_without(getattr(one, of), dim) == _without(getattr(other, of), dim) for of in _BOX)
+    if not (is_next and is_even and is_alike):
+        return None
+    size, strides = list(one.size), list(one.strides)
+    size[dim], strides[dim] = one.size[dim] + other.size[dim], step
+    return replace(one, size=tuple(size), strides=tuple(strides))
+
+
+_BOX = ("first", "size", "strides")
+
+
+def _without(values: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return values[:dim] + values[dim + 1 :]
+
+
+def _check(
+    model: nn.Module,
+    recording: _Recording,
+    shapes: Mapping[str, tuple[int, ...]],
+    regions: Mapping[str, list[Region]],
+    world: int,
+) -> None:
+    for name, parameter in recording.parameters.named.items():
+        what = f"the engine's {name!r} ({parameter.dtype}, {tuple(parameter.shape)})"
+        layer = model.get_submodule(name.rpartition(".")[0])
+        # A product that is a closure reads the copy that it closed over: also of layers that keep their weight.
+        if not parameter.numel() or getattr(getattr(layer, "cpu_linear", None), "__closure__", None):
             raise EngineError(
-                f"the engine's {name!r} has {parameter.shape[0]} rows, {rows} were expected of the tensors fused in "
-                f"it: {', '.join(part.name for part in parts)}; use sync: restart for this model"
+                f"{what} was repacked for this processor at load, and the copy is what is read: writing the weight "
+                "would change nothing. Start the engine through Tandem, which keeps weights as they are"
             )
-        for part in parts:
-            place = TensorPlace(
-                tensor=parameter.data[row : row + part.size],
-                parameter=name,
-                first=(part.first, column),
-                shape=(part.total, columns) if parameter.dim() > 1 else (part.total,),
+        if parameter.dim() == 3 and parameter.device.type == "cpu" and getattr(layer, "quant_method", None) is not None:
+            raise EngineError(f"{what} is of experts, whose weights vLLM repacks for a processor; {RESTART}")
+        if name in recording.computed:
+            raise EngineError(f"{what} is computed from the trainer's weights, or of another type; {RESTART}")
+        written, is_padded = recording.covered[name], hasattr(layer, "org_vocab_size")
+        if written > parameter.numel() or (written < parameter.numel() and not is_padded):
+            raise EngineError(
+                f"{what} has {parameter.numel()} numbers, and the trainer's tensors give {written}; {RESTART}"
             )
-            placements.setdefault(f"{part.name}.{leaf}", []).append(place)
-            row += part.size
-    return placements
-
-
-def _require_plain(name: str, leaf: str, parameter: Tensor, layer: nn.Module) -> None:
-    # A product that is a closure reads the copy that it closed over: on a CPU, also of layers that keep their weight.
-    if parameter.numel() == 0 or getattr(getattr(layer, "cpu_linear", None), "__closure__", None):
+    for name, shape in shapes.items():
+        here = sum(math.prod(region.size) for region in regions[name])
+        if world == 1 and here != math.prod(shape):
+            raise EngineError(f"the engine has {here} of the {math.prod(shape)} numbers of {name!r}; {RESTART}")
+        if any(region.size[2:] != shape[2:] for region in regions[name]):
+            raise EngineError(f"the engine's workers split the last dimension of {name!r} {shape}; {RESTART}")
+    if world > 1 and all(regions[n] == [] or regions[n][0].size == shapes[n] for n in shapes):
         raise EngineError(
-            f"the engine's {name!r} was repacked for this processor at load, and the copy is what is read: writing "
-            "the weight would change nothing. Start the engine through Tandem, which keeps weights as they are"
-        )
-    quantised = type(getattr(layer, "quant_method", None)).__name__
-    # Norms and the like have no method, and no loader of their own.
-    known = "Unquantized" in quantised or (quantised == "NoneType" and not hasattr(parameter, "weight_loader"))
-    if known and leaf in ("weight", "bias") and parameter.dim() in (1, 2) and parameter.is_floating_point():
-        return
-    raise EngineError(
-        f"the engine's {name!r} ({parameter.dtype}, {tuple(parameter.shape)}, {quantised}) is quantised, of experts or "
-        "of another kind that is not mapped to a Hugging Face tensor; use sync: restart for this model"
-    )
-
-
-def _parts(owner: str, layer: Any, parameter: Tensor, packed: Mapping[str, list[str]]) -> Iterator[_Part]:
-    """The rows of a parameter, tensor by tensor."""
-    parent, _, leaf = owner.rpartition(".")
-    names = [f"{parent}.{name}" if parent else name for name in packed.get(leaf, [leaf])]
-    rows = parameter.shape[0]
-    if hasattr(layer, "total_num_kv_heads"):  # QKVParallelLinear
-        yield from _qkv(owner, names, layer)
-    elif hasattr(layer, "org_vocab_size"):  # embeddings and the output head, padded and sliced
-        first, end = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
-        yield _Part(name=owner, size=end - first, first=first, total=layer.org_vocab_size)
-    elif hasattr(layer, "gather_output"):  # ColumnParallelLinear, MergedColumnParallelLinear
-        totals = getattr(layer, "output_sizes", [layer.output_size])
-        _require_names(owner, names, len(totals))
-        for name, total in zip(names, totals, strict=True):
-            size = total // layer.tp_size
-            yield _Part(name=name, size=size, first=layer.tp_rank * size, total=total)
-    else:  # RowParallelLinear, of which the columns are sliced; ReplicatedLinear; norms
-        _require_names(owner, names, 1)
-        yield _Part(name=owner, size=rows, first=0, total=rows)
-
-
-def _require_names(owner: str, names: list[str], count: int) -> None:
-    if len(names) != count:
-        raise EngineError(
-            f"the engine's {owner!r} holds {count} tensors, the model's checkpoint has {len(names)}: "
-            f"{', '.join(names)}; use sync: restart for this model"
+            f"the engine has {world} workers and splits no layer among them: whole layers are spread over workers, "
+            "which cannot be written in place; use tensor parallelism alone, or sync: restart"
         )
 
 
-def _qkv(owner: str, names: list[str], layer: Any) -> Iterator[_Part]:
-    """Queries, keys and values; where there are fewer key heads than ranks, several ranks hold the same."""
-    _require_names(owner, names, 3)  # one tensor might have them in another order
-    tp_rank = layer.tp_rank
-    copies = layer.num_kv_head_replicas
-    value_size = getattr(layer, "v_head_size", layer.head_size)
-    query = layer.num_heads * layer.head_size
-    total = layer.total_num_heads * layer.head_size
-    yield _Part(name=names[0], size=query, first=tp_rank * query, total=total)
-    for name, head in ((names[1], layer.head_size), (names[2], value_size)):
-        size = layer.num_kv_heads * head
-        total = layer.total_num_kv_heads * head
-        yield _Part(name=name, size=size, first=tp_rank // copies * size, total=total)
+@contextmanager
+def _unwrapped(model: nn.Module) -> Iterator[None]:
+    """Take away what vLLM's adapters put around layers: its loader knows the model without."""
+    wrapped = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if hasattr(child, "base_layer")
+    ]
+    try:
+        for parent, name, child in wrapped:
+            parent._modules[name] = child.base_layer  # type: ignore[assignment]
+        yield
+    finally:
+        for parent, name, child in wrapped:
+            parent._modules[name] = child
 
 
-def _unwrapped(owner: str) -> str:
-    """A layer's name without what adapters add to it."""
-    return f"{owner}.".replace(f".{WRAPPED}", ".").removesuffix(".")
+@contextmanager
+def _kept(model: nn.Module) -> Iterator[None]:
+    """Undo what a loader does to the parameters themselves."""
+    kept = [(module, dict(module._parameters)) for module in model.modules()]
+    data = [(p, p.data) for _, named in kept for p in named.values() if p is not None]
+    try:
+        yield
+    finally:
+        for module, named in kept:
+            module._parameters.update(named)
+        for parameter, tensor in data:
+            if parameter.data.data_ptr() != tensor.data_ptr():
+                parameter.data = tensor
 
 
-def _columns(layer: Any, parameter: Tensor) -> tuple[int, int]:
-    """First column here, and columns in all; RowParallelLinear splits them among ranks."""
-    if parameter.dim() < 2:
-        return 0, 1
-    here = parameter.shape[1]
-    if hasattr(layer, "input_is_parallel") and layer.input_size_per_partition != layer.input_size:
-        return layer.tp_rank * here, layer.input_size
-    return 0, here
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
+
+
+def _bare(name: str) -> str:
+    """A parameter's name without what adapters add to it."""
+    return f".{name}".replace(".base_layer.", ".").removeprefix(".")
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
