@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -244,6 +245,15 @@ def _with_logprobs(rollout: Rollout, own: Own, drift: Sequence[float]) -> Rollou
 
 
 _TINY = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
     "max_position_embeddings": 1024,
     "attention_dropout": 0.2,  # none of which a run may apply
     "initializer_range": 0.03,  # wide enough that the next-token distribution is not uniform
@@ -251,7 +261,7 @@ _TINY = {
     "eos_token_id": 1,
     "pad_token_id": 2,
 }
-"""What a made-up model has beside the sizes of a small one."""
+"""Sizes of a model that is computed in milliseconds; what else the architecture says stays as it is."""
 
 
 def certified(config: RunConfig, *, real: bool) -> tuple[nn.Module, PlainModel]:
@@ -266,7 +276,7 @@ def certified(config: RunConfig, *, real: bool) -> tuple[nn.Module, PlainModel]:
     if real:
         model = load_model(config.model, dtype=torch.float32, device=torch.device("cpu"), packing=config.packing)
     else:
-        tiny = shrunk(load_config(config.model), config.trainable.layers or ())
+        tiny = shrunk(load_config(config.model).get_text_config(), config.trainable.layers or ())
         options = packing.attention(tiny, config.packing)
         model = packing.causal_class(tiny).from_config(tiny, dtype=torch.float32, **options)
     exact = PlainModel(model, part(recipes.as_json(config)["trainable"]))
@@ -275,9 +285,14 @@ def certified(config: RunConfig, *, real: bool) -> tuple[nn.Module, PlainModel]:
 
 def shrunk(like: Any, layers: Sequence[int]) -> Any:
     """A transformers configuration of the same architecture and few parameters, in which ``layers`` exist."""
-    tiny = packing.small(like, layers=max(2, *(layer + 1 for layer in layers)) if layers else 2)
-    text = tiny.get_text_config()
-    for name, value in _TINY.items():
-        if hasattr(text, name):
-            setattr(text, name, value)
+    tiny = copy.deepcopy(like)
+    depth = max(2, *(layer + 1 for layer in layers)) if layers else 2
+    if getattr(like, "num_key_value_heads", None) is not None:
+        tiny.num_key_value_heads = 2 if like.num_key_value_heads < like.num_attention_heads else 4
+    for name, size in _TINY.items():
+        if hasattr(tiny, name):
+            setattr(tiny, name, size)
+    tiny.num_hidden_layers = depth
+    if getattr(tiny, "layer_types", None):
+        tiny.layer_types = [tiny.layer_types[i % len(tiny.layer_types)] for i in range(depth)]
     return tiny
