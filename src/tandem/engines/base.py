@@ -343,12 +343,20 @@ class ReceivesBroadcast(Protocol):
         """Leave the group."""
 
 
+class UnmappedWeights(EngineError):
+    """The engine loads this model in a way that hides where its weights are: it cannot checksum them."""
+
+
 @runtime_checkable
 class ReportsChecksums(Protocol):
     """An engine in another process that checksums the bytes it holds."""
 
     async def checksums(self, payload: Literal["weights", "adapter"]) -> Mapping[str, Mapping[str, int]]:
-        """For each engine by name: checksum of each tensor it samples from, by its name in the payload."""
+        """For each engine by name: checksum of each tensor it samples from, by its name in the payload.
+
+        Raises:
+            UnmappedWeights: it cannot, and ``sums_bytes`` is false from now on.
+        """
 
     def as_stored(self, adapter: LoraAdapter) -> Iterable[tuple[str, Any]]:
         """An adapter's tensors under the names and with the values that the engine stores them."""

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Self
 
-from tandem.engines.base import Relaunches
+from tandem.engines.base import Relaunches, UnmappedWeights
 from tandem.errors import EngineError, StaleWeights, TandemError, UnsupportedPair
 from tandem.lazy import torch
 from tandem.metrics import Max, Sum, Value
@@ -327,9 +327,13 @@ class WeightSyncSession(SyncContext):
         # where no request is served meanwhile.
         asks_before = should_verify and self.sync.pause != "never"
         async with self._probed(ask=asks_before) as answering:
+            sums = None
             if should_verify and self.sync.compares(self.engine):
-                sums = await self.trained.sums(self.engine, trainer_sums)
-            else:  # the engines' only where they are to be compared
+                try:
+                    sums = await self.trained.sums(self.engine, trainer_sums)
+                except UnmappedWeights as error:
+                    log.warning("weights are proven by the probe alone: %s", error)
+            if sums is None:  # the engines' only where they are to be compared
                 own = await self.trained.checksums() if trainer_sums is None else trainer_sums
                 sums = PayloadSums(trainer=own, stored=own)
             actual = digest(sums.trainer)

@@ -22,6 +22,7 @@ from tandem.engines.base import (
     LoadsVersions,
     LoraAdapter,
     ProbeResult,
+    UnmappedWeights,
 )
 from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.adapters import AdapterWriter
@@ -58,6 +59,7 @@ class VllmEngine(Engine):
         self._adapter: LoraAdapter | None = None
         self._writer = AdapterWriter()
         self._bridge: Path | None = None
+        self._is_mapped = True
         self._pauses = Pauses()
         self._waves = Waves()
 
@@ -129,7 +131,7 @@ class VllmEngine(Engine):
 
     @property
     def sums_bytes(self) -> bool:
-        return not any(server.plain for server in self.servers)
+        return self._is_mapped and not any(server.plain for server in self.servers)
 
     @property
     def started_elsewhere(self) -> bool:
@@ -311,6 +313,9 @@ class VllmEngine(Engine):
         out: dict[str, Mapping[str, int]] = {}
         for server, answer in zip(self.servers, await self.fleet.all("/bridge/checksums", body), strict=True):
             self._same(server, answer["engine"])
+            if reason := answer["ranks"][0].get("unmapped"):
+                self._is_mapped = False
+                raise UnmappedWeights(reason)
             out[server.name] = joined(server.name, answer["ranks"])
         return out
 

@@ -158,9 +158,13 @@ class WorkerExtension:
     def tandem_checksums(self) -> dict[str, str]:
         """Checksum of every part of a tensor that this rank holds, in hexadecimal, by ``name@row,column``.
 
-        Parts add up to the whole; ranks that hold the same part must give the same.
+        Parts add up to the whole; ranks that hold the same part must give the same. Where weights cannot be found,
+        ``unmapped`` says why.
         """
-        return _hexadecimal(self._tandem_current().tally.take())
+        try:
+            return _hexadecimal(self._tandem_current().tally.take())
+        except EngineError as error:
+            return {"unmapped": str(error)}
 
     def _tandem_current(self) -> _Layout:
         """The places, found anew only where storage was moved: views of the old one would be read and written on."""
