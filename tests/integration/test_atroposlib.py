@@ -142,7 +142,7 @@ def test_our_trainer_takes_what_others_handed_in_to_its_server(tmp_path: Path, t
         other = yaml.safe_load(path.read_text()) | {"name": "other", "groups_per_step": 3}
         (place.path / "other.yaml").write_text(yaml.safe_dump(other))
         assert place.start("other", "train", "other.yaml").wait(120) == 7
-        assert "the broker serves batches of 8 sequences, as an earlier trainer told it" in place.log_of("other")
+        assert "the broker serves batches of 8 sequences and this run takes 12" in place.log_of("other")
 
 
 @pytest.mark.long

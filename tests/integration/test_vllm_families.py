@@ -1,4 +1,4 @@
-"""Families of models on a real vLLM: a tiny random one of each trains three steps, proven, killed and resumed."""
+"""Families of models on a real vLLM: a tiny random one of each trains eight steps, proven, killed and resumed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.model import packing
 
 pytestmark = [needs_engine, pytest.mark.long]
 
-STEPS = 3
+STEPS = 8
 WAYS = [
     ("phi3", "shared"),
     ("qwen3_moe", "restart"),
@@ -46,7 +46,7 @@ def made(name: str, folder: Path) -> Path:
 @pytest.mark.parametrize(("name", "sync"), WAYS, ids=map("-".join, WAYS))
 def test_a_family_is_trained_proven_killed_and_resumed(name: str, sync: str, tmp_path: Path) -> None:
     model = made(name, tmp_path / "model")
-    way = {"kind": sync, "every": 1} if sync == "restart" else sync
+    way = {"kind": sync, "every": 4} if sync == "restart" else sync
     run = Trainer.fresh(tmp_path, model, steps=STEPS, trainable={"kind": "full"}, sync=way)
     try:
         run.kill_between_publishes(1)

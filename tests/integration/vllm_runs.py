@@ -278,7 +278,7 @@ class Trainer:
 
     def sampling(self, after: int) -> Left:
         """Wait until requests are in flight after some steps, the last of which is saved; the engine they are in."""
-        self.until(lambda: self.steps() >= after, f"step {after}")
+        self.until(lambda: self.steps() >= after, f"step {after}", seconds=400)  # an engine may be started for each
         left = Left.of(self.folder)
         self.until(lambda: self.saved() and left.ask("/health")["running"] > 0, "sampling")
         return left
