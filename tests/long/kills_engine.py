@@ -14,7 +14,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
@@ -25,6 +25,8 @@ import torch
 from aiohttp import web
 from support import fake_vllm  # type: ignore[import-not-found]
 from transformers import DynamicCache, LlamaForCausalLM
+
+from tandem.engines.vllm.worker.parameter_map import ParameterMap, recorded
 
 os.environ.pop("TANDEM_IN_PLACE", None)  # it speaks of vLLM's own kernels, and there are none here
 
@@ -75,6 +77,18 @@ class Request:
     sums: list[float] = field(default_factory=list)
 
 
+def places_of(model: Any) -> ParameterMap:
+    """Where each tensor lies: in the parameter of its name."""
+    tensors = {name: parameter.detach().to("meta") for name, parameter in model.named_parameters()}
+
+    def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, whole in weights:
+            model.get_parameter(name).data.copy_(whole)
+
+    model.load_weights = load_weights
+    return recorded(model, tensors, tensors, world=1)
+
+
 class Client:
     """What Tandem uses of vLLM's ``AsyncLLM``: one token for every request in each turn, while nobody pauses it."""
 
@@ -95,6 +109,7 @@ class Client:
         self._model = model
         self._worker = resolve_name(options.worker_extension_cls)()
         self._worker.model_runner = SimpleNamespace(model=model, vllm_config=self.vllm_config, kv_caches=[])
+        self._worker._tandem_recorded = places_of(model)
         self._requests: list[Request] = []
         self._there = asyncio.Event()
         self._goes_on = asyncio.Event()
