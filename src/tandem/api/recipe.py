@@ -63,7 +63,7 @@ class Recipe:
         """
         texts = override_texts(overrides)
         if isinstance(source, Mapping):
-            loaded = recipes.from_options(_plain(source), texts, Path("recipe"))
+            loaded = recipes.from_options(json.loads(_json(source)), texts, Path("recipe"))
         elif isinstance(source, Recipe):
             loaded = recipes.from_options(source.written, texts, Path("recipe"))
         elif not isinstance(source, str | Path):
@@ -99,26 +99,27 @@ def override_texts(overrides: Overrides) -> list[str]:
     if isinstance(overrides, str):
         raise ConfigError(f"overrides is a mapping or a list of texts, not one text; write overrides=[{overrides!r}]")
     if isinstance(overrides, Mapping):
-        return [f"{name}={json.dumps(_plain(value), ensure_ascii=False)}" for name, value in overrides.items()]
+        return [f"{name}={_json(value)}" for name, value in overrides.items()]
     return list(overrides)
 
 
-def _plain(value: Any) -> Any:
-    """Options as a file would hold them: functions and classes become import paths, paths become texts.
+def _json(options: Any) -> str:
+    """Options as a file would hold them.
 
     Raises:
         ConfigError: a value that no file can hold.
     """
+    return json.dumps(options, ensure_ascii=False, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no word for: functions and classes become import paths, paths become texts."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return dict(value)
     if inspect.isroutine(value) or inspect.isclass(value):
         return _import_path(value)
     if isinstance(value, Path):
         return str(value)
-    if value is None or isinstance(value, bool | str):
-        return value
     if isinstance(value, Real):  # numpy's too
         return int(value) if isinstance(value, Integral) else float(value)
     raise ConfigError(

@@ -199,7 +199,7 @@ def chat(
     """Talk to a trained model, with the model as it was before training beside it, until an empty line."""
     from tandem.api.chat import BeforeAndAfter
 
-    BeforeAndAfter.of(run, step).converse(input, typer.echo)
+    BeforeAndAfter(run, step).converse(typer.echo)
 
 
 @app.command("eval")
