@@ -62,17 +62,16 @@ class Recipe:
             RewardError: all that is wrong is a reward that cannot be imported.
         """
         texts = override_texts(overrides)
-        if isinstance(source, Mapping):
-            loaded = recipes.from_options(json.loads(_json(source)), texts, Path("recipe"))
-        elif isinstance(source, Recipe):
-            loaded = recipes.from_options(source.written, texts, Path("recipe"))
-        elif not isinstance(source, str | Path):
+        options = source.written if isinstance(source, Recipe) else source
+        if isinstance(options, Mapping):
+            loaded = recipes.from_options(json.loads(_json(options)), texts, Path("recipe"))
+        elif isinstance(options, str | Path):
+            loaded = recipes.load(Path(options), texts)
+        else:
             raise ConfigError(
                 f"a recipe is a mapping of options, the path of a file or a tandem.Recipe, not a "
                 f"{type(source).__name__}; that of a run is run.recipe, and run.resume() goes on with it"
             )
-        else:
-            loaded = recipes.load(Path(source), texts)
         return cls(config=loaded.config, written=loaded.options, notes=loaded.notes)
 
     @property
@@ -135,6 +134,5 @@ def _import_path(part: Any) -> str:
         ConfigError: another process cannot import it.
     """
     module, name = part.__module__, part.__qualname__
-    if module == "__main__" or getattr(sys.modules.get(module), name, None) is not part:
-        return cells.import_path(part)
-    return f"{module}:{name}"
+    importable = module != "__main__" and getattr(sys.modules.get(module), name, None) is part
+    return f"{module}:{name}" if importable else cells.import_path(part)

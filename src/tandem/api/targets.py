@@ -57,13 +57,7 @@ def resumed(folder: Path, overrides: Sequence[str]) -> RunConfig:
             f"{folder} saves {config.checkpoint.save} (checkpoint: {config.checkpoint.save}): it cannot be gone on "
             f"with; start a run anew from {recipe}"
         )
-    newest = max(digests.steps_in(folder / "checkpoints"), default=0)
-    if config.steps < newest and any(_option(o) == "steps" for o in overrides):
-        raise ConfigError(
-            f"command line: steps={config.steps}: {folder} is at step {newest} already, and steps are those of the "
-            f"whole run: name at least {newest}, or take an earlier checkpoint out of it with tandem export --step"
-        )
-    if config.optimizer.schedule != "constant" and any(o.partition("=")[0] == "steps" for o in overrides):
+    if config.optimizer.schedule != "constant" and any(_option(o) == "steps" for o in overrides):
         raise ConfigError(
             f"command line: steps: the {config.optimizer.schedule} schedule of this run ends at its last step, so "
             f"another number of steps is another run; start one from {recipe}"
