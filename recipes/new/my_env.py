@@ -1,4 +1,4 @@
-"""MyEnv: what the model is asked, and what counts as right. Try it with: tandem check my_env.yaml"""
+"""MyEnv: what the model is asked, and what counts as right. Try it with ``tandem check my_env.yaml``."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tandem.errors import ConfigError
+from tandem.model.policy import load_tokenizer
 from tandem.trl import GRPOConfig, GRPOTrainer, accuracy_reward, think_format_reward
 
 ROWS = [{"prompt": f"What is {n} + 1? ", "answer": str(n + 1)} for n in range(20)]
@@ -123,6 +124,16 @@ def test_a_field_that_cannot_be_had_is_told_as_the_configuration_is_made(fields:
 def test_an_argument_without_a_counterpart_is_named(arguments: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         options(more=arguments)
+
+
+def test_a_tokenizer_brings_its_chat_template_where_it_is_another(tiny_model: Path) -> None:
+    def template(processing_class: Any) -> Any:
+        arguments = {"train_dataset": CHATS, "processing_class": processing_class}
+        return GRPOTrainer(str(tiny_model), letters, **arguments).recipe.options["chat_template"]
+
+    own, another = load_tokenizer(str(tiny_model)), load_tokenizer(str(tiny_model))
+    another.chat_template = "{{ messages[-1].content }}"
+    assert (template(own), template(another)) == (None, "{{ messages[-1].content }}")
 
 
 @pytest.mark.slow

@@ -352,22 +352,11 @@ VERBS = "tandem.verbs"
 
 
 @cache
-def with_all_verbs() -> typer.Typer:
-    """The app with the verbs of other packages: also for help."""
-    for point in entry_points(group=VERBS):
-        point.load()(app)
-    return app
-
-
 def with_verb(verb: str) -> typer.Typer:
-    """The app with what a verb needs; with all verbs if it is none of its own, nor another package's."""
-    if verb in OWN_VERBS:
-        return app
-    points = entry_points(group=VERBS, name=verb)
-    if not points:
-        return with_all_verbs()
-    for point in points:
-        point.load()(app)
+    """The app with what a verb needs; with all verbs if there is none of that name, as for help."""
+    if verb not in OWN_VERBS:
+        for point in entry_points(group=VERBS, name=verb) or entry_points(group=VERBS):
+            point.load()(app)
     return app
 
 

@@ -12,6 +12,7 @@ from tandem.api import described
 from tandem.cli.export import export
 from tandem.envs.data.rows import read_file
 from tandem.errors import ConfigError
+from tandem.model.policy import load_tokenizer
 from tandem_compat.trl.options import OPTIONS
 from tandem_compat.trl.rules import TrlRecipe
 
@@ -69,7 +70,8 @@ class GRPOTrainer:
             reader.put("trainable", _adapter(peft_config))
             if peft_config.lora_dropout:
                 reader.nothing("peft_config", "Tandem has no dropout, so lora_dropout is left out")
-        _check_tokenizer(processing_class, model)
+        if processing_class is not None and processing_class.chat_template != load_tokenizer(model).chat_template:
+            reader.put("chat_template", processing_class.chat_template)
         translation = reader.translated()
         for note in translation.notes:
             sys.stderr.write(f"tandem: {note}\n")
@@ -135,16 +137,3 @@ def _adapter(peft_config: Any) -> dict[str, Any]:
     modules = peft_config.target_modules
     chosen = {} if modules is None else {"target_modules": modules if isinstance(modules, str) else sorted(modules)}
     return {"kind": "lora", "rank": peft_config.r, "alpha": alpha, **chosen}
-
-
-def _check_tokenizer(tokenizer: Any, model: str) -> None:
-    """The policy is told by its own tokenizer; one with another template would be another task."""
-    if tokenizer is None:
-        return
-    from tandem.model.policy import load_tokenizer
-
-    if tokenizer.chat_template != load_tokenizer(model).chat_template:
-        raise ConfigError(
-            "processing_class has another chat template than the model's own tokenizer; leave it out, and name a "
-            "file with the template: tandem.train(trainer.recipe, {'chat_template': ...})"
-        )
