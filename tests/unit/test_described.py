@@ -16,8 +16,6 @@ from tandem.errors import ConfigError
 class Table:
     """As ``datasets.Dataset``: it is iterated by rows."""
 
-    column_names = ("problem", "solution")
-
     def __iter__(self) -> Any:
         return iter([{"problem": "1 + 1?", "solution": "2"}])
 
