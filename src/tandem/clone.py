@@ -6,6 +6,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 """Root of the clone, if it is one."""
+_INSIDE = Path(__file__).parent / "recipes"
+FOLDER = _INSIDE if _INSIDE.is_dir() else ROOT / "recipes"
+"""Recipes that ship with Tandem: in the wheel, or at the clone's root."""
 _FETCHED = Path(".cache/smollm2")
 """The model of many recipes, which the quickstart fetches."""
 _ON_THE_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -13,10 +16,8 @@ _ON_THE_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def recipes() -> dict[str, Path]:
-    """Recipes that ship with Tandem, by name: in the wheel, or at the clone's root."""
-    inside = Path(__file__).parent / "recipes"
-    folder = inside if inside.is_dir() else ROOT / "recipes"
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    """Recipes that ship with Tandem, by name."""
+    return {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
 
 
 def written(recipe: Path) -> str:

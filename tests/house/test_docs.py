@@ -17,7 +17,7 @@ import yaml
 from support.sources import parsed
 
 import tandem
-from tandem.cli.app import with_all_verbs
+from tandem.cli.app import with_verb
 from tandem.config import loading as config
 from tandem.errors import ConfigError
 
@@ -64,7 +64,7 @@ def placeholder(word: str) -> bool:
 @cache
 def verbs() -> dict[str, Any]:
     """Every verb by its name."""
-    return dict(typer.main.get_command(with_all_verbs()).commands)  # type: ignore[attr-defined]
+    return dict(typer.main.get_command(with_verb("")).commands)  # type: ignore[attr-defined]
 
 
 def problem(words: list[str]) -> str | None:

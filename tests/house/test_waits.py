@@ -25,7 +25,6 @@ ALLOWED = {
     "tandem/cli/serve_model.py:forever": "a server serves until it is stopped",
     "tandem/envs/_verifiers_worker.py:main": "it has nothing to play; its parent's end is its own",
     "tandem/envs/_verifiers_worker.py:_serve": "it holds what episodes share, for as long as the process lives",
-    "tandem/cli/watch.py:forever": "a server serves until it is stopped",
     # Beside something that is registered.
     "tandem/envs/verifiers.py:tasks": "within the registered reading of tasks",
     "tandem/envs/verifiers.py:_answer": "a thread of the process's own, which has closed its output",

@@ -16,8 +16,6 @@ from tandem.errors import ConfigError
 class Table:
     """As ``datasets.Dataset``: it is iterated by rows."""
 
-    column_names = ("problem", "solution")
-
     def __iter__(self) -> Any:
         return iter([{"problem": "1 + 1?", "solution": "2"}])
 
@@ -54,7 +52,7 @@ def test_data_by_name_is_an_environment_or_a_data_set_on_the_hub(tmp_path: Path)
     assert described.environment("org/rows", tmp_path) == {"kind": "dataset", "path": "org/rows"}
     with pytest.raises(ConfigError, match=r"no column called prompt, .* but text; name the one with the prompt"):
         described.environment([{"text": "?"}], tmp_path)
-    with pytest.raises(ConfigError, match=r"data is a int; expected rows"):
+    with pytest.raises(ConfigError, match=r"data is a int without rows; expected rows"):
         described.environment(3, tmp_path)
 
 

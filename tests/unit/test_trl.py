@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tandem.errors import ConfigError
+from tandem.model.policy import load_tokenizer
 from tandem.trl import GRPOConfig, GRPOTrainer, accuracy_reward, think_format_reward
 
 ROWS = [{"prompt": f"What is {n} + 1? ", "answer": str(n + 1)} for n in range(20)]
@@ -125,6 +126,13 @@ def test_an_argument_without_a_counterpart_is_named(arguments: Any, says: str) -
         options(more=arguments)
 
 
+def test_a_tokenizer_brings_a_chat_template_of_its_own(tiny_model: Path) -> None:
+    tokenizer = load_tokenizer(str(tiny_model))
+    tokenizer.chat_template = "{{ messages[-1].content }}"
+    recipe = GRPOTrainer(str(tiny_model), letters, train_dataset=CHATS, processing_class=tokenizer).recipe
+    assert recipe.options["chat_template"] == tokenizer.chat_template
+
+
 @pytest.mark.slow
 def test_trls_quick_start_trains_and_saves(tiny_model: Path) -> None:
     def unique(completions: list[Any], **kwargs: Any) -> list[float]:
@@ -135,9 +143,7 @@ def test_trls_quick_start_trains_and_saves(tiny_model: Path) -> None:
 
     args = GRPOConfig(output_dir="out", max_steps=2, num_generations=4, per_device_train_batch_size=4,
                       max_completion_length=4, bf16=False)  # fmt: skip
-    trainer = GRPOTrainer(
-        model=str(tiny_model), reward_funcs=[unique, silent], args=args, train_dataset=ROWS, processing_class=None
-    )
+    trainer = GRPOTrainer(model=str(tiny_model), reward_funcs=[unique, silent], args=args, train_dataset=ROWS)
     run = trainer.train()
     assert run.status == "finished"
     assert run.folder.parent.name == "out"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 import statistics
 from collections.abc import Iterator, Mapping
@@ -12,7 +11,7 @@ from typing import Any
 
 from tandem.config.registry import did_you_mean
 from tandem.errors import TandemError
-from tandem.observability.board import sparkline
+from tandem.observability.board import percent_with_interval, sparkline
 from tandem.observability.report import folder as folders
 from tandem.observability.report.folder import Row, RunFolder
 from tandem.observability.report.summary import column, summarise
@@ -30,7 +29,7 @@ def compare(*paths: Path) -> ComparedRuns:
     return ComparedRuns(tuple(folders.load(path) for path in paths))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ComparedRuns:
     """Two or more runs; its text is what ``tandem compare`` prints."""
 
@@ -45,33 +44,18 @@ class ComparedRuns:
         values = {name: tuple(options.get(name, "") for options in recipes) for name in names}
         return {name: each for name, each in values.items() if len(set(each)) > 1}
 
-    @property
-    def held_out(self) -> list[tuple[Row, ...]]:
-        """Evaluations of the same environments that every run has: the first ones, then the last ones."""
-        if not all(run.evaluations for run in self.runs):
-            return []
-        name = self.runs[0].evaluations[0].get("env")
-        each = [[row for row in run.evaluations if row.get("env") == name] for run in self.runs]
-        places = (0, -1) if any(len(rows) > 1 for rows in each) else (0,)
-        return [tuple(rows[place] for rows in each) for place in places] if all(each) else []
-
     def plot(self, *metrics: str) -> Any:
         """A figure of matplotlib: a panel for each metric, by default reward and length, every run in it.
 
         Raises:
-            TandemError: no run has such a metric, or matplotlib is not installed.
+            TandemError: no run has such a metric.
         """
         known = sorted({name for run in self.runs for row in run.metrics for name in row["metrics"]})
         for name in metrics:
             if name not in known:
                 raise TandemError(f"no step has a metric {name!r}{did_you_mean(name, known)}")
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise TandemError(
-                f"plot needs matplotlib, which cannot be imported ({error}); install it with: pip install matplotlib, "
-                "or look at run.report()"
-            ) from error
+        from matplotlib.figure import Figure
+
         names = metrics or _PLOTTED
         figure = Figure(figsize=(5 * len(names), 3.2), layout="constrained")
         for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
@@ -82,7 +66,7 @@ class ComparedRuns:
             axes.legend()
         return figure
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         summaries = [summarise(run) for run in self.runs]
         rows = [
             ["", *(run.name for run in self.runs)],
@@ -96,22 +80,12 @@ class ComparedRuns:
         widths = [max(len(row[i]) for row in rows if len(row) > i) for i in range(len(self.runs) + 1)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
-    def __repr__(self) -> str:
-        return str(self)
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
-
     def _results(self) -> Iterator[list[str]]:
-        """Held-out results, and how far each is from the first run's."""
-        for rows in self.held_out:
-            texts = []
-            for row in rows:
-                low, high = row.get("mean_ci") or (math.nan, math.nan)
-                texts.append(f"{row['mean']:.3f} [{low:.3f}, {high:.3f}] at step {row['step']}")
-            yield [f"held out {rows[0].get('env', '')}", *texts]
-            if others := [_paired(rows[0], row) for row in rows[1:]]:
-                yield ["", "", *others]
+        """The first and the last held-out results of every run, and how far each is from the first run's."""
+        for place in (0, -1)[: min(len(run.evaluations) for run in self.runs)]:
+            rows = [run.evaluations[place] for run in self.runs]
+            yield ["held out", *(f"{row['env']} {percent_with_interval(row)} at step {row['step']}" for row in rows)]
+            yield ["", "", *(_paired(rows[0], row) for row in rows[1:])]
 
     def _curve(self, name: str) -> list[str]:
         """A metric of each run on one scale; empty where none has it."""

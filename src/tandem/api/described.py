@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tandem.config import registry
 from tandem.config.loading import RunConfig
+from tandem.envs.data.rows import read_file
 from tandem.errors import ConfigError
 
 _PROMPTS = ("prompt", "question", "problem", "messages", "instruction", "input")
@@ -34,7 +34,10 @@ def environment(data: Any, runs: Path) -> dict[str, Any]:
         return {"kind": data}
     if isinstance(data, str | Path):
         path = Path(data).expanduser()
-        return {"kind": "dataset", "path": str(path.absolute() if path.is_file() else data), **_columns_of_file(path)}
+        if not path.is_file():
+            return {"kind": "dataset", "path": str(data)}
+        first = next(read_file(str(path)))
+        return {"kind": "dataset", "path": str(path.absolute()), **_columns(first.columns, str(path))}
     if isinstance(data, Mapping) and "train" in data:
         test = next((data[name] for name in ("test", "validation") if data.get(name) is not None), None)
         train = environment(data["train"], runs)
@@ -59,15 +62,12 @@ def rewards(rewards: Any) -> Any:
         rewards = [rewards]
     if isinstance(rewards, Mapping):
         return {_name(name): _reward(name, value) for name, value in rewards.items()}
-    if not isinstance(rewards, Sequence):
-        return rewards
-    named = {_name(reward): _reward(reward, 1.0) for reward in rewards}
-    if len(named) < len(rewards):
+    names = [_name(reward) for reward in rewards]
+    if len(set(names)) < len(names):
         raise ConfigError(
-            f"rewards: two of {[_name(reward) for reward in rewards]} have one name; give each its own, as in "
-            'rewards={"short": f, "right": g}'
+            f'rewards: two of {names} have one name; give each its own, as in rewards={{"short": f, "right": g}}'
         )
-    return named
+    return dict(zip(names, (_reward(reward, 1.0) for reward in rewards), strict=True))
 
 
 def steps_of(epochs: float, config: RunConfig) -> int:
@@ -99,14 +99,12 @@ def _rows(data: Any) -> list[dict[str, Any]]:
     """Rows as mappings of columns."""
     if hasattr(data, "to_dict") and hasattr(data, "columns"):  # a DataFrame
         data = data.to_dict("records")
-    if not isinstance(data, Iterable) or isinstance(data, bytes):
-        raise ConfigError(
-            f"data is a {type(data).__name__}; expected rows, a datasets.Dataset, a file's path or the name of a data "
-            "set or an environment"
-        )
-    rows = [_row(row) for row in data]
+    rows = [_row(row) for row in data] if isinstance(data, Iterable) else []
     if not rows:
-        raise ConfigError("data has no rows")
+        raise ConfigError(
+            f"data is a {type(data).__name__} without rows; expected rows, a datasets.Dataset, a file's path or the "
+            "name of a data set or an environment"
+        )
     return rows
 
 
@@ -120,17 +118,6 @@ def _row(row: Any) -> dict[str, Any]:
     raise ConfigError(
         f"a row of data is a {type(row).__name__}; expected a mapping of columns, a prompt, or (prompt, answer)"
     )
-
-
-def _columns_of_file(path: Path) -> dict[str, str]:
-    """Columns of a local file's first row; nothing of a data set on the hub, whose rows are not here."""
-    if not path.is_file():
-        return {}
-    from tandem.envs.data.rows import read_file
-
-    for row in islice(read_file(str(path)), 1):
-        return _columns(row.columns, str(path))
-    return {}
 
 
 def _columns(row: Mapping[str, Any], where: str) -> dict[str, str]:

@@ -62,17 +62,16 @@ class Recipe:
             RewardError: all that is wrong is a reward that cannot be imported.
         """
         texts = override_texts(overrides)
-        if isinstance(source, Mapping):
-            loaded = recipes.from_options(_plain(source), texts, Path("recipe"))
-        elif isinstance(source, Recipe):
-            loaded = recipes.from_options(source.written, texts, Path("recipe"))
-        elif not isinstance(source, str | Path):
+        options = source.written if isinstance(source, Recipe) else source
+        if isinstance(options, Mapping):
+            loaded = recipes.from_options(json.loads(_json(options)), texts, Path("recipe"))
+        elif isinstance(options, str | Path):
+            loaded = recipes.load(Path(options), texts)
+        else:
             raise ConfigError(
                 f"a recipe is a mapping of options, the path of a file or a tandem.Recipe, not a "
                 f"{type(source).__name__}; that of a run is run.recipe, and run.resume() goes on with it"
             )
-        else:
-            loaded = recipes.load(Path(source), texts)
         return cls(config=loaded.config, written=loaded.options, notes=loaded.notes)
 
     @property
@@ -99,26 +98,27 @@ def override_texts(overrides: Overrides) -> list[str]:
     if isinstance(overrides, str):
         raise ConfigError(f"overrides is a mapping or a list of texts, not one text; write overrides=[{overrides!r}]")
     if isinstance(overrides, Mapping):
-        return [f"{name}={json.dumps(_plain(value), ensure_ascii=False)}" for name, value in overrides.items()]
+        return [f"{name}={_json(value)}" for name, value in overrides.items()]
     return list(overrides)
 
 
-def _plain(value: Any) -> Any:
-    """Options as a file would hold them: functions and classes become import paths, paths become texts.
+def _json(options: Any) -> str:
+    """Options as a file would hold them.
 
     Raises:
         ConfigError: a value that no file can hold.
     """
+    return json.dumps(options, ensure_ascii=False, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no word for: functions and classes become import paths, paths become texts."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return dict(value)
     if inspect.isroutine(value) or inspect.isclass(value):
         return _import_path(value)
     if isinstance(value, Path):
         return str(value)
-    if value is None or isinstance(value, bool | str):
-        return value
     if isinstance(value, Real):  # numpy's too
         return int(value) if isinstance(value, Integral) else float(value)
     raise ConfigError(
@@ -134,6 +134,5 @@ def _import_path(part: Any) -> str:
         ConfigError: another process cannot import it.
     """
     module, name = part.__module__, part.__qualname__
-    if module == "__main__" or getattr(sys.modules.get(module), name, None) is not part:
-        return cells.import_path(part)
-    return f"{module}:{name}"
+    importable = module != "__main__" and getattr(sys.modules.get(module), name, None) is part
+    return f"{module}:{name}" if importable else cells.import_path(part)

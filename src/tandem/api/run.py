@@ -7,9 +7,10 @@ import html
 import inspect
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from tandem.api import comparison, described, targets
 from tandem.api.blocking import run_to_end
@@ -150,7 +151,7 @@ class Run:
         """Curves of metrics, by default of the reward and the answers' length, as a figure of matplotlib.
 
         Raises:
-            TandemError: no step has such a metric, or matplotlib is not installed.
+            TandemError: no step has such a metric.
         """
         return comparison.compare(self.folder).plot(*metrics)
 
@@ -166,10 +167,10 @@ class Run:
         """
         from tandem.api.chat import BeforeAndAfter  # which needs torch
 
-        models = BeforeAndAfter.of(self.folder, step)
+        models = BeforeAndAfter(self.folder, step)
         if message is not None:
             return models.reply(message)
-        models.converse(input, print)
+        models.converse(print)
         return None
 
     def eval(
@@ -247,14 +248,12 @@ def train(
         options["env"] = described.environment(data, Path(options.get("runs") or "runs"))
     if rewards is not None:
         options["rewards"] = described.rewards(rewards)
-    if epochs is not None and "steps" in options:
-        raise TandemError("epochs and steps both say how long it trains; leave one of them out")
-    placeholder = {"steps": 1} if epochs is not None else {}
+    if epochs is not None:
+        if "steps" in options:
+            raise TandemError("epochs and steps both say how long it trains; leave one of them out")
+        options["steps"] = 1  # until its tasks are counted
     texts = override_texts(overrides)
-    if recipe is None:
-        loaded = Recipe.load({**options, **placeholder}, texts)
-    else:
-        loaded = Recipe.load(recipe, [*override_texts({**options, **placeholder}), *texts])
+    loaded = Recipe.load(options, texts) if recipe is None else Recipe.load(recipe, [*override_texts(options), *texts])
     if epochs is not None:
         loaded = Recipe.load(loaded, {"steps": described.steps_of(epochs, loaded.config)})
     return _trained(loaded.config, None, on_step)
@@ -348,21 +347,18 @@ def _trained(config: RunConfig, resume: Path | None, on_step: OnStep | None) -> 
         _training.release()
 
 
+@dataclass(frozen=True, slots=True)
 class ReportPage:
     """A run's report: ``path`` is the page, which a notebook shows."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    path: Path
 
     def _repr_html_(self) -> str:
         page = html.escape(self.path.read_text(encoding="utf-8"))
         return f'<iframe srcdoc="{page}" style="width:100%;height:800px;border:0"></iframe>'
 
-    def __repr__(self) -> str:
-        return f"<ReportPage {self.path}>"
 
-
-class MetricsTable(Sequence[dict[str, float]]):
+class MetricsTable(list[dict[str, float]]):
     """Metrics of a run: one row for each optimizer step, ascending.
 
     A row has ``step``, ``time`` (Unix seconds) and every metric of the step by name; one that was not finite is nan.
@@ -378,19 +374,14 @@ class MetricsTable(Sequence[dict[str, float]]):
 
     def __init__(self, rows: Sequence[Row]) -> None:
         """Rows as metrics.jsonl holds them."""
-        self._rows = [
-            {
-                "step": row["step"],
-                "time": float(row.get("time", math.nan)),
-                **{name: math.nan if value is None else float(value) for name, value in row["metrics"].items()},
-            }
-            for row in rows
-        ]
+        for row in rows:
+            metrics = {name: math.nan if value is None else float(value) for name, value in row["metrics"].items()}
+            self.append({"step": row["step"], "time": float(row.get("time", math.nan)), **metrics})
 
     @property
     def names(self) -> list[str]:
         """Every column, sorted."""
-        return sorted({name for row in self._rows for name in row})
+        return sorted({name for row in self for name in row})
 
     def column(self, name: str) -> list[float]:
         """A metric of every step; nan for steps without it.
@@ -400,37 +391,13 @@ class MetricsTable(Sequence[dict[str, float]]):
         """
         if name not in self.names:
             raise TandemError(f"no step has a metric {name!r}{did_you_mean(name, self.names)}; see names for all")
-        return [row.get(name, math.nan) for row in self._rows]
+        return [row.get(name, math.nan) for row in self]
 
     def to_pandas(self) -> Any:
-        """A pandas ``DataFrame`` with the step as its index.
+        """A pandas ``DataFrame`` with the step as its index."""
+        import pandas
 
-        Raises:
-            TandemError: pandas is not installed.
-        """
-        try:
-            import pandas
-        except ImportError as error:
-            raise TandemError(
-                f"to_pandas needs pandas, which cannot be imported ({error}); install it with: pip install pandas, or "
-                "use column(name) and the rows as they are"
-            ) from error
-        return pandas.DataFrame(self._rows, columns=self.names or ["step"]).set_index("step")
-
-    @overload
-    def __getitem__(self, index: int) -> dict[str, float]: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[dict[str, float]]: ...
-
-    def __getitem__(self, index: int | slice) -> dict[str, float] | list[dict[str, float]]:
-        return self._rows[index]
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __iter__(self) -> Iterator[dict[str, float]]:
-        return iter(self._rows)
+        return pandas.DataFrame(self, columns=self.names or ["step"]).set_index("step")
 
     def __repr__(self) -> str:
         return f"<MetricsTable: {len(self)} steps, {len(self.names)} columns>"

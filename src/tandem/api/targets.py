@@ -7,14 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from tandem.config.loading import (
-    ENGINE_KEEPS,
-    RESUMABLE,
-    RunConfig,
-    digest,
-    from_options,
-    load,
-)
+from tandem.config.loading import ENGINE_KEEPS, RESUMABLE, RunConfig, digest, from_options, load
 from tandem.errors import REDACTED, CheckpointError, ConfigError
 from tandem.trainer import digests, user_code
 
@@ -64,13 +57,7 @@ def resumed(folder: Path, overrides: Sequence[str]) -> RunConfig:
             f"{folder} saves {config.checkpoint.save} (checkpoint: {config.checkpoint.save}): it cannot be gone on "
             f"with; start a run anew from {recipe}"
         )
-    newest = max(digests.steps_in(folder / "checkpoints"), default=0)
-    if config.steps < newest and any(_option(o) == "steps" for o in overrides):
-        raise ConfigError(
-            f"command line: steps={config.steps}: {folder} is at step {newest} already, and steps are those of the "
-            f"whole run: name at least {newest}, or take an earlier checkpoint out of it with tandem export --step"
-        )
-    if config.optimizer.schedule != "constant" and any(o.partition("=")[0] == "steps" for o in overrides):
+    if config.optimizer.schedule != "constant" and any(_option(o) == "steps" for o in overrides):
         raise ConfigError(
             f"command line: steps: the {config.optimizer.schedule} schedule of this run ends at its last step, so "
             f"another number of steps is another run; start one from {recipe}"
@@ -117,7 +104,19 @@ def to_evaluate(target: Path, overrides: Sequence[str], step: int | None) -> tup
         ConfigError: the target is none of the three, or there is nothing to evaluate on.
         CheckpointError: the run has no such checkpoint.
     """
-    config, weights = _to_evaluate(target, overrides, step)
+    weights = None
+    if (target / "config.yaml").is_file():
+        config, weights = load(target / "config.yaml", overrides).config, weights_of(target, step)
+        for line in user_code.changes(config, target):
+            log.warning("%s: this measures with the code as it is now", line)
+    elif step is not None:
+        raise ConfigError(f"step names a checkpoint of a run, and {target} is not a run's folder; leave it out")
+    elif (target / "config.json").is_file():
+        if not any(_option(override) in ("env", "envs") for override in overrides):
+            raise ConfigError(f"{target} is a model and says nothing of tasks; name an environment, such as env=gsm8k")
+        config = from_options({"model": str(target), "steps": 1}, overrides, target).config
+    else:
+        config = load(target, overrides).config
     check_evaluated(config, str(target))
     return config, weights
 
@@ -132,21 +131,6 @@ def check_evaluated(config: RunConfig, target: str) -> None:
         raise ConfigError(f"{target} trains on a broker's groups and has no tasks of its own; name some: env=gsm8k")
     if not config.evaluate.tasks:
         raise ConfigError("evaluate.tasks is 0, so there is nothing to evaluate; add evaluate.tasks=40")
-
-
-def _to_evaluate(target: Path, overrides: Sequence[str], step: int | None) -> tuple[RunConfig, Path | None]:
-    if (target / "config.yaml").is_file():
-        config = load(recipe_of(target), overrides).config
-        for line in user_code.changes(config, target):
-            log.warning("%s: this measures with the code as it is now", line)
-        return config, weights_of(target, step)
-    if step is not None:
-        raise ConfigError(f"step names a checkpoint of a run, and {target} is not a run's folder; leave it out")
-    if (target / "config.json").is_file():
-        if not any(override.partition("=")[0].partition(".")[0] in ("env", "envs") for override in overrides):
-            raise ConfigError(f"{target} is a model and says nothing of tasks; name an environment, such as env=gsm8k")
-        return from_options({"model": str(target), "steps": 1}, overrides, target).config, None
-    return load(target, overrides).config, None
 
 
 def _runs_nearby(folder: Path) -> str:

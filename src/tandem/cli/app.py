@@ -29,6 +29,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe.")]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]
+Folder = Annotated[Path, typer.Argument(metavar="[FOLDER]", help="A folder of runs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Step = Annotated[int | None, typer.Option(metavar="N", help="The checkpoint of this step; default: the newest.")]
 
 
@@ -53,8 +57,7 @@ def _root(
 @app.command()
 def train(
     target: Annotated[
-        Path,
-        typer.Argument(metavar="RECIPE|RUN", help="A recipe's file or name, or a run's folder to resume."),
+        Path, typer.Argument(metavar="RECIPE|RUN", help="A recipe's file or name, or a run's folder to resume.")
     ],
     overrides: Overrides = None,
     show: Show = False,
@@ -73,7 +76,7 @@ def train(
 
 @app.command()
 def check(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe.")],
+    recipe: Recipe,
     overrides: Overrides = None,
     tasks: Annotated[
         int, typer.Option(min=1, help="Tasks whose gold answer is scored and whose prompt is measured.")
@@ -106,12 +109,12 @@ def check(
 
 @app.command()
 def certify(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe.")],
+    recipe: Recipe,
     overrides: Overrides = None,
     real: Annotated[
         bool, typer.Option("--real", help="On the recipe's own model instead of a tiny one of its architecture.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Prove that a recipe's gradient is the one it says, and that its optimizer does with it what it should.
 
@@ -160,9 +163,7 @@ def recipes() -> None:
 
 
 @app.command()
-def runs(
-    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="A folder of runs.")] = Path("runs"),
-) -> None:
+def runs(folder: Folder = Path("runs")) -> None:
     """List the runs in a folder, the newest last."""
     from tandem.cli.runs import print_runs
 
@@ -171,7 +172,7 @@ def runs(
 
 @app.command()
 def watch(
-    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="A folder of runs.")] = Path("runs"),
+    folder: Folder = Path("runs"),
     port: Annotated[int, typer.Option(help="Port; 0: a free one.")] = 8760,
 ) -> None:
     """Show all runs of a folder on a page that moves, on this machine alone, until Ctrl-C."""
@@ -192,14 +193,11 @@ def compare(run: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help
 
 
 @app.command()
-def chat(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
-    step: Step = None,
-) -> None:
+def chat(run: Run, step: Step = None) -> None:
     """Talk to a trained model, with the model as it was before training beside it, until an empty line."""
     from tandem.api.chat import BeforeAndAfter
 
-    BeforeAndAfter.of(run, step).converse(input, typer.echo)
+    BeforeAndAfter(run, step).converse(typer.echo)
 
 
 @app.command("eval")
@@ -221,9 +219,9 @@ def evaluate(
 
 @app.command()
 def why(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    run: Run,
     stacks: Annotated[bool, typer.Option("--stacks", help="Also show where its threads and tasks stand.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show what a run is waiting for, since when, and which part has to deliver it."""
     from tandem.cli.why import why
@@ -233,7 +231,7 @@ def why(
 
 @app.command()
 def show(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    run: Run,
     report: Annotated[bool, typer.Option("--report", help="Write report.html anew and print where it is.")] = False,
 ) -> None:
     """Summarise a run."""
@@ -244,12 +242,11 @@ def show(
 
 @app.command()
 def mismatch(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    run: Run,
     step: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="The step to look at; default: the last recorded."),
+        int | None, typer.Option(metavar="N", min=1, help="The step to look at; default: the last recorded.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show how far the trainer's logprobs are from the engine's.
 
@@ -262,7 +259,7 @@ def mismatch(
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    run: Run,
     destination: Annotated[Path, typer.Argument(metavar="DEST", help="A folder to make.")],
     step: Step = None,
     merge: Annotated[
@@ -322,7 +319,7 @@ def serve_engine(
 
 @serve.command("run")
 def serve_run(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    run: Run,
     overrides: Overrides = None,
     step: Step = None,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
@@ -355,22 +352,11 @@ VERBS = "tandem.verbs"
 
 
 @cache
-def with_all_verbs() -> typer.Typer:
-    """The app with the verbs of other packages: also for help."""
-    for point in entry_points(group=VERBS):
-        point.load()(app)
-    return app
-
-
 def with_verb(verb: str) -> typer.Typer:
-    """The app with what a verb needs; with all verbs if it is none of its own, nor another package's."""
-    if verb in OWN_VERBS:
-        return app
-    points = entry_points(group=VERBS, name=verb)
-    if not points:
-        return with_all_verbs()
-    for point in points:
-        point.load()(app)
+    """The app with what a verb needs; with all verbs if there is none of that name, as for help."""
+    if verb not in OWN_VERBS:
+        for point in entry_points(group=VERBS, name=verb) or entry_points(group=VERBS):
+            point.load()(app)
     return app
 
 

@@ -11,69 +11,6 @@ from tandem import clone
 from tandem.config import registry as resolve
 from tandem.errors import ConfigError, command
 
-_MODULE = '''"""{title}: what the model is asked, and what counts as right. Try it with: tandem check {name}.yaml"""
-
-from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-from tandem.envs.base import Environment, Split
-from tandem.types import Message, Rollout, Task
-
-
-@dataclass(frozen=True, kw_only=True)
-class {title}(Environment):
-    """Sums of two numbers; replace this by your own problems. Each field below is an option of the recipe."""
-
-    largest: int = 9
-    """Largest number in a question."""
-
-    def tasks(self, split: Split) -> Sequence[Task]:
-        """All tasks of a split, always in the same order. No task may be in both splits."""
-        pairs = [(a, b) for a in range(1, self.largest + 1) for b in range(1, self.largest + 1)]
-        held_out = [pair for pair in pairs if (pair[0] * 7 + pair[1]) % 5 == 0]
-        chosen = held_out if split == "test" else [pair for pair in pairs if pair not in held_out]
-        return [self._task(a, b) for a, b in chosen]
-
-    def check(self, task: Task) -> str:
-        """A reply that must earn full marks, so that a broken reward is found before training."""
-        return f"The answer is {{task.answer}}"
-
-    def _task(self, a: int, b: int) -> Task:
-        question = f"What is {{a}} + {{b}}? End with: The answer is <number>"
-        return Task(
-            id=f"{{a}}+{{b}}",  # unique, and the same in every run
-            env=self.name,
-            prompt=(Message(role="user", content=question),),
-            answer=str(a + b),
-            meta={{"terms": [a, b]}},  # whatever else your reward needs
-        )
-
-    # For more than one turn, override play (docs/guide/environments.md).
-
-
-def correct(rollout: Rollout) -> float:
-    """1 if the reply ends with the right answer, else 0. It runs in a process of its own, which may be killed."""
-    _, found, given = rollout.text.rpartition("The answer is")
-    return float(bool(found) and given.strip().rstrip(".") == rollout.task.answer)
-'''
-
-_RECIPE = """# Trains on the environment in {name}.py. Look before you start: tandem check {name}.yaml
-model: {model}
-steps: 40
-env: {{kind: "{name}:{title}", largest: 9}}
-rewards: {{"{name}:correct": 1.0}}
-groups_per_step: 4
-group_size: 8
-sampling: {{max_tokens: 48}}
-optimizer: {{lr: 3.0e-5}}
-evaluate: {{tasks: 16}}
-"""
-
-_LOCAL_MODEL = ".cache/smollm2"
-_HUB_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-
 
 def new(what: str, name: str, folder: Path, source: str = "arithmetic") -> str:
     """Write NAME.py and NAME.yaml, or of a recipe NAME.yaml; returns the message to print.
@@ -97,10 +34,10 @@ def new(what: str, name: str, folder: Path, source: str = "arithmetic") -> str:
     if name in sys.builtin_module_names or (other is not None and other.origin is not None):
         raise ConfigError(f"Python has a module {name!r} already, which would hide it; choose another name")
     title = "".join(word[:1].upper() + word[1:] for word in name.split("_"))
-    model = _LOCAL_MODEL if (folder / _LOCAL_MODEL).is_dir() else _HUB_MODEL
     try:
-        module.write_text(_MODULE.format(name=name, title=title), encoding="utf-8")
-        recipe.write_text(_RECIPE.format(name=name, title=title, model=model), encoding="utf-8")
+        for path in (module, recipe):
+            text = clone.written(clone.FOLDER / "new" / f"my_env{path.suffix}")
+            path.write_text(text.replace("my_env", name).replace("MyEnv", title), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from error
     return f"wrote {module} and {recipe}; next: {command('check', recipe)}"

@@ -29,8 +29,12 @@ def print_runs(folder: Path) -> None:
     if not runs:
         raise TandemError(f"there is no run in {folder}; tandem train RECIPE makes one")
     rows = sorted(((summarise(run), run) for run in runs), key=lambda row: (row[0]["started"] or 0.0, row[1].name))
-    headings = ("run", "status", "steps", "model", "environment", "lr", "reward", "held out", "time")
-    _print(headings, (_row(run.name, summary) for summary, run in rows))
+    table = Table(box=None, pad_edge=False)
+    for heading in ("run", "status", "steps", "model", "environment", "lr", "reward", "held out", "time"):
+        table.add_column(heading, overflow="fold")
+    for summary, run in rows:
+        table.add_row(*map(Text, _row(run.name, summary)))
+    Console().print(table)
 
 
 def print_recipes() -> None:
@@ -64,12 +68,3 @@ def _row(name: str, of: Summary) -> Sequence[str]:
 
 def _shown(values: Iterable[float | None]) -> str:
     return " → ".join(f"{value:.3g}" for value in values if value is not None)
-
-
-def _print(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    table = Table(box=None, pad_edge=False)
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    Console().print(table)

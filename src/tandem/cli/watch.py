@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 
 from aiohttp import web
@@ -17,15 +17,12 @@ SECONDS = 5
 """Between two looks of an open page."""
 _READ = ("config.yaml", "metrics.jsonl", "events.jsonl", "eval.jsonl")
 
-Modified = tuple[object, ...]
-
 
 class RunsPage:
     """The page of all runs, and a page for each; a run whose files are as they were is not read again."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._cards: dict[Path, tuple[Modified, tuple[float, str]]] = {}
 
     def application(self) -> web.Application:
         """The routes."""
@@ -37,10 +34,8 @@ class RunsPage:
         return sorted(recipe.parent for recipe in self._folder.glob("*/config.yaml"))
 
     def _card(self, run: Path) -> tuple[float, str]:
-        modified = (vitals.process(run), *((run / name).stat().st_mtime_ns for name in _READ if (run / name).exists()))
-        if self._cards.get(run, ((), None))[0] != modified:
-            self._cards[run] = (modified, overview.card(run))
-        return self._cards[run][1]
+        times = [(run / name).stat().st_mtime_ns for name in _READ if (run / name).exists()]
+        return _read_card(run, vitals.process(run), *times)
 
     async def _all(self, request: web.Request) -> web.Response:
         cards = await asyncio.to_thread(lambda: sorted(map(self._card, self._runs()), reverse=True))
@@ -52,6 +47,11 @@ class RunsPage:
         if run is None:
             raise web.HTTPNotFound(text=f"there is no run {name} in {self._folder}")
         return _page(await asyncio.to_thread(overview.run_page, run), moves=vitals.process(run) == "alive")
+
+
+@lru_cache(maxsize=256)
+def _read_card(run: Path, *state: object) -> tuple[float, str]:
+    return overview.card(run)
 
 
 def _page(text: str, *, moves: bool) -> web.Response:
@@ -67,7 +67,7 @@ async def _of_this_machine(request: web.Request, handler: web.Handler) -> web.St
     return await handler(request)  # type: ignore[no-any-return]
 
 
-def watch(folder: Path, port: int, tell: Callable[[str], object]) -> None:
+def watch(folder: Path, port: int, tell: Callable[[str], None]) -> None:
     """Serve the page until Ctrl-C.
 
     Args:
@@ -75,17 +75,5 @@ def watch(folder: Path, port: int, tell: Callable[[str], object]) -> None:
         port: 0 is a free one.
         tell: shows a line to the person.
     """
-
-    async def forever() -> None:
-        runner = web.AppRunner(RunsPage(folder).application(), access_log=None)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", port).start()
-            at = runner.addresses[0][1]
-            tell(f"runs of {folder} at http://localhost:{at} (from elsewhere: ssh -L {at}:localhost:{at} HOST)")
-            await asyncio.Event().wait()
-        finally:
-            await runner.cleanup()
-
-    with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
-        asyncio.run(forever())
+    tell(f"runs of {folder}; from elsewhere: ssh -L PORT:localhost:PORT HOST")
+    web.run_app(RunsPage(folder).application(), host="127.0.0.1", port=port, access_log=None, print=tell)

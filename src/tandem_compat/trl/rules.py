@@ -123,10 +123,7 @@ class TrlRecipe(Reader):
             self.note("steps_per_generation", f"{self._rounds} steps are sampled ahead, by weights that are shared")
         self.put("zero_variance_groups", "keep")
         self.put("checkpointing", "full" if self["gradient_checkpointing"] else "none")
-        if "bf16" in self:
-            self.put("dtype", "bfloat16" if self["bf16"] else "float32")
-        else:
-            self.put("dtype", "auto")
+        self.put("dtype", {None: "auto", True: "bfloat16", False: "float32"}[self["bf16"]])
         boards = [self["report_to"]] if isinstance(self["report_to"], str) else list(self["report_to"] or ())
         if boards := [name for name in boards if name not in ("none", "all")]:
             self.put("loggers", ["console", *boards])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from tandem.api import described
 from tandem.cli.export import export
 from tandem.envs.data.rows import read_file
 from tandem.errors import ConfigError
+from tandem.model.policy import load_tokenizer
 from tandem_compat.trl.options import OPTIONS
 from tandem_compat.trl.rules import TrlRecipe
 
@@ -31,9 +31,6 @@ class GRPOConfig:
         if name.startswith("__") or name not in OPTIONS:
             raise AttributeError(f"GRPOConfig has no {name!r}")
         return self.fields.get(name, OPTIONS[name].default)
-
-    def __repr__(self) -> str:
-        return f"GRPOConfig({', '.join(f'{name}={value!r}' for name, value in self.fields.items())})"
 
 
 class GRPOTrainer:
@@ -56,23 +53,25 @@ class GRPOTrainer:
             ConfigError: one has no counterpart; the message says what to do instead.
         """
         self.run: tandem.Run | None = None
-        _refuse(model, others, train_dataset)
+        _refuse(model, others)
         reader = TrlRecipe.of((args or GRPOConfig()).fields)
         runs = Path(reader["output_dir"])
         env = described.environment(train_dataset, runs)
-        env |= {"test_share": 0.0, **_form(env)}
-        held_out = 0
+        rows, held_out = [row.columns for row in read_file(env["path"])], 0
+        # A text is a prompt to go on with, as in TRL, and a list of messages is a chat.
+        env |= {"test_share": 0.0, "chat": not isinstance(rows[0][env["prompt"]], str)}
         if eval_dataset is not None:
             env["test_path"] = described.environment(eval_dataset, runs)["path"]
             del env["test_share"]
             held_out = sum(1 for _ in read_file(env["test_path"]))
-        reader.finish(sum(1 for _ in read_file(env["path"])), held_out=held_out)
+        reader.finish(len(rows), held_out=held_out)
         reader.recipe |= {"model": model, "env": env, "rewards": _rewards(reward_funcs, reader["reward_weights"])}
         if peft_config is not None:
             reader.put("trainable", _adapter(peft_config))
             if peft_config.lora_dropout:
                 reader.nothing("peft_config", "Tandem has no dropout, so lora_dropout is left out")
-        _check_tokenizer(processing_class, model)
+        if processing_class is not None and processing_class.chat_template != load_tokenizer(model).chat_template:
+            reader.put("chat_template", processing_class.chat_template)
         translation = reader.translated()
         for note in translation.notes:
             sys.stderr.write(f"tandem: {note}\n")
@@ -98,21 +97,16 @@ _OTHERS = {
     "callbacks": "tandem.train(trainer.recipe, on_step=f) calls f after every step",
     "reward_processing_classes": "a reward model's own tokenizer is used",
     "optimizers": "optim and learning_rate of GRPOConfig choose the optimizer",
-    "tools": "a conversation of several turns is an environment (docs/guide/environments.md)",
-    "rollout_func": "a conversation of several turns is an environment (docs/guide/environments.md)",
-    "environment_factory": "a conversation of several turns is an environment (docs/guide/environments.md)",
-}
+} | dict.fromkeys(
+    ("tools", "rollout_func", "environment_factory"),
+    "a conversation of several turns is an environment (docs/guide/environments.md)",
+)
 
 
-def _refuse(model: Any, others: Any, train_dataset: Any) -> None:
+def _refuse(model: Any, others: Any) -> None:
     """What cannot be had."""
     if not isinstance(model, str):
-        name = getattr(model, "name_or_path", "")
-        raise ConfigError(
-            f"model is a {type(model).__name__}; give its name or folder" + (f": {name!r}" if name else "")
-        )
-    if train_dataset is None:
-        raise ConfigError("train_dataset is missing: rows with a column prompt")
+        raise ConfigError(f"model is a {type(model).__name__}; give its name or folder")
     for name, value in others.items():
         if name not in _OTHERS:
             raise ConfigError(f"GRPOTrainer has no argument {name!r} here")
@@ -120,25 +114,17 @@ def _refuse(model: Any, others: Any, train_dataset: Any) -> None:
             raise ConfigError(f"{name} has no counterpart here; {_OTHERS[name]}")
 
 
-def _form(env: dict[str, Any]) -> dict[str, Any]:
-    """A text is a prompt to go on with, as in TRL, and a list of messages is a chat."""
-    (first,) = islice(read_file(env["path"]), 1)
-    return {"chat": not isinstance(first.columns[env["prompt"]], str)}
-
-
 def _rewards(funcs: Any, weights: Sequence[float] | None) -> dict[str, Any]:
     each = list(funcs) if isinstance(funcs, list | tuple) else [funcs]
     if weights is not None and len(weights) != len(each):
         raise ConfigError(f"reward_weights has {len(weights)} numbers for {len(each)} reward_funcs")
-    models = {part: {"kind": "reward_model", "model": part} for part in each if isinstance(part, str)}
-    named = described.rewards([part for part in each if not isinstance(part, str)]) | {
-        f"reward_model_{number}" if number else "reward_model": {**part, "weight": 1.0}
-        for number, part in enumerate(models.values())
-    }
-    order = {part: name for name, part in ((name, value.get("model", value["kind"])) for name, value in named.items())}
-    for part, weight in zip(each, weights or (), strict=False):
-        named[order[part]]["weight"] = weight
-    return {order[part]: named[order[part]] for part in each}
+    named: dict[str, Any] = {}
+    for part, weight in zip(each, weights or [1.0] * len(each), strict=True):
+        model = isinstance(part, str)
+        name = "reward_model" if model else getattr(part, "__name__", type(part).__name__)
+        options = {"kind": "reward_model", "model": part} if model else {"kind": part}
+        named[f"{name}_{len(named)}" if name in named else name] = {**options, "weight": weight}
+    return named
 
 
 def _adapter(peft_config: Any) -> dict[str, Any]:
@@ -151,16 +137,3 @@ def _adapter(peft_config: Any) -> dict[str, Any]:
     modules = peft_config.target_modules
     chosen = {} if modules is None else {"target_modules": modules if isinstance(modules, str) else sorted(modules)}
     return {"kind": "lora", "rank": peft_config.r, "alpha": alpha, **chosen}
-
-
-def _check_tokenizer(tokenizer: Any, model: str) -> None:
-    """The policy is told by its own tokenizer; one with another template would be another task."""
-    if tokenizer is None:
-        return
-    from tandem.model.policy import load_tokenizer
-
-    if tokenizer.chat_template != load_tokenizer(model).chat_template:
-        raise ConfigError(
-            "processing_class has another chat template than the model's own tokenizer; leave it out, and name a "
-            "file with the template: tandem.train(trainer.recipe, {'chat_template': ...})"
-        )
