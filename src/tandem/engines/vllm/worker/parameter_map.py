@@ -116,7 +116,7 @@ def tensors_of(name: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[s
         raise EngineError(f"the engine's transformers cannot make the trainer's model: {error}; {RESTART}") from error
 
 
-def _as_stored(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _as_stored(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """A model's tensors under the names that a checkpoint has."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
