@@ -481,7 +481,7 @@ def test_check_refuses_what_does_not_fit(
     run: Run, trainer: types.SimpleNamespace, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tandem import machine
-    from tandem.trainer.memory_plan import plan
+    from tandem.trainer import memory_plan as plan
 
     small = machine.Machine(name="this machine", free=10**8, total=10**9, is_host=True)
     monkeypatch.setattr(plan, "host", lambda: small)
