@@ -189,6 +189,6 @@ def test_layers_that_were_repacked_or_are_spread_over_workers_are_refused() -> N
 def test_experts_that_a_processor_has_repacked_are_refused() -> None:
     tensors, weights = stacked()
     model = Experts()
-    model.quant_method = object()
+    model.w13_weight = None  # as vLLM calls it
     with pytest.raises(EngineError, match=r"'w13'.*vLLM repacks for a processor; use sync: restart"):
         recorded(model, tensors, weights, world=1)

@@ -298,7 +298,7 @@ def _check(
                 f"{what} was repacked for this processor at load, and the copy is what is read: writing the weight "
                 "would change nothing. Start the engine through Tandem, which keeps weights as they are"
             )
-        if parameter.dim() == 3 and parameter.device.type == "cpu" and getattr(layer, "quant_method", None) is not None:
+        if parameter.device.type == "cpu" and hasattr(layer, "w13_weight"):
             raise EngineError(f"{what} is of experts, whose weights vLLM repacks for a processor; {RESTART}")
         if name in recording.computed:
             raise EngineError(f"{what} is computed from the trainer's weights, or of another type; {RESTART}")
