@@ -23,7 +23,7 @@ WAYS = [
     ("granite", "shared"),
     ("mixtral", "restart"),
     ("olmo2", "shared"),
-    ("qwen3_next", "shared"),
+    ("qwen3_next", "restart"),
     ("falcon_h1", "restart"),
 ]
 """By ``shared`` where vLLM only places tensors; Mamba's it computes, and experts it repacks for a processor."""

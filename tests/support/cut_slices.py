@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.cut_weights import ROWS, cost, made, mesh_of
-from support.vllm_workers import Worker, served
+from support.vllm_workers import Worker, map_of, served
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
@@ -36,9 +36,9 @@ def worker_of(model: Any, rank: int, world: int) -> WorkerExtension:
     worker = WorkerExtension()
     parallel = SimpleNamespace(tensor_parallel_size=world, pipeline_parallel_size=1)
     worker.rank = rank
-    worker.model_runner = SimpleNamespace(
-        model=served(model, Worker(rank, world)), vllm_config=SimpleNamespace(parallel_config=parallel)
-    )
+    fake = served(model, Worker(rank, world))
+    worker.model_runner = SimpleNamespace(model=fake, vllm_config=SimpleNamespace(parallel_config=parallel))
+    worker._tandem_recorded = map_of(fake, model, world=world)
     return worker
 
 

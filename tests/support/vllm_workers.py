@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from tandem.engines.vllm.worker.parameter_map import TensorPlace, recorded
+from tandem.engines.vllm.worker.parameter_map import ParameterMap, TensorPlace, recorded
 
 Load = Callable[[Tensor], Tensor]
 VOCABULARY, HIDDEN, MLP, HEAD = 259, 64, 96, 16
@@ -131,8 +131,13 @@ class Served(nn.Module):
 
 def mapped(fake: nn.Module, model: nn.Module, *, world: int = 1) -> dict[str, list[TensorPlace]]:
     """Where a stand-in holds the tensors of a model."""
+    return map_of(fake, model, world=world).places(fake)
+
+
+def map_of(fake: nn.Module, model: nn.Module, *, world: int = 1) -> ParameterMap:
+    """The map of a stand-in for a model, as its loader shows it."""
     weights = {name: torch.empty_like(p, device="meta") for name, p in model.named_parameters()}
-    return recorded(fake, weights, dict(weights), world=world).places(fake)
+    return recorded(fake, weights, dict(weights), world=world)
 
 
 def loaders(parts: list[list[Tensor]], slices: list[Load]) -> list[tuple[int, Load]]:

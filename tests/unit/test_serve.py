@@ -49,7 +49,7 @@ def interpreter(folder: Path) -> Path:
     ("overrides", "says"),
     [
         (["engine=embedded"], "runs engine: vllm"),
-        (["engine.urls=['http://x:1']"], "remove urls"),
+        (["engine.urls=['http://x:1']"], "remove it to start one"),
         (["sync=hotswap"], "whole weights"),
         (["engine.tensor_parallel_size=2"], "broadcast"),
         (["sync.bridge=."], "sync.bridge"),
