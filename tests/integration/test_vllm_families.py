@@ -23,10 +23,8 @@ WAYS = [
     ("granite", "shared"),
     ("mixtral", "restart"),
     ("olmo2", "shared"),
-    ("qwen3_next", "restart"),
-    ("falcon_h1", "restart"),
 ]
-"""By ``shared`` where vLLM only places tensors; Mamba's it computes, and experts it repacks for a processor."""
+"""By ``shared`` where vLLM only places tensors; experts it repacks for a processor. Its hybrids need bfloat16 there."""
 
 
 def made(name: str, folder: Path) -> Path:
