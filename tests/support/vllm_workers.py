@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,26 +18,16 @@ VOCABULARY, HIDDEN, MLP, HEAD = 259, 64, 96, 16
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 
 
-class UnquantizedLinearMethod:
-    """What vLLM gives to plain layers; the map goes by the name."""
-
-
-class Fp8LinearMethod:
-    """What vLLM gives to quantised ones."""
-
-
 @dataclass(frozen=True)
 class Worker:
     rank: int = 0
     world: int = 1
 
-    def layer(self, weight: Tensor, bias: Tensor | None = None, *, split: bool = True, **attributes: Any) -> nn.Module:
+    def layer(self, weight: Tensor, bias: Tensor | None = None, **attributes: Any) -> nn.Module:
         made = nn.Module()
         made.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
         if bias is not None:
             made.bias = nn.Parameter(bias.contiguous(), requires_grad=False)
-        rank, world = (self.rank, self.world) if split else (0, 1)
-        attributes = {"tp_rank": rank, "tp_size": world, "quant_method": UnquantizedLinearMethod()} | attributes
         for name, value in {"loaders": [(0, _whole)], **attributes}.items():
             setattr(made, name, value)
         return made
@@ -48,52 +37,22 @@ class Worker:
 
     def merged(self, *linears: nn.Linear) -> nn.Module:
         parts = [[self.slice(p) for p in linear.parameters()] for linear in linears]
-        return self.layer(
-            *fused(parts),
-            loaders=loaders(parts, [self.slice] * len(linears)),
-            gather_output=False,
-            input_size=linears[0].in_features,
-            output_size=sum(linear.out_features for linear in linears),
-            output_sizes=[linear.out_features for linear in linears],
-        )
-
-    def column(self, linear: nn.Linear) -> nn.Module:
-        made = self.merged(linear)
-        del made.output_sizes
-        return made
+        return self.layer(*fused(parts), loaders=loaders(parts, [self.slice] * len(linears)))
 
     def row(self, linear: nn.Linear) -> nn.Module:
         return self.layer(
             self.slice(linear.weight, 1),
             linear.bias,
             loaders=[(0, lambda whole: self.slice(whole, 1) if whole.dim() > 1 else whole)],
-            input_is_parallel=True,
-            input_size=linear.in_features,
-            input_size_per_partition=linear.in_features // self.world,
-            output_size=linear.out_features,
         )
 
     def qkv(self, attention: Any) -> nn.Module:
-        heads, keys = (linear.out_features // HEAD for linear in (attention.q_proj, attention.k_proj))
+        keys = attention.k_proj.out_features // HEAD
         copies = max(1, self.world // keys)
         other = Worker(self.rank // copies, self.world // copies)  # ranks that share a key head hold the same slice
         q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
         parts = [[w.slice(p) for p in linear.parameters()] for w, linear in ((self, q), (other, k), (other, v))]
-        return self.layer(
-            *fused(parts),
-            loaders=loaders(parts, [self.slice, other.slice, other.slice]),
-            gather_output=False,
-            head_size=HEAD,
-            v_head_size=HEAD,
-            num_heads=heads // self.world,
-            num_kv_heads=keys * copies // self.world,
-            num_kv_head_replicas=copies,
-            total_num_heads=heads,
-            total_num_kv_heads=keys,
-            input_size=HIDDEN,
-            output_size=-1,
-            output_sizes=[-1, -1, -1],  # vLLM counts replicated heads in them: they are not the checkpoint's sizes
-        )
+        return self.layer(*fused(parts), loaders=loaders(parts, [self.slice, other.slice, other.slice]))
 
     def vocabulary(self, weight: Tensor, padded: int = 0) -> nn.Module:
         padded = padded or -(-len(weight) // 64) * 64
@@ -102,15 +61,8 @@ class Worker:
         rows = padded // self.world
         first = min(self.rank * rows, len(weight))
         end = min((self.rank + 1) * rows, len(weight))
-        indices = SimpleNamespace(org_vocab_start_index=first, org_vocab_end_index=end)
-        made = self.layer(
-            self.slice(whole),
-            loaders=[(0, lambda whole: whole[first:end])],
-            org_vocab_size=len(weight),
-            shard_indices=indices,
-        )
-        del made.tp_rank  # some releases give the layer none
-        return made
+        cut = [(0, lambda whole: whole[first:end])]
+        return self.layer(self.slice(whole), loaders=cut, org_vocab_size=len(weight))
 
 
 class Served(nn.Module):

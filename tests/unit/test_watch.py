@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from tandem.cli.watch import RunsPage
+from tandem.cli.watch import RunsPage, watch
+from tandem.errors import ConfigError
 from tandem.observability.report import overview
 from tandem.observability.report.folder import load
 
@@ -86,3 +87,8 @@ def test_a_run_is_read_again_only_when_it_went_on(tmp_path: Path, monkeypatch: p
     os.utime(run / "metrics.jsonl", ns=(1, 1))
     page._card(run)
     assert len(reads) == 2
+
+
+def test_a_folder_that_is_not_there_is_not_watched(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no folder .*nothing"):
+        watch(tmp_path / "nothing", 0, print)

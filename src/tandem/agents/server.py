@@ -87,6 +87,8 @@ class Session:
     _conversations: dict[bytes, _Conversation] = field(default_factory=dict)  # by ``_extended`` key
     _written: dict[str, _Conversation] = field(default_factory=dict)  # by text
     _numbers: Iterator[int] = field(default_factory=count)
+    apis: dict[str, ChatApi] = field(default_factory=lambda: {"responses": Responses(), "messages": Messages()})
+    """Other APIs than chat completions; what was said in this session is known to no other."""
 
     async def reply(
         self, messages: Sequence[Message], sampling: Sampling | None = None, offer: ToolOffer = NONE, answers: int = 1
@@ -245,7 +247,6 @@ class Proxy:
         self._sampling = sampling
         self._model = model
         self._sessions: dict[str, Session] = {}
-        self._dialects: dict[str, ChatApi] = {"responses": Responses(), "messages": Messages()}
 
     def create(self, stream: str = "") -> tuple[str, Session]:
         """Begin a session; its key, and itself. Its API is at ``URL/KEY/v1``."""
@@ -281,12 +282,13 @@ class Proxy:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _speak(self, request: web.Request) -> web.StreamResponse:
-        session, dialect = self._session(request), self._dialects[request.match_info["dialect"]]
+        session, name = self._session(request), request.match_info["dialect"]
+        dialect = session.apis[name]
         try:
             fields = msgspec.json.decode(await request.read(), type=dict[str, Any])
             chat = dialect.chat(fields)
         except (ValueError, RecursionError, AttributeError, LookupError, TypeError) as error:
-            raise BadRequest(f"the body is none of /v1/{request.match_info['dialect']}: {error}") from error
+            raise BadRequest(f"the body is none of /v1/{name}: {error}") from error
         options = ChatRequest.read(msgspec.json.encode(chat))
         offer = options.offer(self._template.speech)
         (reply,) = await session.reply(options.conversation(), options.sampling(self._sampling), offer)

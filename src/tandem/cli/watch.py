@@ -10,6 +10,7 @@ from pathlib import Path
 from aiohttp import web
 
 from tandem import doors
+from tandem.errors import ConfigError
 from tandem.observability import vitals
 from tandem.observability.report import overview
 
@@ -74,6 +75,11 @@ def watch(folder: Path, port: int, tell: Callable[[str], None]) -> None:
         folder: of runs.
         port: 0 is a free one.
         tell: shows a line to the person.
+
+    Raises:
+        ConfigError: there is no such folder.
     """
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}; name the one that holds the runs' folders")
     tell(f"runs of {folder}; from elsewhere: ssh -L PORT:localhost:PORT HOST")
     web.run_app(RunsPage(folder).application(), host="127.0.0.1", port=port, access_log=None, print=tell)

@@ -355,7 +355,7 @@ class ReportsChecksums(Protocol):
         """For each engine by name: checksum of each tensor it samples from, by its name in the payload.
 
         Raises:
-            UnmappedWeights: it cannot, and ``sums_bytes`` is false from now on.
+            UnmappedWeights: it cannot; ``sums_bytes`` is false from now on, if weights are what is published.
         """
 
     def as_stored(self, adapter: LoraAdapter) -> Iterable[tuple[str, Any]]:
