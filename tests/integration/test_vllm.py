@@ -235,7 +235,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "hotswap carries no merged weights": ({"trainable": MERGED, "sync": "hotswap"}, "shared, broadcast or restart"),
     "a share of a slice": (
         {"trainable": FULL, "sync": "shared", "engine": {"kind": "vllm", "tensor_parallel_size": 2}},
-        "sync: broadcast feeds such an engine",
+        "use sync: broadcast, or ranks: 2",
     ),
     "two engines share nothing": (
         {"trainable": FULL, "sync": "shared", "engine": {"kind": "vllm", "replicas": 2}},

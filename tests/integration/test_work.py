@@ -11,7 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +22,7 @@ from support.fake_engine import END, FakeEngine
 from tandem_broker.client import Connection, TakenBatch, TrainerClient
 from tandem_broker.commands import recipe as recipes
 from tandem_broker.commands import work
-from tandem_broker.journal import opened
+from tandem_broker.journal import Ledger
 from tandem_broker.producer import GroupTally
 from tandem_broker.protocol.convert import group_from_wire
 from tandem_broker.protocol.messages import RunParameters, ScoredGroup
@@ -47,8 +47,8 @@ def config(model: Path, broker: str, engine: FakeEngine, *more: str) -> recipes.
 
 @asynccontextmanager
 async def tandem_broker(folder: Path, port: int = 0) -> AsyncIterator[str]:
-    with opened(folder, StoreOptions(), time.time()) as store:
-        async with serving(BrokerServer(store), "127.0.0.1", port) as url:
+    with closing(Ledger.open(folder, StoreOptions(), time.time())) as ledger:
+        async with serving(BrokerServer(ledger.store), "127.0.0.1", port) as url:
             yield url
 
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 MADE = 5000
 """Most tasks that an environment is to make."""
-NEEDS_DOWNLOAD = {"gsm8k", "math", "broker", "qwen_gsm8k", "areal_gsm8k", "dapo"}
+NEEDS_DOWNLOAD = {"gsm8k", "math", "broker", "qwen_gsm8k", "areal_gsm8k", "dapo", "verifiers"}
 
 
 @pytest.fixture(autouse=True)
