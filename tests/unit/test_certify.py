@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from support.families import config_of
 from support.tiers import long_but
 from torch import Tensor
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
@@ -86,6 +87,16 @@ OBJECTIVES = [
 )
 def test_an_objective_is_its_formula(overrides: list[str], architectures: Path) -> None:
     assert unproven(recipe("calculator", architectures, overrides)) == []
+
+
+FAMILIES = ["qwen2_5_vl", "gemma3n_text", "gemma4_text", "qwen3_next", "falcon_h1", "mamba2", "gpt_oss", "qwen3_moe"]
+"""With images, values by layer, words of layers, hybrids, no attention, experts."""
+
+
+@pytest.mark.parametrize("name", long_but(FAMILIES, "qwen2_5_vl"))
+def test_a_family_is_certified(name: str, tmp_path: Path) -> None:
+    config_of(name).save_pretrained(tmp_path / name)
+    assert unproven(load(Path("recipes/arithmetic.yaml"), [f"model={tmp_path / name}"]).config) == []
 
 
 def test_what_a_broker_sends_is_certified_too(architectures: Path) -> None:

@@ -16,7 +16,7 @@ from support.families import FAMILIES, config_of
 
 from tandem.engines.embedded.spec import Embedded
 from tandem.errors import ConfigError
-from tandem.model import packing
+from tandem.model import layers, packing
 from tandem.model.attention import NAME
 from tandem.model.packing import CLOSE, Case
 from tandem.model.policy import Compute, Policy
@@ -84,6 +84,20 @@ def test_a_family_is_trained_and_sampled_as_transformers_computes_it(name: str) 
     way = packing.chosen(config_of(name)).packing
     assert max(trained(name, Full(), way), trained(name, Lora(rank=4), way)) < CLOSE
     assert sampled(name) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["gemma3n_text", "gpt_oss", "bamba"])
+def test_layers_that_are_computed_again_have_the_same_gradient(name: str) -> None:
+    """Also of a model that adds to a product in place."""
+    model, ids = model_of(name), torch.tensor([PROMPTS[0]])
+    slopes = torch.randn(1, len(PROMPTS[0]), model.get_output_embeddings().weight.shape[0])
+    gradients = []
+    for how in ("none", "selective", "full"):
+        layers.tune(model, compile=False, checkpointing=how)
+        model.zero_grad()
+        (model(input_ids=ids, use_cache=False).logits * slopes).sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    assert all((other - gradients[0]).norm() <= 1e-6 * gradients[0].norm() for other in gradients[1:])
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # by PEFT, of transformers

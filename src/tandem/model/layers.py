@@ -125,7 +125,7 @@ Checkpointing = Literal["none", "selective", "full"]
 _PRODUCTS = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1}
 """Names of products, and at which argument their factors begin."""
 _LEAST = 16
-"""A product is kept if what it sums over is at least this part of the width of its result."""
+"""A product is kept if what it sums over is at least this part of the width of its result, and at least so many."""
 
 
 def recomputed(run: Callable[..., Any], how: Literal["selective", "full"]) -> Callable[..., Any]:
@@ -152,4 +152,4 @@ def _policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 def _costs(left: Tensor, right: Tensor) -> bool:
     """Whether a product takes long for the memory of its result: that of an adapter's narrow factors does not."""
-    return left.shape[-1] * _LEAST >= right.shape[-1]
+    return left.shape[-1] >= max(_LEAST, right.shape[-1] / _LEAST)

@@ -585,7 +585,7 @@ class PlainModel:
     def gradients(self) -> dict[str, Tensor]:
         """Of what was backpropagated since ``take``, by the names of what is trained."""
         weights = self.weights(self._leaves)
-        torch.autograd.backward(list(weights.values()), [_slope(self._parameters[name]) for name in weights])
+        torch.autograd.backward(list(weights.values()), [_slope(self._parameters[name]).double() for name in weights])
         return {name: _slope(self._leaves.get(name, torch.zeros(()))) for name in sorted(self.names)}
 
     def logits(self, ids: Sequence[int]) -> Tensor:

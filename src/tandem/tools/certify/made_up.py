@@ -276,11 +276,26 @@ def certified(config: RunConfig, *, real: bool) -> tuple[nn.Module, PlainModel]:
     if real:
         model = load_model(config.model, dtype=torch.float32, device=torch.device("cpu"), packing=config.packing)
     else:
-        tiny = shrunk(load_config(config.model).get_text_config(), config.trainable.layers or ())
+        tiny = tiny_like(load_config(config.model), config.trainable.layers or ())
         options = packing.attention(tiny, config.packing)
         model = packing.causal_class(tiny).from_config(tiny, dtype=torch.float32, **options)
     exact = PlainModel(model, part(recipes.as_json(config)["trainable"]))
     return prepared(config, model), exact
+
+
+def tiny_like(config: Any, layers: Sequence[int]) -> Any:
+    """A small configuration of the same architecture, in which ``layers`` exist.
+
+    Where the usual sizes make no model that runs, such as of an architecture that lists values by layer or is computed
+    with images, it is the copy by which the packing is chosen.
+    """
+    try:
+        tiny = shrunk(config.get_text_config(), layers)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            packing.causal_class(tiny).from_config(tiny).eval()(torch.tensor([[3, tiny.vocab_size - 1]]))
+    except Exception:
+        return packing.small(config, layers=max(2, *(layer + 1 for layer in layers)) if layers else 2)
+    return tiny
 
 
 def shrunk(like: Any, layers: Sequence[int]) -> Any:
