@@ -5,16 +5,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from tandem.errors import bounded
-from tandem.lazy import torch
+from tandem.lazy import Parameter, Tensor, torch
 from tandem.optimizers._precise import PreciseStepper, TrainedWeight, whole
 from tandem.optimizers.base import Optimizer, ParameterPart, PartStepper, Stepper
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.nn import Parameter
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,15 +6,11 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from tandem.errors import CheckpointError, ConfigError
-from tandem.lazy import no_grad, torch
+from tandem.lazy import Parameter, Tensor, no_grad, torch
 from tandem.optimizers.base import PIECE, Optimizer, ParameterPart, global_norm
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.nn import Parameter
 
 FLOAT = 4  # bytes
 

@@ -5,16 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from tandem.errors import bounded
-from tandem.lazy import torch
+from tandem.lazy import Parameter, Tensor, torch
 from tandem.optimizers._precise import Precise, PreciseStepper, TrainedWeight, whole
 from tandem.optimizers.base import Stepper
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.nn import Parameter
 
 _TINY = 1e-30
 """Least mean of squares that is divided by the root of; gradients of a millionth of a millionth are above it."""

@@ -7,14 +7,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from tandem.errors import bounded, check_bounds
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.nn import Parameter
-
+from tandem.lazy import Parameter, Tensor
 
 LARGEST_RATE = 0.01
 """Learning rate above which a recipe is warned of: ten times the largest that adapters take."""

@@ -8,13 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from tandem.errors import CheckpointError, ConfigError
-from tandem.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
+from tandem.lazy import Tensor, nn, torch
 
 
 class WeightSource:

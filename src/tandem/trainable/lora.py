@@ -10,15 +10,12 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from tandem.errors import CheckpointError, ConfigError
-from tandem.lazy import torch
+from tandem.lazy import Tensor, nn, torch
 from tandem.trainable.base import Trainable, WeightSource, layer_of, read_into, safetensors_in
 from tandem.transport.adapters import write_adapter
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 _silenced = threading.Lock()
 """Held while warnings are ignored, which is so for all threads: each would restore what it found."""

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 from tandem.algorithms.losses.base import MOST_LOG_RATIO, MicroBatch
-from tandem.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from tandem.lazy import Tensor, torch
 
 Beyond = Literal["truncate", "mask"]
 """For a ratio out of bounds: set it to the bound, or set the weight to 0."""

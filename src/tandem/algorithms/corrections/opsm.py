@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from tandem.algorithms.losses.base import MicroBatch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from tandem.lazy import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 from tandem.errors import ConfigError
-from tandem.lazy import torch
+from tandem.lazy import Tensor, torch
 from tandem.pending import PendingMetrics
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MOST_LOG_RATIO = 80.0
 """Bound of log ratios, so that exp stays finite in float32; no ratio beyond it is meaningful."""

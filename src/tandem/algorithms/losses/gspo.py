@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from tandem.algorithms.losses._ratio import clipped, ratio
 from tandem.algorithms.losses.base import MicroBatch, Reduction, TokenLoss
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from tandem.lazy import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from tandem.algorithms.references.base import Reference, ReferenceWeights
 from tandem.errors import CheckpointError
-from tandem.lazy import no_grad
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.nn import Parameter
+from tandem.lazy import Parameter, Tensor, no_grad
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,14 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from tandem.algorithms.losses.base import MicroBatch
-from tandem.lazy import no_grad, torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.nn import Parameter
+from tandem.lazy import Parameter, Tensor, no_grad, torch
 
 _MOST = 40.0
 """Bound of log ratios, so that products of two ratios stay finite in float32."""
