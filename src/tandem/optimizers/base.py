@@ -93,14 +93,14 @@ class Optimizer(ABC):
     states_on: ClassVar[Literal["weights", "host"]] = "weights"
     """Where the bytes of ``state_bytes`` are held: beside the weights, or in host memory wherever those are."""
 
-    lr: float = 1e-6
-    """Peak learning rate. LoRA wants about ten times a full fine-tune's."""
+    lr: float = bounded(1e-6, above=0)
+    """Peak learning rate, above 0 (to measure a model: tandem eval). LoRA wants about ten times a full fine-tune's."""
     warmup_steps: int = bounded(0)
     """Optimizer steps over which the rate rises linearly from lr/warmup_steps to lr."""
     schedule: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = "constant"
     """How the rate goes on after warm-up, down to min_lr_ratio at the last step; warmup_stable_decay stays at lr until
     its last decay_steps."""
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: float = bounded(0.0, most=1)
     """Last rate as a share of lr; of warmup_stable_decay the first one, too."""
     decay_steps: int = 0
     """Steps at the end in which warmup_stable_decay lowers the rate."""
@@ -110,11 +110,7 @@ class Optimizer(ABC):
     """Gradients whose global L2 norm is larger are scaled down to it; 0 never clips."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.lr < math.inf:
-            raise ValueError("lr must be above 0 and finite: at 0 nothing is trained (to measure a model: tandem eval)")
         check_bounds(self)
-        if not 0 <= self.min_lr_ratio <= 1:
-            raise ValueError("min_lr_ratio must be between 0 and 1")
         if self.schedule == "warmup_stable_decay" and self.decay_steps < 1:
             raise ValueError("decay_steps must be at least 1 with schedule: warmup_stable_decay")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from tandem.errors import CheckpointError, ConfigError
+from tandem.errors import CheckpointError, ConfigError, bounded, check_bounds
 from tandem.lazy import Tensor, nn, torch
 from tandem.trainable.base import Trainable, WeightSource, layer_of, read_into, safetensors_in
 from tandem.transport.adapters import write_adapter
@@ -42,9 +42,9 @@ class Lora(Trainable):
 
     folder_name: ClassVar[str] = "adapter"
 
-    rank: int = 16
+    rank: int = bounded(16, least=1)
     """Columns of A and rows of B; parameters and memory grow with it."""
-    alpha: int = 32
+    alpha: int = bounded(32, least=1)
     """The adapter's output is multiplied by alpha/rank."""
     target_modules: tuple[str, ...] | str = "all-linear"
     """Linear layers that are adapted, as PEFT takes them: ends of names, such as q_proj or self_attn.q_proj, or a
@@ -63,10 +63,7 @@ class Lora(Trainable):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rank < 1:
-            raise ValueError("rank must be at least 1")
-        if self.alpha < 1:
-            raise ValueError("alpha must be at least 1")
+        check_bounds(self)
         if not self.target_modules and not self.target_parameters:
             raise ValueError("target_modules must name at least one module, or be all-linear")
         if self.merged and (self.target_parameters or self.modules_to_save):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tandem.algorithms.references.base import Reference, ReferenceWeights
-from tandem.errors import CheckpointError
+from tandem.errors import CheckpointError, bounded
 from tandem.lazy import Parameter, Tensor, no_grad
 
 
@@ -21,17 +21,10 @@ class Average(Reference):
 
     saved: ClassVar[bool] = True
 
-    mixup: float = 0.6
+    mixup: float = bounded(0.6, above=0, most=1)
     """Share of the policy in each update; 1 replaces the reference with it."""
-    every: int = 512
+    every: int = bounded(512, least=1)
     """Optimizer steps between updates."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.mixup <= 1:
-            raise ValueError("mixup must be above 0 and at most 1; choose reference: start for one that never moves")
-        if self.every < 1:
-            raise ValueError("every must be at least 1")
 
     def hold(self, live: Iterable[tuple[str, Parameter]]) -> ReferenceWeights:
         """Saved with every checkpoint."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from tandem.algorithms.losses.base import MicroBatch
+from tandem.errors import bounded, check_bounds
 from tandem.lazy import Parameter, Tensor, no_grad, torch
 
 _MOST = 40.0
@@ -30,8 +30,8 @@ class Reference(ABC):
     saved: ClassVar[bool] = False
     """Whether checkpoints hold its weights."""
 
-    beta: float = 0.001
-    """The penalty's weight: loss + beta * KL per token."""
+    beta: float = bounded(0.001, above=0)
+    """The penalty's weight: loss + beta * KL per token; leave reference out for no penalty."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL; k3 is never negative and has the least variance."""
     ratio_corrected: bool = True
@@ -40,8 +40,7 @@ class Reference(ABC):
     """Take beta times the KL of an answer, the sum of its tokens' k1 as sampled, off its reward instead (RLOO)."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.beta < math.inf:
-            raise ValueError("beta must be above 0 and finite; leave reference out for no penalty")
+        check_bounds(self)
         if self.estimator == "k1" and not self.ratio_corrected:
             raise ValueError("estimator k1 has a gradient only with ratio_corrected: true; choose k2 or k3 without it")
 
