@@ -56,26 +56,21 @@ class Stepper(Protocol):
 
     def accumulate(self, parameter: Parameter) -> None:
         """Add ``parameter.grad`` to the gradient of the step and set it to None."""
-        ...
 
     def step(self, lr: float, max_grad_norm: float) -> Tensor:
         """Clip, update, write the parameters in place, forget the gradients; returns the norm before clipping.
 
         The norm is float64 with no dimension, wherever it was computed: not to look at it is not to wait for it.
         """
-        ...
 
     def zero_grad(self) -> None:
         """Forget the gradients of an unfinished step."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a bit-exact resume needs, as tensors and plain values."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Inverse of ``state_dict``."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,19 +162,15 @@ class PartStepper(Stepper, Protocol):
 
     def add(self, parameter: Parameter, grad: Tensor) -> None:
         """Add a gradient of a part, which may be wider than the weights, to the gradient of the step."""
-        ...
 
     def gradients(self) -> Mapping[Parameter, Tensor]:
         """The gradient so far of each part that has one."""
-        ...
 
     def forget(self, parameter: Parameter) -> None:
         """Drop a part's gradient: there is none on any rank."""
-        ...
 
     def update_by(self, norm: Tensor, lr: float, max_grad_norm: float) -> None:
         """Update the parts that have a gradient, clipped by this norm, unless it is not finite; forget gradients."""
-        ...
 
 
 @runtime_checkable
@@ -188,7 +179,6 @@ class UpdatesParts(Protocol):
 
     def bind_parts(self, parts: Sequence[ParameterPart]) -> PartStepper:
         """Make states for parts of parameters."""
-        ...
 
 
 def global_norm(grads: Sequence[Tensor]) -> Tensor:

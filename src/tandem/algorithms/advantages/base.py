@@ -31,7 +31,6 @@ class Advantage(Protocol):
 
     def __call__(self, group: Group) -> list[float]:
         """One number per ``group.scored`` rollout, in that order; a rollout without siblings gets 0."""
-        ...
 
 
 @runtime_checkable
@@ -40,7 +39,6 @@ class Rescales(Protocol):
 
     def rescale(self, groups: Sequence[Group], values: Sequence[Sequence[float]]) -> list[list[float]]:
         """The groups' advantages, given those computed group by group."""
-        ...
 
 
 @runtime_checkable
@@ -49,7 +47,6 @@ class Weighs(Protocol):
 
     def weighed(self, weights: Mapping[str, Mapping[str, float]]) -> Self:
         """The same with the weight of each reward, by environment and by its name."""
-        ...
 
 
 @runtime_checkable
@@ -58,7 +55,6 @@ class ByTurn(Protocol):
 
     def by_turn(self, group: Group) -> list[list[float]]:
         """Of each turn with tokens of each ``group.scored`` rollout."""
-        ...
 
 
 def spread(advantage: ByTurn, group: Group) -> Group:

@@ -18,11 +18,9 @@ class Correction(Protocol):
     @property
     def needs_recomputed(self) -> bool:
         """True if its weights are ratios, which a loss against the sampler's logprobs already contains."""
-        ...
 
     def __call__(self, logprobs_N: Tensor, micro: MicroBatch) -> Tensor:
         """Weight of each token's loss, float32 without gradient, given the policy's ``logprobs_N``."""
-        ...
 
 
 def drift(logprobs_N: Tensor, micro: MicroBatch) -> Tensor:

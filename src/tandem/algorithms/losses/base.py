@@ -117,11 +117,9 @@ class Loss(Protocol):
     @property
     def reduction(self) -> Reduction:
         """How the step divides this loss."""
-        ...
 
     def __call__(self, logprobs_N: Tensor, micro: MicroBatch) -> TokenLoss:
         """Per-token loss of the policy's ``logprobs_N`` (float32, at the sampling temperature)."""
-        ...
 
 
 def check_loss(loss: Loss, output: object, logprobs_N: Tensor) -> None:
