@@ -92,9 +92,7 @@ def attend(
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _between(module: nn.Module, heads: Heads, plan: Plan | None) -> Tensor:
     if plan is None:
-        raise EngineError(
-            "attention was called without a plan: its layers hand none on, or Policy.hidden was not what called them"
-        )
+        raise EngineError("attention was called without a plan: its layers hand none on, or it was not Policy.hidden")
     if isinstance(plan, Decode):
         return _decode(module, heads, plan)
     if isinstance(plan, ContextPacked):

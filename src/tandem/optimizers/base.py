@@ -113,10 +113,8 @@ class Optimizer(ABC):
         """What is odd about the learning rate; empty if nothing is."""
         if self.lr <= LARGEST_RATE:
             return ""
-        return (
-            f"optimizer.lr is {self.lr:g}, and no method uses more than about {LARGEST_RATE / 10:g}: one update is "
-            "likely to ruin the policy; a full fine-tune takes about 1e-6, an adapter about 1e-5"
-        )
+        usual = "a full fine-tune takes about 1e-6, an adapter about 1e-5"
+        return f"optimizer.lr is {self.lr:g}: one update is likely to ruin the policy; {usual}"
 
     def inert(self) -> Mapping[str, str]:
         """Options that change nothing given the others, and why."""
@@ -192,9 +190,8 @@ def global_norm(grads: Sequence[Tensor]) -> Tensor:
     if all(grad.is_cuda for grad in grads):
         # One call for all, where the others are two for each: between any two, another thread may take Python's lock.
         widest = functools.reduce(torch.promote_types, (grad.dtype for grad in grads), torch.float32)
-        whole: Tensor = torch.linalg.vector_norm(
-            torch.stack(torch._foreach_norm(list(grads), dtype=widest)), dtype=torch.float64
-        )
+        of_each = torch.stack(torch._foreach_norm(list(grads), dtype=widest))
+        whole: Tensor = torch.linalg.vector_norm(of_each, dtype=torch.float64)
         return whole
     norms: list[Tensor] = []
     for grad in grads:

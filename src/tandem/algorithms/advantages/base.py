@@ -86,10 +86,8 @@ def _numbers(advantage: Advantage, group: Group) -> list[float]:
     values = returned.tolist() if hasattr(returned, "tolist") else returned  # of numpy or torch
     count = len(group.scored)
     if not isinstance(values, list | tuple) or len(values) != count or not all(isinstance(v, Real) for v in values):
-        raise ConfigError(
-            f"advantage {type(advantage).__name__} returned {str(returned)[:80]!r} for group {group.id}; expected a "
-            f"list of {count} numbers, one for each rollout of group.scored"
-        )
+        what = f"advantage {type(advantage).__name__} returned {str(returned)[:80]!r} for group {group.id}"
+        raise ConfigError(f"{what}; expected a list of {count} numbers, one for each rollout of group.scored")
     return [float(value) for value in values]
 
 

@@ -135,10 +135,8 @@ def check_loss(loss: Loss, output: object, logprobs_N: Tensor) -> None:
     metrics: Mapping[str, object] = output.metrics
     for metric, value in metrics.items():
         if isinstance(value, int | float | torch.Tensor):
-            raise ConfigError(
-                f"{name} has the metric {metric!r} as a {type(value).__name__}; expected what adds up over "
-                "micro-batches, such as tandem.pending.Pending(tandem.metrics.Mean, total, count)"
-            )
+            expected = "what adds up over micro-batches, such as pending.Pending(metrics.Mean, total, count)"
+            raise ConfigError(f"{name} has the metric {metric!r} as a {type(value).__name__}; expected {expected}")
     if logprobs_N.requires_grad and not output.loss_N.requires_grad:
         raise ConfigError(f"{name} does not depend on logprobs_N, or detaches it, so nothing would be learned")
 
@@ -150,7 +148,5 @@ def check_shape(name: str, values_N: Tensor, logprobs_N: Tensor) -> None:
         ConfigError: there is not.
     """
     if values_N.shape != logprobs_N.shape:
-        raise ConfigError(
-            f"{name} returned a tensor of shape {tuple(values_N.shape)}; expected {tuple(logprobs_N.shape)}, one "
-            "number for each trained token: never sum or average, the step alone divides"
-        )
+        shape, expected = tuple(values_N.shape), tuple(logprobs_N.shape)
+        raise ConfigError(f"{name} returned a tensor of shape {shape}; expected {expected}: never sum or average")

@@ -54,8 +54,5 @@ class _Moving(ReferenceWeights):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         shapes = {name: (averaged.shape, averaged.dtype) for name, averaged in self._own.items()}
         if shapes != {name: (stored.shape, stored.dtype) for name, stored in state.items()}:
-            raise CheckpointError(
-                "the reference that was saved is of other weights than the policy; resume with the recipe that the "
-                "checkpoint was made with"
-            )
+            raise CheckpointError("the saved reference is of other weights; resume with the checkpoint's own recipe")
         self._own = {name: stored.to(self._live[name].device) for name, stored in state.items()}
