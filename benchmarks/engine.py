@@ -26,7 +26,7 @@ import torch
 
 from tandem.engines.base import Engine
 from tandem.engines.embedded.spec import Embedded
-from tandem.model.policy import Compute, Policy, load_model, load_tokenizer
+from tandem.model.policy import Compute, Policy, load_model, load_tokenizer, most_positions
 from tandem.types import Sampling
 
 
@@ -64,7 +64,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         "mixed": (prompts, [row["max_tokens"] for row in rows]),
     }
     result: dict[str, Any] = {"threads": policy.compute.threads}
-    async with Embedded().open(policy, context=policy.context) as engine:
+    async with Embedded().open(policy, context=most_positions(policy.config)) as engine:
         for name in (args.only,) if args.only else tuple(work):
             chosen_prompts, lengths = work[name]
             await seconds(engine, chosen_prompts[:4], [4] * 4)  # warm up

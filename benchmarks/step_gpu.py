@@ -88,7 +88,7 @@ def child(args: argparse.Namespace) -> int:
         recipe["optimizer"] = {"kind": "adamw8bit", "precision": "stochastic"}  # the larger shape fits too
         loaded = recipes.from_options(recipe, args.overrides, Path("step_gpu"))
         made = MadeUp([*shapes, shapes[-1]], args.times, vocabulary)
-        environments.rollout_buffer = lambda *_, **__: made  # type: ignore[assignment]
+        environments.rollout_source = lambda *_, **__: made
         instrument(parts, args.lines, work_of(args))
         if args.profile:
             profiled(len(shapes) * args.times, args.profile)  # the last time of the last batch

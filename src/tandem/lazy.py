@@ -1,8 +1,7 @@
 """torch, aiohttp and asyncio, loaded when first used.
 
 A part's options are read, listed and refused without the first two, and a grading process of plain functions starts in
-half the time without the last. Parts import them from here; where a type is all that is needed, they import it under
-TYPE_CHECKING.
+half the time without the last. Parts import them from here, and torch's types for their annotations.
 """
 
 from __future__ import annotations
@@ -20,6 +19,9 @@ if TYPE_CHECKING:
 
     import aiohttp as aiohttp
     import torch as torch
+    from torch import Tensor as Tensor
+    from torch import nn as nn
+    from torch.nn import Parameter as Parameter
 else:
 
     class _Lazy:
@@ -31,7 +33,8 @@ else:
         def __getattr__(self, attribute: str) -> Any:
             return getattr(importlib.import_module(self._name), attribute)
 
-    aiohttp, asyncio, torch = _Lazy("aiohttp"), _Lazy("asyncio"), _Lazy("torch")
+    aiohttp, asyncio, torch, nn = map(_Lazy, ("aiohttp", "asyncio", "torch", "torch.nn"))
+    Tensor = Parameter = Any
 
 
 def no_grad(function: Callable[P, R]) -> Callable[P, R]:

@@ -138,7 +138,7 @@ def test_one_long_prompt_met_later_costs_its_group_and_not_the_run(train: Train)
     code, stderr = train(env=data, context=128, steps=30, zero_variance_groups="keep", checkpoint={"every": 30})
     assert code == 0, stderr
     assert "Traceback" not in stderr
-    assert "the context is 128, so no room is left for an answer" in stderr
+    assert "the context is 128; shorten it" in stderr
     events = [json.loads(line) for line in Path("runs/a/events.jsonl").read_text().splitlines()]
     assert [e["reason"] for e in events if e["event"] == "group_dropped"] == ["failed"]
 

@@ -29,12 +29,12 @@ from kills_engine import package
 from tandem.config.loading import dump, from_options
 from tandem.distributed.placement import visible_accelerators
 from tandem.engines.base import EngineRequirements, ReceivesBroadcast, Relaunches
+from tandem.engines.vllm.adapters import AdapterWriter
 from tandem.engines.vllm.spec import Vllm
 from tandem.errors import EngineError, SyncError
 from tandem.model.policy import Policy, load_tokenizer
 from tandem.trainable.base import Trainable
 from tandem.trainer.live import live_policy
-from tandem.trainer.ranks.follow import AdapterOfRank
 from tandem.trainer.ranks.lead import ManyRanks
 from tandem.trainer.world import World
 from tandem.transport.bridge import VllmBridge
@@ -123,12 +123,12 @@ class SecondRank:
 
     def __init__(self, lead: Policy, policy: Policy, trainable: Trainable):
         self.lead, self.policy, self.trainable = lead, policy, trainable
-        self.adapter = AdapterOfRank(trainable, policy)
+        self.writer, self.own = AdapterWriter(), Trained(trainable, policy)
 
     @property
     def slot(self) -> Any:
         """Where it writes its adapter."""
-        return self.adapter._writer
+        return self.writer
 
     def views(self, export: Any) -> Mapping[str, torch.Tensor]:
         """Its engine's weights."""
@@ -146,7 +146,7 @@ class SecondRank:
 
     async def adapt(self, slots: Sequence[Any]) -> None:
         """As of a follower."""
-        await self.policy.compute(self.adapter.write, slots[0])
+        await self.policy.compute(lambda: self.writer.write(slots[0], self.own.adapter()))
 
     async def fold(self, mine: Coroutine[Any, Any, None]) -> None:
         """Nothing is merged here."""

@@ -217,5 +217,5 @@ def test_siblings_whose_turns_differ_are_trained_and_a_discount_is_a_share() -> 
     rollouts = tuple(replace(turns(1.0, r), id=f"g/{i}") for i, r in enumerate((0.0, 1.0)))
     assert not Group(id="g", index=0, env="e", rollouts=rollouts).zero_variance
     assert Group(id="g", index=0, env="e", rollouts=(rollouts[0], rollouts[0])).zero_variance
-    with pytest.raises(ValueError, match="discount must be from 0 to 1"):
+    with pytest.raises(ValueError, match="discount must be at least 0 and at most 1"):
         TurnReturns(discount=1.5)

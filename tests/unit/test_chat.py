@@ -191,7 +191,7 @@ def test_full_context_costs_the_conversation_and_not_the_engine(tokenizer: Any) 
     # The same in a later turn, for an environment that does not look at `open`.
     engine = Scripted([([tokenizer.eos_token_id], "stop")], context=room + 10)
     chat = chat_with(tokenizer, engine)
-    with pytest.raises(EnvError, match="no room is left"):
+    with pytest.raises(EnvError, match="shorten it"):
         converse(chat, [[user("a long reply" * 9)]])
     assert len(engine.requests) == 1
     assert len(chat.turns) == 1

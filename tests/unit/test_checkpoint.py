@@ -227,7 +227,7 @@ def test_whoever_may_read_the_folder_may_read_its_files(policy: Policy, tmp_path
 
 def test_a_checkpoint_that_a_run_removed_meanwhile_is_said_to_be_gone(policy: Policy, tmp_path: Path) -> None:
     """As under an evaluation of a run that goes on, which has loaded libraries for seconds since it chose one."""
-    with pytest.raises(CheckpointError, match="000012/model is gone since it was looked for: a run that goes on"):
+    with pytest.raises(CheckpointError, match="000012/model is gone: a run removes"):
         Full().load(policy.model, tmp_path / "checkpoints" / "000012" / "model")
 
 

@@ -381,7 +381,7 @@ def test_check_looks_at_each_of_several_environments(
         (["env.path=rows.jsonl", "rewards={own_bad:wrong: 1}"], 0, "own_bad:wrong gives every gold reply 0"),
         (["env.path=rows.jsonl", "rewards={exact: {tag: ''}}", "env.answer=other"], 0, "exact gives full marks"),
         (["rewards={exact: 1, form: {kind: format, tags: [think, answer]}}"], 4, "replies of dataset did not get full"),
-        (["env.path=long.jsonl"], 2, "no room is left for an answer"),
+        (["env.path=long.jsonl"], 2, "raise context, or shorten prompts"),
         (["env.path=rows.jsonl", "context=58"], 2, "the context is 58"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -81,12 +82,12 @@ def test_a_second_signal_ends_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_folder_is_locked_for_one_trainer_until_it_lets_go(tmp_path: Path) -> None:
-    with RunLock() as first, RunLock() as second:
+    with closing(RunLock()) as first, closing(RunLock()) as second:
         first.take(tmp_path)
         first.take(tmp_path)
         with pytest.raises(ConfigError, match=f"pid {os.getpid()} on .* is at work"):
             second.take(tmp_path)
-    with RunLock() as third:
+    with closing(RunLock()) as third:
         third.take(tmp_path)
         third.check()
 

@@ -119,7 +119,7 @@ def test_one_micro_batch_updates_as_float32_gradients_do(kind: Any, precision: A
 
 def test_what_it_cannot_be_is_refused(tmp_path: Path) -> None:
     half = Parameter(torch.ones(3, dtype=torch.float16))
-    with pytest.raises(ConfigError, match=r"gradients: bfloat16 is for bfloat16 weights, and w is torch\.float16"):
+    with pytest.raises(ConfigError, match=r"gradients: bfloat16 is not for w of torch\.float16"):
         TrainedWeight(ParameterPart(name="w", parameter=half), "masters", narrow_gradient=True)
 
     def read(optimizer: dict[str, str], overrides: Sequence[str] = ()) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from torch import Tensor
@@ -38,7 +40,7 @@ def test_rounding_by_fused_operations_is_the_same_to_the_bit(
         )
         words = torch.tensor([[_narrow._signed(w) for w in (key >> 32, key & MASK)] for key in keys], dtype=torch.int32)
         eager, written = torch.zeros(num, dtype=torch.bfloat16), torch.zeros(num, dtype=torch.bfloat16, device=device)
-        _narrow._written.function(eager, values, *words.T)
+        inspect.unwrap(_narrow._written)(eager, values, *words.T)
         write_stochastically(written, values.to(device), keys)
         for one in (eager, written.cpu()):
             assert torch.equal(one.view(torch.int16), expected.view(torch.int16))

@@ -35,8 +35,8 @@ CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUD
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed rows take the kernel's way on any device, and the kernel is the naive one."""
 
-    def way(query: Tensor, key: Tensor, value: Tensor, scaling: Any, window: Any, plan: Packed) -> Any:
-        return _varlen.attend(query, key, value, scaling, window, plan.spans(query.device))
+    def way(heads: _varlen.Heads, plan: Packed) -> Any:
+        return _varlen.attend(heads, plan.spans(heads.query.device))
 
     monkeypatch.setattr(_varlen, "kernel", lambda: _varlen.Kernel(naive))
     monkeypatch.setattr(attention, "_segments", way)
@@ -63,10 +63,9 @@ def both(
 ) -> list[Tensor]:
     """Value and gradients of one of the two ways."""
     leaves = [x.detach().to(dtype).requires_grad_() for x in tensors[:3]]
-    if way is _varlen.attend:
-        out = way(*leaves, 0.2, window, plan.spans(leaves[0].device))
-    else:
-        out = way(*leaves, 0.2, window, plan)
+    query, key, value = leaves
+    at = plan.spans(query.device) if way is _varlen.attend else plan
+    out = way(_varlen.Heads(query, key, value, 0.2, window), at)
     grads = torch.autograd.grad(out, leaves, tensors[3].to(out.dtype))
     return [out.detach(), *grads]
 
@@ -87,8 +86,8 @@ def test_the_kernels_way_is_that_of_segments(plan: Packed, window: int | None, m
 def test_sequence_by_sequence_is_the_way_of_segments(plan: Packed) -> None:
     """With torch's plain attention in the place of cuDNN's, which has no CPU kernel."""
 
-    def squares(query: Tensor, key: Tensor, value: Tensor, scaling: Any, *others: Any) -> Tensor:
-        return attention.by_sequence(query, key, value, scaling, others[-1], SDPBackend.MATH)
+    def squares(heads: _varlen.Heads, plan: Packed) -> Tensor:
+        return attention.by_sequence(heads, plan, SDPBackend.MATH)
 
     tensors = row(plan, 4, 2, 8)
     outputs, expected = (both(way, plan, tensors, torch.float32, None) for way in (squares, attention._segments))
@@ -215,7 +214,7 @@ def test_what_the_kernel_cannot_take_is_said(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: case.get("capability", (9, 0)))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old card")
     x: Any = SimpleNamespace(dtype=case["dtype"], device=torch.device("cuda"), shape=(1, 2, 3, case["size"]))
-    refusal = _varlen.refusal(x, x, x, case["scaling"], case["window"])
+    refusal = _varlen.refusal(_varlen.Heads(x, x, x, case["scaling"], case["window"]))
     assert refusal is None if why is None else why in (refusal or "")
 
 

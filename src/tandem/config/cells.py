@@ -101,11 +101,9 @@ def _definition(used: str, value: Any, user: str, pieces: dict[str, str]) -> str
             return f"{used} = {value!r}"
     except (ValueError, SyntaxError):
         pass
-    raise ConfigError(
-        f"{user} uses {used}, a {type(value).__name__} of this script that other processes cannot be given; make it "
-        f"inside {user}, or write both to a file (in a notebook %%writefile my_parts.py as the cell's first line) and "
-        f"from my_parts import {user}"
-    )
+    what = f"{user} uses {used}, a {type(value).__name__} of this script that other processes cannot be given"
+    file = "a file (in a notebook, %%writefile my_parts.py as the cell's first line)"
+    raise ConfigError(f"{what}; make it inside {user}, or write both to {file} and from my_parts import {user}")
 
 
 def _source(part: Any) -> str:
@@ -117,10 +115,8 @@ def _source(part: Any) -> str:
         if getattr(node, "name", None) != name:
             raise ValueError("it is an expression, such as a lambda")
     except (OSError, TypeError, ValueError, SyntaxError) as error:
-        raise ConfigError(
-            f"the processes that compute rewards cannot be given {name}, for its source cannot be read ({error}); "
-            "define it by def or class in a script or in a cell of its own, or in a file, and import it from there"
-        ) from error
+        why = f"other processes cannot be given {name}, for its source cannot be read ({error})"
+        raise ConfigError(f"{why}; define it by def or class in a script, a cell or a file of its own") from error
     return text
 
 

@@ -182,22 +182,16 @@ class RunConfig:
         require(
             model=(bool(self.model.strip()), "a Hugging Face id or a folder"),
             group_size=group_size_check(self.group_size, self.groups_per_step),
-            env=(
-                bool(self.env or self.envs or self.broker),
-                "given, such as gsm8k (tandem list envs), or envs, or broker, where environments are elsewhere",
-            ),
+            env=(bool(self.env or self.envs or self.broker), "given (tandem list envs), or envs, or broker"),
             envs=((wrong := fault(self.env, self.envs)) is None, wrong or ""),
             rewards=(not (self.envs and self.rewards), "given in each entry of envs, which has rewards of its own"),
             max_lag=(
                 self.max_lag >= (self.broker is not None) if isinstance(self.max_lag, int) else self.broker is None,
-                "at least 1 with broker, and not auto, since its environments sample while a step is trained"
-                if self.broker
-                else "at least 0, or auto",
+                "at least 1 with broker, and not auto" if self.broker else "at least 0, or auto",
             ),
             old_logprobs=(
                 self.old_logprobs == "recomputed" or not any(c.needs_recomputed for c in self.corrections),
-                "recomputed with beyond: truncate, since with sampled the loss already contains the importance ratio; "
-                "or use beyond: mask",
+                "recomputed with beyond: truncate, since sampled has the ratio in the loss; or use beyond: mask",
             ),
             oversample=(isinstance(self.oversample, str) or 1 <= self.oversample < math.inf, "at least 1, or a word"),
             replay=((wrong := replay_fault(self)) is None, wrong or ""),

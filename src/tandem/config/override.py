@@ -88,9 +88,8 @@ def _lay(tree: Branch, cls: type, path: list[str], value: Tree, where: str, prob
 
 def _single(cls: type, path: list[str]) -> list[str] | None:
     """For each word of a path the option that a single value there is, empty if none; None within a list of parts."""
-    metadata: Mapping[str, Any] = next(
-        (field.metadata for field in dataclasses.fields(cls) if field.name == path[0]), {}
-    )
+    fields = {field.name: field.metadata for field in dataclasses.fields(cls)}
+    metadata: Mapping[str, Any] = fields.get(path[0], {})
     if metadata.get("many"):
         return [""] if len(path) == 1 else None
     if "entries" in metadata:

@@ -180,10 +180,9 @@ def _import_failure(path: str, module_name: str, error: Exception) -> str:
     """Hint after an import path failed."""
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if missing and (module_name + ".").startswith(f"{missing}."):
-        return (
-            f"cannot import {path}: there is no module {missing!r} in {os.getcwd()} nor among installed packages; "
-            f"name its folder in PYTHONPATH{clone.where(module_name.replace('.', '/') + '.py')}"
-        )
+        nowhere = f"there is no module {missing!r} in {os.getcwd()} nor among installed packages"
+        near = clone.where(module_name.replace(".", "/") + ".py")
+        return f"cannot import {path}: {nowhere}; name its folder in PYTHONPATH{near}"
     frames = inspect.getinnerframes(error.__traceback__) if error.__traceback__ else []
     between = (__file__, inspect.unwrap(importing).__code__.co_filename)
     own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename not in between]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,9 +64,21 @@ def kernel() -> Kernel | None:
     return _KERNEL
 
 
-def refusal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> str | None:
-    """Why the kernel cannot take these, in words that follow "since"; None if it can. Shapes (B, heads, T, D)."""
-    return unsupported_input(query.dtype, query.device) or misfit(query, key, value, scaling, window)
+class Heads(NamedTuple):
+    """What attention is computed of, as transformers gives it; shapes (B, heads, T, D)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scaling: float | None
+    """Of products of queries and keys; None: by the root of the head's size."""
+    window: int | None
+    """Tokens that each one sees, itself included; None: all before it."""
+
+
+def refusal(heads: Heads) -> str | None:
+    """Why the kernel cannot take these, in words that follow "since"; None if it can."""
+    return unsupported_input(heads.query.dtype, heads.query.device) or misfit(heads)
 
 
 def unsupported_input(dtype: torch.dtype, device: torch.device) -> str | None:
@@ -82,8 +94,9 @@ def unsupported_input(dtype: torch.dtype, device: torch.device) -> str | None:
     return None
 
 
-def misfit(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> str | None:
+def misfit(heads: Heads) -> str | None:
     """Why it cannot take these shapes and options; a compiled layer asks for this alone."""
+    query, key, value, scaling, window = heads
     installed, size = kernel(), query.shape[-1]
     assert installed is not None, "unsupported_input() was not asked"
     if size > WIDEST or size % 8 or not size == key.shape[-1] == value.shape[-1]:
@@ -95,8 +108,9 @@ def misfit(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, win
     return None
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, at: Spans) -> Tensor:
+def attend(heads: Heads, at: Spans) -> Tensor:
     """One packed row. query (1, H, T, D), key and value (1, K, T, D) -> (1, T, H, D)."""
+    query, key, value, scaling, window = heads
     installed = kernel()
     assert installed is not None, "refusal() was not asked"
     queries_THD, keys_TKD, values_TKD = (x[0].transpose(0, 1) for x in (query, key, value))

@@ -13,7 +13,7 @@ Shapes: T tokens of a packed row, R cache rows, H query heads, K key/value heads
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -26,6 +26,7 @@ from transformers import AttentionInterface
 
 from tandem.errors import EngineError
 from tandem.model import _varlen
+from tandem.model._varlen import Heads
 from tandem.model.context import ContextPacked, heads_of_row, tokens_of_rank
 from tandem.model.plans import LONG, Decode, KVCache, Packed, Spans, decode_plan, sequential_positions
 
@@ -77,47 +78,31 @@ def attend(
         raise EngineError("its attention looks ahead")
     if spans is not None:
         window = None if sliding_window is not None and spans.most_keys <= sliding_window else sliding_window
-        if _varlen.misfit(query, key, value, scaling, window) is None:
+        heads = Heads(query, key, value, scaling, window)
+        if _varlen.misfit(heads) is None:
             if isinstance(plan, ContextPacked):
-                heads = heads_of_row(query, key, value, plan.name)
-                return tokens_of_rank(_varlen.attend(*heads, scaling, window, spans), plan.name), None
-            return _varlen.attend(query, key, value, scaling, window, spans), None
-    return _between(module, query, key, value, scaling, sliding_window, plan), None
+                whole = Heads(*heads_of_row(query, key, value, plan.name), scaling, window)
+                return tokens_of_rank(_varlen.attend(whole, spans), plan.name), None
+            return _varlen.attend(heads, spans), None
+    return _between(module, Heads(query, key, value, scaling, sliding_window), plan), None
 
 
 # A compiled layer calls it between its graphs: every plan is another, and a graph that looked into one would be
 # compiled for it alone.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _between(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None,
-    window: int | None,
-    plan: Plan | None,
-) -> Tensor:
+def _between(module: nn.Module, heads: Heads, plan: Plan | None) -> Tensor:
     if plan is None:
-        raise EngineError(
-            "attention was called without a plan: its layers hand none on, or Policy.hidden was not what called them"
-        )
+        raise EngineError("attention was called without a plan: its layers hand none on, or it was not Policy.hidden")
     if isinstance(plan, Decode):
-        return _decode(module, query, key, value, scaling, window, plan)
+        return _decode(module, heads, plan)
     if isinstance(plan, ContextPacked):
-        heads = heads_of_row(query, key, value, plan.name)
-        return tokens_of_rank(_packed(module, *heads, scaling, window, plan.whole), plan.name)
-    return _packed(module, query, key, value, scaling, window, plan)
+        whole = Heads(*heads_of_row(*heads[:3], plan.name), heads.scaling, heads.window)
+        return tokens_of_rank(_packed(module, whole, plan.whole), plan.name)
+    return _packed(module, heads, plan)
 
 
-def _decode(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None,
-    window: int | None,
-    plan: Decode,
-) -> Tensor:
+def _decode(module: nn.Module, heads: Heads, plan: Decode) -> Tensor:
+    query, key, value, scaling, window = heads
     layer: int = module.layer_idx  # type: ignore[assignment]
     rows, length = len(plan.rows_R), plan.mask_R11L.shape[-1]
     keys, values = plan.cache.of(layer, key, value)
@@ -131,42 +116,26 @@ def _decode(
     return out.reshape(rows, 1, query.shape[1], values.shape[-1])
 
 
-def _packed(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None,
-    window: int | None,
-    plan: Packed,
-) -> Tensor:
+def _packed(module: nn.Module, heads: Heads, plan: Packed) -> Tensor:
+    query, key, value, _, window = heads
     if plan.store is not None:
-        _store(module, key, value, *plan.store, plan.lengths)
+        _store(module, key, value, plan)
     if window is not None and plan.longest <= window:
-        window = None  # nothing is as far away
+        heads = heads._replace(window=None)  # nothing is as far away
     if query.device.type == "cuda":
-        why = _varlen.refusal(query, key, value, scaling, window)
+        why = _varlen.refusal(heads)
         if why is None:
-            if (
-                plan.long
-                and window is None
-                and _cudnn_is_faster(query.shape[1], key.shape[1], query.shape[3], query.dtype)
-            ):
-                return by_sequence(query, key, value, scaling, plan)
-            return _varlen.attend(query, key, value, scaling, window, plan.spans(query.device))
+            shapes = query.shape[1], key.shape[1], query.shape[3]
+            if plan.long and heads.window is None and _cudnn_is_faster(*shapes, query.dtype):
+                return by_sequence(heads, plan)
+            return _varlen.attend(heads, plan.spans(query.device))
         _notice(why)
-    return _segments(query, key, value, scaling, window, plan)
+    return _segments(heads, plan)
 
 
-def _segments(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None,
-    window: int | None,
-    plan: Packed,
-) -> Tensor:
+def _segments(heads: Heads, plan: Packed) -> Tensor:
     """Segment by segment, on any device and in any precision."""
+    query, key, value, scaling, window = heads
     dtype = query.dtype
     if query.device.type == "cpu":
         # The CPU's bf16 attention backward is several times slower than its float32 one, and less exact.
@@ -183,40 +152,27 @@ def _segments(
         seen = window if window is not None and before + length > window else None
         if before or seen is not None:
             mask = plan.mask(before, length, seen, query)
-        out = F.scaled_dot_product_attention(
-            queries[i],
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scaling,
-            enable_gqa=True,
+        causal, q = mask is None, queries[i]
+        outs.append(
+            F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=True)
         )
-        outs.append(out)
     return torch.cat(outs, dim=2).transpose(1, 2).to(dtype)
 
 
-def by_sequence(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None,
-    plan: Packed,
-    backend: SDPBackend = SDPBackend.CUDNN_ATTENTION,
-) -> Tensor:
+def by_sequence(heads: Heads, plan: Packed, backend: SDPBackend = SDPBackend.CUDNN_ATTENTION) -> Tensor:
     """One packed row, (1, H, T, D) -> (1, T, H, D), a causal square for each sequence.
 
     Queries of ancestors are computed again and left out, which costs little where most of a sequence is its last
     segment. Squares are padded at their end, which causal queries do not see: cuDNN builds a plan for every new size.
     """
-    queries, keys, values = (x.split(plan.lengths, dim=2) for x in (query, key, value))
+    queries, keys, values = (x.split(plan.lengths, dim=2) for x in heads[:3])
     outs = []
     with sdpa_kernel(backend):
         for i, (length, before) in enumerate(zip(plan.lengths, plan.before, strict=True)):
             chain, total = (*plan.ancestors(i), i), before + length
             square = (torch.cat([x[a] for a in chain], dim=2) for x in (queries, keys, values))
             q, k, v = (F.pad(x, (0, 0, 0, -total % _SQUARE)) for x in square)
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=heads.scaling, enable_gqa=True)
             outs.append(out[:, :, before:total])
     return torch.cat(outs, dim=2).transpose(1, 2)
 
@@ -238,9 +194,10 @@ def _compare_kernels(heads: int, key_heads: int, size: int, dtype: torch.dtype) 
         torch.randn((1, h, LONG, size), generator=draw, device="cuda", dtype=dtype).requires_grad_()
         for h in (heads, key_heads, key_heads)
     )
+    long = Heads(query, key, value, None, None)
     ways: dict[str, Callable[[], Tensor]] = {
-        "flash": lambda: _varlen.attend(query, key, value, None, None, plan.spans(query.device)),
-        "cudnn": lambda: by_sequence(query, key, value, None, plan),
+        "flash": lambda: _varlen.attend(long, plan.spans(query.device)),
+        "cudnn": lambda: by_sequence(long, plan),
     }
     took: dict[str, float] = {}
     results: dict[str, tuple[Tensor, ...]] = {}
@@ -264,17 +221,13 @@ def _compare_kernels(heads: int, key_heads: int, size: int, dtype: torch.dtype) 
     return faster
 
 
-def _store(
-    module: nn.Module,
-    key: Tensor,
-    value: Tensor,
-    cache: KVCache,
-    rows: tuple[tuple[int, ...], ...],
-    lengths: Sequence[int],
-) -> None:
+def _store(module: nn.Module, key: Tensor, value: Tensor, plan: Packed) -> None:
+    """Copy keys and values into the rows of the plan's cache."""
+    assert plan.store is not None
+    cache, rows = plan.store
     keys, values = cache.of(module.layer_idx, key, value)  # type: ignore[arg-type]
     start = 0
-    for segment_rows, length in zip(rows, lengths, strict=True):
+    for segment_rows, length in zip(rows, plan.lengths, strict=True):
         for row in segment_rows:
             keys[row, :, :length] = key[0, :, start : start + length]
             values[row, :, :length] = value[0, :, start : start + length]

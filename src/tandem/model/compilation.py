@@ -8,16 +8,20 @@ import os
 import shutil
 import sysconfig
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 from torch._functorch import config as _autograd
 
 from tandem.errors import ConfigError
 
 log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 Compile = bool | Literal["auto"]
 """auto: on CUDA, where the machine can."""
@@ -31,6 +35,39 @@ def compiled(forward: Callable[..., Any], backend: str, checkpointing: str) -> C
     """
     chosen = _keeping_less(backend) if checkpointing == "selective" else backend
     fast: Callable[..., Any] = torch.compile(forward, dynamic=True, backend=chosen)
+    return fast
+
+
+def fused(function: Callable[P, R]) -> Callable[P, R]:
+    """A function of tensors, compiled for any number of elements where its first argument is on a CUDA device.
+
+    There each eager operation is a launch. Numbers that change from call to call must come as tensors (``number``):
+    code is kept for each other one.
+    """
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        first = args[0]
+        assert isinstance(first, Tensor)
+        if first.device.type != "cuda" or not decide("auto", first.device):
+            return function(*args, **kwargs)
+        result: R = for_any_size(function, f"{function.__name__.lstrip('_')} of the optimizer")(*args, **kwargs)
+        return result
+
+    return run
+
+
+def number(value: float, like: Tensor) -> float | Tensor:
+    """A number as ``fused`` functions take it: on a CUDA device it is filled in there, without synchronization."""
+    if like.device.type != "cuda":
+        return value
+    return torch.full((), value, dtype=torch.int32 if isinstance(value, int) else torch.float32, device=like.device)
+
+
+@cache
+def for_any_size(function: Callable[..., Any], part: str) -> Callable[..., Any]:
+    """A function compiled for any sizes, with code of its own for each ``part``."""
+    fast: Callable[..., Any] = torch.compile(function, dynamic=True, backend=forgiving("inductor", part))
     return fast
 
 
@@ -89,10 +126,7 @@ def missing(device: torch.device) -> str | None:
     variable, known = ("CC", ("gcc", "clang", "cc")) if device.type == "cuda" else ("CXX", ("g++", "clang++", "c++"))
     named = os.environ.get(variable)
     if not any(map(shutil.which, [named] if named else known)):
-        return (
-            f"compiler {named!r}, which {variable} names"
-            if named
-            else f"C compiler ({', '.join(known)}, or {variable})"
-        )
+        lacks = f"C compiler ({', '.join(known)}, or {variable})"
+        return f"compiler {named!r}, which {variable} names" if named else lacks
     header = Path(sysconfig.get_path("include")) / "Python.h"
     return None if header.is_file() else f"Python header {header} (python3-dev)"

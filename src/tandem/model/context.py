@@ -105,10 +105,8 @@ def check_heads(query_heads: int, key_heads: int, processes: int, *, option: str
     """
     if not _shareable(query_heads, key_heads, processes):
         fit = [str(n) for n in range(1, query_heads + 1) if _shareable(query_heads, key_heads, n)]
-        raise ConfigError(
-            f"{option}: {processes} processes cannot share {query_heads} query heads and {key_heads} key/value heads; "
-            f"use one of {', '.join(fit)}"
-        )
+        heads = f"{query_heads} query heads and {key_heads} key/value heads"
+        raise ConfigError(f"{option}: {processes} processes cannot share {heads}; use one of {', '.join(fit)}")
 
 
 def _shareable(query_heads: int, key_heads: int, processes: int) -> bool:
@@ -134,9 +132,8 @@ def heads_of_row(query: Tensor, key: Tensor, value: Tensor, group: str) -> tuple
     # lie together, so that blocks that come one after another are the row, and nothing is copied into its order.
     blocks_NthD = torch.cat(parts_NthD, dim=2)
     heads_ThD = _exchanged(blocks_NthD, group).flatten(0, 1)
-    query, key, value = (
-        x.transpose(0, 1)[None] for x in heads_ThD.split([part.shape[2] for part in parts_NthD], dim=1)
-    )
+    of_each = heads_ThD.split([part.shape[2] for part in parts_NthD], dim=1)
+    query, key, value = (x.transpose(0, 1)[None] for x in of_each)
     return query, key, value
 
 

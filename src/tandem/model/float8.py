@@ -37,10 +37,7 @@ def check() -> None:
     capability = torch.cuda.get_device_capability()
     if capability < CAPABILITY:
         name, (major, minor) = torch.cuda.get_device_name(), capability
-        raise ConfigError(
-            f"matmul: fp8 needs a GPU of compute capability 8.9 or above, and {name} has {major}.{minor}; "
-            "set matmul: dtype"
-        )
+        raise ConfigError(f"matmul: fp8 needs capability 8.9, and {name} has {major}.{minor}; set matmul: dtype")
 
 
 def convert(model: nn.Module, *, emulate: bool = False) -> list[str]:
@@ -75,10 +72,8 @@ def convert(model: nn.Module, *, emulate: bool = False) -> list[str]:
     for layer in decoder_layers(model):
         convert_to_float8_training(layer, config=recipe, module_filter_fn=wanted)
     if not changed:
-        raise ConfigError(
-            f"matmul: fp8 changes nothing: no layer has at least {NARROWEST} inputs and outputs and computes with its "
-            "own weight (trainable.merged does not); set matmul: dtype"
-        )
+        narrow = f"no layer has at least {NARROWEST} inputs and outputs and computes with its own weight"
+        raise ConfigError(f"matmul: fp8 changes nothing: {narrow} (trainable.merged does not); set matmul: dtype")
     return changed
 
 

@@ -47,9 +47,8 @@ def tune(
     if compile is False and checkpointing == "none":
         return
     if not layers and not (compile == "auto" and checkpointing == "none"):
-        raise ConfigError(
-            f"the layers of a {type(model).__name__} are not known; set compile: false and checkpointing: none"
-        )
+        kind = type(model).__name__
+        raise ConfigError(f"the layers of a {kind} are not known; set compile: false and checkpointing: none")
     # One for all layers of a class: the compiler finds the code of the first for each that follows.
     ways = {kind: _Way(kind.forward, compile, checkpointing, backend) for kind in {type(layer) for layer in layers}}
     for layer in layers:

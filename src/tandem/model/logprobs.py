@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -102,7 +103,17 @@ def token_logprobs(
         temperature_N1 = temperature.to(hidden_NH.device, wide).reshape(-1, 1).expand(targets_N.numel(), 1)
     else:  # filled in where it is: a number that is sent to a device is waited for
         temperature_N1 = torch.full((targets_N.numel(), 1), temperature, dtype=wide, device=hidden_NH.device)
-    tiles = _Tiles(hidden_NH, weight_VH, bias, end, targets_N, temperature_N1, history, tile, compile)
+    tiles = _Tiles(
+        hidden_NH=hidden_NH.detach(),
+        weight_VH=weight_VH.detach(),
+        bias_V=None if bias is None else bias.detach(),
+        end=end,
+        targets_N1=targets_N[:, None],
+        temperature_N1=temperature_N1,
+        history=history,
+        tile=tile or (TILE_CPU if hidden_NH.device.type == "cpu" else TILE_GPU),
+        compiles=compilation.decide(compile, hidden_NH.device),
+    )
     if top_p < 1.0 or top_k > 0 or min_p > 0.0:
         tiles.edge_N1 = tiles.support_edge(top_p, top_k, min_p)
     logprobs_N, entropy_N = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
@@ -216,39 +227,22 @@ def _finished(
     return logits_NW, place_N1, here_N1, slope_NW
 
 
-@cache
-def _compiled(function: Callable[..., Any], few: bool) -> Callable[..., Any]:
-    """Compiled for any number of rows and columns, for few rows apart."""
-    # The compiler chooses by the sizes that it sees first: each of few rows it divides among several blocks of a GPU,
-    # which takes thirteen times as long for thousands of rows.
-    part = f"{function.__name__.lstrip('_')} of {'few' if few else 'many'} logprobs"
-    fast: Callable[..., Any] = torch.compile(function, dynamic=True, backend=compilation.forgiving("inductor", part))
-    return fast
-
-
+@dataclass(slots=True, kw_only=True)
 class _Tiles:
     """Walks the logits tile by tile, always with the same arithmetic, so that backward sees forward's numbers."""
 
-    def __init__(
-        self,
-        hidden_NH: Tensor,
-        weight_VH: Tensor,
-        bias_V: Tensor | None,
-        end: LogitEnd | None,
-        targets_N: Tensor,
-        temperature_N1: Tensor,
-        history: TokenHistory | None,
-        tile: int | None,
-        compile: Compile,
-    ) -> None:
-        self.hidden_NH, self.weight_VH = hidden_NH.detach(), weight_VH.detach()
-        self.bias_V = None if bias_V is None else bias_V.detach()
-        self.targets_N1, self.temperature_N1 = targets_N[:, None], temperature_N1
-        self.edge_N1: Tensor | None = None
-        self.end = end
-        self.history = history
-        self.tile = tile or (TILE_CPU if hidden_NH.device.type == "cpu" else TILE_GPU)
-        self._compile = compilation.decide(compile, hidden_NH.device)
+    hidden_NH: Tensor
+    weight_VH: Tensor
+    bias_V: Tensor | None
+    end: LogitEnd | None
+    targets_N1: Tensor
+    temperature_N1: Tensor
+    history: TokenHistory | None
+    tile: int
+    """Most logits held at once."""
+    compiles: bool
+    edge_N1: Tensor | None = None
+    """Where each row's support ends, if it does."""
 
     def walk(self, function: Callable[..., Any]) -> Iterator[tuple[int, int, Callable[..., Any]]]:
         """Yield (start, end, ``function`` with a tile's logits and all that is known of its rows)."""
@@ -256,22 +250,25 @@ class _Tiles:
         width = min(vocab, max(64, self.tile // max(1, num) // 64 * 64))
         # A tile takes the place of the one before it.
         narrow = self.hidden_NH.new_empty(num * width)
-        widened = self.temperature_N1.dtype != narrow.dtype and not self._compile
+        widened = self.temperature_N1.dtype != narrow.dtype and not self.compiles
         wide = self.temperature_N1.new_empty(num * width) if widened else None
-        run = _compiled(function, num < _FEW) if self._compile else function
+        # The compiler chooses by the sizes that it sees first: each of few rows it divides among several blocks of a
+        # GPU, which takes thirteen times as long for thousands of rows.
+        part = f"{function.__name__} of {'few' if num < _FEW else 'many'} logprobs"
+        run = compilation.for_any_size(function, part) if self.compiles else function
         for start in range(0, vocab, width):
             end = min(vocab, start + width)
             size = num * (end - start)
             tile_NW = narrow[:size].view(num, end - start)
             torch.mm(self.hidden_NH, self.weight_VH[start:end].t(), out=tile_NW)
-            part = None
+            penalties = None
             if self.history is not None:
                 self.history.bar(tile_NW, self.targets_N1, (0, num), (start, end))
-                part = self.history.part((0, num), (start, end))
+                penalties = self.history.part((0, num), (start, end))
             wide_NW = None if wide is None else wide[:size].view_as(tile_NW)
             bias_W = None if self.bias_V is None else self.bias_V[start:end]
             # The start goes in by a tensor: of a number, the compiler would keep code for 0 apart.
-            rows = _Rows(self.targets_N1 - start, self.temperature_N1, self.edge_N1, part, self.end)
+            rows = _Rows(self.targets_N1 - start, self.temperature_N1, self.edge_N1, penalties, self.end)
             yield start, end, partial(run, tile_NW, wide_NW, bias_W, rows)
 
     def support_edge(self, top_p: float, top_k: int, min_p: float) -> Tensor:

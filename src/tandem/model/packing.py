@@ -71,9 +71,7 @@ def causal_class(config: Any) -> Any:
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
         if type(config) in auto._model_mapping:
             return auto
-    raise ConfigError(
-        f"transformers has no causal language model for {type(config).__name__}; use a model of another architecture"
-    )
+    raise ConfigError(f"transformers has no causal language model for {type(config).__name__}; use another model")
 
 
 def attention(config: Any, packing: Packing) -> dict[str, str]:
@@ -102,10 +100,8 @@ def hidden(causal: Any, tokens_BT: Tensor, positions_BT: Tensor, plan: Plan) -> 
     """Last hidden states of packed or decoded tokens, (B, T, hidden size)."""
     model = backbone(causal)
     if is_tree(causal):
-        out: Tensor = model(
-            input_ids=tokens_BT, position_ids=positions_BT, use_cache=False, plan=plan
-        ).last_hidden_state
-        return out
+        out = model(input_ids=tokens_BT, position_ids=positions_BT, use_cache=False, plan=plan)
+        return out.last_hidden_state  # type: ignore[no-any-return]
     if not isinstance(plan, Packed):
         raise ConfigError("packing: plain computes whole sequences on one rank; set distributed.context_parallel: 1")
     return _unfolded(model, tokens_BT[0], plan)[None]
@@ -198,16 +194,13 @@ def chosen(config: Any, packing: Packing = "auto") -> Choice:
     """
     comparison = compared(config)
     if packing == "tree" and not _is_close(comparison.tree):
-        raise ConfigError(
-            f"packing: tree does not fit a {config.model_type} model: {_distance(comparison.tree)}; use auto"
-        )
+        off = _distance(comparison.tree)
+        raise ConfigError(f"packing: tree does not fit a {config.model_type} model: {off}; use auto")
     if packing != "plain" and _is_close(comparison.tree):
         return Choice("tree", f"exact within {comparison.tree:.0e}")
     if not _is_close(comparison.plain):
-        raise ConfigError(
-            f"a {config.model_type} model cannot be trained: unfolded to rows {_distance(comparison.plain)}, and "
-            f"at most {CLOSE:.0e} is allowed; use a model of another architecture"
-        )
+        off = f"unfolded to rows {_distance(comparison.plain)}, and at most {CLOSE:.0e} is allowed"
+        raise ConfigError(f"a {config.model_type} model cannot be trained: {off}; use a model of another architecture")
     return Choice("plain", "asked for" if _is_close(comparison.tree) else f"as a tree {_distance(comparison.tree)}")
 
 
@@ -284,10 +277,8 @@ def _end(causal: Any, hidden_1NH: Tensor) -> LogitEnd | None:
         end = LogitEnd(1.0 if abs(scale - 1) < 1e-6 else scale, cap)
         apart = float((end(linear) - own).abs().amax() / own.abs().amax())
     if not apart <= CLOSE:
-        raise ConfigError(
-            f"the logits of a {causal.config.model_type} model are {apart:.1g} from its head's, scaled and capped; "
-            "use another model"
-        )
+        what = f"the logits of a {causal.config.model_type} model are {apart:.1g} from its head's"
+        raise ConfigError(f"{what}, scaled and capped; use another model")
     return None if end == (1.0, None) else end
 
 
@@ -398,8 +389,5 @@ def _shallow(config: Any, least: int) -> Any:
 
 def _traits(module: nn.Module) -> list[tuple[str, Any]]:
     """What a layer's code may ask of itself: whether it has a window, is causal, and so on."""
-    return [
-        (name, value if isinstance(value, str | bool) else type(value))
-        for name, value in vars(module).items()
-        if not name.startswith("_")
-    ]
+    public = [(name, value) for name, value in vars(module).items() if not name.startswith("_")]
+    return [(name, value if isinstance(value, str | bool) else type(value)) for name, value in public]

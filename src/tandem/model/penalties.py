@@ -169,13 +169,9 @@ class Past(NamedTuple):
 def joined(pasts: Sequence[Past]) -> Past:
     """One after another."""
     starts = np.cumsum([0, *(len(past.age) for past in pasts)])
+    rows = ("seen_first", "seen_end", "output_first", "output_end")
     shifted = [
-        past._replace(
-            seen_first=past.seen_first + start,
-            seen_end=past.seen_end + start,
-            output_first=past.output_first + start,
-            output_end=past.output_end + start,
-        )
+        past._replace(**{name: getattr(past, name) + start for name in rows})
         for past, start in zip(pasts, starts, strict=False)
     ]
     return Past(*(np.concatenate(parts) for parts in zip(*shifted, strict=True)))
@@ -224,9 +220,8 @@ class TokenHistory:
     @classmethod
     def of(cls, penalties: Penalties, arrays: Sequence[Tensor]) -> Self:
         """``arrays`` are those of a ``Past``, in order, on the device."""
-        return cls(
-            penalties=penalties, seen=Events(*arrays[:3]), output=Events(*arrays[3:6]), age_N1=arrays[6][:, None]
-        )
+        seen, output = Events(*arrays[:3]), Events(*arrays[3:6])
+        return cls(penalties=penalties, seen=seen, output=output, age_N1=arrays[6][:, None])
 
     def part(self, rows: tuple[int, int], columns: tuple[int, int]) -> Part:
         """What is done to some rows and columns of the logits."""

@@ -213,9 +213,8 @@ def decode_plan(cache: KVCache, lengths: Sequence[int], device: torch.device, dt
     columns_L = torch.arange(max(lengths) + 1, device=device)
     mask = torch.zeros(len(lengths), 1, 1, len(columns_L), dtype=dtype, device=device)
     mask.masked_fill_((columns_L[None, :] > positions_R[:, None])[:, None, None, :], float("-inf"))
-    return Decode(
-        cache=cache, positions_R=positions_R, rows_R=torch.arange(len(lengths), device=device), mask_R11L=mask
-    )
+    rows_R = torch.arange(len(lengths), device=device)
+    return Decode(cache=cache, positions_R=positions_R, rows_R=rows_R, mask_R11L=mask)
 
 
 def moved(array: NDArray[Any], device: torch.device) -> Tensor:

@@ -97,11 +97,6 @@ class Policy:
         head: nn.Linear = self.causal.get_output_embeddings()
         return head
 
-    @property
-    def context(self) -> int:
-        """Most tokens the model was made for."""
-        return most_positions(self.config)
-
     @cached_property
     def end(self) -> LogitEnd | None:
         """What the model does to its head's logits."""
@@ -147,10 +142,8 @@ class Policy:
             hidden = self.hidden(ids[None, :-1], positions[None], plan)[0]
             weight, bias = self.head.weight, self.head.bias  # of a model that is cut, whole from here on
             for temperature in temperatures:
-                logprobs, _ = token_logprobs(
-                    hidden, weight, ids[1:], temperature, bias=bias, end=self.end, compile=self.compile
-                )
-                logprobs_of_rows.append(logprobs)
+                how: dict[str, Any] = {"bias": bias, "end": self.end, "compile": self.compile}
+                logprobs_of_rows.append(token_logprobs(hidden, weight, ids[1:], temperature, **how)[0])
             rows: list[list[float]] = torch.stack(logprobs_of_rows).tolist()
         return rows
 
@@ -240,10 +233,8 @@ def _kept_only(name: str) -> bool:
 
 def _missing(name: str, what: str, error: Exception) -> str:
     if "trust_remote_code" in str(error):
-        return (
-            f"the {what} of model {name!r} needs code from its repository (trust_remote_code), and Tandem runs none; "
-            "use a model whose architecture is in transformers"
-        )
+        needs = f"the {what} of model {name!r} needs code from its repository (trust_remote_code)"
+        return f"{needs}, and Tandem runs none; use a model whose architecture is in transformers"
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1
     if looks_local and not Path(name).expanduser().is_dir():

@@ -5,16 +5,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from tandem.errors import bounded
-from tandem.lazy import torch
+from tandem.lazy import Parameter, Tensor, torch
 from tandem.optimizers._precise import PreciseStepper, TrainedWeight, whole
 from tandem.optimizers.base import Optimizer, ParameterPart, PartStepper, Stepper
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.nn import Parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +38,9 @@ class Adam(Optimizer):
 class _FiniteGuard(NamedTuple):
     """What torch's fused kernels read on the device, so that the host need not know the norm."""
 
-    divisor: Tensor | None
+    grad_scale: Tensor | None
     """Gradients are divided by it, to clip them."""
-    skip: Tensor | None
+    found_inf: Tensor | None
     """1 where nothing is to be updated or counted, else 0."""
 
 
@@ -82,13 +78,9 @@ class FloatMoments(PreciseStepper):
         ready = [weight for weight in weights if _is_whole(weight)]
         if ready:
             states = [self.states[weight] for weight in ready]
-            self._adamw(
-                [weight.master.detach() for weight in ready if weight.master is not None],
-                [weight.gradient for weight in ready],
-                *([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")),
-                lr=lr,
-                guard=guard,
-            )
+            masters = [weight.master.detach() for weight in ready if weight.master is not None]
+            moments = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
+            self._adamw(lr, guard, masters, [weight.gradient for weight in ready], *moments)
             self.write([weight for weight in ready if not weight.own])
         for weight in weights:
             if not _is_whole(weight):
@@ -106,40 +98,18 @@ class FloatMoments(PreciseStepper):
         for value, grad, at in weight.pieces():
             # torch raises the count; it must be raised once, not once for each piece.
             step = state["step"].clone()
-            self._adamw([value], [grad], [exp_avg[at]], [exp_avg_sq[at]], [step], lr=lr, guard=guard)
-        state["step"] += 1 if guard.skip is None else 1 - guard.skip
+            self._adamw(lr, guard, [value], [grad], [exp_avg[at]], [exp_avg_sq[at]], [step])
+        state["step"] += 1 if guard.found_inf is None else 1 - guard.found_inf
 
-    def _adamw(
-        self,
-        values: list[Tensor],
-        grads: list[Tensor],
-        exp_avgs: list[Tensor],
-        exp_avg_sqs: list[Tensor],
-        steps: list[Tensor],
-        *,
-        lr: float,
-        guard: _FiniteGuard,
-    ) -> None:
+    def _adamw(self, lr: float, guard: _FiniteGuard, *tensors: list[Tensor]) -> None:
+        """torch's update of values by gradients, both moments and counts, in this order."""
         from torch.optim.adamw import adamw
 
-        adamw(
-            values,
-            grads,
-            exp_avgs,
-            exp_avg_sqs,
-            [],
-            steps,
-            fused=True,
-            amsgrad=False,
-            beta1=self._options.beta1,
-            beta2=self._options.beta2,
-            lr=lr,
-            weight_decay=self._options.weight_decay,
-            eps=self._options.eps,
-            maximize=False,
-            grad_scale=guard.divisor,
-            found_inf=guard.skip,
-        )
+        update: Any = adamw  # whose arguments mypy cannot tell in a row
+        rates = {name: getattr(self._options, name) for name in ("beta1", "beta2", "weight_decay", "eps")}
+        how = {"fused": True, "amsgrad": False, "maximize": False, **rates, **guard._asdict()}
+        *values, steps = tensors
+        update(*values, [], steps, lr=lr, **how)
 
 
 def _is_whole(weight: TrainedWeight) -> bool:

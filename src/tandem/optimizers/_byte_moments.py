@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tandem.optimizers._fused import fused, number
+from tandem.model.compilation import fused, number
 from tandem.optimizers._precise import PreciseStepper, TrainedWeight
 from tandem.optimizers.base import BLOCK, LARGE_PIECE
 
@@ -71,7 +71,7 @@ class ByteMoments(PreciseStepper):
             _adam(value, grad, state["exp_avg"][at], state["exp_avg_sq"][at], numbers)
         else:
             # What does not end with a block would be compiled apart; it is rare.
-            advance = _advance.function if len(value) % BLOCK else _advance
+            advance = _advance if len(value) % BLOCK else _fused_advance
             advance(value, grad, _moment(state, "exp_avg", at), _moment(state, "exp_avg_sq", at), numbers)
 
 
@@ -102,7 +102,6 @@ def _moment(state: dict[str, Tensor], moment: str, at: slice) -> _Moment:
     return _Moment(codes_n, state[f"{moment}.scales"][_blocks(at)], _book(**tables), _nearest(**tables))
 
 
-@fused
 def _advance(value: Tensor, grad: Tensor, avg: _Moment, avg_sq: _Moment, numbers: _Numbers) -> None:
     """Update a piece and what is kept of its moments. The update is by the moments as computed."""
     exp_avg, exp_avg_sq = _read(avg), _read(avg_sq)
@@ -110,6 +109,9 @@ def _advance(value: Tensor, grad: Tensor, avg: _Moment, avg_sq: _Moment, numbers
     _write(avg, exp_avg)
     _write(avg_sq, exp_avg_sq)
     _updated(value, exp_avg, exp_avg_sq, numbers)
+
+
+_fused_advance = fused(_advance)
 
 
 @fused

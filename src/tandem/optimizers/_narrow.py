@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tandem.optimizers._fused import fused, number
+from tandem.model.compilation import fused, number
 from tandem.optimizers.base import PIECE
 
 

@@ -6,15 +6,11 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from tandem.errors import CheckpointError, ConfigError
-from tandem.lazy import no_grad, torch
+from tandem.lazy import Parameter, Tensor, no_grad, torch
 from tandem.optimizers.base import PIECE, Optimizer, ParameterPart, global_norm
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.nn import Parameter
 
 FLOAT = 4  # bytes
 
@@ -91,15 +87,11 @@ class TrainedWeight:
         if self.own:
             self.master = parameter
         elif narrow_gradient and weights.dtype != torch.bfloat16:
-            raise ConfigError(
-                f"optimizer.gradients: bfloat16 is for bfloat16 weights, and {name} is {weights.dtype}; take float32"
-            )
+            raise ConfigError(f"optimizer.gradients: bfloat16 is not for {name} of {weights.dtype}; take float32")
         elif precision == "masters":
             self.master = torch.nn.Parameter(weights.to(home, torch.float32, copy=True).contiguous())
         elif weights.dtype != torch.bfloat16:
-            raise ConfigError(
-                f"optimizer.precision: {precision} is for bfloat16 weights, and {name} is {weights.dtype}; take masters"
-            )
+            raise ConfigError(f"optimizer.precision: {precision} is not for {name} of {weights.dtype}; take masters")
 
     @property
     def rounds_stochastically(self) -> bool:
@@ -272,10 +264,8 @@ class PreciseStepper(ABC):
         current = self.state_dict()
         wrong = sorted(current.keys() ^ state.keys()) or [n for n, t in current.items() if t.shape != state[n].shape]
         if wrong:
-            raise CheckpointError(
-                f"the optimizer state is of other parameters: {len(wrong)} entries do not match, first {wrong[0]!r}; "
-                "resume with the recipe that the checkpoint was made with"
-            )
+            what = f"the optimizer state is of other parameters: {len(wrong)} entries differ, first {wrong[0]!r}"
+            raise CheckpointError(f"{what}; resume with the recipe that the checkpoint was made with")
         for name, tensor in current.items():
             tensor.copy_(state[name])
         for weight in self.weights:

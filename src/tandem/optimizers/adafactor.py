@@ -5,16 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from tandem.errors import bounded
-from tandem.lazy import torch
+from tandem.lazy import Parameter, Tensor, torch
 from tandem.optimizers._precise import Precise, PreciseStepper, TrainedWeight, whole
 from tandem.optimizers.base import Stepper
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.nn import Parameter
 
 _TINY = 1e-30
 """Least mean of squares that is divided by the root of; gradients of a millionth of a millionth are above it."""
@@ -28,11 +23,11 @@ class Adafactor(Precise):
     times AdamW's. With ``relative_rate: false`` it is AdamW's, as in transformers with scale_parameter=False.
     """
 
-    lr: float = 5e-5
+    lr: float = bounded(5e-5, above=0)
     """Peak learning rate, relative to each tensor's root mean square."""
     relative_rate: bool = True
     """False: the rate is absolute, the root mean square of the largest update that clip_rms lets through."""
-    beta2_decay: float = -0.8
+    beta2_decay: float = bounded(-0.8, least=-1, most=0)
     """At step t the squared gradient's running mean forgets a share of t to this power."""
     scale_floor: float = bounded(1e-3)
     """A tensor whose root mean square is smaller moves as if it were this."""
@@ -40,11 +35,6 @@ class Adafactor(Precise):
     """An update whose root mean square, before the rate, is larger is scaled down to it."""
     weight_decay: float = bounded(0.0)
     """Share of each weight that is subtracted per step, times the rate."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not -1 <= self.beta2_decay <= 0:
-            raise ValueError("beta2_decay must be between -1 and 0")
 
     def inert(self) -> Mapping[str, str]:
         """The floor of a scale that is not looked at."""

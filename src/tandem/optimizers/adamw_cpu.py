@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from tandem.lazy import torch
+from tandem.lazy import Parameter, Tensor, torch
 from tandem.optimizers._adam import Adam, FloatMoments
 from tandem.optimizers._precise import FLOAT, TrainedWeight
 from tandem.optimizers.base import ParameterPart, PartStepper
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.nn import Parameter
 
 _IN_FLIGHT = 4  # gradients on their way; more would hold memory and hide no more of it
 

@@ -26,15 +26,14 @@ async def attack(env: Environment, graders: Graders, tasks: int) -> list[str]:
     Raises:
         EnvError: the environment knows no gold reply, by which a pass could be told.
     """
-    golds = [
-        (task, known[0]) for task in islice(env.tasks("train"), tasks) if (known := gold_reply(env, graders, task))
-    ]
+    first = islice(env.tasks("train"), tasks)
+    golds = [(task, known[0]) for task in first if (known := gold_reply(env, graders, task))]
     if not golds:
         raise EnvError(f"{env.name} knows no gold reply, so no attack can be judged; give it answers, or check()")
     kinds: dict[str, list[str]] = {}
     for task, gold in golds:
         others = [(other.answer, reply) for other, reply in golds if other.answer != task.answer]
-        wrong = {name: text for name, text in _wrong(task, gold, others) if not _holds(text, gold)}
+        wrong = {name: text for name, text in _wrong(task, gold, others) if text.split() != gold.split()}
         right = {f"gold, {name}": text for name, text in _right(gold)}
         replies = {"": gold} | wrong | right
         graded = await graders.grade([gold_rollout(task, text, number=n) for n, text in enumerate(replies.values())])
@@ -54,11 +53,6 @@ def _fault(rollout: Rollout, full: float, *, must_pay: bool) -> str:
 
 def _earned(rollout: Rollout) -> str:
     return "nothing" if rollout.reward is None else f"{rollout.reward:g}"
-
-
-def _holds(text: str, gold: str) -> bool:
-    """True if it is the gold reply after all."""
-    return " ".join(text.split()) == " ".join(gold.split())
 
 
 def _wrong(task: Task, gold: str, others: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:

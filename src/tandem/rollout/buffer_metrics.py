@@ -57,9 +57,8 @@ class BufferMetrics:
             "rerolled": options.reroll.start_fraction < 1,
             "kept_zero_variance": options.max_resample_times is not None,
         }
-        reused: dict[str, Value] = {
-            f"groups/{name}": Sum(float(self.reused[name])) for name, on in enabled.items() if on
-        }
+        counted = [name for name, on in enabled.items() if on]
+        reused: dict[str, Value] = {f"groups/{name}": Sum(float(self.reused[name])) for name in counted}
         if self.ages:
             reused["replay/age"] = Histogram(tuple(self.ages))
         metrics = merge([*self._measured, drops, taken, reused])

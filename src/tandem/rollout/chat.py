@@ -111,10 +111,8 @@ class EngineChat:
             self._tokens = tuple(self._template.prompt(self._messages))
             self._pending.clear()
         if len(self._tokens) >= self._engine.context:
-            raise EnvError(
-                f"the conversation of task {self._task} has {len(self._tokens)} tokens and the context is "
-                f"{self._engine.context}, so no room is left for an answer; shorten it, or raise context"
-            )
+            full = f"{len(self._tokens)} tokens and the context is {self._engine.context}"
+            raise EnvError(f"the conversation of task {self._task} has {full}; shorten it, or raise context")
         stream = f"{self._stream}/{len(self._turns)}"
         self._replying = True
         try:

@@ -133,10 +133,8 @@ async def require_full_marks(name: str, env: Environment, graders: Graders) -> N
         RewardError: one did not get full marks.
     """
     if failures := await check_environment(env, graders, 2):
-        raise RewardError(
-            f"a gold reply of {name} did not get full marks: {failures[0]}; mend the reward or what the environment's "
-            "check() replies (tandem check looks at more of them)"
-        )
+        remedy = "mend the reward or what the environment's check() replies (tandem check looks at more of them)"
+        raise RewardError(f"a gold reply of {name} did not get full marks: {failures[0]}; {remedy}")
     graders.metrics()  # rollouts of no step
 
 

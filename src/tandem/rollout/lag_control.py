@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from tandem.metrics import Mean, Metrics, Sum, Value, flatten
 from tandem.types import Json
@@ -60,15 +60,6 @@ class RateState:
     """Seconds of a step before it."""
     held: int = 0
     """Windows to come in which nothing is tried."""
-
-    def to_json(self) -> dict[str, Json]:
-        """Plain data."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> RateState:
-        """Inverse of ``to_json``, without fields of earlier versions; raises TypeError where ``ahead`` is missing."""
-        return cls(**{field.name: data[field.name] for field in dataclasses.fields(cls) if field.name in data})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,11 +51,8 @@ class MixtureSchedule:
     def batch(self, batch: int) -> list[str]:
         """Environments of a batch's places, each one's spread evenly over it."""
         counts = self.counts(batch)
-        spread = [
-            (Fraction(2 * nth + 1, 2 * count), at, name)
-            for at, (name, count) in enumerate(counts.items())
-            for nth in range(count)
-        ]
+        named = enumerate(counts.items())
+        spread = [(Fraction(2 * nth + 1, 2 * n), at, name) for at, (name, n) in named for nth in range(n)]
         return [name for _, _, name in sorted(spread)]
 
     def _next(self) -> tuple[int, ...]:
@@ -143,11 +140,8 @@ class EnvMixture:
         self.resting[env], self._barren[env] = batch + REST, 0
         if not self._awake(batch):  # the others are tried at once: they may have something by now
             self.resting.update(dict.fromkeys(self._runners.keys() - self._spent, batch))
-        log.log(
-            logging.INFO if again else logging.WARNING,
-            "%s: %s. Its share goes to the other environments, and after %d steps it is tried again. %s",
-            env, _seen(count, reason, group), REST, _advice(reason, env),
-        )  # fmt: skip
+        level, rests = logging.INFO if again else logging.WARNING, f"the others have its share for {REST} steps"
+        log.log(level, "%s: %s; %s. %s", env, _seen(count, reason, group), rests, _advice(reason, env))
         return None
 
     def _awake(self, batch: int) -> tuple[str, ...]:
@@ -168,10 +162,8 @@ def _failure(group: Group) -> str:
 def _advice(reason: str, env: str) -> str:
     if reason == "failed":
         return f"Mend what fails in {env}; logs/run.log and logs/graders.log of the run have the tracebacks"
-    return (
-        f"Make {env} easier or harder, sample more answers (group_size), raise the temperature, keep such groups "
-        "(zero_variance_groups: keep), or, if it could solve them before, begin again with a smaller optimizer.lr"
-    )
+    keep = "keep such groups (zero_variance_groups: keep), or, if it could solve them before, lower optimizer.lr"
+    return f"Make {env} easier or harder, sample more answers (group_size), raise the temperature, {keep}"
 
 
 def _seen(count: int, reason: str, group: Group) -> str:

@@ -47,20 +47,15 @@ class RolloutSource(Protocol):
 
     def open(self, data_state: DataState) -> AbstractAsyncContextManager[RolloutSource]:
         """Go on where ``data_state`` stands."""
-        ...
 
     async def take(self) -> Batch:
         """The groups of one optimizer step; they count as trained in every later ``data_state``."""
-        ...
 
     def data_state(self) -> DataState:
         """The present data state."""
-        ...
 
     async def saved(self, data_state: DataState) -> None:
         """A checkpoint that holds ``data_state`` is on disk: its groups need not be served again."""
-        ...
 
     def metrics(self) -> Mapping[str, Value]:
         """Metrics of the groups since the last call."""
-        ...

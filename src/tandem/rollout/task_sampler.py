@@ -217,11 +217,8 @@ class TaskSampler:
         self._runners = {runner.name: runner for runner in runners}
         self._from = reroll.start_fraction * steps if reroll.start_fraction < 1 else None
         self._max_rerolls, self._on_reroll = reroll.max_groups, on_reroll
-        self._schedules = (
-            {name: CurriculumSchedule(runner, curriculum) for name, runner in self._runners.items()}
-            if curriculum
-            else {}
-        )
+        named = self._runners.items()
+        self._schedules = {name: CurriculumSchedule(runner, curriculum) for name, runner in named if curriculum}
         self._drawn: Counter[str] = Counter()
         self._again: list[Draw] = []
         self._unsolved: dict[tuple[str, str], Draw] = {}
@@ -250,15 +247,12 @@ class TaskSampler:
         if runner.mark == before:
             return
         counts = f"{before.number} then, {runner.mark.number} now"
+        changed = f"environment {runner.name}: its tasks are not those that the checkpoint was written with ({counts})"
         if any(place >= runner.mark.number for place in seen):
-            raise EnvError(
-                f"environment {runner.name}: its tasks are not those that the checkpoint was written with ({counts}), "
-                "and some that the curriculum chose are gone; put its data back, or start a new run"
-            )
-        log.warning(
-            "environment %s: its tasks are not those that the checkpoint was written with (%s): some of this epoch may "
-            "come twice or not at all; to go on with the run that was begun, put its data back", runner.name, counts,
-        )  # fmt: skip
+            gone = "and some that the curriculum chose are gone; put its data back, or start a new run"
+            raise EnvError(f"{changed}, {gone}")
+        again = "some of this epoch may come twice or not at all; put its data back to go on with the run as begun"
+        log.warning("%s: %s", changed, again)
 
     def data_state(self) -> DataState:
         """Its part of one."""

@@ -128,9 +128,8 @@ class Template:
         options = {**self._options, **options, **({"tools": list(tools)} if tools else {})}
         try:
             with waits.blocking(waits.actor("rollouts"), "messages as text", on="the chat template"):
-                text: str = self._tokenizer.apply_chat_template(
-                    plain, tokenize=False, add_generation_prompt=True, **options
-                )
+                options |= {"tokenize": False, "add_generation_prompt": True}
+                text: str = self._tokenizer.apply_chat_template(plain, **options)
         except Exception as error:
             roles = ", ".join(m.role for m in messages)
             raise EnvError(f"the chat template refuses messages of roles {roles[:500]}: {error}") from error
@@ -175,16 +174,12 @@ def longest_prompt(tasks: Sequence[Task], template: Template, context: int) -> i
     for env in dict.fromkeys(task.env for task in tasks):
         markers = [template.rendered(task.prompt) for task in tasks if task.env == env]
         if all(markers):
-            raise ConfigError(
-                f"the prompts of {env} were rendered by a chat template already: they have {markers[0]!r}; give the "
-                "question alone, or set chat: false of the data set to go on with the text as it stands"
-            )
+            known = f"the prompts of {env} were rendered by a chat template already: they have {markers[0]!r}"
+            raise ConfigError(f"{known}; give the question alone, or set chat: false of the data set")
     most = max(lengths)
     if most >= context:
-        raise ConfigError(
-            f"the prompt of task {tasks[lengths.index(most)].id} has {most} tokens and the context is {context}, so "
-            "no room is left for an answer; raise context, or shorten prompts"
-        )
+        longest = f"the prompt of task {tasks[lengths.index(most)].id} has {most} tokens"
+        raise ConfigError(f"{longest} and the context is {context}; raise context, or shorten prompts")
     return most
 
 

@@ -141,10 +141,8 @@ def _check(name: str, linear: Any, owners: int) -> None:
         what = f"its weight is shared with {owners - 1} other module"
     else:
         return
-    raise ConfigError(
-        f"trainable.merged: {name} cannot hold W0 + alpha/rank * B A, since {what}; "
-        "leave it out of trainable.target_modules, or set merged: false"
-    )
+    remedy = "leave it out of trainable.target_modules, or set merged: false"
+    raise ConfigError(f"trainable.merged: {name} cannot hold W0 + alpha/rank * B A, since {what}; {remedy}")
 
 
 def _copied(weight: Tensor, on: Literal["host", "device"]) -> Tensor:

@@ -8,13 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from tandem.errors import CheckpointError, ConfigError
-from tandem.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
+from tandem.lazy import Tensor, nn, torch
 
 
 class WeightSource:
@@ -142,9 +139,8 @@ class Trainable(ABC):
         causal: Any = model
         if causal.config.get_text_config() is causal.config:
             return set()
-        text = {
-            id(module) for part in (causal.get_decoder(), causal.get_output_embeddings()) for module in part.modules()
-        }
+        parts = (causal.get_decoder(), causal.get_output_embeddings())
+        text = {id(module) for part in parts for module in part.modules()}
         return {id(module) for module in causal.modules()} - text
 
     def check_layers(self, names: Iterable[str]) -> None:
@@ -187,10 +183,8 @@ def read_into(live: Sequence[tuple[str, Tensor]], files: Iterable[Path]) -> list
 
 def _copy(name: str, stored: Tensor, live: Tensor, file: Path) -> None:
     if stored.shape != live.shape or stored.dtype != live.dtype:
-        raise CheckpointError(
-            f"{file} holds {name} as {stored.dtype} {tuple(stored.shape)}, the model has {live.dtype} "
-            f"{tuple(live.shape)}; resume with the recipe that the checkpoint was made with"
-        )
+        kinds = [f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in (stored, live)]
+        raise CheckpointError(f"{file} holds {name} as {kinds[0]}, the model has {kinds[1]}; resume with its recipe")
     with torch.no_grad():
         live.copy_(stored)
 
@@ -203,10 +197,7 @@ def safetensors_in(folder: Path) -> list[Path]:
     """
     files = sorted(folder.glob("*.safetensors"))
     if not folder.is_dir():
-        raise CheckpointError(
-            f"{folder} is gone since it was looked for: a run that goes on removes its older checkpoints; try again, "
-            "or take one out of it first with tandem export"
-        )
+        raise CheckpointError(f"{folder} is gone: a run removes its older checkpoints; try again, or tandem export one")
     if not files:
         raise CheckpointError(f"{folder} holds no *.safetensors file; it is not a folder that save wrote")
     return files

@@ -8,14 +8,11 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from tandem.errors import CheckpointError
-from tandem.lazy import torch
+from tandem.lazy import Tensor, nn, torch
 from tandem.trainable.base import Trainable, layer_of, read_into, safetensors_in
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 log = logging.getLogger(__name__)
 

@@ -10,15 +10,12 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from tandem.errors import CheckpointError, ConfigError
-from tandem.lazy import torch
+from tandem.errors import CheckpointError, ConfigError, bounded, check_bounds
+from tandem.lazy import Tensor, nn, torch
 from tandem.trainable.base import Trainable, WeightSource, layer_of, read_into, safetensors_in
 from tandem.transport.adapters import write_adapter
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 _silenced = threading.Lock()
 """Held while warnings are ignored, which is so for all threads: each would restore what it found."""
@@ -45,9 +42,9 @@ class Lora(Trainable):
 
     folder_name: ClassVar[str] = "adapter"
 
-    rank: int = 16
+    rank: int = bounded(16, least=1)
     """Columns of A and rows of B; parameters and memory grow with it."""
-    alpha: int = 32
+    alpha: int = bounded(32, least=1)
     """The adapter's output is multiplied by alpha/rank."""
     target_modules: tuple[str, ...] | str = "all-linear"
     """Linear layers that are adapted, as PEFT takes them: ends of names, such as q_proj or self_attn.q_proj, or a
@@ -66,10 +63,7 @@ class Lora(Trainable):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rank < 1:
-            raise ValueError("rank must be at least 1")
-        if self.alpha < 1:
-            raise ValueError("alpha must be at least 1")
+        check_bounds(self)
         if not self.target_modules and not self.target_parameters:
             raise ValueError("target_modules must name at least one module, or be all-linear")
         if self.merged and (self.target_parameters or self.modules_to_save):
@@ -129,11 +123,8 @@ class Lora(Trainable):
     def targets(self, model: nn.Module) -> list[str]:
         """Names of the modules to adapt, checked against the model; no tensor is looked at."""
         left_out = self._left_out(model)
-        linear = [
-            name
-            for name, module in model.named_modules()
-            if isinstance(module, torch.nn.Linear) and id(module) not in left_out
-        ]
+        modules = [(name, module) for name, module in model.named_modules() if id(module) not in left_out]
+        linear = [name for name, module in modules if isinstance(module, torch.nn.Linear)]
         self.check_layers(linear)
         if self.layers is not None:
             linear = [name for name in linear if layer_of(name) in self.layers]
@@ -148,9 +139,8 @@ class Lora(Trainable):
         if isinstance(self.target_modules, str):
             matched = [name for name in linear if re.fullmatch(self.target_modules, name)]
             if not matched:
-                raise ConfigError(
-                    f"trainable.target_modules: no linear layer's whole name matches {self.target_modules!r}; {has}"
-                )
+                wanted = f"no linear layer's whole name matches {self.target_modules!r}"
+                raise ConfigError(f"trainable.target_modules: {wanted}; {has}")
             return matched
         ends = {end: [name for name in linear if f".{name}".endswith(f".{end}")] for end in self.target_modules}
         if wrong := [end for end, names in ends.items() if not names]:
@@ -168,11 +158,8 @@ class Lora(Trainable):
             if not any(f".{name}".endswith(f".{end}") for name, _ in model.named_modules()):
                 raise ConfigError(f"trainable.modules_to_save: the model has no module {end!r}; lm_head is its output")
         ends = tuple(f".{end}" for end in self.target_parameters)
-        return [
-            name
-            for name in known
-            if f".{name}".endswith(ends) and (self.layers is None or layer_of(name) in self.layers)
-        ]
+        wanted = [name for name in known if f".{name}".endswith(ends)]
+        return wanted if self.layers is None else [name for name in wanted if layer_of(name) in self.layers]
 
     def _left_out(self, model: nn.Module) -> set[int]:
         """Ids of linear layers without an adapter: the head, those of images, those that PEFT or kernels misread."""
@@ -196,10 +183,7 @@ class Lora(Trainable):
             if hasattr(module, "lora_A"):
                 parameter = getattr(module, "parameter_name", None)
                 adapted[f"experts.{parameter}" if parameter else name.rpartition(".")[2]] += 1
-        on = [
-            *(f"{count} {name}" for name, count in adapted.items()),
-            *(f"the whole {n}" for n in self.modules_to_save),
-        ]
+        on = [f"{count} {name}" for name, count in adapted.items()] + [f"the whole {n}" for n in self.modules_to_save]
         without = [name for name in experts if name not in adapted]
         rest = f"; none on {', '.join(without)}: name them in trainable.target_parameters" if without else ""
         return f"adapters on {', '.join(on)}{rest}"
@@ -249,12 +233,10 @@ class Lora(Trainable):
         experts = {name for name, module in model.named_modules() if hasattr(module, "parameter_name")}
         names = {name.rpartition(".lora_")[0] for name in self.live_tensors(model) if ".lora_" in name} - experts
         names = {name.removeprefix(_PREFIX) for name in names}
-        whole = self.target_modules != "all-linear" and (
-            isinstance(self.target_modules, str) or any("." in end for end in self.target_modules)
-        )
-        config = self._config(
-            sorted(names if whole else {name.rpartition(".")[2] for name in names}), list(self.target_parameters)
-        )
+        targets = self.target_modules
+        whole = targets != "all-linear" and (isinstance(targets, str) or any("." in end for end in targets))
+        short = names if whole else {name.rpartition(".")[2] for name in names}
+        config = self._config(sorted(short), list(self.target_parameters))
         causal: Any = getattr(model, "get_base_model", lambda: model)()
         config.base_model_name_or_path = causal.name_or_path or None
         config.inference_mode = True
@@ -290,20 +272,15 @@ class Lora(Trainable):
         live = self.live_tensors(model)
         missing = read_into(list(live.items()), safetensors_in(folder))
         if missing:
-            raise CheckpointError(
-                f"{folder} lacks {len(missing)} of {len(live)} adapter tensors, first {missing[0]}; "
-                "resume with the recipe that the checkpoint was made with"
-            )
+            lacks = f"{folder} lacks {len(missing)} of {len(live)} adapter tensors, first {missing[0]}"
+            raise CheckpointError(f"{lacks}; resume with the recipe that the checkpoint was made with")
         self.fold(model)
 
 
 def _experts(model: nn.Module) -> list[str]:
     """Names of stacked experts, without what an adapter puts around them."""
-    return [
-        name.replace(".base_layer", "")
-        for name, parameter in model.named_parameters()
-        if parameter.dim() == 3 and "experts" in name
-    ]
+    stacked = [name for name, parameter in model.named_parameters() if parameter.dim() == 3 and "experts" in name]
+    return [name.replace(".base_layer", "") for name in stacked]
 
 
 def _short(name: str) -> str:

@@ -82,9 +82,8 @@ class Checkpoints:
 
     def due(self, step: int) -> bool:
         """Whether the state after this step is to be saved."""
-        return self.contents != "none" and (
-            step % self.world.config.checkpoint.every == 0 or step >= self.world.config.steps
-        )
+        config = self.world.config
+        return self.contents != "none" and (step % config.checkpoint.every == 0 or step >= config.steps)
 
     async def begin(self, state: TrainerState, then: Callable[[], Awaitable[None]] | None = None) -> None:
         """Stage a checkpoint of this state, unless its step has one, and begin to write it.
@@ -107,10 +106,8 @@ class Checkpoints:
             if self.contents == "none" or final.exists():
                 return
             with self._whole_or_none(state.step, _aside(final)):
-                reason = f"step {state.step} to be copied"
-                write = await waits.wait(
-                    self._stage(state, _aside(final)), owner="trainer", reason=reason, on=self._writer
-                )
+                reason, staging = f"step {state.step} to be copied", self._stage(state, _aside(final))
+                write = await waits.wait(staging, owner="trainer", reason=reason, on=self._writer)
             self._writing = asyncio.ensure_future(self._write(state.step, write, final, then))
             if self.staging.waits or state.step >= self.world.config.steps:
                 await self._settle()
@@ -199,10 +196,9 @@ class Checkpoints:
                 raise
             newest = saved_steps(self.folder)
             newest_text = f"the newest checkpoint is step {newest[-1]}" if newest else "there is no checkpoint yet"
-            raise CheckpointError(
-                f"checkpoint of step {step} cannot be written to {self.folder}: {error}; {newest_text}. "
-                f"Free disk space or mend the folder, then go on with: {command('train', self.folder.parent)}"
-            ) from error
+            remedy = f"Free disk space or mend the folder, then go on with: {command('train', self.folder.parent)}"
+            what = f"checkpoint of step {step} cannot be written to {self.folder}: {error}"
+            raise CheckpointError(f"{what}; {newest_text}. {remedy}") from error
 
     def _staged(self, state: TrainerState) -> Write:
         """What writes this rank's files, as everything is now."""
@@ -289,16 +285,11 @@ async def restore_weights(folder: Path, world: World, fresh: TrainerState) -> Tr
     if damage := await waits.wait(looking, owner="trainer", reason="its files to be checked", on=reader):
         raise CheckpointError(f"{damage}; {digests.remedy(path)}")
     if not any((path / name).exists() for name in ("state.json", WHOLE, SHARDS)):
-        raise CheckpointError(
-            f"{path} holds weights alone (checkpoint: weights), from which no run can go on; evaluate it with tandem "
-            "eval, take it out with tandem export, or start another run from the recipe"
-        )
+        raise CheckpointError(f"{path} holds weights alone, which no run goes on from; use tandem eval or export")
     state = _read_state(path)
     if state.config_digest != fresh.config_digest:
-        raise CheckpointError(
-            f"{path} was made with other settings than {folder.parent / 'config.yaml'} holds now; put the "
-            "recipe back, or start a new run from it"
-        )
+        recipe = folder.parent / "config.yaml"
+        raise CheckpointError(f"{path} was made with other settings than {recipe}; put it back, or start a new run")
     loading = policy.compute(trainable.load, policy.model, path / trainable.folder_name)
     await waits.wait(loading, owner="trainer", reason="its weights", on=reader)
     await world.load_weights(path / trainable.folder_name)
@@ -338,10 +329,8 @@ def _read_state(path: Path) -> TrainerState:
     try:
         stored = json.loads(file.read_text(encoding="utf-8"))
         if stored.get("format", 1) > FORMAT:
-            raise CheckpointError(
-                f"{path} was written by a later Tandem, in format {stored['format']}, and this one reads formats up to "
-                f"{FORMAT}; go on with the Tandem that wrote it, or a later one"
-            )
+            later = f"a later Tandem, in format {stored['format']}; this one reads up to {FORMAT}"
+            raise CheckpointError(f"{path} was written by {later}; go on with the Tandem that wrote it")
         state = TrainerState.from_json(stored)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(_unreadable(file, error)) from error

@@ -84,10 +84,8 @@ def remedy(damaged: Path) -> str:
     for path in [steps[step] for step in reversed(steps) if step < int(damaged.name)]:
         if not damage(path):
             gone = " ".join(shlex.quote(str(path)) for path in newer)
-            return (
-                f"the newest whole checkpoint is that of step {int(path.name)}; to go on from it: rm -r {gone} && "
-                f"{command('train', run)}"
-            )
+            again = f"rm -r {gone} && {command('train', run)}"
+            return f"the newest whole checkpoint is that of step {int(path.name)}; to go on from it: {again}"
         newer.append(path)
     return f"no older checkpoint is whole; start anew with: {command('train', run / 'config.yaml', 'name=NEW')}"
 

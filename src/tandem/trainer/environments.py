@@ -24,7 +24,6 @@ from tandem.rewards.grading.workers import Graders
 from tandem.rollout import template as rendering
 from tandem.rollout.buffer import RolloutBuffer
 from tandem.rollout.buffer_options import BufferOptions
-from tandem.rollout.gold import require_full_marks
 from tandem.rollout.group_runner import GroupRunner, PostprocessRewards, keep_rewards, penalise_truncated
 from tandem.rollout.lag_control import LagControl, LagController, RateState
 from tandem.rollout.measure import Solved
@@ -89,6 +88,8 @@ def longest_prompt(config: RunConfig, model: Any, tasks: Tasks) -> int:
     Raises:
         ConfigError: it leaves none.
     """
+    if not tasks:
+        return memory.TYPICAL_PROMPT
     from tandem.model.policy import load_tokenizer  # which needs torch
 
     tokenizer = load_tokenizer(config.model, chat_template=config.chat_template)
@@ -109,42 +110,22 @@ class RunEnvironments:
     graders: Mapping[str, Graders]
     """Open, by the environment's name."""
 
-    async def check_gold(self) -> None:
-        """Grade the first gold replies: a reward that refuses the right answer teaches nothing.
-
-        Raises:
-            RewardError: one did not get full marks.
-        """
-        for name, graders in self.graders.items():
-            await require_full_marks(name, self.config.sources[name].env, graders)
-
     def metrics(self) -> Mapping[str, Value]:
         """What the graders counted since the last call."""
         return merge([graders.metrics() for graders in self.graders.values()])
 
     def runners(self, engine: Engine, template: Template, tasks: Tasks) -> list[EnvRunner]:
         """Environment runners with the tasks of each."""
-        return [
-            EnvRunner(
-                name=name,
-                label=f"{name}/" if name in self.config.envs else "",
-                group_runner=GroupRunner(
-                    name=name,
-                    env=self.config.sources[name].env,
-                    engine=engine,
-                    graders=graders,
-                    template=template,
-                    seed=self.config.seed,
-                ),
-                tasks=tasks[name],
-                solved=_solved(self.config.sources[name], graders),
-                seed=self.config.seed,
-                weight=self.config.sources[name].weight,
-                min_share=self.config.sources[name].min_share,
-            )
-            for name, graders in self.graders.items()
-            if name in tasks
-        ]
+        runners = []
+        for name, graders in self.graders.items():
+            if name not in tasks:
+                continue
+            source, label = self.config.sources[name], f"{name}/" if name in self.config.envs else ""
+            shared: dict[str, Any] = {"name": name, "seed": self.config.seed}
+            runner = GroupRunner(**shared, env=source.env, engine=engine, graders=graders, template=template)
+            shared |= {"weight": source.weight, "min_share": source.min_share, "solved": _solved(source, graders)}
+            runners.append(EnvRunner(**shared, label=label, group_runner=runner, tasks=tasks[name]))
+        return runners
 
 
 @asynccontextmanager
@@ -222,7 +203,15 @@ def rollout_source(
 ) -> RolloutSource:
     """Where groups come from: a broker if the recipe names one, else what is played here."""
     if config.broker is None:
-        return rollout_buffer(config, runners, trained, telemetry, lag_control)
+        return RolloutBuffer(
+            runners=runners,
+            options=_buffer_options(config),
+            version=trained.current,
+            postprocess_rewards=postprocess(config),
+            on_drop=dropped(config, trained, telemetry),
+            lag_control=lag_control,
+            on_event=lambda name, fields: telemetry.event(name, **fields),
+        )
     # A run without a broker loads nothing of it.
     if not (points := entry_points(group="tandem.rollout_sources", name="broker")):
         raise ConfigError("broker: tandem_broker is not installed; install Tandem again (pip install -e .)")
@@ -239,44 +228,19 @@ def rollout_source(
     return source
 
 
-def rollout_buffer(
-    config: RunConfig,
-    runners: Sequence[EnvRunner],
-    trained: StepCounter,
-    telemetry: Telemetry,
-    lag_control: LagControl,
-) -> RolloutBuffer:
-    """Tasks that are played here."""
-    return RolloutBuffer(
-        runners=runners,
-        options=BufferOptions(
-            groups_per_step=config.groups_per_step,
-            group_size=config.group_size,
-            max_lag=config.most_lag,
-            behind=config.sync.behind,
-            drop_zero_variance=config.zero_variance_groups == "drop",
-            oversample=config.oversample if config.zero_variance_groups == "drop" else "off",
-            on_policy_tail=config.on_policy_tail,
-            sampling=config.sampling,
-            steps=config.steps,
-            max_resample_times=config.max_resample_times,
-            replay=config.replay,
-            reroll=config.reroll,
-            curriculum=config.curriculum,
-        ),
-        version=trained.current,
-        postprocess_rewards=postprocess(config),
-        on_drop=dropped(config, trained, telemetry),
-        lag_control=lag_control,
-        on_event=lambda name, fields: telemetry.event(name, **fields),
+def _buffer_options(config: RunConfig) -> BufferOptions:
+    drops = config.zero_variance_groups == "drop"
+    named = ("groups_per_step", "group_size", "on_policy_tail", "sampling", "steps", "max_resample_times", "replay")
+    return BufferOptions(
+        **{name: getattr(config, name) for name in (*named, "reroll", "curriculum")},
+        max_lag=config.most_lag,
+        behind=config.sync.behind,
+        drop_zero_variance=drops,
+        oversample=config.oversample if drops else "off",
     )
 
 
 def dropped(config: RunConfig, trained: StepCounter, telemetry: Telemetry) -> DroppedGroups:
     """Reports groups that are left out of training."""
-    return DroppedGroups(
-        telemetry=telemetry,
-        version=trained.current,
-        groups_per_step=config.groups_per_step,
-        max_tokens=config.sampling.max_tokens,
-    )
+    size, most = config.groups_per_step, config.sampling.max_tokens
+    return DroppedGroups(telemetry=telemetry, version=trained.current, groups_per_step=size, max_tokens=most)

@@ -174,14 +174,12 @@ async def _commit(
         if not await weight_sync.trained.finite():
             error.args = (f"{error}. The policy itself holds NaN or infinities: it is not saved",)
             raise
-        await run.checkpoints.save(
-            state.advanced(packed.num_loss_tokens, version, batch.data_state, run.lag_control.state)
-        )
+        reached = state.advanced(packed.num_loss_tokens, version, batch.data_state, run.lag_control.state)
+        await run.checkpoints.save(reached)
         folder = run.checkpoints.folder.parent
-        message = (
-            f"{error}. Step {step} is saved. To go on, with engines started anew and proven: {command('train', folder)}"
-        )
-        error.args = (f"{message}; to see where tokens differ, and why: {command('mismatch', folder)}",)
+        again = f"To go on, with engines started anew and proven: {command('train', folder)}"
+        seen = f"to see where tokens differ, and why: {command('mismatch', folder)}"
+        error.args = (f"{error}. Step {step} is saved. {again}; {seen}",)
         raise
 
 

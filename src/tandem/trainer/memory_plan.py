@@ -118,9 +118,8 @@ class MemoryPlan:
         places = [self.machine] if self.beside is None else [self.machine, self.beside]
         rows = []
         for machine, lines in zip(places, (self.at_peak(), self.at_peak(beside=True)), strict=False):
-            rows.append(
-                f"{readable(_sum(lines))} at the peak, {readable(machine.free)} free on {machine.name}; most of it:"
-            )
+            free = f"{readable(machine.free)} free on {machine.name}"
+            rows.append(f"{readable(_sum(lines))} at the peak, {free}; most of it:")
             rows += [f"  {line}" for line in lines[:3]]
         return "\n".join(f"  {row}" for row in rows)
 

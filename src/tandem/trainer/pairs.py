@@ -26,19 +26,14 @@ def check_pairs(config: RunConfig) -> None:
     if config.sampling.regex and not getattr(config.engine, "has_grammars", False):
         raise UnsupportedPair("sampling.regex: vLLM alone has grammars; choose engine: vllm, or reward the form")
     if config.sampling.regex and config.old_logprobs != "recomputed":
-        raise UnsupportedPair(
-            "sampling.regex: the sampler's logprobs are of the tokens that the grammar allows, the policy's of all; "
-            "set old_logprobs to recomputed"
-        )
+        raise UnsupportedPair("sampling.regex: logprobs are those within the grammar; set old_logprobs to recomputed")
     rank, most = getattr(config.trainable, "rank", 0), config.engine.most_rank
     if config.trainable.payload == "adapter" and most is not None and rank > most:
         raise UnsupportedPair(f"trainable.rank: vLLM has room for ranks up to {most}, not {rank}")
     if config.trainable.payload == "adapter" and most is not None:
         for option in ("target_parameters", "modules_to_save"):
             if getattr(config.trainable, option, ()):
-                raise UnsupportedPair(
-                    f"trainable.{option}: vLLM is given adapters of linear layers alone; choose engine: embedded"
-                )
+                raise UnsupportedPair(f"trainable.{option}: vLLM adapts linear layers alone; choose engine: embedded")
     _sync(config).check(trainable=config.trainable, engine=config.engine)
     _check_lag(config)
 
@@ -78,7 +73,7 @@ def _sync(config: RunConfig) -> WeightSync:
     """The way that the recipe's weights reach its engine."""
     if not has_slices(config):
         return config.sync
-    from tandem.trainer.ranks.shared_slices import SharedSlices  # which needs torch
+    from tandem.trainer.ranks.cut_ranks import SharedSlices  # which needs torch
 
     return SharedSlices.of(config.sync)
 
@@ -92,17 +87,9 @@ def _check_lag(config: RunConfig) -> None:
     behind = config.sync.behind
     option = "lag_control.max_lag" if config.max_lag == "auto" else "max_lag"
     if config.most_lag < behind:
-        raise UnsupportedPair(
-            f"sync.every: {behind + 1} leaves the engine up to {behind} steps behind the policy, and {option} allows "
-            f"{config.most_lag}; set {option} to {behind} at least, or sync.every to {config.most_lag + 1} at most"
-        )
+        instead = f"set {option} to {behind} at least, or sync.every to {config.most_lag + 1} at most"
+        raise UnsupportedPair(f"sync.every: {behind + 1} leaves the engine {behind} steps behind the policy; {instead}")
     if config.most_lag and getattr(config.engine, "sleep", 0):
-        raise UnsupportedPair(
-            "engine.sleep: an engine that sleeps while a step is trained samples nothing meanwhile; set max_lag to 0, "
-            "or leave engine.sleep out"
-        )
-    if config.broker is not None and config.checkpoint.save != "all":
-        raise UnsupportedPair(
-            f"checkpoint: {config.checkpoint.save} with a broker: it is told that groups were trained once a "
-            "checkpoint holds that, and would serve them again; set checkpoint.save to all"
-        )
+        raise UnsupportedPair("engine.sleep samples nothing while a step is trained; set max_lag to 0, or leave it out")
+    if config.broker is not None and (saved := config.checkpoint.save) != "all":
+        raise UnsupportedPair(f"checkpoint: {saved} with a broker, which would serve groups again; set it to all")

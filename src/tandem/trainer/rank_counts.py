@@ -33,10 +33,8 @@ class RankCounts:
             placement.check_ranks(config.ranks)
             return cls._sharing(config, placement.world_size, placement.local_world_size)
         if config.ranks is None and config.distributed != Distributed():
-            raise ConfigError(
-                "distributed changes nothing: ranks is not set and no launcher started several processes; set ranks, "
-                "start the run by torchrun or srun, or remove distributed"
-            )
+            alone = "ranks is not set and no launcher started several processes"
+            raise ConfigError(f"distributed changes nothing: {alone}; set ranks, or remove distributed")
         world = max(1, len(visible_accelerators(os.environ))) if config.ranks == "auto" else config.ranks or 1
         return cls._sharing(config, world, world)
 

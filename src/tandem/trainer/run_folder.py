@@ -54,9 +54,7 @@ def new_folder(config: RunConfig) -> Path:
         registry.remember(folder)
         user_code.keep(config, folder)
     except OSError as error:
-        raise ConfigError(
-            f"the run's folder {folder} cannot be made: {error}; set runs= and name= to a place where it can"
-        ) from error
+        raise ConfigError(f"the run's folder {folder} cannot be made: {error}; set runs= and name=") from error
     return folder
 
 
@@ -91,10 +89,8 @@ def writable(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES):
             raise
-        raise TandemError(
-            f"the run's folder {folder} cannot be written: {error}; free disk space or mend the folder, then go on "
-            f"with: {command('train', folder)}"
-        ) from error
+        remedy = f"free disk space or mend the folder, then go on with: {command('train', folder)}"
+        raise TandemError(f"the run's folder {folder} cannot be written: {error}; {remedy}") from error
 
 
 def stopped(step: int, alarm: Notice | None, folder: Path, saved: str = "all") -> BaseException:
@@ -116,10 +112,8 @@ def stopped(step: int, alarm: Notice | None, folder: Path, saved: str = "all") -
         return KeyboardInterrupt(f"stopped at step {step}, {saved_text}{again}")
     finding = alarm.finding
     again = f" To go on all the same: {command('train', folder, 'alarms=warn')}" if saved == "all" else ""
-    return Alarmed(
-        f"alarm {alarm.alarm} stopped the run at step {step}, {saved_text}: {finding.seen}. {finding.means} What to "
-        f"change: {finding.change}{again}"
-    )
+    seen = f"alarm {alarm.alarm} stopped the run at step {step}, {saved_text}: {finding.seen}"
+    return Alarmed(f"{seen}. {finding.means} What to change: {finding.change}{again}")
 
 
 @contextmanager

@@ -7,10 +7,8 @@ import logging
 import os
 import platform
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
-from tandem.errors import ConfigError, TandemError
+from tandem.errors import ConfigError, TandemError, command
 
 log = logging.getLogger(__name__)
 
@@ -62,10 +60,8 @@ class RunLock:
         except BlockingIOError:
             other = os.read(handle, 200).decode(errors="replace").strip() or "a process that did not say its pid"
             os.close(handle)
-            raise ConfigError(
-                f"{other} is at work in {folder}: a run has one trainer at a time. See what it does with: tandem why "
-                f"{folder}; wait for it or end it, or start another run with another name="
-            ) from None
+            seen = f"see what it does with: {command('why', folder)}"
+            raise ConfigError(f"{other} is at work in {folder}; {seen}, or start a run with another name=") from None
         except OSError as error:  # a file system without locks
             log.warning("%s cannot be locked (%s): see to it yourself that no other trainer uses it", folder, error)
         _descriptors.add(handle)
@@ -85,18 +81,10 @@ class RunLock:
         except (FileNotFoundError, NotADirectoryError):
             there = False
         if not there:
-            raise TandemError(
-                f"the run's folder {self.folder} was deleted or moved while the run was going on: nothing can be "
-                "saved there any more, and the run is ended. Put it back and go on with: tandem train "
-                f"{self.folder}, or start anew from the recipe"
-            )
+            again = f"put it back and go on with: {command('train', self.folder)}, or start anew from the recipe"
+            raise TandemError(f"the run's folder {self.folder} was deleted or moved, so nothing can be saved; {again}")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         """Let the folder go."""
         if self._handle is not None:
             _descriptors.discard(self._handle)

@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Self
 
+import msgspec
+
 from tandem.config import loading as recipes
 from tandem.config.loading import RunConfig
 from tandem.rollout.data_state import DataState
@@ -58,25 +60,10 @@ class TrainerState:
 
     def to_json(self) -> dict[str, Json]:
         """The state as JSON values."""
-        return {
-            "step": self.step,
-            "version": {"step": self.version.step, "digest": self.version.digest},
-            "tokens_seen": self.tokens_seen,
-            "config_digest": self.config_digest,
-            "rng": list(self.rng),
-            "rate": None if self.rate is None else self.rate.to_json(),
-            "cursor": self.data_state.to_json(),
-        }
+        plain: dict[str, Json] = msgspec.to_builtins(self, str_keys=True)
+        return {**plain, "cursor": plain.pop("data_state")}
 
     @classmethod
     def from_json(cls, data: Any) -> Self:
         """Inverse of ``to_json``; raises KeyError, TypeError or ValueError where something is missing."""
-        return cls(
-            step=data["step"],
-            version=PolicyVersion(**data["version"]),
-            tokens_seen=data["tokens_seen"],
-            config_digest=data["config_digest"],
-            rng=tuple(data["rng"]),
-            rate=None if (rate := data.get("rate")) is None else RateState.from_json(rate),
-            data_state=DataState.from_json(data["cursor"]),
-        )
+        return msgspec.convert({**data, "data_state": data["cursor"]}, cls, str_keys=True)

@@ -35,11 +35,9 @@ def keep(config: RunConfig, folder: Path, step: int = 0) -> list[str]:
 
 def changes(config: RunConfig, folder: Path) -> list[str]:
     """Modules of the recipe whose source is not the one that the run was made with, in words."""
-    return [
-        f"{source} is not what this run was trained with (see {copy})"
-        for copy, source in _files(config, folder).items()
-        if copy.is_file() and copy.read_bytes() != source.read_bytes()
-    ]
+    copies = [(copy, source) for copy, source in _files(config, folder).items() if copy.is_file()]
+    changed = [(copy, source) for copy, source in copies if copy.read_bytes() != source.read_bytes()]
+    return [f"{source} is not what this run was trained with (see {copy})" for copy, source in changed]
 
 
 def _files(config: RunConfig, folder: Path) -> dict[Path, Path]:

@@ -31,7 +31,6 @@ class Advantage(Protocol):
 
     def __call__(self, group: Group) -> list[float]:
         """One number per ``group.scored`` rollout, in that order; a rollout without siblings gets 0."""
-        ...
 
 
 @runtime_checkable
@@ -40,7 +39,6 @@ class Rescales(Protocol):
 
     def rescale(self, groups: Sequence[Group], values: Sequence[Sequence[float]]) -> list[list[float]]:
         """The groups' advantages, given those computed group by group."""
-        ...
 
 
 @runtime_checkable
@@ -49,7 +47,6 @@ class Weighs(Protocol):
 
     def weighed(self, weights: Mapping[str, Mapping[str, float]]) -> Self:
         """The same with the weight of each reward, by environment and by its name."""
-        ...
 
 
 @runtime_checkable
@@ -58,7 +55,6 @@ class ByTurn(Protocol):
 
     def by_turn(self, group: Group) -> list[list[float]]:
         """Of each turn with tokens of each ``group.scored`` rollout."""
-        ...
 
 
 def spread(advantage: ByTurn, group: Group) -> Group:
@@ -90,10 +86,8 @@ def _numbers(advantage: Advantage, group: Group) -> list[float]:
     values = returned.tolist() if hasattr(returned, "tolist") else returned  # of numpy or torch
     count = len(group.scored)
     if not isinstance(values, list | tuple) or len(values) != count or not all(isinstance(v, Real) for v in values):
-        raise ConfigError(
-            f"advantage {type(advantage).__name__} returned {str(returned)[:80]!r} for group {group.id}; expected a "
-            f"list of {count} numbers, one for each rollout of group.scored"
-        )
+        what = f"advantage {type(advantage).__name__} returned {str(returned)[:80]!r} for group {group.id}"
+        raise ConfigError(f"{what}; expected a list of {count} numbers, one for each rollout of group.scored")
     return [float(value) for value in values]
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from tandem.algorithms.advantages.base import centred, deviation, scores
+from tandem.errors import Bounded, bounded
 from tandem.types import Group
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchStd:
+class BatchStd(Bounded):
     """Group mean, batch deviation (arXiv 2508.08221): A_i = (r_i - mean of its group) / (std of the step + eps).
 
     One scale for every task of a step: unlike a group's own deviation it does not favour tasks that are nearly always
@@ -23,12 +23,8 @@ class BatchStd:
     std_of: Literal["rewards", "deviations"] = "rewards"
     """What the standard deviation is of: rewards, or their deviations from their group's mean."""
 
-    eps: float = 1e-4
+    eps: float = bounded(1e-4, above=0)
     """Added to the standard deviation."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.eps < math.inf:
-            raise ValueError("eps must be above 0 and finite")
 
     def __call__(self, group: Group) -> list[float]:
         """Deviations from the mean, before they are scaled."""

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from tandem.algorithms.advantages.base import centred, deviation
+from tandem.errors import Bounded, bounded
 from tandem.types import Group, Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gdpo:
+class Gdpo(Bounded):
     """GDPO (arXiv 2601.05242): z_ik = (r_ik - mean_k) / (std_k + eps) over the group; A = standardised sum_k w_k z_ik.
 
     k runs over the recipe's rewards, w_k are their weights, and the last standardisation is over all groups of the
@@ -22,13 +23,9 @@ class Gdpo:
     group whose sums are all equal is dropped before, unless zero_variance_groups is keep.
     """
 
-    eps: float = 1e-4
+    eps: float = bounded(1e-4, above=0)
     """Added to the standard deviations."""
     _weights: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not 0 < self.eps < math.inf:
-            raise ValueError("eps must be above 0 and finite")
 
     def weighed(self, weights: Mapping[str, Mapping[str, float]]) -> Self:
         """With the recipe's weights by environment; a reward without one counts once."""

@@ -7,21 +7,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tandem.algorithms.advantages.base import centred, scores
+from tandem.errors import Bounded, bounded
 from tandem.types import Group
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupStandardised:
+class GroupStandardised(Bounded):
     """GRPO (arXiv 2402.03300, section 4.1.2): A_i = (r_i - mean(r)) / (std(r) + eps)."""
 
     std: Literal["sample", "population"] = "sample"
     """sample divides squared deviations by n - 1, as torch and TRL do; population by n, as numpy does."""
-    eps: float = 1e-4
+    eps: float = bounded(1e-4, above=0)
     """Added to the standard deviation; differences below it hardly count."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.eps < math.inf:
-            raise ValueError("eps must be above 0 and finite")
 
     def __call__(self, group: Group) -> list[float]:
         """Standardised deviations; they sum to 0."""

@@ -25,9 +25,7 @@ class MaxRl:
         """
         rewards = scores(group)
         if rewards and min(rewards) < 0:
-            raise RewardError(
-                f"group {group.id} has a reward of {min(rewards):g}, and advantage: maxrl divides by the mean of "
-                "rewards of at least 0; drop the penalty, or choose another advantage"
-            )
+            below = f"group {group.id} has a reward of {min(rewards):g}, and maxrl takes rewards of at least 0"
+            raise RewardError(f"{below}; drop the penalty, or choose another advantage")
         mean = sum(rewards) / max(1, len(rewards))
         return [value / mean for value in centred(rewards)] if mean > 0 else [0.0] * len(rewards)

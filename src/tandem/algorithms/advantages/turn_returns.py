@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tandem.algorithms.advantages.base import centred, scores
+from tandem.errors import Bounded, bounded
 from tandem.types import Group, Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
-class TurnReturns:
+class TurnReturns(Bounded):
     """A_it = G_it - mean_j G_jt, with returns G_it = sum_k>=t discount^(k-t) r_ik over a rollout's turns.
 
     r_ik is what the environment gave turn k (0 where it gave nothing), and that of the last turn has the rollout's
@@ -17,12 +18,8 @@ class TurnReturns:
     and with discount 1 this is dr_grpo.
     """
 
-    discount: float = 1.0
+    discount: float = bounded(1.0, most=1)
     """What a reward counts one turn earlier."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.discount <= 1:
-            raise ValueError("discount must be from 0 to 1")
 
     def __call__(self, group: Group) -> list[float]:
         """Of whole rollouts: deviations of their rewards from the mean."""

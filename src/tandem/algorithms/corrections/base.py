@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 from tandem.algorithms.losses.base import MOST_LOG_RATIO, MicroBatch
-from tandem.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from tandem.lazy import Tensor, torch
 
 Beyond = Literal["truncate", "mask"]
 """For a ratio out of bounds: set it to the bound, or set the weight to 0."""
@@ -21,11 +18,9 @@ class Correction(Protocol):
     @property
     def needs_recomputed(self) -> bool:
         """True if its weights are ratios, which a loss against the sampler's logprobs already contains."""
-        ...
 
     def __call__(self, logprobs_N: Tensor, micro: MicroBatch) -> Tensor:
         """Weight of each token's loss, float32 without gradient, given the policy's ``logprobs_N``."""
-        ...
 
 
 def drift(logprobs_N: Tensor, micro: MicroBatch) -> Tensor:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from tandem.algorithms.losses.base import MicroBatch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from tandem.errors import Bounded, bounded
+from tandem.lazy import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opsm:
+class Opsm(Bounded):
     """Off-policy sequence mask (DeepSeek-V3.2, arXiv 2512.02556): w = 0 where A < 0 and KL > threshold, else 1.
 
     KL is the mean over an answer's tokens of the sampler's logprob minus the current policy's. A policy learns
@@ -22,12 +20,8 @@ class Opsm:
 
     weighs: ClassVar[bool] = False
 
-    threshold: float = 0.5
+    threshold: float = bounded(0.5)
     """Nats per token."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.threshold < math.inf:
-            raise ValueError("threshold must be at least 0 and finite")
 
     @property
     def needs_recomputed(self) -> bool:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from tandem.algorithms.corrections.base import Beyond, bounded, check_bounds, drift
 from tandem.algorithms.losses.base import MicroBatch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from tandem.lazy import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,4 +48,3 @@ class Curriculum(Protocol):
 
         A pure function of its arguments: it is called after each play of the task, and again when a run is resumed.
         """
-        ...

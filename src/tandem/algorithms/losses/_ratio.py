@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from tandem.algorithms.losses.base import MOST_LOG_RATIO
-from tandem.lazy import torch
+from tandem.lazy import Tensor, torch
 from tandem.metrics import Max, Mean
 from tandem.pending import Pending, PendingMetrics
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def ratio(log_ratio: Tensor) -> Tensor:

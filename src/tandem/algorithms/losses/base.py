@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 from tandem.errors import ConfigError
-from tandem.lazy import torch
+from tandem.lazy import Tensor, torch
 from tandem.pending import PendingMetrics
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MOST_LOG_RATIO = 80.0
 """Bound of log ratios, so that exp stays finite in float32; no ratio beyond it is meaningful."""
@@ -120,11 +117,9 @@ class Loss(Protocol):
     @property
     def reduction(self) -> Reduction:
         """How the step divides this loss."""
-        ...
 
     def __call__(self, logprobs_N: Tensor, micro: MicroBatch) -> TokenLoss:
         """Per-token loss of the policy's ``logprobs_N`` (float32, at the sampling temperature)."""
-        ...
 
 
 def check_loss(loss: Loss, output: object, logprobs_N: Tensor) -> None:
@@ -140,10 +135,8 @@ def check_loss(loss: Loss, output: object, logprobs_N: Tensor) -> None:
     metrics: Mapping[str, object] = output.metrics
     for metric, value in metrics.items():
         if isinstance(value, int | float | torch.Tensor):
-            raise ConfigError(
-                f"{name} has the metric {metric!r} as a {type(value).__name__}; expected what adds up over "
-                "micro-batches, such as tandem.pending.Pending(tandem.metrics.Mean, total, count)"
-            )
+            expected = "what adds up over micro-batches, such as pending.Pending(metrics.Mean, total, count)"
+            raise ConfigError(f"{name} has the metric {metric!r} as a {type(value).__name__}; expected {expected}")
     if logprobs_N.requires_grad and not output.loss_N.requires_grad:
         raise ConfigError(f"{name} does not depend on logprobs_N, or detaches it, so nothing would be learned")
 
@@ -155,7 +148,5 @@ def check_shape(name: str, values_N: Tensor, logprobs_N: Tensor) -> None:
         ConfigError: there is not.
     """
     if values_N.shape != logprobs_N.shape:
-        raise ConfigError(
-            f"{name} returned a tensor of shape {tuple(values_N.shape)}; expected {tuple(logprobs_N.shape)}, one "
-            "number for each trained token: never sum or average, the step alone divides"
-        )
+        shape, expected = tuple(values_N.shape), tuple(logprobs_N.shape)
+        raise ConfigError(f"{name} returned a tensor of shape {shape}; expected {expected}: never sum or average")

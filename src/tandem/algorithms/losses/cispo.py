@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from tandem.algorithms.losses._ratio import counts, ratio
 from tandem.algorithms.losses.base import MicroBatch, Reduction, TokenLoss
-from tandem.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from tandem.errors import Bounded, bounded
+from tandem.lazy import Tensor, torch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cispo:
+class Cispo(Bounded):
     """CISPO (arXiv 2506.13585, equation 4): loss = -w A logprob, with w = min(r, cap) held constant.
 
     r = exp(logprob - old logprob). A clip would silence the rare tokens whose ratio moves most; a cap only limits their
@@ -24,14 +21,10 @@ class Cispo:
 
     by_advantage: ClassVar[bool] = True
 
-    cap: float = 5.0
+    cap: float = bounded(5.0, above=0)
     """Largest importance weight of a token."""
     reduction: Reduction = "token"
     """token: mean over the step's trained tokens; sequence, constant: see grpo."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.cap < math.inf:
-            raise ValueError("cap must be above 0 and finite")
 
     def __call__(self, logprobs_N: Tensor, micro: MicroBatch) -> TokenLoss:
         """Per-token loss; the gradient is -min(r, cap) A."""

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from tandem.algorithms.losses._ratio import clipped, ratio
 from tandem.algorithms.losses.base import MicroBatch, Reduction, TokenLoss
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from tandem.errors import Bounded, bounded
+from tandem.lazy import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grpo:
+class Grpo(Bounded):
     """GRPO's surrogate (arXiv 2402.03300), per token, against the policy that sampled it.
 
     With r = exp(logprob - old logprob) the objective is min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), and
@@ -25,23 +23,15 @@ class Grpo:
     by_advantage: ClassVar[bool] = True
     at_ratio_one: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high", "dual_clip")
 
-    clip_low: float = 0.2
+    clip_low: float = bounded(0.2, most=1)
     """A token of negative advantage stops pushing once its ratio is below 1 - clip_low."""
-    clip_high: float = 0.28
+    clip_high: float = bounded(0.28)
     """A token of positive advantage stops pushing once its ratio is above 1 + clip_high."""
-    dual_clip: float | None = 3.0
+    dual_clip: float | None = bounded(3.0, above=1)
     """A token of negative advantage stops pushing once its ratio is above this, as stale ones may be; null: never."""
     reduction: Reduction = "token"
     """token: mean over the step's trained tokens; sequence: over samples, each a mean over its tokens; constant: sum
     over tokens, divided by samples times max_tokens (Dr. GRPO)."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.clip_low <= 1:
-            raise ValueError("clip_low must be between 0 and 1")
-        if not 0 <= self.clip_high < math.inf:
-            raise ValueError("clip_high must be at least 0 and finite")
-        if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
-            raise ValueError("dual_clip must be above 1 and finite, or null")
 
     def __call__(self, logprobs_N: Tensor, micro: MicroBatch) -> TokenLoss:
         """Per-token loss; the gradient is -r A, or exactly 0 where it is clipped."""

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from tandem.algorithms.losses._ratio import clipped, ratio
 from tandem.algorithms.losses.base import MicroBatch, Reduction, TokenLoss
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from tandem.errors import Bounded, bounded
+from tandem.lazy import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gspo:
+class Gspo(Bounded):
     """GSPO (arXiv 2507.18071): the ratio of an answer is the geometric mean of its tokens' ratios.
 
     With s = exp(mean over the answer's tokens of logprob - old logprob) the objective is min(s A, clip(s, 1 - clip_low,
@@ -26,21 +24,15 @@ class Gspo:
     at_ratio_one: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high")
     per_token: ClassVar[tuple[str, ...]] = ("gradient",)
 
-    clip_low: float = 3e-4
+    clip_low: float = bounded(3e-4, most=1)
     """An answer of negative advantage stops pushing once its ratio is below 1 - clip_low."""
-    clip_high: float = 4e-4
+    clip_high: float = bounded(4e-4)
     """An answer of positive advantage stops pushing once its ratio is above 1 + clip_high."""
     gradient: Literal["sequence", "token"] = "sequence"
     """sequence: every token of an answer is pushed by the mean over its tokens; token (GSPO-token): by its own
     advantage, times the same s. They differ if the tokens of one answer have different advantages."""
     reduction: Reduction = "sequence"
     """sequence: mean over answers, as in the paper; token: longer answers weigh more; constant: see grpo."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.clip_low <= 1:
-            raise ValueError("clip_low must be between 0 and 1")
-        if not 0 <= self.clip_high < math.inf:
-            raise ValueError("clip_high must be at least 0 and finite")
 
     def __call__(self, logprobs_N: Tensor, micro: MicroBatch) -> TokenLoss:
         """Per-token loss; its sum over an answer has the gradient of the answer's own objective times its length."""

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from tandem.algorithms.losses._ratio import counts, ratio
 from tandem.algorithms.losses.base import MicroBatch, Reduction, TokenLoss
-from tandem.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from tandem.lazy import Tensor, torch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from tandem.algorithms.losses._ratio import counts, ratio
 from tandem.algorithms.losses.base import MicroBatch, Reduction, TokenLoss
-from tandem.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from tandem.errors import Bounded, bounded
+from tandem.lazy import Tensor, torch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sapo:
+class Sapo(Bounded):
     """SAPO (arXiv 2511.20347): loss = -A (4 / t) sigmoid(t (r - 1)), with t by the sign of A.
 
     r = exp(logprob - old logprob). At r = 1 the gradient is that of -r A; away from it, it fades on both sides instead
@@ -26,17 +23,12 @@ class Sapo:
     by_advantage: ClassVar[bool] = True
     at_ratio_one: ClassVar[tuple[str, ...]] = ("temperature_positive", "temperature_negative")
 
-    temperature_positive: float = 1.0
+    temperature_positive: float = bounded(1.0, above=0)
     """t of tokens of positive advantage."""
-    temperature_negative: float = 1.05
+    temperature_negative: float = bounded(1.05, above=0)
     """t of tokens of negative advantage."""
     reduction: Reduction = "sequence"
     """sequence: mean over answers, each a mean over its tokens, as in the paper; token, constant: see grpo."""
-
-    def __post_init__(self) -> None:
-        for name in ("temperature_positive", "temperature_negative"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be above 0 and finite")
 
     def __call__(self, logprobs_N: Tensor, micro: MicroBatch) -> TokenLoss:
         """Per-token loss; a token counts as clipped if less than half of its gradient is left."""

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from tandem.algorithms.references.base import Reference, ReferenceWeights
-from tandem.errors import CheckpointError
-from tandem.lazy import no_grad
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.nn import Parameter
+from tandem.errors import CheckpointError, bounded
+from tandem.lazy import Parameter, Tensor, no_grad
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,17 +21,10 @@ class Average(Reference):
 
     saved: ClassVar[bool] = True
 
-    mixup: float = 0.6
+    mixup: float = bounded(0.6, above=0, most=1)
     """Share of the policy in each update; 1 replaces the reference with it."""
-    every: int = 512
+    every: int = bounded(512, least=1)
     """Optimizer steps between updates."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.mixup <= 1:
-            raise ValueError("mixup must be above 0 and at most 1; choose reference: start for one that never moves")
-        if self.every < 1:
-            raise ValueError("every must be at least 1")
 
     def hold(self, live: Iterable[tuple[str, Parameter]]) -> ReferenceWeights:
         """Saved with every checkpoint."""
@@ -65,8 +54,5 @@ class _Moving(ReferenceWeights):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         shapes = {name: (averaged.shape, averaged.dtype) for name, averaged in self._own.items()}
         if shapes != {name: (stored.shape, stored.dtype) for name, stored in state.items()}:
-            raise CheckpointError(
-                "the reference that was saved is of other weights than the policy; resume with the recipe that the "
-                "checkpoint was made with"
-            )
+            raise CheckpointError("the saved reference is of other weights; resume with the checkpoint's own recipe")
         self._own = {name: stored.to(self._live[name].device) for name, stored in state.items()}

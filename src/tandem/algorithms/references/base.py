@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from tandem.algorithms.losses.base import MicroBatch
-from tandem.lazy import no_grad, torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.nn import Parameter
+from tandem.errors import bounded, check_bounds
+from tandem.lazy import Parameter, Tensor, no_grad, torch
 
 _MOST = 40.0
 """Bound of log ratios, so that products of two ratios stay finite in float32."""
@@ -34,8 +30,8 @@ class Reference(ABC):
     saved: ClassVar[bool] = False
     """Whether checkpoints hold its weights."""
 
-    beta: float = 0.001
-    """The penalty's weight: loss + beta * KL per token."""
+    beta: float = bounded(0.001, above=0)
+    """The penalty's weight: loss + beta * KL per token; leave reference out for no penalty."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL; k3 is never negative and has the least variance."""
     ratio_corrected: bool = True
@@ -44,8 +40,7 @@ class Reference(ABC):
     """Take beta times the KL of an answer, the sum of its tokens' k1 as sampled, off its reward instead (RLOO)."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.beta < math.inf:
-            raise ValueError("beta must be above 0 and finite; leave reference out for no penalty")
+        check_bounds(self)
         if self.estimator == "k1" and not self.ratio_corrected:
             raise ValueError("estimator k1 has a gradient only with ratio_corrected: true; choose k2 or k3 without it")
 

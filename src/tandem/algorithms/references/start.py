@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from tandem.algorithms.references.base import Reference, ReferenceWeights
-
-if TYPE_CHECKING:
-    from torch.nn import Parameter
+from tandem.lazy import Parameter
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,20 +59,16 @@ def check_gpus(config: RunConfig, counts: RankCounts) -> None:
     if counts.world == 1 or gpus is None or config.distributed.share_gpus:
         return
     if gpus < local:
-        raise UnsupportedPair(
-            f"ranks: {local} of this machine need as many GPUs, and it has {gpus}; lower ranks, or have several share "
-            "a GPU, through host memory and slowly: distributed.share_gpus: true"
-        )
+        instead = "lower ranks, or share GPUs, slowly: distributed.share_gpus: true"
+        raise UnsupportedPair(f"ranks: {local} of this machine need as many GPUs, and it has {gpus}; {instead}")
     engine: Any = config.engine
     if not has_engines_apart(config) or engine.urls or engine.devices:
         return
     needed = engine.replicas * engine.tensor_parallel_size
     if gpus < local + needed:
-        raise UnsupportedPair(
-            f"ranks: {local} of this machine and {engine.replicas} engines of {engine.tensor_parallel_size} GPUs need "
-            f"{local + needed} GPUs, and it has {gpus}; lower ranks to {max(1, gpus - needed)} or engine.replicas, "
-            "name engine.devices, or choose sync: shared, where each rank shares its GPU with an engine"
-        )
+        engines = f"{engine.replicas} engines of {engine.tensor_parallel_size} GPUs need {local + needed} GPUs"
+        instead = f"lower ranks to {max(1, gpus - needed)} or engine.replicas, or choose sync: shared"
+        raise UnsupportedPair(f"ranks: {local} of this machine and {engines}, and it has {gpus}; {instead}")
 
 
 def check_division(config: RunConfig, world: int) -> None:
@@ -81,44 +77,35 @@ def check_division(config: RunConfig, world: int) -> None:
     Raises:
         UnsupportedPair: names the option, and what can be done.
     """
-    shared = config.distributed.context_parallel
+    divided, shared = config.distributed, config.distributed.context_parallel
     if world % shared:
-        raise UnsupportedPair(
-            f"distributed.context_parallel: {shared} ranks cannot share each sequence where there are {world}; "
-            "set ranks to a multiple of it"
-        )
+        why = f"{shared} ranks cannot share each sequence where there are {world}; set ranks to a multiple of it"
+        raise UnsupportedPair(f"distributed.context_parallel: {why}")
     if world == 1:
         return
-    sharded, replicas = config.distributed.shard == "weights", config.distributed.replicas
+    sharded, replicas = divided.shard == "weights", divided.replicas
     cuts_trained = sharded and config.trainable.folder_name == "model"  # an adapter is whole on each rank
     cuts_published = config.trainable.payload == "weights"
+    options, moves = config.optimizer, bool(getattr(config.reference, "saved", False))
+    precision, gradients = getattr(options, "precision", "masters"), getattr(options, "gradients", "float32")
+    whole, adamw = not isinstance(options, UpdatesParts), type(options).__name__ == "AdamW"
     refused = {
-        f"distributed.replicas: {replicas} without distributed.shard: weights: states are divided among all ranks; "
-        "leave it out": replicas > 1 and not sharded,
-        f"distributed.replicas: {replicas}: as many ranks have each replica of the cut weights; set it to 1 or "
-        f"{_divisors(world)}": world % replicas > 0,
-        "optimizer: it updates whole tensors, of which each rank has a part; choose adamw, adamw8bit or adamw_cpu": (
-            not isinstance(config.optimizer, UpdatesParts)
+        f"distributed.replicas: {replicas} without distributed.shard: weights; leave it out": not sharded
+        and replicas > 1,
+        f"distributed.replicas: {replicas}: as many ranks have each replica; set it to 1 or {_divisors(world)}": (
+            world % replicas > 0
         ),
-        "optimizer.gradients: bfloat16: ranks sum gradients in float32; leave it out": (
-            getattr(config.optimizer, "gradients", "float32") != "float32"
+        "optimizer: it updates whole tensors; choose adamw, adamw8bit or adamw_cpu": whole,
+        "optimizer.gradients: bfloat16: ranks sum gradients in float32; leave it out": gradients != "float32",
+        "distributed.shard: weights and a reference that moves; choose reference: start, or shard: states": (
+            sharded and moves and cuts_published
         ),
-        "distributed.shard: weights and a reference that moves: no checkpoint has its parts; choose reference: start, "
-        "or shard: states": sharded and getattr(config.reference, "saved", False) and cuts_published,
-        "distributed.shard: weights and this optimizer: its states do not follow the cut; choose adamw": (
-            cuts_trained and type(config.optimizer).__name__ != "AdamW"
-        ),
-        "distributed.shard: weights and optimizer.precision: the cut masters are float32; leave it out": (
-            cuts_trained and getattr(config.optimizer, "precision", "masters") != "masters"
-        ),
-        "distributed.shard: weights and distributed.share_gpus: gathered weights have no way through host memory; "
-        "choose shard: states": sharded and config.distributed.share_gpus,
-        "distributed.shard: weights and matmul: fp8: its weights are not cut; leave matmul out": (
-            sharded and config.matmul == "fp8"
-        ),
-        "distributed.context_parallel and penalties of sampling: a rank has not what was before its tokens; set "
-        "sampling.repetition_penalty, presence_penalty, frequency_penalty and min_tokens to their defaults": (
-            config.distributed.context_parallel > 1 and Penalties.of(config.sampling, []) is not None
+        "distributed.shard: weights and this optimizer; choose adamw": cuts_trained and not adamw,
+        "distributed.shard: weights and optimizer.precision; leave it out": cuts_trained and precision != "masters",
+        "distributed.shard: weights and distributed.share_gpus; choose shard: states": sharded and divided.share_gpus,
+        "distributed.shard: weights and matmul: fp8; leave matmul out": sharded and config.matmul == "fp8",
+        "distributed.context_parallel and penalties of sampling; set those to their defaults": (
+            shared > 1 and Penalties.of(config.sampling, []) is not None
         ),
     }
     _refuse(world, refused)
@@ -133,43 +120,35 @@ def _refuse(world: int, refused: dict[str, bool]) -> None:
 def _refused_engines(config: RunConfig, placement: Placement | None) -> dict[str, bool]:
     engine: Any = config.engine
     if has_engines_apart(config):
-        return {
-            f"engine.sleep: {engine.sleep}: engines are on other GPUs than the ranks, which it would free nothing of; "
-            "leave it out, or name the ranks' in engine.devices": bool(engine.sleep) and not engine.devices,
-        }
+        idle = bool(engine.sleep) and not engine.devices
+        return {f"engine.sleep: {engine.sleep}: engines are on other GPUs than the ranks; leave it out": idle}
     if not has_engines_beside(config):
         return {}
+    several, open_to_all = placement is not None and placement.has_several_hosts, not engine.require_api_key
     return {
-        "engine.urls and sync: shared: the trainer starts an engine beside each rank; leave urls out, or choose sync: "
-        "broadcast": bool(engine.urls),
-        "engine.replicas or engine.devices and sync: shared: there is one engine for each rank, on its GPU; leave both "
-        "out, or choose sync: broadcast": (engine.replicas > 1 or bool(engine.devices)),
-        "engine.require_api_key: false on several hosts, where whoever reaches an engine could overwrite its weights; "
-        "leave it out": placement is not None
-        and placement.has_several_hosts
-        and not engine.require_api_key
-        and not engine.api_key_variable,
+        "engine.urls and sync: shared; leave urls out, or choose sync: broadcast": bool(engine.urls),
+        "engine.replicas or engine.devices and sync: shared, which has an engine for each rank on its GPU; leave both "
+        "out, or choose sync: broadcast": engine.replicas > 1 or bool(engine.devices),
+        "engine.require_api_key: false on several hosts, where anyone could overwrite weights; leave it out": (
+            several and open_to_all and not engine.api_key_variable
+        ),
     }
 
 
 def _refused_slices(config: RunConfig, world: int, placement: Placement | None) -> dict[str, bool]:
     """What cannot be where each rank writes the slices of one engine's worker."""
     workers, local = ranks_of_engine(config), world if placement is None else placement.local_world_size
-    shards = shards_of(config, world)
+    shards, replicas = shards_of(config, world), config.distributed.replicas
+    size = "engine.tensor_parallel_size"
     return {
-        f"distributed.shard: weights and engine.tensor_parallel_size: {workers}: each rank writes the slices of one of "
-        f"an engine's workers; set engine.tensor_parallel_size to 1 or {_divisors(world)}, or choose shard: states": (
-            world % workers > 0
-        ),
-        f"distributed.shard: weights, an adapter and engine.tensor_parallel_size: {workers}: each rank writes "
-        "all of it into one engine; set engine.tensor_parallel_size to 1, or choose sync: broadcast or hotswap": (
-            workers > 1 and config.trainable.payload == "adapter"
-        ),
-        f"distributed.replicas: {config.distributed.replicas} and engine.tensor_parallel_size: {workers}: each replica "
-        f"is cut among {shards} ranks, which have whole engines; set engine.tensor_parallel_size to "
-        f"{_divisors(shards)}, or distributed.replicas to fewer": shards % workers > 0,
-        f"engine.tensor_parallel_size: {workers} on a host that has {local} of them: an engine is within one host; set "
-        f"engine.tensor_parallel_size to {_divisors(local)}, or choose distributed.shard: states": (
+        f"distributed.shard: weights and {size}: {workers}: each rank writes the slices of one worker; set {size} to "
+        f"1 or {_divisors(world)}, or choose shard: states": world % workers > 0,
+        f"distributed.shard: weights, an adapter and {size}: {workers}: each rank writes all of it into an engine; set "
+        f"{size} to 1, or choose sync: broadcast or hotswap": workers > 1 and config.trainable.payload == "adapter",
+        f"distributed.replicas: {replicas} and {size}: {workers}: each replica is cut among {shards} ranks; set {size} "
+        f"to {_divisors(shards)}, or distributed.replicas to fewer": shards % workers > 0,
+        f"{size}: {workers} on a host that has {local} of them: an engine is within one host; set {size} to "
+        f"{_divisors(local)}, or choose distributed.shard: states": (
             placement is not None and not _within_host(placement, workers)
         ),
     }

@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, closing
 from dataclasses import replace
 from functools import cached_property
@@ -28,7 +28,6 @@ from tandem.engines.base import EngineRequirements
 from tandem.errors import RankError
 from tandem.model.policy import Policy
 from tandem.observability import vitals
-from tandem.trainable.base import Trainable
 from tandem.trainer import digests, memory_plan
 from tandem.trainer.checkpoint import load_states, staged_states
 from tandem.trainer.live import live_policy, reference_of
@@ -44,9 +43,12 @@ from tandem.weight_sync.shared import attach_export
 from tandem.weight_sync.transaction.trained import Trained
 
 if TYPE_CHECKING:
+    from tandem.engines.vllm.adapters import AdapterWriter
     from tandem.engines.vllm.client.fleet import Fleet
     from tandem.trainer.ranks.slices import RankSlices
 
+COMMANDS = ["begin", "connect", "weights", "engine", "attach", "adapt", "cut", "bind", "checksums", "restore", "save"]
+"""Of the lead, each executed by the method of ``_Rank`` of its name."""
 GRACE_SECONDS = 3.0
 """How long a follower that ends waits for a collective in which no other rank may be any more."""
 
@@ -94,22 +96,10 @@ class _Rank:
         self._work: RankWork
         self._staging: Staging
         self._writing: asyncio.Task[None] | None = None
-        self._adapter: AdapterOfRank | None = None
+        self._writer: AdapterWriter | None = None
         self._fleet: Fleet | None = None
         self._slices: RankSlices | None = None
-        self.handlers: dict[str, Handler] = {
-            "begin": self._begin,
-            "connect": self._connect,
-            "weights": self._weights,
-            "engine": self._engine,
-            "attach": self._attach,
-            "adapt": self._adapt,
-            "cut": self._cut,
-            "bind": self._bind,
-            "checksums": self._checksums,
-            "restore": self._restore,
-            "save": self._save,
-        }
+        self.handlers: dict[str, Handler] = {command: getattr(self, f"_{command}") for command in COMMANDS}
 
     async def _begin(self, body: Any) -> None:
         """Load the policy of the lead's recipe, as the lead does at the same time."""
@@ -125,10 +115,8 @@ class _Rank:
         self._reference = await reference_of(config, self._policy)
 
     async def _connect(self, body: Any) -> None:
-        place = self._placement
-        self._parts = await RankParts.join(
-            self._config, self._follower.rendezvous, place.rank, place.local_rank, self.folder
-        )
+        place, met = self._placement, self._follower.rendezvous
+        self._parts = await RankParts.join(self._config, met, place.rank, place.local_rank, self.folder)
         self._stack.callback(self._parts.abort)
 
     async def _weights(self, body: Any) -> None:
@@ -177,9 +165,10 @@ class _Rank:
 
     async def _adapt(self, body: Any) -> None:
         """Write this rank's adapter into the slot of its engine."""
-        if self._adapter is None:
-            self._adapter = AdapterOfRank(self._config.trainable, self._policy)
-        await self._policy.compute(self._adapter.write, body)
+        from tandem.engines.vllm.adapters import AdapterWriter  # where there is no such engine nothing of it is loaded
+
+        writer = self._writer = self._writer or AdapterWriter()
+        await self._policy.compute(lambda: writer.write(body, self._trained.adapter()))
         await self._policy.compute(finish, self._policy.device)
 
     async def _checksums(self, body: Any) -> dict[str, int]:
@@ -238,16 +227,3 @@ class _Rank:
             await self._follower.fail(error)
             raise
         await self._follower.report(report)
-
-
-class AdapterOfRank:
-    """A follower's adapter, as it goes into the slot of its engine."""
-
-    def __init__(self, trainable: Trainable, policy: Policy):
-        from tandem.engines.vllm.adapters import AdapterWriter  # where there is no such engine nothing of it is loaded
-
-        self._trained, self._writer = Trained(trainable, policy), AdapterWriter()
-
-    def write(self, slot: Mapping[str, Any]) -> None:
-        """Write what it holds now."""
-        self._writer.write(slot, self._trained.adapter())

@@ -103,10 +103,8 @@ def _require(config: RunConfig, model: Any, planner: memory_plan.Planner) -> Non
     planner.plan(config).require("a rank")
     weights, total = planner.engine_weights(config), planner.machine.total
     if has_engines_apart(config) and weights > total // 2:
-        raise DoesNotFit(
-            f"an engine's weights take {readable(weights)} on each of its GPUs, which leaves too little of "
-            f"{readable(total)} for keys and values; raise engine.tensor_parallel_size"
-        )
+        taken = f"an engine's weights take {readable(weights)} of each GPU's {readable(total)}"
+        raise DoesNotFit(f"{taken}: too little is left for keys and values; raise engine.tensor_parallel_size")
 
 
 def described(config: RunConfig) -> str:

@@ -113,9 +113,8 @@ class RankParts:
         whole = policy.model if self.group.rank == 0 else None
         if whole is not None:
             trainable.unfold(whole)
-        memo: dict[int, Any] = {
-            id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in policy.model.parameters()
-        }
+        live = policy.model.parameters()
+        memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in live}
         bare = copy.deepcopy(policy.model, memo)
         weights = ShardedWeights(bare, self.mesh.ranks, self.mesh.holders, trainable.base_names)
         weights.fill(whole)
@@ -165,10 +164,8 @@ class RankParts:
         model = policy.model
         if self.group.rank == 0:
             whole = dict(trainable.base_names(model))
-            others: dict[int, Any] = {
-                id(p): p for _, p in trainable.parameters(model) if trainable.folder_name != "model"
-            }
-            model = copy.deepcopy(model, others)
+            adapter = trainable.parameters(model) if trainable.folder_name != "model" else []
+            model = copy.deepcopy(model, {id(p): p for _, p in adapter})
         trainable.unfold(model)
         weights = ShardedWeights(model, self.mesh.ranks, base_names=trainable.base_names)
         sharded = _cut_policy(policy, weights, trainable)

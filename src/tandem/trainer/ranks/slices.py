@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from tandem.distributed.slice_writer import SliceWriter
     from tandem.distributed.weight_shards import ShardedPolicy
     from tandem.transport.collective import Member
-
-T = TypeVar("T")
 
 
 class RankSlices:
@@ -58,10 +56,8 @@ class RankSlices:
         }
         places = {part.tensor.device for of in self._slices.values() for part in of}
         if places != {self._weights.device}:
-            return (
-                f"it is on {self._weights.device}, and the memory of its engine's worker on "
-                f"{', '.join(map(str, places))}: workers must be on the ranks' devices in order"
-            )
+            worker = ", ".join(map(str, places))
+            return f"it is on {self._weights.device} and its engine's worker on {worker}; they must share a device"
         return ""
 
     def publish(self) -> int:
@@ -147,10 +143,10 @@ class LeadSlices:
     def __init__(self, slices: RankSlices, ranks: Ranks):
         self._slices, self._ranks = slices, ranks
 
-    async def _all(self, command: str, function: Callable[..., T], *arguments: Any) -> list[T]:
-        """Have every rank execute a command, this one ``function``; results in order of rank."""
-        here = self._slices.policy.compute(function, *arguments)
-        result, others = await self._ranks.execute(command, lambda rank: list(arguments), here)
+    async def _all(self, name: str, *arguments: Any) -> list[Any]:
+        """Have every rank execute a method of its ``RankSlices``; results in order of rank."""
+        here = self._slices.policy.compute(getattr(self._slices, name), *arguments)
+        result, others = await self._ranks.execute(f"{name}_slices", lambda rank: list(arguments), here)
         return [result, *others]
 
     async def attach(self, exports: Sequence[Sequence[Any]]) -> None:
@@ -162,11 +158,8 @@ class LeadSlices:
         ranks = self._ranks.world // len(exports)
         for number, workers in enumerate(exports):
             if len(workers) != ranks:
-                raise TransportError(
-                    f"engine {number} has {len(workers)} workers, and {ranks} ranks share it: it was left by this "
-                    "run's trainer when engines had as many as it has. Go on once it has ended, which it does after "
-                    "engine.linger_seconds"
-                )
+                left = "it is left of a run with other ranks; go on once it has ended (engine.linger_seconds)"
+                raise TransportError(f"engine {number} has {len(workers)} workers, and {ranks} ranks share it: {left}")
         of_ranks = [export for workers in exports for export in workers]
         here = self._slices.policy.compute(self._slices.attach, of_ranks[0])
         why, others = await self._ranks.execute("attach_slices", lambda rank: [of_ranks[rank]], here)
@@ -175,21 +168,23 @@ class LeadSlices:
 
     async def publish(self) -> int:
         """Every rank writes its worker's slices; bytes that all of them received from each other."""
-        return sum(await self._all("publish_slices", self._slices.publish))
+        return sum(await self._all("publish"))
 
     async def checksums(self) -> Checksums:
         """Of all weights as they are published."""
-        return (await self._all("checksum_slices", self._slices.checksums))[0]
+        sums: Checksums = (await self._all("checksums"))[0]
+        return sums
 
     async def scores(
         self, tokens: Sequence[int], temperatures: Sequence[float], *, bare: bool = False
     ) -> list[list[float]]:
         """Logprobs of tokens by the weights of all ranks, or without their adapter."""
-        return (await self._all("score_slices", self._slices.scores, list(tokens), list(temperatures), bare))[0]
+        rows: list[list[float]] = (await self._all("scores", list(tokens), list(temperatures), bare))[0]
+        return rows
 
     async def finite(self) -> bool:
         """True if all values of all ranks are finite."""
-        return all(await self._all("check_slices", self._slices.finite))
+        return all(await self._all("finite"))
 
     async def send(self, member: Member, manifest: Sequence[TensorEntry], bucket_bytes: int) -> int:
         """Send these tensors to engines; returns their bytes.
@@ -206,7 +201,7 @@ class LeadSlices:
 
     async def save(self, folder: Path) -> None:
         """Write all weights as a model's folder, each rank a file."""
-        await self._all("save_slices", self._slices.save, str(folder))
+        await self._all("save", str(folder))
         await self._slices.policy.compute(write_index, folder)
 
 
@@ -220,12 +215,6 @@ def slice_handlers(slices: RankSlices) -> dict[str, Handler]:
 
         return handle
 
-    return {
-        "attach_slices": of(slices.attach, replies=True),
-        "publish_slices": of(slices.publish, replies=True),
-        "checksum_slices": of(slices.checksums, replies=False),
-        "score_slices": of(slices.scores, replies=False),
-        "check_slices": of(slices.finite, replies=True),
-        "send_slices": of(slices.send, replies=False),
-        "save_slices": of(slices.save, replies=False),
-    }
+    replying = ("attach", "publish", "finite")
+    methods = (*replying, "checksums", "scores", "send", "save")
+    return {f"{name}_slices": of(getattr(slices, name), replies=name in replying) for name in methods}

@@ -106,9 +106,8 @@ class LeadWork(RankWork):
         indices = self._indices(batch)
         here, replies = await self._executed("micros", batch, self.rounds(queued), keep=bool(old))
         others = [(of_plain(metrics), logprobs) for metrics, logprobs in replies]
-        in_order = _in_order(
-            indices, [list(zip(metrics, logprobs, strict=True)) for metrics, logprobs in [here, *others]]
-        )
+        results = [list(zip(*of_rank, strict=True)) for of_rank in (here, *others)]
+        in_order = _in_order(indices, results)
         return BatchPass(
             metrics=[metrics for metrics, _ in in_order],
             logprobs=[logprobs for _, logprobs in in_order],
