@@ -220,7 +220,6 @@ def test_whole_weights_are_transferred_once_what_is_in_flight_has_ended() -> Non
             assert [len(ranks) for ranks in await engine.workers()] == [2]
             place = {"host": "127.0.0.1", "port": 5, "world": 3, "backend": "nccl", "name": "n", "seconds": 5.0}
             await engine.connect(place, [1])
-            assert await engine.connected()
             await engine.set_version(PolicyVersion(step=0, digest="d0"))
             await engine.resume()
             server.gate.clear()

@@ -83,8 +83,6 @@ class Broadcast(Periodic):
         try:
             async with waits.waiting("trainer", "the process group to form", on="engine workers", deadline=late):
                 await on_daemon(member.connect)
-                while not await engine.connected():
-                    await asyncio.sleep(0.05)
         except TransportError as error:
             met = member.rendezvous
             raise TransportError(

@@ -28,7 +28,7 @@ from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.adapters import AdapterWriter
 from tandem.engines.vllm.client.fleet import Fleet
 from tandem.engines.vllm.client.http import EngineReplaced, EngineServer, EngineStopped, EngineUnreachable
-from tandem.errors import EngineError, StaleWeights, TransportError
+from tandem.errors import EngineError, StaleWeights
 from tandem.observability import waits
 from tandem.together import all_ended
 from tandem.transport.bridge import VllmBridge
@@ -388,19 +388,7 @@ class VllmEngine(Engine):
 
     async def addresses(self) -> Sequence[str]:
         """The trainer's own address on the way to each engine."""
-        return [await server.address() for server in self.servers]
-
-    async def connected(self) -> bool:
-        """True once every worker has joined the process group.
-
-        Raises:
-            TransportError: one of them could not.
-        """
-        answers = await asyncio.gather(*(s.get("/nccl/status", dict) for s in self.servers))
-        for server, answer in zip(self.servers, answers, strict=True):
-            if answer["status"] == "error":
-                raise TransportError(f"{server.name} could not join the process group: {answer['error']}")
-        return all(answer["status"] == "connected" for answer in answers)
+        return [server.address() for server in self.servers]
 
     async def receive(
         self, manifest: Sequence[tuple[str, tuple[int, ...], str]], bucket_bytes: int, adapter: LoraAdapter | None

@@ -128,23 +128,20 @@ class EngineServer:
     def leave(self) -> None:
         """It is not used any more, until it answers again."""
 
-    async def address(self) -> str:
+    def address(self) -> str:
         """This machine's address on the way to it, by which it reaches us too unless something in between translates.
 
         Raises:
-            EngineUnreachable: nothing listens there.
+            EngineUnreachable: there is no way there.
         """
         parts = urlsplit(self.url)
-        port = parts.port or (443 if parts.scheme == "https" else 80)
         try:
-            async with asyncio.timeout(GONE_SECONDS):
-                _, way = await asyncio.open_connection(parts.hostname, port)
+            family, kind, *_, place = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as way:
+                way.connect(place)  # of a datagram's socket: nothing is sent
+                return str(way.getsockname()[0])
         except OSError as error:
-            reason = str(error) or type(error).__name__
-            raise EngineUnreachable(f"{self.name} cannot be connected to: {reason}") from error
-        address = str(way.get_extra_info("sockname")[0])
-        way.close()
-        return address
+            raise EngineUnreachable(f"{self.name} cannot be connected to: {error}") from error
 
     async def get(self, path: str, kind: type[T]) -> T:
         """Ask; see ``post``."""

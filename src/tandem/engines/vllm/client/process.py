@@ -229,6 +229,8 @@ class EngineProcess:
                 f"{_KILLED_SECONDS:g} s after SIGKILL, and with it its memory; a driver may be stuck: look at it with "
                 "ps before another engine is started"
             )
+        if self._child is not None:
+            self._child.wait(_KILLED_SECONDS)
         remove_orphans()  # vLLM kills its workers as it ends, so what they lent on a host still has its name
         self._stopped = True
 

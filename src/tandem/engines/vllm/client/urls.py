@@ -105,7 +105,6 @@ class UrlServer(EngineServer):
             "/lora/load": self._load,
             "/lora/unload": self._unload,
             "/nccl/start_receiver": self._join,
-            "/nccl/status": self._joined,
             "/nccl/receive": self._receive,
             "/nccl/stop_receiver": self._leave_group,
         }
@@ -346,20 +345,15 @@ class UrlServer(EngineServer):
             "world_size": body.world_size,
         }  # fmt: skip
         self._joining = asyncio.create_task(self._tell(INIT, {"init_info": info}), name=f"{self.name} joins")
-        await asyncio.wait({self._joining}, timeout=REFUSAL_SECONDS)
-        if (await self._joined(None))["status"] == "error":
-            error = self._joining.exception()
+        done, _ = await asyncio.wait({self._joining}, timeout=REFUSAL_SECONDS)
+        if done and (error := self._joining.exception()):
             raise EngineError(f"{error}; it must have been started by\n  {START_TRANSFER}") from error
         return {}
 
-    async def _joined(self, body: None) -> dict[str, Any]:
-        if self._joining is None or not self._joining.done():
-            return {"status": "connecting"}
-        error = self._joining.exception()
-        return {"status": "connected"} if error is None else {"status": "error", "error": str(error)}
-
     async def _receive(self, body: wire.Receive) -> dict[str, Any]:
         """Take one publish, and then answer the probe: nothing else of this trainer is asked before it has passed."""
+        if self._joining is not None:
+            await self._joining
         names, shapes, dtypes = zip(*body.manifest, strict=True)
         await self._tell("/start_weight_update")
         await self._tell(UPDATE, {"update_info": {"names": names, "dtype_names": dtypes, "shapes": shapes}})
