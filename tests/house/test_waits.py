@@ -42,7 +42,6 @@ ALLOWED = {
     # Over already: these do not wait.
     "tandem/engines/vllm/server/asgi.py:unless": "it is done",
     "tandem/rewards/judge.py:_verdict": "it is done",
-    "tandem/transport/collective.py:connect": "it is done",
     "tandem/transport/collective.py:behind": "on CUDA it queues; gloo's has the group's deadline",
     "tandem/model/context.py:_exchanged": "on CUDA it queues; gloo's has the group's deadline",
     "tandem/model/context.py:forward": "on CUDA it queues; gloo's has the group's deadline",

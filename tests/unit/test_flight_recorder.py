@@ -49,10 +49,10 @@ def test_recording_is_set_up_for_the_runs_folder(tmp_path: Path) -> None:
 
 
 def test_what_a_user_has_set_stays(tmp_path: Path) -> None:
-    given = {"TORCH_FR_BUFFER_SIZE": "7", "TORCH_FR_DUMP_TEMP_FILE": "/elsewhere/rank_"}
-    environ = dict(given)
+    options = {"TORCH_FR_BUFFER_SIZE": "7", "TORCH_FR_DUMP_TEMP_FILE": "/elsewhere/rank_"}
+    environ = dict(options)
     flight_recorder.record(tmp_path, environ)
-    assert environ == {**given, "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    assert environ == {**options, "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 
 
 def test_ranks_over_nccl_record_and_those_over_gloo_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,11 +96,11 @@ class Somebodys:
 
     async def _generate(self, request: web.Request) -> web.Response:
         self.num_requests += 1
-        asked = wire.parsed(await request.read(), wire.Generate)
+        body = wire.parsed(await request.read(), wire.Generate)
         if self.in_doubt.is_set():
             document = {"status": 503, "title": "Stopped", "detail": "a publish broke off"}
             return web.json_response(document, status=503)
-        self.least = asked.min_step
+        self.least = body.min_step
         if self.cut:
             self.cut -= 1
             assert request.transport is not None

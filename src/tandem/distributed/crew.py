@@ -123,7 +123,7 @@ class Ranks:
         if self.failure.done():
             raise self.error
         if not self._all.is_set():
-            raise RankError(gone.result())
+            raise RankError(await gone)
 
     async def _come(self) -> None:
         async with waits.waiting(waits.actor("trainer"), "them to connect", on="the other ranks"):

@@ -26,7 +26,7 @@ AGAIN = 2
 """How often a call is repeated whose connection broke: the network's fault, unless nothing listens there any more."""
 ONCE = ("/nccl/", "/lora/", "/v1/load_lora", "/init_weight", "/start_weight", "/update_weight", "/finish_weight")
 """How routes begin whose calls do something else the second time."""
-GONE_SECONDS = 10.0
+GONE_SECONDS = 2.0
 """An engine that cannot be connected to for this long has gone."""
 LOOK_SECONDS = 0.2
 """Between two looks whether a process of ours still runs."""
@@ -261,14 +261,12 @@ class EngineServer:
     async def gone(self) -> bool:
         """True if the engine itself has ended, or is about to, rather than one connection."""
         late = time.monotonic() + GONE_SECONDS
-        for _ in range(20):  # a dying process closes its sockets before it can be waited for
-            if self._ended():
-                return True
+        while not self._ended():
             try:
                 await self.get("/health", dict)
             except EngineCoreDied:
                 return True
-            except EngineUnreachable:
+            except EngineUnreachable:  # a dying process closes its sockets before it can be waited for
                 if time.monotonic() > late:
                     return True
                 await asyncio.sleep(0.1)
