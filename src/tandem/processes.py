@@ -43,13 +43,6 @@ def identity(pid: int) -> Identity | None:
     return None if stat is None else stat.me
 
 
-def age() -> float:
-    """Seconds since this process was started, its imports included."""
-    stat = _stat(os.getpid())
-    ticks = 0.0 if stat is None else float(stat.me.started.partition(" ")[0])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-
-
 def alive_after(pid: int, started: str) -> bool:
     """True if the process that had this pid and start time still runs; another one with its pid does not count."""
     stat = _stat(pid)

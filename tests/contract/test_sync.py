@@ -340,7 +340,7 @@ BINDS = [
     for way, points in (
         ("shared weights", ("pause", "export_weights")),
         ("shared adapter", ("pause", "export_weights")),
-        ("broadcast weights", ("workers", "connect", "connected")),
+        ("broadcast weights", ("workers", "connect")),
     )
     for point in points
 ]
@@ -692,7 +692,6 @@ def serves_as_before(engine: Scripted, held: dict[str, int]) -> None:
         ("shared adapter", "export_weights"),
         ("broadcast weights", "workers"),
         ("broadcast weights", "connect"),
-        ("broadcast weights", "connected"),
     ],
 )
 def test_an_engine_that_cannot_be_bound_serves_on(
@@ -968,7 +967,7 @@ def test_a_run_that_cannot_begin_leaves_the_engine_serving(
 ) -> None:
     if (verb, fails) == ("eval", "optimizer"):
         pytest.skip("it has none")
-    point = "export_weights" if isinstance(sync, Shared) else "connected"
+    point = "export_weights" if isinstance(sync, Shared) else "connect"
 
     def full(*_: Any) -> None:
         raise MemoryError

@@ -335,17 +335,11 @@ class Scripted(Engine):
             for rank in first
         ]
 
-    async def connected(self) -> bool:
-        self._at("connected")
-        if not all(task.done() for task in self._joining):
-            return False
-        self._members = [task.result() for task in self._joining]
-        return True
-
     async def receive(
         self, manifest: Sequence[tuple[str, tuple[int, ...], str]], bucket_bytes: int, adapter: LoraAdapter | None
     ) -> None:
         self._at("move")
+        self._members = [await task for task in self._joining]
         assert (adapter is not None) == (self.trainable.payload == "adapter")
         live = dict(self.trainable.source(self.inner.model))
 

@@ -166,18 +166,6 @@ def test_what_is_kept_is_not_overwritten() -> None:
         assert all(torch.equal(got[name], tensor + seed) for name, tensor in named.items())
 
 
-def test_send_returns_when_the_last_tensor_was_copied_out() -> None:
-    named = {"a": torch.ones(10)}
-    with pair() as (trainer, worker):
-        sending = Background(lambda: trainer.send(named.items()))
-        tensors = worker.receive(manifest(named.items()))
-        next(tensors)
-        time.sleep(0.3)
-        assert sending._thread.is_alive()
-        assert list(tensors) == []
-        assert sending.error() is None
-
-
 def test_buckets_are_a_function_of_the_manifest() -> None:
     entries = [TensorEntry("a", (10,), "int8"), TensorEntry("b", (50,), "int8"), TensorEntry("c", (500,), "bfloat16")]
     entries += [
@@ -228,7 +216,7 @@ def test_a_worker_killed_between_two_tensors_is_named_by_the_others(children: Ch
     workers[0].give("join", rank=1, **job)
     workers[1].give("join", rank=2, dies_at="t5", **job)
     trainer.connect()
-    with pytest.raises(TransportError, match=r"no sign of life from rank 2 \(engine 2\)"):
+    with pytest.raises(TransportError, match=r"awaited: rank 1 \(engine 1\), rank 2 \(engine 2\)"):
         trainer.send(named.items(), 400_000)
     assert "rank 2 (engine 2)" in workers[0].answer()
     with pytest.raises(TransportError):
@@ -253,9 +241,9 @@ def test_a_trainer_that_dies_or_stands_still_is_named(children: Children, how: s
 def test_a_worker_that_does_not_begin_is_named() -> None:
     with (
         pair(seconds=1) as (trainer, _),
-        pytest.raises(TransportError, match=r"everybody to begin: waited 1 s for rank 1 \(engine http://e\)"),
+        pytest.raises(TransportError, match=r"bucket 2 of 4: .* rank 1 \(engine http://e\)"),
     ):
-        trainer.send([("a", torch.ones(3))])
+        trainer.send([(f"t{i}", torch.ones(3_000_000)) for i in range(4)], 12_000_000)
 
 
 def test_a_worker_that_stalls_between_buckets_is_named() -> None:
@@ -272,29 +260,6 @@ def test_a_worker_that_stalls_between_buckets_is_named() -> None:
             list(tensors)
 
 
-def test_manifests_that_differ_are_refused_before_a_byte_is_sent() -> None:
-    named = {"a": torch.ones(3), "b": torch.ones(4)}
-    with pair() as (trainer, worker):
-        receiving = Background(lambda: list(worker.receive(manifest(reversed(named.items())))))
-        with pytest.raises(TransportError, match=r"rank 1 \(engine http://e\) expects other tensors"):
-            trainer.send(named.items())
-        assert "expects other tensors" in str(receiving.error())
-
-
-def test_a_consumer_that_leaves_early_is_reported_to_the_sender() -> None:
-    named = {f"t{i}": torch.ones(100) for i in range(9)}
-
-    def leave() -> None:
-        for _ in worker.receive(manifest(named.items()), 400):
-            raise KeyError("not mine")
-
-    with pair() as (trainer, worker):
-        receiving = Background(leave)
-        with pytest.raises(TransportError, match=r"rank 1 .*stopped receiving"):
-            trainer.send(named.items(), 400)
-        assert isinstance(receiving.error(), KeyError)
-
-
 def test_abort_from_another_thread_ends_a_wait_on_both_sides() -> None:
     with pair() as (trainer, worker):
         receiving = Background(lambda: list(worker.receive([("a", (3,), "float32")])))
@@ -304,16 +269,6 @@ def test_abort_from_another_thread_ends_a_wait_on_both_sides() -> None:
         assert "rank 0 (trainer) left the group" in str(receiving.error())
         with pytest.raises(TransportError, match="left the group"):
             trainer.send([("a", torch.ones(3))])
-
-
-def test_a_rank_is_given_once_and_the_group_goes_on() -> None:
-    with pair(seconds=5) as (trainer, worker):
-        with pytest.raises(TransportError, match="rank 1 has joined before"):
-            Member.join(trainer.rendezvous, 1)
-        time.sleep(0.6)  # time for a note to be read, were there one
-        receiving = Background(lambda: list(worker.receive([("a", (3,), "float32")])))
-        assert trainer.send([("a", torch.ones(3))]) == 12
-        assert receiving.error() is None
 
 
 def test_close_frees_the_port() -> None:

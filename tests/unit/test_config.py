@@ -364,7 +364,7 @@ def test_what_is_out_of_range_is_told_at_once_in_every_part_and_beside_it(here: 
         "recipe.yaml:4: optimizer.min_lr_ratio must be",
         "recipe.yaml:5: group_size must be at least 2",
         "recipe.yaml:6: seed: expected a whole number",
-        "recipe.yaml:7: sync.port must be from 0 to 65535",
+        "recipe.yaml:7: sync.port must be at least 0 and at most 65535",
         "recipe.yaml:7: sync.timeout_seconds must be above 0",
         "recipe.yaml:7: sync.every must be at least 1",
         "recipe.yaml:9: evaluate.every: expected a whole number",

@@ -48,15 +48,11 @@ def test_recording_is_set_up_for_the_runs_folder(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"])
-def test_what_a_user_has_set_stays_by_its_old_name_too(tmp_path: Path, name: str) -> None:
-    environ = {name: "7", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/elsewhere/rank_"}
+def test_what_a_user_has_set_stays(tmp_path: Path) -> None:
+    options = {"TORCH_FR_BUFFER_SIZE": "7", "TORCH_FR_DUMP_TEMP_FILE": "/elsewhere/rank_"}
+    environ = dict(options)
     flight_recorder.record(tmp_path, environ)
-    assert environ == {
-        name: "7",
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/elsewhere/rank_",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-    }
+    assert environ == {**options, "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 
 
 def test_ranks_over_nccl_record_and_those_over_gloo_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

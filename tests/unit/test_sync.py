@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.config.loading import RunConfig
-from tandem.engines.base import Engine, EngineSpec, ExportsWeights, Health, LoraAdapter
+from tandem.engines.base import Engine, EngineSpec, ExportsWeights, Health, LoraAdapter, UnmappedWeights
 from tandem.engines.embedded.spec import Embedded
 from tandem.engines.vllm.spec import Vllm
 from tandem.envs.arithmetic import Arithmetic
@@ -764,7 +764,7 @@ def test_a_base_that_cannot_be_compared_is_probed_alone(
 
     async def packed(self: Scripted, payload: Any) -> Any:
         if payload == "weights":
-            raise EngineError("the weights are packed")
+            raise UnmappedWeights("the weights are packed")
         return await checksums(self, payload)
 
     monkeypatch.setattr(Scripted, "checksums", packed)

@@ -83,7 +83,7 @@ def test_a_length_that_nothing_fits_is_refused(value: int) -> None:
 )
 def test_no_engine_is_told_to_wait_for_more_than_a_week(kind: type, option: str, most: float) -> None:
     for seconds in (math.inf, most + 1):
-        with pytest.raises(ValueError, match=f"{option} must be at most {most}"):
+        with pytest.raises(ValueError, match=f"{option} must be above 0 and at most {most}"):
             kind(**{option: seconds})
     assert getattr(kind(**{option: most}), option) == most
 

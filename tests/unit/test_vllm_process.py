@@ -250,9 +250,8 @@ def test_a_call_ends_with_the_engine_although_a_child_of_it_holds_its_socket(eng
 def test_a_child_of_the_session_is_found_without_its_parent(engines: Engines, tmp_path: Path) -> None:
     engine = engines(CHILDREN)  # and ends at once
     same, group, session = (marked(tmp_path, name) for name in ("same", "group", "session"))
+    me = engine._identity
     until(lambda: not engine.alive())
-    me = identity(engine.pid)
-    assert me is not None
     assert family(me) == {same, group}
     assert family(me, [session]) == {same, group, session}, "nothing but having been seen tells whose it is"
     kill([session])

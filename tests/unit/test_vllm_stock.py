@@ -220,7 +220,6 @@ def test_whole_weights_are_transferred_once_what_is_in_flight_has_ended() -> Non
             assert [len(ranks) for ranks in await engine.workers()] == [2]
             place = {"host": "127.0.0.1", "port": 5, "world": 3, "backend": "nccl", "name": "n", "seconds": 5.0}
             await engine.connect(place, [1])
-            assert await engine.connected()
             await engine.set_version(PolicyVersion(step=0, digest="d0"))
             await engine.resume()
             server.gate.clear()
@@ -294,7 +293,7 @@ def test_a_request_that_waits_at_a_server_that_is_given_up_is_free_to_go_elsewhe
             (client,) = engine.servers
             assert isinstance(client, UrlServer)
             request = completion_request([5, 6], Sampling(), limit=8, ends=[0], min_step=1)
-            waiting = asyncio.ensure_future(client.sample(request, seed=None, later=0.0))
+            waiting = asyncio.ensure_future(client.sample(request))
             await asyncio.sleep(0.05)
             client.leave()
             with pytest.raises(EngineUnreachable):

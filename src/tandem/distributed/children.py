@@ -9,13 +9,11 @@ import asyncio
 import os
 import subprocess
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tandem.distributed.channel import SILENT_SECONDS
 from tandem.distributed.placement import Placement
-from tandem.processes import Identity, age, alive_after, identity, is_stopped
+from tandem.processes import alive_after, identity
 
 POLL_SECONDS = 0.1
 """Between two looks at the children."""
@@ -67,23 +65,16 @@ class Children:
         return self._logs / f"rank-{rank}.log"
 
     async def first_lost(self) -> str:
-        """Wait until one has ended, or is stopped and stays so; says which, and what it wrote last."""
-        pauses: dict[int, ProcessPause] = {}
+        """Wait until one has ended; says which, and what it wrote last."""
         while True:
             for rank, process in self._processes.items():
                 if (code := process.poll()) is not None:
-                    return self._lost(rank, f"it ended with {code}")
-                if (pause := pauses.get(rank)) is None:
-                    if (child := identity(process.pid)) is not None:
-                        pauses[rank] = ProcessPause(child)
-                elif pause.lasts():
-                    return self._lost(rank, f"it has been stopped, as by SIGSTOP, for {SILENT_SECONDS:g} s")
+                    tail = self.log(rank).read_text(errors="replace")[-TAIL_CHARACTERS:].strip()
+                    return (
+                        f"rank {rank} (pid {process.pid} on this host) was lost before it had connected: it ended with "
+                        f"{code}; {self.log(rank)} ends with:\n{tail}"
+                    )
             await asyncio.sleep(POLL_SECONDS)
-
-    def _lost(self, rank: int, why: str) -> str:
-        tail = self.log(rank).read_text(errors="replace")[-TAIL_CHARACTERS:].strip()
-        who = f"rank {rank} (pid {self._processes[rank].pid} on this host)"
-        return f"{who} was lost before it had connected: {why}; {self.log(rank)} ends with:\n{tail}"
 
     def kill_soon(self) -> None:
         """Kill them in a moment, from a thread: this process may be in a collective with one that stands still."""
@@ -107,44 +98,11 @@ class Children:
             process.wait(END_SECONDS)
 
 
-class ProcessPause:
-    """Whether a process of this host is stopped, and stays so.
-
-    Args:
-        process: that is looked at.
-        unseen: seconds before the first look; one that is stopped then may have been so for as long, and is taken to.
-    """
-
-    def __init__(self, process: Identity, *, unseen: float = 0.0):
-        self._process = process
-        self._unseen = unseen
-        self._since: float | None = None
-
-    def lasts(self) -> bool:
-        """True once every look in ``SILENT_SECONDS`` has found it stopped."""
-        unseen, self._unseen = self._unseen, 0.0
-        if not is_stopped(*self._process):
-            self._since = None
-            return False
-        now = time.monotonic()
-        self._since = now - unseen if self._since is None else self._since
-        return now - self._since >= SILENT_SECONDS
-
-
 async def lead_lost(environ: Mapping[str, str]) -> str:
-    """Wait until the lead that started this process is gone, or is stopped and stays so; for ever without such a lead.
-
-    Returns:
-        What became of it.
-    """
+    """Wait until the lead that started this process is gone; for ever without such a lead."""
     pid, _, started = environ.get(LEAD, "").partition(" ")
     if not pid:
         await asyncio.get_running_loop().create_future()
-    lead = Identity(int(pid), started)
-    # It ran when it started this process, whose imports take as long as others may take to end.
-    pause = ProcessPause(lead, unseen=age())
-    while alive_after(*lead):
-        if pause.lasts():
-            return f"its process {pid} has been stopped, as by SIGSTOP, for {SILENT_SECONDS:g} s"
+    while alive_after(int(pid), started):
         await asyncio.sleep(POLL_SECONDS)
     return f"its process {pid} is gone"

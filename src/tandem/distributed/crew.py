@@ -107,23 +107,23 @@ class Ranks:
         Raises:
             RankError: one did not come.
         """
-        came, gone = asyncio.ensure_future(self._come()), asyncio.ensure_future(lost)
+        gone = asyncio.ensure_future(lost)
         try:
-            await asyncio.wait((came, gone, self.failure), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            if self.failure.done():
-                raise self.error
-            if gone.done() and not came.done():
-                raise RankError(await gone)
-            if not came.done():
-                missing = [str(rank) for rank in range(1, self.world) if rank not in self._followers]
-                raise RankError(
-                    f"of {self.world} ranks {', '.join(missing)} did not come to {self.rendezvous.host}:"
-                    f"{self.rendezvous.port} within {seconds:g} s; see their output, and let the port through"
-                )
+            async with asyncio.timeout(seconds):
+                await unless(gone, self._come())
+        except TimeoutError:
+            missing = [str(rank) for rank in range(1, self.world) if rank not in self._followers]
+            raise RankError(
+                f"of {self.world} ranks {', '.join(missing)} did not come to {self.rendezvous.host}:"
+                f"{self.rendezvous.port} within {seconds:g} s; see their output, and let the port through"
+            ) from None
         finally:
-            for task in (came, gone):
-                task.cancel()
-            await asyncio.gather(came, gone, return_exceptions=True)
+            gone.cancel()
+            await asyncio.gather(gone, return_exceptions=True)
+        if self.failure.done():
+            raise self.error
+        if not self._all.is_set():
+            raise RankError(await gone)
 
     async def _come(self) -> None:
         async with waits.waiting(waits.actor("trainer"), "them to connect", on="the other ranks"):
@@ -214,6 +214,7 @@ class Ranks:
                 f"{self.advice}"
             )
             self.failure.set_result(None)
+            self._all.set()  # nobody waits for the others any more
             for give_up in self.on_failure:
                 give_up()
 

@@ -17,9 +17,7 @@ NAME = "nccl_trace_rank_"
 ENTRIES = "2000"
 """Collectives that are kept."""
 
-_BUFFER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-_FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-_ON_TIMEOUT = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)
+_FILE = "TORCH_FR_DUMP_TEMP_FILE"
 
 
 def record(logs: Path, environ: MutableMapping[str, str] = os.environ) -> None:
@@ -27,19 +25,18 @@ def record(logs: Path, environ: MutableMapping[str, str] = os.environ) -> None:
 
     Args:
         logs: the folder of the run in which files are written.
-        environ: where torch looks; of each option an older name is known too.
+        environ: where torch looks.
     """
-    for names, value in ((_BUFFER, ENTRIES), (_FILE, str(logs.absolute() / NAME)), (_ON_TIMEOUT, "1")):
-        if not any(name in environ for name in names):
-            environ[names[0]] = value
+    environ.setdefault("TORCH_FR_BUFFER_SIZE", ENTRIES)
+    environ.setdefault(_FILE, str(logs.absolute() / NAME))
+    environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
 
 
 def write(rank: int) -> Path | None:
     """Write the last collectives of this rank; None where ``record`` was not called, or they cannot be written."""
     import torch.distributed as dist  # tandem doctor needs none of it
 
-    prefix = next((os.environ[name] for name in _FILE if name in os.environ), None)
-    if prefix is None or not dist.is_nccl_available():
+    if (prefix := os.environ.get(_FILE)) is None or not dist.is_nccl_available():
         return None
     # Builds without NCCL do not have it.
     from torch._C._distributed_c10d import _dump_nccl_trace  # type: ignore[attr-defined]

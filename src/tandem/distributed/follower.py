@@ -16,6 +16,7 @@ from tandem.distributed.group import broke_off
 from tandem.distributed.placement import Placement
 from tandem.errors import RankError, message_of
 from tandem.observability import trace, waits
+from tandem.together import unless
 from tandem.transport.rendezvous import Rendezvous, first_line, own_address, visit
 
 WORD_SECONDS = 8.0
@@ -61,17 +62,15 @@ class Follower:
             await channel.send({"rank": placement.rank, "host": socket.gethostname(), "pid": os.getpid()})
             return channel
 
-        connecting, lost = asyncio.ensure_future(connect()), asyncio.ensure_future(lead_lost(os.environ))
+        lost = asyncio.ensure_future(lead_lost(os.environ))
         try:
-            await asyncio.wait((connecting, lost), return_when=asyncio.FIRST_COMPLETED)
-            if not connecting.done():
+            if (channel := await unless(lost, connect())) is None:
                 raise RankError(
                     f"rank {placement.rank} on {socket.gethostname()} ends before it has connected, for it lost the "
                     f"lead, rank 0: {await lost}"
                 )
-            return cls(placement, rendezvous, await connecting)
+            return cls(placement, rendezvous, channel)
         finally:
-            connecting.cancel()
             lost.cancel()
 
     async def serve(self, handlers: Mapping[str, Handler]) -> None:

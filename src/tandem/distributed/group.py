@@ -16,9 +16,6 @@ from torch import Tensor
 from tandem.observability import waits
 from tandem.transport.rendezvous import Rendezvous, open_group, own_address
 
-COALESCED_BYTES = 1 << 30
-"""Weights that are gathered by one kernel of NCCL."""
-
 
 def needs_staging(tensor: Tensor) -> bool:
     """Whether gloo needs a copy of a tensor in host memory."""
@@ -85,25 +82,12 @@ class DataGroup:
 
     def all_gather(self, wholes: Sequence[Tensor]) -> None:
         """Fill flat tensors, of which every rank has written its own part in place: part r of as many equal parts."""
-        start = 0
-        while start < len(wholes):
-            stop, size = start, 0
-            while stop < len(wholes) and (stop == start or size + wholes[stop].nbytes <= COALESCED_BYTES):
-                size += wholes[stop].nbytes
-                stop += 1
-            self._gather([whole.view(torch.uint8) for whole in wholes[start:stop]])
-            start = stop
-
-    def _gather(self, wholes: Sequence[Tensor]) -> None:
-        coalesces = not self._through_host and len(wholes) > 1
-        works: list[Any] = []
-        if coalesces:
-            self._group._start_coalescing()
-        try:
-            works += [self._gathering(whole) for whole in wholes]
-        finally:
-            if coalesces:
-                works = [self._group._end_coalescing()]
+        works: list[HostWork] = []
+        for whole in (whole.view(torch.uint8) for whole in wholes):
+            to, sent = self._staged(whole, copied=False), self._staged(whole.chunk(self.world)[self.rank])
+            works.append(HostWork(self._group._allgather_base(to, sent), to, whole, sent))
+            if self._through_host:  # whose copies are as large as what they stand for
+                self.finish([works.pop()], "their parts of the weights")
         self.finish(works, "their parts of the weights")
 
     def finish(self, works: Sequence[Any], reason: str) -> None:
@@ -116,12 +100,6 @@ class DataGroup:
         with waits.blocking(f"rank {self.rank}", reason, on="the other ranks", deadline=self._seconds):
             for work in works:
                 work.wait()
-
-    def _gathering(self, whole: Tensor) -> Any:
-        to, part = self._staged(whole, copied=False), whole.chunk(self.world)[self.rank]
-        sent = self._staged(part)
-        work = self._group._allgather_base(to, sent)
-        return HostWork(work, to, whole, sent) if self._through_host else work
 
     def _staged(self, tensor: Tensor, *, copied: bool = True) -> Tensor:
         """The tensor where the backend can take it: itself, or host memory with, or without, a copy of it."""

@@ -327,13 +327,6 @@ class ReceivesBroadcast(Protocol):
     async def connect(self, rendezvous: Mapping[str, Any], first: Sequence[int]) -> None:
         """Begin to join a group whose rank 0 is the trainer; ``first`` is the rank of each engine's first worker."""
 
-    async def connected(self) -> bool:
-        """True once every worker has joined.
-
-        Raises:
-            TransportError: one could not.
-        """
-
     async def receive(
         self, manifest: Sequence[tuple[str, tuple[int, ...], str]], bucket_bytes: int, adapter: LoraAdapter | None
     ) -> None:

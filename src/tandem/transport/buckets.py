@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Iterable
-from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from tandem.errors import TransportError
@@ -109,12 +106,6 @@ class BucketPlan:
     def bytes(self) -> int:
         """Of all tensors."""
         return sum(part.size for bucket in self.buckets for part in bucket.parts)
-
-    @cached_property
-    def digest(self) -> str:
-        """By which two members see that they mean the same."""
-        text = json.dumps([self.entries, self.bucket_bytes])
-        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _aligned(size: int) -> int:

@@ -2,22 +2,22 @@
 
 The group stands beside ``torch.distributed``'s default group, which the engine uses for itself.
 
-A publish: each receiver says in the store which tensors it expects; when all expect what rank 0 is about to send, the
-bytes travel in buckets, each packed in one of two buffers, so that packing and unpacking overlap with the wire. With
-NCCL all of it is ordered by streams, some buckets ahead of what has arrived, and this thread only watches. Each
-receiver says when it has everything. So nothing is put on the wire unless every rank is there, and one that is missing
-is named. A group in which anything failed is of no further use to any member: they all learn why, and a new one has to
-be opened.
+A publish: the trainer tells its engines over HTTP what comes, and they answer once they have it. The bytes travel in
+buckets, each packed in one of two buffers, so that packing and unpacking overlap with the wire. With NCCL all of it is
+ordered by streams, some buckets ahead of what has arrived, and this thread only watches. A group in which anything
+failed is of no further use to any member: the first to notice leaves a note in the store, by which the others give up
+too, and a new group has to be opened.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +26,7 @@ from torch import Tensor
 
 from tandem.errors import TransportError
 from tandem.transport.buckets import BUCKET_BYTES, BucketPlan, TensorEntry, manifest
-from tandem.transport.daemon import resolve
-from tandem.transport.rendezvous import GroupStore, Rendezvous, first_line, open_group, own_address, serve
+from tandem.transport.rendezvous import Rendezvous, first_line, open_group, own_address, serve, visit
 
 BUFFERS = 2
 """Buckets whose memory is in use at a time: one is packed or unpacked while another is on the wire."""
@@ -46,7 +45,6 @@ class Flight(NamedTuple):
     """torch's handle of it."""
     views: list[tuple[str, Tensor]]
     """What it carries, by name; keeps the memory."""
-    doing: str = ""
 
 
 class Lane:
@@ -149,7 +147,8 @@ def _from_rank_0(group: Any, piece: Tensor) -> Any:
     return group.broadcast([piece], options)
 
 
-_SILENT = 15.0  # seconds without a beat after which a member is taken for dead
+_LOOK_SECONDS = 0.1
+"""Between two looks for a note of another member's."""
 
 
 class Sender:
@@ -217,12 +216,14 @@ class Member(Sender):
         self._names = {rank: who}
         self._others = [other for other in range(rendezvous.world) if other != rank]
         self._plan: BucketPlan | None = None
-        self._publishes = 0
         self._broken = ""
-        self._connected = False
+        self._doing = ""
         self._server = server
         self._address = own_address(rendezvous)
-        self._board = GroupStore(rendezvous, rank)
+        self._closed = threading.Event()
+        self._listener = threading.Thread(target=self._listen, name="tandem-group", daemon=True)
+        self._listener.start()
+        atexit.register(self._silence)  # a thread that is inside torch while the interpreter shuts down aborts it
 
     def connect(self) -> None:
         """Wait until all ranks have announced themselves, then build the process group; ``join`` does it itself.
@@ -231,40 +232,45 @@ class Member(Sender):
             TransportError: names the ranks that never came.
         """
         with self._reporting("joining"):
-            if not self._board.announce(self._names[self.rank]):
-                self._broken = f"rank {self.rank} has joined before; every member needs its own rank"
-                raise TransportError(f"group {self.rendezvous.name!r}: {self._broken}")  # it goes on without this one
-            self._until(self._board.absent, "joining")
-            self._names |= self._board.read("who")
-            opened: Future[Flight] = Future()
-            self._aside(
-                lambda: resolve(opened, lambda: self._lane.open(open_group(self.rendezvous, self.rank, self._address)))
-            )
-            self._until(lambda: [] if opened.done() else self._others, "connecting")
+            store = visit(self.rendezvous)
+            store.set(f"who/{self.rank}", self._names[self.rank])
             try:
-                first = opened.result()
+                store.wait([f"who/{rank}" for rank in self._others], timedelta(seconds=self.rendezvous.seconds))
             except RuntimeError as error:
-                raise self._broke("connecting", first_line(error), look=True) from error
-            self._finish(first._replace(doing="connecting"))
-            self._connected = True
+                absent = [rank for rank in self._others if not store.check([f"who/{rank}"])]
+                why = f"waited {self.rendezvous.seconds:g} s for {self._called(absent)}"
+                raise self._broke(why) from error
+            self._names |= {rank: store.get(f"who/{rank}").decode() for rank in self._others}
+        with self._reporting("connecting"):
+            self._finish(self._lane.open(open_group(self.rendezvous, self.rank, self._address)))
+
+    def _listen(self) -> None:
+        """Give up as soon as another member has; a thread of its own, since a store that is lost may never answer."""
+        with contextlib.suppress(RuntimeError):  # rank 0 is gone: what is under way ends with it, or at its deadline
+            store = visit(self.rendezvous)
+            while not self._closed.wait(_LOOK_SECONDS):
+                if not self._broken and store.check(["note"]):
+                    self._broken = store.get("note").decode()
+
+    def _silence(self) -> None:
+        self._closed.set()
+        self._listener.join(timeout=1)
 
     def send_packed(self, entries: Sequence[TensorEntry], pack: Pack, bucket_bytes: int = BUCKET_BYTES) -> int:
         """Rank 0: hand what ``pack`` writes to all others, bucket by bucket, while those before are on the wire.
 
-        When this returns, every receiver, which must be in ``receive``, has all of them where it wants them.
+        When this returns, all of it has left; that receivers have it where they want it, they say themselves.
 
         Raises:
-            TransportError: a rank is not there, expects other tensors, or was lost.
+            TransportError: a rank does not take it, or was lost.
         """
         plan = self._planned(list(entries), bucket_bytes)
         with self._reporting("sending"):
-            number = self._begin(plan)
             flying: deque[Flight] = deque()
             for index in range(len(plan.buckets)):
                 self._launch(plan, index, flying, pack=pack)
             while flying:
                 self._finish(flying.popleft())
-            self._until(lambda: self._behind("done"), f"publish {number}, waiting for receivers to finish")
         return plan.bytes
 
     def receive(
@@ -285,11 +291,10 @@ class Member(Sender):
             keep: use no memory again, so that all tensors can be held at the end.
 
         Raises:
-            TransportError: the sender is not there, sends other tensors, or was lost.
+            TransportError: the sender does not send, or was lost.
         """
         plan = self._planned([TensorEntry(name, tuple(shape), kind) for name, shape, kind in entries], bucket_bytes)
         with self._reporting("receiving"):
-            number = self._begin(plan)
             flying: deque[Flight] = deque()
             posted: deque[Flight] = deque()
             for index in range(len(plan.buckets) + BUFFERS):
@@ -302,8 +307,8 @@ class Member(Sender):
             while flying:
                 self._finish(flying.popleft())
             if end := self._lane.mark():
-                self._until(lambda: [] if end.query() else [self.rank], f"publish {number}, copying out")
-            self._board.say("done", str(number))
+                self._doing = "copying out"
+                self._until(end.query)
 
     def abort(self) -> None:
         """Give the group up, from any thread: calls in progress, here and at other members, raise. Idempotent."""
@@ -312,7 +317,10 @@ class Member(Sender):
     def close(self) -> None:
         """Leave for good; on rank 0 the port is free afterwards. Idempotent."""
         self.abort()
-        self._board.stop()
+        if self._server is not None and not self._closed.is_set():
+            time.sleep(2 * _LOOK_SECONDS)  # the store stays until the others have read the note
+        self._silence()
+        atexit.unregister(self._silence)
         group, self._lane.group, self._server = [self._lane.group], None, None
         # Gloo's destructor waits for operations in progress, which end at their own deadline. An idle one is quick.
         self._aside(group.clear).join(timeout=1)
@@ -324,104 +332,59 @@ class Member(Sender):
             plan = self._plan = BucketPlan(entries, bucket_bytes)
         return plan
 
-    def _begin(self, plan: BucketPlan) -> int:
-        """Return the publish's number when every member stands ready for it."""
-        if not self._connected:
-            raise self._broke("beginning", "the group is not connected: call connect first")
-        self._publishes += 1
-        number = self._publishes
-        doing, ready = f"publish {number}, waiting for everybody to begin", f"{number} {plan.digest}"
-        if self.rank:
-            self._board.say("ready", ready)
-            self._until(lambda: self._behind("ready", [0]), doing)
-            return number
-        self._until(lambda: self._behind("ready"), doing)
-        other = [rank for rank, text in self._board.read("ready").items() if text != ready]
-        if other:
-            raise self._broke(doing, f"{self._called(other)} expects other tensors or buckets than rank 0 sends")
-        self._board.say("ready", ready)  # by which the others begin
-        return number
-
-    def _behind(self, key: str, ranks: Sequence[int] | None = None) -> list[int]:
-        statuses = self._board.read(key, ranks)
-        return [rank for rank, text in statuses.items() if int(text.split()[0]) < self._publishes]
-
     def _launch(self, plan: BucketPlan, index: int, flying: deque[Flight], **how: Any) -> Flight:
         """Add a bucket to those in flight, of which as many are waited for as is due."""
         large = plan.buckets[index].size > plan.bucket_bytes  # in memory of its own, of which little is held
         while len(flying) >= (AHEAD if self._lane.nccl and not large else BUFFERS):
             self._finish(flying.popleft())
-        doing = f"publish {self._publishes}, bucket {index + 1} of {len(plan.buckets)}"
-        with self._explained(doing):
-            before = list(flying)[-BUFFERS : 1 - BUFFERS]  # used the same memory; of a host's, it is over
-            flying.append(self._lane.launch(plan, index, before=before, **how)._replace(doing=doing))
+        self._doing = f"bucket {index + 1} of {len(plan.buckets)}"
+        before = list(flying)[-BUFFERS : 1 - BUFFERS]  # used the same memory; of a host's, it is over
+        flying.append(self._lane.launch(plan, index, before=before, **how))
         return flying[-1]
 
     def _arrived(self, flight: Flight, flying: deque[Flight]) -> list[tuple[str, Tensor]]:
         """A bucket's tensors, for work on the current stream."""
         if self._lane.nccl:
-            with self._explained(flight.doing):
-                self._lane.behind(flight)
+            self._lane.behind(flight)
         else:
             self._finish(flying.popleft())
         return flight.views
 
     def _finish(self, flight: Flight) -> None:
-        self._until(lambda: [] if flight.work.is_completed() else self._others, flight.doing)
-        with self._explained(flight.doing):
-            self._lane.check(flight)
+        self._until(flight.work.is_completed)
+        self._lane.check(flight)
 
-    @contextlib.contextmanager
-    def _explained(self, doing: str) -> Iterator[None]:
-        try:
-            yield
-        except (RuntimeError, AttributeError) as error:  # the latter if another thread closed the group
-            why = f"{first_line(error)}; awaited: {self._called(self._others)}"
-            raise self._broke(doing, why, look=True) from error
-
-    def _until(self, awaited: Callable[[], list[int]], doing: str) -> None:
-        """Return when ``awaited`` names no rank any more; raise when that takes too long or cannot happen."""
-        late, begin = self._others, time.monotonic()
-        while True:
-            try:
-                late = awaited()
-            except ConnectionError as error:
-                raise self._broke(doing, f"{error}; still awaited: {self._called(late)}") from error
-            if not late:
-                return
-            silent = self._board.silent(min(_SILENT, 0.75 * self.rendezvous.seconds))
-            if self._broken or self._board.note or self._board.lost or silent:
-                why = self._board.lost or f"gave up waiting for {self._called(late)}"
-                raise self._broke(doing, why)
+    def _until(self, is_over: Callable[[], bool]) -> None:
+        """Return when it is over; raise when that takes too long, or a member has given up."""
+        begin = time.monotonic()
+        while not is_over():
             waited = time.monotonic() - begin
+            if self._broken:
+                raise self._broke("")
             if waited > self.rendezvous.seconds:
-                raise self._broke(doing, f"waited {self.rendezvous.seconds:g} s for {self._called(late)}")
+                raise self._broke(f"waited {self.rendezvous.seconds:g} s for {self._called(self._others)}")
             time.sleep(min(max(waited / 50, 2e-5), 1e-3))  # late by little, in relation to what was waited for
 
-    def _broke(self, doing: str, why: str, *, look: bool = False) -> TransportError:
-        """The error to raise, after the others were told; with ``look``, take a moment to see which is gone."""
-        until = time.monotonic() + (4 * self._board.interval if look else 0)
-        while time.monotonic() < until and not (self._board.note or self._board.lost):
-            time.sleep(self._board.interval / 4)
-        if self._broken or self._board.note:  # the first cause, which another call has looked into
-            why = self._broken or self._board.note
-        else:
-            gone = self._board.silent(3 * self._board.interval)
-            why += f"; {self._board.lost}" if self._board.lost not in why else ""
-            why += f"; no sign of life from {self._called(gone)}" if gone else ""
+    def _broke(self, why: str) -> TransportError:
+        """The error to raise, after the others were told; of several causes the first that was told is the one."""
         self._give_up(why)
         return TransportError(
-            f"group {self.rendezvous.name!r} broke at {self._called([self.rank])}, {doing}: {why}. Whatever was being "
-            "sent has arrived in part or not at all; open a new group when everybody is there"
+            f"group {self.rendezvous.name!r} broke at {self._called([self.rank])}, {self._doing}: {self._broken}. What "
+            "was being sent has arrived in part or not at all; open a new group when everybody is there"
         )
 
     @contextlib.contextmanager
     def _reporting(self, doing: str) -> Iterator[None]:
         """Whatever goes wrong inside, the other members learn of it."""
+        self._doing = doing
+        if self._broken:
+            raise self._broke("")
         try:
             yield
-        except ConnectionError as error:
-            raise self._broke(doing, str(error)) from error
+        except TransportError:
+            raise
+        except (RuntimeError, AttributeError) as error:  # torch's; the latter if another thread closed the group
+            raise self._broke(f"{first_line(error)}; awaited: {self._called(self._others)}") from error
         except BaseException as error:
             self._give_up(f"{self._called([self.rank])} stopped {doing} ({type(error).__name__})")
             raise
@@ -430,9 +393,14 @@ class Member(Sender):
         if self._broken:
             return
         self._broken = why
-        self._board.tell(why)
+        self._aside(self._note).join(timeout=5)
         if self._lane.nccl and self._lane.group is not None:
             self._aside(self._lane.group.abort).join(timeout=5)  # ends kernels that wait for a peer; may itself wait
+
+    def _note(self) -> None:
+        """Tell the others why, unless one has told before."""
+        with contextlib.suppress(RuntimeError):  # rank 0 is gone
+            visit(self.rendezvous).compare_set("note", "", self._broken)
 
     def _aside(self, call: Callable[[], None]) -> threading.Thread:
         """Run what torch returns from late or never in a thread that can be left behind.

@@ -1,21 +1,17 @@
-"""Rendezvous of a broadcast group: a key-value store served by rank 0, with heartbeats of its members.
+"""Rendezvous of a process group: a key-value store served by rank 0.
 
 The store is unencrypted and has no password: it is for a network that is trusted.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from queue import Empty, SimpleQueue
 from typing import Any, Literal
 
 import torch
@@ -126,123 +122,6 @@ def open_group(rendezvous: Rendezvous, rank: int, address: str, *, watched: bool
         options._timeout = timedelta(seconds=rendezvous.seconds) if watched else timedelta(days=1)
         options.group_name = rendezvous.name
         return dist.ProcessGroupNCCL(store, rank, rendezvous.world, options)
-
-
-class GroupStore:
-    """One member's view of the group's store: status texts, heartbeats and a failure note.
-
-    It is asked by one daemon thread, so that a store that does not answer holds nothing else up. The thread also counts
-    this member's beats into the store, and reads the others' and the first note of a failure, with which it ends.
-
-    Raises:
-        ConnectionError: from every question, once the store is lost.
-    """
-
-    def __init__(self, rendezvous: Rendezvous, rank: int):
-        self.interval = min(1.0, rendezvous.seconds / 20)
-        """Seconds between two beats."""
-        self.note = ""
-        """Why a rank gave the group up."""
-        self.lost = ""
-        """Why the store cannot be asked any more."""
-        self._rendezvous, self._rank = rendezvous, rank
-        self._others = [other for other in range(rendezvous.world) if other != rank]
-        self._questions: SimpleQueue[tuple[Callable[[Store], Any], Future[Any]]] = SimpleQueue()
-        self._heard = dict.fromkeys(self._others, (0, 0.0))
-        self._beaten = 0.0
-        self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="tandem-board", daemon=True)
-        self._thread.start()
-        atexit.register(
-            self.stop
-        )  # a thread that ends inside torch while the interpreter shuts down aborts the process
-
-    def announce(self, who: str) -> bool:
-        """Appear to the others; False if this rank already has."""
-
-        def question(store: Store) -> bool:
-            if store.add(f"joined/{self._rank}", 1) > 1:
-                return False
-            for key, text in (("ready", "0"), ("done", "0"), ("who", who)):
-                store.set(f"{key}/{self._rank}", text)
-            return True
-
-        return bool(self._ask(question))
-
-    def absent(self) -> list[int]:
-        """Ranks that have not announced themselves."""
-        return list(self._ask(lambda store: [r for r in self._others if not store.check([f"who/{r}"])]))
-
-    def say(self, key: str, text: str) -> None:
-        """Replace what this rank says under a key, one of ``ready`` and ``done``."""
-        self._ask(lambda store: store.set(f"{key}/{self._rank}", text))
-
-    def read(self, key: str, ranks: Sequence[int] | None = None) -> dict[int, str]:
-        """What others, by default all, say under a key; those have announced themselves."""
-        whose = self._others if ranks is None else list(ranks)
-        texts = self._ask(lambda store: store.multi_get([f"{key}/{r}" for r in whose]))
-        return {rank: text.decode() for rank, text in zip(whose, texts, strict=True)}
-
-    def tell(self, why: str) -> None:
-        """Leave the note of a failure, unless there is one; does not wait."""
-        self._questions.put((lambda store: store.compare_set("note", "", why), Future()))
-
-    def silent(self, seconds: float) -> list[int]:
-        """Members that were heard once and not for that long. Time is counted to this member's own last beat."""
-        return [rank for rank, (beats, at) in self._heard.items() if beats and self._beaten - at > seconds]
-
-    def stop(self) -> None:
-        """End the thread after what it was asked so far, rank 0's when the others' have; wait for it briefly."""
-        atexit.unregister(self.stop)
-        self._questions.put((lambda _: setattr(self, "_stopped", True), Future()))
-        self._thread.join(timeout=4 * self.interval)
-
-    def _ask(self, question: Callable[[Store], Any]) -> Any:
-        answer: Future[Any] = Future()
-        self._questions.put((question, answer))
-        deadline = time.monotonic() + self._rendezvous.seconds
-        while not self.lost:
-            with contextlib.suppress(TimeoutError):
-                return answer.result(timeout=self.interval)
-            if time.monotonic() > deadline:
-                self.lost = f"rank 0's store did not answer for {self._rendezvous.seconds:g} s"
-        raise ConnectionError(self.lost)
-
-    def _run(self) -> None:
-        due = 0.0
-        try:
-            store = visit(self._rendezvous)
-            while not (self._stopped or self.note):
-                if time.monotonic() >= due:
-                    self._beat(store)
-                    due = time.monotonic() + self.interval
-                with contextlib.suppress(Empty):
-                    question, answer = self._questions.get(timeout=max(0.0, due - time.monotonic()))
-                    answer.set_result(question(store))
-            self._leave(store)
-        except RuntimeError as error:  # as all errors of a store are
-            self.lost = f"rank 0 is gone: its store broke off ({first_line(error)})"
-        else:
-            self.lost = self.note or "this member has left the group"
-
-    def _leave(self, store: Store) -> None:
-        """Rank 0 takes the store away only when the others have read its note, or will not."""
-        left, deadline = store.add("left", 1), time.monotonic() + 2 * self.interval
-        members = 1 + sum(store.check([f"who/{rank}"]) for rank in self._others)
-        while self._rank == 0 and left < members and time.monotonic() < deadline:
-            time.sleep(self.interval / 20)
-            left = store.add("left", 0)
-
-    def _beat(self, store: Store) -> None:
-        store.add(f"beats/{self._rank}", 1)
-        now = time.monotonic()
-        for rank, (beats, _) in self._heard.items():
-            count = store.add(f"beats/{rank}", 0)
-            if count != beats:
-                self._heard[rank] = (count, now)
-        self._beaten = now
-        if not self.note and store.check(["note"]):
-            self.note = store.get("note").decode()
 
 
 def first_line(error: Exception) -> str:

@@ -50,18 +50,14 @@ def create(path: Path, size: int, token: str) -> int:
     Raises:
         TransportError: there is such a file already, no such folder, or too little memory.
     """
-    while True:
-        try:
-            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise TransportError(
-                f"{path} cannot be made ({error.strerror}); give a path in a folder that exists, at which there is no "
-                "file yet: remove_orphans removes what dead lenders left"
-            ) from error
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if os.fstat(lock).st_nlink:  # else it was taken for an orphan before it was locked
-            break
-        os.close(lock)
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise TransportError(
+            f"{path} cannot be made ({error.strerror}); give a path in a folder that exists, at which there is no "
+            "file yet: remove_orphans removes what dead lenders left"
+        ) from error
+    fcntl.flock(lock, fcntl.LOCK_EX)  # before it has a header, without which no file is taken for an orphan
     try:
         os.pwrite(lock, _header(token), 0)
         # A file with holes would be made at once, and the process killed at the first write that finds no memory.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from tandem.engines.base import Engine, EngineSpec
-from tandem.errors import UnsupportedPair
+from tandem.errors import Bounded, UnsupportedPair, bounded
 from tandem.types import PolicyVersion
 from tandem.weight_sync.transaction.state import SyncStateMachine
 from tandem.weight_sync.transaction.trained import Trained
@@ -66,7 +66,7 @@ class SyncContext:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightSync(ABC):
+class WeightSync(Bounded, ABC):
     """Base of weight syncs: how new weights reach the engine. A frozen dataclass whose fields are its options.
 
     Example:
@@ -88,17 +88,11 @@ class WeightSync(ABC):
     """Whether the trainer's checksums are taken while the engine samples on: what it publishes lies in memory that only
     the trainer writes, and that no restart of the engine moves."""
 
-    verify_every: int = 1
+    verify_every: int = bounded(1, least=1)
     """Publishes between two verifications; the first publish of a run is always verified."""
-    tolerance: float = 0.0
+    tolerance: float = bounded(0.0)
     """Largest rounding error of a logit between engine and trainer, nats, as the standard deviation over a probe's
     tokens; 0 means 0.3 for weights narrower than float32 and, for those, 0.02 on a GPU and 0.001 on a CPU."""
-
-    def __post_init__(self) -> None:
-        if self.verify_every < 1:
-            raise ValueError("verify_every must be at least 1")
-        if self.tolerance < 0:
-            raise ValueError("tolerance must not be negative")
 
     @property
     def behind(self) -> int:
@@ -134,7 +128,7 @@ class WeightSync(ABC):
         if reason := engine.refuses(self.capability):
             raise UnsupportedPair(f"sync: {_name(self)} and engine: {_name(engine)} do not go together here: {reason}")
 
-    async def bind(self, session: SyncContext) -> None:  # noqa: B027 - most ways have nothing to bind
+    async def bind(self, session: SyncContext) -> None:
         """Called once for every start of the engine, before anything is published to it.
 
         One that pauses it does so by ``session.pause``, and calls ``session.state.write`` before it writes there.
@@ -144,7 +138,7 @@ class WeightSync(ABC):
     async def transfer(self, session: SyncContext, version: PolicyVersion) -> int:
         """Make the engine hold the policy's weights; returns the bytes copied."""
 
-    async def unbind(self, session: SyncContext) -> None:  # noqa: B027
+    async def unbind(self, session: SyncContext) -> None:
         """Called when the run ends, however it does; again does nothing."""
 
     def compares(self, engine: Engine) -> bool:
@@ -156,13 +150,8 @@ class WeightSync(ABC):
 class Periodic(WeightSync):
     """A sync whose publishes are expensive, so that some steps may skip them; the last step never does."""
 
-    every: int = 1
+    every: int = bounded(1, least=1)
     """Steps between two publishes; there is one after the last step too."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.every < 1:
-            raise ValueError("every must be at least 1")
 
     @property
     def behind(self) -> int:

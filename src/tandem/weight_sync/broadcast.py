@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from tandem.engines.base import MOST_SECONDS, ReceivesBroadcast
-from tandem.errors import EngineError, TandemError, TransportError
+from tandem.errors import EngineError, TandemError, TransportError, bounded
 from tandem.observability import waits
 from tandem.transport.bridge import NCCL_FILE, write_json
 from tandem.transport.daemon import on_daemon
@@ -38,25 +38,14 @@ class Broadcast(Periodic):
     """Requests being sampled when weights change: go on under the new ones, token by token versioned, or end first."""
     host: str = ""
     """Address of the trainer, as the engines see it; empty: the one by which the trainer reaches them."""
-    port: int = 0
+    port: int = bounded(0, most=65535)
     """Port of the trainer's store; 0 takes a free one."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """auto: NCCL where every member has a GPU of its own, else gloo."""
-    timeout_seconds: float = 120.0
+    timeout_seconds: float = bounded(120.0, above=0, most=MOST_SECONDS)
     """Deadline for all to join, and for a transfer to make progress."""
-    bucket_mb: int = 256
+    bucket_mb: int = bounded(256, least=1)
     """Megabytes sent at once."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.bucket_mb < 1:
-            raise ValueError("bucket_mb must be at least 1")
-        if self.timeout_seconds <= 0:
-            raise ValueError("timeout_seconds must be above 0")
-        if self.timeout_seconds > MOST_SECONDS:
-            raise ValueError(f"timeout_seconds must be at most {MOST_SECONDS}")
-        if not 0 <= self.port < 1 << 16:
-            raise ValueError("port must be from 0 to 65535; 0 takes a free one")
 
     async def bind(self, session: SyncContext) -> None:
         """Form the group.
@@ -94,8 +83,6 @@ class Broadcast(Periodic):
         try:
             async with waits.waiting("trainer", "the process group to form", on="engine workers", deadline=late):
                 await on_daemon(member.connect)
-                while not await engine.connected():
-                    await asyncio.sleep(0.05)
         except TransportError as error:
             met = member.rendezvous
             raise TransportError(

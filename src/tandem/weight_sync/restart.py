@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from tandem.engines.base import Relaunches
+from tandem.errors import bounded
 from tandem.lazy import torch
 from tandem.types import PolicyVersion
 from tandem.weight_sync.base import Periodic, SyncContext
@@ -20,7 +21,7 @@ class Restart(Periodic):
     capability: ClassVar[type] = Relaunches
     pause: ClassVar[Literal["step", "transfer", "never"]] = "transfer"
 
-    every: int = 3
+    every: int = bounded(3, least=1)
     """Steps between two restarts; there is one after the last step too."""
 
     @property

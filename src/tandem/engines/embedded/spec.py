@@ -8,25 +8,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from tandem.engines.base import Engine, EngineRequirements, EngineSpec, ExportsWeights
+from tandem.errors import Bounded, bounded
 
 if TYPE_CHECKING:
     from tandem.model.policy import Policy
 
 
 @dataclass(frozen=True, kw_only=True)
-class Embedded(EngineSpec):
+class Embedded(Bounded, EngineSpec):
     """transformers in process; needs nothing but the base install."""
 
     capabilities: ClassVar[frozenset[type]] = frozenset({ExportsWeights})
 
-    max_rows: int = 64
+    max_rows: int = bounded(64, least=1)
     """Most requests sampled at once; more wait."""
-    prefill_tokens: int = 4096
+    prefill_tokens: int = bounded(4096, least=1)
     """Most prompt tokens computed in one forward pass."""
-
-    def __post_init__(self) -> None:
-        if self.max_rows < 1 or self.prefill_tokens < 1:
-            raise ValueError("max_rows and prefill_tokens must be at least 1")
 
     @asynccontextmanager
     async def open(

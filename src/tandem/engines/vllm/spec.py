@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -33,7 +34,7 @@ from tandem.engines.vllm.client.process import has_vllm
 from tandem.engines.vllm.client.urls import UrlServer
 from tandem.engines.vllm.server.places import PROBES
 from tandem.engines.vllm.speedups import AT_ONCE, FEW, SWITCH
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, bounded, check_bounds
 from tandem.machine import cores
 from tandem.ports import http_url, reserve_port
 from tandem.processes import identity
@@ -69,28 +70,28 @@ class Vllm(EngineSpec):
     """Engines that run already, such as [http://host:8000]; empty: they are started here."""
     python: str | None = None
     """Interpreter that has vLLM; null: the trainer's own. Two environments keep versions from fighting."""
-    replicas: int = 1
+    replicas: int = bounded(1, least=1)
     """Engines started here; requests go to the one with the shortest queue."""
     devices: tuple[str, ...] = ()
     """CUDA_VISIBLE_DEVICES of each replica, such as ["1", "2,3"]; empty: what the trainer sees."""
     host: str = "127.0.0.1"
     """Address that started engines listen on."""
-    port: int = 0
+    port: int = bounded(0)
     """Port of the first started engine, the next ones follow; 0 takes free ones, and 65535 is the last."""
-    gpu_memory_utilization: float = 0.5
+    gpu_memory_utilization: float = bounded(0.5, above=0, most=1)
     """Share of the accelerator that a started engine fills, weights included; the rest is the trainer's."""
-    kv_cache_gb: float = 0.0
+    kv_cache_gb: float = bounded(0.0)
     """Room for keys and values in GB instead of what gpu_memory_utilization leaves; that share must be free at
     a start all the same. On a CPU 0 means 1."""
-    max_model_len: int | None = None
+    max_model_len: int | None = bounded(None, least=1)
     """Most tokens of a prompt and its answer together; null: the recipe's context."""
-    max_num_seqs: int | None = None
+    max_num_seqs: int | None = bounded(None, least=1)
     """Most answers sampled at once, beside a probe of new weights; null: two steps' answers, from 64 to 1024."""
     enforce_eager: bool = False
     """True does without CUDA graphs and compilation: a faster start, slower sampling."""
     enable_prefix_caching: bool = True
     """Keep the keys and values of prompts for the next request with the same beginning and the same weights."""
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: int = bounded(1, least=1)
     """Accelerators of one engine."""
     limit_mm_per_prompt: dict[str, int] = field(default_factory=dict)
     """Most images, videos and so on of one prompt, by kind."""
@@ -109,32 +110,19 @@ class Vllm(EngineSpec):
     require_api_key: bool = True
     """False starts engines without a key where api_key_variable names none, for environments that sample from them
     beside the trainer; whoever reaches host can then pause them and overwrite their weights, so it must be loopback."""
-    start_seconds: float = 900.0
+    start_seconds: float = bounded(900.0, above=0)
     """How long a start may take, and one at urls may not be there yet; the first on a machine compiles."""
-    request_seconds: float = 3600.0
+    request_seconds: float = bounded(3600.0, above=0)
     """How long one answer may take."""
-    control_seconds: float = 300.0
+    control_seconds: float = bounded(300.0, above=0, most=MOST_SECONDS // PAUSES)
     """How long a control message, a publish included, may take."""
-    restarts: int = 3
+    restarts: int = bounded(3)
     """How often a started engine that died is started again, in one run."""
-    linger_seconds: float = 300.0
+    linger_seconds: float = bounded(300.0)
     """How long a started engine outlives its trainer's death, for a resumed run to find it."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError("gpu_memory_utilization must be above 0 and at most 1")
-        for name in ("replicas", "max_num_seqs", "tensor_parallel_size", "max_model_len"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1")
-        for name in ("start_seconds", "request_seconds", "control_seconds"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be above 0")
-        if self.control_seconds > MOST_SECONDS // PAUSES:
-            raise ValueError(f"control_seconds must be at most {MOST_SECONDS // PAUSES}")
-        for name in ("kv_cache_gb", "restarts", "linger_seconds", "port"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative")
+        check_bounds(self)
         if not self.require_api_key and not self.host.startswith(LOOPBACK):
             raise ValueError(f"require_api_key: false needs a host that this machine alone can reach, not {self.host}")
         last = LAST_PORT - self.replicas + 1
@@ -211,13 +199,8 @@ class Vllm(EngineSpec):
         """Start the engines or find them, and check that they can do what the run requires."""
         if requirements is None:
             raise ConfigError("engine: vllm needs to know the run it serves")
-        fleet = Fleet(
-            [self._server(i) for i in range(len(self.urls) or self.replicas)],
-            launch=self._launch(requirements, context) if not self.urls else None,
-            options=self,
-            requirements=requirements,
-            every=1 if requirements.hosts is None else self.replicas,
-        )
+        launch = self._launch(requirements, context) if not self.urls else None
+        fleet = self._fleet(launch, requirements, every=1 if requirements.hosts is None else self.replicas)
         longest = min(context, self.max_model_len or context)
         engine = VllmEngine(fleet, context=longest, ends=sorted(policy.end_tokens))
         try:
@@ -246,12 +229,8 @@ class Vllm(EngineSpec):
         launch = self._launch(requirements, context)
         folders = str(adapters.absolute())
         extra = {"TANDEM_API_KEY": key, "TANDEM_ADAPTER_FOLDERS": folders, "TANDEM_LINGER": "0"}
-        fleet = Fleet(
-            [self._server(i) for i in range(self.replicas)],
-            launch=replace(launch, records=None, environment=lambda i, key: {**launch.environment(i, key), **extra}),
-            options=self,
-            requirements=requirements,
-        )
+        served = replace(launch, records=None, environment=lambda i, key: {**launch.environment(i, key), **extra})
+        fleet = self._fleet(served, requirements)
         for server in fleet.servers:
             server.key = key
         return fleet.running()
@@ -270,10 +249,11 @@ class Vllm(EngineSpec):
         """
         spec = replace(self, host=host, replicas=1, port=self.port + number if self.port else 0)
         launch = spec._launch(requirements, context)
-        fleet = Fleet(
-            [spec._server(0)], launch=launch, options=spec, requirements=requirements, first=number, every=engines
-        )
-        return fleet.running()
+        return spec._fleet(launch, requirements, first=number, every=engines).running()
+
+    def _fleet(self, launch: Launch | None, requirements: EngineRequirements, **numbers: int) -> Fleet:
+        servers = [self._server(index) for index in range(len(self.urls) or self.replicas)]
+        return Fleet(servers, launch=launch, options=self, requirements=requirements, **numbers)
 
     def _key(self) -> str:
         """The key that the recipe names; empty where it names none.
@@ -309,17 +289,15 @@ class Vllm(EngineSpec):
         folder = (requirements.folder or Path.cwd()).absolute()
         _separable(folder)
         return Launch(
-            command=lambda model, port, number: self.command(
-                requirements, context, model=model, port=port, number=number
-            ),
-            environment=lambda index, key: self._environment(requirements, folder, index, key),
+            command=partial(self.command, requirements, context),
+            environment=partial(self._environment, requirements, folder),
             trainer=_process_identity(),
             log=folder / "logs",
             records=folder if requirements.folder else None,
         )
 
     def command(
-        self, requirements: EngineRequirements, context: int, *, model: str, port: int, number: int = 0
+        self, requirements: EngineRequirements, context: int, model: str, port: int, number: int = 0
     ) -> list[str]:
         """The command line of one engine. No two of a run draw the same numbers: siblings would get equal answers."""
         options: dict[str, Any] = {

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tandem.engines.base import Engine, LoraAdapter, ReportsChecksums
-from tandem.errors import EngineError
+from tandem.engines.base import Engine, LoraAdapter, ReportsChecksums, UnmappedWeights
 from tandem.lazy import torch
+from tandem.together import all_ended
 from tandem.transport.buckets import TensorEntry, manifest
 from tandem.transport.checksums import ChecksumCache, Shard, checksums
 from tandem.transport.daemon import on_daemon
@@ -149,11 +148,8 @@ class Trained:
         assert isinstance(engine, ReportsChecksums)
         here, there = self._sums_here(engine, trainer_sums), engine.checksums(self._trainable.payload)
         # Both to their end, whatever the other does: every rank takes part in what is summed here.
-        results: Sequence[Any] = await asyncio.gather(here, there, return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        (sums, stored), engines = results
+        works: Sequence[Awaitable[Any]] = (here, there)
+        (sums, stored), engines = await all_ended(works)
         return PayloadSums(trainer=sums, stored=stored, engines=engines)
 
     async def _sums_here(self, engine: ReportsChecksums, trainer_sums: Checksums | None) -> tuple[Checksums, Checksums]:
@@ -178,12 +174,9 @@ async def compare_frozen(engine: Engine, trained: Trained) -> None:
     """
     if not isinstance(engine, ReportsChecksums) or not engine.sums_bytes or not trained.frozen:
         return
-    restart_count = engine.restart_count
     try:
         sums = await engine.checksums("weights")
-    except EngineError as error:
-        if engine.restart_count != restart_count or not (await engine.health()).ok:
-            raise
+    except UnmappedWeights as error:
         log.warning("weights that are not trained are not compared, only probed: %s", str(error).splitlines()[0])
         return
     advice = "both must start from the same model in the same type"

@@ -28,14 +28,12 @@ from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.adapters import AdapterWriter
 from tandem.engines.vllm.client.fleet import Fleet
 from tandem.engines.vllm.client.http import EngineReplaced, EngineServer, EngineStopped, EngineUnreachable
-from tandem.engines.vllm.client.urls import UrlServer
-from tandem.engines.vllm.client.waves import Waves
-from tandem.engines.vllm.protocol import Sampled
-from tandem.errors import EngineError, StaleWeights, TransportError
+from tandem.errors import EngineError, StaleWeights
 from tandem.observability import waits
+from tandem.together import all_ended
 from tandem.transport.bridge import VllmBridge
 from tandem.transport.checksums import joined
-from tandem.types import Completion, PolicyVersion, Sampling
+from tandem.types import Completion, Finish, PolicyVersion, Sampling
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +59,6 @@ class VllmEngine(Engine):
         self._bridge: Path | None = None
         self._is_mapped = True
         self._pauses = Pauses()
-        self._waves = Waves()
 
     # Life and death
 
@@ -139,8 +136,7 @@ class VllmEngine(Engine):
 
     async def load(self, folder: Path, adapter: LoraAdapter) -> None:
         """Load a PEFT folder, which holds ``adapter``, into every engine as it runs."""
-        self._adapter = adapter
-        await self._load(folder, f"{folder.name}-{self.restart_count}")
+        await self._load(folder, f"{folder.name}-{self.restart_count}", adapter)
 
     @property
     def beside_trainer(self) -> bool:
@@ -167,7 +163,9 @@ class VllmEngine(Engine):
     async def generate(self, prompt: Sequence[int], sampling: Sampling, key: int) -> Completion:
         room = self.room(prompt)
         seed, least = key % 2**63 if self.fleet.options.seeded else None, self._least
-        request = wire.completion_request(prompt, sampling, limit=room, ends=self._ends, flat=True, min_step=least)
+        request = wire.completion_request(
+            prompt, sampling, limit=room, ends=self._ends, flat=True, min_step=least, seed=seed
+        )
         tries = 0
         while True:
             if not self.fleet.ready.is_set():
@@ -178,11 +176,12 @@ class VllmEngine(Engine):
             restart_count, server = self.restart_count, min(self.servers, key=lambda s: s.outstanding)
             later = self._pause_seconds if least > self._version.step else 0.0  # it waits for the trainer first
             try:
-                if isinstance(server, UrlServer) and server.plain:
-                    sampled = await server.sample(request, seed=seed, later=later)
-                else:
-                    sampled = await self._waves.answer(server, request, seed=seed, later=later)
-                return self._completion(server, sampled, least)
+                completion, instance_id = await server.sample(request, later=later)
+                self._same(server, instance_id)
+                if completion.versions and min(completion.versions) < max(0, least):
+                    newest = f"version {least} was" if least > 0 else "any weights were"
+                    raise StaleWeights(f"{server.name} sampled before {newest} published to it")
+                return completion
             except EngineStopped:  # by a publish that broke off, and is made again where an engine died under it
                 if restart_count == self.restart_count and self.fleet.republish is not None:
                     await self.fleet.republish()
@@ -204,14 +203,6 @@ class VllmEngine(Engine):
             await self.fleet.republish()  # which recovers those of others, though not in the midst of a publish
         return self.fleet.ours or restart_count != self.restart_count or tries < TRIES
 
-    def _completion(self, server: EngineServer, sampled: Sampled, least: int) -> Completion:
-        self._same(server, sampled.engine)
-        versions, least = wire.steps(sampled.versions), max(0, least)
-        if min(versions, default=least) < least:
-            newest = f"version {least} was" if least else "any weights were"
-            raise StaleWeights(f"{server.name} sampled before {newest} published to it")
-        return server.completion(sampled.tokens, sampled.logprobs, versions, sampled.finish)
-
     def _same(self, server: EngineServer, instance_id: str) -> None:
         if instance_id != server.instance_id:
             raise EngineReplaced(
@@ -230,16 +221,12 @@ class VllmEngine(Engine):
             tokens=list(tokens), temperature=PROBE_TEMPERATURE, max_tokens=samples, adapter=self._pending
         )
         response: wire.ProbeResponse = await server.post("/bridge/probe", request, wire.ProbeResponse)
-        sampled = Completion(
-            tokens=tuple(response.tokens),
-            logprobs=_numbers(response.logprobs),
-            versions=(0,) * len(response.tokens),
-            finish="stop" if response.finish == "stop" else "length",
-        )
+        tokens, logprobs = tuple(response.tokens), _numbers(response.logprobs)
+        finish: Finish = "stop" if response.finish == "stop" else "length"
         return ProbeResult(
             name=server.name,
             scored=_numbers(response.scored),
-            sampled=sampled,
+            sampled=Completion(tokens=tokens, logprobs=logprobs, versions=(0,) * len(tokens), finish=finish),
             temperature=response.temperature,
             cached=response.cached,
         )
@@ -365,15 +352,14 @@ class VllmEngine(Engine):
         Returns:
             Bytes loaded.
         """
-        self._adapter = adapter
         # Never a name twice: an engine may outlive its trainer, and versions that it holds still are sampled from.
-        await self._load(folder, f"step-{version.step:06d}-{secrets.token_hex(4)}")
+        await self._load(folder, f"step-{version.step:06d}-{secrets.token_hex(4)}", adapter)
         return int(sum(t.numel() * t.element_size() for _, t in adapter.tensors)) * len(self.servers)
 
-    async def _load(self, folder: Path, name: str) -> None:
+    async def _load(self, folder: Path, name: str, adapter: LoraAdapter) -> None:
         request = wire.LoadAdapter(adapter_path=str(folder.absolute()), adapter_name=name, served=False)
         await self.fleet.all("/lora/load", request)
-        self._pending = name
+        self._adapter, self._pending = adapter, name
         self._swapped.append(name)
 
     async def _forget_old(self) -> None:
@@ -402,19 +388,7 @@ class VllmEngine(Engine):
 
     async def addresses(self) -> Sequence[str]:
         """The trainer's own address on the way to each engine."""
-        return [await server.address() for server in self.servers]
-
-    async def connected(self) -> bool:
-        """True once every worker has joined the process group.
-
-        Raises:
-            TransportError: one of them could not.
-        """
-        answers = await asyncio.gather(*(s.get("/nccl/status", dict) for s in self.servers))
-        for server, answer in zip(self.servers, answers, strict=True):
-            if answer["status"] == "error":
-                raise TransportError(f"{server.name} could not join the process group: {answer['error']}")
-        return all(answer["status"] == "connected" for answer in answers)
+        return [server.address() for server in self.servers]
 
     async def receive(
         self, manifest: Sequence[tuple[str, tuple[int, ...], str]], bucket_bytes: int, adapter: LoraAdapter | None
@@ -465,9 +439,7 @@ class Pauses:
             answer = await server.post("/bridge/pause", request)
             self._before.setdefault(server.instance_id, answer["before"])
 
-        for error in await asyncio.gather(*map(pause_server, servers), return_exceptions=True):
-            if error is not None:
-                raise error
+        await all_ended(map(pause_server, servers))
 
     async def resume_unchanged(
         self, servers: Sequence[EngineServer], reason: str, *, sleeps: int, seconds: float

@@ -18,7 +18,7 @@ from tandem.engines.vllm.client.http import ApiKeyRefused, EngineServer, EngineU
 from tandem.engines.vllm.client.process import EngineProcess, EngineRecord
 from tandem.errors import Deadline, EngineError
 from tandem.observability import waits
-from tandem.together import together
+from tandem.together import all_ended, together
 from tandem.transport import sharing
 
 log = logging.getLogger(__name__)
@@ -444,8 +444,4 @@ class Fleet:
 
     async def all(self, path: str, body: Any = None) -> list[Any]:
         """Tell every server at once; the first failure is raised when all have answered."""
-        answers = await asyncio.gather(*(s.post(path, body) for s in self.servers), return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return list(answers)
+        return await all_ended(server.post(path, body) for server in self.servers)

@@ -26,7 +26,7 @@ AGAIN = 2
 """How often a call is repeated whose connection broke: the network's fault, unless nothing listens there any more."""
 ONCE = ("/nccl/", "/lora/", "/v1/load_lora", "/init_weight", "/start_weight", "/update_weight", "/finish_weight")
 """How routes begin whose calls do something else the second time."""
-GONE_SECONDS = 10.0
+GONE_SECONDS = 2.0
 """An engine that cannot be connected to for this long has gone."""
 LOOK_SECONDS = 0.2
 """Between two looks whether a process of ours still runs."""
@@ -128,23 +128,20 @@ class EngineServer:
     def leave(self) -> None:
         """It is not used any more, until it answers again."""
 
-    async def address(self) -> str:
+    def address(self) -> str:
         """This machine's address on the way to it, by which it reaches us too unless something in between translates.
 
         Raises:
-            EngineUnreachable: nothing listens there.
+            EngineUnreachable: there is no way there.
         """
         parts = urlsplit(self.url)
-        port = parts.port or (443 if parts.scheme == "https" else 80)
         try:
-            async with asyncio.timeout(GONE_SECONDS):
-                _, way = await asyncio.open_connection(parts.hostname, port)
+            family, kind, *_, place = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as way:
+                way.connect(place)  # of a datagram's socket: nothing is sent
+                return str(way.getsockname()[0])
         except OSError as error:
-            reason = str(error) or type(error).__name__
-            raise EngineUnreachable(f"{self.name} cannot be connected to: {reason}") from error
-        address = str(way.get_extra_info("sockname")[0])
-        way.close()
-        return address
+            raise EngineUnreachable(f"{self.name} cannot be connected to: {error}") from error
 
     async def get(self, path: str, kind: type[T]) -> T:
         """Ask; see ``post``."""
@@ -167,16 +164,19 @@ class EngineServer:
         """
         return await self._call("POST", path, {} if body is None else body, kind, seconds or self._control)
 
-    async def many(self, path: str, body: Callable[[], bytes], took: Callable[[bytes], None]) -> None:
-        """Ask for what comes in pieces, each of which is taken as it comes; raises as ``post``, but for the deadline.
+    async def sample(self, request: wire.Generate, *, later: float = 0.0) -> tuple[Completion, str]:
+        """One completion, and the instance id of the process that sampled it; counted, so that load can be spread.
 
-        Args:
-            path: the route.
-            body: what is asked, made anew where a connection breaks and another can be had.
-            took: takes a piece.
+        ``later``: by how many seconds it may begin later than now.
         """
-        status, content = await self._answer("POST", path, body, took)
-        self._refused(path, status, content)
+        self.outstanding += 1
+        try:
+            seconds = self.request_seconds + later
+            answer: wire.Generated = await self.post("/generate", request, wire.Generated, seconds)
+        finally:
+            self.outstanding -= 1
+        versions, logprobs = wire.steps(answer.versions[0]), answer.token_logprobs or [[]]
+        return self.completion(answer.token_ids[0], logprobs[0], versions, answer.finish_reasons[0]), answer.engine
 
     async def _call(self, method: str, path: str, body: Any, kind: Any, seconds: float) -> Any:
         status, content = await self.ask(method, path, body, seconds)
@@ -190,7 +190,7 @@ class EngineServer:
         """Status and body of an answer, whatever they are; see ``post``."""
         data, seconds = None if body is None else msgspec.json.encode(body), seconds or self._control
         async with waits.waiting(waits.actor("trainer"), f"{method} {path}", on=self.name, deadline=seconds):
-            return await self._answer(method, path, lambda: data)
+            return await self._answer(method, path, data)
 
     def completion(
         self, tokens: Sequence[int], logprobs: Sequence[Any], versions: Sequence[int], finish: str | None
@@ -200,8 +200,8 @@ class EngineServer:
         if bad is not None:
             raise self.odd(
                 "/generate",
-                f"the logprob of token {bad + 1} of {len(tokens)} (id {tokens[bad]}) is {logprobs[bad]}, no finite "
-                f"number; the answer's finish is {finish}",
+                f"the logprob of token {bad + 1} of {len(tokens)} (id {tokens[bad]}) is no finite number; "
+                f"the answer's finish is {finish}",
             )
         if len(logprobs) != len(tokens):
             raise EngineError(f"{self.name} told {len(logprobs)} logprobs of {len(tokens)} tokens")
@@ -230,10 +230,8 @@ class EngineServer:
         kind = _REFUSALS.get(title, EngineError)
         return kind(f"{self.name} answers {path} with {status}: {detail}{self._last_words()}")
 
-    async def _answer(
-        self, method: str, path: str, body: Callable[[], bytes | None], took: Callable[[bytes], None] | None = None
-    ) -> tuple[int, bytes]:
-        """Status and body, but for what is taken; asked again where a connection breaks and another can be had."""
+    async def _answer(self, method: str, path: str, data: bytes | None) -> tuple[int, bytes]:
+        """Status and body; asked again where a connection breaks and another can be had."""
         from tandem.http import TooLong, read_bounded  # loads aiohttp
 
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
@@ -242,12 +240,8 @@ class EngineServer:
             if self._ended():
                 raise EngineUnreachable(f"{self.name} does not answer {path}{self._last_words()}")
             try:
-                async with self.opened().request(method, self.url + path, data=body(), timeout=timeout) as response:
-                    if took is None or response.status >= 400:
-                        return response.status, await read_bounded(response)
-                    async for piece in response.content.iter_any():
-                        took(piece)
-                    return response.status, b""
+                async with self.opened().request(method, self.url + path, data=data, timeout=timeout) as response:
+                    return response.status, await read_bounded(response)
             except TooLong as error:
                 raise EngineError(f"{self.name} answers {path} with {error}") from error
             except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
@@ -267,14 +261,12 @@ class EngineServer:
     async def gone(self) -> bool:
         """True if the engine itself has ended, or is about to, rather than one connection."""
         late = time.monotonic() + GONE_SECONDS
-        for _ in range(20):  # a dying process closes its sockets before it can be waited for
-            if self._ended():
-                return True
+        while not self._ended():
             try:
                 await self.get("/health", dict)
             except EngineCoreDied:
                 return True
-            except EngineUnreachable:
+            except EngineUnreachable:  # a dying process closes its sockets before it can be waited for
                 if time.monotonic() > late:
                     return True
                 await asyncio.sleep(0.1)

@@ -179,9 +179,7 @@ class EngineProcess:
 
     def alive(self) -> bool:
         """False once the engine's process ended, whatever became of those it started."""
-        if self._child is not None:
-            return self._exit() is None
-        return alive_after(*self._identity)
+        return alive_after(*self._identity) if self._child is None else self._child.poll() is None
 
     async def wait_healthy(self, url: str, seconds: float) -> None:
         """Return once ``GET url/health`` answers 200. A late engine is left running; its owner stops it.
@@ -214,7 +212,7 @@ class EngineProcess:
         """
         if self._stopped:
             return
-        self.killed = self._child is not None and (self._exit() or 0) < 0
+        self.killed = self._child is not None and (self._child.poll() or 0) < 0
         started = self._family()  # now: what loses its parent later can no longer be found by it
         try:
             if self.alive():
@@ -240,7 +238,7 @@ class EngineProcess:
         """How the process ended, as a predicate: ``ended with exit code 1``."""
         if self._child is None:
             return "is running" if self.alive() else "ended (how is unknown: another process started it)"
-        code = self._exit()
+        code = self._child.poll()
         if code is None:
             return "is running"
         if code >= 0:
@@ -264,19 +262,6 @@ class EngineProcess:
         first = next((line for line in lines if _ERROR.search(line)), None)
         cause = "" if first is None else f"\nits first error was:\n  {first.strip()}"
         return f"{cause}\nthe last lines of {self._log}:\n" + "\n".join(f"  {line}" for line in lines[-_TAIL_LINES:])
-
-    def _exit(self) -> int | None:
-        """Exit code of our child, negative for a signal; None while it runs.
-
-        It is not reaped before ``stop``: as long as its pid is taken, no stranger's session can have that number.
-        """
-        assert self._child is not None
-        if self._child.returncode is not None:
-            return self._child.returncode
-        status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if status is None:
-            return None
-        return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
     def _family(self) -> set[Identity]:
         """The process and all that it started, as far as they are alive and were ever seen or can be found."""

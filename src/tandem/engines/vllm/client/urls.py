@@ -21,9 +21,9 @@ from msgspec.structs import replace
 from tandem.engines.base import EngineRequirements, LoadsVersions, ReceivesBroadcast
 from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.client.http import EngineCoreDied, EngineReplaced, EngineServer, EngineUnreachable
-from tandem.engines.vllm.protocol import Sampled
 from tandem.errors import EngineError
 from tandem.observability import waits
+from tandem.types import Completion
 
 COMPLETIONS, MODELS = "/v1/completions", "/v1/models"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -105,7 +105,6 @@ class UrlServer(EngineServer):
             "/lora/load": self._load,
             "/lora/unload": self._unload,
             "/nccl/start_receiver": self._join,
-            "/nccl/status": self._joined,
             "/nccl/receive": self._receive,
             "/nccl/stop_receiver": self._leave_group,
         }
@@ -216,8 +215,10 @@ class UrlServer(EngineServer):
 
     # Sampling
 
-    async def sample(self, request: wire.Generate, *, seed: int | None, later: float) -> Sampled:
-        """One completion, by one version; it begins once the version that it asks for is served."""
+    async def sample(self, request: wire.Generate, *, later: float = 0.0) -> tuple[Completion, str]:
+        """One completion; of a stock server by one version, which begins once the one that it asks for is served."""
+        if not self.plain:
+            return await super().sample(request, later=later)
         self.outstanding += 1
         least, seconds = request.min_step, self.request_seconds + later
         try:
@@ -227,30 +228,25 @@ class UrlServer(EngineServer):
             step, adapter = self._step, self._adapter
             self._flying[adapter] += 1
             try:
-                choice = await self.generated(request, adapter, seed)
+                choice = await self.generated(request, adapter)
             finally:
                 self._flying[adapter] -= 1
                 self._changed.set()
         finally:
             self.outstanding -= 1
-        return Sampled(
-            number=0,
-            tokens=tuple(choice.token_ids),
-            logprobs=tuple(choice.logprobs["token_logprobs"]),
-            versions=[(step, len(choice.token_ids))],
-            finish=choice.finish_reason or "abort",
-            engine=self.instance_id,
-        )
+        versions = (step,) * len(choice.token_ids)
+        logprobs = choice.logprobs["token_logprobs"]
+        return self.completion(choice.token_ids, logprobs, versions, choice.finish_reason), self.instance_id
 
-    async def generated(self, request: wire.Generate, adapter: str | None, seed: int | None) -> SampledChoice:
+    async def generated(self, request: wire.Generate, adapter: str | None) -> SampledChoice:
         """One completion, by an adapter's name or by the model itself."""
         assert isinstance(request.prompt, wire.Ids)
         options = {name: getattr(request, name) for name in PASSED}
         if request.regex:
             options["structured_outputs"] = {"regex": request.regex}
         # A salt for each version: keys and values of older weights are never used again.
-        salt = f"{self._step}-{self._digest}"
-        return await self._complete(request.prompt.prompt_token_ids, adapter, seed=seed, cache_salt=salt, **options)
+        options |= {"seed": request.seed, "cache_salt": f"{self._step}-{self._digest}"}
+        return await self._complete(request.prompt.prompt_token_ids, adapter, **options)
 
     async def _complete(self, prompt: Sequence[int], adapter: str | None, **options: Any) -> SampledChoice:
         body = {"model": adapter or self._model.id, "prompt": list(prompt), "logprobs": 0, **options}
@@ -349,20 +345,15 @@ class UrlServer(EngineServer):
             "world_size": body.world_size,
         }  # fmt: skip
         self._joining = asyncio.create_task(self._tell(INIT, {"init_info": info}), name=f"{self.name} joins")
-        await asyncio.wait({self._joining}, timeout=REFUSAL_SECONDS)
-        if (await self._joined(None))["status"] == "error":
-            error = self._joining.exception()
+        done, _ = await asyncio.wait({self._joining}, timeout=REFUSAL_SECONDS)
+        if done and (error := self._joining.exception()):
             raise EngineError(f"{error}; it must have been started by\n  {START_TRANSFER}") from error
         return {}
 
-    async def _joined(self, body: None) -> dict[str, Any]:
-        if self._joining is None or not self._joining.done():
-            return {"status": "connecting"}
-        error = self._joining.exception()
-        return {"status": "connected"} if error is None else {"status": "error", "error": str(error)}
-
     async def _receive(self, body: wire.Receive) -> dict[str, Any]:
         """Take one publish, and then answer the probe: nothing else of this trainer is asked before it has passed."""
+        if self._joining is not None:
+            await self._joining
         names, shapes, dtypes = zip(*body.manifest, strict=True)
         await self._tell("/start_weight_update")
         await self._tell(UPDATE, {"update_info": {"names": names, "dtype_names": dtypes, "shapes": shapes}})

@@ -84,20 +84,16 @@ class Adapters:
         require_free_name(name)
         if name in self._loaded:
             raise Refusal(409, f"there is an adapter {name!r} already: give a new version a new name, or unload it")
-        self._loaded[name] = await self._load(name, folder)
-        if request.served and self._frontend.step < 0:  # no trainer stamps versions: what was loaded last is served
-            self._frontend.adapter = self._loaded[name]
-        return {"status": "ok", "adapter_name": name, "id": self._loaded[name].lora_int_id}
-
-    async def _load(self, name: str, folder: Path) -> Any:
-        """Through vLLM's own list of models, so that /v1 knows the name too."""
         from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 
-        models = self._state.openai_serving_models
+        models = self._state.openai_serving_models  # vLLM's own list, so that /v1 knows the name too
         answer = await models.load_lora_adapter(LoadLoRAAdapterRequest(lora_name=name, lora_path=str(folder)))
         if not isinstance(answer, str):
             raise Refusal(400, f"vLLM refuses the adapter in {folder}: {answer.error.message}")
-        return models.lora_requests[name]
+        self._loaded[name] = models.lora_requests[name]
+        if request.served and self._frontend.step < 0:  # no trainer stamps versions: what was loaded last is served
+            self._frontend.adapter = self._loaded[name]
+        return {"status": "ok", "adapter_name": name, "id": self._loaded[name].lora_int_id}
 
     async def unload(self, request: wire.UnloadAdapter) -> Any:
         """POST /lora/unload."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,6 +12,9 @@ from tandem.engines.vllm.protocol import Entry, Refusal, parsed
 from tandem.engines.vllm.server.adapters import IN_PLACE_ID, Adapters
 from tandem.engines.vllm.server.frontend import Frontend
 
+LOOK_SECONDS = 0.02
+"""Between two looks whether every worker has joined."""
+
 
 class Receiver:
     """The /nccl/* routes."""
@@ -19,7 +23,6 @@ class Receiver:
         self._frontend = frontend
         self._adapters = adapters
         self._announced: list[Entry] = []
-        self._connected = False
 
     async def start(self, request: wire.StartReceiver) -> Any:
         """POST /nccl/start_receiver: join in the background; /nccl/status tells how it went."""
@@ -34,7 +37,7 @@ class Receiver:
             "name": request.name,
             "seconds": request.seconds,
         }
-        self._announced, self._connected = _entries(bytes(request.param_metadata)), False
+        self._announced = _entries(bytes(request.param_metadata))
         await self._frontend.rpc("tandem_connect", json.dumps(meeting), request.first_rank)
         return await self.status()
 
@@ -44,12 +47,10 @@ class Receiver:
         states = [rank["state"] for rank in ranks]
         worst = next(state for state in ("error", "idle", "connecting", "connected") if state in states)
         reasons = [rank["reason"] for rank in ranks if rank["reason"]]
-        self._connected = worst == "connected"
         return {"status": worst, "error": "; ".join(reasons) or None, "ranks": ranks}
 
     async def stop(self, _: None) -> Any:
         """POST /nccl/stop_receiver: leave the group."""
-        self._connected = False
         await self._frontend.rpc("tandem_disconnect")
         return await self.status()
 
@@ -60,7 +61,9 @@ class Receiver:
         announced = request.manifest or self._announced
         if not announced:
             raise Refusal(400, "manifest is missing, and start_receiver was given no param_metadata: what comes?")
-        if not self._connected and (state := (await self.status())["status"]) != "connected":
+        while (state := (await self.status())["status"]) == "connecting":
+            await asyncio.sleep(LOOK_SECONDS)
+        if state != "connected":
             raise Refusal(409, f"this engine is in no process group ({state}): start the receiver, and wait for it")
         lora_id = 0
         if request.config is not None:

@@ -30,7 +30,6 @@ from tandem.engines.vllm.server.asgi import (
 )
 from tandem.engines.vllm.server.frontend import Frontend, Stopped
 from tandem.engines.vllm.server.limits import EngineLimits
-from tandem.engines.vllm.server.many import ManyAnswers
 from tandem.engines.vllm.server.receiver import Receiver
 from tandem.engines.vllm.server.stock import Stock
 from tandem.engines.vllm.server.watch import TrainerWatch
@@ -83,22 +82,8 @@ def beyond_a_block(tokens: Sequence[int], config: Any) -> list[int]:
     return ([*tokens] * (block // len(tokens) + 1))[: block + 1]
 
 
-AWAKE = frozenset(
-    {
-        "/bridge/resume",
-        "/bridge/lend",
-        "/bridge/lend_slot",
-        "/bridge/checksums",
-        "/bridge/probe",
-        "/lora/load",
-        "/nccl/receive",
-    }
-)
-"""Routes of ours that read or write memory which an engine that sleeps does not have."""
 MAX_REASON_CHARS = 4000
 """Characters of a reason that are kept."""
-MANY = "/generate/many"
-"""The route whose answers are sent one by one."""
 SAMPLE = frozenset({"/generate", "/bridge/probe"})
 """Routes of ours whose work ends with their client; the others, once begun, leave nothing half done."""
 
@@ -110,6 +95,8 @@ class Endpoint(NamedTuple):
     handler: Callable[[Any], Awaitable[Any]]
     body: type | None = None
     """What its body is read as; None: it takes none."""
+    awake: bool = False
+    """It reads or writes memory which an engine that sleeps does not have."""
 
 
 class Routes:
@@ -136,9 +123,6 @@ class Routes:
         try:
             authorise(scope, path)
             live = self._engine(scope)
-            if path == MANY and scope["method"] == "POST":
-                await live.many.generate(await read(receive), receive, send)
-                return
             route = live.routes.get(path)
             if route is not None:
                 await answer(send, await self._handled(live, path, route, scope["method"], receive))
@@ -160,7 +144,7 @@ class Routes:
         if method != route.method:
             raise Refusal(405, f"{path} answers {route.method}, not {method}")
         body = await read(receive)
-        if live.sleep_level and path in AWAKE:
+        if live.sleep_level and route.awake:
             raise Refusal(409, f"{path} needs memory that this engine has released: wake it first (POST /bridge/wake)")
         work = route.handler(None if route.body is None else parsed(body, route.body))
         if path in SAMPLE:
@@ -181,32 +165,30 @@ class _Live:
         self.receiver = Receiver(self.frontend, self.adapters)
         self.sleep_level = 0
         """How deep the engine sleeps; 0: it is awake."""
-        self.many = ManyAnswers(self.frontend, self.adapters, self.limits)
         self.routes: dict[str, Endpoint] = {
             "/health": Endpoint("GET", self.health),
             "/generate": Endpoint("POST", self.generate, wire.Generate),
-            "/generate/take_back": Endpoint("POST", self.many.take_back, wire.TakeBack),
             "/bridge/info": Endpoint("GET", self.info),
             "/bridge/state_dict_info": Endpoint("GET", self.state_dict_info),
             "/bridge/notify_update": Endpoint("POST", self.notify_update, wire.Notify),
             "/bridge/pause": Endpoint("POST", self.pause, wire.Pause),
-            "/bridge/resume": Endpoint("POST", self.resume, wire.Body),
-            "/bridge/lend": Endpoint("POST", self.export_weights, wire.Body),
-            "/bridge/checksums": Endpoint("POST", self.checksums, wire.Checksums),
-            "/bridge/probe": Endpoint("POST", self.probe, wire.ProbeRequest),
+            "/bridge/resume": Endpoint("POST", self.resume, wire.Body, awake=True),
+            "/bridge/lend": Endpoint("POST", self.export_weights, wire.Body, awake=True),
+            "/bridge/checksums": Endpoint("POST", self.checksums, wire.Checksums, awake=True),
+            "/bridge/probe": Endpoint("POST", self.probe, wire.ProbeRequest, awake=True),
             "/bridge/stamp": Endpoint("POST", self.set_version, wire.SetVersion),
             "/bridge/stop": Endpoint("POST", self.stop, wire.Stop),
             "/bridge/sleep": Endpoint("POST", self.sleep, wire.Sleep),
             "/bridge/wake": Endpoint("POST", self.wake, wire.Wake),
-            "/bridge/lend_slot": Endpoint("POST", self.export_adapter, wire.ExportAdapter),
+            "/bridge/lend_slot": Endpoint("POST", self.export_adapter, wire.ExportAdapter, awake=True),
             "/bridge/adopt": Endpoint("POST", self.reattach, wire.Reattach),
             "/lora/status": Endpoint("GET", self.adapters.status),
-            "/lora/load": Endpoint("POST", self.adapters.load, wire.LoadAdapter),
+            "/lora/load": Endpoint("POST", self.adapters.load, wire.LoadAdapter, awake=True),
             "/lora/unload": Endpoint("POST", self.adapters.unload, wire.UnloadAdapter),
             "/nccl/start_receiver": Endpoint("POST", self.receiver.start, wire.StartReceiver),
             "/nccl/status": Endpoint("GET", self.receiver.status),
             "/nccl/stop_receiver": Endpoint("POST", self.receiver.stop),
-            "/nccl/receive": Endpoint("POST", self.receiver.receive, wire.Receive),
+            "/nccl/receive": Endpoint("POST", self.receiver.receive, wire.Receive, awake=True),
         }
 
     async def health(self, _: None) -> Any:

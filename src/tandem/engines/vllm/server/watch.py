@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
 import multiprocessing
 import os
@@ -10,7 +11,7 @@ import signal
 import threading
 import time
 
-from tandem.processes import alive_after, identity
+from tandem.processes import alive_after
 from tandem.transport.sharing import remove_orphans
 
 log = logging.getLogger("vllm.tandem")
@@ -24,8 +25,8 @@ LOOK_SECONDS = 1.0
 """Between two looks whether a process is still there."""
 GRACE = 60.0
 """Seconds that the server gets to end in order; then it is killed with its workers."""
-ORPHAN_GRACE = 10.0
-"""The same for a scheduler that lost its server; its workers follow it by themselves."""
+PR_SET_PDEATHSIG = 1
+"""Linux' name of the signal that a process gets when its parent has ended."""
 
 
 class TrainerWatch(threading.Thread):
@@ -73,21 +74,11 @@ class TrainerWatch(threading.Thread):
 
 
 def end_with_parent() -> None:
-    """In a process that vLLM has spawned: end it when its parent is gone, as vLLM does for workers alone.
+    """In a process that vLLM has spawned: have the kernel end it with its parent, as vLLM does for workers alone.
 
     A server that is killed would else leave its scheduler behind for ever, with the workers and the memory they hold.
     """
-    parent = multiprocessing.parent_process()
-    spawner = None if parent is None or parent.pid is None else identity(parent.pid)
-    if spawner is None:  # nothing spawned it, or its spawner is gone already and took the pid with it
-        return
-
-    def wait() -> None:
-        while alive_after(*spawner):
-            time.sleep(LOOK_SECONDS)
-        log.warning("the server (pid %s) is gone: ending", spawner.pid)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(ORPHAN_GRACE)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=wait, name="tandem parent", daemon=True).start()
+    if (parent := multiprocessing.parent_process()) is not None:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if not parent.is_alive():  # it was gone before
+            os.kill(os.getpid(), signal.SIGKILL)
