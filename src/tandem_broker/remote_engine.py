@@ -103,7 +103,7 @@ class RemoteServer(UrlServer):
             EngineError: it refuses, or its answer lacks token ids or logprobs.
         """
         if self.kind == "openai":
-            choice = await self.generated(request, model)
+            choice = await self.generated(request, model, None)
             versions = (UNKNOWN_VERSION,) * len(choice.token_ids)
             return self.completion(choice.token_ids, choice.logprobs["token_logprobs"], versions, choice.finish_reason)
         reply = await self.post("/generate", request, seconds=self.request_seconds)

@@ -76,7 +76,7 @@ class FaultyVllm(Vllm):
     """Tandem's engine with the subclasses of ``faulty`` in place of its two own classes."""
 
     def command(
-        self, requirements: EngineRequirements, context: int, model: str, port: int, number: int = 0
+        self, requirements: EngineRequirements, context: int, *, model: str, port: int, number: int = 0
     ) -> list[str]:
         command = super().command(requirements, context, model=model, port=port, number=number)
         ours = {"--worker-extension-cls": "faulty.Worker", "--middleware": "faulty.Routes"}

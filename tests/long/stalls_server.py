@@ -54,7 +54,7 @@ class Engine:
             app.router.add_get(path, self.handle)
         for path in ("pause", "stop", "adopt", "stamp", "resume", "checksums", "probe"):
             app.router.add_post(f"/bridge/{path}", self.handle)
-        for path in ("/lora/load", "/lora/unload", "/generate", "/nccl/start_receiver", "/nccl/receive"):
+        for path in ("/lora/load", "/lora/unload", "/generate/many", "/nccl/start_receiver", "/nccl/receive"):
             app.router.add_post(path, self.handle)
         app.router.add_post("/nccl/stop_receiver", self.handle)
         return app
@@ -62,8 +62,9 @@ class Engine:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.read() or b"{}")
         name = request.path.strip("/").replace("/", "_")
-        if name == "generate":
+        if name == "generate_many":
             await self._stall(request)
+            return web.Response(body=self.many(body))
         if strikes(f"{request.path} never answers"):
             await never()
         answer = await getattr(self, f"on_{name}")(body)
@@ -84,7 +85,7 @@ class Engine:
         if strikes("engine answers half", after=4):
             response = web.StreamResponse(headers={"Content-Length": "1000"})
             await response.prepare(request)
-            await response.write(b'{"text": [')  # whose rest never comes
+            await response.write(bytes([0, 0, 1, 0]))  # of a frame that never comes
             await never()
 
     async def on_health(self, body: Any) -> Any:
@@ -141,11 +142,17 @@ class Engine:
         about = {"finish": "length", "cached": 0, "temperature": body["temperature"]}
         return {"scored": scored, "tokens": [97], "logprobs": [LOGPROB], **about}
 
-    async def on_generate(self, body: Any) -> Any:
-        count = body["max_tokens"]
-        tokens = [random.randrange(32, 127) for _ in range(count)]
-        sampled = {"token_ids": [tokens], "token_logprobs": [[LOGPROB] * count], "versions": [[[self.step, count]]]}
-        return {"text": [""], "prompt": "", "finish_reasons": ["length"], "prompt_token_ids": [], **sampled}
+    def many(self, body: Any) -> bytes:
+        """A frame for each answer."""
+        from tandem.engines.vllm.protocol import Sampled, framed
+
+        counts = [one["asked"]["max_tokens"] for one in body["prompts"] for _ in one["seeds"]]
+        frames = b""
+        for number, count in enumerate(counts):
+            tokens = tuple(random.randrange(32, 127) for _ in range(count))
+            logprobs, versions = (LOGPROB,) * count, [(self.step, count)]
+            frames += framed(Sampled(number, tokens, logprobs, versions, finish="length", engine=self.instance_id))
+        return frames
 
     async def on_nccl_start_receiver(self, body: Any) -> Any:
         from tandem.engines.vllm.protocol import StartReceiver

@@ -48,5 +48,7 @@ def test_odd_requests(seed: int, long: bool) -> None:
                     assert back.status == 200, (path, raw[:500], restoring, back.raw)
         assert (await ask(c, "/generate", {"prompt": "a", "max_tokens": 2})).json["token_ids"] == [[0, 0]]
         assert (c.front.state, c.front.places.running, c.front.places.waiting, c.vllm.requests) == ("serving", 0, 0, [])
+        assert c.routes._live is not None
+        assert not c.routes._live.many._live
 
     asyncio.run(body())

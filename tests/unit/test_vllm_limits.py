@@ -63,6 +63,11 @@ def test_sampling_that_no_engine_does_is_refused(odd: dict[str, Any], says: str)
     async def body(c: Client) -> None:
         response = await c.post("/generate", {"prompt": IDS, **odd})
         assert (response.status, says in response.detail) == (400, True), response.raw
+        many = {"id": "a", "prompts": [{"asked": {"prompt": IDS, **odd}, "seeds": [1]}]}
+        response = await c.post("/generate/many", many)
+        assert (response.status, says.encode() in response.raw) == (200, True), (
+            response.raw
+        )  # told in the frame of that answer
         assert not c.vllm.seen
         assert c.front.places.running == 0
 

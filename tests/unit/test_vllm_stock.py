@@ -293,7 +293,7 @@ def test_a_request_that_waits_at_a_server_that_is_given_up_is_free_to_go_elsewhe
             (client,) = engine.servers
             assert isinstance(client, UrlServer)
             request = completion_request([5, 6], Sampling(), limit=8, ends=[0], min_step=1)
-            waiting = asyncio.ensure_future(client.sample(request))
+            waiting = asyncio.ensure_future(client.sample(request, seed=None, later=0.0))
             await asyncio.sleep(0.05)
             client.leave()
             with pytest.raises(EngineUnreachable):

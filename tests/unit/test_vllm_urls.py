@@ -20,6 +20,7 @@ from tandem.engines.vllm.client import http as _vllm_client
 from tandem.engines.vllm.client.engine import TRIES, VllmEngine
 from tandem.engines.vllm.client.fleet import Fleet
 from tandem.engines.vllm.client.http import EngineServer
+from tandem.engines.vllm.protocol import Many, Sampled, framed
 from tandem.engines.vllm.spec import Vllm
 from tandem.errors import Deadline, EngineError, StaleWeights
 from tandem.ports import free_port
@@ -62,7 +63,7 @@ class Somebodys:
                 web.get("/bridge/info", self._info),
                 web.get("/health", self._health),
                 web.get("/lora/status", self._lora),
-                web.post("/generate", self._generate),
+                web.post("/generate/many", self._generate),
                 web.post("/bridge/stamp", self._stamp),
                 web.post("/bridge/resume", self._resume),
             ]
@@ -95,22 +96,32 @@ class Somebodys:
         return web.json_response({"loaded": [], "in_place": None})
 
     async def _generate(self, request: web.Request) -> web.Response:
-        self.num_requests += 1
-        body = wire.parsed(await request.read(), wire.Generate)
+        wave = msgspec.json.decode(await request.read(), type=Many)
+        answers = sum(len(siblings.seeds) for siblings in wave.prompts)
+        self.num_requests += answers
         if self.in_doubt.is_set():
             document = {"status": 503, "title": "Stopped", "detail": "a publish broke off"}
             return web.json_response(document, status=503)
-        self.least = body.min_step
+        self.least = wire.parsed(bytes(wave.prompts[0].request), wire.Generate).min_step
         if self.cut:
             self.cut -= 1
             assert request.transport is not None
             request.transport.close()
         await self.gate.wait()
-        answer = wire.Generated(
-            text=[""], prompt="", finish_reasons=["stop"], token_ids=[[5]], prompt_token_ids=[1, 2],
-            versions=[[(self.step, 1)]], engine=self.instance_id, token_logprobs=[[self.logprob]],
-        )  # fmt: skip
-        return web.Response(body=msgspec.json.encode(answer))
+        answer_frames = [
+            framed(
+                Sampled(
+                    number,
+                    tokens=(5,),
+                    logprobs=(self.logprob,),
+                    versions=[(self.step, 1)],
+                    finish="stop",
+                    engine=self.instance_id,
+                )
+            )
+            for number in range(answers)
+        ]
+        return web.Response(body=b"".join(answer_frames))
 
     async def _stamp(self, request: web.Request) -> web.Response:
         version = msgspec.json.decode(await request.read(), type=wire.SetVersion)
@@ -205,9 +216,7 @@ def test_a_logprob_that_is_no_number_is_told_with_its_token() -> None:
         one = Somebodys()
         async with opened(one) as (engine, _):
             one.logprob = -math.inf
-            with pytest.raises(
-                EngineError, match=r"logprob of token 1 of 1 \(id 5\) is no finite number.*finish is stop"
-            ):
+            with pytest.raises(EngineError, match=r"logprob of token 1 of 1 \(id 5\) is -inf.*finish is stop"):
                 await sample(engine)
 
     run(go)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterator, Sequence
 from itertools import chain, groupby, repeat
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -148,7 +149,6 @@ def completion_request(
     ends: Sequence[int],
     flat: bool = False,
     min_step: int = -1,
-    seed: int | None = None,
 ) -> Generate:
     """A request for one completion of at most ``limit`` tokens, with the logprob of each token.
 
@@ -165,7 +165,6 @@ def completion_request(
         logprobs=0,
         flat_logprobs=flat,
         min_step=min_step,
-        seed=seed,
         detokenize=bool(sampling.stop),
         **{name: getattr(sampling, name) for name in _SAMPLING},
     )
@@ -185,8 +184,8 @@ class Generated(msgspec.Struct, kw_only=True):
     """Name that the HTTP process gave itself when it started."""
     logprobs: list[list[list[dict[int, float]]]] | None = None
     """Per token a list with one mapping of token id to logprob."""
-    token_logprobs: Sequence[Sequence[float | None]] | msgspec.UnsetType = msgspec.UNSET
-    """Per token its own, where they were asked for flat; None where it is no finite number."""
+    token_logprobs: list[list[float]] | msgspec.UnsetType = msgspec.UNSET
+    """Per token its own; there where they were asked for flat."""
     prompt_logprobs: list[dict[int, float] | None] | None = None
     cached: int = 0
     """Prompt tokens that came from the prefix cache."""
@@ -408,3 +407,85 @@ class Receive(Body):
     """Most bytes of one transfer, as rank 0 sends them."""
     config: dict[str, Any] | None = None
     """PEFT's configuration, where it is an adapter that comes."""
+
+
+class SiblingRequests(Body):
+    """Completions of one prompt, each a request of its own to vLLM."""
+
+    request: msgspec.Raw = msgspec.field(name="asked")
+    """What all have in common: a ``Generate`` with token ids as its prompt and one answer with flat logprobs. Read by
+    itself, so that what is wrong with it costs these answers alone."""
+    seeds: Annotated[list[Whole | None], msgspec.Meta(max_length=MOST_ANSWERS)]
+    """Of each answer; null: it draws from the engine's stream."""
+
+
+class Many(Body):
+    """POST /generate/many: answered by a frame for each answer, within 20 ms of its end."""
+
+    id: Text
+    """By which answers are taken back."""
+    prompts: Annotated[list[SiblingRequests], msgspec.Meta(max_length=MOST_ANSWERS)]
+    """Answers are numbered in this order, from 0."""
+
+
+class TakeBack(Body):
+    """POST /generate/take_back: cancels requests whose responses are no longer wanted."""
+
+    id: Text
+    """Of the request for many."""
+    numbers: list[Whole]
+
+
+class Sampled(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A frame of /generate/many: one finished completion."""
+
+    number: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Of each token its own."""
+    versions: list[tuple[int, int]]
+    """Policy steps that sampled the tokens, as runs of (step, tokens)."""
+    finish: str
+    engine: str
+    """Name that the HTTP process gave itself when it started."""
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A frame of /generate/many: the error of one completion, with the status of a refused request."""
+
+    number: int
+    status: int
+    title: str
+    detail: str
+
+
+Frame = Sampled | Failed
+
+KIND = b"application/vnd.tandem.frames"
+"""Type of a body of frames: of each its length, and then MessagePack, since numbers as text take ten times as long."""
+_LENGTH = struct.Struct("!I")
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+
+
+def framed(frame: Frame) -> bytes:
+    """A frame as it travels."""
+    body = _encoder.encode(frame)
+    return _LENGTH.pack(len(body)) + body
+
+
+def frames(buffer: bytearray) -> Iterator[Frame]:
+    """Take the frames that are there out of what came so far.
+
+    Raises:
+        msgspec.DecodeError: they are something else.
+    """
+    at = 0
+    while len(buffer) >= at + _LENGTH.size:
+        begin = at + _LENGTH.size
+        end = begin + _LENGTH.unpack_from(buffer, at)[0]
+        if len(buffer) < end:
+            break
+        yield _decoder.decode(memoryview(buffer)[begin:end].tobytes())
+        at = end
+    del buffer[:at]

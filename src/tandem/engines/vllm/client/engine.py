@@ -28,6 +28,9 @@ from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.adapters import AdapterWriter
 from tandem.engines.vllm.client.fleet import Fleet
 from tandem.engines.vllm.client.http import EngineReplaced, EngineServer, EngineStopped, EngineUnreachable
+from tandem.engines.vllm.client.urls import UrlServer
+from tandem.engines.vllm.client.waves import Waves
+from tandem.engines.vllm.protocol import Sampled
 from tandem.errors import EngineError, StaleWeights
 from tandem.observability import waits
 from tandem.together import all_ended
@@ -59,6 +62,7 @@ class VllmEngine(Engine):
         self._bridge: Path | None = None
         self._is_mapped = True
         self._pauses = Pauses()
+        self._waves = Waves()
 
     # Life and death
 
@@ -163,9 +167,7 @@ class VllmEngine(Engine):
     async def generate(self, prompt: Sequence[int], sampling: Sampling, key: int) -> Completion:
         room = self.room(prompt)
         seed, least = key % 2**63 if self.fleet.options.seeded else None, self._least
-        request = wire.completion_request(
-            prompt, sampling, limit=room, ends=self._ends, flat=True, min_step=least, seed=seed
-        )
+        request = wire.completion_request(prompt, sampling, limit=room, ends=self._ends, flat=True, min_step=least)
         tries = 0
         while True:
             if not self.fleet.ready.is_set():
@@ -176,12 +178,11 @@ class VllmEngine(Engine):
             restart_count, server = self.restart_count, min(self.servers, key=lambda s: s.outstanding)
             later = self._pause_seconds if least > self._version.step else 0.0  # it waits for the trainer first
             try:
-                completion, instance_id = await server.sample(request, later=later)
-                self._same(server, instance_id)
-                if completion.versions and min(completion.versions) < max(0, least):
-                    newest = f"version {least} was" if least > 0 else "any weights were"
-                    raise StaleWeights(f"{server.name} sampled before {newest} published to it")
-                return completion
+                if isinstance(server, UrlServer) and server.plain:
+                    sampled = await server.sample(request, seed=seed, later=later)
+                else:
+                    sampled = await self._waves.answer(server, request, seed=seed, later=later)
+                return self._completion(server, sampled, least)
             except EngineStopped:  # by a publish that broke off, and is made again where an engine died under it
                 if restart_count == self.restart_count and self.fleet.republish is not None:
                     await self.fleet.republish()
@@ -202,6 +203,14 @@ class VllmEngine(Engine):
         if self.fleet.republish is not None:
             await self.fleet.republish()  # which recovers those of others, though not in the midst of a publish
         return self.fleet.ours or restart_count != self.restart_count or tries < TRIES
+
+    def _completion(self, server: EngineServer, sampled: Sampled, least: int) -> Completion:
+        self._same(server, sampled.engine)
+        versions, least = wire.steps(sampled.versions), max(0, least)
+        if min(versions, default=least) < least:
+            newest = f"version {least} was" if least else "any weights were"
+            raise StaleWeights(f"{server.name} sampled before {newest} published to it")
+        return server.completion(sampled.tokens, sampled.logprobs, versions, sampled.finish)
 
     def _same(self, server: EngineServer, instance_id: str) -> None:
         if instance_id != server.instance_id:

@@ -164,19 +164,16 @@ class EngineServer:
         """
         return await self._call("POST", path, {} if body is None else body, kind, seconds or self._control)
 
-    async def sample(self, request: wire.Generate, *, later: float = 0.0) -> tuple[Completion, str]:
-        """One completion, and the instance id of the process that sampled it; counted, so that load can be spread.
+    async def many(self, path: str, body: Callable[[], bytes], took: Callable[[bytes], None]) -> None:
+        """Ask for what comes in pieces, each of which is taken as it comes; raises as ``post``, but for the deadline.
 
-        ``later``: by how many seconds it may begin later than now.
+        Args:
+            path: the route.
+            body: what is asked, made anew where a connection breaks and another can be had.
+            took: takes a piece.
         """
-        self.outstanding += 1
-        try:
-            seconds = self.request_seconds + later
-            answer: wire.Generated = await self.post("/generate", request, wire.Generated, seconds)
-        finally:
-            self.outstanding -= 1
-        versions, logprobs = wire.steps(answer.versions[0]), answer.token_logprobs or [[]]
-        return self.completion(answer.token_ids[0], logprobs[0], versions, answer.finish_reasons[0]), answer.engine
+        status, content = await self._answer("POST", path, body, took)
+        self._refused(path, status, content)
 
     async def _call(self, method: str, path: str, body: Any, kind: Any, seconds: float) -> Any:
         status, content = await self.ask(method, path, body, seconds)
@@ -190,7 +187,7 @@ class EngineServer:
         """Status and body of an answer, whatever they are; see ``post``."""
         data, seconds = None if body is None else msgspec.json.encode(body), seconds or self._control
         async with waits.waiting(waits.actor("trainer"), f"{method} {path}", on=self.name, deadline=seconds):
-            return await self._answer(method, path, data)
+            return await self._answer(method, path, lambda: data)
 
     def completion(
         self, tokens: Sequence[int], logprobs: Sequence[Any], versions: Sequence[int], finish: str | None
@@ -200,8 +197,8 @@ class EngineServer:
         if bad is not None:
             raise self.odd(
                 "/generate",
-                f"the logprob of token {bad + 1} of {len(tokens)} (id {tokens[bad]}) is no finite number; "
-                f"the answer's finish is {finish}",
+                f"the logprob of token {bad + 1} of {len(tokens)} (id {tokens[bad]}) is {logprobs[bad]}, no finite "
+                f"number; the answer's finish is {finish}",
             )
         if len(logprobs) != len(tokens):
             raise EngineError(f"{self.name} told {len(logprobs)} logprobs of {len(tokens)} tokens")
@@ -230,8 +227,10 @@ class EngineServer:
         kind = _REFUSALS.get(title, EngineError)
         return kind(f"{self.name} answers {path} with {status}: {detail}{self._last_words()}")
 
-    async def _answer(self, method: str, path: str, data: bytes | None) -> tuple[int, bytes]:
-        """Status and body; asked again where a connection breaks and another can be had."""
+    async def _answer(
+        self, method: str, path: str, body: Callable[[], bytes | None], took: Callable[[bytes], None] | None = None
+    ) -> tuple[int, bytes]:
+        """Status and body, but for what is taken; asked again where a connection breaks and another can be had."""
         from tandem.http import TooLong, read_bounded  # loads aiohttp
 
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
@@ -240,8 +239,12 @@ class EngineServer:
             if self._ended():
                 raise EngineUnreachable(f"{self.name} does not answer {path}{self._last_words()}")
             try:
-                async with self.opened().request(method, self.url + path, data=data, timeout=timeout) as response:
-                    return response.status, await read_bounded(response)
+                async with self.opened().request(method, self.url + path, data=body(), timeout=timeout) as response:
+                    if took is None or response.status >= 400:
+                        return response.status, await read_bounded(response)
+                    async for piece in response.content.iter_any():
+                        took(piece)
+                    return response.status, b""
             except TooLong as error:
                 raise EngineError(f"{self.name} answers {path} with {error}") from error
             except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:

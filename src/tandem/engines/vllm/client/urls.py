@@ -21,9 +21,9 @@ from msgspec.structs import replace
 from tandem.engines.base import EngineRequirements, LoadsVersions, ReceivesBroadcast
 from tandem.engines.vllm import protocol as wire
 from tandem.engines.vllm.client.http import EngineCoreDied, EngineReplaced, EngineServer, EngineUnreachable
+from tandem.engines.vllm.protocol import Sampled
 from tandem.errors import EngineError
 from tandem.observability import waits
-from tandem.types import Completion
 
 COMPLETIONS, MODELS = "/v1/completions", "/v1/models"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -215,10 +215,8 @@ class UrlServer(EngineServer):
 
     # Sampling
 
-    async def sample(self, request: wire.Generate, *, later: float = 0.0) -> tuple[Completion, str]:
-        """One completion; of a stock server by one version, which begins once the one that it asks for is served."""
-        if not self.plain:
-            return await super().sample(request, later=later)
+    async def sample(self, request: wire.Generate, *, seed: int | None, later: float) -> Sampled:
+        """One completion, by one version; it begins once the version that it asks for is served."""
         self.outstanding += 1
         least, seconds = request.min_step, self.request_seconds + later
         try:
@@ -228,25 +226,30 @@ class UrlServer(EngineServer):
             step, adapter = self._step, self._adapter
             self._flying[adapter] += 1
             try:
-                choice = await self.generated(request, adapter)
+                choice = await self.generated(request, adapter, seed)
             finally:
                 self._flying[adapter] -= 1
                 self._changed.set()
         finally:
             self.outstanding -= 1
-        versions = (step,) * len(choice.token_ids)
-        logprobs = choice.logprobs["token_logprobs"]
-        return self.completion(choice.token_ids, logprobs, versions, choice.finish_reason), self.instance_id
+        return Sampled(
+            number=0,
+            tokens=tuple(choice.token_ids),
+            logprobs=tuple(choice.logprobs["token_logprobs"]),
+            versions=[(step, len(choice.token_ids))],
+            finish=choice.finish_reason or "abort",
+            engine=self.instance_id,
+        )
 
-    async def generated(self, request: wire.Generate, adapter: str | None) -> SampledChoice:
+    async def generated(self, request: wire.Generate, adapter: str | None, seed: int | None) -> SampledChoice:
         """One completion, by an adapter's name or by the model itself."""
         assert isinstance(request.prompt, wire.Ids)
         options = {name: getattr(request, name) for name in PASSED}
         if request.regex:
             options["structured_outputs"] = {"regex": request.regex}
         # A salt for each version: keys and values of older weights are never used again.
-        options |= {"seed": request.seed, "cache_salt": f"{self._step}-{self._digest}"}
-        return await self._complete(request.prompt.prompt_token_ids, adapter, **options)
+        salt = f"{self._step}-{self._digest}"
+        return await self._complete(request.prompt.prompt_token_ids, adapter, seed=seed, cache_salt=salt, **options)
 
     async def _complete(self, prompt: Sequence[int], adapter: str | None, **options: Any) -> SampledChoice:
         body = {"model": adapter or self._model.id, "prompt": list(prompt), "logprobs": 0, **options}

@@ -460,7 +460,7 @@ class Frontend:
         return f"{self.id}-{self.generation + bool(self._room.requests)}"
 
     def params(self, options: Mapping[str, Any]) -> Any:
-        """vLLM's SamplingParams; raises ValueError as vLLM does."""
+        """vLLM's SamplingParams, for as many requests as like; raises ValueError as vLLM does."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -479,7 +479,7 @@ class Frontend:
     async def generate(
         self,
         prompt: Sequence[int],
-        options: Mapping[str, Any],
+        params: Any,
         *,
         adapter: Any = None,
         probe: str = "",
@@ -489,7 +489,7 @@ class Frontend:
 
         Args:
             prompt: token ids.
-            options: arguments of vLLM's SamplingParams.
+            params: of vLLM's SamplingParams, or what ``params`` made of them.
             adapter: a LoRARequest, instead of the one that is served.
             probe: cache salt of a question about the weights themselves: answered while they are being proven.
             min_step: oldest policy step that may sample it; one that is to come is waited for.
@@ -498,10 +498,12 @@ class Frontend:
             Stopped: the weights are in doubt.
             ValueError: vLLM refuses the request.
         """
-        params = self.params(options)
+        params_ = self.params(params) if isinstance(params, Mapping) else params
         with self.places.using(adapter):  # a request that names one still has it after a wait
-            async with contextlib.nullcontext() if probe else self.admitted(params.n, prompt=prompt, min_step=min_step):
-                record = await self._sampled(prompt, params, adapter, probe)
+            async with (
+                contextlib.nullcontext() if probe else self.admitted(params_.n, prompt=prompt, min_step=min_step)
+            ):
+                record = await self._sampled(prompt, params_, adapter, probe)
         if not probe:
             await self.deliverable(
                 max((generation for c in record.completions for generation in c.generations), default=0)

@@ -30,6 +30,7 @@ from tandem.engines.vllm.server.asgi import (
 )
 from tandem.engines.vllm.server.frontend import Frontend, Stopped
 from tandem.engines.vllm.server.limits import EngineLimits
+from tandem.engines.vllm.server.many import ManyAnswers
 from tandem.engines.vllm.server.receiver import Receiver
 from tandem.engines.vllm.server.stock import Stock
 from tandem.engines.vllm.server.watch import TrainerWatch
@@ -84,6 +85,8 @@ def beyond_a_block(tokens: Sequence[int], config: Any) -> list[int]:
 
 MAX_REASON_CHARS = 4000
 """Characters of a reason that are kept."""
+MANY = "/generate/many"
+"""The route whose answers are sent one by one."""
 SAMPLE = frozenset({"/generate", "/bridge/probe"})
 """Routes of ours whose work ends with their client; the others, once begun, leave nothing half done."""
 
@@ -123,6 +126,9 @@ class Routes:
         try:
             authorise(scope, path)
             live = self._engine(scope)
+            if path == MANY and scope["method"] == "POST":
+                await live.many.generate(await read(receive), receive, send)
+                return
             route = live.routes.get(path)
             if route is not None:
                 await answer(send, await self._handled(live, path, route, scope["method"], receive))
@@ -165,9 +171,11 @@ class _Live:
         self.receiver = Receiver(self.frontend, self.adapters)
         self.sleep_level = 0
         """How deep the engine sleeps; 0: it is awake."""
+        self.many = ManyAnswers(self.frontend, self.adapters, self.limits)
         self.routes: dict[str, Endpoint] = {
             "/health": Endpoint("GET", self.health),
             "/generate": Endpoint("POST", self.generate, wire.Generate),
+            "/generate/take_back": Endpoint("POST", self.many.take_back, wire.TakeBack),
             "/bridge/info": Endpoint("GET", self.info),
             "/bridge/state_dict_info": Endpoint("GET", self.state_dict_info),
             "/bridge/notify_update": Endpoint("POST", self.notify_update, wire.Notify),
