@@ -203,7 +203,7 @@ class TrainerRecipe(Reader):
             return
         if dropout := self["lora-dropout"]:
             self.note("lora-dropout", f"{dropout:g} is left out: the policy that is scored must be what sampled")
-        modules = re.split(r"[\s,]+", self["lora-target-modules"].strip())
+        modules = re.split(r"[\s,]+", " ".join(self["lora-target-modules"]).strip())
         self.put("trainable.target_modules", "all-linear" if modules == ["all-linear"] else modules)
 
     def _layers(self, name: str) -> None:
