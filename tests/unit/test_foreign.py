@@ -38,8 +38,7 @@ from tandem_broker.protocol.messages import Info, RunParameters, ScoredGroup
 from tandem_broker.protocol.submission import GroupEntry
 from tandem_broker.queue.records import ServedBatch
 from tandem_broker.queue.store import GroupQueue
-from tandem_broker.run_source import broker_source
-from tandem_broker.source import BrokerSource, BrokerSourceOptions, full_marks
+from tandem_broker.source import BrokerSource, BrokerSourceOptions, broker_source, full_marks
 
 T = TypeVar("T")
 RUN = RunParameters(
@@ -876,5 +875,5 @@ def test_a_group_whose_lease_ran_out_is_not_trained_again_by_the_same_trainer(ca
     assert run(go()) == [["g0", "g1"], ["g2", "g3"]]
     assert "came again while its first lease was held" in caplog.text
     report = broker.store.status(broker.now)
-    assert report.counts["trained"] == 4
-    assert (report.queued_groups, report.leased_groups) == (0, 0)
+    assert report["counts"]["trained"] == 4
+    assert (report["queued_groups"], report["leased_groups"]) == (0, 0)

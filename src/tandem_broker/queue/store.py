@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import uuid
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,8 +17,17 @@ from msgspec.structs import replace
 
 from tandem_broker.protocol.messages import EnvAccepted, EnvRegistration, EnvStatus, RunParameters
 from tandem_broker.protocol.submission import GroupEntry
-from tandem_broker.queue.leases import Acknowledgement, BatchLease, IdempotencyKeys, Leases
-from tandem_broker.queue.records import GroupRefused, Journal, Receipt, Report, ServedBatch, StoreOptions
+from tandem_broker.queue.records import (
+    REMEMBERED,
+    Acknowledgement,
+    BatchLease,
+    GroupRefused,
+    Journal,
+    Receipt,
+    ServedBatch,
+    State,
+    StoreOptions,
+)
 from tandem_broker.queue.tenants import Item, Tenants
 from tandem_broker.queue.waiting import WaitingGroups
 
@@ -35,7 +44,7 @@ class GroupQueue:
         self.options = options or StoreOptions()
         self.journal = journal or Journal()
         self.counts: Counter[str] = Counter()
-        """See ``Report.counts``."""
+        """Of groups and leases, as ``status`` tells them."""
         self.order = 0
         """Place of the next group in the order of arrival."""
         self._begin(Tenants(self.options, self.journal))
@@ -44,8 +53,12 @@ class GroupQueue:
         """Nothing is queued, out or known but these environments."""
         self.tenants = tenants
         self.waiting = WaitingGroups(tenants, self.journal, self.options)
-        self.leases = Leases()
-        self.seen = IdempotencyKeys()
+        self.leases: dict[str, BatchLease] = {}
+        """Those that are out, by name."""
+        self.over: OrderedDict[str, BatchLease] = OrderedDict()
+        """The last ones that were acknowledged, expired or returned, oldest first."""
+        self.seen: OrderedDict[str, float] = OrderedDict()
+        """When each key was accepted, oldest first."""
         self.run: RunParameters | None = None
         self.started = False
         self.step = 0
@@ -69,11 +82,10 @@ class GroupQueue:
         """
         if not 1 <= run.batch_size <= MAX_BATCH:
             raise GroupRefused(f"batch_size is {run.batch_size}; expected 1 to {MAX_BATCH} sequences")
-        self._return(list(self.leases.out.values()))
+        self._return(list(self.leases.values()))
         self.run, self.started, self.step, self.returned = run, False, run.starting_step, 0
         self.policy, self.took = None, False
         self.tenants.batch_size = run.batch_size
-        self.tenants.change += 1
         self._drop([item for item in self.waiting.of("queued", "buffered") if item.size > run.batch_size])
         return uuid.uuid4().int
 
@@ -99,7 +111,7 @@ class GroupQueue:
         """
         if self.policy is None or self.run is None:
             return self.step
-        if self.took and self.leases.out and self.policy + 1 == self.run.num_steps:
+        if self.took and self.leases and self.policy + 1 == self.run.num_steps:
             return self.policy
         return self.policy + self.took
 
@@ -136,7 +148,6 @@ class GroupQueue:
         tenant.heard = now
         if tenant.connected:
             tenant.connected = tenant.live = False
-            self.tenants.change += 1
             self.tenants.note(tenant)
         return True
 
@@ -165,8 +176,9 @@ class GroupQueue:
     def put_all(self, entries: Sequence[tuple[GroupEntry, str | None]], now: float) -> list[Receipt]:
         """Accept all of these ``(entry, key)`` or none; see ``put``."""
         self._advance(now)
-        for forgotten in self.seen.forget(now, self.options):
-            self.journal.noted(f"key:{forgotten}", None)
+        most, seconds = self.options.max_keys, self.options.key_seconds
+        while self.seen and (len(self.seen) > most or now - next(iter(self.seen.values())) > seconds):
+            self.journal.noted(f"key:{self.seen.popitem(last=False)[0]}", None)
         fresh = [(entry, key) for entry, key in entries if key is None or key not in self.seen]
         for tenant in {entry.env: self.tenants.of(entry.env) for entry, _ in entries}.values():
             self.tenants.hear(tenant, now)
@@ -209,7 +221,7 @@ class GroupQueue:
                 self.policy, self.took = policy, False
             self.started = True
         if lease is None:
-            for earlier in self.leases.of_plain(trainer):
+            for earlier in [lease for lease in self.leases.values() if lease.delivered and lease.trainer == trainer]:
                 self.acknowledge(earlier.id, now)
         chosen = self.waiting.next_batch()
         if max_lag is not None and self.policy is not None:
@@ -227,12 +239,12 @@ class GroupQueue:
         Repeating an acknowledgement repeats its answer.
         """
         self._advance(now)
-        lease = self.leases.out.get(batch_id) or self.leases.over.get(batch_id)
+        lease = self.leases.get(batch_id) or self.over.get(batch_id)
         if lease is None:
             return Acknowledgement(ok=False, reason=f"no batch is called {batch_id}: it was never served, or long ago")
         if lease.outcome is not None:
             return lease.outcome
-        late = batch_id in self.leases.over
+        late = batch_id in self.over
         trained = [self.waiting.items[order] for order in lease.orders if order in self.waiting.items]
         already = len(lease.orders) - len(trained)
         self.waiting.move(trained, "trained", batch_id)
@@ -253,7 +265,7 @@ class GroupQueue:
     def renew(self, batch_id: str, now: float) -> bool:
         """Its lease begins anew. False: it is not out (any more)."""
         self._advance(now)
-        lease = self.leases.out.get(batch_id)
+        lease = self.leases.get(batch_id)
         if lease is None or lease.seconds is None:
             return lease is not None
         lease.expires = now + lease.seconds
@@ -261,7 +273,7 @@ class GroupQueue:
 
     def delivered(self, batch_id: str) -> None:
         """The answer with this batch went out whole: a restart does not serve it again to a plain trainer."""
-        lease = self.leases.out.get(batch_id)
+        lease = self.leases.get(batch_id)
         if lease is not None and lease.seconds is None:
             lease.delivered = True
             self.journal.noted(f"lease:{lease.id}", msgspec.to_builtins(lease))
@@ -269,31 +281,34 @@ class GroupQueue:
     def return_lease(self, batch_id: str, now: float) -> bool:
         """The batch was not trained: its groups go back to the front, in order. False: it is not out."""
         self._advance(now)
-        lease = self.leases.out.get(batch_id)
+        lease = self.leases.get(batch_id)
         if lease is None:
             return False
         self._return([lease])
         return True
 
-    def status(self, now: float) -> Report:
-        """Everything for people and metrics. Takes time in the number of environments."""
+    def status(self, now: float) -> dict[str, Any]:
+        """Everything for people and metrics.
+
+        ``counts`` are of groups since the ledger began (accepted, duplicate, trained, doubled, dropped) and of leases
+        that expired; ``waits_for`` says why no batch can be formed; anonymous environments come last.
+        """
         self._advance(now)
         everybody = list(self.tenants)
-        return Report(
-            step=self.step,
-            policy=self.policy_step,
-            run=self.run,
-            started=self.started,
-            queued_groups=self.queued_groups,
-            queued_sequences=sum(tenant.sequences["queued"] for tenant in everybody),
-            buffered_groups=sum(tenant.groups["buffered"] for tenant in everybody),
-            leased_groups=sum(tenant.groups["leased"] for tenant in everybody),
-            held_bytes=self.waiting.bytes,
-            leases=len(self.leases.out),
-            counts=dict(self.counts),
-            waits_for=self.waiting.waits_for(),
-            envs=[t.report() for t in everybody if t.env_id is not None or t.accepted or t.groups.total()],
-        )
+        held: Counter[State] = sum((tenant.groups for tenant in everybody), Counter())
+        return {
+            "step": self.step,
+            "policy": self.policy_step,
+            "run": self.run,
+            "started": self.started,
+            **{f"{state}_groups": held[state] for state in ("queued", "buffered", "leased")},
+            "queued_sequences": sum(tenant.sequences["queued"] for tenant in everybody),
+            "held_bytes": self.waiting.bytes,
+            "leases": len(self.leases),
+            "counts": dict(self.counts),
+            "waits_for": self.waiting.waits_for(),
+            "envs": [t.report() for t in everybody if t.env_id is not None or t.accepted or t.groups.total()],
+        }
 
     @property
     def queued_groups(self) -> int:
@@ -303,9 +318,10 @@ class GroupQueue:
     def _advance(self, now: float) -> None:
         """Leases that ran out come back; environments that fell silent lose their share."""
         self.tenants.sweep(now)
-        if expired := self.leases.expired(now):
-            self.counts["expired"] += len(expired)
-            self._return(expired)
+        leases = self.leases.values()
+        expired = [lease for lease in leases if lease.expires is not None and lease.expires <= now]
+        self.counts["expired"] += len(expired)
+        self._return(expired)
 
     def _accept(self, entry: GroupEntry, key: str | None, now: float) -> Receipt:
         tenant = self.tenants.of(entry.env)
@@ -330,7 +346,7 @@ class GroupQueue:
         expires = None if seconds is None else now + seconds
         orders = [item.order for item in chosen]
         lease = BatchLease(secrets.token_hex(8), orders, self.step, trainer, seconds, expires)
-        self.leases.out[lease.id] = lease
+        self.leases[lease.id] = lease
         self.took = True
         self.journal.noted(f"lease:{lease.id}", msgspec.to_builtins(lease))
         self.waiting.move(chosen, "leased", lease.id)
@@ -348,7 +364,7 @@ class GroupQueue:
         """Take in a lease that a journal kept; its time begins anew."""
         lease.expires = None if lease.seconds is None else now + lease.seconds
         is_out = bool(self.groups_out(lease))
-        (self.leases.out if is_out else self.leases.over)[lease.id] = lease
+        (self.leases if is_out else self.over)[lease.id] = lease
         if is_out and lease.seconds is None and not lease.delivered:
             self._return([lease])
 
@@ -359,8 +375,11 @@ class GroupQueue:
 
     def _end(self, lease: BatchLease) -> None:
         self.journal.noted(f"lease:{lease.id}", msgspec.to_builtins(lease))
-        if forgotten := self.leases.end(lease):
-            self.journal.noted(f"lease:{forgotten}", None)
+        self.leases.pop(lease.id, None)
+        self.over[lease.id] = lease
+        self.over.move_to_end(lease.id)
+        if len(self.over) > REMEMBERED:
+            self.journal.noted(f"lease:{self.over.popitem(last=False)[0]}", None)
 
     def _drop(self, items: list[Item]) -> None:
         self.waiting.move(items, "dropped")
