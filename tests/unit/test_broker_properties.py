@@ -333,7 +333,7 @@ class Promises(RuleBasedStateMachine):
             return
         items = list(self.store.waiting.items.values())
         assert items == sorted(items, key=formation.BY_ORDER)
-        assert self.store.queued_groups == sum(item.state == "queued" for item in items)
+        assert self.store.status(0.0)["queued_groups"] == sum(item.state == "queued" for item in items)
         assert len(self.store.waiting.items) == len(self.held)
         assert self.store.waiting.bytes == 9 * len(self.held)
         for tenant in self.store.tenants:

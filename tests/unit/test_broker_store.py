@@ -91,7 +91,7 @@ def test_groups_are_buffered_until_they_add_up() -> None:
     store = started(100)
     env = joined(store, group_size=4)
     assert Names(store).put(3, 3, 2, 2, env=env) == [3, 6, 8, 6]
-    assert store.queued_groups == 2
+    assert store.status(0.0)["queued_groups"] == 2
     assert store.waiting.latest is not None
     assert store.waiting.latest.entry.id == "3"
 
@@ -177,7 +177,7 @@ def test_after_a_reset_running_environments_live_on_and_ids_are_not_reused() -> 
     store.reset()
     store.reset()  # before anybody has spoken again
     assert store.take(0.0) is None
-    assert (store.step, store.queued_groups, store.waiting.latest, store.run) == (0, 0, None, None)
+    assert (store.step, store.status(0.0)["queued_groups"], store.waiting.latest, store.run) == (0, 0, None, None)
     store.register(run(4))
     store.take(0.0)
     new = joined(store)
@@ -233,7 +233,7 @@ def test_groups_trained_late_do_not_come_back_with_another_lease(release: bool) 
     if release:
         store.return_lease(second.id, 12.0)
     assert store.take(30.0) is None
-    assert (store.queued_groups, store.status(30.0)["held_bytes"]) == (0, 0)
+    assert (store.status(0.0)["queued_groups"], store.status(30.0)["held_bytes"]) == (0, 0)
 
 
 def test_a_plain_trainers_batch_is_trained_when_its_answer_went_out_and_it_asks_again() -> None:
@@ -288,7 +288,7 @@ def test_a_list_is_accepted_whole_or_not_at_all() -> None:
     small, large = (GroupEntry(id=str(size), env=None, size=size, payload=b"") for size in (4, 5))
     with pytest.raises(GroupRefused):
         store.put_all([(small, "a"), (large, "b")], 0.0)
-    assert store.queued_groups == 0
+    assert store.status(0.0)["queued_groups"] == 0
     assert [receipt.kind for receipt in store.put_all([(small, "a"), (small, "a")], 0.0)] == ["received", "duplicate"]
 
 
@@ -299,7 +299,7 @@ def test_too_much_is_put_off_and_memory_stays_flat() -> None:
     for _ in range(90):
         with pytest.raises(Busy, match="holds 10 groups"):
             put(4)
-    assert store.queued_groups == 10
+    assert store.status(0.0)["queued_groups"] == 10
     batch = some(store.take(0.0, lease=600.0))
     with pytest.raises(Busy, match="holds 10 groups"):  # leased ones are held too
         put(4)
