@@ -208,14 +208,11 @@ def plain(function: Callable[..., Any], *, text: bool = False) -> Called:
         return Called(call=function, shape="verl", is_async=is_async, accepts=frozenset(by_name & _VERL))
     if by_name & _TRL or (open_ended and "rollout" not in by_name):
         return Called(call=function, shape="columns", is_async=is_async, accepts=accepts, text=text)
-    required = [
-        p for p in parameters.values() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
-    if len(required) > 1 or not parameters or any(p.kind is p.KEYWORD_ONLY for p in required):
-        raise TypeError(
-            f"it takes ({', '.join(parameters)}); expected f(rollout), f(completions, **columns), or "
-            "f(data_source, solution_str, ground_truth, extra_info)"
-        )
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError as error:
+        forms = "f(rollout), f(completions, **columns), or f(data_source, solution_str, ground_truth, extra_info)"
+        raise TypeError(f"it takes ({', '.join(parameters)}); expected {forms}") from error
     return Called(call=function, shape="rollout", is_async=is_async)
 
 
