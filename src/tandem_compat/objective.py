@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tandem.types import Json
-from tandem_compat.generation import translated
 from tandem_compat.table import Reader
 
 REDUCTIONS: Mapping[str, str] = {
@@ -76,20 +75,6 @@ def put_reference(reader: Reader, prefix: str = "", **options: Json) -> None:
         reader.put(f"reference.{name}", value, f"{prefix}use_bias_correction_kl" if name != "beta" else beta)
     if reader[moves]:
         reader.put("reference.every", reader.per_step(reader[steps]), steps)
-
-
-def put_generation(reader: Reader, prefix: str = "") -> None:
-    """Set options of sampling by generation_kwargs, which come before those that have names of their own, and top_k."""
-    kwargs, top_k = prefix + "generation_kwargs", prefix + "top_k"
-    if reader[top_k] is not None:
-        reader.put("sampling.top_k", max(0, reader[top_k]), top_k)
-    translation = translated(reader[kwargs])
-    for option, value in translation.recipe.items():
-        reader.put(f"sampling.{option}", value, kwargs)
-    for why in translation.notes:
-        reader.note(kwargs, why)
-    for why in translation.problems:
-        reader.wrong(kwargs, why)
 
 
 def put_corrections(

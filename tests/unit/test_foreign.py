@@ -38,7 +38,8 @@ from tandem_broker.protocol.messages import Info, RunParameters, ScoredGroup
 from tandem_broker.protocol.submission import GroupEntry
 from tandem_broker.queue.records import ServedBatch
 from tandem_broker.queue.store import GroupQueue
-from tandem_broker.source import BrokerSource, BrokerSourceOptions, broker_source, full_marks
+from tandem_broker.run_source import broker_source
+from tandem_broker.source import BrokerSource, BrokerSourceOptions, full_marks
 
 T = TypeVar("T")
 RUN = RunParameters(

@@ -25,6 +25,7 @@ from tandem_compat.axolotl import rollout
 from tandem_compat.axolotl.datasets import AxolotlDatasets
 from tandem_compat.axolotl.ranks import read_ranks, read_replicas
 from tandem_compat.axolotl.recipe import AxolotlRecipe
+from tandem_compat.generation import put_generation
 from tandem_compat.schedules import put_optimizer
 
 ENV = "tandem_compat.axolotl.datasets:AxolotlDatasets"
@@ -49,7 +50,7 @@ def make(recipe: AxolotlRecipe, environ: Mapping[str, str]) -> None:
     _model(recipe)
     groups = _batch(recipe)
     _rewards(recipe)
-    objective.put_generation(recipe, "trl.")
+    put_generation(recipe, "trl.")
     _advantage(recipe)
     _loss(recipe)
     _reference(recipe)

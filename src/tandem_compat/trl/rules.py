@@ -11,6 +11,7 @@ from tandem.config.registry import did_you_mean
 from tandem.config.tree import Problems
 from tandem.ports import http_url
 from tandem_compat import objective
+from tandem_compat.generation import put_generation
 from tandem_compat.schedules import every, put_optimizer, put_saves, put_warmup
 from tandem_compat.sharding import started_ranks
 from tandem_compat.table import Reader
@@ -43,7 +44,7 @@ class TrlRecipe(Reader):
                 recipe.read(row, list(plain) if isinstance(plain, tuple) else plain)
         recipe.settle_all(recipe._places())
         recipe._batch()
-        objective.put_generation(recipe)
+        put_generation(recipe)
         recipe._objective()
         recipe._engine()
         recipe.problems.raise_if_any("GRPOConfig")
