@@ -63,6 +63,8 @@ class Connection:
     def __init__(self, url: str, key: str = "", *, kind: Kind = "broker", retry: RetryPolicy | None = None):
         """Nothing is opened yet: ``url`` is such as http://127.0.0.1:8000; an empty ``key`` sends none."""
         self.http = HttpClient(url, key, kind=kind, most_bytes=BATCH_BYTES)
+        self.name = self.http.name
+        """For messages."""
         self.outage = OutageLog(self.name)
         self._kind = kind
         self._retry = retry or RetryPolicy()
@@ -70,11 +72,6 @@ class Connection:
         """Whose broker it is; known once opened."""
         self.outages = 0
         """Times that the server was found away; after each it may have forgotten its clients."""
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        return self.http.name
 
     async def open(self) -> Connection:
         """Wait for the broker and find out whose it is.

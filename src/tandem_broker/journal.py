@@ -24,8 +24,7 @@ import msgspec
 from tandem.errors import BrokerError
 from tandem_broker.protocol.messages import EnvRegistration
 from tandem_broker.protocol.submission import GroupEntry
-from tandem_broker.queue.leases import BatchLease
-from tandem_broker.queue.records import Journal, State, StoreOptions
+from tandem_broker.queue.records import BatchLease, Journal, State, StoreOptions
 from tandem_broker.queue.store import GroupQueue
 from tandem_broker.queue.tenants import Item, Tenant
 

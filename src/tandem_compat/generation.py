@@ -58,3 +58,17 @@ def _plain(name: str, value: Json) -> Json:
     if name == "stop" and isinstance(value, str):
         return [value]
     return max(0, value) if name == "top_k" and isinstance(value, int) else value
+
+
+def put_generation(reader: Reader, prefix: str = "") -> None:
+    """Set options of sampling by generation_kwargs, which come before those that have names of their own, and top_k."""
+    kwargs, top_k = prefix + "generation_kwargs", prefix + "top_k"
+    if reader[top_k] is not None:
+        reader.put("sampling.top_k", max(0, reader[top_k]), top_k)
+    translation = translated(reader[kwargs])
+    for option, value in translation.recipe.items():
+        reader.put(f"sampling.{option}", value, kwargs)
+    for why in translation.notes:
+        reader.note(kwargs, why)
+    for why in translation.problems:
+        reader.wrong(kwargs, why)

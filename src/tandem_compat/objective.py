@@ -54,6 +54,29 @@ def put_loss(reader: Reader, prefix: str = "") -> str:
     return kind
 
 
+def put_clips(reader: Reader, kind: str, prefix: str = "", *, differ: bool, dual_clip: float | None = None) -> None:
+    """Set what epsilon and epsilon_high are to this loss; ``differ``: whether any ratio may be other than 1."""
+    low, high = prefix + "epsilon", prefix + "epsilon_high"
+    most = reader[low] if reader[high] is None else reader[high]
+    if kind == "cispo":
+        reader.put("loss.cap", most, high, low)
+    elif kind != "sapo" and differ:
+        reader.put("loss.clip_low", reader[low], low)
+        reader.put("loss.clip_high", most, high, low)
+        if kind == "grpo":
+            reader.put("loss.dual_clip", dual_clip, low)
+
+
+def put_reference(reader: Reader, prefix: str = "", **options: Json) -> None:
+    """Set the reference of the penalty, which moves where sync_ref_model says so."""
+    beta, moves, steps = (prefix + name for name in ("beta", "sync_ref_model", "ref_model_sync_steps"))
+    reader.put("reference.kind", "average" if reader[moves] else "start", moves, beta)
+    for name, value in {"beta": reader[beta], **options}.items():
+        reader.put(f"reference.{name}", value, f"{prefix}use_bias_correction_kl" if name != "beta" else beta)
+    if reader[moves]:
+        reader.put("reference.every", reader.per_step(reader[steps]), steps)
+
+
 def put_corrections(
     reader: Reader, option: str, mode: str, bounds: Mapping[str, Json], threshold: str, *, sampled: bool
 ) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from tandem.types import Json
@@ -31,9 +32,7 @@ _FIXED: Mapping[str, Json] = {"num_cycles": 0.5, "warmup_type": "linear"}
 """Arguments that can only be what they are by default."""
 
 
-def put_optimizer(
-    reader: Reader, optim: str, scheduler: str, lr: float | None, per_step: Callable[[float], int], offload: str
-) -> None:
+def put_optimizer(reader: Reader, optim: str, scheduler: str, lr: float | None, offload: str = "") -> None:
     """Set an optimizer's kind and its schedule.
 
     Args:
@@ -41,7 +40,6 @@ def put_optimizer(
         optim: the option that names the optimizer.
         scheduler: the option that names the schedule; ``lr_scheduler_kwargs`` has its arguments.
         lr: the learning rate, of which ``min_lr`` is a share.
-        per_step: a number of the other system's steps as Tandem's.
         offload: the option that keeps the optimizer's states on the host; empty: none does.
     """
     kind = OPTIMIZERS[reader[optim]]
@@ -63,7 +61,7 @@ def put_optimizer(
         elif isinstance(value, bool) or not isinstance(value, int | float):
             wrong.append(f"{name} is a number, not {value!r}")
         elif name == "num_decay_steps":
-            reader.put("optimizer.decay_steps", per_step(value), "lr_scheduler_kwargs")
+            reader.put("optimizer.decay_steps", reader.per_step(value), "lr_scheduler_kwargs")
         elif name != "min_lr" or lr:
             reader.put(ratio, value / lr if name == "min_lr" and lr else value, "lr_scheduler_kwargs")
     if "min_lr" in kwargs and "min_lr_rate" in kwargs:
@@ -74,3 +72,26 @@ def put_optimizer(
         wrong.append(f"{reader[scheduler]} needs min_lr or min_lr_rate")
     for why in wrong:
         reader.wrong("lr_scheduler_kwargs" if kwargs else scheduler, why)
+
+
+def put_warmup(reader: Reader, steps: int) -> None:
+    """Set the steps of warm-up as transformers counts them: warmup_steps go before warmup_ratio."""
+    by_ratio = math.ceil(reader["warmup_ratio"] * steps)
+    warmup = reader.interval("warmup_steps", steps) if reader["warmup_steps"] else by_ratio
+    if warmup and reader["lr_scheduler_type"] != "constant":
+        reader.put("optimizer.warmup_steps", warmup)
+
+
+def every(reader: Reader, option: str, strategy: str, steps: int) -> int:
+    """Steps from one time to the next of what happens after each epoch, or as often as an option says."""
+    if strategy == "epoch":
+        return max(1, math.ceil(steps / max(1.0, float(reader["num_train_epochs"]))))
+    return reader.interval(option, steps)
+
+
+def put_saves(reader: Reader, steps: int) -> None:
+    """Set which checkpoints there are, by save_strategy, save_steps and save_total_limit."""
+    strategy = reader["save_strategy"]
+    period = steps if strategy == "no" else min(steps, every(reader, "save_steps", strategy, steps))
+    reader.put("checkpoint.every", period)
+    reader.put("checkpoint.keep", 1 if strategy == "no" else reader["save_total_limit"] or math.ceil(steps / period))

@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from tandem.config.registry import did_you_mean
 from tandem.config.tree import Problems
 from tandem.distributed.placement import Placement, counts_hosts, visible_accelerators
 from tandem.types import Json
-from tandem_compat.table import NO_USE, ForeignOption, Reader, becomes, by_name, refused, unused
+from tandem_compat.table import NO_USE, NOTHING, ForeignOption, Reader, becomes, by_name, refused
 
 Shard = Literal["states", "weights"]
 
@@ -38,18 +37,8 @@ DEEPSPEED: Mapping[str, ForeignOption] = by_name(
     refused("optimizer.type", "text", "the training's own options name it; write AdamW", off=("AdamW", "Adam")),
     refused("optimizer.params.torch_adam", "anything", "optimizers are Tandem's own", off=(True, False)),
     refused("optimizer.params.adam_w_mode", "anything", "adamw decays weights apart from gradients", off=(True,)),
-    *(row for prefix, names in {
-        "zero_optimization.": "offload_param.device offload_optimizer.pin_memory offload_param.pin_memory overlap_comm "
-        "contiguous_gradients reduce_scatter allgather_partitions allgather_bucket_size reduce_bucket_size "
-        "sub_group_size round_robin_gradients stage3_prefetch_bucket_size stage3_param_persistence_threshold "
-        "stage3_max_live_parameters max_live_parameters stage3_max_reuse_distance max_reuse_distance "
-        "stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save",
-        "fp16.": "auto_cast loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale",
-        "": "zero_force_ds_cpu_optimizer zero_allow_untested_optimizer bf16.enabled compile.disable compile.backend "
-        "steps_per_print wall_clock_breakdown",
-    }.items() for row in unused("anything", " ".join(prefix + name for name in names.split()))),
 )  # fmt: skip
-"""Keys of DeepSpeed's file, those of inner mappings with a dot."""
+"""Keys of DeepSpeed's file that are read, of inner mappings with a dot; others tune its buffers and loss scale."""
 
 FSDP: Mapping[str, ForeignOption] = by_name(
     becomes("reshard_after_forward", "anything", "distributed.shard: true weights, false states"),
@@ -58,12 +47,8 @@ FSDP: Mapping[str, ForeignOption] = by_name(
     becomes("offload_params", "truth", "optimizer: adamw_cpu; whole weights stay on the device", False),
     refused("mixed_precision_policy", "anything", "the training's own options say the type of weights",
         off=("bf16", "bfloat16", "no")),
-    *unused("anything",
-        "version fsdp_version cpu_offload_pin_memory state_dict_type final_state_dict_type auto_wrap_policy "
-        "transformer_layer_cls_to_wrap transformer_cls_to_wrap min_num_params use_orig_params sync_module_states "
-        "cpu_ram_efficient_loading backward_prefetch backward_prefetch_policy forward_prefetch limit_all_gathers"),
 )  # fmt: skip
-"""Keys of ``fsdp_config``, without the ``fsdp_`` that older ones begin with."""
+"""Keys of ``fsdp_config`` that are read, without the ``fsdp_`` that older ones begin with."""
 
 _STRATEGIES: Mapping[str, Shard] = {
     "FULL_SHARD": "weights", "1": "weights", "SHARD_GRAD_OP": "states", "2": "states", "NO_SHARD": "states",
@@ -281,15 +266,14 @@ def _leaves(options: Mapping[str, Json], prefix: str = "") -> Iterator[tuple[str
 def _read(
     options: Iterator[tuple[str, Json]], table: Mapping[str, ForeignOption], where: str, refuse: Refuse
 ) -> tuple[Reader, tuple[str, ...]]:
-    """Options that were set, mistakes reported, and one note for all keys that change nothing."""
-    reader = Reader(table, Problems())
+    """Options that were set, mistakes reported, and one note for all keys that are not read."""
+    reader, idle = Reader(table, Problems()), []
     for key, value in options:
         if value is not None and key in table:
             reader.read(key, value)
-        elif value is not None:
-            refuse(f"{where}{key} is not known{did_you_mean(key, table) or '; leave it out'}")
+        elif value not in (None, "auto", "none", *NOTHING):
+            idle.append(key)
     reader.settle_all({})
     for line in reader.problems:
         refuse(where + line)
-    idle = ", ".join(note.partition(":")[0] for note in reader.notes)
-    return reader, (f"{where}{idle}: {NO_USE}",) if idle else ()
+    return reader, (f"{where}{', '.join(idle)}: {NO_USE}",) if idle else ()

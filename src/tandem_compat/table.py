@@ -114,20 +114,6 @@ def by_name(*rows: ForeignOption) -> dict[str, ForeignOption]:
     return {row.name: row for row in rows}
 
 
-_WANTED = {
-    "text": "text",
-    "whole": "a whole number",
-    "count": "a whole number of at least 1",
-    "number": "a number",
-    "positive": "a finite number above 0",
-    "share": "a share from 0 to 1",
-    "truth": "true or false",
-    "numbers": "numbers",
-    "list": "a list",
-    "mapping": 'a mapping such as {"a": 1}',
-}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translation:
     """Translation of another system's command line."""
@@ -235,11 +221,11 @@ class Reader:
         row = self.table[name]
         try:
             msgspec.convert(value, _TYPES[row.takes])
-        except msgspec.ValidationError:
-            self._mistyped(row, shown(value))
+        except msgspec.ValidationError as error:
+            self.wrong(name, f"{error}: {shown(value)}")
             return
-        if value != value:  # nan is no number
-            self._mistyped(row, "nan")
+        if value != value:
+            self.wrong(name, "nan is no number")
         elif row.choices and value not in row.choices:
             choices = ", ".join(choice if isinstance(choice, str) else shown(choice) for choice in row.choices)
             self.wrong(name, f"there is no {shown(value)} here; choose from {choices}")
@@ -248,11 +234,10 @@ class Reader:
 
     def read_words(self, name: str, words: Sequence[str]) -> None:
         """Take the value that words of a command line stand for; others are a mistake."""
-        row = self.table[name]
         try:
-            self.read(name, _parsed(row.takes, words))
-        except msgspec.MsgspecError:
-            self._mistyped(row, repr(" ".join(words)))
+            self.read(name, _parsed(self.table[name].takes, words))
+        except msgspec.MsgspecError as error:
+            self.wrong(name, f"{error}: {' '.join(words)!r}")
 
     def settle_all(self, places: Mapping[str, str]) -> None:
         """Refuse what would change the result and cannot be had, tell what changes nothing, and hand the rest on.
@@ -289,9 +274,6 @@ class Reader:
         order = [option.name for option in fields(RunConfig)]
         options = dict(sorted(self.recipe.items(), key=lambda entry: order.index(entry[0])))
         return Translation(options=options, notes=tuple(dict.fromkeys(self.notes)), environ=environ or {})
-
-    def _mistyped(self, row: ForeignOption, value: str) -> None:
-        self.wrong(row.name, f"expected {_WANTED[row.takes]}, got {value}")
 
 
 def shown(value: Json) -> str:

@@ -30,7 +30,6 @@ ALLOWED = {
     "tandem/envs/verifiers.py:_answer": "a thread of the process's own, which has closed its output",
     "tandem/trainer/loop.py:_unless_stopped": "a stop, beside the work that is awaited",
     "tandem_broker/producer.py:run": "a stop, beside the playing",
-    "tandem_compat/atropos/checkpoints.py:_finish": "a logger's own thread; what a logger does is registered",
     "tandem/envs/agent.py:_run": "the end by SIGKILL, within a rollout's wait",
     # In processes that others ask with a deadline: an engine's, the broker's.
     "tandem/engines/vllm/server/frontend.py:broken_off": "whoever asks the engine has a deadline",

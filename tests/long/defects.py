@@ -576,7 +576,7 @@ EDITED = (
         "by_row.sum()", "tests/unit/test_checksums.py"),
     edit("a bucket overlaps the next tensor", "tandem/transport/buckets.py", "self.size = start + size",
         "self.size = start + size // 2", "tests/unit/test_collective.py tests/contract/test_sync.py"),
-    edit("a lease never expires", "tandem_broker/queue/leases.py", "lease.expires <= now", "lease.expires < 0",
+    edit("a lease never expires", "tandem_broker/queue/store.py", "lease.expires <= now", "lease.expires < 0",
         "tests/unit/test_broker_store.py"),
     edit("the environment's key trains", "tandem_broker/server/keys.py", 'if known and role == "environment":',
         "if known:", "tests/unit/test_broker_app.py tests/unit/test_broker_owners.py"),

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tandem_compat import swift
+from tandem_compat.commands.flags import repeated
 from tandem_compat.swift.options import RLHF
 from tandem_compat.table import ForeignOption
 
@@ -249,7 +249,7 @@ def swift_files(folder: Path) -> None:
 def swift_words(line: str, table: Sequence[ForeignOption] = RLHF) -> dict[str, list[str]]:
     """A command line as the verb hands it on; an argument's older name is its newer one."""
     names = {name: argument.name for argument in table for name in (argument.name, *argument.also)}
-    words = swift.repeated(shlex.split(line))
+    words = repeated(shlex.split(line), table)
     values: dict[str, list[str]] = {}
     for flag, value in zip(words[::2], words[1::2], strict=True):
         values.setdefault(names[flag.removeprefix("--")], []).append(value)

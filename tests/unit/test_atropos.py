@@ -22,10 +22,11 @@ from tandem.trainer.requirements import engine_requirements
 from tandem.transport.bridge import NCCL_FILE, write_json
 from tandem_compat.atropos.checkpoints import CheckpointLayout
 from tandem_compat.atropos.environment import from_file
-from tandem_compat.atropos.options import TRAINER, joined
+from tandem_compat.atropos.options import TRAINER
 from tandem_compat.atropos.server import divided
 from tandem_compat.atropos.server import translate as translate_server
-from tandem_compat.commands import atropos as verb
+from tandem_compat.commands import run as verb
+from tandem_compat.commands.flags import repeated
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -54,9 +55,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 def test_modules_may_be_words_of_their_own() -> None:
-    assert joined(["--lora-target-modules", "q", "v", "--lr", "1"]) == ["--lora-target-modules=q v", "--lr", "1"]
-    assert joined(["--lora-target-modules=q", "v", "env.path=x"]) == ["--lora-target-modules=q v", "env.path=x"]
-    assert joined(["--lr", "1", "a=b"]) == ["--lr", "1", "a=b"]
+    words = repeated(["--lora-target-modules", "q", "v", "--lr", "1", "env.path=x"], TRAINER.values())
+    assert words == ["--lora-target-modules", "q", "--lora-target-modules", "v", "--lr", "1", "env.path=x"]
 
 
 def test_show_prints_the_recipe(run: Run) -> None:
@@ -87,8 +87,8 @@ def test_every_number_below_one_is_reported_and_says_nothing_of_groups(run: Run)
     words = ["--gradient-accumulation-steps", "6", "--group-size", "4", "--training-steps", "0", "--seq-len", "0"]
     code, _, err = run("--model", "m", "--env", "gsm8k", *words, "--show")
     assert code == 2
-    assert "--training-steps: expected a whole number of at least 1" in err
-    assert "--seq-len: expected a whole number of at least 1" in err
+    assert "--training-steps: Expected `int` >= 1" in err
+    assert "--seq-len: Expected `int` >= 1" in err
     assert "--group-size" not in err
 
 

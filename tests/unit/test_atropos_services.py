@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import socket
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 from integration.atropos_peers import until
 
-from tandem.errors import BrokerError, ConfigError, EngineError
+from tandem.errors import BrokerError, EngineError
 from tandem.ports import free_port
 from tandem_compat.atropos.rules import RunningEngine, read
 from tandem_compat.atropos.services import require_broker, running_engine, served_model
@@ -98,16 +97,6 @@ def test_what_does_not_speak_http_is_no_server() -> None:
         thread.join()
 
 
-@pytest.mark.parametrize(
-    "url", ["localhost:8000", "http://", "http://[::1", "http://localhost:80x", "http://h:99999", ""]
-)
-def test_what_is_no_address_is_not_waited_for(url: str) -> None:
-    with pytest.raises(ConfigError, match=rf"--atropos-url: {re.escape(url)} is no address"):
-        require_broker(url)
-    with pytest.raises(ConfigError, match=rf"--openai.base_url: {re.escape(url)} is no address"):
-        served_model(url)
-
-
 def test_engines_that_are_named_are_not_looked_for() -> None:
     with listening(200, INFO) as port:
         assert running_engine(flags(port, vllm_url=("http://a",)), {}) is None
@@ -145,7 +134,7 @@ def test_an_environment_takes_the_engine_s_model() -> None:
 
 def test_a_broker_that_is_not_there_is_an_error_with_its_url() -> None:
     port = free_port()
-    with pytest.raises(BrokerError, match=rf"nobody answers at http://localhost:{port} .*run-api --port {port}"):
+    with pytest.raises(BrokerError, match=rf"nobody answers at http://localhost:{port} .*run-api"):
         require_broker(f"http://localhost:{port}", 0.1)
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import re
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,7 @@ from tandem.cli import app as cli
 from tandem.config.loading import Loaded, load
 from tandem.errors import ConfigError
 from tandem_compat.axolotl.options import DATASET, GROUPS, TOP, TRL, VLLM
-from tandem_compat.axolotl.rollout import FunctionTokenizer
-from tandem_compat.axolotl.templates import templates
+from tandem_compat.axolotl.rules import templates
 
 Read = Callable[..., Loaded]
 
@@ -162,18 +159,8 @@ def test_merge_keys_are_merged(read: Read) -> None:
     ["num_epochs", "warmup_ratio", "save_steps", "eval_steps", "logging_steps", "saves_per_epoch", "evals_per_epoch"],
 )
 def test_steps_are_not_counted_by_what_is_not_finite(option: str, number: float, read: Read) -> None:
-    with pytest.raises(ConfigError, match=f"{option}: expected .*, got {number}"):
+    with pytest.raises(ConfigError, match=f"{option}: .*{number}"):
         read({"max_steps": None, option: number})
-
-
-def test_a_rollout_functions_tokenizer_takes_settings_and_is_copied() -> None:
-    own = types.SimpleNamespace(padding_side="right")
-    tokenizer = FunctionTokenizer(own)
-    tokenizer.padding_side = "left"
-    assert own.padding_side == "left"
-    other = copy.deepcopy(tokenizer)
-    other.padding_side = "right"
-    assert (own.padding_side, other.padding_side) == ("left", "right")
 
 
 @pytest.mark.slow

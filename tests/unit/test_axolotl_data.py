@@ -239,20 +239,10 @@ def test_a_rollout_function_is_called_by_name(takes: str, write: Write) -> None:
     assert len(RolloutFunction(cfg=cfg, rollout_func=f"{name}.play").tasks("train")) == 2
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("def play(model, processing_class, prompts, trainer): ...", "missing a required argument: 'trainer'"),
-        ("def play(prompts): ...", "unexpected keyword argument 'model'"),
-        ("play = 5", "is a int, expected a function"),
-        ("", "has no 'play'"),
-    ],
-)
-def test_a_rollout_function_that_cannot_be_called_is_seen_before_it_is(text: str, message: str, write: Write) -> None:
-    name = write(text + "\n")
+def test_a_rollout_function_that_is_not_there_is_seen_before_it_is_called(write: Write) -> None:
     cfg = {"base_model": "m", "datasets": [{"path": rows("r.jsonl", 1)}]}
-    with pytest.raises(EnvError, match=message):
-        RolloutFunction(cfg=cfg, rollout_func=f"{name}.play").tasks("train")
+    with pytest.raises(EnvError, match="has no 'play'"):
+        RolloutFunction(cfg=cfg, rollout_func=f"{write('')}.play").tasks("train")
 
 
 def test_what_is_no_data_set_is_refused(write: Write) -> None:

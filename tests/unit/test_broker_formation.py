@@ -52,15 +52,6 @@ def test_earliest_is_what_trying_everything_finds(numbers: list[int], total: int
 
 
 @EVERY
-@given(st.dictionaries(st.integers(1, 7), st.integers(0, 6), max_size=4), st.integers(0, 30))
-def test_reachable_sums(counts: dict[int, int], limit: int) -> None:
-    sums = {0}
-    for size, count in counts.items():
-        sums = {have + size * k for have in sums for k in range(count + 1)}
-    assert formation.reachable(counts, limit) == sum(1 << k for k in sums if k <= limit)
-
-
-@EVERY
 @given(
     st.integers(1, 16),
     st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(1, 5), max_size=4)), max_size=3),

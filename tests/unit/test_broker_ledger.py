@@ -74,10 +74,10 @@ def test_an_environment_that_was_silent_holds_no_share_after_a_restart(tmp_path:
             assert one.store.register_env(env_spec(name=name, max_token_length=8, min_batch_allocation=0.25), 0.0)
         one.store.status_env(1, 100.0)
     with ledger(tmp_path, now=101.0) as two:
-        assert [env["connected"] for env in two.store.status(101.0).envs] == [False, True]
+        assert [env["connected"] for env in two.store.status(101.0)["envs"]] == [False, True]
         assert two.store.status_env(0, 102.0).unallocated_fraction == 0.5  # it spoke
     with ledger(tmp_path, now=103.0) as three:
-        assert [env["connected"] for env in three.store.status(103.0).envs] == [True, True]
+        assert [env["connected"] for env in three.store.status(103.0)["envs"]] == [True, True]
 
 
 @pytest.mark.parametrize("delivered", [True, False])
@@ -103,7 +103,7 @@ def test_a_lease_that_ran_out_stays_over_after_a_restart(tmp_path: Path) -> None
         first = some(one.store.take(0.0, lease=10.0))
         second = some(one.store.take(10.0, lease=600.0))
     with ledger(tmp_path) as two:
-        assert list(two.store.leases.out) == [second.id]
+        assert list(two.store.leases) == [second.id]
         assert two.store.acknowledge(first.id, 0.0)  # late, but the first to say so
         assert not two.store.acknowledge(second.id, 0.0)
         assert two.store.take(0.0) is None
@@ -213,5 +213,5 @@ def test_the_space_of_trained_groups_is_used_again(tmp_path: Path) -> None:
             batch = some(one.store.take(0.0, lease=600.0))
             one.store.acknowledge(batch.id, 0.0)
         one.commit()
-        assert len(one.store.leases.over) <= 1000
+        assert len(one.store.over) <= 1000
         assert (tmp_path / "ledger.sqlite").stat().st_size < 2 << 20

@@ -13,7 +13,7 @@ from tandem.rewards.base import Reward
 from tandem.rewards.cosine_length import CosineLength
 from tandem.rewards.exact import ExactReward
 from tandem.rewards.format import Format
-from tandem.rewards.grading.workers import AnyReward, Graders
+from tandem.rewards.grading.workers import Graders
 from tandem.rewards.math_verify import MathVerify
 from tandem.rewards.number import Number
 from tandem.rewards.overlong import Overlong
@@ -38,7 +38,7 @@ class Few(Environment):
         return self.replies[task.meta["n"]]
 
 
-def failures(env: Environment, specs: Mapping[str, tuple[AnyReward, float]], tasks: int = 3) -> list[GoldFailure]:
+def failures(env: Environment, specs: Mapping[str, tuple[Reward | str, float]], tasks: int = 3) -> list[GoldFailure]:
     async def go() -> list[GoldFailure]:
         async with Graders(specs) as graders:
             return await check_environment(env, graders, tasks)

@@ -15,9 +15,11 @@ from support.compat_cases import SWIFT, forget_swift, swift_package
 from tandem.cli import app as cli
 from tandem.observability.loggers.base import RunInfo
 from tandem_compat import swift
-from tandem_compat.commands import swift as swift_command
+from tandem_compat.commands import run as swift_command
+from tandem_compat.commands.flags import repeated
 from tandem_compat.swift.completions import CompletionsFile
 from tandem_compat.swift.datasets import SwiftDataset, row
+from tandem_compat.swift.options import RLHF
 
 Run = Callable[..., tuple[int, str, str]]
 COLOCATE = "--use_vllm true --vllm_mode colocate"
@@ -133,10 +135,10 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_values_of_one_argument_may_follow_one_another() -> None:
-    assert swift.repeated(["--dataset", "a", "b", "--beta", "1", "x=y"]) == [
+    assert repeated(["--dataset", "a", "b", "--beta", "1", "x=y"], RLHF) == [
         "--dataset", "a", "--dataset", "b", "--beta", "1", "x=y",
     ]  # fmt: skip
-    assert swift.repeated(["--stop_words", "a=b", "c", "seed=1"]) == [
+    assert repeated(["--stop_words", "a=b", "c", "seed=1"], RLHF) == [
         "--stop_words", "a=b", "--stop_words", "c", "seed=1",
     ]  # fmt: skip
 
@@ -144,7 +146,7 @@ def test_values_of_one_argument_may_follow_one_another() -> None:
 def test_true_may_be_left_out() -> None:
     words = "--use_vllm --beta 1 --dynamic_sample false --overlong_filter seed=1 --async_generate"
     whole = "--use_vllm true --beta 1 --dynamic_sample false --overlong_filter true seed=1 --async_generate true"
-    assert swift.repeated(words.split()) == whole.split()
+    assert repeated(words.split(), RLHF) == whole.split()
 
 
 def test_show_prints_the_recipe(run: Run) -> None:
@@ -179,13 +181,6 @@ def test_a_system_message_that_cannot_be_read(run: Run) -> None:
     code, _, err = run("rlhf", *SWIFT.split(), "--system", "latin.txt", "--show")
     assert code == 2
     assert "--system: latin.txt cannot be read: 'utf-8' codec can't decode" in err
-
-
-@pytest.mark.parametrize("verb", ["rlhf", "rollout"])
-def test_a_file_of_arguments_is_no_command_line(run: Run, verb: str) -> None:
-    code, _, err = run(verb, "grpo.yaml", "--show")
-    assert code == 2
-    assert "grpo.yaml: files of arguments are not read; write what it says as --name value" in err
 
 
 def test_a_misspelt_argument_is_corrected(run: Run) -> None:

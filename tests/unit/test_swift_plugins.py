@@ -18,7 +18,9 @@ from tandem.rewards.base import Reward
 from tandem.rewards.grading.workers import Graders
 from tandem.types import Completion, Message, Rollout, Task, Turn
 from tandem_compat import swift
+from tandem_compat.commands.flags import repeated
 from tandem_compat.swift.datasets import SwiftDataset
+from tandem_compat.swift.options import RLHF
 from tandem_compat.swift.plugin import PluginReward
 from tandem_compat.swift.rewards import SwiftFormat, SwiftSoftOverlong
 
@@ -82,7 +84,7 @@ def words(line: str) -> dict[str, list[str]]:
     Path("d.jsonl").write_text('{"query": "3+4=", "solution": "7"}\n')
     start = "--model m --dataset d.jsonl --gradient_accumulation_steps 8 --max_steps 2 "
     flags: dict[str, list[str]] = {}
-    parts = swift.repeated((start + line).split())
+    parts = repeated((start + line).split(), RLHF)
     for flag, value in zip(parts[::2], parts[1::2], strict=True):
         flags.setdefault(flag.removeprefix("--"), []).append(value)
     return flags
@@ -264,9 +266,6 @@ def test_a_reward_of_a_recipe_that_no_file_registers() -> None:
         PluginReward(registered="mine", files=("none.py",)).prepare()
     with pytest.raises(ConfigError, match="files must name"):
         PluginReward(registered="mine", files=())
-    write("1 / 0\n", "wrong.py")
-    with pytest.raises(RewardError, match=r"reward 'mine' fails: ZeroDivisionError"):
-        PluginReward(registered="mine", files=("wrong.py",)).prepare()
 
 
 # Built-in rewards

@@ -61,7 +61,7 @@ def test_defaults_are_trls() -> None:
         ({"use_vllm": True}, "sync.kind", "shared"),
         ({"use_vllm": True, "vllm_mode": "server"}, "engine.urls", ["http://127.0.0.1:8000"]),
         ({"use_vllm": True}, "corrections", [{"kind": "sequence", "beyond": "mask", "low": None, "high": 3.0}]),
-        ({"generation_kwargs": {"max_tokens": 9}, "max_completion_length": None}, "sampling.max_tokens", 512),
+        ({"generation_kwargs": {"max_tokens": 9}}, "sampling.max_tokens", 9),
     ],
 )
 def test_a_field_is_an_option(fields: dict[str, Any], path: str, value: Any) -> None:

@@ -85,7 +85,7 @@ DIFFERENT = {
     ("run_api_answers_and_errors", 14): (422, b"Expected `array"),
     ("run_api_answers_and_errors", 19): (200, b'{"status":"received"}'),  # was: in the buffer for ever
     ("run_api_answers_and_errors", 23): (200, b"Trainer not registered"),  # was: 500, for ever after
-    ("run_api_answers_and_errors", 26): (422, b"NaN and Infinity are no numbers of JSON"),
+    ("run_api_answers_and_errors", 26): (422, b"JSON decode error"),
     ("run_api_answers_and_errors", 27): (200, b'{"batch":null}'),  # was: 500, and the batch was gone
     ("run_api_answers_and_errors", 29): (200, b'{"current_step":0,"queue_size":0}'),  # nothing was served
     ("run_api_first_boot", 8): (422, b"no environment has env_id 0"),

@@ -48,7 +48,7 @@ def show(run: Path, write_report: bool) -> None:
         say(line)
     _print_evaluations(console, headline_evaluations(folder))
     _print_curves(console, folder)
-    for line in (_time(folder), _now(folder), *_events(folder)):
+    for line in (_time(folder), _now(folder), _dropped(folder)):
         if line:
             say(line)
     if write_report:
@@ -136,15 +136,11 @@ def _now(folder: RunFolder) -> str:
     return f"now: {text} (who waits for whom: {command('why', folder.path)})"
 
 
-def _events(folder: RunFolder) -> Iterator[str]:
-    """What was dropped, and the last thing that happened."""
-    dropped = Counter(event.get("reason", "?") for event in folder.events if event.get("event") == "group_dropped")
-    if dropped:
-        yield "\ngroups dropped: " + ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
-    if folder.events:
-        last = folder.events[-1]
-        ago = duration(max(0.0, time.time() - last.get("time", time.time())))
-        yield f"last event: {last.get('event')}, {ago} ago"
+def _dropped(folder: RunFolder) -> str:
+    """How many groups were dropped, by why; empty if none was."""
+    counts = Counter(event.get("reason", "?") for event in folder.events if event.get("event") == "group_dropped")
+    reasons = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
+    return f"\ngroups dropped: {reasons}" if reasons else ""
 
 
 def _number(value: float | None) -> str:

@@ -12,19 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tandem.observability.metrics_history import (
-    EARLIER,
-    GROUPS,
-    NOW,
-    SOLVED,
-    START,
-    ZERO_VARIANCE,
-    MetricsHistory,
-    RecipeOptions,
-    Window,
-    percent,
-    short,
-)  # fmt: skip
+from tandem.observability import metrics_history
+from tandem.observability.metrics_history import MetricsHistory, RecipeOptions, Window, percent, short
 from tandem.types import Json
 
 Name = Literal[
@@ -144,7 +133,7 @@ def _not_finite(history: MetricsHistory) -> str:
 def _ruined(history: MetricsHistory) -> str:
     """One update changed the policy beyond recognition. Entropy of single steps scatters by a factor of ten."""
     window = history.now(2)
-    if not window or (history.newest("accuracy") or 0.0) >= SOLVED:
+    if not window or (history.newest("accuracy") or 0.0) >= metrics_history.SOLVED:
         return ""
     (_, before), (_, now) = window.rows
     was, entropy = before.get("entropy", 0.0), now.get("entropy", 0.0)
@@ -159,7 +148,7 @@ def _ruined(history: MetricsHistory) -> str:
 
 def _bonus_hacked(history: MetricsHistory) -> str:
     """A lesser reward rises by a quarter of its scale, and the main one hardly ever pays or falls."""
-    now, recent, recipe = history.now(), history.now(EARLIER), history.recipe
+    now, recent, recipe = history.now(), history.now(metrics_history.EARLIER), history.recipe
     scale, goal = history.scale(recipe.goal), recent.mean(recipe.goal)
     for then in history.earlier():
         around = history.around(then)
@@ -186,7 +175,7 @@ def _held_out_fell(history: MetricsHistory) -> str:
     if len(seen) < 2:
         return ""
     (best_step, best), (step, last) = max(seen[:-1], key=lambda item: item[1]["eval/mean"]), seen[-1]
-    if last["eval/mean/high"] >= best["eval/mean/low"] or last["eval/mean"] >= SOLVED:
+    if last["eval/mean/high"] >= best["eval/mean/low"] or last["eval/mean"] >= metrics_history.SOLVED:
         return ""
     level = history.now().mean("reward")
     nearest = sorted(history.earlier(), key=lambda window: abs(window.last - best_step))
@@ -218,7 +207,7 @@ def _cut(history: MetricsHistory) -> str:
         return ""
     for then in history.stagnant():
         before = then.median("rollouts/truncated")
-        if len(then.rows) > START and before is not None and before - cut < 0.05:
+        if len(then.rows) > metrics_history.START and before is not None and before - cut < 0.05:
             seen = f"{percent(cut)} of answers are cut by a length limit ({now}; {percent(before)} at {then})"
             return f"{seen}, {history.trend(then)}"
     return ""
@@ -226,9 +215,9 @@ def _cut(history: MetricsHistory) -> str:
 
 def _zero_variance(history: MetricsHistory) -> str:
     """Too many groups have zero variance, or many more than before, and the tasks are not solved."""
-    now = history.now(EARLIER)
+    now = history.now(metrics_history.EARLIER)
     share, accuracy = _zero_variance_share(now), now.mean("accuracy") or 0.0
-    if share is None or accuracy >= SOLVED:
+    if share is None or accuracy >= metrics_history.SOLVED:
         return ""
     figures = f"accuracy is {percent(accuracy)}, reward/std {short(now.mean('reward/std') or 0.0)}"
     if share > 0.85:
@@ -243,8 +232,8 @@ def _zero_variance(history: MetricsHistory) -> str:
 
 def _zero_variance_share(window: Window) -> float | None:
     """Share of all environments' groups with zero variance; None for fewer than 16 groups."""
-    groups = window.total(GROUPS)
-    return window.total(ZERO_VARIANCE) / groups if groups >= 16 else None
+    groups = window.total(metrics_history.GROUPS)
+    return window.total(metrics_history.ZERO_VARIANCE) / groups if groups >= 16 else None
 
 
 def _kl_behavior(*, off_policy: bool) -> Callable[[MetricsHistory], str]:
@@ -281,7 +270,7 @@ def _grading_failed(history: MetricsHistory) -> str:
     now = history.now()
     counts = {why: now.total(f"grading/failed_{why}") for why in FAILURES}
     rollouts, lost = _rollouts(history, now), sum(counts.values())
-    if not rollouts or lost < max(NOW, 0.1 * rollouts):
+    if not rollouts or lost < max(metrics_history.NOW, 0.1 * rollouts):
         return ""
     reasons = ", ".join(f"{count:g} {why}" for why, count in counts.items() if count)
     return f"graders gave no reward for {percent(lost / rollouts)} of rollouts ({now}: {reasons} of {rollouts:g})"
@@ -290,7 +279,7 @@ def _grading_failed(history: MetricsHistory) -> str:
 def _rollouts(history: MetricsHistory, window: Window) -> float:
     """Rollouts played in a window."""
     size = history.recipe.get("group_size")
-    return window.total(GROUPS) * (size if isinstance(size, int) else 1)
+    return window.total(metrics_history.GROUPS) * (size if isinstance(size, int) else 1)
 
 
 SLOWER = "optimizer.lr / 4"

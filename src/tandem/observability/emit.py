@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from types import TracebackType
 from typing import Self
 
 from tandem.errors import ConfigError, TandemError
@@ -92,9 +91,7 @@ class Telemetry:
         self._stop_listening = waits.listen(self._on_wait)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Flush and close everything, whatever ended the run."""
         if self._stop_listening is not None:
             self._stop_listening()

@@ -9,7 +9,7 @@ import numbers
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 import msgspec
 
@@ -46,22 +46,11 @@ def _without_surrogates(value: Json) -> Json:
 _encoder = msgspec.json.Encoder(enc_hook=_plain)
 
 
-class _Metrics(TypedDict):
-    step: int
-    metrics: dict[str, float | None]
-
-
-class _Event(TypedDict):
-    event: str
-    time: float
-
-
-class _Evaluation(TypedDict):
-    step: int
-    mean: NotRequired[float | None]
-
-
-_SHAPES: Mapping[str, Any] = {"metrics.jsonl": _Metrics, "events.jsonl": _Event, "eval.jsonl": _Evaluation}
+_SHAPES: Mapping[str, Any] = {
+    "metrics.jsonl": msgspec.defstruct("Metrics", [("step", int), ("metrics", dict[str, float | None])]),
+    "events.jsonl": msgspec.defstruct("Event", [("event", str), ("time", float)]),
+    "eval.jsonl": msgspec.defstruct("Evaluation", [("step", int), ("mean", float | None, None)]),
+}
 """What readers rely on in the rows of a run's files; rows of others are any object."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import time
@@ -58,22 +59,13 @@ class _File(logging.FileHandler):
     _reported = False
 
     def handleError(self, record: logging.LogRecord) -> None:
-        error = sys.exc_info()[1]
-        if isinstance(error, OSError):
-            self._tell(error)
-        else:
-            super().handleError(record)
+        if not self._reported:
+            self._reported, error = True, sys.exc_info()[1]
+            sys.stderr.write(f"ERROR: {self.baseFilename} cannot be written ({error}); lines are missing there\n")
 
     def close(self) -> None:
-        try:
+        with contextlib.suppress(OSError):
             super().close()
-        except OSError as error:
-            self._tell(error)
-
-    def _tell(self, error: OSError) -> None:
-        if not self._reported:
-            self._reported = True
-            sys.stderr.write(f"ERROR: {self.baseFilename} cannot be written ({error}); lines are missing there\n")
 
 
 class _Terminal(logging.Handler):

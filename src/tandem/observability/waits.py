@@ -156,13 +156,7 @@ def listen(listener: Listener) -> Callable[[], None]:
     """
     with _lock:
         _listeners.append(listener)
-
-    def stop() -> None:
-        with _lock:
-            if listener in _listeners:
-                _listeners.remove(listener)
-
-    return stop
+    return lambda: _listeners.remove(listener)
 
 
 def waiting(owner: str, reason: str, on: str, deadline: float | None = None) -> AbstractAsyncContextManager[Wait]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import platform
@@ -167,8 +168,13 @@ def become(code: str, pipes: tuple[int, int], parent: tuple[int, int], seconds: 
 def run(isolated: bool, code: str, input: str, seconds: float, memory: int) -> dict[str, Any]:
     """Run a program in a process of this one's, which ends with all that it has started."""
     _call("prctl", DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-    # In this order, since what becomes the program takes 0 to 2 from the first two.
-    to_program, from_program, parent = os.pipe(), os.pipe(), os.pipe()
+    stdin = os.memfd_create("input", os.MFD_ALLOW_SEALING)
+    with open(stdin, "wb", closefd=False) as file:
+        file.write(input.encode())
+    fcntl.fcntl(stdin, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+    os.lseek(stdin, 0, os.SEEK_SET)
+    # After the input, since what becomes the program takes 0 to 2 from the first two.
+    from_program, parent = os.pipe(), os.pipe()
     if isolated:
         _call("unshare", NEW_PIDS | NEW_MOUNTS)
         _mount("tmpfs", "/tmp", "tmpfs", NO_SUID | NO_DEVICES, "size=32m,nr_inodes=1024,mode=777")
@@ -176,13 +182,12 @@ def run(isolated: bool, code: str, input: str, seconds: float, memory: int) -> d
     process = os.fork()
     if process == 0:
         try:
-            become(code, (to_program[0], from_program[1]), parent, seconds, memory)
+            become(code, (stdin, from_program[1]), parent, seconds, memory)
         finally:
             os._exit(127)
-    os.close(to_program[0])
     os.close(from_program[1])
     deadline = time.monotonic() + seconds
-    output, ended = _talk(to_program[1], from_program[0], input.encode(), deadline)
+    output, ended = _printed(from_program[0], deadline)
     rest = max(0.0, deadline - time.monotonic())  # it may have closed its output and gone on
     late = not (ended and select.select([os.pidfd_open(process)], [], [], rest)[0])
     # The first process of its namespace takes all others along; without one, its session is all that is known.
@@ -197,24 +202,12 @@ def run(isolated: bool, code: str, input: str, seconds: float, memory: int) -> d
     }
 
 
-def _talk(to_program: int, from_program: int, left: bytes, deadline: float) -> tuple[bytes, bool]:
+def _printed(from_program: int, deadline: float) -> tuple[bytes, bool]:
     """What it prints, and whether it closed its output before the deadline and within its bound."""
-    os.set_blocking(to_program, False)
     output = bytearray()
-    waiting = [to_program]
     while (rest := deadline - time.monotonic()) > 0 and len(output) <= OUTPUT_BYTES:
-        readable, writable, _ = select.select([from_program], waiting, [], rest)
-        if writable:
-            try:
-                left = left[os.write(to_program, left[: 1 << 16]) :] if left else left
-            except BrokenPipeError:
-                left = b""
-            if not left:
-                os.close(to_program)
-                waiting = []
-        if readable:
-            more = os.read(from_program, 1 << 16)
-            if not more:
+        if select.select([from_program], [], [], rest)[0]:
+            if not (more := os.read(from_program, 1 << 16)):
                 return bytes(output), True
             output += more
     return bytes(output[:OUTPUT_BYTES]), False

@@ -47,6 +47,10 @@ class Reward(ABC):
 
     judges_form: ClassVar[bool] = False
     """True if it looks at a reply's form alone: a gold answer without a reply around it proves nothing of it."""
+    alone: ClassVar[bool] = False
+    """True for one that has a process to itself, because it holds much memory or starts slowly."""
+    start_seconds: ClassVar[float] = 120.0
+    """How long ``prepare`` may take, imports on a busy machine included."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -71,16 +75,6 @@ class Reward(ABC):
     def full_marks(self) -> float | None:
         """What a gold reply earns, or None where a gold reply proves nothing (length, repetition)."""
         return 1.0
-
-    @property
-    def alone(self) -> bool:
-        """True for one that has a process to itself, because it holds much memory or starts slowly."""
-        return False
-
-    @property
-    def start_seconds(self) -> float:
-        """How long ``prepare`` may take, imports on a busy machine included."""
-        return 120.0
 
     @property
     def call_seconds(self) -> float | None:

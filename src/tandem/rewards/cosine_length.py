@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from tandem.errors import ConfigError, bounded
 from tandem.rewards.base import GroupReward, Reward
@@ -18,6 +19,8 @@ class CosineLength(Reward):
     r = b + (a - b) (1 + cos(pi min(n, L) / L)) / 2. The shape is that of arXiv 2502.03373 without its exceed-length
     term, and the values are ms-swift's (cosine_min_len_value_correct is ``right_short``, and so on).
     """
+
+    full_marks: ClassVar[None] = None
 
     accuracy: Reward = field(metadata={"category": "rewards"})
     """The reward that says which answers are right: those to which it gives full marks (1 where it names none)."""
@@ -55,7 +58,3 @@ class CosineLength(Reward):
 
     def phrase(self, answer: str) -> str:
         return self.accuracy.phrase(answer)
-
-    @property
-    def full_marks(self) -> None:
-        return None

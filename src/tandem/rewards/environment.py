@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from tandem.rewards.base import Reward
 from tandem.types import Rollout
@@ -12,6 +13,8 @@ from tandem.types import Rollout
 class EnvironmentReward(Reward):
     """A number among those that the environment's ``play`` returned."""
 
+    full_marks: ClassVar[None] = None
+
     metric: str = "reward"
     """Its name."""
 
@@ -19,8 +22,3 @@ class EnvironmentReward(Reward):
         if self.metric not in rollout.metrics:
             raise ValueError(f"the environment gave no {self.metric!r}; it gave: {', '.join(rollout.metrics)}")
         return rollout.metrics[self.metric]
-
-    @property
-    def full_marks(self) -> None:
-        """None: a reply proves nothing of what the environment does with it."""
-        return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from tandem.errors import ConfigError, RewardError, message_of
 from tandem.importing import importing
@@ -14,6 +14,8 @@ from tandem.rewards.grading.calls import Called, FunctionReward, plain
 @dataclass(frozen=True, kw_only=True)
 class Function(FunctionReward):
     """What ``f(completions, **columns)`` returns, one number or None per sibling; or ``f(rollout)``; or async."""
+
+    full_marks: ClassVar[None] = None
 
     path: str
     """pkg.module.fn or pkg.module:fn, found from the recipe's folder and the working directory; a class is called
@@ -48,7 +50,3 @@ class Function(FunctionReward):
         if not callable(thing):
             raise TypeError(f"it is a {type(thing).__name__}; expected f(rollout) or f(completions, **columns)")
         return plain(thing, text=self.completions == "text")
-
-    @property
-    def full_marks(self) -> None:
-        return None

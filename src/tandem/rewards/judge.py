@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from tandem.errors import ConfigError, RewardError, bounded, redacted
 from tandem.rewards.base import Failure, GroupReward, Verdict
@@ -39,7 +39,7 @@ _PATTERN = r"(?im)^[^\w\n-]*(?:score[^\w\n-]*)?(-?\d+(?:\.\d+)?)(?:\s*/\s*\d+)?[
 
 _NEVER = (401, 403, 404)
 """Statuses that no other question would change: a wrong key, URL or model."""
-_LATER = (408, 409, 425, 429)
+_LATER = (408, 429)
 """Statuses below 500 with which the same question may be asked again."""
 _MOST_BYTES = 4 << 20
 """Largest answer of a judge."""
@@ -53,6 +53,8 @@ class Judge(GroupReward):
 
     A server that answers 429 or 5xx, or not at all, is asked again after a pause that doubles (or that it names).
     """
+
+    full_marks: ClassVar[None] = None
 
     url: str
     """Base URL of the API, such as http://127.0.0.1:8000/v1; /chat/completions is added."""
@@ -98,8 +100,11 @@ class Judge(GroupReward):
             problems.append("template must have {reply} in it, or the judge would not see what it judges")
         if not -math.inf < self.lowest < self.highest < math.inf:
             problems.append(f"highest must be above lowest ({self.lowest:g}), got {self.highest:g}")
-        if problem := _pattern_problem(self.pattern):
-            problems.append(problem)
+        try:
+            if not re.compile(self.pattern).groups:
+                problems.append(f"pattern {self.pattern!r} must have a group (in brackets) around the score")
+        except re.error as error:
+            problems.append(f"pattern {self.pattern!r} is no regular expression: {error}")
         if problems:
             raise ConfigError("\n".join(problems))
 
@@ -171,10 +176,6 @@ class Judge(GroupReward):
         return self._unanswered(f"had no answer from {redacted(client.url)}: {why}{times}")
 
     @property
-    def full_marks(self) -> None:
-        return None
-
-    @property
     def call_seconds(self) -> float:
         return self.deadline_seconds + _SLACK
 
@@ -227,12 +228,3 @@ class Judge(GroupReward):
     def _unanswered(self, text: str) -> Failure:
         costs = {"leave_out": "rollout", "none": "reward", "stop": "run"}
         return Failure("away", text, costs[self.away])  # type: ignore[arg-type]
-
-
-def _pattern_problem(pattern: str) -> str | None:
-    """What is wrong with a regular expression for the score."""
-    try:
-        groups = re.compile(pattern).groups
-    except re.error as error:
-        return f"pattern {pattern!r} is no regular expression: {error}"
-    return None if groups else f"pattern {pattern!r} must have a group (in brackets) around the score"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from tandem.errors import ConfigError
 from tandem.rewards.base import Reward
@@ -12,6 +13,8 @@ from tandem.types import Rollout
 @dataclass(frozen=True, kw_only=True)
 class Overlong(Reward):
     """0 up to ``max_tokens - cache`` tokens, then a straight line down to -1 at ``max_tokens`` and beyond."""
+
+    full_marks: ClassVar[None] = None
 
     max_tokens: int
     """Sampled tokens, all turns together, at which the punishment is full; usually sampling.max_tokens."""
@@ -25,7 +28,3 @@ class Overlong(Reward):
     def __call__(self, rollout: Rollout) -> float:
         over = rollout.num_tokens - (self.max_tokens - self.cache)
         return -min(1.0, over / self.cache) if over > 0 else 0.0
-
-    @property
-    def full_marks(self) -> None:
-        return None

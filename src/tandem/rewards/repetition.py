@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from tandem.errors import bounded
 from tandem.rewards.base import Reward
@@ -12,6 +13,8 @@ from tandem.types import Rollout
 @dataclass(frozen=True, kw_only=True)
 class Repetition(Reward):
     """Minus the share of word n-grams that were said before: 0 for none, close to -1 for a loop."""
+
+    full_marks: ClassVar[None] = None
 
     ngram: int = bounded(3, least=1)
     """Words in one n-gram."""
@@ -23,7 +26,3 @@ class Repetition(Reward):
             return 0.0
         distinct = {tuple(words[at : at + self.ngram]) for at in range(total)}
         return len(distinct) / total - 1
-
-    @property
-    def full_marks(self) -> None:
-        return None

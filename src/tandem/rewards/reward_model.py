@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from tandem.errors import ConfigError, RewardError, bounded
 from tandem.rewards.base import Failure, GroupReward, Verdict
@@ -21,6 +21,10 @@ class RewardModel(GroupReward):
 
     That is the logit as it is: no sigmoid, no normalisation. Every environment that uses one loads it once.
     """
+
+    full_marks: ClassVar[None] = None
+    alone: ClassVar[bool] = True
+    start_seconds: ClassVar[float] = 1800.0  # a large model may have to be fetched first
 
     model: str
     """Hugging Face id or a local folder, with a head for sequence classification."""
@@ -51,18 +55,6 @@ class RewardModel(GroupReward):
 
     def _loaded(self) -> Classifier:
         return loaded(self.model, self.label, self.device, self.dtype, self.chat_template)
-
-    @property
-    def full_marks(self) -> None:
-        return None
-
-    @property
-    def alone(self) -> bool:
-        return True
-
-    @property
-    def start_seconds(self) -> float:
-        return 1800.0  # a large model may have to be fetched first
 
     @property
     def call_seconds(self) -> float:

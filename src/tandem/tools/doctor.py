@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
 import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -19,9 +18,7 @@ from rich.text import Text
 
 from tandem import __version__, machine
 from tandem.config.loading import load
-from tandem.distributed.placement import Placement, visible_accelerators
 from tandem.engines.base import EngineSpec
-from tandem.errors import TandemError
 
 DISTRIBUTION = "tandem-rl"
 _LITTLE_DISK = 2e9
@@ -77,7 +74,6 @@ def findings(folder: Path, engine: EngineSpec | None) -> Iterator[Diagnosis]:
     yield Diagnosis("ok", "tandem", f"{__version__}, Python {platform.python_version()}")
     yield from _packages()
     yield from _memory()
-    yield from ranks(os.environ)
     free = machine.free_disk(folder)
     fix = "free some: a checkpoint holds weights, float32 masters and two moments (14 bytes a parameter)"
     yield _judged("disk", f"{machine.readable(free)} free for {folder}", fix if free < _LITTLE_DISK else "")
@@ -122,45 +118,6 @@ def _memory() -> Iterator[Diagnosis]:
     yield Diagnosis("ok", "accelerator", free or "none: the CPU trains")
 
 
-def ranks(environ: Mapping[str, str]) -> Iterator[Diagnosis]:
-    """What several ranks need, where there are several GPUs or a launcher has started several processes."""
-    try:
-        placement = Placement.from_environment(environ)
-    except TandemError as error:
-        yield Diagnosis("problem", "ranks", str(error), "docs/guide/distributed.md")
-        return
-    accelerators = len(visible_accelerators(environ))
-    if placement is None and accelerators < 2:
-        return
-    if placement is not None:
-        where = f"rank {placement.rank} of {placement.world_size}, started by {placement.launcher}"
-        yield Diagnosis("ok", "ranks", f"{where}; they meet at {placement.master_addr}")
-        if 0 < accelerators < placement.local_world_size:
-            detail = f"{placement.local_world_size} of this host have {accelerators} GPUs"
-            fix = "start as many as there are GPUs, or set distributed.share_gpus: true, which is slow"
-            yield Diagnosis("note", "ranks", detail, fix)
-    if accelerators:
-        yield _tried("NCCL", _nccl, "take a build of torch for this accelerator: https://pytorch.org/get-started")
-
-
-def _nccl() -> str:
-    """What ranks on accelerators talk by."""
-    import torch
-    from torch import distributed
-
-    if not torch.cuda.is_available() or not distributed.is_nccl_available():
-        raise RuntimeError(f"torch {torch.__version__} has none, or sees no accelerator")
-    return f"{'.'.join(map(str, torch.cuda.nccl.version()))}, {torch.cuda.device_count()} GPUs"
-
-
-def _tried(what: str, attempt: Callable[[], str], fix: str) -> Diagnosis:
-    """Do something that training needs; any failure is the finding."""
-    try:
-        return Diagnosis("ok", what, attempt())
-    except (OSError, RuntimeError, ImportError, subprocess.SubprocessError, TandemError) as error:
-        return Diagnosis("problem", what, f"{type(error).__name__}: {error}", fix)
-
-
 def _engine(engine: EngineSpec | None) -> Diagnosis:
     """vLLM, where a recipe's engine.python says; without one in this environment, or in the one beside it."""
     from tandem.engines.vllm.spec import Vllm
@@ -177,7 +134,11 @@ def _engine(engine: EngineSpec | None) -> Diagnosis:
     if "/" in python and not Path(python).exists():
         fix = "name an interpreter that has vLLM; in Tandem's folder, bash scripts/setup engine makes it"
         return Diagnosis("problem", "vLLM", f"there is no {python}; relative paths start at {Path.cwd()}", fix)
-    return _tried("vLLM", lambda: _vllm(python), f"let engine.python name an interpreter that has vLLM, not {python}")
+    try:
+        return Diagnosis("ok", "vLLM", _vllm(python))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        fix = f"let engine.python name an interpreter that has vLLM, not {python}"
+        return Diagnosis("problem", "vLLM", f"{type(error).__name__}: {error}", fix)
 
 
 def _vllm(python: str) -> str:

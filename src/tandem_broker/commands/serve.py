@@ -104,10 +104,9 @@ def _introduce(url: str, host: str, data: Path | None, broker: BrokerServer, tel
         tell("what is queued ends with this process; --data FOLDER keeps it through a restart")
     else:
         report = broker.store.status(time.time())
-        groups = report.queued_groups + report.buffered_groups + report.leased_groups
-        tell(f"everything accepted is kept in {data}, which has {groups} groups of step {report.step}")
-    tell(f"a trainer uses it by: tandem train RECIPE broker={url}")
-    tell(f"an environment by: tandem work env=NAME broker={url} engine=URL")
+        groups = sum(report[f"{state}_groups"] for state in ("queued", "buffered", "leased"))
+        tell(f"everything accepted is kept in {data}, which has {groups} groups of step {report['step']}")
+    tell(f"use it by: tandem train RECIPE broker={url}, and: tandem work env=NAME broker={url} engine=URL")
     if not broker.keys.trainer and not host.startswith(LOOPBACK):
         tell(f"anybody who reaches {host} can read, add and drop data: set {KEY}, and {ENV_KEY} for environments")
     tell("Ctrl-C ends it")

@@ -111,40 +111,31 @@ async def _producers(config: Work, tallies: dict[str, GroupTally]) -> AsyncItera
         request_seconds=config.engine.request_seconds,
         retry=RetryPolicy(max_seconds=5.0, give_up_seconds=config.give_up_seconds),
     )
+    pace = PlayPace(**{name: getattr(config, name) for name in ("n", "ahead", "total_steps", "group_seconds")})
     async with AsyncExitStack() as stack:
-        graders = {
-            name: await stack.enter_async_context(_graders(config, name, source))
-            for name, source in config.sources.items()
-        }
-        clients = {
-            name: await stack.enter_async_context(_client(config, name, source, context, broker_key))
-            for name, source in config.sources.items()
-        }
+        opened = []
+        for name, source in config.sources.items():
+            graders = await stack.enter_async_context(_graders(config, name, source))
+            client = await stack.enter_async_context(_client(config, name, source, context, broker_key))
+            opened.append((name, source.env, graders, client))
         engine = await stack.enter_async_context(remote.open(context=context, ends=ends))
         _warn_of_other_engines(engine, config.sampling)
         tallies.update({name: GroupTally() for name in config.sources})
         yield [
             Producer(
                 worker=GroupRunner(
-                    name=name,
-                    env=source.env,
-                    engine=engine,
-                    graders=graders[name],
-                    template=template,
-                    seed=config.seed,
+                    name=name, env=env, engine=engine, graders=graders, template=template, seed=config.seed
                 ),
                 tasks=TaskOrder(name=name, label="", tasks=tasks[name], seed=config.seed),
-                client=clients[name],
+                client=client,
                 sampling=config.sampling,
                 postprocess_rewards=_postprocess_rewards(config),
                 drop_zero_variance=config.zero_variance_groups == "drop",
-                pace=PlayPace(
-                    n=config.n, ahead=config.ahead, total_steps=config.total_steps, group_seconds=config.group_seconds
-                ),
+                pace=pace,
                 limit=engine.limit,
                 tally=tallies[name],
             )
-            for name, source in config.sources.items()
+            for name, env, graders, client in opened
         ]
 
 

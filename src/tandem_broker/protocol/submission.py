@@ -71,7 +71,7 @@ def _decoded(body: bytes, decoder: Any) -> Any:
     try:
         return decoder.decode(body)
     except (ValueError, RecursionError) as error:
-        raise explain(error, body) from None
+        raise explain(error) from None
 
 
 def _entry(group: ScoredGroup) -> GroupEntry:

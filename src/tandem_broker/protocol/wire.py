@@ -43,23 +43,18 @@ def refuse(kind: str, place: Place, msg: str, why: str = "") -> Malformed:
     return Malformed(Problem(type=kind, loc=["body", *place], msg=msg, ctx=ctx))
 
 
-def explain(error: Exception, body: bytes, place: Place = ()) -> Malformed:
-    """Turn a decoder's error about a part of a message, found at ``place``, into one for its sender."""
+def explain(error: Exception) -> Malformed:
+    """Turn a decoder's error into one for the message's sender."""
     text = str(error)
-    if isinstance(error, RecursionError):
-        return refuse("json_invalid", place, "JSON nested too deep")
     if not isinstance(error, msgspec.ValidationError):
         byte = _BYTE.search(text)
-        why = text.removeprefix("JSON is malformed: ")
-        if b"NaN" in body or b"Infinity" in body:
-            why += "; NaN and Infinity are no numbers of JSON, and every number must be finite"
-        return refuse("json_invalid", (int(byte[1]),) if byte else place, "JSON decode error", why)
+        return refuse("json_invalid", (int(byte[1]),) if byte else (), "JSON decode error", text)
     at = _AT.search(text)
     steps = tuple(name or int(index) for name, index in _STEP.findall(at[1])) if at else ()
     text = _AT.sub("", text)
     if missing := _MISSING.match(text):
-        return refuse("missing", (*place, *steps, missing[1]), "Field required")
-    return refuse("value_error", (*place, *steps), text)
+        return refuse("missing", (*steps, missing[1]), "Field required")
+    return refuse("value_error", steps, text)
 
 
 def write(value: Any) -> bytes:
@@ -76,7 +71,7 @@ def read(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind, strict=False)
     except (ValueError, RecursionError) as error:
-        raise explain(error, body) from None
+        raise explain(error) from None
 
 
 def convert(query: Mapping[str, str], kind: type[T]) -> T:
@@ -84,7 +79,7 @@ def convert(query: Mapping[str, str], kind: type[T]) -> T:
     try:
         return msgspec.convert(query, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise explain(error, b"") from None
+        raise explain(error) from None
 
 
 def write_batch(payloads: Sequence[bytes], lease: Any = None) -> bytes:

@@ -30,18 +30,6 @@ T = TypeVar("T", bound=Sized)
 BY_ORDER = attrgetter("order")
 
 
-def reachable(counts: Mapping[int, int], limit: int) -> int:
-    """Bit ``k`` is set if some of ``counts[size]`` groups of each size add up to ``k``, for ``k`` up to ``limit``."""
-    mask, sums = (1 << (limit + 1)) - 1, 1
-    for size, count in counts.items():
-        left, step = min(count, limit // size), 1
-        while left > 0:  # 1, 2, 4, ... of them at once: every number up to ``count`` is a sum of such
-            part = min(step, left)
-            sums |= (sums << (size * part)) & mask
-            left, step = left - part, step * 2
-    return sums
-
-
 def earliest(items: Iterable[T], total: int) -> list[T] | None:
     """The selection of ``items`` (in arrival order) that adds up to exactly ``total`` and takes the oldest; or None."""
     pool: list[T] = []

@@ -6,18 +6,21 @@ rollout, a *group* holds several sequences of one prompt, a *batch* is groups of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 
 from tandem.errors import BrokerError
-from tandem_broker.protocol.messages import RunParameters
 from tandem_broker.protocol.submission import GroupEntry
 
 State = Literal["buffered", "queued", "leased", "trained", "dropped"]
 """buffered: waits for others of its environment to make up a group size; leased: a trainer has it."""
+
+
+REMEMBERED = 1_000
+"""Batches that are over and still known by name."""
 
 
 class GroupRefused(BrokerError):
@@ -72,29 +75,37 @@ class ServedBatch(msgspec.Struct, frozen=True, kw_only=True):
     """When the lease ends; None without a lease."""
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a store, for people and metrics."""
+class Acknowledgement(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of an acknowledgement. True in a condition if the whole batch is trained, and by this batch alone."""
 
+    ok: bool
+    trained: int = 0
+    """Groups that this acknowledgement marked as trained."""
+    already: int = 0
+    """Groups that another batch's acknowledgement had marked before: they were trained twice."""
+    reason: str = ""
+    """For a person; empty when nothing is unusual."""
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+class BatchLease(msgspec.Struct, eq=False):
+    """A batch that was served; a journal keeps it as it is."""
+
+    id: str
+    orders: list[int]
+    """Places of its groups in the order of arrival; empty once it is acknowledged."""
     step: int
-    """Batches served, counted from the starting step."""
-    policy: int
-    """Policy step that entries are stamped with."""
-    run: RunParameters | None
-    started: bool
-    """A batch was asked for since the registration."""
-    queued_groups: int
-    queued_sequences: int
-    buffered_groups: int
-    leased_groups: int
-    held_bytes: int
-    """Payload bytes buffered, queued and leased."""
-    leases: int
-    counts: Mapping[str, int]
-    """Groups since the ledger began: accepted, duplicate, trained, doubled, dropped. Leases: expired."""
-    waits_for: str
-    """Why no batch can be formed now; empty if one can."""
-    envs: Sequence[Mapping[str, Any]]
-    """Each environment, anonymous last if it ever submitted."""
+    """The broker's step with it."""
+    trainer: str | None
+    seconds: float | None
+    """How long it may stay unacknowledged; None: a trainer that never acknowledges has it."""
+    expires: float | None
+    delivered: bool = False
+    """Its answer went out whole: after a restart a trainer that never acknowledges still has it."""
+    outcome: Acknowledgement | None = None
+    """The answer to its acknowledgement, for one that is repeated."""
 
 
 class Journal:

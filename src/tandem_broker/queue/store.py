@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import uuid
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,8 +17,7 @@ from msgspec.structs import replace
 
 from tandem_broker.protocol.messages import EnvAccepted, EnvRegistration, EnvStatus, RunParameters
 from tandem_broker.protocol.submission import GroupEntry
-from tandem_broker.queue.leases import Acknowledgement, BatchLease, IdempotencyKeys, Leases
-from tandem_broker.queue.records import GroupRefused, Journal, Receipt, Report, ServedBatch, StoreOptions
+from tandem_broker.queue import records
 from tandem_broker.queue.tenants import Item, Tenants
 from tandem_broker.queue.waiting import WaitingGroups
 
@@ -31,11 +30,11 @@ PROGRESS = ("started", "step", "policy", "took", "returned", "order", "counts")
 class GroupQueue:
     """Groups, environments, leases and the run."""
 
-    def __init__(self, options: StoreOptions | None = None, journal: Journal | None = None) -> None:
-        self.options = options or StoreOptions()
-        self.journal = journal or Journal()
+    def __init__(self, options: records.StoreOptions | None = None, journal: records.Journal | None = None) -> None:
+        self.options = options or records.StoreOptions()
+        self.journal = journal or records.Journal()
         self.counts: Counter[str] = Counter()
-        """See ``Report.counts``."""
+        """Of groups and leases, as ``status`` tells them."""
         self.order = 0
         """Place of the next group in the order of arrival."""
         self._begin(Tenants(self.options, self.journal))
@@ -44,8 +43,12 @@ class GroupQueue:
         """Nothing is queued, out or known but these environments."""
         self.tenants = tenants
         self.waiting = WaitingGroups(tenants, self.journal, self.options)
-        self.leases = Leases()
-        self.seen = IdempotencyKeys()
+        self.leases: dict[str, records.BatchLease] = {}
+        """Those that are out, by name."""
+        self.over: OrderedDict[str, records.BatchLease] = OrderedDict()
+        """The last ones that were acknowledged, expired or returned, oldest first."""
+        self.seen: OrderedDict[str, float] = OrderedDict()
+        """When each key was accepted, oldest first."""
         self.run: RunParameters | None = None
         self.started = False
         self.step = 0
@@ -68,12 +71,11 @@ class GroupQueue:
             GroupRefused: a batch size below 1 or above ``MAX_BATCH``.
         """
         if not 1 <= run.batch_size <= MAX_BATCH:
-            raise GroupRefused(f"batch_size is {run.batch_size}; expected 1 to {MAX_BATCH} sequences")
-        self._return(list(self.leases.out.values()))
+            raise records.GroupRefused(f"batch_size is {run.batch_size}; expected 1 to {MAX_BATCH} sequences")
+        self._return(list(self.leases.values()))
         self.run, self.started, self.step, self.returned = run, False, run.starting_step, 0
         self.policy, self.took = None, False
         self.tenants.batch_size = run.batch_size
-        self.tenants.change += 1
         self._drop([item for item in self.waiting.of("queued", "buffered") if item.size > run.batch_size])
         return uuid.uuid4().int
 
@@ -99,7 +101,7 @@ class GroupQueue:
         """
         if self.policy is None or self.run is None:
             return self.step
-        if self.took and self.leases.out and self.policy + 1 == self.run.num_steps:
+        if self.took and self.leases and self.policy + 1 == self.run.num_steps:
             return self.policy
         return self.policy + self.took
 
@@ -136,7 +138,6 @@ class GroupQueue:
         tenant.heard = now
         if tenant.connected:
             tenant.connected = tenant.live = False
-            self.tenants.change += 1
             self.tenants.note(tenant)
         return True
 
@@ -148,12 +149,12 @@ class GroupQueue:
         """
         tenant = self.tenants.by_id.get(env_id)
         if tenant is None:
-            raise GroupRefused(f"no environment has env_id {env_id}; register it with /register-env")
+            raise records.GroupRefused(f"no environment has env_id {env_id}; register it with /register-env")
         self._advance(now)
         self.tenants.hear(tenant, now)
         return self.tenants.status(tenant, self.current_step)
 
-    def put(self, entry: GroupEntry, now: float, *, key: str | None = None) -> Receipt:
+    def put(self, entry: GroupEntry, now: float, *, key: str | None = None) -> records.Receipt:
         """Accept one group. A ``key`` that was accepted before adds nothing.
 
         Raises:
@@ -162,11 +163,12 @@ class GroupQueue:
         """
         return self.put_all([(entry, key)], now)[0]
 
-    def put_all(self, entries: Sequence[tuple[GroupEntry, str | None]], now: float) -> list[Receipt]:
+    def put_all(self, entries: Sequence[tuple[GroupEntry, str | None]], now: float) -> list[records.Receipt]:
         """Accept all of these ``(entry, key)`` or none; see ``put``."""
         self._advance(now)
-        for forgotten in self.seen.forget(now, self.options):
-            self.journal.noted(f"key:{forgotten}", None)
+        most, seconds = self.options.max_keys, self.options.key_seconds
+        while self.seen and (len(self.seen) > most or now - next(iter(self.seen.values())) > seconds):
+            self.journal.noted(f"key:{self.seen.popitem(last=False)[0]}", None)
         fresh = [(entry, key) for entry, key in entries if key is None or key not in self.seen]
         for tenant in {entry.env: self.tenants.of(entry.env) for entry, _ in entries}.values():
             self.tenants.hear(tenant, now)
@@ -176,7 +178,9 @@ class GroupQueue:
         for entry, key in entries:
             if key is not None and key in self.seen:
                 self.counts["duplicate"] += 1
-                receipts.append(Receipt(kind="duplicate", buffered=self.tenants.of(entry.env).sequences["buffered"]))
+                receipts.append(
+                    records.Receipt(kind="duplicate", buffered=self.tenants.of(entry.env).sequences["buffered"])
+                )
             else:
                 receipts.append(self._accept(entry, key, now))
         return receipts
@@ -189,7 +193,7 @@ class GroupQueue:
         lease: float | None = None,
         policy: int | None = None,
         max_lag: int | None = None,
-    ) -> ServedBatch | None:
+    ) -> records.ServedBatch | None:
         """The next batch, or None.
 
         Args:
@@ -209,7 +213,7 @@ class GroupQueue:
                 self.policy, self.took = policy, False
             self.started = True
         if lease is None:
-            for earlier in self.leases.of_plain(trainer):
+            for earlier in [lease for lease in self.leases.values() if lease.delivered and lease.trainer == trainer]:
                 self.acknowledge(earlier.id, now)
         chosen = self.waiting.next_batch()
         if max_lag is not None and self.policy is not None:
@@ -221,18 +225,20 @@ class GroupQueue:
             return None
         return self._serve(chosen, trainer, lease, now)
 
-    def acknowledge(self, batch_id: str, now: float) -> Acknowledgement:
+    def acknowledge(self, batch_id: str, now: float) -> records.Acknowledgement:
         """The batch is trained. Of two batches that hold the same group (a lease ran out) the first to say so wins.
 
         Repeating an acknowledgement repeats its answer.
         """
         self._advance(now)
-        lease = self.leases.out.get(batch_id) or self.leases.over.get(batch_id)
+        lease = self.leases.get(batch_id) or self.over.get(batch_id)
         if lease is None:
-            return Acknowledgement(ok=False, reason=f"no batch is called {batch_id}: it was never served, or long ago")
+            return records.Acknowledgement(
+                ok=False, reason=f"no batch is called {batch_id}: it was never served, or long ago"
+            )
         if lease.outcome is not None:
             return lease.outcome
-        late = batch_id in self.leases.over
+        late = batch_id in self.over
         trained = [self.waiting.items[order] for order in lease.orders if order in self.waiting.items]
         already = len(lease.orders) - len(trained)
         self.waiting.move(trained, "trained", batch_id)
@@ -245,7 +251,7 @@ class GroupQueue:
             reason = f"{already} groups of batch {batch_id} were trained by another batch: {why}"
         elif late:
             reason = f"late: batch {batch_id} went back ({why}), but no other with its groups was acknowledged"
-        lease.outcome = Acknowledgement(ok=not already, trained=len(trained), already=already, reason=reason)
+        lease.outcome = records.Acknowledgement(ok=not already, trained=len(trained), already=already, reason=reason)
         lease.orders = []
         self._end(lease)
         return lease.outcome
@@ -253,7 +259,7 @@ class GroupQueue:
     def renew(self, batch_id: str, now: float) -> bool:
         """Its lease begins anew. False: it is not out (any more)."""
         self._advance(now)
-        lease = self.leases.out.get(batch_id)
+        lease = self.leases.get(batch_id)
         if lease is None or lease.seconds is None:
             return lease is not None
         lease.expires = now + lease.seconds
@@ -261,7 +267,7 @@ class GroupQueue:
 
     def delivered(self, batch_id: str) -> None:
         """The answer with this batch went out whole: a restart does not serve it again to a plain trainer."""
-        lease = self.leases.out.get(batch_id)
+        lease = self.leases.get(batch_id)
         if lease is not None and lease.seconds is None:
             lease.delivered = True
             self.journal.noted(f"lease:{lease.id}", msgspec.to_builtins(lease))
@@ -269,45 +275,44 @@ class GroupQueue:
     def return_lease(self, batch_id: str, now: float) -> bool:
         """The batch was not trained: its groups go back to the front, in order. False: it is not out."""
         self._advance(now)
-        lease = self.leases.out.get(batch_id)
+        lease = self.leases.get(batch_id)
         if lease is None:
             return False
         self._return([lease])
         return True
 
-    def status(self, now: float) -> Report:
-        """Everything for people and metrics. Takes time in the number of environments."""
+    def status(self, now: float) -> dict[str, Any]:
+        """Everything for people and metrics.
+
+        ``counts`` are of groups since the ledger began (accepted, duplicate, trained, doubled, dropped) and of leases
+        that expired; ``waits_for`` says why no batch can be formed; anonymous environments come last.
+        """
         self._advance(now)
         everybody = list(self.tenants)
-        return Report(
-            step=self.step,
-            policy=self.policy_step,
-            run=self.run,
-            started=self.started,
-            queued_groups=self.queued_groups,
-            queued_sequences=sum(tenant.sequences["queued"] for tenant in everybody),
-            buffered_groups=sum(tenant.groups["buffered"] for tenant in everybody),
-            leased_groups=sum(tenant.groups["leased"] for tenant in everybody),
-            held_bytes=self.waiting.bytes,
-            leases=len(self.leases.out),
-            counts=dict(self.counts),
-            waits_for=self.waiting.waits_for(),
-            envs=[t.report() for t in everybody if t.env_id is not None or t.accepted or t.groups.total()],
-        )
-
-    @property
-    def queued_groups(self) -> int:
-        """Groups in the queue."""
-        return sum(tenant.groups["queued"] for tenant in self.tenants)
+        held: Counter[records.State] = sum((tenant.groups for tenant in everybody), Counter())
+        return {
+            "step": self.step,
+            "policy": self.policy_step,
+            "run": self.run,
+            "started": self.started,
+            **{f"{state}_groups": held[state] for state in ("queued", "buffered", "leased")},
+            "queued_sequences": sum(tenant.sequences["queued"] for tenant in everybody),
+            "held_bytes": self.waiting.bytes,
+            "leases": len(self.leases),
+            "counts": dict(self.counts),
+            "waits_for": self.waiting.waits_for(),
+            "envs": [t.report() for t in everybody if t.env_id is not None or t.accepted or t.groups.total()],
+        }
 
     def _advance(self, now: float) -> None:
         """Leases that ran out come back; environments that fell silent lose their share."""
         self.tenants.sweep(now)
-        if expired := self.leases.expired(now):
-            self.counts["expired"] += len(expired)
-            self._return(expired)
+        leases = self.leases.values()
+        expired = [lease for lease in leases if lease.expires is not None and lease.expires <= now]
+        self.counts["expired"] += len(expired)
+        self._return(expired)
 
-    def _accept(self, entry: GroupEntry, key: str | None, now: float) -> Receipt:
+    def _accept(self, entry: GroupEntry, key: str | None, now: float) -> records.Receipt:
         tenant = self.tenants.of(entry.env)
         if entry.version is None:
             entry = replace(entry, version=self.policy_step)
@@ -320,23 +325,23 @@ class GroupQueue:
         tenant.accepted += 1
         self.counts["accepted"] += 1
         buffered = tenant.env_id is not None and entry.size < tenant.spec.group_size
-        return Receipt(kind="buffered" if buffered else "received", buffered=tenant.sequences["buffered"])
+        return records.Receipt(kind="buffered" if buffered else "received", buffered=tenant.sequences["buffered"])
 
-    def _serve(self, chosen: list[Item], trainer: str | None, seconds: float | None, now: float) -> ServedBatch:
+    def _serve(self, chosen: list[Item], trainer: str | None, seconds: float | None, now: float) -> records.ServedBatch:
         if self.returned:
             self.returned -= 1
         else:
             self.step += 1
         expires = None if seconds is None else now + seconds
         orders = [item.order for item in chosen]
-        lease = BatchLease(secrets.token_hex(8), orders, self.step, trainer, seconds, expires)
-        self.leases.out[lease.id] = lease
+        lease = records.BatchLease(secrets.token_hex(8), orders, self.step, trainer, seconds, expires)
+        self.leases[lease.id] = lease
         self.took = True
         self.journal.noted(f"lease:{lease.id}", msgspec.to_builtins(lease))
         self.waiting.move(chosen, "leased", lease.id)
-        return ServedBatch(id=lease.id, entries=tuple(i.entry for i in chosen), step=self.step, expires=expires)
+        return records.ServedBatch(id=lease.id, entries=tuple(i.entry for i in chosen), step=self.step, expires=expires)
 
-    def _return(self, leases: list[BatchLease]) -> None:
+    def _return(self, leases: list[records.BatchLease]) -> None:
         """Batches that were not trained: their groups go back in place, and serving them again is no new step."""
         for lease in leases:
             back = self.groups_out(lease)
@@ -344,23 +349,26 @@ class GroupQueue:
             self.returned += bool(back)
             self._end(lease)
 
-    def restored(self, lease: BatchLease, now: float) -> None:
+    def restored(self, lease: records.BatchLease, now: float) -> None:
         """Take in a lease that a journal kept; its time begins anew."""
         lease.expires = None if lease.seconds is None else now + lease.seconds
         is_out = bool(self.groups_out(lease))
-        (self.leases.out if is_out else self.leases.over)[lease.id] = lease
+        (self.leases if is_out else self.over)[lease.id] = lease
         if is_out and lease.seconds is None and not lease.delivered:
             self._return([lease])
 
-    def groups_out(self, lease: BatchLease) -> list[Item]:
+    def groups_out(self, lease: records.BatchLease) -> list[Item]:
         """Groups that are out with this lease, and not trained or served with another meanwhile."""
         items = [self.waiting.items.get(order) for order in lease.orders]
         return [item for item in items if item and item.state == "leased" and item.batch == lease.id]
 
-    def _end(self, lease: BatchLease) -> None:
+    def _end(self, lease: records.BatchLease) -> None:
         self.journal.noted(f"lease:{lease.id}", msgspec.to_builtins(lease))
-        if forgotten := self.leases.end(lease):
-            self.journal.noted(f"lease:{forgotten}", None)
+        self.leases.pop(lease.id, None)
+        self.over[lease.id] = lease
+        self.over.move_to_end(lease.id)
+        if len(self.over) > records.REMEMBERED:
+            self.journal.noted(f"lease:{self.over.popitem(last=False)[0]}", None)
 
     def _drop(self, items: list[Item]) -> None:
         self.waiting.move(items, "dropped")

@@ -103,7 +103,7 @@ class Tenant(msgspec.Struct, eq=False, kw_only=True):
 
 
 class Tenants:
-    """All environments, with every sum that a status needs kept up to date rather than counted again."""
+    """All environments."""
 
     def __init__(self, options: StoreOptions, journal: Journal) -> None:
         self.batch_size = 0
@@ -114,9 +114,6 @@ class Tenants:
         self.by_key: dict[str, Tenant] = {}
         self.anonymous = Tenant(env_id=None, spec=ANONYMOUS, name="anonymous", heard=0.0, connected=False, live=False)
         self.next_id = 0
-        self.change = 0
-        """Count of changes to queues, buffers and who takes part."""
-        self._totals = (-1, 1, 0, 0.0, 0.0)
 
     def __iter__(self) -> Iterator[Tenant]:
         yield from self.by_id.values()
@@ -156,7 +153,6 @@ class Tenants:
         self.next_id = max(self.next_id, tenant.env_id + 1)
         if tenant.key is not None:
             self.by_key[tenant.key] = tenant
-        self.change += 1
 
     def _make_room(self) -> None:
         """One more must fit: of those that are gone and hold nothing, the one silent for longest is forgotten."""
@@ -171,7 +167,6 @@ class Tenants:
         if oldest.key is not None:
             del self.by_key[oldest.key]
         self.journal.noted(f"env:{oldest.env_id}", None)
-        self.change += 1
 
     def after_reset(self) -> Tenants:
         """All connected environments, none of which takes part until heard again; ids go on."""
@@ -188,7 +183,6 @@ class Tenants:
         tenant.heard = now
         if tenant.connected and not tenant.live:
             tenant.live = True
-            self.change += 1
             self.note(tenant)
 
     def sweep(self, now: float) -> None:
@@ -196,7 +190,6 @@ class Tenants:
         for tenant in self.by_id.values():
             if tenant.live and now - tenant.heard > self.options.heartbeat_seconds:
                 tenant.live = False
-                self.change += 1
                 self.note(tenant)
 
     def _visible(self, tenant: Tenant, largest: int) -> int:
@@ -210,20 +203,17 @@ class Tenants:
         return minimums(self.batch_size, shares)
 
     def status(self, tenant: Tenant, step: int) -> EnvStatus:
-        """What an environment polls. Sums over all environments are counted again only after a change."""
-        if self._totals[0] != self.change:
-            live = [tenant for tenant in self.by_id.values() if tenant.live]
-            largest = max(tenant.largest for tenant in self)
-            visible = sum(self._visible(tenant, largest) for tenant in self)
-            self._totals = (self.change, largest, visible, sum(t.pull for t in live), sum(t.share for t in live))
-        _, largest, visible, pull, share = self._totals
+        """What an environment polls."""
+        live = [tenant for tenant in self.by_id.values() if tenant.live]
+        largest = max(tenant.largest for tenant in self)
+        visible = sum(self._visible(tenant, largest) for tenant in self)
         size, sequences = max(tenant.spec.group_size, tenant.largest), tenant.sequences["queued"]
-        total = pull or tenant.pull
+        total = sum(t.pull for t in live) or tenant.pull
         return EnvStatus(
             current_step=step,
             queue_size=(sequences + visible - self._visible(tenant, largest)) // size,
             self_queue_size=sequences // size,
             max_group_size=largest,
-            unallocated_fraction=1.0 - min(1.0, share),
+            unallocated_fraction=1.0 - min(1.0, sum(t.share for t in live)),
             env_weight=max(WEIGHT_FLOOR, tenant.pull / total if total else 0.0),
         )

@@ -26,7 +26,6 @@ class WaitingGroups:
         """The group that entered a queue last."""
         self._journal = journal
         self._options = options
-        self._formed: tuple[int, list[Item] | None] = (-1, None)
 
     def of(self, *states: State) -> Iterator[Item]:
         """Those in these states, in the order of arrival."""
@@ -52,17 +51,11 @@ class WaitingGroups:
         if not everybody and held_groups < limit.max_env_groups and tenant.held_bytes < limit.max_env_bytes:
             return
         short = self._has(tenant, "queued", "buffered") < batch_size
-        if batch_size and self.next_batch() is None and (short or self._completes(entry.size)):
+        if short and self.next_batch() is None:
             return
         who = "the broker" if everybody else f"environment {tenant.name}"
         groups, held = (len(self.items), self.bytes) if everybody else (held_groups, tenant.held_bytes)
         raise Busy(f"{who} holds {groups} groups of {held / 2**20:.0f} MiB that wait for the trainer; try again later")
-
-    def _completes(self, size: int) -> bool:
-        """Whether sizes that cannot add up to a batch can with one group of this size more."""
-        total = self.tenants.batch_size
-        before = formation.reachable(Counter(item.size for item in self.of("queued", "buffered")), total)
-        return not before >> total & 1 and bool(before >> (total - size) & 1)
 
     def hold(self, item: Item) -> None:
         """Count it until it is trained or dropped."""
@@ -95,25 +88,18 @@ class WaitingGroups:
                 item.tenant.held_bytes -= item.num_bytes
             else:
                 self._entered(item)
-        self.tenants.change += 1
         if items:
             self._journal.moved([item.order for item in items], state, batch)
 
     def _entered(self, item: Item) -> None:
         item.tenant.count(item, 1)
-        self.tenants.change += 1
         if item.state == "queued" and (self.latest is None or item.order > self.latest.order):
             self.latest = item
 
     def next_batch(self) -> list[Item] | None:
-        """The groups of the next batch, in order, still where they are; None if none can be formed."""
-        if self._formed[0] != self.tenants.change:
-            self._formed = (self.tenants.change, self._form())
-        return self._formed[1]
+        """The groups of the next batch, in order, still where they are; None if none can be formed.
 
-    def _form(self) -> list[Item] | None:
-        """From the queues; if those cannot, from the buffers too: partial groups that never add up must not be stuck.
-
+        From the queues; if those cannot, from the buffers too: partial groups that never add up must not be stuck.
         Minimum shares hold. Only if every environment that has one queued enough for it and sizes that add up
         exactly cannot be found are they relaxed: to one group each, then to none.
         """

@@ -25,8 +25,7 @@ from tandem.printable import named
 from tandem_broker.protocol import messages, wire
 from tandem_broker.protocol.submission import GroupEntry, read_group, read_groups
 from tandem_broker.protocol.wire import Malformed
-from tandem_broker.queue.leases import Acknowledgement
-from tandem_broker.queue.records import Busy, GroupRefused, Receipt, ServedBatch
+from tandem_broker.queue.records import Acknowledgement, Busy, GroupRefused, Receipt, ServedBatch
 from tandem_broker.queue.store import GroupQueue
 from tandem_broker.server.bodies import MESSAGE_BYTES, Bodies, BodyLimits, RequestRejected
 from tandem_broker.server.keys import Keys, Role, may, scoped
@@ -346,10 +345,10 @@ class BrokerServer:
     async def _status(self, request: web.Request) -> web.StreamResponse:
         now = self._clock()
         report = self.store.status(now)
-        answer: dict[str, Any] = {"current_step": report.step, "queue_size": report.queued_groups}
+        answer: dict[str, Any] = {"current_step": report["step"], "queue_size": report["queued_groups"]}
         if "detail" in request.query:
             answer["detail"] = {
-                **msgspec.to_builtins(report),
+                **report,
                 "now": now,
                 "uptime": now - self._started,
                 "polled": self._polled,

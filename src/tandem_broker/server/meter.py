@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-
-from tandem_broker.queue.records import Report
+from typing import Any
 
 
 class Meter:
@@ -17,24 +16,24 @@ class Meter:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.refused: Counter[str] = Counter()
 
-    def prometheus(self, report: Report) -> str:
+    def prometheus(self, report: Mapping[str, Any]) -> str:
         """Write everything, given the queue's state."""
-        groups = {"queued": report.queued_groups, "buffered": report.buffered_groups, "leased": report.leased_groups}
+        groups = {state: report[f"{state}_groups"] for state in ("queued", "buffered", "leased")}
         requests = {f'path="{path}",status="{status}"': count for (path, status), count in self.answers.items()}
         families: dict[str, float | Mapping[str, float]] = {
-            "step": report.step,
-            "policy_step": report.policy,
+            "step": report["step"],
+            "policy_step": report["policy"],
             "groups": _by("state", groups),
-            "held_bytes": report.held_bytes,
-            "leases": report.leases,
-            "groups_total": _by("event", report.counts),
+            "held_bytes": report["held_bytes"],
+            "leases": report["leases"],
+            "groups_total": _by("event", report["counts"]),
             **{f"served_{name}_total": count for name, count in self.served.items()},
             "refused_total": _by("reason", self.refused),
             "requests_total": requests,
             "request_seconds_total": _by("path", self.seconds),
         }
         for name in ("queued_groups", "queued_sequences", "buffered_sequences", "held_bytes", "connected", "accepted"):
-            values = {env["name"]: int(env[name]) for env in report.envs}
+            values = {env["name"]: int(env[name]) for env in report["envs"]}
             families["env_accepted_total" if name == "accepted" else f"env_{name}"] = _by("env", values)
         return "\n".join(line for name, samples in families.items() for line in _lines(name, samples)) + "\n"
 

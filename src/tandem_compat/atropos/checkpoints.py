@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.errors import CheckpointError, ConfigError
+from tandem.errors import ConfigError
 from tandem.observability.loggers.base import MetricsLogger, RunInfo, Writer
 from tandem.types import Json
 
@@ -17,23 +17,23 @@ log = logging.getLogger(f"tandem.{__name__}")
 
 _NAMES = {"full": ("model", "step", "final_model"), "lora": ("adapter", "adapter_step", "final_adapter")}
 """By what was trained: its folder within a checkpoint, and Atropos' two names."""
-_MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "*_config.json", "README.md")
+_MODEL_FILES = ("*.safetensors*", "config.json", "adapter_config.json", "generation_config.json", "README.md")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointLayout(MetricsLogger):
-    """Copy every checkpoint to a folder under the names that Atropos' trainer gives them, while the run goes on.
+    """Give every checkpoint the name that Atropos' trainer gives it, in a folder, while the run goes on.
 
     ``step_N/`` and ``final_model/``, or ``adapter_step_N/`` and ``final_adapter/``, and ``tokenizer/``; with broadcast
-    ``nccl_bridge_config.json``. Each is copied aside and renamed, so that what bears its name is whole. What has that
-    name from another run is replaced.
+    ``nccl_bridge_config.json``. Files are linked, or copied to another disk, aside and renamed, so that what bears its
+    name is whole. What has that name from another run is replaced.
     """
 
     save_path: str
     """Where they go."""
 
     def open(self, info: RunInfo) -> Writer:
-        """Copies are made in a thread of their own.
+        """Nothing is written before the first checkpoint.
 
         Raises:
             ConfigError: what the run trains has no name in Atropos.
@@ -51,66 +51,42 @@ class _LayoutWriter(Writer):
         self._save_path = save_path
         self._inside, self._step, self._final = inside, step, final
         self._last, self._every = info.config["steps"], info.config["checkpoint"]["every"]
-        self._thread = ThreadPoolExecutor(1, "layout")
-        self._copying: Future[None] | None = None
 
     def event(self, name: str, fields: Mapping[str, Json]) -> None:
         from tandem.transport.bridge import NCCL_FILE  # only now: it needs torch, and flags are read without
 
         if name == "published" and (self._run_folder / NCCL_FILE).is_file():  # by a group that may be formed anew
-            _copy(self._run_folder / NCCL_FILE, self._save_path / NCCL_FILE)
+            self._lay_out(self._run_folder / NCCL_FILE, NCCL_FILE)
         if name == "checkpoint_saved":
-            self._finish()  # before the checkpoint that is being copied may be pruned
-            weights = Path(str(fields["path"])) / self._inside
-            self._copying = self._thread.submit(self._lay_out, fields["step"], weights)
+            weights, step = Path(str(fields["path"])) / self._inside, fields["step"]
+            # An interval as long as the run is how a recipe says that the last step alone is saved.
+            is_last, is_due = step == self._last, step % self._every == 0 and self._every < self._last
+            if is_due or not is_last:
+                self._lay_out(weights, f"{self._step}_{step}")
+            if is_last:
+                self._lay_out(weights, self._final)
+            self._lay_out(weights, "tokenizer", *_MODEL_FILES)
 
-    def close(self) -> None:
+    def _lay_out(self, source: Path, name: str, *left_out: str) -> None:
+        """Give a file or a folder its name, whole or not at all; a failure is told."""
+        target = self._save_path / name
+        aside = target.with_name(f".{name}.tmp")
         try:
-            self._finish()
-        finally:
-            self._thread.shutdown()
-
-    def _lay_out(self, step: int, weights: Path) -> None:
-        # An interval as long as the run is how a recipe says that the last step alone is saved.
-        is_last, is_due = step == self._last, step % self._every == 0 and self._every < self._last
-        if is_due or not is_last:
-            _copy(weights, self._save_path / f"{self._step}_{step}")
-        if is_last:
-            _copy(weights, self._save_path / self._final)
-        _copy(weights, self._save_path / "tokenizer", without_model=True)
-
-    def _finish(self) -> None:
-        """Wait for the copy under way; one that fails is told, and the next is made all the same."""
-        if self._copying is not None:
-            copying, self._copying = self._copying, None
-            try:
-                copying.result()
-            except CheckpointError as error:
-                log.warning("%s", error)
+            shutil.rmtree(aside, ignore_errors=True)
+            self._save_path.mkdir(parents=True, exist_ok=True)
+            if source.is_file():
+                shutil.copy2(source, aside)
+            else:
+                shutil.copytree(source, aside, ignore=shutil.ignore_patterns(*left_out), copy_function=_linked)
+                shutil.rmtree(target, ignore_errors=True)
+            aside.replace(target)
+        except OSError as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            log.warning("%s cannot be copied to %s: %s; free disk space, then: tandem export", source, target, error)
 
 
-def _copy(source: Path, target: Path, *, without_model: bool = False) -> None:
-    """Copy a file or a folder to its final name, whole or not at all; ``without_model`` leaves the tokenizer's files.
-
-    Raises:
-        CheckpointError: the disk refuses.
-    """
-    aside = target.with_name(f".{target.name}.tmp")
+def _linked(source: str, target: str) -> None:
     try:
-        shutil.rmtree(aside, ignore_errors=True)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if source.is_file():
-            shutil.copy2(source, aside)
-        else:
-            shutil.copytree(source, aside, ignore=_not_of_the_tokenizer if without_model else None)
-            shutil.rmtree(target, ignore_errors=True)
-        aside.replace(target)
-    except OSError as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        remedy = "free disk space, then copy it by: tandem export"
-        raise CheckpointError(f"{source} cannot be copied to {target}: {error}; {remedy}") from error
-
-
-def _not_of_the_tokenizer(folder: str, names: list[str]) -> set[str]:
-    """Files beside the tokenizer's in a saved model or adapter; an ``ignore`` of ``shutil.copytree``."""
-    return set(shutil.ignore_patterns(*_MODEL_FILES)(folder, names)) - {"tokenizer_config.json"}
+        os.link(source, target)
+    except OSError:  # another disk, or one without links
+        shutil.copy2(source, target)

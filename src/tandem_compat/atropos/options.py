@@ -5,7 +5,7 @@ Of the trainer every flag is here that one of its versions had.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from tandem_compat.table import ForeignOption, becomes, by_name, idle, refused, unused
 
@@ -65,7 +65,7 @@ TRAINER: Mapping[str, ForeignOption] = by_name(
     becomes("lora-alpha", "whole", "the adapter's output is multiplied by alpha/r", 32, where="adapter",
         path="trainable.alpha"),
     becomes("lora-dropout", "number", "left out: what is scored must be what sampled", 0.05, where="adapter"),
-    becomes("lora-target-modules", "text", "adapted layers, or all-linear", "q_proj v_proj", where="adapter"),
+    becomes("lora-target-modules", "texts", "adapted layers, or all-linear", ["q_proj", "v_proj"], where="adapter"),
     becomes("lora-layer-indices", "text", "layers to adapt, such as 0-3,10; default: all", where="adapter"),
     becomes("nccl-init-method", "text", "where trainer and engines meet", "tcp://localhost:29500", where="nccl"),
     becomes("nccl-world-size", "whole", "the trainer and its engines, counted, with lora_nccl", 2, where="nccl"),
@@ -143,16 +143,3 @@ ENVIRONMENT: Mapping[str, ForeignOption] = by_name(
         "openai.tracing_enabled teacher.base_url teacher.model_name teacher.server_type teacher.tokenizer_name"),
 )  # fmt: skip
 """Flags of the environments, such as ``gsm8k_server.py serve --env.group_size 8``."""
-
-
-def joined(words: Sequence[str]) -> list[str]:
-    """The command line with ``--lora-target-modules a b`` as one value, since a flag here has one."""
-    out: list[str] = []
-    gathers = False
-    for word in words:
-        if gathers and not word.startswith("-") and "=" not in word:
-            out[-1] = f"{out[-1]} {word}" if out[-1] != "--lora-target-modules" else f"{out[-1]}={word}"
-            continue
-        gathers = word.partition("=")[0] == "--lora-target-modules"
-        out.append(word)
-    return out

@@ -203,7 +203,7 @@ class TrainerRecipe(Reader):
             return
         if dropout := self["lora-dropout"]:
             self.note("lora-dropout", f"{dropout:g} is left out: the policy that is scored must be what sampled")
-        modules = re.split(r"[\s,]+", self["lora-target-modules"].strip())
+        modules = re.split(r"[\s,]+", " ".join(self["lora-target-modules"]).strip())
         self.put("trainable.target_modules", "all-linear" if modules == ["all-linear"] else modules)
 
     def _layers(self, name: str) -> None:
@@ -275,8 +275,7 @@ class TrainerRecipe(Reader):
             host, port = (self.environ.get(variable, "") for variable in ("MASTER_ADDR", "MASTER_PORT"))
             method = f"tcp://{host}:{port}"
             if not host or not port:
-                missing = "MASTER_PORT" if host else "MASTER_ADDR"
-                self.wrong(name, f"env:// reads {missing}, which is not set; set it or write tcp://HOST:PORT")
+                self.wrong(name, "env:// reads MASTER_ADDR and MASTER_PORT; set both, or write tcp://HOST:PORT")
                 return
         if (match := re.fullmatch(r"tcp://(.+):(\d+)", method)) is None:
             self.wrong(name, f"{method} is not written as tcp://HOST:PORT")

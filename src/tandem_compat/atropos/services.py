@@ -12,9 +12,8 @@ import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from tandem.errors import BrokerError, ConfigError, EngineError
+from tandem.errors import BrokerError, EngineError
 from tandem_compat.atropos.rules import RunningEngine
 from tandem_compat.table import Reader
 
@@ -61,21 +60,6 @@ def get_json(url: str, key: str = "") -> tuple[int, Any]:
         return 0, None
 
 
-def _require_address(url: str, flag: str) -> None:
-    """Refuse what no server can be at, which would be waited for.
-
-    Raises:
-        ConfigError: with the flag that says it.
-    """
-    try:
-        parts = urlsplit(url)
-        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of a port that is no number, or brackets
-        is_address = False
-    if not is_address:
-        raise ConfigError(f"--{flag}: {url} is no address; write it as http://HOST:PORT")
-
-
 def _answer(url: str, key: str, seconds: float) -> tuple[int, Any]:
     """Status and JSON of a GET; for a server that is starting it is waited so long."""
     deadline = time.monotonic() + seconds
@@ -93,10 +77,8 @@ def served_model(url: str, key: str = "", seconds: float = ENGINE_SECONDS) -> st
     """Name under which an engine serves its model, also its tokenizer's place; waits for an engine that is starting.
 
     Raises:
-        ConfigError: it is no address.
         EngineError: no server responds, or it does not name its model.
     """
-    _require_address(url, "openai.base_url")
     root = url.rstrip("/").removesuffix("/v1")
     status, info = _answer(f"{root}/bridge/info", key, seconds)
     if isinstance(info, dict) and isinstance(info.get("model"), str):
@@ -114,11 +96,7 @@ def require_broker(url: str, seconds: float = BROKER_SECONDS) -> None:
     """Wait for a broker that is about to start, before the model and the engine are loaded for nothing.
 
     Raises:
-        ConfigError: it is no address.
         BrokerError: no server responds.
     """
-    _require_address(url, "atropos-url")
     if not _answer(url, "", seconds)[0]:
-        port = urlsplit(url).port or 8000
-        start = f"start the broker first: tandem run-api --port {port}"
-        raise BrokerError(f"nobody answers at {url} (--atropos-url) within {seconds:g} s; {start}")
+        raise BrokerError(f"nobody answers at {url} (--atropos-url) within {seconds:g} s; start it: tandem run-api")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from tandem.config import registry as resolve
 from tandem.envs.base import Environment, Split
@@ -60,6 +60,8 @@ def _opened(value: Any) -> Any:
 class AxolotlDatasets(Environment):
     """The data sets of an Axolotl file, one after the other; a task is a row, changed by its set's transform."""
 
+    name: ClassVar[str] = "axolotl"
+
     cfg: dict[str, Any] = field(default_factory=dict)
     """The whole file, which transforms are given; datasets, test_datasets and val_set_size are read here."""
 
@@ -68,10 +70,6 @@ class AxolotlDatasets(Environment):
             raise ConfigError("cfg.datasets must be a list of data sets, each with path and type")
         for entry in [*self.cfg["datasets"], *(self.cfg.get("test_datasets") or [])]:
             _files(entry)
-
-    @property
-    def name(self) -> str:
-        return "axolotl"
 
     def tasks(self, split: Split) -> Sequence[Task]:
         rows: list[DataRow] = []

@@ -126,8 +126,5 @@ class AxolotlRecipe(Reader):
 
 def _meant(name: str, rows: Mapping[str, ForeignOption]) -> str:
     """A hint at the option that was meant, which may stand in another group."""
-    if hint := did_you_mean(name, rows):
-        return hint
-    newer = name.removeprefix("grpo_")
-    paths = [f"{group}.{newer}".lstrip(".") for group, others in GROUPS.items() if newer in others]
-    return f"; write it as {paths[0]}" if paths else "; leave it out"
+    paths = [f"{group}.{name}".lstrip(".") for group, others in GROUPS.items() if name in others]
+    return did_you_mean(name, rows) or (f"; write it as {paths[0]}" if paths else "; leave it out")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
+import copy
 import json
 import urllib.error
 import urllib.request
@@ -27,8 +27,6 @@ ENV = f"{__name__}:RolloutFunction"
 REWARD = f"{__name__}:ReturnedText"
 """How a recipe names a reward function of what was returned."""
 
-_PARAMETERS = ("model", "processing_class", "prompts")
-"""What such a function is called with, by name."""
 _SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Options of ``generate`` that are handed on; others than the run's are refused where a sample cannot record them."""
 _IDLE = frozenset(("do_sample", "pad_token_id", "eos_token_id", "bos_token_id", "use_cache"))
@@ -45,10 +43,10 @@ class RolloutFunction(AxolotlDatasets):
     """The policy's, where it is not the tokenizer's own."""
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        """As of the rows; that the function is there, and takes what it is given, is seen now.
+        """As of the rows; that the function is there is seen now.
 
         Raises:
-            EnvError: it cannot be imported, or asks for more than the documented arguments.
+            EnvError: it cannot be imported.
         """
         _function(self.rollout_func)
         return super().tasks(split)
@@ -70,7 +68,7 @@ class RolloutFunction(AxolotlDatasets):
         messages = [message.as_dict() for message in task.prompt]
         arguments = {
             "model": FunctionModel(url, tokenizer),
-            "processing_class": FunctionTokenizer(tokenizer),
+            "processing_class": _for_functions(tokenizer),
             "prompts": [{**task.meta, "messages": messages}],
         }
         try:
@@ -96,29 +94,17 @@ def _returned(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     return {"completions": [rollout.final_message for rollout in rollouts]}
 
 
-class FunctionTokenizer:
-    """The tokenizer; ``processing_class=False`` is ``tokenize=False``, as Axolotl's example writes it."""
+def _for_functions(tokenizer: Any) -> Any:
+    """A tokenizer to which ``processing_class=False`` is ``tokenize=False``, as Axolotl's example writes it."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.__dict__["_tokenizer"] = tokenizer
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        """Text as tensors, as the tokenizer makes them."""
-        return self._tokenizer(*args, **options)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # asked for by copy and pickle, to learn what this is
-            raise AttributeError(name)
-        return getattr(self._tokenizer, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._tokenizer, name, value)
-
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], **options: Any) -> Any:
-        """Messages as text, or as token ids."""
+    def apply_chat_template(messages: Sequence[Mapping[str, str]], **options: Any) -> Any:
         if options.pop("processing_class", None) is False:
             options.setdefault("tokenize", False)
-        return self._tokenizer.apply_chat_template(messages, **options)
+        return tokenizer.apply_chat_template(messages, **options)
+
+    tokenizer_here = copy.copy(tokenizer)
+    tokenizer_here.apply_chat_template = apply_chat_template
+    return tokenizer_here
 
 
 class FunctionModel:
@@ -128,14 +114,7 @@ class FunctionModel:
         """``url`` is of an OpenAI-compatible API that records what is sampled."""
         self._url = url
         self._tokenizer = tokenizer
-
-    @property
-    def device(self) -> Any:
-        """Where prompts are expected."""
-        return torch.device("cpu")
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"model.{name}: a rollout_func's model has generate and device alone")
+        self.device = torch.device("cpu")
 
     def generate(
         self,
@@ -193,10 +172,4 @@ def _function(path: str) -> Callable[..., Any]:
         function: Callable[..., Any] = resolve.import_object(path)
     except ConfigError as error:
         raise EnvError(f"rollout_func: {error}") from error
-    if not callable(function):
-        raise EnvError(f"rollout_func {path} is a {type(function).__name__}, expected a function")
-    try:
-        inspect.signature(function).bind(**dict.fromkeys(_PARAMETERS))
-    except TypeError as error:
-        raise EnvError(f"rollout_func {path} is called with {', '.join(_PARAMETERS)}, by name: {error}") from error
     return function

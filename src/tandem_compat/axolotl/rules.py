@@ -5,10 +5,14 @@ Defaults are Axolotl's, and TRL's where it has none of its own.
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 
 from tandem.config.loading import RunConfig
@@ -16,13 +20,12 @@ from tandem.config.tree import plain
 from tandem.errors import TandemError
 from tandem.ports import http_url
 from tandem.types import Json
+from tandem_compat import objective
 from tandem_compat.axolotl import rollout
 from tandem_compat.axolotl.datasets import AxolotlDatasets
 from tandem_compat.axolotl.ranks import read_ranks, read_replicas
 from tandem_compat.axolotl.recipe import AxolotlRecipe
-from tandem_compat.axolotl.templates import brought_by, templates
-from tandem_compat.generation import translated
-from tandem_compat.objective import SCALES, put_corrections, put_groups, put_loss
+from tandem_compat.generation import put_generation
 from tandem_compat.schedules import put_optimizer
 
 ENV = "tandem_compat.axolotl.datasets:AxolotlDatasets"
@@ -47,7 +50,7 @@ def make(recipe: AxolotlRecipe, environ: Mapping[str, str]) -> None:
     _model(recipe)
     groups = _batch(recipe)
     _rewards(recipe)
-    _sampling(recipe)
+    put_generation(recipe, "trl.")
     _advantage(recipe)
     _loss(recipe)
     _reference(recipe)
@@ -117,13 +120,33 @@ def _template(recipe: AxolotlRecipe) -> None:
         recipe.wrong("chat_template", "jinja needs the template in chat_template_jinja, as text or the path of a file")
     elif jinja:
         recipe.wrong("chat_template_jinja", "it is read with chat_template: jinja alone; write that, or leave this out")
-    elif template.startswith("tokenizer_default") or brought_by(recipe["base_model"] or "", template):
+    elif template.startswith("tokenizer_default") or _brought_by(recipe["base_model"] or "", template):
         return
     elif template in templates():
         recipe.put("chat_template", templates()[template], "chat_template")
     else:
         known = ", ".join(templates())
         recipe.wrong("chat_template", f"{template} is not known; write tokenizer_default, jinja or one of {known}")
+
+
+@cache
+def templates() -> dict[str, str]:
+    """Jinja templates by Axolotl's names, for conversations of text."""
+    folder = files(__package__)
+    turns = (folder / "turns.jinja").read_text(encoding="utf-8")
+    formats = tomllib.loads((folder / "templates.toml").read_text(encoding="utf-8"))
+    texts = {name: json.dumps({"name": name, **of}, ensure_ascii=False) for name, of in formats.items()}
+    return {name: f"{{%- set f = {text} -%}}\n{turns}" for name, text in texts.items()}
+
+
+def _brought_by(model: str, template: str) -> bool:
+    """True if the model is of the family that a template is named after, and so brings that template itself."""
+    family = "commandr" if template == "cohere" else "mistral" if template.startswith("mistral_") else template
+    return _letters(family) in _letters(model)
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def _check_tokens(recipe: AxolotlRecipe, tokens: Mapping[str, Json]) -> None:
@@ -184,7 +207,7 @@ def _batch(recipe: AxolotlRecipe) -> int:
     tokens = max(recipe["sequence_len"], recipe["trl.max_completion_length"])
     factors = f"micro_batch_size {micro} x gradient_accumulation_steps {accumulated}"
     factors += f" x {recipe.batches} ranks" if recipe.batches > 1 else ""
-    groups = put_groups(recipe, "trl.num_generations", size, recipe.completions, factors)
+    groups = objective.put_groups(recipe, "trl.num_generations", size, recipe.completions, factors)
     shared_by = recipe.ranks // recipe.batches  # ranks that compute one sequence together
     recipe.put("micro_batch_tokens", -(-micro * tokens // shared_by), "micro_batch_size")
     return groups
@@ -214,7 +237,7 @@ def _steps(recipe: AxolotlRecipe, groups: int) -> int:
 
 def _optimizer(recipe: AxolotlRecipe, steps: int) -> None:
     offload = "the offload" if recipe.sharding.offload_optimizer else ""
-    put_optimizer(recipe, "optimizer", "lr_scheduler", recipe["learning_rate"], recipe.per_step, offload)
+    put_optimizer(recipe, "optimizer", "lr_scheduler", recipe["learning_rate"], offload)
     if recipe["optimizer"] == "adafactor":
         recipe.note("optimizer", "the rate is relative here: a tensor moves by it times its root mean square")
     if "learning_rate" not in recipe.places:
@@ -262,19 +285,6 @@ def _rewards(recipe: AxolotlRecipe) -> None:
             recipe.put(("rewards", "reward_model" + (f"_{models}" if models > 1 else "")), part, "trl.reward_funcs")
 
 
-def _sampling(recipe: AxolotlRecipe) -> None:
-    if "trl.top_k" in recipe:
-        recipe.put("sampling.top_k", max(0, recipe["trl.top_k"]), "trl.top_k")
-    # As in TRL, these come before the options that have names of their own.
-    translation = translated(recipe["trl.generation_kwargs"])
-    for option, value in translation.recipe.items():
-        recipe.put(f"sampling.{option}", value, "trl.generation_kwargs")
-    for why in translation.notes:
-        recipe.note("trl.generation_kwargs", why)
-    for why in translation.problems:
-        recipe.wrong("trl.generation_kwargs", why)
-
-
 def _advantage(recipe: AxolotlRecipe) -> None:
     usual = "normalize_then_sum" if recipe["rl"] == "gdpo" else "sum_then_normalize"
     aggregation, scale = recipe.get("trl.multi_objective_aggregation", usual), recipe["trl.scale_rewards"]
@@ -283,38 +293,25 @@ def _advantage(recipe: AxolotlRecipe) -> None:
             recipe.nothing("trl.scale_rewards", "normalize_then_sum standardises each reward by itself")
         recipe.put("advantage", "gdpo", "trl.multi_objective_aggregation", "rl")
     else:
-        recipe.put("advantage", SCALES[str(scale)], "trl.scale_rewards")
+        recipe.put("advantage", objective.SCALES[str(scale)], "trl.scale_rewards")
 
 
 def _loss(recipe: AxolotlRecipe) -> None:
-    kind = put_loss(recipe, "trl.")
+    kind = objective.put_loss(recipe, "trl.")
     if kind in ("cispo", "sapo") and recipe["trl.importance_sampling_level"] == "sequence":
         recipe.wrong("trl.importance_sampling_level", f"of {kind} ratios are the token's; leave it out")
     sampled = _against_the_sampler(recipe)
-    _clips(recipe, kind, recipe["trl.num_iterations"] > 1 or sampled)
+    differ = recipe["trl.num_iterations"] > 1 or sampled
+    objective.put_clips(recipe, kind, "trl.", differ=differ)
+    read = ("trl.epsilon_high" if "trl.epsilon_high" in recipe else "trl.epsilon") if kind == "cispo" else ""
+    for option in ("trl.epsilon", "trl.epsilon_high") if kind in ("cispo", "sapo") or not differ else ():
+        if option in recipe and option != read:
+            recipe.nothing(option, f"with {kind} and num_iterations {recipe['trl.num_iterations']} it clips nothing")
     whence = ("trl.generation_batch_size", "trl.replay_buffer_size", _CORRECTION)
     recipe.put("old_logprobs", "sampled" if sampled else "recomputed", *whence)
     _corrections(recipe, sampled=sampled)
     if recipe["trl.mask_truncated_completions"]:
         recipe.put("truncated", "mask", "trl.mask_truncated_completions")
-
-
-def _clips(recipe: AxolotlRecipe, kind: str, differ: bool) -> None:
-    """What epsilon and epsilon_high are to this loss; ``differ``: whether any ratio may be other than 1."""
-    low = recipe["trl.epsilon"]
-    high = recipe.get("trl.epsilon_high", low)
-    if kind == "cispo":
-        recipe.put("loss.cap", high, "trl.epsilon_high", "trl.epsilon")
-    elif kind != "sapo" and differ:
-        recipe.put("loss.clip_low", low, "trl.epsilon")
-        recipe.put("loss.clip_high", high, "trl.epsilon_high", "trl.epsilon")
-        if kind == "grpo":
-            recipe.put("loss.dual_clip", None, "trl.epsilon")
-    read = ("trl.epsilon_high" if "trl.epsilon_high" in recipe else "trl.epsilon") if kind == "cispo" else ""
-    idle = kind in ("cispo", "sapo") or not differ
-    for option in ("trl.epsilon", "trl.epsilon_high"):
-        if idle and option in recipe and option != read:
-            recipe.nothing(option, f"with {kind} and num_iterations {recipe['trl.num_iterations']} it clips nothing")
 
 
 def _weighed(recipe: AxolotlRecipe) -> bool:
@@ -348,7 +345,7 @@ def _corrections(recipe: AxolotlRecipe, *, sampled: bool) -> None:
     if _weighed(recipe):
         mode = recipe.get(option, "token_truncate" if recipe.asynchronous else "sequence_mask")
         bounds = _bounds(recipe)
-    put_corrections(recipe, option, mode, bounds, threshold, sampled=sampled)
+    objective.put_corrections(recipe, option, mode, bounds, threshold, sampled=sampled)
 
 
 def _bounds(recipe: AxolotlRecipe) -> dict[str, Json]:
@@ -366,17 +363,12 @@ def _ratio_corrected(recipe: AxolotlRecipe) -> bool:
 
 
 def _reference(recipe: AxolotlRecipe) -> None:
-    moves = recipe["trl.sync_ref_model"]
-    if not recipe["trl.beta"]:
-        for option in ("trl.sync_ref_model", "trl.use_bias_correction_kl"):
-            if recipe[option]:
-                recipe.wrong(option, "it needs a penalty: set trl.beta above 0, or leave it out")
+    if recipe["trl.beta"]:
+        objective.put_reference(recipe, "trl.", ratio_corrected=_ratio_corrected(recipe))
         return
-    recipe.put("reference.kind", "average" if moves else "start", "trl.sync_ref_model", "trl.beta")
-    recipe.put("reference.beta", recipe["trl.beta"], "trl.beta")
-    recipe.put("reference.ratio_corrected", _ratio_corrected(recipe), "trl.use_bias_correction_kl")
-    if moves:
-        recipe.put("reference.every", recipe.per_step(recipe["trl.ref_model_sync_steps"]), "trl.ref_model_sync_steps")
+    for option in ("trl.sync_ref_model", "trl.use_bias_correction_kl"):
+        if recipe[option]:
+            recipe.wrong(option, "it needs a penalty: set trl.beta above 0, or leave it out")
 
 
 def _differences(recipe: AxolotlRecipe) -> None:
@@ -411,9 +403,12 @@ def _engine(recipe: AxolotlRecipe) -> None:
     recipe.put("engine.kind", "vllm" if vllm else "embedded", "trl.vllm_mode" if mode == "colocate" else "trl.use_vllm")
     if vllm:
         (_colocated if mode == "colocate" else _served)(recipe)
-    _context(recipe)
-    lag = _ahead(recipe) + (_every(recipe) - 1 if vllm and mode == "server" else 0)
-    if lag:
+    for path in ("vllm.max_model_len", "trl.vllm_max_model_len") if vllm else ():
+        recipe.copy(path, "context")  # Axolotl bounds generations by the server's length, not by sequence_len
+    if "trl.generation_batch_size" in recipe:
+        _check_generated(recipe, "trl.generation_batch_size")
+    ahead = recipe["trl.prefetch_depth"] if recipe["trl.async_prefetch"] else 0
+    if lag := ahead + recipe.generated - 1 + (_every(recipe) - 1 if vllm and mode == "server" else 0):
         recipe.put("max_lag", lag, "trl.prefetch_depth", "trl.async_prefetch", "trl.vllm_sync_interval")
 
 
@@ -471,32 +466,15 @@ def _started(recipe: AxolotlRecipe, share: float) -> None:
         recipe.copy("vllm.data_parallel_size", "engine.replicas")
 
 
-def _context(recipe: AxolotlRecipe) -> None:
-    """Most tokens of prompt and answer. Axolotl bounds generations by the server's length, not by sequence_len."""
-    for path in ("vllm.max_model_len", "trl.vllm_max_model_len") if recipe["trl.use_vllm"] else ():
-        recipe.copy(path, "context")
-
-
 def _every(recipe: AxolotlRecipe) -> int:
     """Steps from one publish to the next."""
     return recipe.per_step(recipe["trl.vllm_sync_interval"])
 
 
-def _ahead(recipe: AxolotlRecipe) -> int:
-    """Steps by which generation is ahead of training."""
-    depth = recipe["trl.prefetch_depth"] if recipe["trl.async_prefetch"] else 0
-    if "trl.generation_batch_size" in recipe:
-        _check_generated(recipe, "trl.generation_batch_size")
-    return int(depth) + recipe.generated - 1
-
-
 def _check_generated(recipe: AxolotlRecipe, option: str) -> None:
     """How many completions are sampled together: of whole groups, passes and steps."""
     batch, completions = recipe[option], recipe.completions
-    micro, size = recipe["micro_batch_size"], recipe["trl.num_generations"]
-    if batch % size or batch % micro:
-        recipe.wrong(option, f"{batch} is no multiple of num_generations {size} and micro_batch_size {micro}")
-    elif batch > completions and batch % completions:
+    if batch % (completions if batch > completions else recipe["trl.num_generations"]):
         recipe.wrong(option, f"{batch} is no multiple of the {completions} completions of a step")
     elif batch < completions and recipe["trl.num_iterations"] > 1:
         recipe.wrong(option, f"{batch} of a step's {completions} completions would be trained twice; leave it out")

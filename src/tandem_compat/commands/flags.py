@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -12,6 +12,28 @@ import typer
 from tandem_compat.table import ForeignOption
 
 Verb = TypeVar("Verb", bound=Callable[..., None])
+
+
+def repeated(words: Sequence[str], table: Iterable[ForeignOption]) -> list[str]:
+    """A command line with ``--dataset a b`` as ``--dataset a --dataset b``; OPTION=VALUE ends the values.
+
+    ``--use_vllm`` without a value is ``--use_vllm true``.
+    """
+    takes = {f"--{name}": row.takes for row in table for name in (row.name, *row.also)}
+    out: list[str] = []
+    several, first = "", False
+    for word in words:
+        if out and takes.get(out[-1]) == "truth" and (word.startswith("--") or "=" in word):
+            out.append("true")
+        if word.startswith("--"):
+            several, first = (word, True) if takes.get(word) in ("texts", "numbers") else ("", False)
+        elif several and (first or "=" not in word):
+            out += [] if first else [several]
+            first = False
+        else:
+            several = ""
+        out.append(word)
+    return [*out, "true"] if out and takes.get(out[-1]) == "truth" else out
 
 
 def options_of(table: Iterable[ForeignOption]) -> Iterator[inspect.Parameter]:

@@ -8,15 +8,14 @@ import typer
 from typer.core import TyperCommand
 
 from tandem.cli.arguments import Overrides, Show
-from tandem_compat import swift
-from tandem_compat.atropos.options import SERVER, TRAINER, joined
-from tandem_compat.commands.flags import options_of, with_options, words_of
+from tandem_compat.atropos.options import SERVER, TRAINER
+from tandem_compat.commands.flags import options_of, repeated, with_options, words_of
 from tandem_compat.swift.options import DEPLOY, RLHF
 
 
-class _AtroposCommand(TyperCommand):
+class _Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, joined(args))
+        return super().parse_args(ctx, repeated(args, (*TRAINER.values(), *RLHF, *DEPLOY)))
 
 
 @with_options(options_of(TRAINER.values()))
@@ -25,7 +24,7 @@ def _atropos_grpo(overrides: Overrides = None, show: Show = False, **flags: Any)
 
     They are translated to a recipe, which --show prints; options may be laid over it.
     """
-    from tandem_compat.commands.atropos import atropos
+    from tandem_compat.commands.run import atropos
 
     typer.echo(atropos(words_of(TRAINER.values(), flags), overrides or [], show=show))
 
@@ -36,7 +35,7 @@ def _atropos_grpo_run(overrides: Overrides = None, show: Show = False, **flags: 
 
     Atropos' unified launcher: atropos-grpo with shared_vllm and --benchmark.
     """
-    from tandem_compat.commands.atropos import atropos
+    from tandem_compat.commands.run import atropos
 
     typer.echo(atropos(words_of(TRAINER.values(), flags), overrides or [], show=show, unified=True))
 
@@ -54,14 +53,9 @@ def _atropos_server(
 
     With VLLM_ENABLE_SHARED_WEIGHTS=1 its weights are lent to a trainer, by a file in $LOGDIR.
     """
-    from tandem_compat.commands.atropos import server
+    from tandem_compat.commands.run import atropos_server
 
-    server(words_of(SERVER.values(), flags), overrides or [], show=show)
-
-
-class _SwiftCommand(TyperCommand):
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, swift.repeated(args))
+    atropos_server(words_of(SERVER.values(), flags), overrides or [], show=show)
 
 
 @with_options(options_of(RLHF))
@@ -70,9 +64,9 @@ def _swift_rlhf(overrides: Overrides = None, show: Show = False, **arguments: An
 
     They are translated to a recipe, which --show prints; options may be laid over it.
     """
-    from tandem_compat.commands.swift import rlhf
+    from tandem_compat.commands.run import swift_rlhf
 
-    typer.echo(rlhf(words_of(RLHF, arguments), overrides or [], show=show))
+    typer.echo(swift_rlhf(words_of(RLHF, arguments), overrides or [], show=show))
 
 
 @with_options(options_of(DEPLOY))
@@ -81,19 +75,19 @@ def _swift_deploy(overrides: Overrides = None, show: Show = False, **arguments: 
 
     A trainer elsewhere uses it by --vllm_server_host and --vllm_server_port.
     """
-    from tandem_compat.commands.swift import deploy
+    from tandem_compat.commands.run import swift_deploy
 
-    deploy(words_of(DEPLOY, arguments), overrides or [], show=show)
+    swift_deploy(words_of(DEPLOY, arguments), overrides or [], show=show)
 
 
 def add_atropos_grpo(app: typer.Typer) -> None:
     """Add ``atropos-grpo``."""
-    app.command("atropos-grpo", cls=_AtroposCommand)(_atropos_grpo)
+    app.command("atropos-grpo", cls=_Command)(_atropos_grpo)
 
 
 def add_atropos_grpo_run(app: typer.Typer) -> None:
     """Add ``atropos-grpo-run``."""
-    app.command("atropos-grpo-run", cls=_AtroposCommand)(_atropos_grpo_run)
+    app.command("atropos-grpo-run", cls=_Command)(_atropos_grpo_run)
 
 
 def add_atropos_server(app: typer.Typer) -> None:
@@ -104,7 +98,7 @@ def add_atropos_server(app: typer.Typer) -> None:
 def add_swift(app: typer.Typer) -> None:
     """Add ``swift rlhf``, ``swift deploy`` and ``swift rollout``."""
     commands = typer.Typer(help="Speak ms-swift's command line.", no_args_is_help=True, rich_markup_mode=None)
-    commands.command("rlhf", cls=_SwiftCommand)(_swift_rlhf)
+    commands.command("rlhf", cls=_Command)(_swift_rlhf)
     for name in ("deploy", "rollout"):
-        commands.command(name, cls=_SwiftCommand)(_swift_deploy)
+        commands.command(name, cls=_Command)(_swift_deploy)
     app.add_typer(commands, name="swift")

@@ -10,43 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tandem_compat.swift.options import DEPLOY, RLHF
-from tandem_compat.table import Reader, Takes, Translation, by_name
+from tandem_compat.table import Reader, Translation, by_name
 
 KEY_VARIABLE = "TANDEM_SWIFT_API_KEY"
 """Environment variable that --api_key is handed on by."""
-
-
-def _that_take(*kinds: Takes) -> frozenset[str]:
-    rows = (row for row in (*RLHF, *DEPLOY) if row.takes in kinds)
-    return frozenset(f"--{name}" for row in rows for name in (row.name, *row.also))
-
-
-SEVERAL = _that_take("texts", "numbers")
-"""Arguments that have several values."""
-TRUTHS = _that_take("truth")
-"""Arguments that are true or false; alone they are true."""
-
-
-def repeated(words: Sequence[str]) -> list[str]:
-    """The command line with ``--dataset a b`` as ``--dataset a --dataset b``; OPTION=VALUE ends the values.
-
-    ``--use_vllm`` without a value is ``--use_vllm true``.
-    """
-    out: list[str] = []
-    several = ""
-    first = False
-    for word in words:
-        if out and out[-1] in TRUTHS and (word.startswith("--") or "=" in word):
-            out.append("true")
-        if word.startswith("--"):
-            several, first = (word, True) if word in SEVERAL else ("", False)
-        elif several and (first or "=" not in word):
-            out += [] if first else [several]
-            first = False
-        else:
-            several = ""
-        out.append(word)
-    return [*out, "true"] if out and out[-1] in TRUTHS else out
 
 
 def rlhf(words: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> Translation:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from tandem.envs.base import Split
 from tandem.envs.data.rows import DataSource
@@ -31,6 +32,8 @@ _MEDIA = ("images", "videos", "audios")
 class SwiftDataset(Dataset):
     """Rows with messages, or with query and response; solution or answer is the gold answer."""
 
+    name: ClassVar[str] = "swift"
+
     answer: str = GOLD
     """Column with the gold answer; that of ``transform`` is made of solution, answer, response or the last turn."""
     transform: str = f"{__name__}:row"
@@ -43,10 +46,6 @@ class SwiftDataset(Dataset):
     """Rows of ``path`` that are used, the first of them, to train on or to hold out; none: all."""
     more_columns: tuple[str, ...] = ()
     """Columns of other data sets that the same rewards are for: they are null here."""
-
-    @property
-    def name(self) -> str:
-        return "swift"
 
     def tasks(self, split: Split) -> Sequence[Task]:
         """As of any rows; a column that only others have is null, so that rewards which name it can be called."""
@@ -129,10 +128,7 @@ def _listed(name: str, columns: dict[str, Json]) -> list[Any]:
     if not isinstance(value, str):
         return value
     for read in (json.loads, ast.literal_eval):
-        try:
-            read_value = read(value)
-        except (ValueError, SyntaxError):
-            continue
-        if isinstance(read_value, list):
-            return read_value
+        with suppress(ValueError, SyntaxError):
+            if isinstance(listed := read(value), list):
+                return listed
     raise ValueError(f"its {name} is text, and no list: {value[:80]!r}")

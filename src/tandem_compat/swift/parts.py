@@ -156,11 +156,9 @@ def _plugged(args: Reader) -> Collection[str]:
     try:
         with redirect_stdout(sys.stderr):  # what it prints is no part of a recipe
             known = registered(files)
-    except RewardError as error:
-        args.wrong("external_plugins", str(error))
-        return names
     except Exception as error:  # user code may raise anything while it is run
-        args.wrong("external_plugins", f"running {', '.join(files)} {raised(error)}")
+        why = str(error) if isinstance(error, RewardError) else f"running {', '.join(files)} {raised(error)}"
+        args.wrong("external_plugins", why)
         return names
     if known.keys().isdisjoint(names) and not args["multi_turn_scheduler"]:
         args.nothing("external_plugins", f"none of --reward_funcs is registered ({', '.join(known) or 'nothing'} is)")

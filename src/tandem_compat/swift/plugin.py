@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
-from tandem.errors import ConfigError, RewardError, message_of
+from tandem.errors import ConfigError, RewardError
 from tandem.importing import importing
 from tandem.rewards.grading.calls import Called, FunctionReward
 from tandem.types import Json, Rollout
@@ -38,6 +38,9 @@ Registered = Mapping[str, Any]
 class PluginReward(FunctionReward):
     """A reward that a plug-in file has registered; completions and columns reach it as in ms-swift."""
 
+    full_marks: ClassVar[None] = None
+    """A gold reply proves nothing of it."""
+
     registered: str
     """Its name in ``orms``."""
     files: tuple[str, ...]
@@ -54,17 +57,8 @@ class PluginReward(FunctionReward):
         return {name: value for name, value in vars(self).items() if name != "_called"}
 
     def prepare(self) -> None:
-        """Run the files.
-
-        Raises:
-            RewardError: one fails, or none registers the name.
-        """
-        try:
-            self.called()
-        except RewardError:
-            raise
-        except Exception as error:  # user code may raise anything while it is run
-            raise RewardError(f"reward {self.registered!r} fails: {message_of(error)}") from error
+        """Run the files; raises RewardError if none registers the name, and whatever they raise."""
+        self.called()
 
     def called(self) -> Called:
         return self._called
@@ -94,10 +88,6 @@ class PluginReward(FunctionReward):
             text=True,
             more=_columns,
         )
-
-    @property
-    def full_marks(self) -> None:
-        return None
 
 
 def registered(files: Sequence[str]) -> Registered:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
 from tandem.errors import ConfigError
 from tandem.rewards.base import Reward
@@ -28,6 +29,9 @@ class SwiftFormat(Reward):
 class SwiftSoftOverlong(Reward):
     """0 up to ``max_tokens - cache`` tokens, then a straight line through -1 at ``max_tokens`` that goes on beyond."""
 
+    full_marks: ClassVar[None] = None
+    """A gold reply proves nothing of it."""
+
     max_tokens: int
     """Sampled tokens at which the punishment is 1."""
     cache: int
@@ -39,10 +43,6 @@ class SwiftSoftOverlong(Reward):
 
     def __call__(self, rollout: Rollout) -> float:
         return -max(0.0, (rollout.num_tokens - (self.max_tokens - self.cache)) / self.cache)
-
-    @property
-    def full_marks(self) -> None:
-        return None
 
 
 def built_in(name: str, args: Reader) -> dict[str, Json]:

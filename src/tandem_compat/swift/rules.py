@@ -8,21 +8,10 @@ from functools import cached_property, partial
 
 from tandem.distributed.placement import visible_accelerators
 from tandem.errors import ConfigError
-from tandem_compat.objective import SCALES, put_corrections, put_groups, put_loss
-from tandem_compat.schedules import OPTIMIZERS, put_optimizer
+from tandem_compat.objective import SCALES, put_clips, put_corrections, put_groups, put_loss, put_reference
+from tandem_compat.schedules import OPTIMIZERS, every, put_optimizer, put_saves, put_warmup
 from tandem_compat.sharding import Shard, Sharding, of_accelerate, of_deepspeed, of_fsdp_file, shard_of, wanted_ranks
-from tandem_compat.swift.parts import (
-    datasets,
-    devices,
-    engine,
-    evaluation_strategy,
-    folder,
-    interval_places,
-    loggers,
-    rewards,
-    rows,
-    sampled,
-)
+from tandem_compat.swift import parts
 from tandem_compat.table import Reader, Translation
 
 _MODE = "rollout_importance_sampling_mode"
@@ -50,9 +39,9 @@ class SwiftRecipe(Reader):
         self._check()
         self._check_batch()
         self.raise_if_wrong()
-        datasets(self)
+        parts.datasets(self)
         if "env" in self.recipe:
-            self.put("rewards", rewards(self))
+            self.put("rewards", parts.rewards(self))
         if lag := self._rounds - 1 + (self.mode != "none" and self["async_generate"]):
             self.put("max_lag", lag)
         if self["top_k"] > 0:
@@ -65,12 +54,12 @@ class SwiftRecipe(Reader):
         self.put("steps", steps := self._steps())
         self._optimizer(steps)
         self._trainable()
-        engine(self, self.mode, self._rounds, visible_accelerators(environ), ranks=self.ranks, shard=self._shard)
+        parts.engine(self, self.mode, self._rounds, visible_accelerators(environ), ranks=self.ranks, shard=self._shard)
         self._ranks()
         self._evaluated(steps)
-        self._saved(steps)
-        loggers(self)
-        folder(self)
+        put_saves(self, steps)
+        parts.loggers(self)
+        parts.folder(self)
         return self.translated()
 
     @cached_property
@@ -123,7 +112,7 @@ class SwiftRecipe(Reader):
     @cached_property
     def _shard(self) -> Shard:
         """What ranks keep a share of."""
-        beside = self.mode == "colocate" and not devices(self, visible_accelerators(self.environ))
+        beside = self.mode == "colocate" and not parts.devices(self, visible_accelerators(self.environ))
         return shard_of(
             self,
             self.sharding,
@@ -208,7 +197,7 @@ class SwiftRecipe(Reader):
             else f"with {constant}, which has no warm-up in ms-swift, too (constant_with_warmup has)",
             "max_length": "" if self["max_length"] else "without --max_length: micro_batch_tokens bounds the memory",
             **{place: "" if self[name] else f"without --{name}" for place, name in needed.items()},
-            **interval_places(self),
+            **parts.interval_places(self),
             **{
                 name: "" if name in self["reward_funcs"] else f"without {name} among --reward_funcs"
                 for name in ("cosine", "repetition", "soft_overlong")
@@ -251,7 +240,7 @@ class SwiftRecipe(Reader):
         if self["max_steps"] > 0:
             return self.per_step(self["max_steps"])
         sources = self.recipe.get("envs", {}).values()
-        count: int = sum(source["weight"] for source in sources) if sources else rows(self.recipe["env"])
+        count: int = sum(source["weight"] for source in sources) if sources else parts.rows(self.recipe["env"])
         epochs = float(self["num_train_epochs"])
         return max(1, math.ceil(epochs * count * int(self["num_generations"]) / self._completions))
 
@@ -267,27 +256,17 @@ class SwiftRecipe(Reader):
         if estimator == "reinforce_plus_plus" and kind == "batch_std":
             self.put("advantage.std_of", "deviations")
         loss = put_loss(self)
-        high = self["epsilon"] if self["epsilon_high"] is None else self["epsilon_high"]
-        if loss == "cispo":
-            self.put("loss.cap", high)
-            if self["epsilon_high"] is None or high < 1:
-                self.wrong("epsilon_high", "of cispo it is the largest weight of a token, at least 1, such as 5")
-        elif loss != "sapo" and not self._at_ratio_one:
-            self.put("loss.clip_high", high)
-            if loss == "grpo":
-                self.put("loss.dual_clip", self["delta"])
+        put_clips(self, loss, differ=not self._at_ratio_one, dual_clip=self["delta"])
+        if loss == "cispo" and (self["epsilon_high"] or 0) < 1:
+            self.wrong("epsilon_high", "of cispo it is the largest weight of a token, at least 1, such as 5")
         if self._recomputes:
             self.put("old_logprobs", "recomputed")
         bounds = {"high": self["rollout_importance_sampling_threshold"]}
         threshold = "off_policy_sequence_mask_delta"
         put_corrections(self, _MODE, self[_MODE] or "", bounds, threshold, sampled=self._rounds > 1)
         if self["beta"]:
-            self.put("reference.kind", "average" if self["sync_ref_model"] else "start")
             in_reward = self.get("kl_in_reward", estimator != "grpo") and kind != "gdpo"
-            of_loss = {"estimator": "k3", "ratio_corrected": False}
-            self.recipe["reference"] |= {"beta": self["beta"], **({"in_reward": True} if in_reward else of_loss)}
-            if self["sync_ref_model"]:
-                self.put("reference.every", self.per_step(self["ref_model_sync_steps"]))
+            put_reference(self, **({"in_reward": True} if in_reward else {"estimator": "k3", "ratio_corrected": False}))
 
     def _optimizer(self, steps: int) -> None:
         lora = self["train_type"] == "lora"
@@ -295,11 +274,8 @@ class SwiftRecipe(Reader):
         offload = "offload_optimizer" if self["offload_optimizer"] else ""
         if self.sharding.offload_optimizer:
             offload = "deepspeed" if self["deepspeed"] else "fsdp"
-        put_optimizer(self, "optim", "lr_scheduler_type", rate, self.per_step, offload)
-        updates = self["warmup_steps"]
-        warmup = self.per_step(updates) if updates else math.ceil(self["warmup_ratio"] * steps)
-        if warmup and self["lr_scheduler_type"] != "constant":
-            self.put("optimizer.warmup_steps", warmup)
+        put_optimizer(self, "optim", "lr_scheduler_type", rate, offload)
+        put_warmup(self, steps)
 
     def _trainable(self) -> None:
         """Beside an engine of its own an adapter's sum travels, unless the engine takes adapters."""
@@ -312,24 +288,13 @@ class SwiftRecipe(Reader):
 
     def _evaluated(self, steps: int) -> None:
         """Nothing without held-out rows."""
-        strategy = evaluation_strategy(self)
+        strategy = parts.evaluation_strategy(self)
         if strategy == "no" or not (self["split_dataset_ratio"] or self["val_dataset"]):
             self.put("evaluate.tasks", 0)
             return
-        self.put("evaluate.every", self._every("eval_steps" if "eval_steps" in self else "save_steps", strategy, steps))
-        if self["val_dataset"] and (tasks := sampled(self, "val_dataset", self["val_dataset"][0])[1]):
+        option = "eval_steps" if "eval_steps" in self else "save_steps"
+        self.put("evaluate.every", every(self, option, strategy, steps))
+        if self["val_dataset"] and (tasks := parts.sampled(self, "val_dataset", self["val_dataset"][0])[1]):
             self.put("evaluate.tasks", tasks)
         self.put("evaluate.samples", self["num_generations_eval"] or self["num_generations"])
         self.recipe["evaluate"] |= {"temperature": self["temperature"], "top_p": self["top_p"], "before": False}
-
-    def _saved(self, steps: int) -> None:
-        strategy = self["save_strategy"]
-        every = steps if strategy == "no" else min(steps, self._every("save_steps", strategy, steps))
-        self.put("checkpoint.every", every)
-        self.put("checkpoint.keep", 1 if strategy == "no" else self["save_total_limit"] or math.ceil(steps / every))
-
-    def _every(self, name: str, strategy: str, steps: int) -> int:
-        """Steps from one time to the next of what an argument asks for: so many updates, or below 1 a share of all."""
-        if strategy == "epoch":
-            return max(1, math.ceil(steps / max(1.0, float(self["num_train_epochs"]))))
-        return self.interval(name, steps)

@@ -10,9 +10,9 @@ from typing import Any
 from tandem.config.registry import did_you_mean
 from tandem.config.tree import Problems
 from tandem.ports import http_url
-from tandem_compat.generation import translated
-from tandem_compat.objective import SCALES, put_corrections, put_groups, put_loss
-from tandem_compat.schedules import put_optimizer
+from tandem_compat import objective
+from tandem_compat.generation import put_generation
+from tandem_compat.schedules import every, put_optimizer, put_saves, put_warmup
 from tandem_compat.sharding import started_ranks
 from tandem_compat.table import Reader
 from tandem_compat.trl.options import OPTIONS
@@ -44,7 +44,7 @@ class TrlRecipe(Reader):
                 recipe.read(row, list(plain) if isinstance(plain, tuple) else plain)
         recipe.settle_all(recipe._places())
         recipe._batch()
-        recipe._sampling()
+        put_generation(recipe)
         recipe._objective()
         recipe._engine()
         recipe.problems.raise_if_any("GRPOConfig")
@@ -60,24 +60,16 @@ class TrlRecipe(Reader):
         epochs = self["num_train_epochs"]
         steps = self.per_step(self["max_steps"]) or max(1, math.ceil(epochs * rows / self.recipe["groups_per_step"]))
         self.put("steps", steps)
-        put_optimizer(self, "optim", "lr_scheduler_type", self["learning_rate"], self.per_step, "")
-        warmup = self["warmup_ratio"] * steps if self["warmup_ratio"] else self["warmup_steps"]
-        if warmup and self["lr_scheduler_type"] != "constant":
-            share = not self["warmup_ratio"] and warmup < 1
-            self.put("optimizer.warmup_steps", math.ceil(warmup * steps) if share else self.per_step(warmup))
-        saves = {"no": steps, "epoch": max(1, steps // math.ceil(epochs)), "steps": self.interval("save_steps", steps)}
-        self.put("checkpoint.every", min(steps, saves[self["save_strategy"]]))
-        if "save_total_limit" not in self:
-            self.put("checkpoint.keep", math.ceil(steps / self.recipe["checkpoint"]["every"]))
+        put_optimizer(self, "optim", "lr_scheduler_type", self["learning_rate"])
+        put_warmup(self, steps)
+        put_saves(self, steps)
         if not held_out or self["eval_strategy"] == "no":
             self.put("evaluate.tasks", 0)
             if held_out:
                 self.nothing("eval_dataset", "eval_strategy is 'no'")
         else:
-            by_epoch = max(1, steps // math.ceil(epochs))
-            every = by_epoch if self["eval_strategy"] == "epoch" else self.interval("eval_steps", steps)
-            every = every or self.interval("logging_steps", steps)
-            self.put("evaluate", {"tasks": held_out, "samples": 1, "every": every})
+            period = every(self, "eval_steps" if self["eval_steps"] else "logging_steps", self["eval_strategy"], steps)
+            self.put("evaluate", {"tasks": held_out, "samples": 1, "every": period})
         self.problems.raise_if_any("GRPOConfig")
 
     def _places(self) -> dict[str, str]:
@@ -117,7 +109,7 @@ class TrlRecipe(Reader):
 
     def _batch(self) -> None:
         factors = "per_device_train_batch_size x gradient_accumulation_steps"
-        put_groups(self, "num_generations", self["num_generations"], self._completions, factors)
+        objective.put_groups(self, "num_generations", self["num_generations"], self._completions, factors)
         if self._rounds > 1:
             self.put("max_lag", self._rounds - 1)
             self.note("steps_per_generation", f"{self._rounds} steps are sampled ahead, by weights that are shared")
@@ -131,44 +123,23 @@ class TrlRecipe(Reader):
         if self["log_completions"]:
             self.put("print_completions.every", max(1, int(self["logging_steps"])))
 
-    def _sampling(self) -> None:
-        translation = translated(self["generation_kwargs"])
-        for option, value in translation.recipe.items():
-            self.recipe.setdefault("sampling", {}).setdefault(option, value)
-        for why in translation.problems:
-            self.wrong("generation_kwargs", why)
-        if self["top_k"]:
-            self.put("sampling.top_k", max(0, self["top_k"]))
-        if self["mask_truncated_completions"]:
-            self.put("truncated", "mask")
-
     def _objective(self) -> None:
         if self.get("multi_objective_aggregation", "") == "normalize_then_sum":
             self.put("advantage", "gdpo")
         else:
-            kind = SCALES[str(self["scale_rewards"])]
+            kind = objective.SCALES[str(self["scale_rewards"])]
             self.put("advantage", {"kind": kind, **({} if kind == "dr_grpo" else {"eps": 1e-4})})
-        loss = put_loss(self)
-        high = self.get("epsilon_high", self["epsilon"])
-        if loss == "cispo":
-            self.put("loss.cap", high)
-        elif loss != "sapo" and self._differ:
-            self.recipe["loss"] |= {"clip_low": self["epsilon"], "clip_high": high}
-            if loss == "grpo":
-                self.put("loss.dual_clip", self["delta"])
+        objective.put_clips(self, objective.put_loss(self), differ=self._differ, dual_clip=self["delta"])
+        if self["mask_truncated_completions"]:
+            self.put("truncated", "mask")
         sampled = self._rounds > 1
         self.put("old_logprobs", "sampled" if sampled else "recomputed")
         weighed = self["use_vllm"] and self["vllm_importance_sampling_correction"]
         mode = self.get(_MODE, "sequence_mask") if weighed else ""
         bounds = {"high": self.get("vllm_importance_sampling_cap", 3.0)}
-        put_corrections(self, _MODE, mode, bounds, "off_policy_mask_threshold", sampled=sampled)
+        objective.put_corrections(self, _MODE, mode, bounds, "off_policy_mask_threshold", sampled=sampled)
         if self["beta"]:
-            moves = self["sync_ref_model"]
-            options = {"kind": "average" if moves else "start", "beta": self["beta"]}
-            self.recipe["reference"] = {**self.recipe.get("reference", {}), **options}
-            self.put("reference.ratio_corrected", bool(self.get("use_bias_correction_kl", False)))
-            if moves:
-                self.put("reference.every", self.per_step(self["ref_model_sync_steps"]))
+            objective.put_reference(self, ratio_corrected=bool(self["use_bias_correction_kl"]))
 
     def _engine(self) -> None:
         if not self["use_vllm"]:

@@ -8,14 +8,12 @@ import inspect
 import math
 import numbers
 import sys
-import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from tandem.errors import SHOWN_TEXT, RewardError, redacted
+from tandem.errors import RewardError
 from tandem.lazy import asyncio
 from tandem.rewards.base import Failure, GroupReward, Reward, Verdict
 from tandem.types import TEXT, Message, Rollout
@@ -184,25 +182,22 @@ class FunctionReward(Reward):
         return verdict
 
 
-def called(thing: Callable[..., Any]) -> Called:
-    """Calling convention of a reward or a plain function.
-
-    Raises:
-        TypeError: none of them fits what it takes.
-    """
-    if isinstance(thing, FunctionReward):
-        return thing.called()
-    if isinstance(thing, GroupReward):
-        return Called(call=thing.scores, shape="rollouts", is_async=inspect.iscoroutinefunction(thing.scores))
-    if isinstance(thing, Reward):
-        return Called(call=thing, shape="rollout", is_async=inspect.iscoroutinefunction(thing.__call__))
-    return plain(thing)
+def called(reward: Reward) -> Called:
+    """Calling convention of a reward."""
+    if isinstance(reward, FunctionReward):
+        return reward.called()
+    if isinstance(reward, GroupReward):
+        return Called(call=reward.scores, shape="rollouts", is_async=inspect.iscoroutinefunction(reward.scores))
+    return Called(call=reward, shape="rollout", is_async=inspect.iscoroutinefunction(reward.__call__))
 
 
 def plain(function: Callable[..., Any], *, text: bool = False) -> Called:
-    """Calling convention of a plain function, from the names of its parameters; raises as ``called``.
+    """Calling convention of a plain function, from the names of its parameters.
 
     One that takes any keyword is TRL's, which passes more than most functions name, unless it asks for a rollout.
+
+    Raises:
+        TypeError: none fits what it takes.
     """
     is_async = _is_async(function)
     parameters = inspect.signature(function).parameters
@@ -213,27 +208,12 @@ def plain(function: Callable[..., Any], *, text: bool = False) -> Called:
         return Called(call=function, shape="verl", is_async=is_async, accepts=frozenset(by_name & _VERL))
     if by_name & _TRL or (open_ended and "rollout" not in by_name):
         return Called(call=function, shape="columns", is_async=is_async, accepts=accepts, text=text)
-    required = [
-        p for p in parameters.values() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
-    if len(required) > 1 or not parameters or any(p.kind is p.KEYWORD_ONLY for p in required):
-        raise TypeError(
-            f"it takes ({', '.join(parameters)}); expected f(rollout), f(completions, **columns), or "
-            "f(data_source, solution_str, ground_truth, extra_info)"
-        )
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError as error:
+        forms = "f(rollout), f(completions, **columns), or f(data_source, solution_str, ground_truth, extra_info)"
+        raise TypeError(f"it takes ({', '.join(parameters)}); expected {forms}") from error
     return Called(call=function, shape="rollout", is_async=is_async)
-
-
-def traceback_of(error: BaseException) -> str:
-    """Its traceback without the frames of the grading process itself, as Python prints it."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename in _GRADING and trace.tb_next is not None:
-        trace = trace.tb_next
-    lines = traceback.format_exception(type(error), error, trace)
-    return "".join(redacted(line)[: 2 * SHOWN_TEXT] for line in lines)
-
-
-_GRADING = frozenset({__file__, str(Path(__file__).with_name("grader.py"))})
 
 
 def _is_async(function: Any) -> bool:

@@ -15,24 +15,23 @@ import inspect
 import io
 import os
 import pickle
-import pkgutil
 import queue
 import struct
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
-from tandem.errors import RewardError, message_of, raised, redacted
+from tandem.errors import SHOWN_TEXT, RewardError, message_of, raised, redacted
 from tandem.importing import importing
 from tandem.lazy import asyncio
 from tandem.rewards.base import Failure, Reward
-from tandem.rewards.grading.calls import Called, Outcome, called, traceback_of
+from tandem.rewards.grading.calls import Called, Outcome, called
 from tandem.types import Rollout
 
 HEADER = struct.Struct("!I")
@@ -67,8 +66,8 @@ class Ability(NamedTuple):
 class Order(NamedTuple):
     """First message to a grading process: the rewards to load."""
 
-    specs: Sequence[tuple[str, str, str | bytes]]
-    """Name of each reward, what messages call it, and its import path or its pickle."""
+    specs: Mapping[str, bytes]
+    """The pickle of each reward by its name."""
     steps: int | None
     """Steps of the run, for functions that ask; None where that is not known."""
 
@@ -171,7 +170,6 @@ def main() -> None:
     if first is None:
         return
     order: Order = pickle.loads(first)
-    gc.disable()  # it would look through what is imported again and again
     rewards = _load(order.specs)
     if isinstance(rewards, str):
         wire_out.write(msgspec.json.encode(rewards) + b"\n")
@@ -182,9 +180,7 @@ def main() -> None:
     wire_out.flush()
     if any(reward.is_async for reward in rewards.values()):
         _runner()  # not in the time that the first call has
-    gc.collect()
     gc.freeze()  # a library of symbols is half a million objects; looking through them takes longer than a group
-    gc.enable()
     grader = _Grader(rewards, order.steps, wire_out, os.getpid())
     while (job := jobs.get()) is not None:
         grader.serve(job)
@@ -204,31 +200,25 @@ def _receive(wire: BinaryIO, jobs: queue.SimpleQueue[bytes | None]) -> None:
     os._exit(0)
 
 
-def _load(specs: Sequence[tuple[str, str, str | bytes]]) -> dict[str, Called] | str:
+def _load(specs: Mapping[str, bytes]) -> dict[str, Called] | str:
     """Import every reward and get it ready; a text says which one failed and why."""
     rewards = {}
-    for name, who, spec in specs:
+    for name, packed in specs.items():
         try:
             with importing():
-                thing = pkgutil.resolve_name(spec) if isinstance(spec, str) else pickle.loads(spec)
-        except Exception as error:
-            sys.stderr.write(redacted(traceback.format_exc()))
-            return f"{who} cannot be imported: {error if isinstance(error, ImportError) else message_of(error)}"
-        if not callable(thing) or isinstance(thing, type):
-            return f"{who} is a {type(thing).__name__}; expected a function of a rollout, or f(completions, **columns)"
-        try:
-            if isinstance(thing, Reward):
-                thing.prepare()
-            rewards[name] = called(thing)
+                reward: Reward = pickle.loads(packed)
+            reward.prepare()
+            rewards[name] = called(reward)
         except BaseException as error:  # user code may raise anything
             sys.stderr.write(redacted(traceback.format_exc()))
-            return str(error) if isinstance(error, RewardError) else f"{who} cannot be used: {message_of(error)}"
+            return str(error) if isinstance(error, RewardError) else f"reward {name!r} fails: {message_of(error)}"
     return rewards
 
 
 def _lost(call: RewardCall, rollouts: Sequence[Rollout], error: BaseException) -> Outcome:
     """The outcome of a call that raised; its traceback goes to the log, under the names of the reward and rollouts."""
     who = ", ".join(rollouts[row].id for row in call.rows)
-    sys.stdout.write(f"reward {call.name!r} raised for {who}:\n{traceback_of(error)}\n")
+    trace = "".join(redacted(line)[: 2 * SHOWN_TEXT] for line in traceback.format_exception(error))
+    sys.stdout.write(f"reward {call.name!r} raised for {who}:\n{trace}\n")
     text = raised(error).encode(errors="backslashreplace").decode()  # it may hold half of a surrogate pair
     return Outcome([Failure("raised", text)] * len(call.rows))

@@ -6,9 +6,8 @@ import asyncio
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from tandem.observability import waits
 from tandem.rewards.base import Reward
@@ -26,16 +25,13 @@ _LATE = 1.0
 Batches = deque[list[RewardCall]]
 """Calls in order; those of one batch are async and go on side by side."""
 
-AnyReward = Reward | Callable[..., Any] | str
-"""A reward, a plain function, or the import path of one."""
-
 
 class Pool:
     """Grading processes that share a set of rewards."""
 
     def __init__(
         self,
-        rewards: Mapping[str, AnyReward],
+        rewards: Mapping[str, Reward],
         order: Order,
         *,
         size: int,
@@ -53,9 +49,8 @@ class Pool:
             log: File for what rewards print; None: our own stderr.
             counts: Where processes that had to be replaced are counted, as restarts.
         """
-        parts = {name: reward for name, reward in rewards.items() if isinstance(reward, Reward)}
-        self._own_seconds = {n: part.call_seconds for n, part in parts.items() if part.call_seconds is not None}
-        self._start_seconds = max([120.0, *(part.start_seconds for part in parts.values())])
+        self._call_seconds = {name: reward.call_seconds for name, reward in rewards.items()}
+        self._start_seconds = max(reward.start_seconds for reward in rewards.values())
         self._names = list(rewards)
         self._order = order
         self._timeout = timeout
@@ -148,8 +143,8 @@ class Pool:
         return deque([together, *singly] if together else singly)
 
     def _call(self, name: str, rows: tuple[int, ...]) -> RewardCall:
-        seconds = self._own_seconds.get(name, self._timeout * len(rows))
-        return RewardCall(next(self._numbers), name, rows, seconds)
+        seconds = self._call_seconds[name]
+        return RewardCall(next(self._numbers), name, rows, self._timeout * len(rows) if seconds is None else seconds)
 
     async def _free_worker(self) -> GradingProcess | None:
         if not self._free.empty():

@@ -62,7 +62,7 @@ class GradingProcess:
             RewardError: it does not start in ``seconds``, or a reward cannot be imported.
         """
         worker = cls(await _spawn(log))
-        rewards = ", ".join(name for name, *_ in order.specs)
+        rewards = ", ".join(order.specs)
         try:
             worker._send(pickle.dumps(order))
             until = time.monotonic() + seconds

@@ -11,15 +11,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from tandem.errors import RewardError
 from tandem.metrics import Sum, Value
 from tandem.rewards.base import Failure, Reward
+from tandem.rewards.function import Function
 from tandem.rewards.grading.calls import Outcome
 from tandem.rewards.grading.grader import Order, RewardCall
-from tandem.rewards.grading.pool import AnyReward, Pool
+from tandem.rewards.grading.pool import Pool
 from tandem.together import together
 from tandem.types import Rollout
 
@@ -45,7 +45,7 @@ class Graders:
 
     def __init__(
         self,
-        specs: Mapping[str, tuple[AnyReward, float]],
+        specs: Mapping[str, tuple[Reward | str, float]],
         *,
         workers: int = 1,
         timeout: float = 10.0,
@@ -55,7 +55,7 @@ class Graders:
         """Nothing starts yet.
 
         Args:
-            specs: Rewards and their weights by name.
+            specs: Rewards, or import paths of functions, and their weights by name.
             workers: Processes; each grades an answer or a group at a time. A reward that is ``alone`` has its own.
             timeout: Seconds that one reward may take for one rollout; a function of a whole group gets that
                 much for each of its rollouts.
@@ -66,21 +66,24 @@ class Graders:
             RewardError: a reward cannot be sent to another process.
         """
         self._weights = {name: weight for name, (_, weight) in specs.items()}
-        self._full_marks = {n: r.full_marks if isinstance(r, Reward) else None for n, (r, _) in specs.items()}
-        self._parts = {name: reward for name, (reward, _) in specs.items() if isinstance(reward, Reward)}
+        rewards = {name: Function(path=r) if isinstance(r, str) else r for name, (r, _) in specs.items()}
+        self.full_marks = {name: reward.full_marks for name, reward in rewards.items()}
+        """What a gold reply earns from each reward; None where it proves nothing or is not known."""
+        self.parts: Mapping[str, Reward] = rewards
+        """The rewards by name."""
         self._log = log
         self._counts: Counter[str] = Counter()
         self._seconds = 0.0
         self._warned: set[tuple[str, str]] = set()
         self._trimming: asyncio.Task[None] | None = None
-        alone = [name for name, (reward, _) in specs.items() if isinstance(reward, Reward) and reward.alone]
-        shared = [name for name in specs if name not in alone]
-        packed = {name: (name, *_packed(name, reward)) for name, (reward, _) in specs.items()}
+        alone = [name for name, reward in rewards.items() if reward.alone]
+        shared = [name for name in rewards if name not in alone]
+        packed = {name: _packed(name, reward) for name, reward in rewards.items()}
         pool_names = [*([shared] if shared else []), *([name] for name in alone)]
         self._pools = [
             Pool(
-                {name: specs[name][0] for name in names},
-                Order([packed[name] for name in names], steps),
+                {name: rewards[name] for name in names},
+                Order({name: packed[name] for name in names}, steps),
                 size=1 if names[0] in alone else max(1, workers),
                 timeout=timeout,
                 log=log,
@@ -88,16 +91,6 @@ class Graders:
             )
             for names in pool_names
         ]
-
-    @property
-    def parts(self) -> Mapping[str, Reward]:
-        """The rewards that are parts and no plain functions, by name."""
-        return self._parts
-
-    @property
-    def full_marks(self) -> Mapping[str, float | None]:
-        """What a gold reply earns from each reward; None where it proves nothing or is not known."""
-        return self._full_marks
 
     @property
     def singly(self) -> bool:
@@ -127,9 +120,7 @@ class Graders:
         await self.open()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     async def grade(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
@@ -210,20 +201,16 @@ class Graders:
         return replace(rollout, rewards=rewards, reward=total, metrics=metrics)
 
 
-def _packed(name: str, reward: AnyReward) -> tuple[str, str | bytes]:
-    """What messages call a reward, and how it travels: an import path, or a pickle.
+def _packed(name: str, reward: Reward) -> bytes:
+    """A reward as it travels.
 
     Raises:
         RewardError: it cannot be pickled.
     """
-    if isinstance(reward, str):
-        return f"reward function {reward!r}", reward
-    module, qualname = getattr(reward, "__module__", ""), getattr(reward, "__qualname__", "")
-    called = f"reward {name!r}" if isinstance(reward, Reward) else f"reward function '{module}:{qualname}'"
-    remedy = "define it at the top level of a module that can be imported"
-    if module == "__main__":
-        raise RewardError(f"{called} cannot be sent to a grading process, which has another __main__; {remedy}")
     try:
-        return called, pickle.dumps(reward)
+        if type(reward).__module__ == "__main__":
+            raise pickle.PicklingError("that has another __main__")
+        return pickle.dumps(reward)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise RewardError(f"{called} cannot be sent to a grading process: {error}; {remedy}") from error
+        remedy = "define it at the top level of a module that can be imported"
+        raise RewardError(f"reward {name!r} cannot be sent to a grading process: {error}; {remedy}") from error

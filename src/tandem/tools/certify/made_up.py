@@ -72,63 +72,43 @@ class MadeUpRollout:
     """Its only turn is the conversation's next stretch, so that it is in the prompts of others."""
 
 
-GROUPS: tuple[tuple[int, float, tuple[MadeUpRollout, ...]], ...] = (
-    (
-        9,
-        1.0,
-        (
-            MadeUpRollout(lengths=(8,), score=0.0),
-            MadeUpRollout(lengths=(3, 6), score=1.0),
-            MadeUpRollout(lengths=(12,), score=0.5, finish="length"),
-            MadeUpRollout(lengths=(1,), score=1.0),
-        ),
+GROUPS: Mapping[tuple[int, float], tuple[MadeUpRollout, ...]] = {
+    (9, 1.0): (
+        MadeUpRollout(lengths=(8,), score=0.0),
+        MadeUpRollout(lengths=(3, 6), score=1.0),
+        MadeUpRollout(lengths=(12,), score=0.5, finish="length"),
+        MadeUpRollout(lengths=(1,), score=1.0),
     ),
-    (
-        17,
-        OTHER_TEMPERATURE,
-        (
-            MadeUpRollout(lengths=(5,), score=1.0),
-            MadeUpRollout(lengths=(16,), score=0.0),
-            MadeUpRollout(lengths=(4, 5), score=0.25, goes_on=False),
-            MadeUpRollout(lengths=(2,), score=0.0, failed=True),
-        ),
+    (17, OTHER_TEMPERATURE): (
+        MadeUpRollout(lengths=(5,), score=1.0),
+        MadeUpRollout(lengths=(16,), score=0.0),
+        MadeUpRollout(lengths=(4, 5), score=0.25, goes_on=False),
+        MadeUpRollout(lengths=(2,), score=0.0, failed=True),
     ),
-    (6, 1.0, (MadeUpRollout(lengths=(4,), score=0.5), MadeUpRollout(lengths=(6,), score=0.5))),
-    (
-        1,
-        1.0,
-        (
-            MadeUpRollout(lengths=(1,), score=0.0),
-            MadeUpRollout(lengths=(7,), score=0.0),
-            MadeUpRollout(lengths=(9,), score=1.0),
-            MadeUpRollout(lengths=(3,), score=1.0, trained=False),
-        ),
+    (6, 1.0): (MadeUpRollout(lengths=(4,), score=0.5), MadeUpRollout(lengths=(6,), score=0.5)),
+    (1, 1.0): (
+        MadeUpRollout(lengths=(1,), score=0.0),
+        MadeUpRollout(lengths=(7,), score=0.0),
+        MadeUpRollout(lengths=(9,), score=1.0),
+        MadeUpRollout(lengths=(3,), score=1.0, trained=False),
     ),
-    (
-        STRETCH,
-        1.0,
-        (
-            MadeUpRollout(lengths=(STRETCH,), score=0.5, spoken=True),
-            MadeUpRollout(lengths=(3,), score=0.0),
-            MadeUpRollout(lengths=(5,), score=1.0, depth=1),
-            MadeUpRollout(lengths=(STRETCH,), score=0.25, depth=1, spoken=True),
-            MadeUpRollout(lengths=(2,), score=0.75, depth=2),
-            MadeUpRollout(lengths=(4,), score=0.0, depth=2),
-        ),
+    (STRETCH, 1.0): (
+        MadeUpRollout(lengths=(STRETCH,), score=0.5, spoken=True),
+        MadeUpRollout(lengths=(3,), score=0.0),
+        MadeUpRollout(lengths=(5,), score=1.0, depth=1),
+        MadeUpRollout(lengths=(STRETCH,), score=0.25, depth=1, spoken=True),
+        MadeUpRollout(lengths=(2,), score=0.75, depth=2),
+        MadeUpRollout(lengths=(4,), score=0.0, depth=2),
     ),
-    (
-        7,
-        1.0,
-        (
-            MadeUpRollout(lengths=(4, 3, 5), score=1.0, finish="length", rewards=(0.5, 0.0, 0.25), left_out=(1,)),
-            MadeUpRollout(lengths=(3, 4), score=0.0, goes_on=False, finish="length"),
-            MadeUpRollout(lengths=(2, 6, 3), score=0.25, rewards=(0.0, 1.0, 0.5)),
-            MadeUpRollout(lengths=(5, 2), score=0.75, before="length"),
-            MadeUpRollout(lengths=(6, 4), score=0.9, cools=0.9),
-        ),
+    (7, 1.0): (
+        MadeUpRollout(lengths=(4, 3, 5), score=1.0, finish="length", rewards=(0.5, 0.0, 0.25), left_out=(1,)),
+        MadeUpRollout(lengths=(3, 4), score=0.0, goes_on=False, finish="length"),
+        MadeUpRollout(lengths=(2, 6, 3), score=0.25, rewards=(0.0, 1.0, 0.5)),
+        MadeUpRollout(lengths=(5, 2), score=0.75, before="length"),
+        MadeUpRollout(lengths=(6, 4), score=0.9, cools=0.9),
     ),
-)
-"""Tokens of the prompt, factor of the temperature, rollouts."""
+}
+"""Rollouts by the tokens of their prompt and the factor of their temperature."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -154,7 +134,7 @@ class GroupMaker:
         """The groups."""
         self.draw.seed(0)
         envs = list(self.weights) or ["made-up"]
-        made = [self._group(i, envs[i % len(envs)], *plan) for i, plan in enumerate(GROUPS)]
+        made = [self._group(i, envs[i % len(envs)], *prompt, plans) for i, (prompt, plans) in enumerate(GROUPS.items())]
         at = 0
         for g, group in enumerate(made):
             rollouts = []
