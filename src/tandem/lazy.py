@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import aiohttp as aiohttp
     import torch as torch
     from torch import Tensor as Tensor
-    from torch import nn as nn
     from torch.nn import Parameter as Parameter
 else:
 
@@ -33,7 +32,7 @@ else:
         def __getattr__(self, attribute: str) -> Any:
             return getattr(importlib.import_module(self._name), attribute)
 
-    aiohttp, asyncio, torch, nn = map(_Lazy, ("aiohttp", "asyncio", "torch", "torch.nn"))
+    aiohttp, asyncio, torch = map(_Lazy, ("aiohttp", "asyncio", "torch"))
     Tensor = Parameter = Any
 
 

@@ -8,13 +8,9 @@ device wait for the host. So what measures something on a device says what is to
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
-from tandem.lazy import torch
+from tandem.lazy import Tensor, torch
 from tandem.metrics import Value
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Pending:

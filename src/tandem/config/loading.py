@@ -182,7 +182,7 @@ class RunConfig:
         require(
             model=(bool(self.model.strip()), "a Hugging Face id or a folder"),
             group_size=group_size_check(self.group_size, self.groups_per_step),
-            env=(bool(self.env or self.envs or self.broker), "given (tandem list envs), or envs, or broker"),
+            env=(bool(self.env or self.envs or self.broker), "given, such as gsm8k, or envs, or broker"),
             envs=((wrong := fault(self.env, self.envs)) is None, wrong or ""),
             rewards=(not (self.envs and self.rewards), "given in each entry of envs, which has rewards of its own"),
             max_lag=(

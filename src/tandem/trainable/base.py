@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from tandem.errors import CheckpointError, ConfigError
-from tandem.lazy import Tensor, nn, torch
+from tandem.lazy import Tensor, torch
 
 
 class WeightSource:
@@ -48,7 +48,7 @@ class Trainable(ABC):
         return "weights"
 
     @abstractmethod
-    def prepare(self, model: nn.Module) -> nn.Module:
+    def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
         """Mark what is trained (``requires_grad``) and add what it needs; returns the module to run, saved as it is.
 
         The model may be on the meta device, to count parameters without weights.
@@ -57,16 +57,16 @@ class Trainable(ABC):
             ConfigError: an option names layers or modules that the model does not have.
         """
 
-    def save(self, model: nn.Module, tokenizer: Any, folder: Path) -> None:
+    def save(self, model: torch.nn.Module, tokenizer: Any, folder: Path) -> None:
         """Write what is trained, as it is now, and the tokenizer. Blocks."""
         self.write(model, self.live_tensors(model), tokenizer, folder)
 
     @abstractmethod
-    def live_tensors(self, model: nn.Module) -> dict[str, Tensor]:
+    def live_tensors(self, model: torch.nn.Module) -> dict[str, Tensor]:
         """Tensors that a saved folder holds, by name, as training changes them; tied ones under each name."""
 
     @abstractmethod
-    def write(self, model: nn.Module, tensors: Mapping[str, Tensor], tokenizer: Any, folder: Path) -> None:
+    def write(self, model: torch.nn.Module, tensors: Mapping[str, Tensor], tokenizer: Any, folder: Path) -> None:
         """Write a folder that Hugging Face's libraries load. Blocks.
 
         Args:
@@ -77,32 +77,32 @@ class Trainable(ABC):
         """
 
     @abstractmethod
-    def load(self, model: nn.Module, folder: Path) -> None:
+    def load(self, model: torch.nn.Module, folder: Path) -> None:
         """Read back what ``write`` wrote, into the same storage, bit for bit. Blocks.
 
         Raises:
             CheckpointError: the folder cannot be read, or it is of another model.
         """
 
-    def parameters(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    def parameters(self, model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
         """Names and parameters that are trained, tied ones once."""
         return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
-    def source(self, model: nn.Module) -> WeightSource:
+    def source(self, model: torch.nn.Module) -> WeightSource:
         """The tensors that training changes and an engine samples from, as they travel."""
         return WeightSource(self.parameters(model))
 
-    def fold(self, model: nn.Module) -> None:  # noqa: B027 - most ways of training have nothing to fold
+    def fold(self, model: torch.nn.Module) -> None:  # noqa: B027 - most ways of training have nothing to fold
         """Bring the weights that are sampled from up to date with the parameters that the optimizer wrote.
 
         Called after the optimizer's step, on the compute thread, while no token is sampled. Writes in place, in the
         storage that the weights have at that time.
         """
 
-    def unfold(self, model: nn.Module) -> None:  # noqa: B027
+    def unfold(self, model: torch.nn.Module) -> None:  # noqa: B027
         """Bring all weights back to what they were before training, and keep no copy: they are about to be cut."""
 
-    def cut(self, model: nn.Module, part: Callable[[str], tuple[slice, slice]]) -> None:  # noqa: B027
+    def cut(self, model: torch.nn.Module, part: Callable[[str], tuple[slice, slice]]) -> None:  # noqa: B027
         """Take weights of which a rank has some rows and columns, by name, as they are now; ``fold`` comes next."""
 
     @property
@@ -110,15 +110,15 @@ class Trainable(ABC):
         """Whether ``fold`` does anything: every rank of several is told to."""
         return type(self).fold is not Trainable.fold
 
-    def untrained(self, model: nn.Module) -> AbstractContextManager[None] | None:
+    def untrained(self, model: torch.nn.Module) -> AbstractContextManager[None] | None:
         """Within it the model computes what it did before it was trained; None where it cannot."""
         return None
 
-    def base_names(self, model: nn.Module) -> dict[str, nn.Parameter]:
+    def base_names(self, model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
         """Every weight of the causal language model by its Hugging Face name, tied ones once; no adapter tensors."""
         return dict(model.named_parameters())
 
-    def adapter_config(self, model: nn.Module) -> dict[str, Any]:
+    def adapter_config(self, model: torch.nn.Module) -> dict[str, Any]:
         """What PEFT's ``adapter_config.json`` holds, for an engine that is handed the adapter's tensors.
 
         Raises:
@@ -126,15 +126,15 @@ class Trainable(ABC):
         """
         raise TypeError(f"{type(self).__name__} trains no adapter; ask only where an adapter travels")
 
-    def described(self, model: nn.Module) -> str:
+    def described(self, model: torch.nn.Module) -> str:
         """What of a prepared model is trained, in words; nothing where that is all of it."""
         return ""
 
-    def kept_bytes(self, model: nn.Module, *, on_host: bool) -> int:
+    def kept_bytes(self, model: torch.nn.Module, *, on_host: bool) -> int:
         """Bytes kept where the weights are, beside the model's parameters; ``on_host``: the weights are on the host."""
         return 0
 
-    def beside_text(self, model: nn.Module) -> set[int]:
+    def beside_text(self, model: torch.nn.Module) -> set[int]:
         """Ids of the modules that a model for images has beside its language model: they are not trained."""
         causal: Any = model
         if causal.config.get_text_config() is causal.config:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tandem.errors import CheckpointError
-from tandem.lazy import Tensor, nn, torch
+from tandem.lazy import Tensor, torch
 from tandem.trainable.base import Trainable, layer_of, read_into, safetensors_in
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ class Full(Trainable):
 
     folder_name: ClassVar[str] = "model"
 
-    def prepare(self, model: nn.Module) -> nn.Module:
+    def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
         """Mark all parameters, or those of ``layers``."""
         self.check_layers(name for name, _ in model.named_parameters())
         for name, parameter in model.named_parameters():
@@ -35,16 +35,16 @@ class Full(Trainable):
                     parameter.requires_grad_(False)
         return model
 
-    def live_tensors(self, model: nn.Module) -> dict[str, Tensor]:
+    def live_tensors(self, model: torch.nn.Module) -> dict[str, Tensor]:
         """The whole model's."""
         return dict(model.state_dict())
 
-    def write(self, model: nn.Module, tensors: Mapping[str, Tensor], tokenizer: Any, folder: Path) -> None:
+    def write(self, model: torch.nn.Module, tensors: Mapping[str, Tensor], tokenizer: Any, folder: Path) -> None:
         """Write the whole model, which ``AutoModelForCausalLM.from_pretrained(folder)`` loads."""
         model.save_pretrained(folder, state_dict=dict(tensors))  # type: ignore[operator]
         tokenizer.save_pretrained(folder)
 
-    def load(self, model: nn.Module, folder: Path) -> None:
+    def load(self, model: torch.nn.Module, folder: Path) -> None:
         """Stream the files tensor by tensor, so that no second model is held."""
         names_of: dict[int, tuple[Tensor, list[str]]] = {}
         for name, tensor in model.state_dict(keep_vars=True).items():
@@ -92,7 +92,7 @@ def write_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
-def _reload(model: nn.Module, folder: Path) -> None:
+def _reload(model: torch.nn.Module, folder: Path) -> None:
     """For a model that transformers stores under other names than it runs with: let transformers translate."""
     log.info("the weights in %s are stored in another layout than the model's; loading a second copy", folder)
     config: Any = model.config

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from tandem.errors import CheckpointError, ConfigError, bounded, check_bounds
-from tandem.lazy import Tensor, nn, torch
+from tandem.lazy import Tensor, torch
 from tandem.trainable.base import Trainable, WeightSource, layer_of, read_into, safetensors_in
 from tandem.transport.adapters import write_adapter
 
@@ -83,7 +83,7 @@ class Lora(Trainable):
         """Merged weights travel as any others."""
         return "weights" if self.merged else "adapter"
 
-    def prepare(self, model: nn.Module) -> nn.Module:
+    def prepare(self, model: torch.nn.Module) -> torch.nn.Module:
         """Freeze the model, inject the adapter; A is drawn from torch's global generator, which the caller seeds."""
         from peft import get_peft_model
 
@@ -93,7 +93,9 @@ class Lora(Trainable):
         with _silenced, warnings.catch_warnings():
             # PEFT asks transformers for a property by a name that transformers has since deprecated.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-            adapted: nn.Module = get_peft_model(model, self._config(targets, experts), autocast_adapter_dtype=False)
+            adapted: torch.nn.Module = get_peft_model(
+                model, self._config(targets, experts), autocast_adapter_dtype=False
+            )
         if self.merged:
             from tandem.trainable import _merged
 
@@ -120,7 +122,7 @@ class Lora(Trainable):
             task_type="CAUSAL_LM",
         )
 
-    def targets(self, model: nn.Module) -> list[str]:
+    def targets(self, model: torch.nn.Module) -> list[str]:
         """Names of the modules to adapt, checked against the model; no tensor is looked at."""
         left_out = self._left_out(model)
         modules = [(name, module) for name, module in model.named_modules() if id(module) not in left_out]
@@ -147,7 +149,7 @@ class Lora(Trainable):
             raise ConfigError(f"trainable.target_modules: the model has no linear layer {wrong[0]!r}; {has}")
         return list(self.target_modules)
 
-    def experts(self, model: nn.Module) -> list[str]:
+    def experts(self, model: torch.nn.Module) -> list[str]:
         """Names of the experts to adapt, checked against the model."""
         known = _experts(model)
         for end in self.target_parameters:
@@ -161,7 +163,7 @@ class Lora(Trainable):
         wanted = [name for name in known if f".{name}".endswith(ends)]
         return wanted if self.layers is None else [name for name in wanted if layer_of(name) in self.layers]
 
-    def _left_out(self, model: nn.Module) -> set[int]:
+    def _left_out(self, model: torch.nn.Module) -> set[int]:
         """Ids of linear layers without an adapter: the head, those of images, those that PEFT or kernels misread."""
         experts = bool(_experts(model))
         left_out = self.beside_text(model) | {id(model.get_output_embeddings())}  # type: ignore[operator]
@@ -176,7 +178,7 @@ class Lora(Trainable):
                     left_out.add(id(child))
         return left_out
 
-    def described(self, model: nn.Module) -> str:
+    def described(self, model: torch.nn.Module) -> str:
         """Which modules of a prepared model get an adapter, how many of each name, and which experts get none."""
         adapted, experts = Counter[str](), Counter(map(_short, _experts(model)))
         for name, module in model.named_modules():
@@ -188,23 +190,23 @@ class Lora(Trainable):
         rest = f"; none on {', '.join(without)}: name them in trainable.target_parameters" if without else ""
         return f"adapters on {', '.join(on)}{rest}"
 
-    def source(self, model: nn.Module) -> WeightSource:
+    def source(self, model: torch.nn.Module) -> WeightSource:
         """The adapter's tensors; merged, the adapted layers' weights under their Hugging Face names."""
         if not self.merged:
             return super().source(model)
         return WeightSource((f"{name}.weight", layer.weight) for name, layer in _merged_layers(model))
 
-    def fold(self, model: nn.Module) -> None:
+    def fold(self, model: torch.nn.Module) -> None:
         """Merged: write W0 + alpha/rank * B A into every adapted weight; otherwise nothing."""
         for _, layer in _merged_layers(model):
             layer.fold()
 
-    def unfold(self, model: nn.Module) -> None:
+    def unfold(self, model: torch.nn.Module) -> None:
         """Merged: every adapted weight is W0 again."""
         for _, layer in _merged_layers(model):
             layer.unfold()
 
-    def cut(self, model: nn.Module, part: Callable[[str], tuple[slice, slice]]) -> None:
+    def cut(self, model: torch.nn.Module, part: Callable[[str], tuple[slice, slice]]) -> None:
         """Merged: take a rank's part of every W0."""
         for name, layer in _merged_layers(model):
             layer.cut(*part(f"{name}.weight"))
@@ -214,21 +216,21 @@ class Lora(Trainable):
         """Only merged weights follow A and B."""
         return self.merged
 
-    def untrained(self, model: nn.Module) -> AbstractContextManager[None] | None:
+    def untrained(self, model: torch.nn.Module) -> AbstractContextManager[None] | None:
         """The adapter switched off; merged, W0 is not where the model computes."""
         if self.merged:
             return None
         off: AbstractContextManager[None] = model.disable_adapter()  # type: ignore[operator]
         return off
 
-    def base_names(self, model: nn.Module) -> dict[str, nn.Parameter]:
+    def base_names(self, model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
         """The causal model's own weights, under the names they had before the adapter came."""
         adapter = {id(parameter) for _, parameter in self.parameters(model)}
         causal = getattr(model, "get_base_model", lambda: model)()
         base = ((name, p) for name, p in causal.named_parameters() if id(p) not in adapter)
         return {re.sub(r"\.(?:base_layer|original_module)(?=\.)", "", name): p for name, p in base}
 
-    def adapter_config(self, model: nn.Module) -> dict[str, Any]:
+    def adapter_config(self, model: torch.nn.Module) -> dict[str, Any]:
         """Rank, alpha, the adapted modules by name and the rest of PEFT's ``adapter_config.json``, as plain data."""
         experts = {name for name, module in model.named_modules() if hasattr(module, "parameter_name")}
         names = {name.rpartition(".lora_")[0] for name in self.live_tensors(model) if ".lora_" in name} - experts
@@ -243,13 +245,13 @@ class Lora(Trainable):
         plain: dict[str, Any] = config.to_dict()
         return {key: sorted(value) if isinstance(value, set) else value for key, value in plain.items()}
 
-    def kept_bytes(self, model: nn.Module, *, on_host: bool) -> int:
+    def kept_bytes(self, model: torch.nn.Module, *, on_host: bool) -> int:
         """W0 of the adapted layers, if it is kept where the weights are."""
         if self.base_on == "host" and not on_host:
             return 0
         return sum(layer.weight.nbytes for _, layer in _merged_layers(model))
 
-    def live_tensors(self, model: nn.Module) -> dict[str, Tensor]:
+    def live_tensors(self, model: torch.nn.Module) -> dict[str, Tensor]:
         """The adapter's under the names of its file."""
         if not self.merged:
             from peft import get_peft_model_state_dict
@@ -262,12 +264,12 @@ class Lora(Trainable):
             for part in ("lora_A", "lora_B")
         }
 
-    def write(self, model: nn.Module, tensors: Mapping[str, Tensor], tokenizer: Any, folder: Path) -> None:
+    def write(self, model: torch.nn.Module, tensors: Mapping[str, Tensor], tokenizer: Any, folder: Path) -> None:
         """Write the adapter, which ``PeftModel.from_pretrained(base, folder)`` loads."""
         write_adapter(folder, tensors, self.adapter_config(model))
         tokenizer.save_pretrained(folder)
 
-    def load(self, model: nn.Module, folder: Path) -> None:
+    def load(self, model: torch.nn.Module, folder: Path) -> None:
         """Copy the adapter's tensors into the live ones, and fold."""
         live = self.live_tensors(model)
         missing = read_into(list(live.items()), safetensors_in(folder))
@@ -277,7 +279,7 @@ class Lora(Trainable):
         self.fold(model)
 
 
-def _experts(model: nn.Module) -> list[str]:
+def _experts(model: torch.nn.Module) -> list[str]:
     """Names of stacked experts, without what an adapter puts around them."""
     stacked = [name for name, parameter in model.named_parameters() if parameter.dim() == 3 and "experts" in name]
     return [name.replace(".base_layer", "") for name in stacked]
@@ -287,7 +289,7 @@ def _short(name: str) -> str:
     return ".".join(name.split(".")[-2:])
 
 
-def _merged_layers(model: nn.Module) -> Iterable[tuple[str, Any]]:
+def _merged_layers(model: torch.nn.Module) -> Iterable[tuple[str, Any]]:
     """Name and module of each layer that holds a merged weight."""
     from tandem.trainable import _merged  # which needs torch
 
