@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from itertools import islice
 from pathlib import Path
@@ -15,6 +16,8 @@ from tandem.config.loading import RunConfig
 from tandem.config.sources import EnvSource
 from tandem.engines.base import Engine
 from tandem.envs.base import Split
+from tandem.envs.data import chats
+from tandem.envs.data.rows import DataSource
 from tandem.errors import ConfigError, EnvError, TandemError, defined_at, raised
 from tandem.metrics import Value, merge
 from tandem.observability import waits
@@ -24,15 +27,18 @@ from tandem.rewards.grading.workers import Graders
 from tandem.rollout import template as rendering
 from tandem.rollout.buffer import RolloutBuffer
 from tandem.rollout.buffer_options import BufferOptions
+from tandem.rollout.demonstrations import Demonstrator, WarmStart
 from tandem.rollout.gold import require_full_marks
 from tandem.rollout.group_runner import GroupRunner, PostprocessRewards, keep_rewards, penalise_truncated
 from tandem.rollout.lag_control import LagControl, LagController, RateState
 from tandem.rollout.measure import Solved
+from tandem.rollout.mixture import MixtureSchedule
 from tandem.rollout.source import RolloutSource
-from tandem.rollout.task_sampler import EnvRunner
+from tandem.rollout.task_sampler import EnvRunner, TaskOrder
+from tandem.rollout.teacher import Score
 from tandem.rollout.template import Template
 from tandem.trainer import memory_plan as memory
-from tandem.types import Task
+from tandem.types import Rollout, Task
 
 if TYPE_CHECKING:
     from tandem.model.policy import Policy
@@ -60,6 +66,26 @@ def tasks(config: RunConfig, split: Split) -> Tasks:
         with waits.blocking("trainer", f"{split} tasks", f"data of environment {name}", config.timeouts.wait_seconds):
             by_name[name] = tasks_of(name, source, split)
     return by_name
+
+
+def replies(config: RunConfig, split: Split) -> Tasks:
+    """Tasks of the warm start: those of its data, or of every environment; raises as ``tasks``."""
+    options = config.warm_start
+    if options is None or not options.data:
+        return tasks(config, split) if options is not None and config.sources else {}
+    source = DataSource(path=options.data, test_share=options.test_share)
+    with waits.blocking("trainer", f"{split} replies", f"data of {options.data}", config.timeouts.wait_seconds):
+        return {chats.NAME: chats.chats(source, split)}
+
+
+def counted(config: RunConfig) -> RunConfig:
+    """The recipe with the epochs of its warm start as steps; raises as ``tasks``."""
+    options = config.warm_start
+    if options is None or options.epochs is None:
+        return config
+    count = sum(map(len, replies(config, "train").values()))
+    steps = max(1, math.ceil(options.epochs * count / config.groups_per_step))
+    return replace(config, warm_start=replace(options, steps=steps, epochs=None))
 
 
 def tasks_of(name: str, source: EnvSource, split: Split) -> Sequence[Task]:
@@ -122,8 +148,10 @@ class RunEnvironments:
         """What the graders counted since the last call."""
         return merge([graders.metrics() for graders in self.graders.values()])
 
-    def runners(self, engine: Engine, template: Template, tasks: Tasks) -> list[EnvRunner]:
-        """Environment runners with the tasks of each."""
+    def runners(
+        self, engine: Engine, template: Template, tasks: Tasks, teacher: Score | None = None
+    ) -> list[EnvRunner]:
+        """Environment runners with the tasks of each, whose answers a teacher may judge."""
         return [
             EnvRunner(
                 name=name,
@@ -135,6 +163,7 @@ class RunEnvironments:
                     graders=graders,
                     template=template,
                     seed=self.config.seed,
+                    teacher=teacher,
                 ),
                 tasks=tasks[name],
                 solved=_solved(self.config.sources[name], graders),
@@ -210,6 +239,38 @@ def postprocess(config: RunConfig) -> PostprocessRewards:
     return penalise_truncated(config.truncated_penalty) if config.truncated == "penalise" else keep_rewards
 
 
+def warm_started(
+    config: RunConfig, demonstrator: Demonstrator, runners: Sequence[EnvRunner], source: RolloutSource
+) -> RolloutSource:
+    """The source with a warm start's demonstrations before it, if the recipe has one."""
+    if not config.warm_steps:
+        return source
+    places, orders = config.groups_per_step, dict[str, TaskOrder]()
+    if config.demonstrates:
+        train = replies(config, "train")[chats.NAME]
+        orders[chats.NAME] = TaskOrder(name=chats.NAME, label=f"{chats.NAME}/", tasks=train, seed=config.seed)
+    else:
+        orders |= {runner.name: runner for runner in runners}
+    return WarmStart(
+        steps=config.warm_steps,
+        orders=orders,
+        places=(lambda _: [chats.NAME] * places) if config.demonstrates else MixtureSchedule(runners, places).batch,
+        demonstrated=demonstrator,
+        after=source,
+    )
+
+
+def held_out_replies(config: RunConfig, demonstrator: Demonstrator, runners: Sequence[EnvRunner]) -> Sequence[Rollout]:
+    """Demonstrations that are held out: of the first test rows, or test tasks."""
+    if config.warm_start is None:
+        return ()
+    pairs: list[tuple[EnvRunner | None, Task]] = [(runner, task) for runner in runners for task in runner.tasks]
+    if config.demonstrates:
+        pairs = [(None, task) for task in replies(config, "test")[chats.NAME][: config.evaluate.tasks]]
+    rollouts = (demonstrator(order, task, f"{task.id}@eval/0") for order, task in pairs)
+    return [rollout for rollout in rollouts if rollout is not None]
+
+
 def rollout_source(
     config: RunConfig,
     folder: Path,
@@ -247,6 +308,7 @@ def rollout_buffer(
     lag_control: LagControl,
 ) -> RolloutBuffer:
     """Tasks that are played here."""
+    drops = config.zero_variance_groups == "drop" and config.teacher is None
     return RolloutBuffer(
         runners=runners,
         options=BufferOptions(
@@ -254,8 +316,8 @@ def rollout_buffer(
             group_size=config.group_size,
             max_lag=config.most_lag,
             behind=config.sync.behind,
-            drop_zero_variance=config.zero_variance_groups == "drop",
-            oversample=config.oversample if config.zero_variance_groups == "drop" else "off",
+            drop_zero_variance=drops,
+            oversample=config.oversample if drops else "off",
             on_policy_tail=config.on_policy_tail,
             sampling=config.sampling,
             steps=config.steps,

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from tandem.algorithms.references.base import Reference, ReferenceWeights
-from tandem.errors import CheckpointError
 from tandem.lazy import no_grad
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.nn import Parameter
 
 
@@ -47,7 +45,7 @@ class _Moving(ReferenceWeights):
 
     def __init__(self, options: Average, live: Iterable[tuple[str, Parameter]]):
         super().__init__(live)
-        self._options = options
+        self._options, self._moved = options, True
 
     def due(self, step: int) -> bool:
         return step % self._options.every == 0
@@ -58,15 +56,3 @@ class _Moving(ReferenceWeights):
             averaged = self._own[name].to(parameter.device)
             mixed = averaged.float().mul_(1 - self._options.mixup).add_(parameter.float(), alpha=self._options.mixup)
             self._own[name] = mixed.to(averaged.dtype)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return dict(self._own)
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        shapes = {name: (averaged.shape, averaged.dtype) for name, averaged in self._own.items()}
-        if shapes != {name: (stored.shape, stored.dtype) for name, stored in state.items()}:
-            raise CheckpointError(
-                "the reference that was saved is of other weights than the policy; resume with the recipe that the "
-                "checkpoint was made with"
-            )
-        self._own = {name: stored.to(self._live[name].device) for name, stored in state.items()}

@@ -104,7 +104,7 @@ def check_division(config: RunConfig, world: int) -> None:
             getattr(config.optimizer, "gradients", "float32") != "float32"
         ),
         "distributed.shard: weights and a reference that moves: no checkpoint has its parts; choose reference: start, "
-        "or shard: states": sharded and getattr(config.reference, "saved", False) and cuts_published,
+        "or shard: states": sharded and cuts_published and config.moves_reference,
         "distributed.shard: weights and this optimizer: its states do not follow the cut; choose adamw": (
             cuts_trained and type(config.optimizer).__name__ != "AdamW"
         ),
