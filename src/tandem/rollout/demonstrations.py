@@ -34,7 +34,7 @@ class Demonstrator:
     """Tokens of a conversation that are trained at most."""
 
     def __call__(self, order: TaskOrder | None, task: Task, id: str) -> Rollout | None:
-        """A task's gold reply, or a row of data, as it is trained: every assistant's message but those of weight 0.
+        """A task's gold reply, or a row of data: the assistant's messages after the prompt, but those of weight 0.
 
         None where no reply is known, or where none fits the context.
         """
@@ -48,7 +48,11 @@ class Demonstrator:
             said = self.template.demonstrated(messages, task.meta.get("tools") or ())
         except EnvError as error:
             raise EnvError(f"{task.env}: task {task.id}: {error}") from error
-        wanted = [each.fields.get("weight") != 0 for each in messages if each.role == "assistant"]
+        wanted = [
+            place >= len(task.prompt) and each.fields.get("weight") != 0
+            for place, each in enumerate(messages)
+            if each.role == "assistant"
+        ]
         turns = [
             self._turn(prompt, reply, is_trained)
             for (prompt, reply), is_trained in zip(said, wanted, strict=True)

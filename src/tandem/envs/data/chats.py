@@ -13,7 +13,7 @@ NAME = "data"
 
 
 def chats(source: DataSource, split: Split) -> list[Task]:
-    """A task for each row: its prompt is what comes before the first reply, ``meta`` has the whole.
+    """A task for each row: its prompt is what comes before the first reply to be trained, ``meta`` has the whole.
 
     Raises:
         EnvError: a row has no reply; names its place.
@@ -24,10 +24,11 @@ def chats(source: DataSource, split: Split) -> list[Task]:
 def _task(row: DataRow, split: Split) -> Task:
     if "messages" in row.columns:
         messages = _messages(row, "messages", "user")
+        first = next((place for place, each in enumerate(messages) if each.role == "assistant"), 0)
     else:
-        messages = (*_messages(row, "prompt", "user"), *_messages(row, "completion", "assistant"))
-    first = next((place for place, each in enumerate(messages) if each.role == "assistant"), 0)
-    if not first:
+        prompt = _messages(row, "prompt", "user")
+        messages, first = (*prompt, *_messages(row, "completion", "assistant")), len(prompt)
+    if not first or all(each.role != "assistant" for each in messages[first:]):
         raise EnvError(f"{row.where}: expected messages with an assistant's after a user's, or prompt and completion")
     return Task(
         id=f"{split}/{row.number}",
