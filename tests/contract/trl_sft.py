@@ -27,19 +27,24 @@ TEMPLATE = (
 """ChatML that says what the assistant's words are, and ends with the last message's end."""
 
 
-def said(*texts: str) -> list[dict[str, str]]:
+def messages(*texts: str) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
 
 
 SETS: dict[str, list[dict[str, Any]]] = {
     "messages": [
-        {"messages": said("2 + 3?", "5.")},
-        {"messages": [{"role": "system", "content": "Be brief."}, *said("Name two.", "Ä and ö.", "More?", "No more")]},
-        {"messages": said("Why?", "Because it is so, and was so, and will be so for as long as anyone asks.")},
+        {"messages": messages("2 + 3?", "5.")},
+        {
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                *messages("Name two.", "Ä and ö.", "More?", "No more"),
+            ]
+        },
+        {"messages": messages("Why?", "Because it is so, and was so, and will be so for as long as anyone asks.")},
     ],
     "prompt and completion": [
-        {"prompt": said("4 + 4?"), "completion": [{"role": "assistant", "content": "It is 8."}]},
-        {"prompt": said("a", "b", "c"), "completion": [{"role": "assistant", "content": "d, as you know"}]},
+        {"prompt": messages("4 + 4?"), "completion": [{"role": "assistant", "content": "It is 8."}]},
+        {"prompt": messages("a", "b", "c"), "completion": [{"role": "assistant", "content": "d, as you know"}]},
     ],
 }
 """Rows, by their kind."""

@@ -17,7 +17,7 @@ from tandem.envs.data.rows import DataSource
 from tandem.errors import EnvError
 from tandem.metrics import Value
 from tandem.rollout.data_state import DataState
-from tandem.rollout.demonstrations import Demonstrator, WarmStart
+from tandem.rollout.demonstrations import Demonstrator, WarmStartSource
 from tandem.rollout.source import Batch
 from tandem.rollout.task_sampler import TaskOrder
 from tandem.rollout.template import Template
@@ -77,7 +77,7 @@ def test_demonstration_leaves_out_replies_of_weight_zero(template: Template) -> 
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         ('{"messages": [{"role": "user", "content": "a"}]}', "rows.jsonl:1: expected messages with an"),
         (
@@ -88,9 +88,9 @@ def test_demonstration_leaves_out_replies_of_weight_zero(template: Template) -> 
         ('{"messages": [{"role": "user", "content": 3}]}', "rows.jsonl:1: column 'messages' should be a list"),
     ],
 )
-def test_rows_without_a_reply_are_refused_by_their_place(tmp_path: Path, row: str, said: str) -> None:
+def test_rows_without_a_reply_are_refused_by_their_place(tmp_path: Path, row: str, message: str) -> None:
     (tmp_path / "rows.jsonl").write_text(row)
-    with pytest.raises(EnvError, match=said):
+    with pytest.raises(EnvError, match=message):
         chats(DataSource(path=str(tmp_path / "rows.jsonl"), test_share=0.0), "train")
 
 
@@ -117,7 +117,7 @@ class Answers:
         return {}
 
 
-def warm_start(template: Template, answers: Answers) -> WarmStart:
+def warm_start(template: Template, answers: Answers) -> WarmStartSource:
     """Four steps of two; every third task has no reply."""
     tasks = [
         Task(
@@ -129,7 +129,7 @@ def warm_start(template: Template, answers: Answers) -> WarmStart:
         )
         for n in range(7)
     ]
-    return WarmStart(
+    return WarmStartSource(
         steps=4,
         orders={"data": TaskOrder(name="data", label="", tasks=tasks, seed=1)},
         places=lambda batch: ["data"] * 2,

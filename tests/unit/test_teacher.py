@@ -65,10 +65,10 @@ def test_gradient_of_all_answers_by_their_probability_is_that_of_the_kl(
         share = shares[token] * len(sampled)  # of which the step takes the mean
         return replace(rollout, advantages=(rollout.advantages[0] * share,))
 
-    given = asyncio.run(judged(group, score))
-    mean = sum(share * r.metrics["kl_teacher"] for share, r in zip(shares, given.rollouts, strict=True))
+    with_advantages = asyncio.run(judged(group, score))
+    mean = sum(share * r.metrics["kl_teacher"] for share, r in zip(shares, with_advantages.rollouts, strict=True))
     assert mean == pytest.approx(kl.item(), rel=1e-9)
-    weighed = replace(given, rollouts=tuple(map(expected, given.rollouts)))
+    weighed = replace(with_advantages, rollouts=tuple(map(expected, with_advantages.rollouts)))
     with live_policy(tiny_model) as policy:
         keep = Keep()
         work = LocalWork(
@@ -87,15 +87,15 @@ def test_gradient_of_all_answers_by_their_probability_is_that_of_the_kl(
 
 
 def test_turns_that_go_on_from_one_another_are_scored_at_once() -> None:
-    asked: list[int] = []
+    scored_lengths: list[int] = []
 
     async def score(tokens: Sequence[int]) -> list[float]:
-        asked.append(len(tokens))
+        scored_lengths.append(len(tokens))
         return [-float(place) for place in range(1, len(tokens))]
 
     turns = [([1, 2], [3, 4], [-1.0, -1.0]), ([1, 2, 3, 4, 5], [6], [-2.0]), ([9], [8, 7], [0.0, 0.0])]
     group = asyncio.run(judged(make_group("t@0", [make_rollout("t@0/0", turns, 1.0)]), score))
-    assert asked == [3, 6]
+    assert scored_lengths == [3, 6]
     assert group.rollouts[0].advantages == (-1.0, -2.0, -3.0, -1.0, -2.0)
 
 

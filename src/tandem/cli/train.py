@@ -54,8 +54,8 @@ def supervised(recipe: Path, overrides: Sequence[str]) -> list[str]:
         ConfigError: a mistake in the recipe.
         EnvError: its data cannot be read.
     """
-    given = [override for override in overrides if not override.startswith("warm_start.steps=")]
-    overrides = [*given, "warm_start.steps=null"]
+    others = [override for override in overrides if not override.startswith("warm_start.steps=")]
+    overrides = [*others, "warm_start.steps=null"]
     config = load(recipe, overrides).config
     if config.warm_start is None or config.warm_start.epochs is None:
         return overrides

@@ -45,7 +45,7 @@ class Demonstrator:
                 return None
             messages = (*task.prompt, Message(role="assistant", content=gold[0]))
         try:
-            said = self.template.demonstrated(messages, task.meta.get("tools") or ())
+            replies = self.template.demonstrated(messages, task.meta.get("tools") or ())
         except EnvError as error:
             raise EnvError(f"{task.env}: task {task.id}: {error}") from error
         wanted = [
@@ -55,7 +55,7 @@ class Demonstrator:
         ]
         turns = [
             self._turn(prompt, reply, is_trained)
-            for (prompt, reply), is_trained in zip(said, wanted, strict=True)
+            for (prompt, reply), is_trained in zip(replies, wanted, strict=True)
             if len(prompt) < self.context
         ]
         if not any(turn.trained for turn in turns):
@@ -83,7 +83,7 @@ class Demonstrator:
 
 
 @dataclass(slots=True, kw_only=True)
-class WarmStart:
+class WarmStartSource:
     """A rollout source: batches of demonstrations, then those of another source."""
 
     steps: int

@@ -96,19 +96,19 @@ class Template:
                 continue
             before = messages[:place]
             if before[0].role == TEXT:
-                asked, said = before[0].content, before[0].content + message.content
+                opening, whole = before[0].content, before[0].content + message.content
             else:
-                asked = self._render(before, tools)
-                said = self._render([*before, message], tools, asks=False).rstrip()
-            if not said.startswith(asked):
+                opening = self._render(before, tools)
+                whole = self._render([*before, message], tools, asks=False).rstrip()
+            if not whole.startswith(opening):
                 raise EnvError("the chat template does not write an assistant's message where it asks for one")
-            goes_on = bool(turns) and asked.startswith(written)
-            prompt = [*turns[-1][0], *turns[-1][1], *self._encode(asked[len(written) :])] if goes_on else None
-            reply = self._encode(said[len(asked) :])
+            goes_on = bool(turns) and opening.startswith(written)
+            prompt = [*turns[-1][0], *turns[-1][1], *self._encode(opening[len(written) :])] if goes_on else None
+            reply = self._encode(whole[len(opening) :])
             if not reply or not self.ends(reply[-1]):
                 reply.append(self._tokenizer.eos_token_id)
-            turns.append((self._encode(asked) if prompt is None else prompt, reply))
-            written = said
+            turns.append((self._encode(opening) if prompt is None else prompt, reply))
+            written = whole
         return turns
 
     def ends(self, token: int) -> bool:

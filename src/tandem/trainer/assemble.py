@@ -27,7 +27,6 @@ from tandem.observability.alarms import AlarmWatch
 from tandem.observability.completions import Completions
 from tandem.observability.emit import OnStep, Telemetry
 from tandem.observability.loggers.base import RunInfo
-from tandem.rollout.demonstrations import Demonstrator
 from tandem.rollout.task_sampler import EnvRunner
 from tandem.rollout.teacher import Score, ServedTeacher
 from tandem.rollout.template import Template
@@ -259,25 +258,16 @@ async def _assemble(
     lag_control = environments.lag_control(config, state.rate, telemetry)
     teacher = await stack.enter_async_context(_teacher(config, policy, template))
     runners = playing.runners(engine, template, tasks.get("train", {}), teacher)
-    tested = held_out(config, tasks.get("test", {}))
-    held_out_runners = playing.runners(engine, template, tested)
-    demonstrator = Demonstrator(template=template, context=memory.context(config, policy.config))
     source = environments.rollout_source(config, folder, policy, engine, runners, trained, telemetry, lag_control)
     run = loop.RunParts(
         steps=config.steps,
         policy=policy,
         weight_sync=weight_sync,
-        source=environments.warm_started(config, demonstrator, runners, source),
+        source=environments.warm_started(config, template, policy, runners, source),
         pack=Packer.of(config, policy, ranks=world.size),
         step=Step.of(config, work),
         checkpoints=checkpoints,
-        evaluator=Evaluator(
-            config,
-            held_out_runners,
-            telemetry,
-            engine.score,
-            environments.held_out_replies(config, demonstrator, held_out_runners),
-        ),
+        evaluator=_evaluator(config, policy, engine, template, playing, tasks, telemetry),
         telemetry=telemetry,
         records=partial(records, template=template, skip_forced=bool(config.sampling.regex)),
         show=Completions(config.print_completions, telemetry),
@@ -287,6 +277,20 @@ async def _assemble(
         lag_control=lag_control,
     )
     return run, state
+
+
+def _evaluator(
+    config: RunConfig,
+    policy: Policy,
+    engine: Engine,
+    template: Template,
+    playing: environments.RunEnvironments,
+    tasks: Mapping[Split, environments.Tasks],
+    telemetry: Telemetry,
+) -> Evaluator:
+    runners = playing.runners(engine, template, held_out(config, tasks.get("test", {})))
+    replies = environments.held_out_replies(config, template, policy, runners)
+    return Evaluator(config, runners, telemetry, engine.score, replies)
 
 
 @asynccontextmanager

@@ -27,7 +27,7 @@ from tandem.rewards.grading.workers import Graders
 from tandem.rollout import template as rendering
 from tandem.rollout.buffer import RolloutBuffer
 from tandem.rollout.buffer_options import BufferOptions
-from tandem.rollout.demonstrations import Demonstrator, WarmStart
+from tandem.rollout.demonstrations import Demonstrator, WarmStartSource
 from tandem.rollout.gold import require_full_marks
 from tandem.rollout.group_runner import GroupRunner, PostprocessRewards, keep_rewards, penalise_truncated
 from tandem.rollout.lag_control import LagControl, LagController, RateState
@@ -239,8 +239,13 @@ def postprocess(config: RunConfig) -> PostprocessRewards:
     return penalise_truncated(config.truncated_penalty) if config.truncated == "penalise" else keep_rewards
 
 
+def demonstrator(config: RunConfig, template: Template, policy: Policy) -> Demonstrator:
+    """What makes rollouts of given replies."""
+    return Demonstrator(template=template, context=memory.context(config, policy.config))
+
+
 def warm_started(
-    config: RunConfig, demonstrator: Demonstrator, runners: Sequence[EnvRunner], source: RolloutSource
+    config: RunConfig, template: Template, policy: Policy, runners: Sequence[EnvRunner], source: RolloutSource
 ) -> RolloutSource:
     """The source with a warm start's demonstrations before it, if the recipe has one."""
     if not config.warm_steps:
@@ -251,23 +256,26 @@ def warm_started(
         orders[chats.NAME] = TaskOrder(name=chats.NAME, label=f"{chats.NAME}/", tasks=train, seed=config.seed)
     else:
         orders |= {runner.name: runner for runner in runners}
-    return WarmStart(
+    return WarmStartSource(
         steps=config.warm_steps,
         orders=orders,
         places=(lambda _: [chats.NAME] * places) if config.demonstrates else MixtureSchedule(runners, places).batch,
-        demonstrated=demonstrator,
+        demonstrated=demonstrator(config, template, policy),
         after=source,
     )
 
 
-def held_out_replies(config: RunConfig, demonstrator: Demonstrator, runners: Sequence[EnvRunner]) -> Sequence[Rollout]:
+def held_out_replies(
+    config: RunConfig, template: Template, policy: Policy, runners: Sequence[EnvRunner]
+) -> Sequence[Rollout]:
     """Demonstrations that are held out: of the first test rows, or test tasks."""
     if config.warm_start is None:
         return ()
     pairs: list[tuple[EnvRunner | None, Task]] = [(runner, task) for runner in runners for task in runner.tasks]
     if config.demonstrates:
         pairs = [(None, task) for task in replies(config, "test")[chats.NAME][: config.evaluate.tasks]]
-    rollouts = (demonstrator(order, task, f"{task.id}@eval/0") for order, task in pairs)
+    demonstrate = demonstrator(config, template, policy)
+    rollouts = (demonstrate(order, task, f"{task.id}@eval/0") for order, task in pairs)
     return [rollout for rollout in rollouts if rollout is not None]
 
 
