@@ -204,6 +204,31 @@ def reusing(place: Place, tiny_model: Path) -> Path:
     return folder
 
 
+WARM: dict[str, Any] = {
+    **RECIPE,
+    "warm_start": {"steps": 3, "lr": 5.0e-4},
+    "reference": {"kind": "start", "beta": 0.05},
+    "zero_variance_groups": "keep",
+    "seed": 6,
+}
+
+
+@pytest.fixture(scope="module")
+def warm(place: Place, tiny_model: Path) -> Path:
+    """A run that was never ended: three steps on gold replies, then three on the policy's own answers."""
+    (place.path / "warm.yaml").write_text(yaml.safe_dump({"model": str(tiny_model), **WARM}))
+    folder = place.run("warm.yaml", "name=warm", name="warm")
+    metrics = [row["metrics"] for row in rows(folder / "metrics.jsonl")]
+    assert [step.get("demonstrations") for step in metrics] == [3, 3, 3, None, None, None]
+    assert [step.get("groups/trained") for step in metrics] == [None, None, None, 3, 3, 3]
+    assert [round(step["lr"], 9) for step in metrics] == [2.5e-4, 5e-4, 0.0, 5e-4, 1e-3, 0.0]
+    assert metrics[3]["kl_reference"] == 0, "the reference is what the warm start has made"
+    assert metrics[5]["kl_reference"] > 0
+    losses = [row["loss"] for row in rows(folder / "eval.jsonl")]
+    assert losses[1] < losses[0]
+    return folder
+
+
 def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
@@ -230,7 +255,9 @@ def same_run(one: Path, other: Path) -> None:
     assert ends[0] == ends[1]
     measured = [[comparable(row) for row in rows(folder / "metrics.jsonl")] for folder in (one, other)]
     assert measured[0] == measured[1]
-    evaluated = [[(r["step"], r["mean"], r["rollouts"]) for r in rows(f / "eval.jsonl")] for f in (one, other)]
+    evaluated = [
+        [(r["step"], r["mean"], r["rollouts"], r.get("loss")) for r in rows(f / "eval.jsonl")] for f in (one, other)
+    ]
     assert evaluated[0] == evaluated[1]
     assert [step for step, *_ in evaluated[0]] == [0, 2, 4, 6]
 
@@ -313,6 +340,17 @@ def test_what_is_reused_is_reused_alike_after_a_kill(place: Place, reusing: Path
         whole = rows(reusing / "metrics.jsonl")[step]["metrics"]
         counted = ("groups/kept_zero_variance", "groups/replayed", "replay/age/mean", "samples/without_advantage")
         assert [row["metrics"].get(one) for one in counted] == [whole.get(one) for one in counted]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", long_but([2, 3, 4], 3))
+def test_warm_start_killed_and_resumed_equals_uninterrupted(place: Place, warm: Path, step: int) -> None:
+    name = f"warm-{step}"
+    run = place.start("warm.yaml", f"name={name}", name=name, slow=0.02)
+    run.until(lambda: run.has(step))
+    run.kill()
+    assert not run.has(STEPS), "it was too fast to be killed in time"
+    same_run(warm, place.run(f"runs/{name}", name=name))
 
 
 SIGNALS: dict[str, tuple[int, Callable[[Started], bool]]] = {

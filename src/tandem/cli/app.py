@@ -75,6 +75,23 @@ def train(
 
 
 @app.command()
+def sft(
+    target: Annotated[
+        Path, typer.Argument(metavar="RECIPE|RUN", help="A recipe's file or name, or a run's folder to resume.")
+    ],
+    overrides: Overrides = None,
+    show: Show = False,
+) -> None:
+    """Train on given replies alone: rows of messages (warm_start.data=FILE), or the environment's gold replies.
+
+    For as many steps as the recipe has, or warm_start.epochs=N.
+    """
+    from tandem.cli.train import supervised, train
+
+    typer.echo(train(target, overrides or [] if target.is_dir() else supervised(target, overrides or []), show=show))
+
+
+@app.command()
 def check(
     recipe: Recipe,
     overrides: Overrides = None,

@@ -47,6 +47,26 @@ def train(target: Path, overrides: Sequence[str], *, show: bool, launcher: str |
     return ended(folder)
 
 
+def supervised(recipe: Path, overrides: Sequence[str]) -> list[str]:
+    """Overrides by which all steps of a recipe are a warm start; where it has epochs, as many steps as they are.
+
+    Raises:
+        ConfigError: a mistake in the recipe.
+        EnvError: its data cannot be read.
+    """
+    others = [override for override in overrides if not override.startswith("warm_start.steps=")]
+    overrides = [*others, "warm_start.steps=null"]
+    config = load(recipe, overrides).config
+    if config.warm_start is None or config.warm_start.epochs is None:
+        return overrides
+    from tandem.trainer import environments
+
+    counted = environments.counted(config).warm_start
+    assert counted is not None
+    kept = [each for each in overrides if not each.startswith(("steps=", "warm_start.epochs="))]
+    return [*kept, f"steps={counted.steps}", "warm_start.epochs=null"]
+
+
 def ended(folder: Path) -> str:
     """Message about a finished run: its folder and its report."""
     return f"done: {folder} ({command('show', folder)}); report: {folder / 'report.html'}"

@@ -28,6 +28,8 @@ from tandem.config.sections import (
     LagControlOptions,
     Replay,
     Reroll,
+    Teacher,
+    WarmStart,
     group_size_check,
     sampling_checks,
 )
@@ -60,7 +62,9 @@ class RunConfig:
     """Hugging Face id or a local folder."""
     steps: int = bounded(least=1)
     """Optimizer steps of the whole run."""
-    env: Environment | None = field(default=None, metadata={"category": "envs", "unless": ("envs", "broker")})
+    env: Environment | None = field(
+        default=None, metadata={"category": "envs", "unless": ("envs", "broker", "warm_start")}
+    )
     """Where tasks come from; with broker those to evaluate on, if any."""
     envs: Mapping[str, EnvSource] = field(default_factory=dict, metadata={"entries": EnvSource})
     """Several environments instead, by name: a weight, or a mapping of env, rewards, weight and min_share."""
@@ -100,6 +104,10 @@ class RunConfig:
     """Unsolved tasks, drawn again later."""
     curriculum: Curriculum | None = field(default=None, metadata={"category": "curricula"})
     """How often each task is drawn, by what came of it so far; null: once in every epoch."""
+    warm_start: WarmStart | None = field(default=None, metadata={"shorthand": "steps"})
+    """Train on given replies first; null: never."""
+    teacher: Teacher | None = field(default=None, metadata={"shorthand": "model"})
+    """Train towards this model's distribution in place of rewards (on-policy distillation); null: none."""
     advantage: Advantage = part("advantages", "dr_grpo")
     """How much better an answer was than its group."""
     loss: Loss = part("losses", "grpo")
@@ -182,7 +190,15 @@ class RunConfig:
         require(
             model=(bool(self.model.strip()), "a Hugging Face id or a folder"),
             group_size=group_size_check(self.group_size, self.groups_per_step),
-            env=(bool(self.env or self.envs or self.broker), "given, such as gsm8k, or envs, or broker"),
+            env=(
+                bool(self.env or self.envs or self.broker or (self.supervised and self.demonstrates)),
+                "given, such as gsm8k, or envs, or broker",
+            ),
+            warm_start=(
+                self.warm_start is None or self.demonstrates or self.broker is None,
+                "given data, since a broker's tasks have no gold replies",
+            ),
+            teacher=((wrong := teacher_fault(self)) is None, wrong or ""),
             envs=((wrong := fault(self.env, self.envs)) is None, wrong or ""),
             rewards=(not (self.envs and self.rewards), "given in each entry of envs, which has rewards of its own"),
             max_lag=(
@@ -235,6 +251,28 @@ class RunConfig:
         return self.envs if self.env is None else {self.env.name: EnvSource(env=self.env, rewards=self.rewards)}
 
     @property
+    def warm_steps(self) -> int:
+        """Steps of the warm start: the first of the run. Its epochs are counted when the run begins."""
+        if self.warm_start is None or self.warm_start.epochs is not None:
+            return 0
+        return self.steps if self.warm_start.steps is None else min(self.warm_start.steps, self.steps)
+
+    @property
+    def supervised(self) -> bool:
+        """True if every step trains on given replies: nothing is sampled but to evaluate."""
+        return self.warm_steps == self.steps
+
+    @property
+    def demonstrates(self) -> bool:
+        """True if the replies of the warm start are rows of data."""
+        return self.warm_start is not None and bool(self.warm_start.data)
+
+    @property
+    def moves_reference(self) -> bool:
+        """True if checkpoints hold the reference: it follows the policy, or is what a warm start has made."""
+        return self.reference is not None and (self.reference.saved or self.warm_steps > 0)
+
+    @property
     def plays(self) -> bool:
         """True if tasks are played in the trainer's process, to train on or to evaluate."""
         return self.broker is None or self.evaluates
@@ -267,6 +305,11 @@ class RunConfig:
             (self.max_lag != 0, ("on_policy_tail",), "with max_lag above 0 answers go on while a step is trained"),
             (keeps, ("oversample", "max_resample_times"), "zero_variance_groups: keep samples nothing anew"),
             (broker, drawn, "tasks are drawn elsewhere (broker)"),
+            (
+                self.teacher is not None,
+                ("advantage", "zero_variance_groups", *drawn),
+                "the teacher judges every token, whatever its group earned",
+            ),
             (broker, ("truncated",), "answers are cut and judged elsewhere (broker); give it to tandem work"),
             (broker and not self.sources, ("evaluate", *played), "tasks are elsewhere (broker) and there is no env"),
             (
@@ -290,7 +333,8 @@ def inert_objective(config: RunConfig) -> dict[str, str]:
     if recomputed and config.updates_per_batch == 1:
         why = "old_logprobs: recomputed with updates_per_batch: 1 makes every ratio 1"
         unread |= {f"loss.{name}": why for name in getattr(loss, "at_ratio_one", ())}
-    if not (hasattr(config.advantage, "by_turn") or (config.broker and config.broker.env_advantages)):
+    by_token = config.teacher or (config.broker and config.broker.env_advantages)
+    if not (hasattr(config.advantage, "by_turn") or by_token):
         why = "the tokens of an answer have one advantage (neither broker.env_advantages nor advantage: turn_returns)"
         unread |= {f"loss.{name}": why for name in getattr(loss, "per_token", ())}
     compares = getattr(loss, "compares", True) or getattr(loss_reference(config), "ratio_corrected", False)
@@ -315,6 +359,19 @@ def replay_fault(config: RunConfig) -> str | None:
     if not config.replay.size or ratios or any(getattr(part, "weighs", True) for part in config.corrections):
         return None
     return "given with corrections that weigh tokens, or with old_logprobs: sampled and a loss that has a ratio"
+
+
+def teacher_fault(config: RunConfig) -> str | None:
+    """What a teacher must have and lacks, where its logprobs could not be compared with the sampler's; else None."""
+    sampling = config.sampling
+    if config.teacher is None:
+        return None
+    if config.broker is not None:
+        return "left out with broker: environments elsewhere sample and judge"
+    plain = Sampling(max_tokens=sampling.max_tokens, stop=sampling.stop, stop_token_ids=sampling.stop_token_ids)
+    if sampling != plain:
+        return "left out, or sampling at temperature 1 without cut-offs, penalties and regex: it scores all tokens so"
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -183,6 +183,49 @@ class Distributed(Bounded):
     """How long a rank waits for the others in one collective operation before the run ends with an error."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmStart(Bounded):
+    """Supervised training (SFT) on given replies, before the policy's own answers are trained or in their place."""
+
+    steps: int | None = bounded(None, least=1)
+    """The first so many steps of the run; null: those of epochs, or all of them, as tandem sft sets it."""
+    epochs: float | None = bounded(None, above=0)
+    """Passes over the replies, in place of steps."""
+    data: str | None = None
+    """A file or a data set on the hub with rows of messages, or of prompt and completion; null: the environment's gold
+    replies."""
+    test_share: float = bounded(0.1, below=1)
+    """Share of these rows that is held out; evaluations measure its loss."""
+    lr: float | None = bounded(None, above=0)
+    """Peak learning rate of these steps; null: the optimizer's. Its schedule begins anew after them."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        require(epochs=(self.epochs is None or self.steps is None, "left out where steps is given"))
+
+    def inert(self) -> Mapping[str, str]:
+        """Gold replies are held out as the environment's tasks are."""
+        return {} if self.data else {"test_share": "data is null: the environment's test tasks are held out"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Teacher(Bounded):
+    """A model that the policy is to match on its own answers: on-policy distillation."""
+
+    model: str = ""
+    """Hugging Face id or a local folder; with url what the server calls it, where it serves several."""
+    url: str = ""
+    """Address of a vLLM server that scores answers, such as http://127.0.0.1:8000; empty: the model is loaded here."""
+    key_variable: str = ""
+    """Environment variable with the server's API key; empty: none is sent."""
+
+    def __post_init__(self) -> None:
+        require(
+            model=(bool(self.model.strip() or self.url), "a Hugging Face id or a folder, or left out with url"),
+            url=(not self.url or self.url.startswith(("http://", "https://")), "an address that begins with http://"),
+        )
+
+
 def group_size_check(size: int, groups: int) -> tuple[bool, str]:
     """Checks of ``group_size`` and of what follows for a step's tasks, for ``require``."""
     if size < 2:

@@ -136,7 +136,7 @@ class Dataset(Environment):
         value = row.value(self.prompt)
         if not isinstance(value, list) or not self.chat:
             return self._opening(row.text(self.prompt))
-        messages = tuple(_message(item, row, self.prompt) for item in value)
+        messages = tuple(message(item, row, self.prompt) for item in value)
         if not messages or messages[-1].role == "assistant":
             last = "an assistant's message" if messages else "nothing"
             raise EnvError(f"{row.where}: column {self.prompt!r} should end with a user's message, got {last}")
@@ -153,7 +153,7 @@ class Dataset(Environment):
         return (Message(role=TEXT, content=f"{text}\n{self.instruction}" if self.instruction else text),)
 
 
-def _message(item: Json, row: DataRow, column: str) -> Message:
+def message(item: Json, row: DataRow, column: str) -> Message:
     """A message with all that the chat template may read; in a table a field that a message lacks is null."""
     expected = f"{row.where}: column {column!r} should be a list of messages, each with role and content (text)"
     if not isinstance(item, dict):

@@ -157,7 +157,9 @@ def sparkline(values: Sequence[float], width: int, bounds: tuple[float, float] |
 
 
 def percent_with_interval(record: Mapping[str, Json]) -> str:
-    """``41.0 % [35–48]`` of an evaluation's mean."""
+    """``41.0 % [35–48]`` of an evaluation's mean; of one that measured a loss alone, that."""
+    if record.get("mean") is None:
+        return f"loss {record.get('loss', math.nan):.4g}"
     text = f"{100 * record['mean']:.1f} %"
     if interval := record.get("mean_ci"):
         text += f" [{100 * interval[0]:.0f}–{100 * interval[1]:.0f}]"
@@ -179,6 +181,7 @@ def step_line(board: RunBoard) -> str:
         return [f"{label} {number(metrics[m], m)}" for label, m in labels if m in metrics and (zeros or metrics[m])]
 
     parts = [f"{board.step:>{len(str(steps))}}/{steps}"]
+    parts += shown(("loss", "loss"), ("tokens", "tokens/trained")) if "demonstrations" in metrics else []
     parts += shown(("reward", "reward"), ("acc", "accuracy"), ("len", "length"))
     parts += shown(("cut", "rollouts/truncated"), ("lag", "lag"), zeros=False)
     if dropped := sum(metrics.get(f"groups/dropped_{why}", 0.0) for why in ("zero_variance", "stale", "failed")):
@@ -197,6 +200,8 @@ def evaluation_line(board: RunBoard) -> str:
     text = f"evaluation at step {last['step']}: {percent_with_interval(last)}"
     if k := largest_pass(last):
         text += f", pass@{k[0]} {100 * k[1]:.1f} %"
+    if "loss" in last and "mean" in last:
+        text += f", loss {last['loss']:.4g}"
     if "tasks" in last:
         text += f", {last['tasks']} tasks × {last.get('samples', 1)}"
     if last is not first and last["step"] != first["step"]:

@@ -231,7 +231,7 @@ class Telemetry:
 
 def evaluation_scalars(record: Mapping[str, Json], under: str = "eval") -> dict[str, float]:
     """An evaluation's numbers as loggers get them, by name under ``eval/``; an environment's under ``eval/<name>/``."""
-    shares = ("mean", "truncated", "tokens")
+    shares = ("mean", "loss", "truncated", "tokens")
     out = {f"{under}/{key}": float(record[key]) for key in shares if record.get(key) is not None}
     for key, name in (("mean_ci", "mean"), ("pass_ci", "pass")):
         if record.get(key):

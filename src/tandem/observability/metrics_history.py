@@ -91,8 +91,10 @@ class MetricsHistory:
     def add(self, step: int, scalars: Mapping[str, float]) -> None:
         """Append the metrics of a step; steps come in order."""
         row = {**scalars, **_groups(scalars)}
+        if "demonstrations" in scalars:  # a warm start's steps: nothing that follows is to be compared with them
+            self._rows.clear()
         self._rows.append((step, row))
-        if len(self._start) < EARLIER:
+        if len(self._start) < EARLIER and "demonstrations" not in scalars:
             self._start.append((step, row))
         for name in (self.recipe.goal, *(f"reward/{bonus}" for bonus in self.recipe.bonuses)):
             if math.isfinite(value := abs(row.get(name, 0.0))):

@@ -15,6 +15,7 @@ from tandem.errors import Deadline, EngineError, EnvError, TandemError, defined_
 from tandem.observability import waits
 from tandem.rewards.grading.workers import Graders
 from tandem.rollout.chat import EngineChat
+from tandem.rollout.teacher import Score, judged
 from tandem.rollout.template import Template
 from tandem.rollout.turns import last_completion
 from tandem.types import Group, Rollout, Sampling, Task
@@ -38,6 +39,8 @@ class GroupRunner:
     """Turns messages into tokens."""
     seed: int
     """Seed of the run; with a group's id it fixes every random stream."""
+    teacher: Score | None = None
+    """Gives each token its advantage, where answers are to be as a teacher's."""
     _warned: set[str] = field(default_factory=set, init=False)
     """Kinds of failures of which the first was a warning."""
 
@@ -60,7 +63,11 @@ class GroupRunner:
         if finishes:
             rollouts = await self._finished(id, rollouts)
         graded = rollouts if singly else await self._graded(id, rollouts)
-        return Group(id=id, index=index, env=self.name, rollouts=tuple(graded))
+        group = Group(id=id, index=index, env=self.name, rollouts=tuple(graded))
+        if self.teacher is None:
+            return group
+        judging = judged(group, self.teacher)
+        return await waits.wait(judging, owner=f"rollouts group {id}", reason="its tokens' advantages", on="teacher")
 
     async def _graded(self, id: str, rollouts: Sequence[Rollout]) -> list[Rollout]:
         grading = self.graders.grade(rollouts)

@@ -22,6 +22,8 @@ class Batch:
     """Returns the present data state of their source."""
     free: Callable[[], None]
     """Frees their slots, so that the source requests the next groups."""
+    supervised: bool = False
+    """The groups are demonstrations."""
     _at_free: DataState | None = None
 
     def free_slots(self) -> None:

@@ -75,6 +75,42 @@ class Template:
         tokens = self._encode(after)
         return tokens[1:] if self.ends(last) and tokens[:1] == [last] else tokens
 
+    def demonstrated(
+        self, messages: Sequence[Message], tools: Sequence[Json] = ()
+    ) -> list[tuple[list[int], list[int]]]:
+        """Of each assistant's message the token ids before it, and its own up to the token that ends a turn.
+
+        A message's ids continue those of the message before it, unless the template writes that one anew.
+
+        Args:
+            messages: a conversation; what the policy is to say are the assistant's.
+            tools: those that it may call.
+
+        Raises:
+            EnvError: the template does not write a message where it asks for one.
+        """
+        turns: list[tuple[list[int], list[int]]] = []
+        written = ""
+        for place, message in enumerate(messages):
+            if message.role != "assistant":
+                continue
+            before = messages[:place]
+            if before[0].role == TEXT:
+                opening, whole = before[0].content, before[0].content + message.content
+            else:
+                opening = self._render(before, tools)
+                whole = self._render([*before, message], tools, asks=False).rstrip()
+            if not whole.startswith(opening):
+                raise EnvError("the chat template does not write an assistant's message where it asks for one")
+            goes_on = bool(turns) and opening.startswith(written)
+            prompt = [*turns[-1][0], *turns[-1][1], *self._encode(opening[len(written) :])] if goes_on else None
+            reply = self._encode(whole[len(opening) :])
+            if not reply or not self.ends(reply[-1]):
+                reply.append(self._tokenizer.eos_token_id)
+            turns.append((self._encode(opening) if prompt is None else prompt, reply))
+            written = whole
+        return turns
+
     def ends(self, token: int) -> bool:
         """True if a token has no text, as those that end a turn."""
         return not self.decode([token])
@@ -120,7 +156,12 @@ class Template:
         return [self._piece[token] for token in tokens]
 
     def _render(
-        self, messages: Sequence[Message], tools: Sequence[Json] = (), options: Mapping[str, Json] = _NONE
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Json] = (),
+        options: Mapping[str, Json] = _NONE,
+        *,
+        asks: bool = True,
     ) -> str:
         if any(message.role == TEXT for message in messages):
             raise EnvError("a text that the policy goes on with has no chat template, so no message can follow it")
@@ -128,7 +169,7 @@ class Template:
         options = {**self._options, **options, **({"tools": list(tools)} if tools else {})}
         try:
             with waits.blocking(waits.actor("rollouts"), "messages as text", on="the chat template"):
-                options |= {"tokenize": False, "add_generation_prompt": True}
+                options |= {"tokenize": False, "add_generation_prompt": asks}
                 text: str = self._tokenizer.apply_chat_template(plain, **options)
         except Exception as error:
             roles = ", ".join(m.role for m in messages)

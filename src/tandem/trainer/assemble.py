@@ -6,11 +6,13 @@ import asyncio
 import logging
 import os
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+
+import torch
 
 from tandem import machine
 from tandem.config import loading as recipes
@@ -18,7 +20,8 @@ from tandem.config.loading import RunConfig
 from tandem.distributed.placement import Placement
 from tandem.engines.base import Engine, ReportsChecksums
 from tandem.envs.base import Split
-from tandem.model.policy import Policy, load_config
+from tandem.errors import ConfigError
+from tandem.model.policy import Policy, load_config, load_model, load_tokenizer
 from tandem.observability import progress, vitals, waits, watchdog
 from tandem.observability.alarms import AlarmWatch
 from tandem.observability.completions import Completions
@@ -26,12 +29,13 @@ from tandem.observability.emit import OnStep, Telemetry
 from tandem.observability.loggers.base import RunInfo
 from tandem.rollout.gold import require_full_marks
 from tandem.rollout.task_sampler import EnvRunner
+from tandem.rollout.teacher import Score, ServedTeacher
 from tandem.rollout.template import Template
 from tandem.trainer import environments, loop, out_of_memory, run_folder, user_code
 from tandem.trainer import memory_plan as memory
 from tandem.trainer.checkpoint import Checkpoints, restore_weights, saved_steps
 from tandem.trainer.evaluate import Evaluator, held_out
-from tandem.trainer.live import live_policy, model_of, reference_of
+from tandem.trainer.live import live_policy, model_of, rank_device, reference_of
 from tandem.trainer.pack import Packer
 from tandem.trainer.pairs import check_pairs, is_cut
 from tandem.trainer.rank_counts import RankCounts
@@ -78,7 +82,7 @@ async def train(
     with watchdog.watching(config.timeouts) as dog, closing(RunLock()) as lock:
         if resume:
             lock.take(resume)
-        recipe, config = config, layout.placed(config)
+        recipe, config = config, layout.placed(environments.counted(config))
         counts = RankCounts.of(config)
         checks.check_config(config)
         if placement is not None:
@@ -240,17 +244,18 @@ async def _assemble(
     template = _template(config, policy)
     trained = environments.StepCounter(state.step)
     lag_control = environments.lag_control(config, state.rate, telemetry)
-    runners = playing.runners(engine, template, tasks.get("train", {}))
-    tested = held_out(config, tasks.get("test", {}))
+    teacher = await stack.enter_async_context(_teacher(config, policy, template))
+    runners = playing.runners(engine, template, tasks.get("train", {}), teacher)
+    source = environments.rollout_source(config, folder, policy, engine, runners, trained, telemetry, lag_control)
     run = loop.RunParts(
         steps=config.steps,
         policy=policy,
         weight_sync=weight_sync,
-        source=environments.rollout_source(config, folder, policy, engine, runners, trained, telemetry, lag_control),
+        source=environments.warm_started(config, template, policy, runners, source),
         pack=Packer.of(config, policy, ranks=world.size),
         step=Step.of(config, work),
         checkpoints=checkpoints,
-        evaluator=Evaluator(config, playing.runners(engine, template, tested), telemetry),
+        evaluator=_evaluator(config, policy, engine, template, playing, tasks, telemetry),
         telemetry=telemetry,
         records=partial(records, template=template, skip_forced=bool(config.sampling.regex)),
         show=Completions(config.print_completions, telemetry),
@@ -260,6 +265,48 @@ async def _assemble(
         lag_control=lag_control,
     )
     return run, state
+
+
+def _evaluator(
+    config: RunConfig,
+    policy: Policy,
+    engine: Engine,
+    template: Template,
+    playing: environments.RunEnvironments,
+    tasks: Mapping[Split, environments.Tasks],
+    telemetry: Telemetry,
+) -> Evaluator:
+    runners = playing.runners(engine, template, held_out(config, tasks.get("test", {})))
+    replies = environments.held_out_replies(config, template, policy, runners)
+    return Evaluator(config, runners, telemetry, engine.score, replies)
+
+
+@asynccontextmanager
+async def _teacher(config: RunConfig, policy: Policy, template: Template) -> AsyncIterator[Score | None]:
+    """What scores the policy's answers, if the recipe has a teacher: a server, or a model beside the policy."""
+    options = config.teacher
+    if options is None:
+        yield None
+    elif options.url:
+        served = ServedTeacher.of(options)
+        try:
+            await served.check(template)
+            yield served.score
+        finally:
+            await served.client.close()
+    else:
+        tokenizer = load_tokenizer(options.model, chat_template=config.chat_template)
+        if tokenizer.get_vocab() != policy.tokenizer.get_vocab():
+            raise ConfigError(f"teacher: {options.model} has another vocabulary than {config.model}; choose a relative")
+        with progress.under_way(f"loading the weights of the teacher {options.model}"):
+            device, dtype = rank_device(0), getattr(torch, config.dtype)
+            model = await policy.compute(load_model, options.model, dtype=dtype, device=device)
+        scored = Policy(model, tokenizer, name=options.model, compute=policy.compute)
+
+        async def score(tokens: Sequence[int]) -> Sequence[float]:
+            return await policy.compute(scored.score, tokens)
+
+        yield score
 
 
 def _template(config: RunConfig, policy: Policy) -> Template:

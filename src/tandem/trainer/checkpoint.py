@@ -261,7 +261,7 @@ def load_states(path: Path, stepper: Stepper, reference: ReferenceWeights | None
     shares = stepper.shares(states) if isinstance(stepper, SharesStates) else state_shards.whole_shares(states)
     state_shards.read(path / SHARDS if (path / SHARDS).is_dir() else path / WHOLE, shares)
     stepper.load_state_dict(states)
-    if reference is not None and reference.state_dict():
+    if reference is not None and (reference.state_dict() or (path / "reference.safetensors").exists()):
         _read_tensors(path / "reference.safetensors", reference.load_state_dict)
 
 

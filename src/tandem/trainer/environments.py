@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from itertools import islice
 from pathlib import Path
@@ -15,6 +16,8 @@ from tandem.config.loading import RunConfig
 from tandem.config.sources import EnvSource
 from tandem.engines.base import Engine
 from tandem.envs.base import Split
+from tandem.envs.data import chats
+from tandem.envs.data.rows import DataSource
 from tandem.errors import ConfigError, EnvError, TandemError, defined_at, raised
 from tandem.metrics import Value, merge
 from tandem.observability import waits
@@ -24,14 +27,17 @@ from tandem.rewards.grading.workers import Graders
 from tandem.rollout import template as rendering
 from tandem.rollout.buffer import RolloutBuffer
 from tandem.rollout.buffer_options import BufferOptions
+from tandem.rollout.demonstrations import Demonstrator, WarmStartSource
 from tandem.rollout.group_runner import GroupRunner, PostprocessRewards, keep_rewards, penalise_truncated
 from tandem.rollout.lag_control import LagControl, LagController, RateState
 from tandem.rollout.measure import Solved
+from tandem.rollout.mixture import MixtureSchedule
 from tandem.rollout.source import RolloutSource
-from tandem.rollout.task_sampler import EnvRunner
+from tandem.rollout.task_sampler import EnvRunner, TaskOrder
+from tandem.rollout.teacher import Score
 from tandem.rollout.template import Template
 from tandem.trainer import memory_plan as memory
-from tandem.types import Task
+from tandem.types import Rollout, Task
 
 if TYPE_CHECKING:
     from tandem.model.policy import Policy
@@ -59,6 +65,26 @@ def tasks(config: RunConfig, split: Split) -> Tasks:
         with waits.blocking("trainer", f"{split} tasks", f"data of environment {name}", config.timeouts.wait_seconds):
             by_name[name] = tasks_of(name, source, split)
     return by_name
+
+
+def replies(config: RunConfig, split: Split) -> Tasks:
+    """Tasks of the warm start: those of its data, or of every environment; raises as ``tasks``."""
+    options = config.warm_start
+    if options is None or not options.data:
+        return tasks(config, split) if options is not None and config.sources else {}
+    source = DataSource(path=options.data, test_share=options.test_share)
+    with waits.blocking("trainer", f"{split} replies", f"data of {options.data}", config.timeouts.wait_seconds):
+        return {chats.NAME: chats.chats(source, split)}
+
+
+def counted(config: RunConfig) -> RunConfig:
+    """The recipe with the epochs of its warm start as steps; raises as ``tasks``."""
+    options = config.warm_start
+    if options is None or options.epochs is None:
+        return config
+    count = sum(map(len, replies(config, "train").values()))
+    steps = max(1, math.ceil(options.epochs * count / config.groups_per_step))
+    return replace(config, warm_start=replace(options, steps=steps, epochs=None))
 
 
 def tasks_of(name: str, source: EnvSource, split: Split) -> Sequence[Task]:
@@ -114,15 +140,19 @@ class RunEnvironments:
         """What the graders counted since the last call."""
         return merge([graders.metrics() for graders in self.graders.values()])
 
-    def runners(self, engine: Engine, template: Template, tasks: Tasks) -> list[EnvRunner]:
-        """Environment runners with the tasks of each."""
+    def runners(
+        self, engine: Engine, template: Template, tasks: Tasks, teacher: Score | None = None
+    ) -> list[EnvRunner]:
+        """Environment runners with the tasks of each, whose answers a teacher may judge."""
         runners = []
         for name, graders in self.graders.items():
             if name not in tasks:
                 continue
             source, label = self.config.sources[name], f"{name}/" if name in self.config.envs else ""
             shared: dict[str, Any] = {"name": name, "seed": self.config.seed}
-            runner = GroupRunner(**shared, env=source.env, engine=engine, graders=graders, template=template)
+            runner = GroupRunner(
+                **shared, env=source.env, engine=engine, graders=graders, template=template, teacher=teacher
+            )
             shared |= {"weight": source.weight, "min_share": source.min_share, "solved": _solved(source, graders)}
             runners.append(EnvRunner(**shared, label=label, group_runner=runner, tasks=tasks[name]))
         return runners
@@ -191,6 +221,46 @@ def postprocess(config: RunConfig) -> PostprocessRewards:
     return penalise_truncated(config.truncated_penalty) if config.truncated == "penalise" else keep_rewards
 
 
+def demonstrator(config: RunConfig, template: Template, policy: Policy) -> Demonstrator:
+    """What makes rollouts of given replies."""
+    return Demonstrator(template=template, context=memory.context(config, policy.config))
+
+
+def warm_started(
+    config: RunConfig, template: Template, policy: Policy, runners: Sequence[EnvRunner], source: RolloutSource
+) -> RolloutSource:
+    """The source with a warm start's demonstrations before it, if the recipe has one."""
+    if not config.warm_steps:
+        return source
+    places, orders = config.groups_per_step, dict[str, TaskOrder]()
+    if config.demonstrates:
+        train = replies(config, "train")[chats.NAME]
+        orders[chats.NAME] = TaskOrder(name=chats.NAME, label=f"{chats.NAME}/", tasks=train, seed=config.seed)
+    else:
+        orders |= {runner.name: runner for runner in runners}
+    return WarmStartSource(
+        steps=config.warm_steps,
+        orders=orders,
+        places=(lambda _: [chats.NAME] * places) if config.demonstrates else MixtureSchedule(runners, places).batch,
+        demonstrated=demonstrator(config, template, policy),
+        after=source,
+    )
+
+
+def held_out_replies(
+    config: RunConfig, template: Template, policy: Policy, runners: Sequence[EnvRunner]
+) -> Sequence[Rollout]:
+    """Demonstrations that are held out: of the first test rows, or test tasks."""
+    if config.warm_start is None:
+        return ()
+    pairs: list[tuple[EnvRunner | None, Task]] = [(runner, task) for runner in runners for task in runner.tasks]
+    if config.demonstrates:
+        pairs = [(None, task) for task in replies(config, "test")[chats.NAME][: config.evaluate.tasks]]
+    demonstrate = demonstrator(config, template, policy)
+    rollouts = (demonstrate(order, task, f"{task.id}@eval/0") for order, task in pairs)
+    return [rollout for rollout in rollouts if rollout is not None]
+
+
 def rollout_source(
     config: RunConfig,
     folder: Path,
@@ -229,7 +299,7 @@ def rollout_source(
 
 
 def _buffer_options(config: RunConfig) -> BufferOptions:
-    drops = config.zero_variance_groups == "drop"
+    drops = config.zero_variance_groups == "drop" and config.teacher is None
     named = ("groups_per_step", "group_size", "on_policy_tail", "sampling", "steps", "max_resample_times", "replay")
     return BufferOptions(
         **{name: getattr(config, name) for name in (*named, "reroll", "curriculum")},

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from tandem.config.loading import RunConfig
@@ -17,7 +17,7 @@ from tandem.rollout.measure import interval, pass_at
 from tandem.rollout.mixture import MixtureSchedule
 from tandem.rollout.task_sampler import EnvRunner
 from tandem.trainer.environments import Tasks, postprocess
-from tandem.types import Group, Json, Sampling, Task
+from tandem.types import Group, Json, Rollout, Sampling, Task
 
 TaskResult = tuple[EnvRunner, Group]
 """One task, answered, and what played it."""
@@ -36,11 +36,15 @@ class Evaluator:
     """Held-out tasks of each environment, and its runner."""
     telemetry: Telemetry | None = None
     """Told of evaluations, so that no step is evaluated twice; None outside of a run."""
+    score: Callable[[Sequence[int]], Awaitable[Sequence[float]]] | None = None
+    """The engine's: logprobs of the tokens but the first."""
+    demonstrations: Sequence[Rollout] = ()
+    """Given replies that are held out, whose loss is measured."""
 
     def wants(self, step: int) -> bool:
         """True if ``maybe`` would evaluate."""
         options = self.config.evaluate
-        if not self.runners or (self.telemetry is not None and self.telemetry.evaluated(step)):
+        if not (self.runners or self.demonstrations) or (self.telemetry is not None and self.telemetry.evaluated(step)):
             return False
         if step == 0:
             return options.before
@@ -63,13 +67,24 @@ class Evaluator:
     async def __call__(self, step: int) -> dict[str, Json]:
         """Evaluate now; an ``eval.jsonl`` record."""
         begun = time.time()
+        loss = await self._loss()
         pairs = [(runner, task) for runner in self.runners for task in runner.tasks]
         shown = progress.under_way("evaluating", total=len(pairs), unit="tasks")
         with trace.span("seconds/evaluate"), shown as played:
             # Their waits are registered where they are played.
             groups = await asyncio.gather(*(self._group(*pair, i, played) for i, pair in enumerate(pairs)))
         results = [(runner, group) for (runner, _), group in zip(pairs, groups, strict=True)]
-        return self._record(step, results, time.time() - begun)
+        return {**self._record(step, results, time.time() - begun), **loss}
+
+    async def _loss(self) -> dict[str, Json]:
+        """Cross entropy of the held-out replies, nats per token: by the engine, which serves the policy of now."""
+        turns = [turn for rollout in self.demonstrations for turn in rollout.turns if turn.trained]
+        if not turns or self.score is None:
+            return {}
+        with trace.span("seconds/evaluate"):
+            scored = await asyncio.gather(*(self.score([*turn.prompt, *turn.completion.tokens]) for turn in turns))
+        logprobs = [p for turn, each in zip(turns, scored, strict=True) for p in each[len(turn.prompt) - 1 :]]
+        return {"loss": -math.fsum(logprobs) / len(logprobs), "replies": len(self.demonstrations)}
 
     async def _group(self, runner: EnvRunner, task: Task, index: int, played: progress.Progress) -> Group:
         """One task's answers."""
@@ -89,7 +104,7 @@ class Evaluator:
             "env": "+".join(by_name),
             "samples": samples,
             "temperature": self.sampling.temperature,
-            **_numbers(results, samples),
+            **(_numbers(results, samples) if results else {}),
             "envs": {name: _numbers(some, samples) for name, some in by_name.items()},
             "rollouts": [_shown(result) for some in by_name.values() for result in some[: _SHOWN // len(by_name)]],
         }

@@ -108,7 +108,8 @@ async def train(run: RunParts, state: TrainerState) -> TrainerState:
             evaluates = step == run.steps or run.evaluator.wants(step)
             free_slots = None if evaluates else batch.free_slots
             await weight_sync.sleep(step, last=step == run.steps)
-            packed = await run.step.packed(run.pack, batch.groups, state.step)
+            pack = run.pack.supervising() if batch.supervised else run.pack
+            packed = await run.step.packed(pack, batch.groups, state.step)
             stats = await run.step.forward_backward(packed, partial(_request_early, run, weight_sync, step, free_slots))
             run.reached(step)
             # Before the state that is saved: a resumed run goes on as far ahead as this one would have.
@@ -232,7 +233,7 @@ def _emit(
         )
     seconds = time.perf_counter() - begun
     merged = merge([stats.metrics, batch.metrics, *parts])
-    sampled = merged.get("tokens/generated", Sum(0.0))
+    sampled = merged.get("tokens/trained" if batch.supervised else "tokens/generated", Sum(0.0))
     whole: dict[str, Value] = {
         "seconds/step": Sum(seconds),
         "tokens_per_second": Mean(sampled.value if isinstance(sampled, Sum) else 0.0, seconds),

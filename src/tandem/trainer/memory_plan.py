@@ -372,7 +372,7 @@ class Planner:
     def checkpoint_bytes(self, config: RunConfig) -> int:
         """Bytes of one checkpoint on disk, at most: what is trained and the optimizer's state."""
         counts, width = self.modelled.counts, _width(config)
-        reference = self._reference(config) if getattr(config.reference, "saved", False) else 0
+        reference = self._reference(config) if config.moves_reference else 0
         return counts.trainable * width + config.optimizer.state_bytes(counts.trainable, width) + reference
 
     def _reference(self, config: RunConfig) -> int:

@@ -62,6 +62,8 @@ class Micro:
     """What the loss reads."""
     places: tuple[tuple[str, int], ...]
     """Rollout id and number of trained tokens of each sample, in order."""
+    supervised: bool = False
+    """Its tokens are to become likely: cross entropy of the model's own distribution, not the objective."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +82,8 @@ class StepBatch:
     """Trained sequences, likewise."""
     metrics: Mapping[str, Value] = field(default_factory=dict)
     """Lag, advantages and number of the batch's groups."""
+    supervised: bool = False
+    """Its groups are demonstrations."""
     rounds: tuple[tuple[int | None, ...], ...] = ()
     """What ranks compute side by side, where there are several: the index of each rank's micro-batch, None for a rank
     that has none in that round."""
@@ -110,6 +114,8 @@ class Packer:
     """Processes that compute micro-batches side by side."""
     shares: bool = True
     """What sequences of a group begin with in common is computed once."""
+    supervised: bool = False
+    """Groups are demonstrations."""
     skip_zero: bool = False
     """Compute no sample whose every advantage is 0: there the objective has no gradient. What the step divides by and
     its other samples stay as they are."""
@@ -131,6 +137,12 @@ class Packer:
             skip_zero=only_by_advantage(config),
             penalties=Penalties.of(config.sampling, sorted(policy.end_tokens)),
             skip_forced=bool(config.sampling.regex),
+        )
+
+    def supervising(self) -> Self:
+        """The packer of demonstrations, which nobody sampled: each token counts the same, none is left out."""
+        return replace(
+            self, supervised=True, reduction="token", penalties=None, skip_forced=False, mask_truncated=False
         )
 
     def __call__(
@@ -160,6 +172,13 @@ class Packer:
         computed = _with_gradient(samples) if self.skip_zero else samples
         micro, costs = self._micros(computed, weigh)
         rounds = rounds_of(costs, self.ranks) if self.ranks > 1 else []
+        of_groups: dict[str, Value] = {"demonstrations": Sum(float(len(groups)))}
+        if not self.supervised:
+            of_groups = {
+                "lag": Histogram(tuple(float(version - group.version_min) for group in groups)),
+                "advantage/abs": Mean.of(map(abs, by_rollout.values())),
+                "groups/trained": Sum(float(len(groups))),
+            }
         return StepBatch(
             micro=micro,
             groups=tuple(groups),
@@ -167,9 +186,7 @@ class Packer:
             num_loss_tokens=sum(counts),
             num_samples=len(counts),
             metrics={
-                "lag": Histogram(tuple(float(version - group.version_min) for group in groups)),
-                "advantage/abs": Mean.of(map(abs, by_rollout.values())),
-                "groups/trained": Sum(float(len(groups))),
+                **of_groups,
                 **_skip_counts(samples, computed),
                 "tokens/trained": Sum(float(sum(len(m.targets_N) for m in micro))),
                 "tokens/computed": Sum(float(sum(len(m.tokens_T) for m in micro))),
@@ -177,6 +194,7 @@ class Packer:
                 **_imbalance(rounds, costs),
             },
             rounds=tuple(rounds),
+            supervised=self.supervised,
         )
 
     def credited(self, groups: Sequence[Group]) -> Sequence[Group]:
@@ -259,6 +277,7 @@ class Packer:
                 num_samples=len(samples),
             ),
             places=tuple((sample.rollout, count) for sample, count in zip(samples, counts, strict=True)),
+            supervised=self.supervised,
         )
 
     def _moved(self, arrays: Sequence[NDArray[Any]], kind: type[np.int64 | np.float32]) -> tuple[Tensor, ...]:

@@ -60,7 +60,7 @@ def new_folder(config: RunConfig) -> Path:
 
 def _default_name(config: RunConfig) -> str:
     """<env>-<model>-<UTC time>; the first of many environments, and how many others there are."""
-    names = list(config.sources) or ["broker"]
+    names = list(config.sources) or ["broker" if config.broker else "sft"]
     envs = "+".join(names)
     if len(names) > 1 and len(envs) > MOST_OF_A_NAME:
         envs = f"{names[0]}+{len(names) - 1}"

@@ -39,6 +39,10 @@ class Step:
     """Its learning rate schedule and clip."""
     steps: int
     """Steps of the whole run; schedules end there."""
+    warm_steps: int = 0
+    """Of these the first, on demonstrations; schedules begin anew after them."""
+    warm_lr: float | None = None
+    """Peak learning rate of these; None: the optimizer's."""
     updates_per_batch: int = 1
     beta: float | None = None
     """What a rollout's reward pays for each nat by which it is above the reference; None: nothing."""
@@ -50,6 +54,8 @@ class Step:
             work=work,
             optimizer=config.optimizer,
             steps=config.steps,
+            warm_steps=config.warm_steps,
+            warm_lr=config.warm_start.lr if config.warm_start is not None else None,
             updates_per_batch=config.updates_per_batch,
             beta=config.reference.beta if config.reference is not None and config.reference.in_reward else None,
         )
@@ -58,7 +64,7 @@ class Step:
         """Groups as micro-batches; where rewards pay for the KL to a reference, that is computed before advantages."""
         with trace.span("seconds/pack"):
             batch = pack(groups, version=version)
-        if self.beta is None:
+        if self.beta is None or batch.supervised:
             return batch
         penalties: dict[str, float] = defaultdict(float)
         divergences = await self.work.divergences(batch)
@@ -102,16 +108,18 @@ class Step:
             batch: what ``forward_backward`` was given.
             first: what it returned.
         """
-        lr, most = self.optimizer.rate(step, self.steps), self.optimizer.max_grad_norm
+        lr, most = self._rate(step), self.optimizer.max_grad_norm
         queued = [await self.work.every("apply", lr, most)]
         again: list[Mapping[str, Value]] = []
-        for _ in range(self.updates_per_batch - 1):
+        for _ in range(0 if batch.supervised else self.updates_per_batch - 1):
             await self.work.every("fold")
             again.append((await self.forward_backward(batch, old=first.old_logprobs)).metrics)
             queued.append(await self.work.every("apply", lr, most))
-        if self.work.reference is not None and self.work.reference.due(step):
-            await self.work.every("fold")
-            await self.work.every("move")
+        if (reference := self.work.reference) is not None:
+            begins = step == self.warm_steps  # what the policy is to stay near is what the warm start has made
+            if begins or (step > self.warm_steps and reference.due(step)):
+                await self.work.every("fold")
+                await self.work.every("begin" if begins else "move")
         norms = await self.work.policy.compute(self.work.norms, queued)
         reused = (_reused(metrics, norm) for metrics, norm in zip(again, norms[1:], strict=True))
         return {
@@ -120,6 +128,13 @@ class Step:
             "optimizer/skipped": Sum(float(sum(not math.isfinite(norm) for norm in norms))),
             **merge(reused),
         }
+
+    def _rate(self, step: int) -> float:
+        """Learning rate of a step, by the schedule of the warm start or of what comes after it."""
+        if step > self.warm_steps:
+            return self.optimizer.rate(step - self.warm_steps, self.steps - self.warm_steps)
+        lr = self.optimizer.lr if self.warm_lr is None else self.warm_lr
+        return replace(self.optimizer, lr=lr).rate(step, self.warm_steps)
 
 
 def _never_clipped(batch: StepBatch, metrics: Sequence[Mapping[str, Value]]) -> dict[str, Value]:

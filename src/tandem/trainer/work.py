@@ -30,7 +30,7 @@ from tandem.pending import Pending, PendingMetrics, fetch, settle
 from tandem.trainer.pack import Micro, StepBatch
 from tandem.types import UNKNOWN_LOGPROB, Sampling
 
-Verb = Literal["apply", "fold", "move"]
+Verb = Literal["apply", "fold", "move", "begin"]
 """What every rank of a step does in the same way."""
 
 
@@ -140,16 +140,21 @@ class LocalWork:
     def micro(self, micro: Micro, old: OldLogprobs | None) -> tuple[PendingMetrics, Tensor, OldLogprobs]:
         """Queue one micro-batch; asking the device for anything here would hold up all that follow."""
         ref_logprobs_N = self._reference(micro) if old is None and self.objective.reference is not None else None
-        logprobs_N, entropy_N = self._distribution(micro, entropy=True)
+        logprobs_N, entropy_N = self._distribution(micro, entropy=not micro.supervised)
         if old is None:
             old = OldLogprobs(recomputed_logprobs_N=logprobs_N.detach(), ref_logprobs_N=ref_logprobs_N)
-        cost_N, metrics = self.objective(logprobs_N, micro.batch, old)
+        metrics: dict[str, Value | Pending] = {}
+        cost_N = -logprobs_N
+        if not micro.supervised:
+            cost_N, of_objective = self.objective(logprobs_N, micro.batch, old)
+            metrics |= of_objective
         loss = (cost_N * micro.weights_N).sum()
         loss.backward()
         self.reduce()
-        assert entropy_N is not None
-        of_step = {"loss": Pending(Sum, loss), "entropy": Pending(Mean, entropy_N.sum(), entropy_N.numel())}
-        return {**metrics, **of_step}, logprobs_N.detach(), old
+        metrics["loss"] = Pending(Sum, loss)
+        if entropy_N is not None:
+            metrics["entropy"] = Pending(Mean, entropy_N.sum(), entropy_N.numel())
+        return metrics, logprobs_N.detach(), old
 
     def reduce(self) -> None:
         """Nothing: gradients are whole where there are no other ranks."""
@@ -179,6 +184,11 @@ class LocalWork:
         assert self.reference is not None
         self.reference.move()
 
+    def begin(self) -> None:
+        """Have the reference be the policy of now."""
+        assert self.reference is not None
+        self.reference.begin()
+
     def _reference(self, micro: Micro) -> Tensor | None:
         """The reference's logprob of each trained token, by the same pass as the policy's."""
         if self.reference is None:
@@ -193,7 +203,7 @@ class LocalWork:
     def _distribution(self, micro: Micro, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """What ``logprobs`` returns, and the entropy of the distribution each token was sampled from, nats."""
         part = self.part(micro)
-        head, sampling = self.policy.head, self.sampling
+        head, sampling = self.policy.head, Sampling() if micro.supervised else self.sampling
         logprobs_M, entropy_M = token_logprobs(
             part.hidden(self.policy.hidden),
             head.weight,

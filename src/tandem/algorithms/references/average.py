@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from tandem.algorithms.references.base import Reference, ReferenceWeights
-from tandem.errors import CheckpointError, bounded
-from tandem.lazy import Parameter, Tensor, no_grad
+from tandem.errors import bounded
+from tandem.lazy import Parameter, no_grad
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class _Moving(ReferenceWeights):
 
     def __init__(self, options: Average, live: Iterable[tuple[str, Parameter]]):
         super().__init__(live)
-        self._options = options
+        self._options, self._moved = options, True
 
     def due(self, step: int) -> bool:
         return step % self._options.every == 0
@@ -47,12 +47,3 @@ class _Moving(ReferenceWeights):
             averaged = self._own[name].to(parameter.device)
             mixed = averaged.float().mul_(1 - self._options.mixup).add_(parameter.float(), alpha=self._options.mixup)
             self._own[name] = mixed.to(averaged.dtype)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return dict(self._own)
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        shapes = {name: (averaged.shape, averaged.dtype) for name, averaged in self._own.items()}
-        if shapes != {name: (stored.shape, stored.dtype) for name, stored in state.items()}:
-            raise CheckpointError("the saved reference is of other weights; resume with the checkpoint's own recipe")
-        self._own = {name: stored.to(self._live[name].device) for name, stored in state.items()}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from tandem.algorithms.losses.base import MicroBatch
-from tandem.errors import bounded, check_bounds
+from tandem.errors import CheckpointError, bounded, check_bounds
 from tandem.lazy import Parameter, Tensor, no_grad, torch
 
 _MOST = 40.0
@@ -75,6 +75,7 @@ class ReferenceWeights:
     def __init__(self, live: Iterable[tuple[str, Parameter]]):
         self._live = dict(live)
         self._own = {name: parameter.detach().clone() for name, parameter in self._live.items()}
+        self._moved = False
         self._regather: Callable[[], None] | None = None
 
     def cut(self, part: Callable[[str, Tensor], tuple[Parameter, Tensor]], regather: Callable[[], None]) -> None:
@@ -129,9 +130,24 @@ class ReferenceWeights:
     def move(self) -> None:
         """Follow the live weights."""
 
+    def begin(self) -> None:
+        """Be the live weights of now, as at the end of a warm start."""
+        self._own = {name: parameter.detach().clone() for name, parameter in self._live.items()}
+        self._moved = True
+
     def state_dict(self) -> dict[str, Tensor]:
-        """What a resume needs and cannot recompute."""
-        return {}
+        """What a resume needs and cannot recompute: nothing while the weights are those of the model as loaded."""
+        return dict(self._own) if self._moved else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Inverse of ``state_dict``."""
+        if not state and not self._moved:
+            return
+        shapes = {name: (weight.shape, weight.dtype) for name, weight in self._own.items()}
+        if shapes != {name: (stored.shape, stored.dtype) for name, stored in state.items()}:
+            raise CheckpointError(
+                "the reference that was saved is of other weights than the policy; resume with the recipe that the "
+                "checkpoint was made with"
+            )
+        self._own = {name: stored.to(self._live[name].device) for name, stored in state.items()}
+        self._moved = True

@@ -86,7 +86,7 @@ def check_division(config: RunConfig, world: int) -> None:
     sharded, replicas = divided.shard == "weights", divided.replicas
     cuts_trained = sharded and config.trainable.folder_name == "model"  # an adapter is whole on each rank
     cuts_published = config.trainable.payload == "weights"
-    options, moves = config.optimizer, bool(getattr(config.reference, "saved", False))
+    options, moves = config.optimizer, config.moves_reference
     precision, gradients = getattr(options, "precision", "masters"), getattr(options, "gradients", "float32")
     whole, adamw = not isinstance(options, UpdatesParts), type(options).__name__ == "AdamW"
     refused = {
