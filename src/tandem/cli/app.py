@@ -35,6 +35,8 @@ Folder = Annotated[Path, typer.Argument(metavar="[FOLDER]", help="A folder of ru
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Step = Annotated[int | None, typer.Option(metavar="N", help="The checkpoint of this step; default: the newest.")]
 
+Merge = Annotated[bool, typer.Option("--merge", help="Merge a LoRA adapter into the model it was trained on.")]
+
 
 def _version(wanted: bool) -> None:
     if wanted:
@@ -262,17 +264,29 @@ def export(
     run: Run,
     destination: Annotated[Path, typer.Argument(metavar="DEST", help="A folder to make.")],
     step: Step = None,
-    merge: Annotated[
-        bool, typer.Option("--merge", help="Merge a LoRA adapter into the model it was trained on.")
-    ] = False,
+    merge: Merge = False,
 ) -> None:
     """Copy the trained model out of a run.
 
-    The result is an ordinary Hugging Face folder, or a PEFT adapter's.
+    The result is an ordinary Hugging Face folder, or a PEFT adapter's, with a model card.
     """
-    from tandem.cli.export import export
+    from tandem.api.publishing import export
 
     typer.echo(export(run, destination, step, merge))
+
+
+@app.command()
+def push(
+    run: Run,
+    repository: Annotated[str, typer.Argument(metavar="USER/NAME", help="A repository of the Hugging Face hub.")],
+    step: Step = None,
+    merge: Merge = False,
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+) -> None:
+    """Upload the trained model with its model card, as you are logged in (hf auth login)."""
+    from tandem.api.publishing import push
+
+    typer.echo(push(run, repository, step, merge=merge, private=private or None))
 
 
 @app.command()

@@ -126,7 +126,12 @@ class TrlRecipe(Reader):
         self.put("dtype", {None: "auto", True: "bfloat16", False: "float32"}[self["bf16"]])
         boards = [self["report_to"]] if isinstance(self["report_to"], str) else list(self["report_to"] or ())
         if boards := [name for name in boards if name not in ("none", "all")]:
-            self.put("loggers", ["console", *boards])
+            named = {"project": self["project"], "space": self["trackio_space_id"]}
+            only = {"wandb": ("project",), "trackio": ("project", "space")}
+            chosen = [{name: named[name] for name in only.get(board, ()) if named[name]} for board in boards]
+            self.put(
+                "loggers", ["console", *({"kind": b, **c} if c else b for b, c in zip(boards, chosen, strict=True))]
+            )
             self.put("metric_names", "trl")
         if self["log_completions"]:
             self.put("print_completions.every", max(1, int(self["logging_steps"])))
