@@ -140,9 +140,10 @@ active = len(trainer.reward_funcs)
 # %%
 trainer.train()
 # %%
-text = tokenizer.apply_chat_template([{"role": "user", "content": "1 + 1?"}], add_generation_prompt=True, tokenize=False)
+messages = [{"role": "user", "content": "1 + 1?"}]
+text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
 inputs = tokenizer(text, return_tensors="pt").to(model.device)
-outputs = model.generate(**inputs, max_new_tokens=4, temperature=0.7, do_sample=True, pad_token_id=tokenizer.eos_token_id)
+outputs = model.generate(**inputs, max_new_tokens=4, do_sample=True, pad_token_id=tokenizer.eos_token_id)
 changed = [name for name, value in model.state_dict().items() if not value.equal(before[name])]
 """
 

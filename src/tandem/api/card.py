@@ -42,8 +42,8 @@ def model_card(run: Path, weights: Path, name: str, *, whole: bool) -> str:
     parts = [
         f"# {title}",
         f"{'A model' if whole else 'A LoRA adapter'} trained from `{on_hub or Path(base).name}` by GRPO on **{env}**, "
-        f"as it was after step {step} of {folder.config.get('steps', step)}. Trained with Tandem, where the trainer and "
-        "the inference engine ride one copy of the weights.",
+        f"as it was after step {step} of {folder.config.get('steps', step)}. Trained with Tandem, where the trainer "
+        "and the inference engine ride one copy of the weights.",
         *_held_out(folder),
         *_curves(folder),
         "## Data and rewards",
