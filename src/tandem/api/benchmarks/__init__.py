@@ -16,13 +16,12 @@ import torch
 import yaml
 
 from tandem.api import targets
+from tandem.api.card import BENCHMARKS
 from tandem.api.comparison import paired
 from tandem.errors import ConfigError
 from tandem.observability.report.folder import load
 from tandem.types import Json
 
-RESULTS = "benchmarks.jsonl"
-"""File of a run's folder with a line for each ``Score``."""
 _NAMES = {"humaneval": "humaneval_instruct"}
 """lm-eval's names of what people ask a chat model for."""
 
@@ -79,10 +78,9 @@ def benchmark(target: Path, names: Sequence[str], *, step: int | None = None, li
         for task, metric in keys
     ]
     if is_run:
-        with (target / RESULTS).open("a", encoding="utf-8") as file:
-            file.writelines(
-                json.dumps({"line": str(score), "step": step, "samples": score.samples}) + "\n" for score in scores
-            )
+        rows = ({"task": each.task, "metric": each.metric, "line": str(each), "step": step} for each in scores)
+        with (target / BENCHMARKS).open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
     return scores
 
 
