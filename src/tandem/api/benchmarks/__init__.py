@@ -63,8 +63,10 @@ def benchmark(target: Path, names: Sequence[str], *, step: int | None = None, li
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise ConfigError(f"benchmarks need lm-eval ({error}): pip install 'tandem-rl[eval]'") from error
-    files = [Path(name) for name in names if name.endswith((".yaml", ".yml"))]
-    manager = TaskManager(include_path=[str(Path(__file__).parent), *(str(file.parent) for file in files)])
+    files = [file for file in map(Path, names) if file.is_file()]
+    places = [Path(__file__).parent, *(file.parent for file in files)]
+    # lm-eval's own are thousands of files, read one by one.
+    manager = TaskManager(include_path=list(map(str, places)), include_defaults=len(files) < len(names))
     tasks = [_NAMES.get(name, _task(name)) for name in names]
     if unknown := [name for name in tasks if name not in manager.all_tasks]:
         raise ConfigError(f"lm-eval has no task {', '.join(unknown)}; lm-eval ls tasks lists what it has")
@@ -86,7 +88,7 @@ def benchmark(target: Path, names: Sequence[str], *, step: int | None = None, li
 
 def _task(name: str) -> str:
     """The task's name that a file has; another name as it is."""
-    return str(yaml.load(Path(name).read_text(), yaml.BaseLoader)["task"]) if name.endswith((".yaml", ".yml")) else name
+    return str(yaml.load(Path(name).read_text(), yaml.BaseLoader)["task"]) if Path(name).is_file() else name
 
 
 def _models(weights: Path, run: Path | None) -> list[dict[str, Json]]:
