@@ -604,7 +604,7 @@ def test_export_that_fails_leaves_nothing_half_done(
 ) -> None:
     import shutil
 
-    def full(source: Path, destination: Path) -> None:
+    def full(source: Path, destination: Path, **options: Any) -> None:
         Path(destination).mkdir()
         raise kind("No space left on device")
 

@@ -122,8 +122,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto"){peft}
 tokenizer = AutoTokenizer.from_pretrained("{name}")
+messages = [{{"role": "user", "content": "Hello"}}]
 prompt = tokenizer.apply_chat_template(
-    [{{"role": "user", "content": "Hello"}}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
 )
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens=256)[0]))
 ```"""
