@@ -54,20 +54,20 @@ def trained(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """The hub's API as far as an upload asks for it; what was asked, by path."""
-    asked: dict[str, Any] = {}
+    """The hub's API as far as an upload asks for it; what was sent, by path."""
+    uploads: dict[str, Any] = {}
 
     class Hub(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             place = self.path.split("?")[0]
-            asked[place] = [json.loads(line) for line in body.splitlines()]
+            uploads[place] = [json.loads(line) for line in body.splitlines()]
             status, answer = 200, {}
             if place == "/api/repos/create":
                 status = 403 if "theirs" in body.decode() else 200
-                answer = {"url": f"http://{self.headers['Host']}/me/{asked[place][0]['name']}"}
+                answer = {"url": f"http://{self.headers['Host']}/me/{uploads[place][0]['name']}"}
             elif "preupload" in place:
-                files = asked[place][0]["files"]
+                files = uploads[place][0]["files"]
                 answer = {"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]}
             elif "commit" in place:
                 answer = {"commitUrl": f"http://{self.headers['Host']}/me/a/commit/1", "commitOid": "1"}
@@ -88,9 +88,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    asked["environ"] = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HUB_OFFLINE": "0",
+    uploads["environ"] = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HUB_OFFLINE": "0",
                         "HF_TOKEN": "hf_x", "HF_HUB_DISABLE_XET": "1"}  # fmt: skip
-    yield asked
+    yield uploads
     server.shutdown()
     server.server_close()
 

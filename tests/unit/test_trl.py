@@ -12,6 +12,10 @@ from tandem.errors import ConfigError
 from tandem.model.policy import load_tokenizer
 from tandem.trl import GRPOConfig, GRPOTrainer, accuracy_reward, think_format_reward
 
+TRACKIO = [
+    {"kind": "console", "live": "auto", "refresh": 4.0},
+    {"kind": "trackio", "project": "p", "space": None, "group": None},
+]
 ROWS = [{"prompt": f"What is {n} + 1? ", "answer": str(n + 1)} for n in range(20)]
 CHATS = [{"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]} for row in ROWS]
 
@@ -56,6 +60,8 @@ def test_defaults_are_trls() -> None:
         ({"num_generations": 4}, "group_size", 4),
         ({"gradient_accumulation_steps": 4}, "groups_per_step", 4),
         ({"max_steps": 7}, "steps", 7),
+        ({"model_init_kwargs": {"dtype": "float32", "attn_implementation": "sdpa"}}, "dtype", "float32"),
+        ({"report_to": "trackio", "project": "p"}, "loggers", TRACKIO),
         ({"warmup_ratio": 0.1}, "optimizer.warmup_steps", 6),
         ({"beta": 0.04}, "reference.beta", 0.04),
         ({"loss_type": "dr_grpo"}, "loss.reduction", "constant"),
@@ -108,6 +114,7 @@ def test_held_out_rows_are_evaluated_when_they_are_asked_for() -> None:
     [
         ({"learing_rate": 1e-5}, "learing_rate: it is no field .* did you mean 'learning_rate'"),
         ({"top_entropy_quantile": 0.2}, "top_entropy_quantile: it cannot be 0.2 here"),
+        ({"model_init_kwargs": {"revision": "old"}}, "model_init_kwargs: revision: it has no counterpart"),
         ({"num_generations": 3}, "no whole number of groups of 3"),
         ({"fsdp": "full_shard"}, "fsdp: it cannot be 'full_shard' here: ranks and shards are options of the recipe"),
     ],

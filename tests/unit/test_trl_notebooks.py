@@ -199,6 +199,7 @@ from tandem.trl import GRPOConfig, GRPOTrainer
 from transformers import TrainerCallback
 
 training_args = GRPOConfig(
+    model_init_kwargs={"attn_implementation": "sdpa", "dtype": "float32"},
     learning_rate=2e-5, max_steps=6, per_device_train_batch_size=8, max_completion_length=4, num_generations=8,
     optim="paged_adamw_8bit", use_liger_kernel=True, output_dir="qlora", logging_steps=10, report_to="none",
     trackio_space_id="qlora", log_completions=False)
