@@ -49,6 +49,7 @@ AS_A_PART = {
 
 ALLOWED = {
     "tandem_broker.producer: epoch",  # one pass over the tasks
+    "tandem_compat.trl.callbacks: epoch",  # transformers' name for it
     "tandem.rollout.task_sampler: epoch",  # one pass over the tasks
     "tandem.engines.vllm.protocol: flat",  # vLLM's form of logprobs
     "tandem.engines.vllm.server.frontend: flat",  # vLLM's form of logprobs

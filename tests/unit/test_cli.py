@@ -20,8 +20,8 @@ import typer.main
 from safetensors import SafetensorError
 
 import tandem.trainer
+from tandem.api.publishing import export
 from tandem.cli import app as cli
-from tandem.cli.export import export
 from tandem.config import registry as resolve
 from tandem.config.loading import RunConfig, dump, load
 from tandem.errors import CheckpointError, UnsupportedPair
@@ -603,7 +603,7 @@ def test_export_that_fails_leaves_nothing_half_done(
 ) -> None:
     import shutil
 
-    def full(source: Path, destination: Path) -> None:
+    def full(source: Path, destination: Path, **options: Any) -> None:
         Path(destination).mkdir()
         raise kind("No space left on device")
 

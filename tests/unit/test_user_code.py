@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tandem.api.publishing import export
 from tandem.api.targets import to_evaluate
-from tandem.cli.export import export
 from tandem.config.loading import from_options, load
 from tandem.errors import RewardError
 from tandem.trainer import run_folder, user_code

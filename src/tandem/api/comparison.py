@@ -85,7 +85,7 @@ class ComparedRuns:
         for place in (0, -1)[: min(len(run.evaluations) for run in self.runs)]:
             rows = [run.evaluations[place] for run in self.runs]
             yield ["held out", *(f"{row['env']} {percent_with_interval(row)} at step {row['step']}" for row in rows)]
-            yield ["", "", *(_paired(rows[0], row) for row in rows[1:])]
+            yield ["", "", *(paired(rows[0], row) for row in rows[1:])]
 
     def _curve(self, name: str) -> list[str]:
         """A metric of each run on one scale; empty where none has it."""
@@ -105,7 +105,7 @@ def _by_path(config: Mapping[str, Json], path: str = "") -> Iterator[tuple[str, 
             yield f"{path}{name}", str(value)
 
 
-def _paired(first: Row, other: Row) -> str:
+def paired(first: Row, other: Row) -> str:
     """How much better the other is, with a 95 % interval of the difference task by task."""
     shown = [[(task.get("task"), task.get("prompt")) for task in row.get("rollouts", ())] for row in (first, other)]
     counts = [row.get("solved") for row in (first, other)]

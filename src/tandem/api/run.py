@@ -141,7 +141,7 @@ class Run:
             TandemError: as for ``train``.
         """
         config = targets.resumed(self.folder, override_texts(overrides))
-        return _trained(config, self.folder, on_step)
+        return trained(config, self.folder, on_step)
 
     def report(self) -> ReportPage:
         """Write the report anew; as the last value of a notebook's cell the page is shown there."""
@@ -256,7 +256,7 @@ def train(
     loaded = Recipe.load(options, texts) if recipe is None else Recipe.load(recipe, [*override_texts(options), *texts])
     if epochs is not None:
         loaded = Recipe.load(loaded, {"steps": described.steps_of(epochs, loaded.config)})
-    return _trained(loaded.config, None, on_step)
+    return trained(loaded.config, None, on_step)
 
 
 def compare(*runs: Run | str | Path) -> ComparedRuns:
@@ -329,7 +329,10 @@ def _evaluated(config: RunConfig, weights: Path | None) -> dict[str, Json]:
     return run_to_end(run.evaluate(config, weights=weights))
 
 
-def _trained(config: RunConfig, resume: Path | None, on_step: OnStep | None) -> Run:
+def trained(
+    config: RunConfig, resume: Path | None = None, on_step: OnStep | None = None, stop: asyncio.Event | None = None
+) -> Run:
+    """Train a checked recipe, or go on with the run in ``resume``; once ``stop`` is set it ends in order."""
     if inspect.iscoroutinefunction(on_step):
         raise TandemError("on_step is an async function, which nothing awaits; write it as a plain def")
     if not _training.acquire(blocking=False):
@@ -340,7 +343,7 @@ def _trained(config: RunConfig, resume: Path | None, on_step: OnStep | None) -> 
     try:
         from tandem.trainer import assemble as run  # only now: a mistake in the recipe is told before the rest loads
 
-        stop = asyncio.Event()
+        stop = stop or asyncio.Event()
         training = run.train(config, resume=resume, on_step=on_step, stop=stop)
         return Run(run_to_end(training, stop))
     finally:

@@ -35,6 +35,8 @@ Folder = Annotated[Path, typer.Argument(metavar="[FOLDER]", help="A folder of ru
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Step = Annotated[int | None, typer.Option(metavar="N", help="The checkpoint of this step; default: the newest.")]
 
+Merge = Annotated[bool, typer.Option("--merge", help="Merge a LoRA adapter into the model it was trained on.")]
+
 
 def _version(wanted: bool) -> None:
     if wanted:
@@ -224,14 +226,20 @@ def evaluate(
     ],
     overrides: Overrides = None,
     step: Step = None,
+    on: Annotated[
+        str, typer.Option(metavar="TASK,...", help="Benchmarks of lm-eval, such as gsm8k,math500,ifeval,humaneval.")
+    ] = "",
 ) -> None:
-    """Measure mean@k and pass@k on held-out tasks.
+    """Measure mean@k and pass@k on held-out tasks, or on public benchmarks before and after training.
 
-    Of a run's checkpoint, of a recipe's model, or of a model folder (which needs env=...).
+    Of a run's checkpoint, of a recipe's model, or of a model folder (which needs env=... or --on).
     """
-    from tandem.cli.evaluate import evaluate
+    from tandem.cli.evaluate import evaluate, print_benchmarks
 
-    evaluate(target, overrides or [], step)
+    if on:
+        print_benchmarks(target, on.split(","), overrides or [], step)
+    else:
+        evaluate(target, overrides or [], step)
 
 
 @app.command()
@@ -279,17 +287,29 @@ def export(
     run: Run,
     destination: Annotated[Path, typer.Argument(metavar="DEST", help="A folder to make.")],
     step: Step = None,
-    merge: Annotated[
-        bool, typer.Option("--merge", help="Merge a LoRA adapter into the model it was trained on.")
-    ] = False,
+    merge: Merge = False,
 ) -> None:
     """Copy the trained model out of a run.
 
-    The result is an ordinary Hugging Face folder, or a PEFT adapter's.
+    The result is an ordinary Hugging Face folder, or a PEFT adapter's, with a model card.
     """
-    from tandem.cli.export import export
+    from tandem.api.publishing import export
 
     typer.echo(export(run, destination, step, merge))
+
+
+@app.command()
+def push(
+    run: Run,
+    repository: Annotated[str, typer.Argument(metavar="USER/NAME", help="A repository of the Hugging Face hub.")],
+    step: Step = None,
+    merge: Merge = False,
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+) -> None:
+    """Upload the trained model with its model card, as you are logged in (hf auth login)."""
+    from tandem.api.publishing import push
+
+    typer.echo(push(run, repository, step, merge=merge, private=private or None))
 
 
 @app.command()

@@ -9,7 +9,6 @@ from tandem_compat.axolotl.options import TRL
 from tandem_compat.schedules import OPTIMIZERS, SCHEDULES
 from tandem_compat.table import ForeignOption, becomes, by_name, copied, idle, refused, unused
 
-_UPLOADS = "Tandem uploads nothing; tandem export writes the model's folder"
 _SHARED = (
     "num_generations max_completion_length beta num_iterations epsilon epsilon_high loss_type scale_rewards "
     "mask_truncated_completions reward_weights multi_objective_aggregation temperature top_p top_k min_p "
@@ -23,6 +22,7 @@ _SHARED = (
 OPTIONS: Mapping[str, ForeignOption] = by_name(
     *(TRL[name] for name in _SHARED.split()),
     replace(TRL["vllm_mode"], default="colocate"),
+    replace(TRL["vllm_importance_sampling_cap"], also=("vllm_importance_sampling_clip_max",)),
     becomes("output_dir", "text", "runs: the folder of runs", "trainer_output", path="runs"),
     copied("run_name", "text", "name"),
     becomes("per_device_train_batch_size", "count", "groups_per_step, with gradient_accumulation_steps", 8),
@@ -62,19 +62,41 @@ OPTIONS: Mapping[str, ForeignOption] = by_name(
     refused("fp16", "anything", "Tandem trains bfloat16 or float32; write bf16=True"),
     refused("top_entropy_quantile", "number", "every sampled token is trained", 1.0),
     refused("replay_buffer_size", "whole", "write it as replay.size of a recipe", 0),
-    *(refused(name, "anything", _UPLOADS) for name in ("push_to_hub", "hub_model_id")),
-    *(refused(name, "anything", "a run is resumed by its folder: tandem train RUN, or tandem.Run.open(RUN).resume()")
-      for name in ("resume_from_checkpoint", "overwrite_output_dir")),
-    refused("model_init_kwargs", "anything", "the recipe's dtype says the weights' type, and attention is Tandem's",
-        off=(None, {}, {"dtype": "auto"}, {"dtype": "bfloat16"}, {"torch_dtype": "bfloat16"})),
+    becomes("push_to_hub", "truth", "an upload of the trained model, as tandem push", False),
+    becomes("hub_model_id", "text", "where it is uploaded to"),
+    becomes("hub_private_repo", "truth", "whether that is private"),
+    becomes("hub_token", "text", "the token for it"),
+    idle("hub_strategy", "anything", "the model is uploaded once, after training"),
+    becomes("project", "text", "the project of the wandb and trackio loggers"),
+    becomes("trackio_space_id", "text", "the trackio logger's space"),
+    refused("resume_from_checkpoint", "anything", "call trainer.train(resume_from_checkpoint=True)"),
+    *(refused(name, "anything", "a checkpoint is chosen by tandem export RUN --step N")
+      for name in ("load_best_model_at_end", "metric_for_best_model")),
+    *(refused(name, "anything", "ranks and shards are options of the recipe (docs/guide/distributed.md)")
+      for name in ("fsdp", "deepspeed", "parallelism_config")),
+    refused("entropy_coef", "number", "the objective has no term for entropy", 0.0),
+    refused("use_adaptive_entropy", "truth", "the objective has no term for entropy", False),
+    refused("neftune_noise_alpha", "number", "the policy that is trained must be the one that sampled"),
+    refused("optim_target_modules", "anything", "every trained weight has one optimizer"),
+    refused("optim_args", "anything", "options of an optimizer are the recipe's"),
+    refused("vllm_importance_sampling_clip_min", "number", "ratios are cut above alone"),
+    becomes("model_init_kwargs", "mapping", "dtype; how attention is computed and where is Tandem's"),
     idle("max_prompt_length", "anything", "no prompt is cut"),
     idle("logging_strategy", "anything", "every step is written down"),
     *unused("anything",
-        "remove_unused_columns disable_dropout shuffle_dataset log_unique_prompts use_liger_kernel use_liger_loss tf32 "
-        "ds3_gather_for_generation dataloader_num_workers dataloader_pin_memory dataloader_drop_last logging_dir "
-        "gradient_checkpointing_kwargs per_device_eval_batch_size num_generations_eval logging_first_step "
-        "dataloader_prefetch_factor torch_compile vllm_enable_sleep_mode vllm_model_impl vllm_group_port "
-        "cast_lm_head_to_fp32 disable_tqdm ddp_find_unused_parameters log_level do_train do_eval project "
-        "average_tokens_across_devices include_num_input_tokens_seen use_cpu data_seed log_on_each_node"),
+        "remove_unused_columns disable_dropout shuffle_dataset log_unique_prompts use_liger_kernel "
+        "use_liger_loss tf32 ds3_gather_for_generation dataloader_num_workers dataloader_pin_memory "
+        "dataloader_drop_last logging_dir gradient_checkpointing_kwargs per_device_eval_batch_size "
+        "num_generations_eval logging_first_step dataloader_prefetch_factor torch_compile "
+        "vllm_enable_sleep_mode vllm_model_impl vllm_group_port cast_lm_head_to_fp32 disable_tqdm "
+        "ddp_find_unused_parameters log_level do_train do_eval average_tokens_across_devices "
+        "include_num_input_tokens_seen use_cpu data_seed log_on_each_node trust_remote_code use_cache "
+        "overwrite_output_dir hub_always_push hub_revision log_completions_hub_repo log_multimodal "
+        "pad_to_multiple_of cache_implementation use_transformers_continuous_batching use_transformers_paged "
+        "eval_on_start eval_delay save_only_model save_on_each_node save_safetensors auto_find_batch_size "
+        "torch_empty_cache_steps debug skip_memory_metrics ddp_timeout ddp_backend "
+        "dataloader_persistent_workers torch_compile_backend torch_compile_mode eval_accumulation_steps "
+        "full_determinism greater_is_better logging_nan_inf_filter prediction_loss_only trackio_bucket_id "
+        "trackio_static_space_id label_names local_rank"),
 )  # fmt: skip
 """By name, with TRL's defaults."""

@@ -115,10 +115,21 @@ class TrlRecipe(Reader):
             self.note("steps_per_generation", f"{self._rounds} steps are sampled ahead, by weights that are shared")
         self.put("zero_variance_groups", "keep")
         self.put("checkpointing", "full" if self["gradient_checkpointing"] else "none")
-        self.put("dtype", {None: "auto", True: "bfloat16", False: "float32"}[self["bf16"]])
+        loading = dict(self["model_init_kwargs"] or {})
+        dtype = str(loading.pop("dtype", loading.pop("torch_dtype", "auto"))).removeprefix("torch.")
+        if dtype not in ("auto", "bfloat16", "float32"):
+            self.wrong("model_init_kwargs", f"dtype {dtype}: Tandem trains bfloat16 or float32")
+        if unknown := loading.keys() - {"attn_implementation", "device_map", "use_cache", "trust_remote_code"}:
+            self.wrong("model_init_kwargs", f"{', '.join(sorted(unknown))}: it has no counterpart here; leave it out")
+        self.put("dtype", {None: dtype, True: "bfloat16", False: "float32"}[self["bf16"]])
         boards = [self["report_to"]] if isinstance(self["report_to"], str) else list(self["report_to"] or ())
         if boards := [name for name in boards if name not in ("none", "all")]:
-            self.put("loggers", ["console", *boards])
+            named = {"project": self["project"], "space": self["trackio_space_id"]}
+            only = {"wandb": ("project",), "trackio": ("project", "space")}
+            chosen = [{name: named[name] for name in only.get(board, ()) if named[name]} for board in boards]
+            self.put(
+                "loggers", ["console", *({"kind": b, **c} if c else b for b, c in zip(boards, chosen, strict=True))]
+            )
             self.put("metric_names", "trl")
         if self["log_completions"]:
             self.put("print_completions.every", max(1, int(self["logging_steps"])))
