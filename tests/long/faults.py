@@ -76,9 +76,9 @@ class FaultyVllm(Vllm):
     """Tandem's engine with the subclasses of ``faulty`` in place of its two own classes."""
 
     def command(
-        self, requirements: EngineRequirements, context: int, *, model: str, port: int, number: int = 0
+        self, requirements: EngineRequirements, context: int, model: str, port: int, number: int = 0
     ) -> list[str]:
-        command = super().command(requirements, context, model=model, port=port, number=number)
+        command = super().command(requirements, context, model, port, number)
         ours = {"--worker-extension-cls": "faulty.Worker", "--middleware": "faulty.Routes"}
         if requirements.payload == "adapter":
             ours |= {"--max-loras": "5", "--max-cpu-loras": "5"}
