@@ -83,13 +83,19 @@ class ComparedRuns:
     @property
     def gains(self) -> tuple[tuple[Gain | None, ...], ...]:
         """How much better than the first run each is held out, first at its first evaluation and then at its last."""
-        places = (0, -1)[: min(len(run.evaluations) for run in self.runs)]
         first = self.runs[0].evaluations
-        return tuple(tuple(_gain(first[place], run.evaluations[place]) for run in self.runs) for place in places)
+        return tuple(
+            tuple(
+                _gain(first[place], run.evaluations[place]) if min(len(first), len(run.evaluations)) > -place else None
+                for run in self.runs
+            )
+            for place in (0, -1)
+        )
 
     def _results(self) -> Iterator[list[str]]:
         """The first and the last held-out results of every run, and how far each is from the first run's."""
-        for place, gains in zip((0, -1), self.gains, strict=False):
+        fewest = min(len(run.evaluations) for run in self.runs)
+        for place, gains in list(zip((0, -1), self.gains, strict=True))[:fewest]:
             rows = [run.evaluations[place] for run in self.runs]
             yield ["held out", *(f"{row['env']} {percent_with_interval(row)} at step {row['step']}" for row in rows)]
             yield [

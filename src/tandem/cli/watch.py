@@ -121,7 +121,7 @@ class RunsPage:
             "marks": {part: [state[file] for file in files] for part, (files, _) in page.PARTS.items()},
             "now": {
                 "state": now.state,
-                "headline": now.headline,
+                "headline": now.headline.removeprefix(f"{run.path}: "),
                 "chain": [now.chain[0].owner, *(wait.on for wait in now.chain)] if now.chain else [],
                 "waits": why.rows(now.waits),
                 "ranks": [[f"rank {each.rank}", each.host, each.state, each.headline] for each in now.followers],

@@ -120,6 +120,8 @@ const STEPS = [...Array(24).keys()].flatMap((power) => [1, 2, 5].map((m) => m * 
 const FONT = "11px system-ui, sans-serif";
 /** Points without neighbours, which no line shows. */
 const lonely = (u, i) => [...u.data[i].keys()].filter((k) => isNumber(u.data[i][k]) && !isNumber(u.data[i][k - 1]) && !isNumber(u.data[i][k + 1]));
+/** The one point of a line that has no more. */
+const single = (u, i) => { const known = [...u.data[i].keys()].filter((k) => isNumber(u.data[i][k])); return known.length > 1 ? [] : known; };
 
 /** A card of one or more panels over the same steps, drawn by uPlot. Series kinds: line, band, stack, points. */
 class Plot {
@@ -251,7 +253,7 @@ function columns(panel) {
   for (const s of panel.series) {
     if (s.kind === "line") {
       if (VIEW.smooth > 1) add(s.y, { stroke: tint(s.color, 0.35), width: 1, dash: s.dash, spanGaps: s.span });
-      const stroke = tint(s.color, s.faint ? 0.75 : 1), points = { show: !s.span, filter: lonely, size: 3, fill: stroke };
+      const stroke = tint(s.color, s.faint ? 0.75 : 1), points = { show: true, filter: s.span ? single : lonely, size: s.span ? 6 : 3, fill: stroke };
       add(smooth(s.y), { stroke, width: s.faint ? 1.25 : 2, dash: s.dash, hover: s.color, points, spanGaps: s.span });
     } else if (s.kind === "band") {
       const lo = add(smooth(s.lo)), hi = add(smooth(s.hi));

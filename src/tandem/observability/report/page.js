@@ -131,7 +131,7 @@ function timeCard() {
   const parts = timeParts(), total = parts.reduce((sum, part) => sum + part.total, 0);
   const top = parts.slice(0, 3).map((part) => [el("dt", {}, el("i", { style: { background: color(part.color) } }), part.name), el("dd", {}, format.percent(part.total / total))]);
   return headCard("Time per step", false, el("div", { class: "big" }, ...splitUnit(format.seconds(S.seconds_per_step))), parts.length ? [whereBar(parts), el("dl", { class: "shares" }, top)] : null,
-    el("p", { class: "foot" }, `mean; ${S.steps.toLocaleString("en-US")} steps in ${format.seconds(S.seconds)}`));
+    el("p", { class: "foot" }, `mean; ${S.steps.toLocaleString("en-US")} step${S.steps === 1 ? "" : "s"} in ${format.seconds(S.seconds)}`));
 }
 const splitUnit = (text) => { const found = /^([\d.]+)( \D+)$/.exec(text); return found ? [found[1], el("small", {}, found[2])] : [text]; };
 
