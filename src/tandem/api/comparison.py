@@ -80,12 +80,25 @@ class ComparedRuns:
         widths = [max(len(row[i]) for row in rows if len(row) > i) for i in range(len(self.runs) + 1)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
+    @property
+    def gains(self) -> tuple[tuple[Gain | None, ...], ...]:
+        """How much better than the first run each is held out, first at its first evaluation and then at its last."""
+        first = self.runs[0].evaluations
+        return tuple(
+            tuple(
+                _gain(first[place], run.evaluations[place]) if min(len(first), len(run.evaluations)) > -place else None
+                for run in self.runs
+            )
+            for place in (0, -1)
+        )
+
     def _results(self) -> Iterator[list[str]]:
         """The first and the last held-out results of every run, and how far each is from the first run's."""
-        for place in (0, -1)[: min(len(run.evaluations) for run in self.runs)]:
+        fewest = min(len(run.evaluations) for run in self.runs)
+        for place, gains in list(zip((0, -1), self.gains, strict=True))[:fewest]:
             rows = [run.evaluations[place] for run in self.runs]
             yield ["held out", *(f"{row['env']} {percent_with_interval(row)} at step {row['step']}" for row in rows)]
-            yield ["", "", *(paired(rows[0], row) for row in rows[1:])]
+            yield ["", "", *(str(gain or _UNPAIRED) for gain in gains[1:])]
 
     def _curve(self, name: str) -> list[str]:
         """A metric of each run on one scale; empty where none has it."""
@@ -105,15 +118,39 @@ def _by_path(config: Mapping[str, Json], path: str = "") -> Iterator[tuple[str, 
             yield f"{path}{name}", str(value)
 
 
+_UNPAIRED = "no paired interval: the tasks differ, or are not recorded"
+
+
 def paired(first: Row, other: Row) -> str:
     """How much better the other is, with a 95 % interval of the difference task by task."""
+    return str(_gain(first, other) or _UNPAIRED)
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """How much better held-out results are than others, task by task."""
+
+    mean: float
+    ci: tuple[float, float]
+    """95 % interval of the mean."""
+    better: int
+    """Tasks."""
+    worse: int
+    """Tasks."""
+
+    def __str__(self) -> str:
+        low, high = self.ci
+        return f"{self.mean:+.3f} [{low:+.3f}, {high:+.3f}] paired: {self.better} tasks better, {self.worse} worse"
+
+
+def _gain(first: Row, other: Row) -> Gain | None:
+    """None where the tasks are not the same, or results are not recorded task by task."""
     shown = [[(task.get("task"), task.get("prompt")) for task in row.get("rollouts", ())] for row in (first, other)]
     counts = [row.get("solved") for row in (first, other)]
     if not (counts[0] and counts[1]) or shown[0] != shown[1] or len(counts[0]) != len(counts[1]):
-        return "no paired interval: the tasks are others, or results are not recorded task by task"
+        return None
     gains = [b / other["samples"] - a / first["samples"] for a, b in zip(*counts, strict=True)]
     mean, half = statistics.fmean(gains), math.inf
     if len(gains) > 1:
         half = 1.96 * statistics.stdev(gains) / math.sqrt(len(gains))
-    better, worse = sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains)
-    return f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}] paired: {better} tasks better, {worse} worse"
+    return Gain(mean, (mean - half, mean + half), sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains))

@@ -192,12 +192,15 @@ def runs(folder: Folder = Path("runs")) -> None:
 @app.command()
 def watch(
     folder: Folder = Path("runs"),
+    host: Annotated[
+        str, typer.Option(help="Address; one that others reach needs the key that is then printed.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0: a free one.")] = 8760,
 ) -> None:
-    """Show all runs of a folder on a page that moves, on this machine alone, until Ctrl-C."""
+    """Show all runs of a folder, and comparisons of them, on a live page until Ctrl-C."""
     from tandem.cli.watch import watch
 
-    watch(folder, port, typer.echo)
+    watch(folder, host, port, typer.echo)
 
 
 @app.command()

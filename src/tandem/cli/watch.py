@@ -1,78 +1,188 @@
-"""``tandem watch``: a folder's runs on a page that moves, for browsers of this machine alone; it changes nothing."""
+"""``tandem watch``: a folder's runs on a live page. It reads the folder and changes nothing.
+
+The page is the report's without data: it asks for them as JSON, and for each part of a run only when the run's files
+have changed. All its addresses are relative, so that it works through tunnels and proxies.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import hmac
+import os
+import secrets
+import time
+from collections.abc import Awaitable, Callable
 from functools import lru_cache
 from pathlib import Path
 
 from aiohttp import web
 
-from tandem import doors
+from tandem import doors, ports
+from tandem.api.comparison import ComparedRuns
+from tandem.cli import why
 from tandem.errors import ConfigError
-from tandem.observability import vitals
-from tandem.observability.report import overview
+from tandem.observability import json_lines
+from tandem.observability.report import page, samples
+from tandem.observability.report.diagnosis import diagnosis
+from tandem.observability.report.folder import FollowedRun, Row, RunFolder
+from tandem.observability.report.summary import episodes, evaluations, summarise
+from tandem.types import Json
 
-SECONDS = 5
-"""Between two looks of an open page."""
-_READ = ("config.yaml", "metrics.jsonl", "events.jsonl", "eval.jsonl")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+SOME = 200
+"""Steps of a run that are read for the list of runs and for comparisons."""
+WHOLE = 4
+"""Runs all of whose steps are held in memory: those looked at last."""
+COMPARED = ("reward", "accuracy", "length", "entropy", "kl_behavior", "grad_norm", "seconds/step", "tokens_per_second")
+"""Metrics drawn of compared runs."""
+LOOPBACK = ("127.", "localhost", "::1")
+KEY = "TANDEM_WATCH_KEY"
+"""Environment variable of the key to ask for."""
 
 
 class RunsPage:
-    """The page of all runs, and a page for each; a run whose files are as they were is not read again."""
+    """The page and its data; what was read of a run stays read."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, key: str = "") -> None:
+        self._folder, self._key = folder, key
+        self._some: dict[str, FollowedRun] = {}
+        self._whole: dict[str, FollowedRun] = {}
+        self._reading = asyncio.Lock()
 
     def application(self) -> web.Application:
         """The routes."""
-        app = web.Application(middlewares=[_of_this_machine])
-        app.add_routes([web.get("/", self._all), web.get("/run/{name}", self._one)])
+        app = web.Application(middlewares=[self._guard])
+        app.router.add_get("/", self._page)
+        for name, read in {
+            "runs": self._runs, "run": self._run, "part": self._part, "step": self._step, "compare": self._compare,
+        }.items():  # fmt: skip
+            app.router.add_get(f"/{name}", self._answering(read))
         return app
 
-    def _runs(self) -> list[Path]:
-        return sorted(recipe.parent for recipe in self._folder.glob("*/config.yaml"))
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Refuse what has not the key; without one, what a page of elsewhere asks through the browser."""
+        if not self._key and (refusal := doors.from_a_page(request.method, request.headers, acts=False)):
+            raise web.HTTPForbidden(text=refusal)
+        key = request.headers.get("Authorization", "").removeprefix("Bearer ").encode(errors="replace")
+        if self._key and request.path != "/" and not hmac.compare_digest(key, self._key.encode()):
+            raise web.HTTPUnauthorized(text="a key is needed: it is in the address that tandem watch printed")
+        return await handler(request)
 
-    def _card(self, run: Path) -> tuple[float, str]:
-        times = [(run / name).stat().st_mtime_ns for name in _READ if (run / name).exists()]
-        return _read_card(run, vitals.process(run), *times)
+    async def _page(self, _: web.Request) -> web.StreamResponse:
+        text = page.render("Runs", f"Runs in {self._folder}, live.", {"live": True})
+        headers = {"Cache-Control": "no-store", "Content-Security-Policy": "frame-ancestors 'self'"}
+        return web.Response(text=text, content_type="text/html", headers=headers)
 
-    async def _all(self, request: web.Request) -> web.Response:
-        cards = await asyncio.to_thread(lambda: sorted(map(self._card, self._runs()), reverse=True))
-        return _page(overview.runs_page(self._folder, [text for _, text in cards]), moves=True)
+    def _answering(self, read: Callable[[web.Request], Json]) -> Handler:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            async with self._reading:
+                body = await asyncio.to_thread(lambda: json_lines.encode(read(request)))
+            response = web.Response(body=body, content_type="application/json", headers={"Cache-Control": "no-store"})
+            response.enable_compression()
+            return response
 
-    async def _one(self, request: web.Request) -> web.Response:
-        name = request.match_info["name"]
-        run = next((run for run in self._runs() if run.name == name), None)
-        if run is None:
-            raise web.HTTPNotFound(text=f"there is no run {name} in {self._folder}")
-        return _page(await asyncio.to_thread(overview.run_page, run), moves=vitals.process(run) == "alive")
+        return answer
+
+    def _names(self) -> list[str]:
+        return [recipe.parent.name for recipe in self._folder.glob("*/config.yaml")]
+
+    def _follow(self, name: str, kept: dict[str, FollowedRun], most: int | None) -> FollowedRun:
+        if name not in kept:
+            if name not in self._names():
+                raise web.HTTPNotFound(text=f"there is no run {name} in {self._folder}")
+            kept[name] = FollowedRun(self._folder / name, most)
+        kept[name] = kept.pop(name)  # the last one looked at
+        return kept[name]
+
+    def _followed(self, request: web.Request) -> FollowedRun:
+        follower = self._follow(request.query["name"], self._whole, None)
+        for name in list(self._whole)[:-WHOLE]:
+            del self._whole[name]
+        return follower
+
+    def _runs(self, _: web.Request) -> Row:
+        """All runs, the newest first."""
+        cards = [card(self._follow(name, self._some, SOME).look()) for name in self._names()]
+        return {
+            "folder": str(self._folder),
+            "runs": sorted(cards, key=lambda card: (card["summary"]["started"] or 0.0, card["name"]), reverse=True),
+        }
+
+    def _run(self, request: web.Request) -> Row:
+        """What a run does now, and the state of the files that each part is read from."""
+        follower = self._followed(request)
+        run, state = follower.look(), follower.state()
+        now = why.read(run.path, now=time.time(), events=run.events)
+        return {
+            "name": run.name,
+            "diagnosis": diagnosed(run),
+            "marks": {part: [state[file] for file in files] for part, (files, _) in page.PARTS.items()},
+            "now": {
+                "state": now.state,
+                "headline": now.headline.removeprefix(f"{run.path}: "),
+                "chain": [now.chain[0].owner, *(wait.on for wait in now.chain)] if now.chain else [],
+                "waits": why.rows(now.waits),
+                "ranks": [[f"rank {each.rank}", each.host, each.state, each.headline] for each in now.followers],
+                "words": now.last,
+            },
+        }
+
+    def _part(self, request: web.Request) -> Row:
+        run, part = self._followed(request).look(), request.query["part"]
+        if part == "rollouts":  # each step's are asked for by themselves
+            return {
+                "rollouts": {"total": len(run.rollout_steps), "steps": [{"step": step} for step in run.rollout_steps]}
+            }
+        return page.PARTS[part][1](run)
+
+    def _step(self, request: web.Request) -> Row:
+        return samples.of_step(self._followed(request).look(), int(request.query["step"]))
+
+    def _compare(self, request: web.Request) -> Row:
+        runs = [self._follow(name, self._some, SOME).look() for name in request.query.getall("compare")]
+        compared, wanted = ComparedRuns(tuple(runs)), (*COMPARED, *request.query.getall("metric", ()))
+        return {
+            "runs": [
+                {
+                    **card(run),
+                    "series": page.columns(run, names=wanted),
+                    "evaluations": evaluations(run),
+                    "metrics": sorted(run.metrics[-1]["metrics"]) if run.metrics else [],
+                }
+                for run in runs
+            ],
+            "differences": compared.differences,
+            "gains": compared.gains,
+        }
+
+
+@lru_cache(maxsize=2 * WHOLE)
+def diagnosed(run: RunFolder) -> str:
+    """A run's diagnosis."""
+    return diagnosis(run, summarise(run))
 
 
 @lru_cache(maxsize=256)
-def _read_card(run: Path, *state: object) -> tuple[float, str]:
-    return overview.card(run)
+def card(run: RunFolder) -> Row:
+    """A run in the list."""
+    summary = summarise(run)
+    return {
+        "name": run.name,
+        "summary": summary,
+        "diagnosis": diagnosis(run, summary),
+        "alarms": sum(row["over"] is None for row in episodes(run)),
+        "curve": page.columns(run, names=("reward",)),
+    }
 
 
-def _page(text: str, *, moves: bool) -> web.Response:
-    headers = {"Cache-Control": "no-store"} | ({"Refresh": str(SECONDS)} if moves else {})
-    return web.Response(text=text, content_type="text/html", headers=headers)
-
-
-@web.middleware
-async def _of_this_machine(request: web.Request, handler: web.Handler) -> web.StreamResponse:  # type: ignore[name-defined]
-    """Refuse what a page of elsewhere asks through the browser."""
-    if why := doors.from_a_page(request.method, request.headers, acts=False):
-        raise web.HTTPForbidden(text=why)
-    return await handler(request)  # type: ignore[no-any-return]
-
-
-def watch(folder: Path, port: int, tell: Callable[[str], None]) -> None:
+def watch(folder: Path, host: str, port: int, tell: Callable[[str], None]) -> None:
     """Serve the page until Ctrl-C.
 
     Args:
         folder: of runs.
+        host: address to listen at; of one that others reach, a key is asked for.
         port: 0 is a free one.
         tell: shows a line to the person.
 
@@ -81,5 +191,9 @@ def watch(folder: Path, port: int, tell: Callable[[str], None]) -> None:
     """
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}; name the one that holds the runs' folders")
-    tell(f"runs of {folder}; from elsewhere: ssh -L PORT:localhost:PORT HOST")
-    web.run_app(RunsPage(folder).application(), host="127.0.0.1", port=port, access_log=None, print=tell)
+    local = host.startswith(LOOPBACK)
+    key = os.environ.get(KEY) or ("" if local else secrets.token_urlsafe(16))
+    port = port or ports.free_port()
+    tell(f"runs of {folder}: {ports.http_url(host, port)}/{f'#key={key}' if key else ''}")
+    tell(f"from elsewhere: ssh -L {port}:localhost:{port} HOST" if local else "whoever has this address may look")
+    web.run_app(RunsPage(folder, key).application(), host=host, port=port, access_log=None, print=None)

@@ -37,8 +37,8 @@ SETTLED = 1.0
 _ENDS = ("run_done", "interrupted")
 _LINE = re.compile(r"(?P<time>\d{4}(-\d\d){2}T\d\d(:\d\d){2}Z) (?P<level>[A-Z]+) +(?P<name>[\w.]+): (?P<text>.*)")
 _TAIL_BYTES = 1 << 16
-_ID = re.compile(r"\S*@\d+(/\d+)?(?=\)|$)")
-"""A group's or rollout's id at the end of a party's name or of a reason, as 3+4@0/7."""
+_ID = re.compile(r"[^\s(]*@\w+(/\d+)?(?=\)|$)")
+"""A group's or rollout's id at the end of a party's name or of a reason, as 3+4@0/7 or 3+4@eval/7."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,14 +112,15 @@ def why(run: Path, *, stacks: bool, as_json: bool) -> int:
     return 0 if healthy else 1
 
 
-def read(run: Path, *, now: float) -> RunState:
+def read(run: Path, *, now: float, events: Sequence[Mapping[str, Json]] | None = None) -> RunState:
     """Read a run's state from its folder.
 
     Args:
         run: the folder.
         now: seconds since 1970.
+        events: those of the run, where they are read already.
     """
-    events = list(json_lines.read(run / "events.jsonl"))
+    events = list(json_lines.read(run / "events.jsonl")) if events is None else events
     signs = vitals.read(run)
     lead = _ended(run, events, now) if signs is None else _running(run, signs, max(0.0, now - signs["at"]))
     signs_of = {rank: vitals.read(run, rank) for rank in vitals.followers(run)}
@@ -264,25 +265,25 @@ def _print(console: Console, state: RunState) -> None:
     console.print(Text.assemble((state.state, style), "  ", (state.headline, "bold")))
     if len(state.chain) > 1:
         console.print(Text("  " + " \u2190 ".join([state.chain[0].owner, *(wait.on for wait in state.chain)])))
-    _print_table(console, ("who waits", "for whom", "what for", "since", "deadline in"), _rows(state.waits))
+    _print_table(console, ("who waits", "for whom", "what for", "since", "deadline in"), rows(state.waits))
     ranks = [(f"{each.rank}", f"{each.pid} on {each.host}", each.state, each.headline) for each in state.followers]
     _print_table(console, ("rank", "process", "", "what it does"), ranks)
     words = [(part, f"{duration(ago)} ago", printable(text[:300])) for part, ago, text in state.last]
     _print_table(console, ("part", "", "its last word"), words)
 
 
-def _rows(each: Sequence[OpenWait]) -> list[tuple[str, ...]]:
+def rows(each: Sequence[OpenWait]) -> list[tuple[str, ...]]:
     """A row for all waits that differ by nothing but the group or rollout, so that those of a step fit a screen."""
     alike: dict[tuple[str, ...], list[OpenWait]] = {}
     for wait in each:
         alike.setdefault(tuple(_ID.sub("…", text) for text in (wait.owner, wait.on, wait.reason)), []).append(wait)
-    rows: list[tuple[str, ...]] = []
+    out: list[tuple[str, ...]] = []
     for kind, some in alike.items():
         who, on, reason = kind if len(some) > 1 else (some[0].owner, some[0].on, some[0].reason)
         left = min((wait.left for wait in some if wait.left is not None), default=None)
         deadline = "never" if left is None else duration(max(0.0, left))
-        rows.append((f"{who} ({len(some)})" if len(some) > 1 else who, on, reason, duration(some[0].seconds), deadline))
-    return rows
+        out.append((f"{who} ({len(some)})" if len(some) > 1 else who, on, reason, duration(some[0].seconds), deadline))
+    return out
 
 
 def _print_table(console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import logging
 import mmap
 import numbers
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import msgspec
 
@@ -17,6 +19,9 @@ from tandem.observability import waits
 from tandem.types import Json
 
 logger = logging.getLogger(__name__)
+
+SMALL = 1 << 20
+"""Bytes of a file that is read through where rows at distances would do."""
 
 
 def encode(row: Mapping[str, Json]) -> bytes:
@@ -46,12 +51,18 @@ def _without_surrogates(value: Json) -> Json:
 _encoder = msgspec.json.Encoder(enc_hook=_plain)
 
 
+class _Metrics(TypedDict):
+    step: int
+    time: NotRequired[float]
+    metrics: dict[str, float | None]
+
+
 _SHAPES: Mapping[str, Any] = {
-    "metrics.jsonl": msgspec.defstruct("Metrics", [("step", int), ("metrics", dict[str, float | None])]),
     "events.jsonl": msgspec.defstruct("Event", [("event", str), ("time", float)]),
     "eval.jsonl": msgspec.defstruct("Evaluation", [("step", int), ("mean", float | None, None)]),
 }
-"""What readers rely on in the rows of a run's files; rows of others are any object."""
+"""What readers rely on in the rows of a run's files, which have more; rows of others are any object."""
+_metrics: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_Metrics)  # these rows are many, and have nothing else
 
 
 def read(path: Path) -> Iterator[dict[str, Json]]:
@@ -61,6 +72,66 @@ def read(path: Path) -> Iterator[dict[str, Json]]:
     """
     faults: list[str] = []
     yield from _read(path, faults)
+    _warn(path, faults)
+
+
+def sample(path: Path, most: int, recent: int = 0) -> list[dict[str, Json]]:
+    """Rows at about equal distances in a file, the first and the last included, and every one of the ``recent`` last.
+
+    Of a large file nothing else is read.
+    """
+    if not path.exists() or path.stat().st_size < SMALL:
+        return list(read(path))
+    faults: list[str] = []
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        end = start = data.rfind(b"\n") + 1
+        starts = {data.rfind(b"\n", 0, (end - 1) * i // (most - 1)) + 1 for i in range(most)}
+        for _ in range(recent):
+            start = data.rfind(b"\n", 0, max(0, start - 1)) + 1
+            starts.add(start)
+        rows = list(_decoded(path, (data[at : data.find(b"\n", at) + 1] for at in sorted(starts)), faults))
+    _warn(path, faults)
+    return rows
+
+
+_ANY = re.compile(b"")
+
+
+class Tail:
+    """A file of rows that grows: a look reads on from where the last one ended."""
+
+    def __init__(self, path: Path, pattern: re.Pattern[bytes] = _ANY) -> None:
+        """Follow a file; lines without the pattern are skipped."""
+        self._path, self._pattern = path, pattern
+        self._rows: list[dict[str, Json]] = []
+        self._file, self._end = -1, 0
+
+    def look(self) -> list[dict[str, Json]]:
+        """All whole rows so far, anew where another file has taken the place of the last one."""
+        faults: list[str] = []
+        try:
+            with self._path.open("rb") as file:
+                state = os.fstat(file.fileno())
+                if state.st_ino != self._file or state.st_size < self._end:
+                    self._rows, self._file, self._end = [], state.st_ino, 0
+                file.seek(self._end)
+                text = file.read()
+            text = text[: text.rfind(b"\n") + 1]
+            self._end += len(text)
+            self._rows += _decoded(self._path, filter(self._pattern.search, io.BytesIO(text)), faults)
+        except FileNotFoundError:
+            pass  # nothing was written yet
+        except OSError as error:
+            faults.append(_unread(error))
+        _warn(self._path, faults)
+        return self._rows
+
+
+def _unread(error: OSError) -> str:
+    return f"it cannot be read ({error.strerror})"
+
+
+def _warn(path: Path, faults: Sequence[str]) -> None:
     if faults:
         more = f", and {len(faults) - 1:,} more" if len(faults) > 1 else ""
         logger.warning("%s is damaged: %s%s; that is skipped", path, faults[0], more)
@@ -70,22 +141,29 @@ def _read(path: Path, faults: list[str]) -> Iterator[dict[str, Json]]:
     """Rows that are whole; what is wrong with the rest is added to ``faults``."""
     if not path.exists():
         return
-    shape = _SHAPES.get(path.name, dict[str, Any])
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                try:
-                    row = msgspec.json.decode(line)
-                    msgspec.convert(row, shape)
-                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                    if line.endswith(b"\n"):
-                        faults.append(f"line {number} is no row of it ({error})")
-                    continue
-                yield row
+            yield from _decoded(path, file, faults)
     except OSError as error:
-        faults.append(f"it cannot be read ({error.strerror})")
+        faults.append(_unread(error))
+
+
+def _decoded(path: Path, lines: Iterable[bytes], faults: list[str]) -> Iterator[dict[str, Json]]:
+    shape = _SHAPES.get(path.name, dict[str, Any])
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            if path.name == "metrics.jsonl":
+                row = _metrics.decode(line)
+            else:
+                row = msgspec.json.decode(line)
+                msgspec.convert(row, shape)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            if line.endswith(b"\n"):
+                faults.append(f"line {number} is no row of it ({error})")
+            continue
+        yield row
 
 
 def mend(path: Path) -> str:

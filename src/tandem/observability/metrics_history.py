@@ -90,7 +90,7 @@ class MetricsHistory:
 
     def add(self, step: int, scalars: Mapping[str, float]) -> None:
         """Append the metrics of a step; steps come in order."""
-        row = {**scalars, **_groups(scalars)}
+        row = {**scalars, **group_counts(scalars)}
         if "demonstrations" in scalars:  # a warm start's steps: nothing that follows is to be compared with them
             self._rows.clear()
         self._rows.append((step, row))
@@ -158,8 +158,8 @@ GROUPS, ZERO_VARIANCE = "groups/played", "groups/zero_variance"
 """Groups of a step over all environments, trained or not; and those of them whose rewards are all equal."""
 
 
-def _groups(scalars: Mapping[str, float]) -> dict[str, float]:
-    """Sums over environments."""
+def group_counts(scalars: Mapping[str, float]) -> dict[str, float]:
+    """``GROUPS`` and ``ZERO_VARIANCE`` of a step, over its environments."""
     groups = zero_variance = 0.0
     for name, count in scalars.items():
         if name.startswith("env/") and name.endswith("/groups"):

@@ -55,6 +55,8 @@ def reply(value: Any, status: int = 200) -> web.Response:
 def page() -> tuple[str, str]:
     """Return the live page and its policy: it loads nothing from elsewhere and runs no script but its own."""
     text = resources.files("tandem_broker.server").joinpath("broker.html").read_text(encoding="utf-8")
+    style = resources.files("tandem.observability").joinpath("report/report.css").read_text(encoding="utf-8")
+    text = text.replace("{{style}}", style)
     script = text.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return text, (

@@ -2,7 +2,7 @@
 // Elements, number formats and plots. Text only ever enters the page as text nodes: model output is not trusted.
 
 window.addEventListener("error", (event) => { document.documentElement.dataset.error = event.message; });
-const DATA = JSON.parse(document.getElementById("data").textContent);
+const DATA = JSON.parse(document.getElementById("data").textContent); // of a live page it comes later
 const SVG_NS = "http://www.w3.org/2000/svg";
 
 function fill(node, props, children) {
@@ -52,7 +52,7 @@ const format = {
 };
 
 // What all plots share: the steps, where the pointer is, how much is averaged.
-const VIEW = { steps: DATA.series.steps, at: null, smooth: 1, plots: [] };
+const VIEW = { steps: [], marks: [], at: null, smooth: 1, plots: [] }; // marks: steps of evaluations
 const column = (name) => DATA.series.values[name];
 const last = (values) => { for (let i = (values || []).length - 1; i >= 0; i--) if (isNumber(values[i])) return values[i]; return null; };
 
@@ -74,10 +74,9 @@ function quantile(sorted, q) {
 }
 
 function xDomain() {
-  const all = [...VIEW.steps, ...DATA.evaluations.map((e) => e.step)];
   let low = Infinity, high = -Infinity;
-  for (const step of all) { low = Math.min(low, step); high = Math.max(high, step); }
-  return low === high ? [low - 1, high + 1] : [low, high];
+  for (const step of [...VIEW.steps, ...VIEW.marks]) { low = Math.min(low, step); high = Math.max(high, step); }
+  return low === high ? [low - 1, high + 1] : low < high ? [low, high] : [0, 1];
 }
 
 /** Limits of a panel's y axis. */
@@ -121,25 +120,34 @@ const STEPS = [...Array(24).keys()].flatMap((power) => [1, 2, 5].map((m) => m * 
 const FONT = "11px system-ui, sans-serif";
 /** Points without neighbours, which no line shows. */
 const lonely = (u, i) => [...u.data[i].keys()].filter((k) => isNumber(u.data[i][k]) && !isNumber(u.data[i][k - 1]) && !isNumber(u.data[i][k + 1]));
+/** The one point of a line that has no more. */
+const single = (u, i) => { const known = [...u.data[i].keys()].filter((k) => isNumber(u.data[i][k])); return known.length > 1 ? [] : known; };
 
 /** A card of one or more panels over the same steps, drawn by uPlot. Series kinds: line, band, stack, points. */
 class Plot {
   constructor(spec) {
     this.spec = spec;
+    this.name = `${spec.title} ${spec.panels.length}`;
     this.panels = spec.panels.map((panel) => ({ panel, legend: el("div", { class: "legend" }), host: el("div", { class: "panel", role: "img", tabindex: "0", "aria-label": this.describe(panel), onkeydown: (e) => this.onKey(e) }) }));
     this.node = el("article", { class: "card plot" }, el("h3", {}, spec.title), spec.note && el("p", { class: "lead" }, spec.note));
     this.empty = !spec.panels.some((panel) => panel.series.some((s) => values(s).some(isNumber)));
     if (this.empty) return;
     this.node.append(...this.panels.flatMap(({ legend, host }) => [legend, host]));
-    VIEW.plots.push(this);
     new ResizeObserver(() => { if (this.panels[0].host.clientWidth !== this.width) this.draw(); }).observe(this.panels[0].host);
   }
 
+  /** Newer values of the same panels. */
+  take(spec) {
+    this.spec = spec;
+    this.panels.forEach((place, i) => { place.panel = spec.panels[i]; });
+  }
   draw() {
+    if (this.empty) return;
     this.width = this.panels[0].host.clientWidth;
     if (!this.width) return;
     this.panels.forEach((place, i) => this.drawPanel(place, i === 0, i === this.panels.length - 1));
     this.readOut();
+    if (VIEW.at !== null && VIEW.steps.length) this.panels[0].u.setCursor({ left: this.panels[0].u.valToPos(VIEW.at, "x"), top: 1 }, false);
   }
   onKey(event) {
     const by = { ArrowRight: 1, ArrowLeft: -1, PageUp: 10, PageDown: -10 }[event.key], u = this.panels[0].u;
@@ -187,7 +195,7 @@ class Plot {
       root.append(svg("text", { class: kind, x: x(step), y: -7, "text-anchor": "middle" }, text));
       free = x(step) + 60;
     };
-    DATA.resumed.forEach((step) => mark(step, "", "resumed", `resumed from step ${step}`));
+    (DATA.resumed || []).forEach((step) => mark(step, "", "resumed", `resumed from step ${step}`));
     this.alarms().forEach((alarm) => mark(alarm.step, "alarm", "alarm", `alarm ${alarm.alarm} at step ${alarm.step}`));
     for (const s of panel.series) {
       if (s.kind === "points") this.points(root, s, x, y);
@@ -198,7 +206,7 @@ class Plot {
   /** Alarms that looked at one of the metrics drawn here. */
   alarms() {
     const here = this.spec.panels.flatMap((panel) => panel.series.flatMap((s) => [s.metric, ...(s.parts || []).map((part) => part.metric)]));
-    return DATA.alarms.filter((alarm) => (alarm.metrics || []).some((name) => here.includes(name)));
+    return (DATA.alarms || []).filter((alarm) => (alarm.metrics || []).some((name) => here.includes(name)));
   }
   points(root, s, x, y) {
     const at = s.x.map((step) => x(step) + (s.shift || 0)), style = { stroke: color(s.color) };
@@ -239,14 +247,14 @@ class Plot {
 
 /** The columns of a panel as uPlot takes them. */
 function columns(panel) {
-  const xs = VIEW.steps.length ? VIEW.steps : [...new Set(DATA.evaluations.map((e) => e.step))];
+  const xs = VIEW.steps.length ? VIEW.steps : [...new Set(VIEW.marks)];
   const data = [xs], series = [{}], bands = [], smooth = (ys) => smoothed(ys, VIEW.smooth);
   const add = (ys, options) => { data.push(ys); return series.push({ points: { show: false }, pxAlign: 0, ...options }) - 1; };
   for (const s of panel.series) {
     if (s.kind === "line") {
-      if (VIEW.smooth > 1) add(s.y, { stroke: tint(s.color, 0.35), width: 1, dash: s.dash });
-      const stroke = tint(s.color, s.faint ? 0.75 : 1), points = { show: true, filter: lonely, size: 3, fill: stroke };
-      add(smooth(s.y), { stroke, width: s.faint ? 1.25 : 2, dash: s.dash, hover: s.color, points });
+      if (VIEW.smooth > 1) add(s.y, { stroke: tint(s.color, 0.35), width: 1, dash: s.dash, spanGaps: s.span });
+      const stroke = tint(s.color, s.faint ? 0.75 : 1), points = { show: true, filter: s.span ? single : lonely, size: s.span ? 6 : 3, fill: stroke };
+      add(smooth(s.y), { stroke, width: s.faint ? 1.25 : 2, dash: s.dash, hover: s.color, points, spanGaps: s.span });
     } else if (s.kind === "band") {
       const lo = add(smooth(s.lo)), hi = add(smooth(s.hi));
       bands.push({ series: [hi, lo], fill: tint(s.color, s.faint ? 0.1 : 0.22) });
@@ -280,7 +288,8 @@ function setAt(step) {
   requestAnimationFrame(() => {
     queued = false;
     const i = VIEW.at === null ? -1 : nearest(VIEW.steps, VIEW.at);
-    document.getElementById("at").textContent = i >= 0 ? `step ${VIEW.steps[i]}` : "";
+    const at = document.getElementById("at");
+    if (at) at.textContent = i >= 0 ? `step ${VIEW.steps[i]}` : "";
     VIEW.plots.forEach((plot) => plot.readOut());
   });
 }

@@ -1,22 +1,44 @@
 // The page from top to bottom: head, cards, plots, held-out answers, tables.
 
-const S = DATA.summary;
+let S;
+/** Newer values of some parts of the run. */
+function take(parts) {
+  Object.assign(DATA, parts);
+  S = DATA.summary;
+  VIEW.steps = DATA.series.steps;
+  VIEW.marks = DATA.evaluations.map((e) => e.step);
+}
 const TIME_COLORS = { wait: "sky", forward_backward: "blue", pack: "teal", optimizer: "violet", sync: "pink", checkpoint: "gold", evaluate: "orange" };
-const TIME_NAMES = { wait: DATA.sampling, forward_backward: "forward and backward", pack: "packing", sync: "publish", evaluate: "evaluation", record: "writing" };
+const timeName = (part) => ({ wait: DATA.sampling, forward_backward: "forward and backward", pack: "packing", sync: "publish", evaluate: "evaluation", record: "writing" })[part] || part.replaceAll("_", " ");
 const NO_PARTS = ["seconds/step", "seconds/grading"]; // the whole, and a sum over groups that are graded at the same time
 const drawn = new Set(["tokens/generated", "tokens/trained", "alarms"]);
 
 function head() {
   const of = S.steps_planned ? ` of ${S.steps_planned.toLocaleString("en-US")}` : "";
-  const status = { finished: "finished", interrupted: `interrupted at step ${S.steps}${of}`, failed: `failed at step ${S.steps}${of}`, running: `running, at step ${S.steps}${of} when this page was made`, killed: `killed after step ${S.steps}${of}`, unfinished: `at step ${S.steps}${of} when this page was made`, "not started": "no step yet" }[S.status];
+  const now = DATA.live ? "" : " when this page was made";
+  const status = { finished: "finished", interrupted: `interrupted at step ${S.steps}${of}`, failed: `failed at step ${S.steps}${of}`, running: `running, at step ${S.steps}${of}${now}`, killed: `killed after step ${S.steps}${of}`, unfinished: `at step ${S.steps}${of}${now}`, "not started": "no step yet" }[S.status];
   const when = S.started ? new Date(1000 * S.started).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" }) : null;
   const facts = [...S.facts, when && ["started", when], S.seconds > 0 && ["ran for", format.seconds(S.seconds)], S.resumes > 0 && ["resumed", S.resumes === 1 ? "once" : `${S.resumes} times`]].filter(Boolean);
   return el("header", {},
-    el("div", { class: "brand" }, logo(), "Tandem"),
+    brand(DATA.live && el("a", { href: "?" }, "all runs")),
     el("div", { class: "row" }, el("h1", {}, DATA.name), el("span", { class: `status ${S.status.split(" ")[0]}` }, status)),
     el("dl", { class: "facts" }, facts.map(([label, value]) => el("div", {}, el("dt", {}, label), el("dd", {}, value)))),
-    notices(), alarms());
+    el("p", { class: "notice told", id: "diagnosis" }, DATA.diagnosis), notices());
 }
+const brand = (...links) => el("div", { class: "brand" }, logo(), "Tandem", links);
+
+/** Who waits for whom, as the run's process last told. */
+function now() {
+  const { state, headline, chain, waits, ranks, words } = DATA.now || {};
+  if (!DATA.now || state === "ended") return null;
+  const links = chain.flatMap((name, i) => [i ? el("span", { class: "soft" }, "waits for") : null, el("span", { class: `chip ${i === chain.length - 1 ? "down" : "flat"}` }, name)]);
+  return el("section", { id: "now" }, el("h2", {}, "Now"), el("p", { class: "lead" }, headline),
+    chain.length ? el("div", { class: "row chain" }, links) : null,
+    waits.length ? table(["who waits", "for whom", "what for", "since", "deadline in"], waits.slice(0, 12)) : null,
+    ranks.length ? table(["rank", "host", "state", "what it does"], ranks) : null,
+    words.length ? el("details", { class: "fold" }, el("summary", {}, "The last word of each part, engines among them"), table(["part", "ago", "its last word"], words.map(([part, ago, text]) => [part, format.seconds(ago), text]))) : null);
+}
+const table = (heads, rows) => el("div", { class: "card table words", tabindex: "0" }, el("table", {}, el("thead", {}, el("tr", {}, heads.map((text) => el("th", { scope: "col" }, text)))), el("tbody", {}, rows.map((row) => el("tr", {}, row.map((cell, i) => el("td", { "data-head": heads[i] || null }, cell)))))));
 
 /** Alarms, open ones first, with what they mean and what to change. */
 function alarms() {
@@ -95,7 +117,7 @@ function speedCard() {
 function timeParts() {
   return Object.keys(DATA.series.values).filter((name) => name.startsWith("seconds/") && !NO_PARTS.includes(name)).map((name) => {
     const part = name.slice(8), y = column(name), total = y.reduce((sum, v) => sum + (v || 0), 0) * DATA.series.share;
-    return { name: TIME_NAMES[part] || part.replaceAll("_", " "), metric: name, color: TIME_COLORS[part] || "grey", y, total };
+    return { name: timeName(part), metric: name, color: TIME_COLORS[part] || "grey", y, total };
   }).filter((part) => part.total > 0).sort((a, b) => b.total - a.total);
 }
 
@@ -109,7 +131,7 @@ function timeCard() {
   const parts = timeParts(), total = parts.reduce((sum, part) => sum + part.total, 0);
   const top = parts.slice(0, 3).map((part) => [el("dt", {}, el("i", { style: { background: color(part.color) } }), part.name), el("dd", {}, format.percent(part.total / total))]);
   return headCard("Time per step", false, el("div", { class: "big" }, ...splitUnit(format.seconds(S.seconds_per_step))), parts.length ? [whereBar(parts), el("dl", { class: "shares" }, top)] : null,
-    el("p", { class: "foot" }, `mean; ${S.steps.toLocaleString("en-US")} steps in ${format.seconds(S.seconds)}`));
+    el("p", { class: "foot" }, `mean; ${S.steps.toLocaleString("en-US")} step${S.steps === 1 ? "" : "s"} in ${format.seconds(S.seconds)}`));
 }
 const splitUnit = (text) => { const found = /^([\d.]+)( \D+)$/.exec(text); return found ? [found[1], el("small", {}, found[2])] : [text]; };
 
@@ -123,7 +145,7 @@ function toolbar() {
   const say = () => { const n = VIEW.smooth * DATA.series.share; text.textContent = n === 1 ? "none" : `mean of ${n} steps`; };
   const slider = el("input", { type: "range", min: 0, max: windows.length - 1, value: start, disabled: windows.length < 2, "aria-label": "smoothing", oninput: (e) => { VIEW.smooth = windows[e.target.value]; say(); VIEW.plots.forEach((plot) => plot.draw()); } });
   say();
-  const links = [["#curves", "Curves"], DATA.rollouts.steps.length && ["#rollouts", "Rollouts"], DATA.answers.length && ["#answers", "Held-out answers"], DATA.dropped.length && ["#dropped", "Dropped groups"], ["#numbers", "Numbers"], ["#recipe", "Recipe"]].filter(Boolean);
+  const links = [DATA.now && DATA.now.state !== "ended" && ["#now", "Now"], ["#curves", "Curves"], DATA.rollouts.steps.length && ["#rollouts", "Rollouts"], DATA.answers.length && ["#answers", "Held-out answers"], DATA.dropped.length && ["#dropped", "Dropped groups"], ["#numbers", "Numbers"], ["#recipe", "Recipe"]].filter(Boolean);
   return el("div", { class: "bar row spread" }, el("nav", {}, links.map(([href, name]) => el("a", { href }, name))),
     el("div", { class: "row" }, el("label", {}, "Smoothing", slider, text), el("span", { id: "at", "aria-live": "off" })));
 }
@@ -141,8 +163,11 @@ function spread(name, tint, main = "mean") {
 }
 function line(metric, name, tint, more = {}) { use(metric); return column(metric) ? [{ kind: "line", name, metric, y: column(metric), color: tint, ...more }] : []; }
 function plot(title, note, panels) {
-  const kept = panels.filter((panel) => panel.series.length);
-  return new Plot({ title, note, panels: kept.length ? kept : [{ unit: "", series: [] }] });
+  const kept = panels.filter((panel) => panel.series.length), spec = { title, note, panels: kept.length ? kept : [{ unit: "", series: [] }] };
+  let found = VIEW.plots.find((p) => p.name === `${title} ${spec.panels.length}`);
+  if (found) found.take(spec);
+  else VIEW.plots = [...VIEW.plots.filter((p) => p.spec.title !== title), found = new Plot(spec)];
+  return found;
 }
 
 function evaluationPlot() {
@@ -188,7 +213,7 @@ function curves() {
   const tint = { zero_variance: "sky", stale: "orange", failed: "pink" };
   const zeros = (ys) => ys.map((v) => v || 0);
   use("rollouts/failed");
-  const kinds = Object.keys(DATA.series.values).filter((name) => /^reward\/(?!std$|min$|p\d+$|max$)/.test(name));
+  const kinds = Object.keys(DATA.series.values).filter((name) => /^reward\/(?!(.*\/)?(std|group_std|min|p\d+|max)$)/.test(name));
   const palette = ["blue", "orange", "teal", "violet", "pink", "gold"];
   const plots = [
     plot("Reward", "of the rollouts of each step, groups that were dropped on the way included; weighted sum", [{ unit: "reward per rollout", height: 230, series: spread("reward", "blue") }]),
@@ -202,24 +227,35 @@ function curves() {
     timePlot(),
     plot("Lag and dropped groups", null, [{ unit: "optimizer steps behind, per sample", zero: true, include: [1], height: 140, series: spread("lag", "violet") }, { unit: "dropped groups per step", zero: true, height: 74, series: dropped.length ? [{ kind: "stack", bars: true, name: "dropped", parts: dropped.map(({ why, y }) => ({ name: why, metric: `groups/dropped_${why}`, color: tint[why], y: zeros(y) })), total: VIEW.steps.map((_, i) => dropped.reduce((sum, { y }) => sum + (y[i] || 0), 0)) }] : [] }]),
     kinds.length > 1 && plot("Reward functions", "each before its weight", [{ unit: "mean reward", height: 216, series: kinds.flatMap((name, i) => line(name, name.slice(7), palette[i % 6])) }]),
-    plot("Speed and memory", null, [{ unit: "sampled tokens per second", zero: true, robust: true, height: 140, series: line("tokens_per_second", "tokens/s", "teal") }, { unit: "resident memory, GB", zero: true, height: 74, series: line("memory/rss_gb", "memory", "pink") }]),
+    plot("Engine", "sampled tokens by the seconds of a step; when it waited for work, and for new weights", [{ unit: "sampled tokens per second", zero: true, robust: true, height: 140, series: line("tokens_per_second", "tokens/s", "teal") }, { unit: "seconds per step", zero: true, robust: true, height: 74, series: [...line("engine/idle_seconds", "idle", "orange"), ...line("engine/paused_seconds", "paused", "violet")] }]),
+    plot("Memory", null, [{ unit: "GB", zero: true, height: 216, series: [...line("memory/rss_gb", "resident", "pink"), ...line("memory/gpu_gb", "GPU, tensors", "blue"), ...line("memory/gpu_reserved_gb", "GPU, reserved", "sky")] }]),
   ].filter(Boolean);
   const shown = plots.filter((p) => !p.empty), missing = plots.filter((p) => p.empty).map((p) => p.spec.title.toLowerCase());
   const share = DATA.series.share > 1 ? ` Each point is the mean of ${DATA.series.share} steps.` : "";
   const lead = shown.length ? `Point at any of them to read all of them at that step.${share}` : "No step has finished and nothing was evaluated yet.";
-  return el("section", { id: "curves" }, el("h2", {}, "Curves"), el("p", { class: "lead" }, lead), el("div", { class: "plots" }, shown.map((p) => p.node)),
+  const names = shown.map((p) => p.name).join();
+  if (VIEW.section && VIEW.section.dataset.names === names) { // the same plots of newer values
+    shown.forEach((p) => p.draw());
+    VIEW.others();
+    return VIEW.section;
+  }
+  return VIEW.section = el("section", { id: "curves", "data-names": names }, el("h2", {}, "Curves"), el("p", { class: "lead" }, lead), el("div", { class: "plots" }, shown.map((p) => p.node)),
     shown.length && missing.length ? el("p", { class: "keys", style: { "margin-top": "10px" } }, `Nothing was recorded of: ${missing.join(", ")}.`) : null, otherPlots());
 }
 
 function otherPlots() {
   const quantiles = /\/(std|min|p25|p50|p75|max)$/;
   const names = Object.keys(DATA.series.values).filter((name) => !drawn.has(name) && !(quantiles.test(name) && column(name.replace(quantiles, ""))));
+  VIEW.others = () => {};
   if (!names.length) return null;
   const host = el("div", { class: "plots small" });
-  const open = (event) => { // drawn when asked for
-    if (event.target.open && !host.firstChild) host.append(...names.map((name) => plot(name, null, [{ unit: name.split("/").pop(), robust: true, height: 130, series: spread(name, "blue", "mean") }]).node));
+  const details = el("details", { class: "fold", ontoggle: () => VIEW.others() }, el("summary", {}, `${names.length} more ${names.length === 1 ? "metric" : "metrics"}`), host);
+  VIEW.others = () => { // drawn when asked for
+    const plots = details.open ? names.map((name) => plot(name, null, [{ unit: name.split("/").pop(), robust: true, height: 130, series: spread(name, "blue", "mean") }])) : [];
+    if (host.children.length !== plots.length) host.replaceChildren(...plots.map((p) => p.node));
+    plots.forEach((p) => p.draw());
   };
-  return el("details", { class: "fold", ontoggle: open }, el("summary", {}, `${names.length} more ${names.length === 1 ? "metric" : "metrics"}`), host);
+  return details;
 }
 
 // ---- held-out answers
@@ -263,7 +299,7 @@ function dropped() {
 
 function numbers() {
   const names = Object.keys(DATA.series.values), quantiles = /\/(std|min|p25|p50|p75|max)$/;
-  const body = el("tbody"), search = el("input", { class: "search", type: "search", placeholder: "filter metrics", "aria-label": "filter metrics", oninput: () => rows() });
+  const body = el("tbody"), search = el("input", { class: "search", type: "search", placeholder: "filter metrics", "aria-label": "filter metrics", value: VIEW.filter || null, oninput: () => { VIEW.filter = search.value; rows(); } });
   const spreadBox = el("input", { type: "checkbox", onchange: () => rows() });
   function rows() {
     const wanted = search.value.trim().toLowerCase();
@@ -276,7 +312,7 @@ function numbers() {
   rows();
   const table = el("table", {}, el("thead", {}, el("tr", {}, ["metric", "trend", "first", "last", "mean", "least", "most"].map((text) => el("th", { scope: "col" }, text)))), body);
   return el("section", { id: "numbers" }, el("div", { class: "row spread" }, el("h2", {}, "Numbers"), names.length ? el("div", { class: "row" }, el("label", { class: "row soft" }, spreadBox, "spreads too"), search) : null),
-    names.length ? el("div", { class: "card table", tabindex: "0" }, table) : el("p", { class: "lead" }, "No step has finished."), events());
+    names.length ? el("div", { class: "card table metrics", tabindex: "0" }, table) : el("p", { class: "lead" }, "No step has finished."), events());
 }
 
 function events() {

@@ -8,7 +8,7 @@ import html
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -16,11 +16,12 @@ import msgspec
 
 from tandem.observability.loggers.base import phase
 from tandem.observability.report import samples
+from tandem.observability.report.diagnosis import diagnosis
 from tandem.observability.report.folder import Row, RunFolder, load
 from tandem.observability.report.summary import Summary, episodes, evaluations, summarise
 from tandem.types import Json
 
-SCRIPTS = ("charts.js", "uPlot.iife.min.js", "page.js", "rollouts.js")
+SCRIPTS = ("charts.js", "uPlot.iife.min.js", "page.js", "rollouts.js", "runs.js", "start.js")
 """Inlined in this order."""
 MOST_EVENTS = 60
 """Events of one name that are shown at most."""
@@ -40,59 +41,70 @@ def build(folder: Path) -> Path:
         OSError: the page cannot be written.
     """
     run = load(folder)
-    page = render(run)
+    text = render(run.name, headline(summarise(run)), payload(run))
     path = run.path / "report.html"
     aside = path.with_name(path.name + ".tmp")
-    aside.write_text(page, encoding="utf-8")
+    aside.write_text(text, encoding="utf-8")
     os.replace(aside, path)
     return path
 
 
-def render(run: RunFolder) -> str:
-    """The page as text."""
-    summary = summarise(run)
-    style = _asset("uPlot.min.css") + _asset("report.css")
-    script = "\n".join(_asset(name) for name in SCRIPTS)
+def render(title: str, sentence: str, data: Row) -> str:
+    """The page as text: of a run if it has its data, live if it is to ask for them."""
+    script = "\n".join(asset(name) for name in SCRIPTS)
+    asks = "; connect-src 'self'" if data.get("live") else ""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     parts = {
-        "title": html.escape(run.name),
-        "headline": html.escape(headline(summary)),
-        "style": style,
+        "title": html.escape(title),
+        "headline": html.escape(sentence),
+        "style": asset("uPlot.min.css") + asset("report.css"),
         "script": script,
-        "policy": f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
-        "data": embed(payload(run, summary)),
+        "policy": f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'{asks}",
+        "data": embed(data),
     }
-    page = _asset("template.html")
     # Split once, so that nothing inserted is ever searched for placeholders.
     out = []
-    for piece in page.split("{{"):
+    for piece in asset("template.html").split("{{"):
         name, closing, rest = piece.partition("}}")
         out.append(parts[name] + rest if closing else piece)
     return "".join(out)
 
 
-def payload(run: RunFolder, summary: Summary) -> Row:
-    """Everything the page shows, as JSON values."""
-    events, counts = latest_events(run)
-    return {
-        "name": run.name,
-        "made": time.time(),
-        "summary": summary,
-        "series": columns(run),
-        "evaluations": evaluations(run),
-        "resumed": [event["step"] for event in run.events if event.get("event") == "resumed" and "step" in event],
-        "alarms": episodes(run),
-        "events": events,
-        "event_counts": counts,
-        "answers": samples.answers(run),
-        "dropped": samples.dropped(run),
-        "rollouts": samples.collect(run),
-        "config": run.config_text,
-        "sampling": phase("seconds/wait", run.config),
-    }
+PARTS: Mapping[str, tuple[tuple[str, ...], Callable[[RunFolder], Row]]] = {
+    "curves": (
+        ("metrics.jsonl", "eval.jsonl"),
+        lambda run: {
+            "summary": summarise(run),
+            "series": columns(run),
+            "evaluations": evaluations(run),
+            "sampling": phase("seconds/wait", run.config),
+        },
+    ),
+    "events": (
+        ("events.jsonl",),
+        lambda run: {
+            **latest_events(run),
+            "alarms": episodes(run),
+            "resumed": [event["step"] for event in run.events if event.get("event") == "resumed" and "step" in event],
+        },
+    ),
+    "rollouts": (("rollouts",), lambda run: {"rollouts": samples.collect(run)}),
+    "answers": (("eval.jsonl",), lambda run: {"answers": samples.answers(run)}),
+    "dropped": (("dropped.jsonl",), lambda run: {"dropped": samples.dropped(run)}),
+    "recipe": (("config.yaml",), lambda run: {"config": run.config_text}),
+}
+"""What the page shows of a run: by part, the files it is read from, and its JSON values."""
 
 
-def latest_events(run: RunFolder, most: int = MOST_EVENTS) -> tuple[list[Row], dict[str, int]]:
+def payload(run: RunFolder) -> Row:
+    """Everything that the page shows of a run, as JSON values."""
+    out: Row = {"name": run.name, "made": time.time(), "diagnosis": diagnosis(run, summarise(run))}
+    for _, part in PARTS.values():
+        out |= part(run)
+    return out
+
+
+def latest_events(run: RunFolder, most: int = MOST_EVENTS) -> Row:
     """The last ``most`` events of each name, so that frequent ones do not hide rare ones; and how often each is."""
     counts: dict[str, int] = {}
     kept: list[Row] = []
@@ -101,7 +113,7 @@ def latest_events(run: RunFolder, most: int = MOST_EVENTS) -> tuple[list[Row], d
         counts[name] = counts.get(name, 0) + 1
         if counts[name] <= most:
             kept.append(event)
-    return kept[::-1], dict(sorted(counts.items()))
+    return {"events": kept[::-1], "event_counts": dict(sorted(counts.items()))}
 
 
 def embed(values: Row) -> str:
@@ -125,33 +137,51 @@ def headline(summary: Summary) -> str:
     return text
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """A file of the page."""
     return resources.files("tandem.observability.report").joinpath(name).read_text(encoding="utf-8")
 
 
-MOST_POINTS = 1500
+MOST_POINTS = 800
 """More steps than this are averaged in equal shares."""
 
 
-def columns(run: RunFolder, most: int = MOST_POINTS) -> dict[str, Json]:
+def columns(run: RunFolder, most: int = MOST_POINTS, names: tuple[str, ...] = ()) -> dict[str, Json]:
     """``{"steps": [...], "share": steps per point, "values": {name: [...]}, "odd": {name: [steps]}}``.
 
     A point stands for ``share`` steps and bears the last one's number: their mean, or the largest (smallest) where
     the name ends in ``max`` (``min``). A missing value is None; beside others it is left out of the mean, or 0 of
-    ``seconds/``. ``odd`` lists where a value was not finite.
+    ``seconds/``. Of ``names`` alone, if there are some. ``odd`` lists where a value was not finite.
     """
     rows = run.metrics
     share = max(1, -(-len(rows) // most))
-    names = sorted({name for row in rows for name in row["metrics"]})
-    chunks = [rows[i : i + share] for i in range(0, len(rows), share)]
-    values = {name: [_join(name, [row["metrics"].get(name) for row in chunk]) for chunk in chunks] for name in names}
-    odd = {name: [row["step"] for row in rows if row["metrics"].get(name, 0.0) is None] for name in names}
+    if share not in run.joined:
+        run.joined.clear()
+    joined = run.joined.setdefault(share, {})
+    points = [_point(rows[i : i + share], names, joined if share > 1 else {}) for i in range(0, len(rows), share)]
+    known = sorted({name for point in points for name in point["values"]})
+    odd: dict[str, list[int]] = {}
+    for name, step in (each for point in points for each in point["odd"]):
+        odd.setdefault(name, []).append(step)
     return {
-        "steps": [chunk[-1]["step"] for chunk in chunks],
+        "steps": [point["step"] for point in points],
         "share": share,
-        "values": values,
-        "odd": {name: steps for name, steps in odd.items() if steps},
+        "values": {name: [point["values"].get(name) for point in points] for name in known},
+        "odd": odd,
     }
+
+
+def _point(rows: Sequence[Row], names: tuple[str, ...], joined: dict[object, Row]) -> Row:
+    """Rows as one point, which is remembered, so that a run that goes on costs its new steps alone."""
+    key = rows[0]["step"], rows[-1]["step"], rows[-1].get("time"), names
+    if key not in joined:
+        known = {name for row in rows for name in row["metrics"] if not names or name in names}
+        joined[key] = {
+            "step": rows[-1]["step"],
+            "values": {name: _join(name, [row["metrics"].get(name) for row in rows]) for name in known},
+            "odd": [(name, row["step"]) for row in rows for name in known if row["metrics"].get(name, 0.0) is None],
+        }
+    return joined[key]
 
 
 def short(value: float) -> float:

@@ -1,6 +1,6 @@
-// The rollout browser, and the call that builds the page.
+// The rollout browser. Of a live page each step is asked for when it is shown.
 
-const R = DATA.rollouts;
+let R;
 const FILTERS = {
   all: { name: "All", keep: () => true },
   best: { name: "Best", keep: (r, top) => isNumber(r.reward) && r.reward === top.high },
@@ -22,6 +22,7 @@ class Browser {
     this.list = el("div", { class: "list", role: "listbox", "aria-label": "groups" });
     this.detail = el("div", { class: "detail", tabindex: "-1", onpointerover: (e) => this.tip(e), onpointerdown: (e) => this.tip(e), onpointerleave: () => this.hideTip(), onscroll: () => this.hideTip() });
     this.tipNode = el("div", { class: "tip", hidden: true, role: "status" });
+    this.which = el("span", {}, which());
     this.tools = el("div", { class: "row tools" });
     this.node = el("div", { class: "card browser", tabindex: "0", "aria-label": "rollout browser", onkeydown: (e) => this.onKey(e) }, this.tools, el("div", { class: "panes" }, this.list, this.detail), this.tipNode);
     this.buildTools();
@@ -32,7 +33,7 @@ class Browser {
   limits() {
     let advantage = 1e-9;
     const differences = [];
-    for (const { groups } of R.steps) for (const group of groups) for (const r of group.rollouts) {
+    for (const { groups } of R.steps) for (const group of groups || []) for (const r of group.rollouts) {
       for (const a of Array.isArray(r.a) ? r.a : [r.a]) advantage = Math.max(advantage, Math.abs(a || 0));
       for (let i = 0; i < r.d.length; i += 7) if (r.d[i] !== null) differences.push(Math.abs(r.d[i]) / 1e6);
     }
@@ -41,11 +42,12 @@ class Browser {
   }
 
   groups() {
-    const { groups } = R.steps[this.step], rewards = groups.flatMap((g) => g.rollouts.map((r) => r.reward)).filter(isNumber);
+    const { groups = [] } = R.steps[this.step], rewards = groups.flatMap((g) => g.rollouts.map((r) => r.reward)).filter(isNumber);
     const top = { high: Math.max(...rewards), low: Math.min(...rewards) }, { keep } = FILTERS[this.filter];
     return groups.map((group) => ({ group, shown: group.rollouts.filter((r) => keep(r, top)) })).filter(({ shown }) => shown.length);
   }
 
+  pieces() { return R.steps[this.step].pieces || R.pieces; }
   /** The group whose siblings differ most: there is most to see. */
   liveliest() {
     const differ = this.groups().map(({ shown }) => { const rewards = shown.map((r) => r.reward).filter(isNumber); return rewards.length ? Math.max(...rewards) - Math.min(...rewards) : 0; });
@@ -66,15 +68,30 @@ class Browser {
   go(change) {
     const before = this.step;
     Object.assign(this, change);
-    this.step = Math.max(0, Math.min(R.steps.length - 1, this.step));
+    this.step = Math.max(0, Math.min(R.steps.length - 1, Number(this.step)));
     if ("step" in change || "filter" in change) { this.group = this.liveliest(); this.sibling = 0; }
     if ("group" in change) this.sibling = 0;
     if (before !== this.step) this.slider.value = this.step;
     this.show();
   }
 
+  /** Steps that came since; the newest is shown if the one before was, unless somebody reads it. */
+  extend() {
+    const newest = this.step === this.slider.max - 0, last = R.steps.length - 1;
+    this.slider.max = last;
+    this.slider.disabled = last < 1;
+    this.which.textContent = which();
+    if (newest && last !== this.step && !this.node.matches(":hover, :focus-within")) this.go({ step: last });
+  }
+  async load(at) {
+    Object.assign(R.steps[at], await ask("step", { name: DATA.name, step: R.steps[at].step }));
+    this.most = this.limits();
+    if (this.step === at) this.go({ step: at });
+  }
+
   show() {
     const { step, left_out } = R.steps[this.step], groups = this.groups();
+    if (!R.steps[this.step].groups) this.load(this.step);
     this.group = Math.max(0, Math.min(groups.length - 1, this.group));
     this.stepText.textContent = `step ${step}`;
     this.filters.forEach((button, i) => button.setAttribute("aria-pressed", Object.keys(FILTERS)[i] === this.filter));
@@ -95,6 +112,7 @@ class Browser {
   }
 
   nothing() {
+    if (!R.steps[this.step].groups) return el("p", { class: "none" }, "reading");
     const here = this.step, other = R.steps.map((_, i) => i).filter((i) => { this.step = i; return this.groups().length; });
     this.step = here;
     other.sort((a, b) => Math.abs(a - here) - Math.abs(b - here));
@@ -150,7 +168,7 @@ class Browser {
     return host;
   }
   token(r, i) {
-    const text = R.pieces[r.p[i]][1], trained = r.m === 1 || r.m[i] === 1;
+    const text = this.pieces()[r.p[i]][1], trained = r.m === 1 || r.m[i] === 1;
     const node = el("span", { class: trained ? "tok" : "tok off", "data-i": i, style: { background: this.tint(r, i) } });
     const lines = text.split("\n");
     lines.forEach((piece, n) => { // line ends are shown and kept
@@ -171,7 +189,7 @@ class Browser {
   tip(event) {
     const node = event.target.closest ? event.target.closest(".tok") : null;
     if (!node) return this.hideTip();
-    const shown = this.groups()[this.group].shown, r = shown[node.parentNode.dataset.sibling], i = Number(node.dataset.i), [id, text] = R.pieces[r.p[i]];
+    const shown = this.groups()[this.group].shown, r = shown[node.parentNode.dataset.sibling], i = Number(node.dataset.i), [id, text] = this.pieces()[r.p[i]];
     const lp = r.l[i] === null ? null : r.l[i] / 1e4, d = r.d[i] === null ? null : r.d[i] / 1e6, adv = at(r.a, i);
     const rows = [["token id", String(id)], ["place", `${i + 1} of ${r.p.length}`], lp !== null && ["sampler's logprob", `${lp.toFixed(4).replace("-", "−")} (${format.percent1(Math.exp(lp))})`], d !== null && lp !== null && ["trainer's logprob", (lp + d).toFixed(4).replace("-", "−")], d !== null && ["difference", format.number(d)], d !== null && ["ratio", Math.exp(d).toFixed(4)], isNumber(adv) && ["advantage", format.number(adv)], ["trained on", r.m === 1 || r.m[i] === 1 ? "yes" : "no"]].filter(Boolean);
     this.tipNode.replaceChildren(el("code", {}, visible(text)), el("dl", {}, rows.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])));
@@ -208,16 +226,21 @@ function message(role, content, prompt) {
   return el("div", { class: `msg${prompt ? " fold" : ""}${role === "tool" ? " tool" : ""}` }, el("div", { class: "who" }, role), el("div", { class: "what" }, content));
 }
 
-function rollouts() {
-  if (!R.steps.length) return el("section", { id: "rollouts" }, el("h2", {}, "Rollouts"), el("p", { class: "lead" }, "This folder holds no rollouts."));
-  const which = R.steps.length === R.total ? (R.total === 1 ? "The one recorded step is" : `All ${R.total} recorded steps are`) : `${R.steps.length} of ${R.total.toLocaleString("en-US")} recorded steps, evenly chosen, are`;
-  return el("section", { id: "rollouts" }, el("h2", {}, "Rollouts"),
-    el("p", { class: "lead" }, `${which} on this page. A group is one prompt answered several times; blue answers beat their group's mean, orange ones fell short of it.`),
-    new Browser().node,
-    el("p", { class: "keys", style: { "margin-top": "8px" } }, el("kbd", {}, "←"), " ", el("kbd", {}, "→"), " siblings   ", el("kbd", {}, "↑"), " ", el("kbd", {}, "↓"), " groups   ", el("kbd", {}, "["), " ", el("kbd", {}, "]"), " steps   ", el("kbd", {}, "1"), " ", el("kbd", {}, "2"), " ", el("kbd", {}, "3"), " colours"));
+function which() {
+  if (DATA.live) return `${R.total === 1 ? "The one recorded step is" : `All ${R.total.toLocaleString("en-US")} recorded steps are`} here, and those to come.`;
+  if (R.steps.length === R.total) return `${R.total === 1 ? "The one recorded step is" : `All ${R.total} recorded steps are`} on this page.`;
+  return `${R.steps.length} of ${R.total.toLocaleString("en-US")} recorded steps, evenly chosen, are on this page.`;
 }
 
-document.getElementById("app").append(...[head(), cards(), toolbar(), curves(), rollouts(), answers(), dropped(), numbers(), recipe(),
-  el("footer", {}, `Made by Tandem from the run folder on ${new Date(1000 * DATA.made).toLocaleString()}. This page loads nothing from the network.`)].filter(Boolean));
-VIEW.plots.forEach((plot) => plot.draw()); // at once: a page that is printed or saved may never get a frame of its own
-document.documentElement.dataset.ready = "yes";
+function rollouts() {
+  const before = R;
+  R = DATA.rollouts;
+  if (before) R.steps.forEach((step, i) => { if (before.steps[i] && before.steps[i].step === step.step) R.steps[i] = before.steps[i]; });
+  if (VIEW.browser && R.steps.length) { VIEW.browser.extend(); return VIEW.rollouts; }
+  if (!R.steps.length) return el("section", { id: "rollouts" }, el("h2", {}, "Rollouts"), el("p", { class: "lead" }, "This folder holds no rollouts."));
+  VIEW.browser = new Browser();
+  return VIEW.rollouts = el("section", { id: "rollouts" }, el("h2", {}, "Rollouts"),
+    el("p", { class: "lead" }, VIEW.browser.which, " A group is one prompt answered several times; blue answers beat their group's mean, orange ones fell short of it."),
+    VIEW.browser.node,
+    el("p", { class: "keys", style: { "margin-top": "8px" } }, el("kbd", {}, "←"), " ", el("kbd", {}, "→"), " siblings   ", el("kbd", {}, "↑"), " ", el("kbd", {}, "↓"), " groups   ", el("kbd", {}, "["), " ", el("kbd", {}, "]"), " steps   ", el("kbd", {}, "1"), " ", el("kbd", {}, "2"), " ", el("kbd", {}, "3"), " colours"));
+}

@@ -50,6 +50,13 @@ def collect(run: RunFolder, most_bytes: int = MOST_BYTES) -> Samples:
     return Samples(total=len(run.rollout_steps), pieces=list(pieces), steps=steps)
 
 
+def of_step(run: RunFolder, step: int) -> Row:
+    """The rollouts of one step in the shape of ``Samples.steps``, with ``pieces`` of its own."""
+    pieces: dict[tuple[int, str], int] = {}
+    packed, _ = _step(step, run.rollouts(step), pieces, MOST_BYTES)
+    return {**packed, "pieces": list(pieces)}
+
+
 def evenly(items: Sequence[T], count: int) -> list[T]:
     """``count`` of the items at equal distances, first and last included."""
     if count >= len(items):
@@ -191,9 +198,7 @@ def _fitting(rows: list[Json], most_bytes: int) -> list[Json]:
 
 def dropped(run: RunFolder, most: int = 40, most_bytes: int = 600_000) -> list[Json]:
     """Groups that were not trained on, of those kept in dropped.jsonl: chosen evenly, first and last included."""
-    path = run.path / "dropped.jsonl"  # of a long run it may be larger than memory
-    chosen = set(evenly(range(sum(1 for _ in json_lines.read(path))), most))
-    return _fitting([row for i, row in enumerate(json_lines.read(path)) if i in chosen], most_bytes)
+    return _fitting(evenly(json_lines.sample(run.path / "dropped.jsonl", most), most), most_bytes)
 
 
 def _by_task(row: Row) -> dict[str, tuple[Row, Row]]:

@@ -7,14 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 from tandem.observability.loggers.base import kind, option
-from tandem.observability.report.folder import Row, RunFolder
+from tandem.observability.report.folder import ENDS, STARTS, Row, RunFolder
 from tandem.types import Json
 
 WINDOW = 5
 """Steps over which first and last values are averaged: a tenth of the run where that is more, at most half of it."""
 
-_STARTS = ("run_started", "resumed")
-_ENDS = {"run_done": "finished", "interrupted": "interrupted", "run_failed": "failed", "stalled": "failed"}
 _GOING = {"alive": "running", "gone": "killed", "": "unfinished"}
 
 
@@ -145,13 +143,13 @@ def facts(config: Row) -> list[tuple[str, str]]:
 
 def last_mark(events: Sequence[Mapping[str, Json]]) -> Mapping[str, Json] | None:
     """The event by which a run last began or ended; None if it never did."""
-    return next((event for event in reversed(events) if event.get("event") in (*_STARTS, *_ENDS)), None)
+    return next((event for event in reversed(events) if event.get("event") in (*STARTS, *ENDS)), None)
 
 
 def failed(events: Sequence[Mapping[str, Json]]) -> tuple[float, str] | None:
     """Time and error of a failed run; None if its last command did not end with an error."""
     last = last_mark(events)
-    if last is None or _ENDS.get(last["event"]) != "failed":
+    if last is None or ENDS.get(last["event"]) != "failed":
         return None
     return float(last.get("time", 0.0)), str(last.get("message") or last.get("why") or "")
 
@@ -160,8 +158,8 @@ def _status(run: RunFolder, steps: int, planned: Json) -> str:
     if run.process == "alive":
         return "running"
     last = last_mark(run.events)
-    if last is not None and last["event"] in _ENDS:
-        return _ENDS[last["event"]]
+    if last is not None and last["event"] in ENDS:
+        return ENDS[last["event"]]
     if isinstance(planned, int) and steps >= planned > 0:
         return "finished"
     return _GOING[run.process] if last or steps else "not started"
@@ -173,7 +171,7 @@ def _running(run: RunFolder) -> tuple[list[float], float]:
     signs = sorted(row["time"] for row in timed)
     if not signs:
         return [], 0.0
-    starts = sorted({signs[0], *(row["time"] for row in timed if row.get("event") in _STARTS)})
+    starts = sorted({signs[0], *(row["time"] for row in timed if row.get("event") in STARTS)})
     ends = [*starts[1:], float("inf")]
     active = (
         max(sign for sign in signs if start <= sign and (sign < end)) - start
