@@ -50,9 +50,10 @@ def check(recipe: Path, overrides: Sequence[str], tasks: int) -> int:
 
 
 async def _check(loaded: Loaded, tasks: int) -> int:
+    from tandem.trainer import environments
     from tandem.trainer.ranks import layout
 
-    check = _RecipeCheck(layout.placed(loaded.config), tasks)
+    check = _RecipeCheck(layout.placed(environments.counted(loaded.config)), tasks)
     console = Console()
     problems: list[TandemError] = []
     warned = 0

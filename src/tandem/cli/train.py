@@ -61,10 +61,8 @@ def supervised(recipe: Path, overrides: Sequence[str]) -> list[str]:
         return overrides
     from tandem.trainer import environments
 
-    counted = environments.counted(config).warm_start
-    assert counted is not None
     kept = [each for each in overrides if not each.startswith(("steps=", "warm_start.epochs="))]
-    return [*kept, f"steps={counted.steps}", "warm_start.epochs=null"]
+    return [*kept, f"steps={environments.warm_steps(config)}", "warm_start.epochs=null"]
 
 
 def ended(folder: Path) -> str:

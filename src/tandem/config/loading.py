@@ -191,7 +191,7 @@ class RunConfig:
             model=(bool(self.model.strip()), "a Hugging Face id or a folder"),
             group_size=group_size_check(self.group_size, self.groups_per_step),
             env=(
-                bool(self.env or self.envs or self.broker or (self.supervised and self.demonstrates)),
+                bool(self.env or self.envs or self.broker or self.needs_no_env),
                 "given, such as gsm8k, or envs, or broker",
             ),
             warm_start=(
@@ -266,6 +266,11 @@ class RunConfig:
     def demonstrates(self) -> bool:
         """True if the replies of the warm start are rows of data."""
         return self.warm_start is not None and bool(self.warm_start.data)
+
+    @property
+    def needs_no_env(self) -> bool:
+        """True if rows of data are all that is trained on, or may turn out to be once epochs are counted."""
+        return self.demonstrates and (self.supervised or (self.warm_start is not None and bool(self.warm_start.epochs)))
 
     @property
     def moves_reference(self) -> bool:

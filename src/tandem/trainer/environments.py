@@ -77,14 +77,31 @@ def replies(config: RunConfig, split: Split) -> Tasks:
         return {chats.NAME: chats.chats(source, split)}
 
 
-def counted(config: RunConfig) -> RunConfig:
-    """The recipe with the epochs of its warm start as steps; raises as ``tasks``."""
+def warm_steps(config: RunConfig) -> int:
+    """Steps of the warm start, its epochs counted; its data are read in any case. Raises as ``tasks``."""
     options = config.warm_start
+    if options is None or not (options.data or options.epochs):
+        return config.warm_steps
+    count = sum(map(len, replies(config, "train").values()))
+    if options.epochs is None:
+        return config.warm_steps
+    return max(1, math.ceil(options.epochs * count / config.groups_per_step))
+
+
+def counted(config: RunConfig) -> RunConfig:
+    """The recipe with the epochs of its warm start as steps.
+
+    Raises:
+        ConfigError: nothing is trained after them, and the run is to go on.
+        EnvError: as ``tasks``.
+    """
+    steps, options = warm_steps(config), config.warm_start
     if options is None or options.epochs is None:
         return config
-    count = sum(map(len, replies(config, "train").values()))
-    steps = max(1, math.ceil(options.epochs * count / config.groups_per_step))
-    return replace(config, warm_start=replace(options, steps=steps, epochs=None))
+    try:
+        return replace(config, warm_start=replace(options, steps=steps, epochs=None))
+    except ValueError as error:
+        raise ConfigError(f"the warm start has {steps} of {config.steps} steps: {error}; or use tandem sft") from error
 
 
 def tasks_of(name: str, source: EnvSource, split: Split) -> Sequence[Task]:
