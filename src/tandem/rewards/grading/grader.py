@@ -31,8 +31,8 @@ import msgspec
 from tandem.errors import RewardError, message_of, raised, redacted
 from tandem.importing import importing
 from tandem.lazy import asyncio
-from tandem.rewards.base import Failure, Reward
-from tandem.rewards.grading.calls import Called, Outcome, called, traceback_of
+from tandem.rewards.base import Failure, Outcome, Reward
+from tandem.rewards.grading.calls import Called, called, traceback_of
 from tandem.types import Rollout
 
 HEADER = struct.Struct("!I")
