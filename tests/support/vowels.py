@@ -7,5 +7,5 @@ from tandem.types import Rollout
 
 def share(rollout: Rollout) -> float:
     """Share of the bytes that are vowels in all that the policy said."""
-    said = "".join(message.content for message in rollout.messages if message.role == "assistant").lower()
-    return sum(letter in "aeiou" for letter in said) / max(1, len(said)) + len(said) / 1000
+    text = "".join(message.content for message in rollout.messages if message.role == "assistant").lower()
+    return sum(letter in "aeiou" for letter in text) / max(1, len(text)) + len(text) / 1000

@@ -79,8 +79,8 @@ class Game(Environment):
             seen, reward, turns = await ask("reset", seed=task.meta["seed"]), 0.0, 0
             while not seen["done"] and turns < self.max_turns and chat.open:
                 chat.add(Message(role="user", content=seen["text"]))
-                said = await chat.reply()
-                seen, turns = await ask("step", move=said.content), turns + 1
+                reply = await chat.reply()
+                seen, turns = await ask("step", move=reply.content), turns + 1
                 chat.mark(reward=seen["reward"])
                 reward += seen["reward"]
         finally:

@@ -123,8 +123,8 @@ class GroupReward(Reward):
 
         async def alone() -> Verdict:
             scores = self.scores([rollout])
-            given = await scores if isinstance(scores, Awaitable) else scores
-            return (given.verdicts if isinstance(given, Outcome) else given)[0]
+            outcome = await scores if isinstance(scores, Awaitable) else scores
+            return (outcome.verdicts if isinstance(outcome, Outcome) else outcome)[0]
 
         verdict = asyncio.run(alone())
         if isinstance(verdict, Failure):

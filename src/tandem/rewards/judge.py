@@ -69,7 +69,7 @@ _SAME = 0.1
 _remembered: dict[tuple[str, int], str] = {}
 
 
-class Asked(NamedTuple):
+class ReplyQuestion(NamedTuple):
     """A question, and the place of a rollout's reply in it."""
 
     question: str
@@ -175,7 +175,7 @@ class Judge(GroupReward):
         """One verdict per rollout; raises ValueError if the template names what a task does not have."""
         from tandem.http import HttpClient  # loads aiohttp
 
-        asked = self._asked(rollouts)
+        questions = self._questions(rollouts)
         gate = asyncio.Semaphore(self.concurrency)
         key = os.environ.get(self.key_variable, "") if self.key_variable else ""
         base = self.url.rstrip("/").removesuffix("/chat/completions")
@@ -193,7 +193,7 @@ class Judge(GroupReward):
                     del _remembered[next(iter(_remembered))]
             return answer
 
-        distinct = dict.fromkeys((each.question, each.sample) for one in asked for each in one)
+        distinct = dict.fromkeys((each.question, each.sample) for one in questions for each in one)
         answers = {question: asyncio.ensure_future(ask(*question)) for question in distinct}
         try:
             await asyncio.wait(answers.values(), timeout=self.deadline_seconds)
@@ -203,28 +203,30 @@ class Judge(GroupReward):
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
             await client.close()
-        given = [[self._verdict(answers[each.question, each.sample], each.number) for each in one] for one in asked]
-        said = [task.result() for task in answers.values() if not task.cancelled()]
-        tokens = sum(answer.tokens for answer in said if isinstance(answer, Answer)) / len(rollouts)
-        metrics = [{"judge/tokens": tokens, **_disagreement(one)} for one in given]
-        return Outcome([_mean(one) for one in given], metrics)
+        scores = [
+            [self._verdict(answers[each.question, each.sample], each.number) for each in one] for one in questions
+        ]
+        results = [task.result() for task in answers.values() if not task.cancelled()]
+        tokens = sum(answer.tokens for answer in results if isinstance(answer, Answer)) / len(rollouts)
+        metrics = [{"judge/tokens": tokens, **_disagreement(one)} for one in scores]
+        return Outcome([_mean(one) for one in scores], metrics)
 
-    def _asked(self, rollouts: Sequence[Rollout]) -> list[list[Asked]]:
+    def _questions(self, rollouts: Sequence[Rollout]) -> list[list[ReplyQuestion]]:
         """What is asked about each rollout."""
         times = range(self.samples)
         if not self.relative:
             questions = [self._question(rollout, *_last_reply(rollout)) for rollout in rollouts]
-            return [[Asked(question, sample) for sample in times] for question in questions]
+            return [[ReplyQuestion(question, sample) for sample in times] for question in questions]
         begun = rollouts[0].task.prompt
-        replies = [_told(rollout.messages[len(begun) :]) for rollout in rollouts]
+        replies = [_transcript(rollout.messages[len(begun) :]) for rollout in rollouts]
         distinct, orders = list(dict.fromkeys(replies)), []
         for sample in times:
             first = sample % len(distinct)
             order = distinct[first:] + distinct[:first]
             text = "\n\n".join(f"[Reply {number}]\n{reply}" for number, reply in enumerate(order, 1))
-            orders.append((self._question(rollouts[0], _told(begun), text), order))
+            orders.append((self._question(rollouts[0], _transcript(begun), text), order))
         return [
-            [Asked(question, sample, order.index(reply) + 1) for sample, (question, order) in enumerate(orders)]
+            [ReplyQuestion(question, sample, order.index(reply) + 1) for sample, (question, order) in enumerate(orders)]
             for reply in replies
         ]
 
@@ -322,25 +324,25 @@ class Judge(GroupReward):
         return Failure("away", text, costs[self.away])  # type: ignore[arg-type]
 
 
-def _told(messages: Sequence[Message]) -> str:
+def _transcript(messages: Sequence[Message]) -> str:
     return "\n\n".join(m.content if len(messages) == 1 else f"{m.role}: {m.content}" for m in messages)
 
 
 def _last_reply(rollout: Rollout) -> tuple[str, str]:
     """All before the policy's last reply, and that."""
     spoken = [at for at, message in enumerate(rollout.messages) if message.role == "assistant"]
-    return _told(rollout.messages[: spoken[-1]] if spoken else rollout.messages), rollout.final_message
+    return _transcript(rollout.messages[: spoken[-1]] if spoken else rollout.messages), rollout.final_message
 
 
-def _mean(given: Sequence[float | Failure]) -> Verdict:
+def _mean(scores: Sequence[float | Failure]) -> Verdict:
     """The mean of a reply's scores, or why one of them is missing."""
-    failures = [each for each in given if isinstance(each, Failure)]
-    return failures[0] if failures else sum(each for each in given if isinstance(each, float)) / len(given)
+    failures = [each for each in scores if isinstance(each, Failure)]
+    return failures[0] if failures else sum(each for each in scores if isinstance(each, float)) / len(scores)
 
 
-def _disagreement(given: Sequence[float | Failure]) -> dict[str, float]:
-    scores = [each for each in given if isinstance(each, float)]
-    return {"judge/disagreement": float(max(scores) - min(scores) > _SAME)} if len(scores) > 1 else {}
+def _disagreement(scores: Sequence[float | Failure]) -> dict[str, float]:
+    numbers = [each for each in scores if isinstance(each, float)]
+    return {"judge/disagreement": float(max(numbers) - min(numbers) > _SAME)} if len(numbers) > 1 else {}
 
 
 def _pattern_problem(pattern: str, least: int) -> str | None:
