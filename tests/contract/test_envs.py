@@ -52,8 +52,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 REWARDS = {"agent": {"exact": 1.0}, "dataset": {"exact": 1.0}}
 """Rewards of environments that have none of their own."""
 
-KINDS = [kind for kind in registry.names("envs") if kind != "verifiers"]
-"""All but verifiers, which needs an interpreter of its own: tests/integration/test_verifiers.py has it."""
+PACKAGES = ("gymnasium", "mcp", "openenv", "textarena", "verifiers")
+KINDS = [kind for kind in registry.names("envs") if kind not in PACKAGES]
+"""All but those that need an interpreter of their own: tests/integration/test_packages.py and test_verifiers.py."""
 
 
 def part(category: str, kind: str) -> type[Any]:

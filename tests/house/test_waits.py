@@ -23,11 +23,11 @@ ALLOWED = {
     "tandem/rewards/grading/grader.py:main": "a grading process has nothing to grade; its parent's end is its own",
     "tandem_broker/commands/serve.py:serve": "a server serves until it is stopped",
     "tandem/cli/serve_model.py:forever": "a server serves until it is stopped",
-    "tandem/envs/_verifiers_worker.py:main": "it has nothing to play; its parent's end is its own",
-    "tandem/envs/_verifiers_worker.py:_serve": "it holds what episodes share, for as long as the process lives",
+    "tandem/envs/_package_worker.py:main": "it has nothing to play; its parent's end is its own",
+    "tandem/envs/_verifiers_reader.py:_serve": "it holds what episodes share, for as long as the process lives",
     # Beside something that is registered.
-    "tandem/envs/verifiers.py:tasks": "within the registered reading of tasks",
-    "tandem/envs/verifiers.py:_answer": "a thread of the process's own, which has closed its output",
+    "tandem/envs/_package.py:read": "within the registered reading of tasks",
+    "tandem/envs/_package.py:_answer": "a thread of the process's own, which has closed its output",
     "tandem/trainer/loop.py:_unless_stopped": "a stop, beside the work that is awaited",
     "tandem_broker/producer.py:run": "a stop, beside the playing",
     "tandem/envs/agent.py:_run": "the end by SIGKILL, within a rollout's wait",
@@ -42,6 +42,7 @@ ALLOWED = {
     # Over already: these do not wait.
     "tandem/engines/vllm/server/asgi.py:unless": "it is done",
     "tandem/rewards/judge.py:_verdict": "it is done",
+    "tandem/rewards/judge.py:scores": "it is done",
     "tandem/transport/collective.py:behind": "on CUDA it queues; gloo's has the group's deadline",
     "tandem/model/context.py:_exchanged": "on CUDA it queues; gloo's has the group's deadline",
     "tandem/model/context.py:forward": "on CUDA it queues; gloo's has the group's deadline",

@@ -46,6 +46,11 @@ def verifiers_python(version: str = "") -> Path:
     return _python(f"verifiers{version}")
 
 
+def packages_python() -> Path:
+    """The interpreter that has gymnasium, TextArena, OpenEnv, MCP and agents' SDKs."""
+    return _python("packages")
+
+
 def _python(peer: str) -> Path:
     variable = f"TANDEM_{peer.upper().replace('-', '_')}_PYTHON"
     path = Path(os.environ.get(variable) or REPOSITORY / f".venv-{peer}/bin/python")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -16,11 +17,13 @@ from typing import Any
 
 import pytest
 import yaml
+from integration.atropos_peers import packages_python, verifiers_python
 from support.processes import start
 from support.tiers import long_but
 
 from tandem.envs.arithmetic import Arithmetic
 
+ROOT = Path(__file__).parents[2]
 REWARD = '''
 import os, time
 
@@ -351,6 +354,34 @@ def test_warm_start_killed_and_resumed_equals_uninterrupted(place: Place, warm: 
     run.kill()
     assert not run.has(STEPS), "it was too fast to be killed in time"
     same_run(warm, place.run(f"runs/{name}", name=name))
+
+
+PACKAGES: dict[str, Any] = {
+    "verifiers": {"kind": "verifiers", "id": "tandem-guess", "python": verifiers_python},
+    "gymnasium": {"kind": "gymnasium", "id": "vowels_env:Vowels-v0", "python": packages_python},
+}
+
+
+@pytest.mark.parametrize("kind", long_but(PACKAGES, "verifiers"))
+def test_an_environment_of_a_package_killed_and_resumed_loses_and_repeats_nothing(
+    kind: str, place: Place, tiny_model: Path
+) -> None:
+    for module in ("recipes/vowels_env.py", "tests/support/verifiers_envs/tandem_guess.py"):
+        shutil.copy(ROOT / module, place.path)
+    env = {**PACKAGES[kind], "python": str(PACKAGES[kind]["python"]())}
+    recipe = {**RECIPE, "model": str(tiny_model), "env": env, "rewards": {"environment": 1.0}}
+    (place.path / f"{kind}.yaml").write_text(yaml.safe_dump(recipe))
+    whole = place.run(f"{kind}.yaml", f"name={kind}", name=kind)
+    name = f"{kind}-killed"
+    run = place.start(f"{kind}.yaml", f"name={name}", name=name)
+    run.until(lambda: run.has(3))
+    run.kill()
+    assert not run.has(STEPS), "it was too fast to be killed in time"
+    resumed = place.run(f"runs/{name}", name=name)
+    # Its requests come in an order of their own, so the last bits of logprobs may differ; what is played may not.
+    played = [[(row["step"], row["rollout"], row["task"]) for row in trained(folder)] for folder in (whole, resumed)]
+    assert played[0] == played[1]
+    assert len(played[0]) == len(set(played[0])) == STEPS * 9
 
 
 SIGNALS: dict[str, tuple[int, Callable[[Started], bool]]] = {

@@ -14,7 +14,8 @@ from support.proxy_sessions import Scripted
 from transformers import AutoTokenizer
 
 import tandem
-from tandem.envs import verifiers
+from tandem.envs import _package
+from tandem.envs.base import Environment
 from tandem.envs.verifiers import Verifiers
 from tandem.errors import EnvError
 from tandem.rewards.environment import EnvironmentReward
@@ -52,34 +53,36 @@ def tools(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("id", ["tandem-reverse", "tandem-guess", "tandem-tool"])
-def test_an_environment_trains(id: str, python: str, tools: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("id", ["tandem-reverse", "tandem-guess", "tandem-tool", "tandem-groups"])
+def test_an_environment_trains(id: str, python: str, tools: Path, tmp_path: Path, long: bool) -> None:
+    env = {"id": id} if id != "tandem-groups" else {"id": "tandem-reverse", "args": {"together": True}}
+    steps = 20 if long else 3
     recipe = {
         "model": str(tools),
-        "steps": 3,
-        "env": {"kind": "verifiers", "id": id, "python": python},
+        "steps": steps,
+        "env": {"kind": "verifiers", "python": python, **env},
         "groups_per_step": 2,
         "group_size": 4,
         "sampling": {"max_tokens": 12},
         "dtype": "float32",
-        "evaluate": {"tasks": 2, "samples": 2, "every": 3},
+        "evaluate": {"tasks": 2, "samples": 2, "every": steps},
         "threads": 1,
         "runs": str(tmp_path / "runs"),
     }
     run = tandem.train(tandem.Recipe.load(recipe))
     assert run.status == "finished"
-    assert [run.metrics[step]["env/verifiers/trained"] for step in range(3)] == [2.0] * 3
-    assert run.metrics[2]["env/verifiers/rubric/num_turns"] == (3.0 if id == "tandem-guess" else 1.0)
+    assert [run.metrics[step]["env/verifiers/trained"] for step in range(steps)] == [2.0] * steps
+    assert run.metrics[steps - 1]["env/verifiers/rubric/num_turns"] == (3.0 if id == "tandem-guess" else 1.0)
 
 
-def group(env: Verifiers, folder: Path, *answers: list[int], size: int = 2) -> Group:
+def group(env: Environment, folder: Path, *answers: list[int], size: int = 2, reward: Any = None) -> Group:
     """Play and grade one group of the first task with an engine that samples what it is told."""
     template = Template(AutoTokenizer.from_pretrained(folder), {})
     engine: Any = Scripted(*answers)
     engine.context = 2000
 
     async def play() -> Group:
-        async with Graders({"environment": (EnvironmentReward(), 1.0)}) as graders:
+        async with Graders({"environment": (reward or EnvironmentReward(), 1.0)}) as graders:
             runner = GroupRunner(name="e", env=env, engine=engine, graders=graders, template=template, seed=0)
             task = env.tasks("train")[0]
             return await runner.run(task, id="g", index=0, size=size, sampling=Sampling(max_tokens=400))
@@ -135,14 +138,14 @@ def test_splits_are_disjoint_with_evaluation_data_and_without(python: str) -> No
 def test_a_process_that_fails_costs_its_rollouts_and_is_started_again(
     broken: str, python: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verifiers, "_CANCEL_SECONDS", 0.2)
+    monkeypatch.setattr(_package, "_CANCEL_SECONDS", 0.2)
     env = Verifiers(id="tandem-reverse", args={"broken": broken}, python=python, timeout_seconds=1.0)
     env.tasks("train")
-    before = env._worker()
+    before = env._package.process
     failed = group(env, tiny_model, [64, END]).rollouts
     assert [rollout.status for rollout in failed] == ["error", "error"]
     assert ("ended with status -9" if broken == "dies" else "took longer than 1 s") in failed[0].error
-    again = env._worker()
+    again = env._package.process
     assert again is not before
     assert len(env.tasks("train")) == 9
 

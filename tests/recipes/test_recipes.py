@@ -20,6 +20,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 MADE = 5000
 """Most tasks that an environment is to make."""
 NEEDS_DOWNLOAD = {"gsm8k", "math", "broker", "qwen_gsm8k", "areal_gsm8k", "dapo", "verifiers"}
+NEEDS_PACKAGES = {"gymnasium", "mcp", "openenv", "textarena"}  # which tests/integration/test_packages.py plays
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +50,9 @@ def test_a_resolved_recipe_loads_to_an_equal_one(path: Path, tmp_path: Path) -> 
     assert load(written).config == config
 
 
-@pytest.mark.parametrize("path", [p for p in RECIPES if p.stem not in NEEDS_DOWNLOAD], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [p for p in RECIPES if p.stem not in NEEDS_DOWNLOAD | NEEDS_PACKAGES], ids=lambda path: path.stem
+)
 def test_a_recipes_gold_answers_get_full_marks(path: Path) -> None:
     config = recipe(path)
     assert config.sources or config.supervised

@@ -14,8 +14,10 @@ import signal
 import subprocess
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+from tandem.envs._package import Package
 from tandem.envs.base import Chat, Split
 from tandem.envs.dataset import Dataset, imported
 from tandem.errors import ConfigError, EnvError, bounded
@@ -31,6 +33,8 @@ class Agent(Dataset):
     agent: str
     """``pkg.mod:fn``, awaited with the task and the API's base URL, or a command, which has OPENAI_BASE_URL and reads
     the task as JSON. The text that the one returns and the other prints is the last message that rewards see."""
+    python: str = ""
+    """Interpreter that has the packages of ``pkg.mod:fn``, which a process of it imports; empty: this process does."""
     timeout_seconds: float = bounded(600.0, above=0)
     """How long one task may take."""
 
@@ -40,6 +44,8 @@ class Agent(Dataset):
             words = shlex.split(self.agent)
         except ValueError as error:
             raise ConfigError(f"agent must be an import path or a command, got {self.agent!r}: {error}") from error
+        if self.python and not _FUNCTION.match(self.agent):
+            raise ConfigError(f"python is for an agent that is pkg.module:function; {self.agent!r} is a command")
         if not words:
             raise ConfigError("agent must be an import path such as my_agent:solve, or a command, got an empty text")
 
@@ -49,7 +55,9 @@ class Agent(Dataset):
         Raises:
             EnvError: it cannot be imported, is not async, or there is no such command.
         """
-        if _FUNCTION.match(self.agent):
+        if self._package is not None:
+            self._package.read("ready")
+        elif _FUNCTION.match(self.agent):
             _function(self.agent)
         elif shutil.which(command := shlex.split(self.agent)[0]) is None:
             raise EnvError(f"agent {self.agent!r}: there is no command {command!r}; write its path, or pkg.module:fn")
@@ -59,7 +67,8 @@ class Agent(Dataset):
         limit = asyncio.timeout(self.timeout_seconds)
         try:
             async with chat.serve() as url, limit:
-                last_message = await (self._call(task, url) if _FUNCTION.match(self.agent) else self._run(task, url))
+                call = self._call(task, url, chat.id) if _FUNCTION.match(self.agent) else self._run(task, url)
+                last_message = await call
         except TimeoutError:
             if not limit.expired():  # one of the agent's own
                 raise
@@ -74,11 +83,22 @@ class Agent(Dataset):
             chat.add(Message(role="assistant", content=last_message.strip()))
         return {"turns": float(turns)}
 
-    async def _call(self, task: Task, url: str) -> str:
-        last_message = await _function(self.agent)(task, url)
+    async def _call(self, task: Task, url: str, id: str) -> str:
+        if self._package is None:
+            last_message = await _function(self.agent)(task, url)
+        else:
+            fields = {"id": task.id, "env": task.env, "answer": task.answer, "meta": task.meta}
+            prompt = [message.as_dict() for message in task.prompt]
+            play = {"task": {**fields, "prompt": prompt}, "url": url}
+            last_message = await self._package.answer(self.timeout_seconds, f"rollout {id}", "play", **play)
         if last_message is not None and not isinstance(last_message, str):
             raise EnvError(f"agent {self.agent!r} returned {type(last_message).__name__}, expected text or None")
         return last_message or ""
+
+    @cached_property
+    def _package(self) -> Package | None:
+        """The process that imports the agent; None: it is imported here, or is a command."""
+        return Package(self.python, "agent", self.agent, agent=self.agent) if self.python else None
 
     async def _run(self, task: Task, url: str) -> str:
         messages = [message.as_dict() for message in task.prompt]

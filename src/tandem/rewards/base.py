@@ -26,6 +26,15 @@ Verdict = float | None | Failure
 """What one rollout got: a reward, None for "this reward says nothing of it", or a failure."""
 
 
+class Outcome(NamedTuple):
+    """Result of one reward call: verdicts, and the metrics that the function logged."""
+
+    verdicts: list[Verdict]
+    """One per rollout."""
+    metrics: Sequence[dict[str, float]] = ()
+    """What the function logged of each rollout; empty: nothing."""
+
+
 class Reward(ABC):
     """A number for one finished rollout. A frozen dataclass whose fields are its options.
 
@@ -98,15 +107,18 @@ class GroupReward(Reward):
     """
 
     @abstractmethod
-    def scores(self, rollouts: Sequence[Rollout]) -> Sequence[Verdict] | Awaitable[Sequence[Verdict]]:
-        """One verdict per rollout, unweighted. Calls of an ``async def`` go on side by side."""
+    def scores(
+        self, rollouts: Sequence[Rollout]
+    ) -> Sequence[Verdict] | Outcome | Awaitable[Sequence[Verdict] | Outcome]:
+        """One verdict per rollout, unweighted, or with metrics. Calls of an ``async def`` go on side by side."""
 
     def __call__(self, rollout: Rollout) -> float | None:
         """One rollout as a group of its own; raises RewardError for a failure."""
 
         async def alone() -> Verdict:
-            verdicts = self.scores([rollout])
-            return (await verdicts if isinstance(verdicts, Awaitable) else verdicts)[0]
+            scores = self.scores([rollout])
+            outcome = await scores if isinstance(scores, Awaitable) else scores
+            return (outcome.verdicts if isinstance(outcome, Outcome) else outcome)[0]
 
         verdict = asyncio.run(alone())
         if isinstance(verdict, Failure):

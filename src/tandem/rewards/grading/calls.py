@@ -11,11 +11,11 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from tandem.errors import RewardError
 from tandem.lazy import asyncio
-from tandem.rewards.base import Failure, GroupReward, Reward, Verdict
+from tandem.rewards.base import Failure, GroupReward, Outcome, Reward, Verdict
 from tandem.types import TEXT, Message, Rollout
 
 _TRL = {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"}
@@ -28,15 +28,6 @@ _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
 _MOST = 1e18
 """Largest reward, either way: the square of a larger one does not fit into float32, where losses are computed."""
-
-
-class Outcome(NamedTuple):
-    """Result of one reward call: verdicts, and the metrics that the function logged."""
-
-    verdicts: list[Verdict]
-    """One per rollout."""
-    metrics: Sequence[dict[str, float]] = ()
-    """What the function logged of each rollout; empty: nothing."""
 
 
 class RewardTrainerState:
@@ -122,6 +113,8 @@ class Called:
 
     def outcome(self, value: Any, log: _Log) -> Outcome:
         """What that comes to, once it was awaited."""
+        if isinstance(value, Outcome):
+            return value
         if self.shape == "verl" and isinstance(value, Mapping):
             for name in value.keys() - {"score"}:
                 log.extra(name, [value[name]])

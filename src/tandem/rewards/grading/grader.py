@@ -30,8 +30,8 @@ import msgspec
 from tandem.errors import SHOWN_TEXT, RewardError, message_of, raised, redacted
 from tandem.importing import importing
 from tandem.lazy import asyncio
-from tandem.rewards.base import Failure, Reward
-from tandem.rewards.grading.calls import Called, Outcome, called
+from tandem.rewards.base import Failure, Outcome, Reward
+from tandem.rewards.grading.calls import Called, called
 from tandem.types import Rollout
 
 HEADER = struct.Struct("!I")

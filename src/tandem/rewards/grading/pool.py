@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tandem.observability import waits
-from tandem.rewards.base import Reward
-from tandem.rewards.grading.calls import Outcome
+from tandem.rewards.base import Outcome, Reward
 from tandem.rewards.grading.grader import Ability, Order, RewardCall
 from tandem.rewards.grading.process import GradingProcess, WorkerDied
 from tandem.together import together

@@ -15,9 +15,8 @@ from typing import Self
 
 from tandem.errors import RewardError
 from tandem.metrics import Sum, Value
-from tandem.rewards.base import Failure, Reward
+from tandem.rewards.base import Failure, Outcome, Reward
 from tandem.rewards.function import Function
-from tandem.rewards.grading.calls import Outcome
 from tandem.rewards.grading.grader import Order, RewardCall
 from tandem.rewards.grading.pool import Pool
 from tandem.together import together

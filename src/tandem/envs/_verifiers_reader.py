@@ -1,17 +1,9 @@
-"""Process that plays environments of the verifiers package: requests and answers are lines of JSON on its pipes.
-
-It runs by itself in the interpreter that has verifiers, and imports nothing of Tandem, which need not be there.
-"""
+"""Environments of the verifiers package, as the process of a package plays them."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import json
-import os
-import signal
-import sys
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +13,7 @@ MOST_TASKS = 1000
 """Of a taskset that never ends."""
 
 
-class Episodes:
+class TasksetEpisodes:
     """A taskset of verifiers 0.4 and the agent that plays it; ``args`` are what a file of its own has under ``env``."""
 
     def __init__(self, id: str, args: Mapping[str, Any]) -> None:
@@ -141,71 +133,8 @@ class Played:
         }
 
 
-class Server:
-    """Answers requests side by side, each by its number."""
+def load(id: str, args: Mapping[str, Any]) -> Played | TasksetEpisodes:
+    """The environment, by the line of verifiers that is installed."""
+    import verifiers
 
-    def __init__(self, id: str, args: Mapping[str, Any], answers: Any) -> None:
-        self.id, self.args, self.answers = id, args, answers
-        self.running: dict[int, asyncio.Task[None]] = {}
-
-    @functools.cached_property
-    def played(self) -> Played | Episodes:
-        """Loaded by the first request, to which the error goes if it cannot be."""
-        import verifiers
-
-        return (Played if hasattr(verifiers, "load_environment") else Episodes)(self.id, self.args)
-
-    async def answer(self, number: int, method: str, options: dict[str, Any]) -> None:
-        """Do what a request asks for."""
-        try:
-            value = getattr(self.played, method)(**options)
-            answer = {"value": await value if asyncio.iscoroutine(value) else value}
-        except asyncio.CancelledError:
-            return
-        except BaseException as error:  # the boundary to the environment: whatever it raises is its rollout's
-            answer = {"error": f"{type(error).__name__}: {error}{f' ({cause})' if (cause := error.__cause__) else ''}"}
-        finally:
-            self.running.pop(number, None)
-        self.tell(number, answer)
-
-    def tell(self, number: int, answer: dict[str, Any]) -> None:
-        """Write an answer."""
-        self.answers.write(json.dumps({"number": number, **answer}, default=_plain).encode() + b"\n")
-        self.answers.flush()
-
-    def request(self, line: bytes) -> None:
-        """Begin what a line asks for; ``cancel`` ends what was begun, and is answered at once."""
-        options = json.loads(line)
-        number, method = options.pop("number"), options.pop("method")
-        if method != "cancel":
-            self.running[number] = asyncio.ensure_future(self.answer(number, method, options))
-            return
-        if (task := self.running.get(options["request"])) is not None:
-            task.cancel()
-        self.tell(number, {})
-
-
-def _plain(value: Any) -> Any:
-    return value.model_dump() if hasattr(value, "model_dump") else str(value)
-
-
-def _read(requests: Any, loop: asyncio.AbstractEventLoop, server: Server) -> None:
-    """Pass requests on; when the trainer is gone, end this process and all that it started."""
-    for line in requests:
-        loop.call_soon_threadsafe(server.request, line)
-    os.killpg(0, signal.SIGKILL)
-
-
-async def main() -> None:
-    """Serve until the trainer is gone."""
-    # What the environment prints goes to stderr: the pipes move out of its way first.
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
-    server = Server(sys.argv[2], json.loads(sys.argv[3]), answers)
-    threading.Thread(target=_read, args=(requests, asyncio.get_running_loop(), server), daemon=True).start()
-    await asyncio.Event().wait()
-
-
-if __name__ == "__main__":
-    asyncio.run(main())
+    return (Played if hasattr(verifiers, "load_environment") else TasksetEpisodes)(id, args)

@@ -1,0 +1,179 @@
+"""Environments and agents of other packages, as they are on the registry, are played and trained by Tandem."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import build_tiny_model
+from integration.atropos_peers import packages_python, until
+from integration.test_verifiers import TOOLS, group
+from support.fake_engine import END
+from transformers import AutoTokenizer
+
+import tandem
+from tandem.envs import _package
+from tandem.envs.mcp import Mcp
+from tandem.envs.openenv import OpenEnv
+from tandem.errors import ConfigError, EnvError
+from tandem.ports import free_port
+from tandem.types import Group
+
+pytestmark = pytest.mark.slow  # each imports a package in a process of its own
+ROOT = Path(__file__).parents[2]
+CAPITALS = {"path": str(ROOT / "recipes/data/capitals.jsonl"), "prompt": "Capital of {country}?", "answer": "capital"}
+SERVER = {"command": "python", "args": [str(ROOT / "recipes/words_server.py")]}
+
+
+@pytest.fixture(autouse=True)
+def python(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The interpreter that has the packages; the recipes' modules are found as a recipe's are."""
+    monkeypatch.chdir(ROOT / "tests/support")
+    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
+    return str(packages_python())
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a chat template that shows tools."""
+    folder = build_tiny_model(tmp_path_factory.mktemp("tools"), context=2048)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TOOLS
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+ENVIRONMENTS: dict[str, dict[str, Any]] = {
+    "textarena": {"kind": "textarena", "id": "GuessTheNumber-v0-raw", "args": {"max_turns": 2}, "max_turns": 3},
+    "gymnasium": {"kind": "gymnasium", "id": "vowels_env:Vowels-v0"},
+    "openenv": {
+        "kind": "openenv",
+        "command": f"python {ROOT / 'recipes/say_server.py'} {{port}}",
+        "observation": "prompt",
+        "concurrency": 4,
+    },
+    "mcp": {"kind": "mcp", **CAPITALS, "servers": [SERVER], "max_turns": 2},
+    **{
+        f"{name}_agent": {"kind": "agent", "agent": f"{name}_agent:solve", **CAPITALS}
+        for name in ("openai", "langgraph", "pydantic")
+    },
+    "cli_agent": {"kind": "agent", "agent": f"PYTHON {ROOT / 'recipes/cli_agent.py'}", **CAPITALS},
+}
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_a_package_trains_unchanged(name: str, python: str, tools: Path, tmp_path: Path, long: bool) -> None:
+    steps = 20 if long else 2
+    env = {**ENVIRONMENTS[name], "python": python}
+    if name == "cli_agent":
+        env["agent"] = env["agent"].replace("PYTHON", env.pop("python"))
+    recipe = {
+        "model": str(tools),
+        "steps": steps,
+        "env": env,
+        "groups_per_step": 2,
+        "group_size": 2,
+        "sampling": {"max_tokens": 24},
+        "zero_variance_groups": "keep",  # a random model never makes a valid move of a game
+        "dtype": "float32",
+        "evaluate": {"tasks": 0},
+        "threads": 1,
+        "runs": str(tmp_path / "runs"),
+        **({"rewards": {"support.vowels:share": 1.0}} if name == "mcp" or name.endswith("agent") else {}),
+    }
+    run = tandem.train(tandem.Recipe.load(recipe))
+    assert run.status == "finished"
+    last = run.metrics[steps - 1]
+    assert last["rollouts/failed"] == 0.0
+    kind = env["kind"]
+    assert last[f"env/{kind}/trained"] == 2.0
+
+
+def test_parallel_branches_of_an_agent_are_one_rollout_of_several_conversations(python: str, tools: Path) -> None:
+    from tandem.envs.agent import Agent
+
+    env = Agent(agent="langgraph_agent:solve", python=python, **CAPITALS)
+    (rollout,) = played(env, tools, [64, END], [65, END], [66, 67, END], size=1).rollouts
+    assert rollout.status == "ok", rollout.error
+    first, second, last = rollout.turns
+    assert first.prompt != second.prompt
+    assert not any(turn.prompt[: len(first.prompt)] == first.prompt for turn in (second, last))
+    assert rollout.messages[-1].content == "cd"
+
+
+def played(env: Any, folder: Path, *answers: list[int], size: int = 2) -> Group:
+    return group(env, folder, *answers, size=size, reward="support.vowels:share")
+
+
+@pytest.fixture
+def over_http(python: str) -> Iterator[dict[str, Any]]:
+    """The MCP server at a URL."""
+    port = free_port()
+    with subprocess.Popen([python, str(ROOT / "recipes/words_server.py"), str(port)]) as server:
+        until(lambda: listens(port), "the server", 120)
+        yield {"url": f"http://127.0.0.1:{port}/mcp"}
+        server.kill()
+
+
+@pytest.mark.parametrize("way", ["streams", "http"])
+def test_a_tool_of_an_mcp_server_is_called_and_every_token_is_as_it_was_sampled(
+    way: str, python: str, tools: Path, request: pytest.FixtureRequest
+) -> None:
+    server = SERVER if way == "streams" else request.getfixturevalue("over_http")
+    called = '<tool_call>\n{"name": "double", "arguments": {"number": 21}}\n</tool_call>'
+    tokens = AutoTokenizer.from_pretrained(tools).encode(called, add_special_tokens=False)
+    env = Mcp(servers=[server], python=python, **CAPITALS)
+    (rollout,) = played(env, tools, [*tokens, END], [64, END], size=1).rollouts
+    first, second = rollout.turns
+    assert second.prompt[: len(first.prompt) + len(tokens) + 1] == (*first.prompt, *tokens, END)
+    assert [message.content for message in first.reply] == ["42"]
+    assert rollout.metrics == {"turns": 2.0, "tool_calls": 1.0, "tool_errors": 0.0}
+
+
+def test_an_episode_has_the_rewards_of_its_turns(python: str, tiny_model: Path) -> None:
+    env = OpenEnv(**{k: v for k, v in ENVIRONMENTS["openenv"].items() if k != "kind"}, python=python)
+    first, second = played(env, tiny_model, [64, END], [64, 64, END]).rollouts
+    for rollout in (first, second):
+        assert [message.role for message in rollout.messages] == ["system", *["user", "assistant"] * 2]
+        assert rollout.messages[1].content.startswith("Say ")
+        assert rollout.metrics["reward"] == pytest.approx(sum(turn.reward or 0.0 for turn in rollout.turns))
+        assert (rollout.metrics["turns"], rollout.metrics["done"]) == (2.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [("dies", "ConnectionClosed"), ("hangs", "took longer"), ("floods", "answer of more than 1 MiB")],
+)
+def test_a_server_that_fails_costs_its_rollouts(
+    broken: str, message: str, python: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_package, "MOST_BYTES", 1 << 20)
+    command = f"python broken_server.py {broken} {{port}}"
+    seconds = 10.0 if broken == "hangs" else 60.0
+    env = OpenEnv(command=command, observation="prompt", python=python, timeout_seconds=seconds, concurrency=8)
+    env.tasks("train")
+    for _ in range(2):  # again from the start: a new session, of a new server where it had ended
+        failed = played(env, tiny_model, [64, END]).rollouts
+        assert [rollout.status for rollout in failed] == ["error", "error"]
+        assert re.search(message, failed[0].error), failed[0].error
+        assert len(failed[0].turns) == 1
+
+
+def test_what_cannot_be_played_is_said_before_anything_is(python: str) -> None:
+    from tandem.envs.textarena import TextArena
+
+    for options, message in (({"id": "TicTacToe-v0-raw"}, "number of players has to be 2"), ({"id": "x"}, "not found")):
+        with pytest.raises(EnvError, match=message):
+            TextArena(python=python, **options).tasks("train")
+    with pytest.raises(ConfigError, match="give one of them"):
+        OpenEnv(url="http://127.0.0.1:1", command="x")
