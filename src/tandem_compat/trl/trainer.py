@@ -11,7 +11,7 @@ import tandem
 from tandem.api import described
 from tandem.cli.export import export
 from tandem.envs.data.rows import read_file
-from tandem.errors import ConfigError
+from tandem.errors import DOCS, ConfigError
 from tandem.model.policy import load_tokenizer
 from tandem_compat.trl.options import OPTIONS
 from tandem_compat.trl.rules import TrlRecipe
@@ -99,7 +99,7 @@ _OTHERS = {
     "optimizers": "optim and learning_rate of GRPOConfig choose the optimizer",
 } | dict.fromkeys(
     ("tools", "rollout_func", "environment_factory"),
-    "a conversation of several turns is an environment (docs/guide/environments.md)",
+    f"a conversation of several turns is an environment ({DOCS}/guide/multi-turn/)",
 )
 
 
