@@ -52,7 +52,7 @@ def options_page() -> Iterator[str]:
     from tandem.config.loading import RunConfig
 
     yield "# Every option\n"
-    yield "Written from the code. [Config](config.md) says how a recipe is read.\n"
+    yield "Written from the code. [Config](config.md) says how a recipe is read. Below each meaning: the default.\n"
     yield from _table(RunConfig)
     for field in registry.options(RunConfig):
         nested = hints(RunConfig)[field.name]
@@ -75,12 +75,12 @@ def _table(cls: Any) -> Iterator[str]:
     from tandem.config.build import describe, hints
 
     docs = registry.field_docs(cls)
-    yield "| option | default | value | meaning |\n|---|---|---|---|"
+    yield "| option | meaning |\n|---|---|"
     for field in registry.options(cls):
         category = field.metadata.get("category")
         value = f"a part: {category}" if category else describe(hints(cls)[field.name])
-        cells = f"`{field.name}`", f"`{_cell(default_text(field))}`", _cell(value), _cell(docs.get(field.name, ""))
-        yield f"| {' | '.join(cells)} |"
+        meaning = _cell(docs.get(field.name, ""))
+        yield f"| `{field.name}` | {meaning}<br>`{_cell(default_text(field))}` ({_cell(value)}) |"
 
 
 def _cell(text: str) -> str:
