@@ -665,7 +665,7 @@ def test_doctor_finds_this_machine_fit(run: Run) -> None:
 def test_doctor_names_the_version_it_is_tested_with_where_that_is_another(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clone, "tested", lambda: {"numpy": "1.2.3", "torch": torch.__version__.partition("+")[0]})
+    monkeypatch.setattr(clone, "tested", lambda: {"numpy": "1.2.3"})
     _, out, _ = run("doctor")
     words = " ".join(out.split())
     assert re.search(r"numpy \S+ \(tested with 1\.2\.3\)", words)
