@@ -37,7 +37,7 @@ class MyEnv(Environment):
             meta={"terms": [a, b]},  # whatever else your reward needs
         )
 
-    # For more than one turn, override play (docs/guide/environments.md).
+    # For more than one turn, override play (https://tandem-rl.github.io/tandem/guide/multi-turn/).
 
 
 def correct(rollout: Rollout) -> float:

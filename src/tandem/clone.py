@@ -9,6 +9,7 @@ ROOT = Path(__file__).parents[2]
 _INSIDE = Path(__file__).parent / "recipes"
 FOLDER = _INSIDE if _INSIDE.is_dir() else ROOT / "recipes"
 """Recipes that ship with Tandem: in the wheel, or at the clone's root."""
+_TESTED = FOLDER.parent / "constraints.txt"
 _FETCHED = Path(".cache/smollm2")
 """The model of many recipes, which the quickstart fetches."""
 _ON_THE_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -18,6 +19,12 @@ _ON_THE_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 def recipes() -> dict[str, Path]:
     """Recipes that ship with Tandem, by name."""
     return {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
+
+
+def tested() -> dict[str, str]:
+    """Versions of libraries that Tandem is tested with, by their names in lower case."""
+    pins = (line.lower().split("==") for line in _TESTED.read_text(encoding="utf-8").splitlines())
+    return {name.replace("_", "-"): version for name, version in pins}
 
 
 def written(recipe: Path) -> str:

@@ -177,6 +177,10 @@ _TANDEM = tuple(f"{Path(__file__).parent}{rest}{os.sep}" for rest in ("", "_brok
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
+DOCS = "https://tandem-rl.github.io/tandem"
+"""Address of the documentation, as pyproject.toml and mkdocs.yml have it; a page is ``{DOCS}/guide/NAME/``."""
+
+
 def command(*words: object) -> str:
     """A command of Tandem's as a shell takes it.
 

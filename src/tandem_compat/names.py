@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 
+from tandem.errors import DOCS
 from tandem_compat.axolotl.options import TOP, TRL, VLLM
 from tandem_compat.swift.options import RLHF
 from tandem_compat.table import ForeignOption
 
 
 def meant(option: str) -> str | None:
-    """Hint for another system's option, such as ``from TRL? here it is group_size (docs/guide/trl.md)``.
+    """Hint for another system's option, such as ``from TRL? here it is group_size (https://.../guide/trl/)``.
 
     Args:
         option: a name, or a dotted path of verl's or Axolotl's.
@@ -29,7 +30,7 @@ def meant(option: str) -> str | None:
             left_out = table[option].removeprefix("nothing: ")
             here = f"leave it out: {left_out}" if left_out != table[option] else f"here it is {left_out}"
             page = "axolotl" if system == "Axolotl" else "trl"
-            return f"from {system}? {here} (docs/guide/{page}.md)"
+            return f"from {system}? {here} ({DOCS}/guide/{page}/)"
     return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from functools import cache
@@ -19,7 +20,7 @@ from support.sources import parsed
 import tandem
 from tandem.cli.app import with_verb
 from tandem.config import loading as config
-from tandem.errors import ConfigError
+from tandem.errors import DOCS, ConfigError
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -32,7 +33,9 @@ METRIC = re.compile(r"(Mean|Sum|Max|Share|Histogram|Pending)(\.of)?\(")
 AREAS = tuple(
     f"{area}/" for area in ("groups", "rollouts", "tokens", "samples", "seconds", "grading", "engine", "lag_control")
 )
-FENCE = re.compile(r"^```(?P<language>[\w-]*)\n(?P<body>.*?)^```", re.MULTILINE | re.DOTALL)
+GENERATED = {"reference/options", "reference/commands"}
+"""Pages that the site alone has."""
+FENCE = re.compile(r"^```(?P<language>[\w-]*)(?: title=\"[^\"]+\")?\n(?P<body>.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def shown(path: Path) -> str:
@@ -130,10 +133,44 @@ def test_files_and_links_exist(page: Path) -> None:
     assert not missing, f"{shown(page)} names what does not exist: {sorted(missing)}"
 
 
+@cache
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, as the site and GitHub make them."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=shown)
+def test_links_to_headings_lead_to_one(page: Path) -> None:
+    links = re.findall(r"\]\(([^)\s:]*\.md|)#([^)\s]+)\)", FENCE.sub("", page.read_text()))
+    targets = [((page.parent / path if path else page).resolve(), anchor) for path, anchor in links]
+    assert not [f"{shown(path)}#{anchor}" for path, anchor in targets if anchor not in anchors(path)]
+
+
+def test_addresses_of_the_site_lead_to_pages() -> None:
+    """Messages, recipes, notebooks, llms.txt and the skill name them; mkdocs and pyproject have the same address."""
+    assert yaml.safe_load((ROOT / "mkdocs.yml").read_text())["site_url"] == f"{DOCS}/"
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Documentation"] == DOCS
+    suffixes = (".py", ".yaml", ".md", ".txt", ".ipynb")
+    rooms = [ROOT / name for name in ("llms.txt", "skills", "src", "recipes", "examples")]
+    files = [path for room in rooms for path in (room, *room.rglob("*")) if path.suffix in suffixes]
+    address = re.compile(rf"(?:\{{DOCS\}}|{re.escape(DOCS)})/(\w[\w/-]*)/")
+    named = {page for path in files for page in address.findall(path.read_text())}
+    assert {"guide/trl", "guide/multi-turn", "guide/distributed"} <= named
+    pages = {*GENERATED, "guide", "guide/NAME"}  # of the last two a message fills in the name
+    assert [page for page in sorted(named - pages) if not (ROOT / f"docs/{page}.md").exists()] == []
+
+
+def test_the_site_has_every_page() -> None:
+    listed = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES if ROOT / "docs" in page.parents}
+    assert listed == pages | {f"{page}.md" for page in GENERATED}
+
+
 def test_pages_that_sources_name_exist() -> None:
     sources = [path for room in ("src", "scripts", "benchmarks", "tests") for path in (ROOT / room).rglob("*.py")]
     named = {(name, path) for path in sources for name in re.findall(r"docs/[\w/-]+\.md", path.read_text())}
-    assert len(named) > 10
+    assert len(named) > 5
     assert [f"{shown(path)}: {name}" for name, path in sorted(named) if not (ROOT / name).exists()] == []
 
 

@@ -29,7 +29,11 @@ def test_the_wheel_trains_in_an_empty_folder(tiny_model: Path, tmp_path: Path) -
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    assert str(site) in run("-c", "import tandem; print(tandem.__file__)")
+    for extra in ("reasoning_gym", "math_verify", "datasets"):  # a first run needs none
+        (site / f"{extra}.py").write_text("raise ModuleNotFoundError('not in a clean environment')")
+    where, tested = run("-c", "import tandem, tandem.clone as c; print(tandem.__file__, len(c.tested()))").split()
+    assert where.startswith(str(site))
+    assert int(tested) > 50
     options = (
         f"model={tiny_model}",
         "steps=1",

@@ -20,6 +20,7 @@ import typer.main
 from safetensors import SafetensorError
 
 import tandem.trainer
+from tandem import clone
 from tandem.api.publishing import export
 from tandem.cli import app as cli
 from tandem.config import registry as resolve
@@ -657,6 +658,17 @@ def test_doctor_finds_this_machine_fit(run: Run) -> None:
     ):
         assert f" {what} " in out
     assert out.endswith("ready to train\n")
+
+
+@pytest.mark.slow
+def test_doctor_names_the_version_it_is_tested_with_where_that_is_another(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clone, "tested", lambda: {"numpy": "1.2.3"})
+    _, out, _ = run("doctor")
+    words = " ".join(out.split())
+    assert re.search(r"numpy \S+ \(tested with 1\.2\.3\)", words)
+    assert words.count("tested with") == 1
 
 
 @pytest.mark.slow

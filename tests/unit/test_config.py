@@ -477,6 +477,12 @@ def test_a_missing_recipe_names_those_nearby(here: Path) -> None:
         load(Path("recipes/gsm8.yaml"))
     with pytest.raises(ConfigError, match=r"there is no recipe gsm8; did you mean recipes/gsm8k.yaml"):
         load(Path("gsm8"))
+    Path("runs/first").mkdir(parents=True)
+    Path("runs/first/config.yaml").write_text(MINIMAL)
+    with pytest.raises(ConfigError, match=r"there is no recipe runs/frist; did you mean runs/first\?"):
+        load(Path("runs/frist"))
+    with pytest.raises(ConfigError, match=r"there is no recipe steps=2: it is an option, which comes after a recipe"):
+        load(Path("steps=2"))
     with pytest.raises(ConfigError, match=r"there is no recipe zzz.yaml; there are recipes/gsm8k.yaml"):
         load(Path("zzz.yaml"))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tandem.config import loading as config
-from tandem.errors import ConfigError
+from tandem.errors import DOCS, ConfigError
 from tandem_compat.names import meant
 
 PAGE = Path(__file__).parents[2] / "docs/guide/trl.md"
@@ -59,16 +59,16 @@ def test_names_of_verl_are_told_one_by_one(tmp_path: Path) -> None:
         "recipe.yaml:8: unknown option 'actor_rollout_ref.rollout.n'",
         "command line: data.train_batch_size: unknown option 'data.train_batch_size'",
     ]
-    assert "from verl? here it is optimizer.lr (docs/guide/trl.md)" in lines[0]
+    assert f"from verl? here it is optimizer.lr ({DOCS}/guide/trl/)" in lines[0]
 
 
 def test_names_of_axolotls_groups_are_told_one_by_one(tmp_path: Path) -> None:
     _, *lines = problems(tmp_path, "trl:\n  num_generations: 4\n", "vllm.tensor_parallel_size=2")
     assert [line.strip() for line in lines] == [
         "recipe.yaml:5: unknown option 'trl.num_generations'; from Axolotl? "
-        "here it is group_size (docs/guide/axolotl.md)",
+        f"here it is group_size ({DOCS}/guide/axolotl/)",
         "command line: vllm.tensor_parallel_size: unknown option 'vllm.tensor_parallel_size'; from Axolotl? "
-        "here it is engine.tensor_parallel_size (docs/guide/axolotl.md)",
+        f"here it is engine.tensor_parallel_size ({DOCS}/guide/axolotl/)",
     ]
     (whole,) = problems(tmp_path, "trl: {none: 1}\n")
     assert "a whole file of Axolotl has base_model" in whole

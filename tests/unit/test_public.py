@@ -357,4 +357,4 @@ def test_the_page_for_notebooks_runs_from_top_to_bottom(
     asyncio.run(notebook())
     assert len(cells) >= 9
     assert names["run"].status == "finished"
-    assert names["run"].recipe.options["env"] == {"kind": "my_env:Doubles", "largest": 9}
+    assert names["recipe"].options["rewards"]["brief"]["kind"] == "my_rewards:brief"

@@ -34,7 +34,10 @@ esac
 """
 
 
-PARTS = "setup: there is no part trainr; parts: trainer engine atropos verifiers verifiers-04 packages (default: all)\n"
+PARTS = (
+    "setup: there is no part trainr; parts: trainer engine atropos verifiers verifiers-04 packages docs "
+    "(default: all but docs)\n"
+)
 
 
 @pytest.fixture

@@ -241,5 +241,5 @@ def _missing(name: str, what: str, error: Exception) -> str:
         remedy = clone.where(name) or "; give a Hugging Face folder or a hub id such as Qwen/Qwen3-0.6B"
         return f"model folder {name!r} does not exist; relative paths start at {Path.cwd()}{remedy}"
     if _kept_only(name):
-        return f"the {what} of model {name!r} is not on this machine, and {hub.away()}; give a Hugging Face folder"
+        return f"the {what} of model {name!r} is not on this machine, and {hub.away()}; name a local copy: model=FOLDER"
     return f"the {what} of model {name!r} cannot be read: {first}"

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tandem import __version__, machine
+from tandem import __version__, clone, machine
 from tandem.config.loading import load
 from tandem.engines.base import EngineSpec
 
@@ -90,11 +90,18 @@ def _packages() -> Iterator[Diagnosis]:
     for extra, names in requirements().items():
         what = f"extra {extra}" if extra else "libraries"
         if not (missing := [name for name in names if _version(name) is None]):
-            yield Diagnosis("ok", what, ", ".join(f"{name} {_version(name)}" for name in names))
+            yield Diagnosis("ok", what, ", ".join(map(_with_version, names)))
             continue
         install = f"'{DISTRIBUTION}[{extra}]', if you want it" if extra else " ".join(missing)
         fix = f"{sys.executable} -m pip install {install}"
         yield Diagnosis("note" if extra else "problem", what, f"missing: {', '.join(missing)}", fix)
+
+
+def _with_version(name: str) -> str:
+    """A distribution and its version, beside the one that Tandem is tested with where that is another."""
+    version, tested = _version(name) or "", clone.tested().get(name.lower())
+    other = f" (tested with {tested})" if tested and version.partition("+")[0] != tested else ""
+    return f"{name} {version}{other}"
 
 
 def requirements() -> dict[str, list[str]]:
@@ -106,6 +113,7 @@ def requirements() -> dict[str, list[str]]:
         assert name is not None
         needed.setdefault(extra[1] if extra else "", []).append(name[0])
     needed.pop("dev", None)
+    needed.pop("docs", None)
     return needed
 
 

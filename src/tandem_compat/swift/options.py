@@ -5,6 +5,7 @@ Where the text of an argument's ``becomes`` says what it is in a recipe, ``rules
 
 from __future__ import annotations
 
+from tandem.errors import DOCS
 from tandem.types import Json
 from tandem_compat.objective import CORRECTIONS, REDUCTIONS, SCALES
 from tandem_compat.schedules import OPTIMIZERS, SCHEDULES
@@ -14,7 +15,7 @@ _ROWS = "rows are read once, when a run starts"
 _GONE = "the engine's weights are the trainer's, so there is no second copy to move or release"
 _QUANTISED = "Tandem trains bfloat16 or float32 weights"
 _LORA = "Tandem trains PEFT's plain LoRA"
-_TURNS = "gyms are played by an environment (docs/guide/environments.md), or write a scheduler (multi_turn_scheduler)"
+_TURNS = f"gyms are played by an environment ({DOCS}/guide/multi-turn/), or write a scheduler (multi_turn_scheduler)"
 _PLAYED = "the trainer plays, so give it to tandem swift rlhf"
 _RESUME = "to go on with a run: tandem train RUN"
 

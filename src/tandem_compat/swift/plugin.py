@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from tandem.errors import ConfigError, RewardError
+from tandem.errors import DOCS, ConfigError, RewardError
 from tandem.importing import importing
 from tandem.rewards.grading.calls import Called, FunctionReward
 from tandem.types import Json, Rollout
@@ -131,7 +131,7 @@ def _run(files: tuple[tuple[str, str], ...]) -> tuple[Registered, Registered]:
                 raise
             raise RewardError(
                 f"{file} imports ms-swift, which is not installed here; install it (pip install ms-swift), or write "
-                "the reward as a function and name it in a recipe's rewards (docs/guide/rewards.md)"
+                f"the reward as a function and name it in a recipe's rewards ({DOCS}/guide/rewards/)"
             ) from error
     rewards = {key: thing for key, thing in _registry("orms").items() if before.get(key) is not thing}
     return rewards, dict(_registry("multi_turns"))

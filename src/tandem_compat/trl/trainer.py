@@ -17,7 +17,7 @@ from tandem.api.publishing import push, write_model
 from tandem.api.targets import resumed
 from tandem.config.tree import Problems
 from tandem.envs.data.rows import read_file
-from tandem.errors import ConfigError
+from tandem.errors import DOCS, ConfigError
 from tandem.model.policy import load_tokenizer
 from tandem_compat.trl import models
 from tandem_compat.trl.callbacks import Callbacks, newest
@@ -175,7 +175,7 @@ _OTHERS = {
     "optimizers": "optim and learning_rate of GRPOConfig choose the optimizer",
 } | dict.fromkeys(
     ("tools", "rollout_func", "environment_factory"),
-    "a conversation of several turns is an environment (docs/guide/environments.md)",
+    f"a conversation of several turns is an environment ({DOCS}/guide/multi-turn/)",
 )
 
 
