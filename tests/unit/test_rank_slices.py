@@ -16,7 +16,7 @@ from torch import nn
 
 from tandem.errors import StaleWeights, TornWeights, TransportError, UnsupportedPair
 from tandem.trainable.full import Full
-from tandem.trainer.ranks.cut_ranks import SharedSlices, TrainedSlices
+from tandem.trainer.ranks.shared_slices import SharedSlices, TrainedSlices
 from tandem.trainer.ranks.slices import LeadSlices
 from tandem.types import PolicyVersion
 from tandem.weight_sync.shared import Shared

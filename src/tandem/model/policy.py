@@ -233,8 +233,8 @@ def _kept_only(name: str) -> bool:
 
 def _missing(name: str, what: str, error: Exception) -> str:
     if "trust_remote_code" in str(error):
-        needs = f"the {what} of model {name!r} needs code from its repository (trust_remote_code)"
-        return f"{needs}, and Tandem runs none; use a model whose architecture is in transformers"
+        message = f"the {what} of model {name!r} needs code from its repository (trust_remote_code)"
+        return f"{message}, and Tandem runs none; use a model whose architecture is in transformers"
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1
     if looks_local and not Path(name).expanduser().is_dir():

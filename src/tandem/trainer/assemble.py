@@ -78,58 +78,69 @@ async def train(
         from tandem.trainer.ranks.follow import follow
 
         return await follow(config, placement)
-    stop = stop or asyncio.Event()
     with watchdog.watching(config.timeouts) as dog, closing(RunLock()) as lock:
         if resume:
             lock.take(resume)
-        recipe, config = config, layout.placed(environments.counted(config))
-        counts = RankCounts.of(config)
-        checks.check_config(config)
-        if placement is not None:
-            checks.check_ranks(config, counts.world, placement)
-        checks.check_gpus(config, counts)
-        config.engine.check(folder=resume or Path(config.runs) / (config.name or ""))
-        tasks = {split: environments.tasks(config, split) for split in environments.splits(config)}
-        with waits.blocking("trainer", "its shape, prompts and memory", model_of(config), config.timeouts.wait_seconds):
-            model = load_config(config.model)
-            checks.check_model_heads(config, model)
-            longest = environments.longest_prompt(config, model, tasks.get("train", {}))
-            planner = memory.planner(config, model, prompt_tokens=longest, resumed=resume)
-            planner.plan(config).require()
-            as_divided = memory.with_gradients(planner, config)
-        folder = dog.folder = resume or run_folder.new_folder(recipe)
-        lock.take(folder)
-        with run_folder.reporting(folder), out_of_memory.explained(config), vitals.shown(folder):
-            for doubt in filter(None, (counts.idle_options(config), config.optimizer.doubt())):
-                log.warning("%s", doubt)
-            if resume:
-                run_folder.write_recipe(recipe, folder)  # what this resume changed holds for the next one too
-            steps = saved_steps(folder / "checkpoints")
-            if resume:
-                for change in user_code.keep(config, folder, steps[-1] if steps else 0):
-                    log.warning("%s: the run goes on with it as it is; for the run that was begun, put it back", change)
-            info = RunInfo(
-                name=folder.name,
-                folder=folder,
-                steps=config.steps,
-                config=recipes.as_json(config),
-                resumed_step=steps[-1] if steps else 0,
-            )
-            alarms = AlarmWatch(info.config)
-            with Telemetry(info, config.loggers, alarms, on_step) as telemetry:
-                telemetry.event("resumed" if resume else "run_started", step=info.resumed_step)
-                async with AsyncExitStack() as stack:
-                    with dog.ends():  # before any of the parts does
-                        world = await stack.enter_async_context(_world(as_divided, counts.world, placement, folder))
-                        run, state = await _assemble(stack, world, lock, tasks, telemetry, stop)
-                        alarms.stop = stop.set
-                        with run_folder.signals(stop, folder), machine.settled():
-                            state = await world.watch(loop.train(run, state))
-                lock.check()
-                telemetry.event("interrupted" if state.step < config.steps else "run_done", step=state.step)
-        if state.step < config.steps:
-            raise run_folder.stopped(state.step, alarms.ended, folder, config.checkpoint.save)
-        return folder
+        return await _train(config, placement, dog, lock, resume, on_step, stop or asyncio.Event())
+
+
+async def _train(
+    config: RunConfig,
+    placement: Placement | None,
+    dog: watchdog.Watchdog,
+    lock: RunLock,
+    resume: Path | None,
+    on_step: OnStep | None,
+    stop: asyncio.Event,
+) -> Path:
+    recipe, config = config, layout.placed(environments.counted(config))
+    counts = RankCounts.of(config)
+    checks.check_config(config)
+    if placement is not None:
+        checks.check_ranks(config, counts.world, placement)
+    checks.check_gpus(config, counts)
+    config.engine.check(folder=resume or Path(config.runs) / (config.name or ""))
+    tasks = {split: environments.tasks(config, split) for split in environments.splits(config)}
+    with waits.blocking("trainer", "its shape, prompts and memory", model_of(config), config.timeouts.wait_seconds):
+        model = load_config(config.model)
+        checks.check_model_heads(config, model)
+        longest = environments.longest_prompt(config, model, tasks.get("train", {}))
+        planner = memory.planner(config, model, prompt_tokens=longest, resumed=resume)
+        planner.plan(config).require()
+        as_divided = memory.with_gradients(planner, config)
+    folder = dog.folder = resume or run_folder.new_folder(recipe)
+    lock.take(folder)
+    with run_folder.reporting(folder), out_of_memory.explained(config), vitals.shown(folder):
+        for doubt in filter(None, (counts.idle_options(config), config.optimizer.doubt())):
+            log.warning("%s", doubt)
+        if resume:
+            run_folder.write_recipe(recipe, folder)  # what this resume changed holds for the next one too
+        steps = saved_steps(folder / "checkpoints")
+        if resume:
+            for change in user_code.keep(config, folder, steps[-1] if steps else 0):
+                log.warning("%s: the run goes on with it as it is; for the run that was begun, put it back", change)
+        info = RunInfo(
+            name=folder.name,
+            folder=folder,
+            steps=config.steps,
+            config=recipes.as_json(config),
+            resumed_step=steps[-1] if steps else 0,
+        )
+        alarms = AlarmWatch(info.config)
+        with Telemetry(info, config.loggers, alarms, on_step) as telemetry:
+            telemetry.event("resumed" if resume else "run_started", step=info.resumed_step)
+            async with AsyncExitStack() as stack:
+                with dog.ends():  # before any of the parts does
+                    world = await stack.enter_async_context(_world(as_divided, counts.world, placement, folder))
+                    run, state = await _assemble(stack, world, lock, tasks, telemetry, stop)
+                    alarms.stop = stop.set
+                    with run_folder.signals(stop, folder), machine.settled():
+                        state = await world.watch(loop.train(run, state))
+            lock.check()
+            telemetry.event("interrupted" if state.step < config.steps else "run_done", step=state.step)
+    if state.step < config.steps:
+        raise run_folder.stopped(state.step, alarms.ended, folder, config.checkpoint.save)
+    return folder
 
 
 async def evaluate(config: RunConfig, *, weights: Path | None) -> dict[str, Json]:

@@ -73,7 +73,7 @@ def _sync(config: RunConfig) -> WeightSync:
     """The way that the recipe's weights reach its engine."""
     if not has_slices(config):
         return config.sync
-    from tandem.trainer.ranks.cut_ranks import SharedSlices  # which needs torch
+    from tandem.trainer.ranks.shared_slices import SharedSlices  # which needs torch
 
     return SharedSlices.of(config.sync)
 
