@@ -45,7 +45,13 @@ def place(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     load, quick = tandem.Recipe.load, [*SMALL, f"model={tiny_model}", "steps=2"]
-    monkeypatch.setattr(tandem.Recipe, "load", lambda source, new=(): load(source, [*override_texts(new), *quick]))
+    fixed = {text.partition("=")[0] for text in quick}
+
+    def small(source: Any, overrides: Any = ()) -> tandem.Recipe:
+        others = [text for text in override_texts(overrides) if text.partition("=")[0] not in fixed]
+        return load(source, [*others, *quick])
+
+    monkeypatch.setattr(tandem.Recipe, "load", small)
     before = set(sys.modules)
     yield tmp_path
     for name in set(sys.modules) - before:
