@@ -98,7 +98,7 @@ def test_what_is_dropped_has_no_gradient_however_far_it_is(gap: float) -> None:
 @pytest.mark.parametrize(
     ("made", "says"),
     [
-        (lambda loss_N: TokenLoss(loss_N=loss_N.mean()), r"of shape \(\); expected \(3,\), one number for each"),
+        (lambda loss_N: TokenLoss(loss_N=loss_N.mean()), r"of shape \(\); expected \(3,\): never sum or average"),
         (lambda loss_N: TokenLoss(loss_N=loss_N[:, None]), r"of shape \(3, 1\); expected \(3,\)"),
         (lambda loss_N: TokenLoss(loss_N=loss_N[:-1]), r"of shape \(2,\); expected \(3,\)"),
         (lambda loss_N: TokenLoss(loss_N=loss_N.detach()), "does not depend on logprobs_N, or detaches it"),
