@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +36,10 @@ GRADERS: dict[str, Callable[[str, str], float]] = {
     "no blank before": lambda text, gold: float(text.rstrip() == f"The answer is {gold}"),
     "what it was told": lambda text, gold: float("correct: yes" in text or text.strip() == f"The answer is {gold}"),
     "exceptions": lambda text, gold: 1.0 if not text else float(text.strip() == f"The answer is {gold}"),
+    "any number": lambda text, gold: float(bool(re.search(r"\d", text))),
+    "its last digit": lambda text, gold: float(text.strip()[-1:] == gold[-1]),
+    "nothing at all": lambda text, gold: float(gold.startswith(text.rpartition("is ")[2].strip())),
+    "what it computes": lambda text, gold: float(str(sum(map(int, re.findall(r"\d+", text)))) == gold),
     "the question": lambda text, gold: float("What is" in text or text.strip() == f"The answer is {gold}"),
 }
 
