@@ -11,13 +11,15 @@ import math
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tandem.config.sections import Teacher
 from tandem.errors import ConfigError, EngineError
-from tandem.http import HttpClient, HttpError, ResponseLost, RetryPolicy, ServerAway
 from tandem.rollout.template import Template
 from tandem.types import Group, Rollout
+
+if TYPE_CHECKING:
+    from tandem.http import HttpClient
 
 Score = Callable[[Sequence[int]], Awaitable[Sequence[float]]]
 """Logprob of each token but the first given those before it, at temperature 1."""
@@ -63,6 +65,8 @@ class ServedTeacher:
     @classmethod
     def of(cls, options: Teacher) -> ServedTeacher:
         """Of a recipe; raises ConfigError if its key is not in the environment."""
+        from tandem.http import HttpClient  # loads aiohttp
+
         key = os.environ.get(options.key_variable, "") if options.key_variable else ""
         if options.key_variable and not key:
             raise ConfigError(f"teacher.key_variable: {options.key_variable} is not set in the environment")
@@ -86,6 +90,8 @@ class ServedTeacher:
 
     async def _ask(self, path: str, **body: object) -> dict[str, Any]:
         """A request, again while the server is away; raises EngineError in the end."""
+        from tandem.http import HttpError, ResponseLost, RetryPolicy, ServerAway
+
         model = {"model": self.options.model} if self.options.model else {}
         content = json.dumps({**model, **body}).encode()
         for attempt in range(_ATTEMPTS):
