@@ -67,6 +67,11 @@ def test_options_of_a_recipe_are_none_of_a_benchmark() -> None:
         print_benchmarks(Path("model"), ["gsm8k"], ["loss=grpo"], None)
 
 
+def test_a_model_that_is_not_there_is_named_at_once() -> None:
+    with pytest.raises(ConfigError, match="model 'runs/none' is not on this machine"):
+        benchmark(Path("runs/none"), ["gsm8k"])
+
+
 def test_without_lm_eval_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     with pytest.raises(ConfigError, match=r"pip install 'tandem-rl\[eval\]'"):

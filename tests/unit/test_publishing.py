@@ -143,6 +143,13 @@ def test_push_uploads_the_model_and_its_card(trained: Path, hub: dict[str, Any])
     assert hub["/api/validate-yaml"][0]["content"] == card
 
 
+def test_a_run_or_a_hub_that_is_not_there_is_named_before_anything_is_made(trained: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no run"):
+        push(trained.with_name("none"), "me/a")
+    with pytest.raises(ConfigError, match="cannot push to me/a: HF_HUB_OFFLINE is set"):
+        push(trained, "me/a")
+
+
 def test_a_refusal_of_the_hub_says_how_to_log_in(trained: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot push to a/b/c: .*; log in by: hf auth login"):
         push(trained, "a/b/c")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from tandem import machine
+from tandem import hub, machine
 from tandem.api.card import model_card
 from tandem.api.targets import recipe_of, weights_of
 from tandem.config.tree import Problems, parse, plain
@@ -90,18 +90,24 @@ def push(
         message: of the commit.
 
     Raises:
-        ConfigError: there is nothing to merge, or the hub refuses.
+        ConfigError: not a run, there is nothing to merge, or the hub refuses or cannot be reached.
         CheckpointError: there is no such checkpoint.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-    hub = HfApi(token=token)
+    recipe_of(run)
+    weights_of(run, step)  # before a repository is made for it
+    api = HfApi(token=token)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            made = hub.create_repo(repository, private=private, exist_ok=True)
+            validate_repo_id(repository)
+            if reason := hub.away():
+                raise ConfigError(f"cannot push to {repository}: {reason}")
+            made = api.create_repo(repository, private=private, exist_ok=True)
             write_model(run, Path(folder), step, merge, name=made.repo_id)
-            hub.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message=message or "Upload from Tandem")
+            api.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message=message or "Upload from Tandem")
         except (HfHubHTTPError, HFValidationError, OSError) as error:
             raise ConfigError(f"cannot push to {repository}: {error}; log in by: hf auth login") from error
     return str(made)

@@ -19,6 +19,7 @@ from tandem.api import targets
 from tandem.api.card import BENCHMARKS
 from tandem.api.comparison import paired
 from tandem.errors import ConfigError
+from tandem.model.policy import load_config
 from tandem.observability.report.folder import load
 from tandem.types import Json
 
@@ -56,13 +57,17 @@ def benchmark(target: Path, names: Sequence[str], *, step: int | None = None, li
         limit: samples of each; None: all.
 
     Raises:
-        ConfigError: lm-eval is not installed, has no such task, or cannot load its data.
+        ConfigError: lm-eval is not installed, has no such task, or cannot load its data; there is no such model.
         CheckpointError: the run has no such checkpoint.
     """
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise ConfigError(f"benchmarks need lm-eval ({error}): pip install 'tandem-rl[eval]'") from error
+    is_run = (target / "config.yaml").is_file()
+    models = _models(targets.weights_of(target, step) if is_run else target, target if is_run else None)
+    for model in models:
+        load_config(str(model["pretrained"]))  # lm-eval asks the hub for minutes before it gives up
     files = [file for file in map(Path, names) if file.is_file()]
     places = [Path(__file__).parent, *(file.parent for file in files)]
     # lm-eval's own are thousands of files, read one by one.
@@ -70,8 +75,6 @@ def benchmark(target: Path, names: Sequence[str], *, step: int | None = None, li
     tasks = [_NAMES.get(name, _task(name)) for name in names]
     if unknown := [name for name in tasks if name not in manager.all_tasks]:
         raise ConfigError(f"lm-eval has no task {', '.join(unknown)}; lm-eval ls tasks lists what it has")
-    is_run = (target / "config.yaml").is_file()
-    models = _models(targets.weights_of(target, step) if is_run else target, target if is_run else None)
     each = [_samples(model, tasks, manager, limit) for model in models]
     keys = [key for key in each[-1] if all(key in samples for samples in each)]
     labels = tuple(str(model.get("peft", model["pretrained"])) for model in models)
