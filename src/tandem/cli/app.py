@@ -30,6 +30,9 @@ app = typer.Typer(
 )
 
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe.")]
+Target = Annotated[
+    Path, typer.Argument(metavar="RECIPE|RUN", help="A recipe's file or name, or a run's folder to resume.")
+]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]
 Folder = Annotated[Path, typer.Argument(metavar="[FOLDER]", help="A folder of runs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -58,9 +61,7 @@ def _root(
 
 @app.command()
 def train(
-    target: Annotated[
-        Path, typer.Argument(metavar="RECIPE|RUN", help="A recipe's file or name, or a run's folder to resume.")
-    ],
+    target: Target,
     overrides: Overrides = None,
     show: Show = False,
     launcher: Annotated[
@@ -78,9 +79,7 @@ def train(
 
 @app.command()
 def sft(
-    target: Annotated[
-        Path, typer.Argument(metavar="RECIPE|RUN", help="A recipe's file or name, or a run's folder to resume.")
-    ],
+    target: Target,
     overrides: Overrides = None,
     show: Show = False,
 ) -> None:

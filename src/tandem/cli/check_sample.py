@@ -17,7 +17,7 @@ from tandem.errors import ConfigError
 from tandem.types import Group
 
 if TYPE_CHECKING:
-    from tandem.trainer.evaluate import Forecast
+    from tandem.trainer.forecast import Forecast
 
 LITTLE = 0.25
 """Share of groups with signal below which most sampling is for nothing."""
@@ -46,7 +46,7 @@ def check_sample(recipe: Path, overrides: Sequence[str], count: int) -> None:
 async def _played(config: RunConfig, count: int, log: Path) -> Forecast:
     from tandem.trainer import assemble as run  # only now: it loads torch
     from tandem.trainer import environments
-    from tandem.trainer.evaluate import forecast
+    from tandem.trainer.forecast import forecast
 
     async with run.playing(config, environments.tasks(config, "train"), None, log) as runners:
         return await forecast(config, runners, count)

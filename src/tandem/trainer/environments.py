@@ -161,18 +161,28 @@ class RunEnvironments:
         self, engine: Engine, template: Template, tasks: Tasks, teacher: Score | None = None
     ) -> list[EnvRunner]:
         """Environment runners with the tasks of each, whose answers a teacher may judge."""
-        runners = []
-        for name, graders in self.graders.items():
-            if name not in tasks:
-                continue
-            source, label = self.config.sources[name], f"{name}/" if name in self.config.envs else ""
-            shared: dict[str, Any] = {"name": name, "seed": self.config.seed}
-            runner = GroupRunner(
-                **shared, env=source.env, engine=engine, graders=graders, template=template, teacher=teacher
+        return [
+            EnvRunner(
+                name=name,
+                label=f"{name}/" if name in self.config.envs else "",
+                group_runner=GroupRunner(
+                    name=name,
+                    env=self.config.sources[name].env,
+                    engine=engine,
+                    graders=graders,
+                    template=template,
+                    seed=self.config.seed,
+                    teacher=teacher,
+                ),
+                tasks=tasks[name],
+                solved=_solved(self.config.sources[name], graders),
+                seed=self.config.seed,
+                weight=self.config.sources[name].weight,
+                min_share=self.config.sources[name].min_share,
             )
-            shared |= {"weight": source.weight, "min_share": source.min_share, "solved": _solved(source, graders)}
-            runners.append(EnvRunner(**shared, label=label, group_runner=runner, tasks=tasks[name]))
-        return runners
+            for name, graders in self.graders.items()
+            if name in tasks
+        ]
 
 
 @asynccontextmanager
@@ -317,13 +327,20 @@ def rollout_source(
 
 def _buffer_options(config: RunConfig) -> BufferOptions:
     drops = config.zero_variance_groups == "drop" and config.teacher is None
-    named = ("groups_per_step", "group_size", "on_policy_tail", "sampling", "steps", "max_resample_times", "replay")
     return BufferOptions(
-        **{name: getattr(config, name) for name in (*named, "reroll", "curriculum")},
+        groups_per_step=config.groups_per_step,
+        group_size=config.group_size,
         max_lag=config.most_lag,
         behind=config.sync.behind,
         drop_zero_variance=drops,
         oversample=config.oversample if drops else "off",
+        on_policy_tail=config.on_policy_tail,
+        sampling=config.sampling,
+        steps=config.steps,
+        max_resample_times=config.max_resample_times,
+        replay=config.replay,
+        reroll=config.reroll,
+        curriculum=config.curriculum,
     )
 
 

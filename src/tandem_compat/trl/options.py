@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from tandem.errors import DOCS
 from tandem_compat.axolotl.options import TRL
 from tandem_compat.schedules import OPTIMIZERS, SCHEDULES
 from tandem_compat.table import ForeignOption, becomes, by_name, copied, idle, refused, unused
@@ -72,7 +73,7 @@ OPTIONS: Mapping[str, ForeignOption] = by_name(
     refused("resume_from_checkpoint", "anything", "call trainer.train(resume_from_checkpoint=True)"),
     *(refused(name, "anything", "a checkpoint is chosen by tandem export RUN --step N")
       for name in ("load_best_model_at_end", "metric_for_best_model")),
-    *(refused(name, "anything", "ranks and shards are options of the recipe (docs/guide/distributed.md)")
+    *(refused(name, "anything", f"ranks and shards are options of the recipe ({DOCS}/guide/distributed/)")
       for name in ("fsdp", "deepspeed", "parallelism_config")),
     refused("entropy_coef", "number", "the objective has no term for entropy", 0.0),
     refused("use_adaptive_entropy", "truth", "the objective has no term for entropy", False),
