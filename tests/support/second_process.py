@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import os
 import signal
 from collections.abc import Iterator, Sequence
@@ -105,9 +106,11 @@ class Peer:
     """Another process that does what it is told; what it says is in a file."""
 
     def __init__(self, output: Path = Path(os.devnull)) -> None:
-        self._connection, theirs = forkserver().Pipe()
+        # What is forked from a process that has looked at the cards cannot use them.
+        context = multiprocessing.get_context("spawn") if torch.cuda.is_available() else forkserver()
+        self._connection, theirs = context.Pipe()
         self._output = output
-        self.process = forkserver().Process(target=obey, args=(theirs, output), daemon=True)
+        self.process = context.Process(target=obey, args=(theirs, output), daemon=True)
         self.process.start()
         theirs.close()
 

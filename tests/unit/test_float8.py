@@ -92,7 +92,7 @@ def test_merged_adapters_and_small_models_are_refused(tiny_model: Path, monkeypa
     monkeypatch.setattr(float8, "NARROWEST", 16)
     with live_policy(tiny_model, trainable=TRAINABLE["merged"]) as policy:
         policy.model.bfloat16()
-        with pytest.raises(ConfigError, match=r"trains\.merged does not"):
+        with pytest.raises(ConfigError, match=r"trainable\.merged does not"):
             float8.convert(policy.model)
 
 
