@@ -74,6 +74,23 @@ def test_the_first_is_told_then_a_batchs_worth_then_five_as_a_warning_then_whene
     assert events[2]["why"] == {"every reward 0": 20}
 
 
+def test_a_later_step_tells_of_more_or_of_another_kind(tmp_path: Path) -> None:
+    assert [(event["step"], event["dropped"]) for event in drop(tmp_path, count=20, steps=3)] == [
+        (1, 1),
+        (1, 4),
+        (1, 20),
+    ]
+    step = 1
+    with Telemetry(info(tmp_path, 3), [Console(live="never")]) as telemetry:
+        groups = DroppedGroups(telemetry=telemetry, version=lambda: step, groups_per_step=4, max_tokens=64)
+        for step, make, count in ((3, hopeless, 4), (4, solved, 4), (5, hopeless, 20)):  # noqa: B007 - read by version
+            for index in range(count):
+                groups("zero_variance", make(index))
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    told = [(event["step"], event["dropped"]) for event in events if event["event"] == "groups_dropped"]
+    assert told[3:] == [(4, 1), (4, 4), (5, 4), (6, 20)]
+
+
 def test_the_console_shows_an_answer_its_reward_and_what_to_change(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,9 +27,10 @@ ZERO, FAILED, STALE = "every reward 0", "failed", "stale"
 
 @dataclass(slots=True)
 class DroppedGroups:
-    """Log of dropped groups: a few lines a step, however many there are.
+    """Log of dropped groups: a few lines a run, however many there are.
 
-    At the first of a run, at a batch's worth for one step, at five (a warning), at ten, and whenever that has doubled.
+    At the first of a run, at a batch's worth for one step, at five (a warning), at ten, and whenever that has doubled,
+    unless a step before had as many of the same kind: each step's own line has their number.
     """
 
     telemetry: Telemetry
@@ -43,6 +44,8 @@ class DroppedGroups:
     _step: int = -1
     _any: bool = False
     _why: Counter[str] = field(default_factory=Counter)
+    _said: Counter[str] = field(default_factory=Counter)
+    """By their commonest kind, the most that were told."""
     _last: deque[tuple[str, Group]] = field(default_factory=lambda: deque(maxlen=LOOKED_AT))
 
     def __call__(self, reason: str, group: Group) -> None:
@@ -60,7 +63,9 @@ class DroppedGroups:
         count = self._why.total()
         if count <= KEPT and group.rollouts:
             self.telemetry.dropped(_record(step, reason, reason_text, group))
-        if group.rollouts and (not self._any or self._due(count)):
+        commonest = self._why.most_common(1)[0][0]
+        if group.rollouts and (not self._any or (self._due(count) and count > self._said[commonest])):
+            self._said[commonest] = count
             self._say(step, count, group)
 
     def _due(self, count: int) -> bool:
