@@ -106,7 +106,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 201088,
         "tie_word_embeddings": False,
     },
-    "qwen3.5-2b": {  # its layers in qwen3_next's words, whose text model vLLM has by itself
+    "qwen3.5-2b": {  # in qwen3_next's words, whose text model vLLM has by itself if a layer is of experts
         "model_type": "qwen3_next",
         "hidden_size": 2048,
         "num_hidden_layers": 24,
@@ -118,7 +118,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 16,
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
-        "mlp_only_layers": list(range(24)),
+        "mlp_only_layers": list(range(23)),
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 1024,
+        "shared_expert_intermediate_size": 1024,
         "vocab_size": 248320,
         "tie_word_embeddings": True,
     },
