@@ -70,7 +70,11 @@ class ContextPacked:
             raise ValueError("a row that fills a key/value cache is computed by one rank")
         num_tokens = sum(plan.lengths)
         padding = -num_tokens % group.size()
-        whole = Packed(lengths=(*plan.lengths, padding), parents=(*plan.parents, None)) if padding else plan
+        whole = plan
+        if padding:
+            experts_TLK = None if plan.experts_TLK is None else F.pad(plan.experts_TLK, (0, 0, 0, 0, 0, padding))
+            lengths, parents = (*plan.lengths, padding), (*plan.parents, None)
+            whole = Packed(lengths=lengths, parents=parents, experts_TLK=experts_TLK)
         return cls(whole=whole, group=group, name=named(group), num_tokens=num_tokens)
 
     @property
