@@ -59,6 +59,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 151936,
         "tie_word_embeddings": True,
     },
+    "qwen3-30b-a3b-6": {  # with 6 of its 48 layers
+        "hidden_size": 2048,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
+    },
     "qwen2.5-7b": {
         "hidden_size": 3584,
         "num_hidden_layers": 28,
@@ -78,7 +92,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-"""Qwen2's configuration of each, or Qwen3's where heads have a size of their own, from the published ones."""
+"""Qwen2's configuration of each, Qwen3's where heads have a size of their own, or its mixture's, as published."""
 
 CONTEXT = 4096
 CHAT_TEMPLATE = (
@@ -131,10 +145,12 @@ def build(shape: str, dtype: torch.dtype, folder: Path) -> Path:
 
 def model_config(shape: str) -> Any:
     """Transformers' configuration of it."""
-    from transformers import Qwen2Config, Qwen3Config
+    from transformers import Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
     special = tokenizer()
-    kind = Qwen3Config if "head_dim" in SHAPES[shape] else Qwen2Config
+    kind: Any = Qwen3Config if "head_dim" in SHAPES[shape] else Qwen2Config
+    if "num_experts" in SHAPES[shape]:
+        kind = Qwen3MoeConfig
     return kind(
         **SHAPES[shape],
         max_position_embeddings=CONTEXT,
