@@ -103,9 +103,9 @@ def test_replay_lowers_the_mismatch_of_a_sampler_in_bfloat16_at_least_threefold(
         return logits_TV.log_softmax(-1).take_along_dim(tokens_T[1:, None], 1)[:, 0]
 
     sampled_T = logprobs(sampler)
-    told = routing.of(sampler)
-    assert told is not None
-    gaps = [logprobs(trainer, e) - sampled_T for e in (None, torch.from_numpy(told.rows(told.chosen().tobytes())))]
+    routed = routing.of(sampler)
+    assert routed is not None
+    gaps = [logprobs(trainer, e) - sampled_T for e in (None, torch.from_numpy(routed.rows(routed.chosen().tobytes())))]
     apart, replayed = (float((torch.expm1(gap_T) - gap_T).mean()) for gap_T in gaps)
     assert apart > 3 * replayed > 0  # 9.7e-4 and 2.9e-5 were seen
 
@@ -120,13 +120,15 @@ def test_experts_travel_from_the_embedded_engine_into_a_packed_row() -> None:
     async def answers() -> list[Completion]:
         wants = EngineRequirements(model="", dtype="float32", router_replay=True)
         async with Embedded().open(policy, context=64, requirements=wants) as engine:
-            asked = [engine.generate([5, 6, 7, 8], Sampling(max_tokens=n), key=n) for n in (4, 6)]
-            return list(await asyncio.gather(*asked))
+            requests = [engine.generate([5, 6, 7, 8], Sampling(max_tokens=n), key=n) for n in (4, 6)]
+            return list(await asyncio.gather(*requests))
 
     completions = asyncio.run(answers())
     turns = [[((5, 6, 7, 8), c.tokens, c.logprobs)] for c in completions]
     rollouts = [make_rollout(f"g/{i}", turns[i], float(i)) for i in range(2)]
-    told = [replace(r, turns=(replace(r.turns[0], completion=c),)) for r, c in zip(rollouts, completions, strict=True)]
+    routed = [
+        replace(r, turns=(replace(r.turns[0], completion=c),)) for r, c in zip(rollouts, completions, strict=True)
+    ]
     pack = Packer(
         advantage=DrGrpo(),
         reduction="token",
@@ -136,11 +138,11 @@ def test_experts_travel_from_the_embedded_engine_into_a_packed_row() -> None:
         device=torch.device("cpu"),
         routing=experts,
     )
-    for group in (told, rollouts):
+    for group in (routed, rollouts):
         (micro,) = pack([make_group("g", group)], version=0).micro
         packing.hidden(model, micro.tokens_T[None], micro.positions_T[None], replace(micro.plan, experts_TLK=None))
         own = torch.from_numpy(experts.rows(experts.chosen().tobytes()))
-        expected = own if group is told else torch.full_like(own, routing.OWN)  # nobody told them
+        expected = own if group is routed else torch.full_like(own, routing.OWN)  # nobody said
         assert micro.plan.experts_TLK is not None
         assert torch.equal(micro.plan.experts_TLK, expected)
     load_RE = experts.load()
@@ -152,20 +154,20 @@ def test_experts_travel_from_the_embedded_engine_into_a_packed_row() -> None:
 def test_experts_of_another_model_are_refused() -> None:
     experts = routing.of(model_of("qwen3_moe"))
     assert experts is not None
-    for told in (bytes(7), bytes([8] * 8)):
+    for routed in (bytes(7), bytes([8] * 8)):
         with pytest.raises(EngineError, match="4 layers with 2 of 8 experts"):
-            experts.rows(told)
+            experts.rows(routed)
 
 
 def test_vllm_is_asked_for_experts_and_tells_them() -> None:
     wants = EngineRequirements(model="m", dtype="float32", router_replay=True)
     assert "--enable-return-routed-experts" in Vllm().command(wants, 64, "m", 1)
     record = RequestRecord([PartialCompletion()])
-    told = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
+    routed = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
     part: dict[str, Any] = {"index": 0, "token_ids": [1, 2], "finish_reason": "stop", "logprobs": None, "text": ""}
-    part |= {"routed_experts": told}
+    part |= {"routed_experts": routed}
     record.add(SimpleNamespace(prompt_logprobs=None, num_cached_tokens=0, outputs=[SimpleNamespace(**part)]), 0)
-    assert record.completions[0].experts == told.tobytes()
+    assert record.completions[0].experts == routed.tobytes()
 
 
 @pytest.mark.parametrize(

@@ -122,8 +122,8 @@ def check_replay(config: Any) -> None:
     why = "it has no router beside its experts"
     model = causal_class(config).from_config(small(config), dtype=torch.float32).eval()
     if (experts := routing.of(model)) is not None:
-        told = np.random.default_rng(0).random((8, experts.layers, experts.num_experts)).argsort(axis=2)
-        plan = Packed(lengths=(8,), parents=(None,), experts_TLK=torch.from_numpy(told[..., : experts.top_k]))
+        choice = np.random.default_rng(0).random((8, experts.layers, experts.num_experts)).argsort(axis=2)
+        plan = Packed(lengths=(8,), parents=(None,), experts_TLK=torch.from_numpy(choice[..., : experts.top_k]))
         for router in experts.routers.values():
             router.register_forward_hook(lambda _, __, out: weights.append(out[1]))
         tokens_1T = torch.arange(8)[None]

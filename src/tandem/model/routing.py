@@ -95,19 +95,19 @@ class Routing:
         load_RE = torch.zeros(len(chosen_RN), self.num_experts, device=chosen_RN.device)
         return load_RE.scatter_add_(1, chosen_RN, torch.ones_like(chosen_RN, dtype=load_RE.dtype))
 
-    def rows(self, told: bytes) -> NDArray[np.int16]:
+    def rows(self, record: bytes) -> NDArray[np.int16]:
         """What an engine told of some tokens, (T, L, K).
 
         Raises:
             EngineError: it is not of this model.
         """
-        flat, each = np.frombuffer(told, dtype=self.dtype), self.layers * self.top_k
-        if len(flat) % each or (len(flat) and int(flat.max()) >= self.num_experts):
+        values, each = np.frombuffer(record, dtype=self.dtype), self.layers * self.top_k
+        if len(values) % each or (len(values) and int(values.max()) >= self.num_experts):
             raise EngineError(
-                f"the engine told {len(told)} bytes of experts, which are not those of {self.layers} layers with "
+                f"the engine told {len(record)} bytes of experts, which are not those of {self.layers} layers with "
                 f"{self.top_k} of {self.num_experts} experts for each token; set router_replay: false"
             )
-        return flat.reshape(-1, self.layers, self.top_k).astype(np.int16)
+        return values.reshape(-1, self.layers, self.top_k).astype(np.int16)
 
     def replay(self, experts_TLK: Tensor | None) -> None:
         """Have passes from now on choose these; None: choose by themselves. A pass recomputed in backward counts."""
