@@ -283,6 +283,8 @@ def summary(lines: Sequence[Mapping[str, Any]], skipped: int = SKIPPED) -> dict[
         record["mfu_percent"] = 100 * 6 * about["parameters"] * tokens / trained / PEAK_FLOPS
     peaks = [s["peak_gb"] for s in every if s["peak_gb"] is not None]
     still = statistics.median(s.get("still", 0.0) for s in steps)
+    if mismatch := [s["mismatch"] for s in every if s.get("mismatch") is not None]:
+        record["mismatch"] = mismatch  # KL of the engine's distribution to the trainer's, step by step
     return {**record, "tokens": tokens, "tensors_gb": max(peaks, default=None), "still": still}
 
 

@@ -170,7 +170,7 @@ def main() -> None:
     parts = Parts(args.lines)
 
     def on_step(step: int, metrics: Mapping[str, Any]) -> None:
-        parts.note(still=float(metrics.get("engine/paused_seconds", 0.0)))
+        parts.note(still=float(metrics.get("engine/paused_seconds", 0.0)), mismatch=metrics.get("kl_behavior"))
 
     with tempfile.TemporaryDirectory(prefix="versus-run-") as runs:
         engine = {"urls": [args.url]} if args.url else args.engine

@@ -117,6 +117,8 @@ class Bench:
             record |= {"engine_gb": engine_gb, "all_tensors_gb": round(tensors + (engine_gb or 0.0), 2)}
         record["wall"] = round(time.monotonic() - begin, 1)
         append(self.args.out, **record)
+        if "mismatch" in record:
+            print("   mismatch of each step:", *(f"{kl:.2e}" for kl in record["mismatch"]), flush=True)
         print(f"   {record.get('seconds', float('nan')):.3f} s a step, {record['wall']:.0f} s in all", flush=True)
         if stopped:
             raise stopped
