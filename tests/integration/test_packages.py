@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -158,7 +157,7 @@ def test_a_server_that_fails_costs_its_rollouts(
     for _ in range(2):  # again from the start: a new session, of a new server where it had ended
         failed = played(env, tiny_model, [64, END]).rollouts
         assert [rollout.status for rollout in failed] == ["error", "error"]
-        assert re.search(message, failed[0].error), failed[0].error
+        assert message in failed[0].error
         assert len(failed[0].turns) == 1
 
 
@@ -170,9 +169,8 @@ def test_an_mcp_server_that_fails_costs_a_call_or_its_rollout(
     broken: str, message: str, python: str, tools: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "MOST_BYTES", 1 << 20)
-    seconds = 15.0 if broken == "hangs" else 120.0
-    servers = [{"command": "python", "args": ["broken_words.py", broken]}]
-    env = Mcp(servers=servers, python=python, timeout_seconds=seconds, **CAPITALS)
+    options = {**CAPITALS, "timeout_seconds": 15.0 if broken == "hangs" else 120.0}
+    env = Mcp(servers=[{"command": "python", "args": ["broken_server.py", broken]}], python=python, **options)
     (rollout,) = played(env, tools, [*call(tools), END], [64, END], size=1).rollouts
     assert message in (rollout.error or rollout.messages[2].content)
     assert rollout.metrics.get("tool_errors") == (1.0 if broken == "dies" else None)

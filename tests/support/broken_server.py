@@ -34,6 +34,7 @@ if __name__ == "__main__":
     if sys.argv[2:]:
         app = create_app(Broken, SayAction, SayObservation, env_name="say", max_concurrent_envs=8)
         uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[2]), log_level="warning")
-    server = MCPServer("words")
-    server.tool()(double)
-    server.run("stdio")
+    else:
+        server = MCPServer("words")
+        server.tool()(double)
+        server.run("stdio")
