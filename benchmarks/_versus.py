@@ -24,6 +24,8 @@ TAIL = 40
 """Lines of a failed process' log that are shown."""
 TEMPLATE = 19
 """Tokens that the chat template of ``_models`` puts around one message of a user."""
+GO_ON = "Go on."
+"""What the user says between two turns."""
 INSTRUCTION = "Think in a few short steps. Then end with one last line: '#### ' and the answer as a number."
 """Beneath each question of the graded work."""
 QUESTION = 512
@@ -46,6 +48,8 @@ class Work:
     """Tokens of each prompt, the chat template included."""
     steps: int = 7
     """Measured from beginning to beginning; the first two are left out."""
+    turns: int = 1
+    """Completions of a conversation, one after another; TRL's half has one."""
     graded: str = ""
     """GSM8K's train.jsonl: its questions, answers that end where they do and have ``tokens`` at most, and math_verify's
     grades. Empty: made-up prompts, answers of exactly so many tokens, and a reward that costs nothing."""
@@ -60,7 +64,7 @@ class Work:
         """Most tokens of a sequence, for the engine; a publish is probed with a text of its own."""
         if self.graded:
             return QUESTION + self.tokens
-        return max(256, -(-(self.prompt + self.tokens) // 64) * 64)
+        return max(256, -(-(self.prompt + self.turns * (self.tokens + TEMPLATE + len(GO_ON))) // 64) * 64)
 
     def prompts(self) -> list[str]:
         """Messages of a user, no two alike, enough for one step more than is measured."""
@@ -282,10 +286,10 @@ def summary(lines: Sequence[Mapping[str, Any]], skipped: int = SKIPPED) -> dict[
     if trained and "parameters" in about:
         record["mfu_percent"] = 100 * 6 * about["parameters"] * tokens / trained / PEAK_FLOPS
     peaks = [s["peak_gb"] for s in every if s["peak_gb"] is not None]
-    still = statistics.median(s.get("still", 0.0) for s in steps)
     if mismatch := [s["mismatch"] for s in every if s.get("mismatch") is not None]:
         record["mismatch"] = mismatch  # KL of the engine's distribution to the trainer's, step by step
-    return {**record, "tokens": tokens, "tensors_gb": max(peaks, default=None), "still": still}
+    record |= {key: statistics.median(s.get(key, 0.0) for s in steps) for key in ("still", "empty")}
+    return {**record, "tokens": tokens, "tensors_gb": max(peaks, default=None)}
 
 
 ORDER = ("sampling", "pack", "scoring", "forward+backward", "optimizer", "publish", "rest")

@@ -19,16 +19,19 @@ import asyncio
 import contextlib
 import json
 import tempfile
+import threading
+import time
+import urllib.request
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from _versus import INSTRUCTION, Parts, Work, add_work, append, multiplied, peak_gb, synchronize, work_of
+from _versus import GO_ON, INSTRUCTION, Parts, Work, add_work, append, multiplied, peak_gb, synchronize, work_of
 
 from tandem.config import loading as recipes
-from tandem.envs.base import Environment, Split
+from tandem.envs.base import Chat, Environment, Split
 from tandem.errors import DoesNotFit
 from tandem.model.policy import Policy
 from tandem.rollout.buffer import RolloutBuffer
@@ -50,6 +53,8 @@ class Prompts(Environment):
     """Tokens of each, the chat template included."""
     steps: int = 7
     """Steps that they are enough for."""
+    turns: int = 1
+    """Completions of a conversation."""
 
     def tasks(self, split: Split) -> Sequence[Task]:
         texts = Work(groups=self.groups, prompt=self.prompt, steps=self.steps).prompts()
@@ -58,15 +63,54 @@ class Prompts(Environment):
             for i, text in enumerate(texts)
         ]
 
+    async def play(self, task: Task, chat: Chat) -> Mapping[str, float]:
+        await chat.reply()
+        for _ in range(1, self.turns):
+            chat.add(Message(role="user", content=GO_ON))
+            await chat.reply()
+        return {}
+
     def check(self, task: Task) -> None:
         return None
+
+
+class Looks:
+    """Seconds in which a batch was waited for and an engine had no request, looked at a hundred times a second."""
+
+    EVERY = 0.01
+
+    def __init__(self, url: str):
+        self.url = url
+        self.seconds = 0.0
+        self.waited = False
+        """A batch is waited for now."""
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        before = time.perf_counter()
+        while True:
+            time.sleep(self.EVERY)
+            with urllib.request.urlopen(f"{self.url}/health") as answer:
+                requests = json.load(answer)
+            now = time.perf_counter()
+            if self.waited and not requests["running"] + requests["waiting"]:
+                self.seconds += now - before
+            before = now
+
+    def taken(self) -> float:
+        """Those since the last call."""
+        if not self._thread.is_alive():
+            raise RuntimeError(f"{self.url}/health did not answer; the error is above")
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
 
 
 def options(work: Work, model: Path, engine: dict[str, Any], runs: str) -> dict[str, Any]:
     """The recipe, before overrides."""
     cuda = torch.cuda.is_available()
     env: dict[str, Any] = {"kind": "_versus_tandem:Prompts"}
-    env |= {"groups": work.groups, "prompt": work.prompt, "steps": work.steps}
+    env |= {"groups": work.groups, "prompt": work.prompt, "steps": work.steps, "turns": work.turns}
     if work.graded:
         env = {"kind": "gsm8k", "path": str(Path(work.graded).absolute()), "instruction": INSTRUCTION}
     return {
@@ -91,14 +135,20 @@ def options(work: Work, model: Path, engine: dict[str, Any], runs: str) -> dict[
     }
 
 
-def instrument(parts: Parts, lines: Path, work: Work) -> None:
+def instrument(parts: Parts, lines: Path, work: Work, looks: Looks | None) -> None:
     """A stopwatch around the parts of the loop, and the differences to a run that are told above."""
     take, pack, commit = RolloutBuffer.take, Packer.__call__, WeightSyncSession.commit
     train, apply = Step.forward_backward, Step.apply
 
     async def timed_take(self: RolloutBuffer) -> Any:
         with parts.timed("sampling"):
-            return await take(self)
+            if looks is None:
+                return await take(self)
+            looks.waited = True
+            batch = await take(self)
+            looks.waited = False
+            parts.note(empty=looks.taken())
+            return batch
 
     def timed_pack(self: Packer, groups: Any, *, version: int) -> Any:
         with parts.timed("pack"):
@@ -176,7 +226,7 @@ def main() -> None:
         engine = {"urls": [args.url]} if args.url else args.engine
         loaded = recipes.from_options(options(work, args.model, engine, runs), args.overrides, Path("versus_trl"))
         append(args.lines, kind="about", overrides=args.overrides)
-        instrument(parts, args.lines, work)
+        instrument(parts, args.lines, work, Looks(args.url) if args.url else None)
         asyncio.run(run.train(loaded.config, resume=None, on_step=on_step))
 
 

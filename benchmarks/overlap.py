@@ -7,8 +7,12 @@
 ``shared0`` and ``shared1`` train with lag 0 and 1 on weights that are the engine's own, ``broadcast1`` sends them to an
 engine on the second card. All have the same random model, prompts and answers of exactly so many tokens. On one card
 start NVIDIA's MPS first (docs/guide/engines.md). Without a GPU the engine gets one half of the cores and the trainer
-the other, so that generation alone is what a step with lag 0 waits for, and training alone is the rest. Exits 1 if a
-setting failed or a goal was missed.
+the other, so that generation alone is what a step with lag 0 waits for, and training alone is the rest.
+
+    python benchmarks/overlap.py --settings shared0 --model .cache/smollm2 --turns 5 --groups 32 --tokens 64
+
+With several turns the host is asked between them: in which share of a step the engine had no request, although the
+batch was waited for, has a goal of its own. Exits 1 if a setting failed or a goal was missed.
 """
 
 from __future__ import annotations
@@ -42,6 +46,8 @@ from versus_trl import Bench, served
 ON_CPU = {"groups": 4, "siblings": 4, "tokens": 64, "prompt": 64, "steps": 9}
 OF_MAX, OF_SHARED, OF_TWO = 1.1, 0.9, 0.6
 """Goals: lag 1 against the longer of the two halves, on a CPU; against lag 0, on a GPU; two cards against lag 0."""
+OF_EMPTY = 0.05
+"""Goal: the share of a step in which the engine has no request for want of the host."""
 CUDA = torch.cuda.is_available()
 
 
@@ -99,6 +105,10 @@ def report(lines: Sequence[Mapping[str, Any]]) -> bool:
         goals.append(judged("lag 1 / the longer of the two", one / max(sampling, zero - sampling), OF_MAX))
     if zero and two:
         goals.append(judged("two cards, lag 1 / one card, lag 0", two / zero, OF_TWO))
+    for line in lines:
+        if line.get("seconds") and line["setting"].startswith("shared"):
+            share = line["empty"] / line["seconds"]
+            goals.append(judged(f"{line['setting']}: engine without a request / step", share, OF_EMPTY))
     print("\n".join(text for text, _ in goals))
     return bool(seconds) and all(reached for _, reached in goals)
 
@@ -106,6 +116,7 @@ def report(lines: Sequence[Mapping[str, Any]]) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="small", help="of the model, see _models.SHAPES")
+    parser.add_argument("--model", type=Path, help="a Hugging Face folder, instead of random weights of that shape")
     parser.add_argument("--settings", default="shared0,shared1", help="comma-separated")
     parser.add_argument("--override", action="append", default=[], help="an override of every setting's recipe")
     add_engine(parser)
@@ -115,7 +126,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="for the model")
     parser.add_argument("--out", type=Path, default=Path("overlap.jsonl"), help="results are appended")
     add_work(parser)
-    parser.set_defaults(model=None, **({} if CUDA else ON_CPU))
+    parser.set_defaults(**({} if CUDA else ON_CPU))
     args = parser.parse_args()
     end_in_order()
     args.out = args.out.absolute()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -10,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import build_tiny_model
 from integration.atropos_peers import packages_python, until
-from integration.test_verifiers import TOOLS, group
+from integration.test_verifiers import call, group, with_tools
 from support.fake_engine import END
-from transformers import AutoTokenizer
 
 import tandem
+from tandem.agents import server
 from tandem.envs import _package
 from tandem.envs.mcp import Mcp
 from tandem.envs.openenv import OpenEnv
@@ -45,12 +43,7 @@ def listens(port: int) -> bool:
 
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a chat template that shows tools."""
-    folder = build_tiny_model(tmp_path_factory.mktemp("tools"), context=2048)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = TOOLS
-    tokenizer.save_pretrained(folder)
-    return folder
+    return with_tools(tmp_path_factory.mktemp("tools"))
 
 
 ENVIRONMENTS: dict[str, dict[str, Any]] = {
@@ -130,8 +123,7 @@ def test_a_tool_of_an_mcp_server_is_called_and_every_token_is_as_it_was_sampled(
     way: str, python: str, tools: Path, request: pytest.FixtureRequest
 ) -> None:
     server = SERVER if way == "streams" else request.getfixturevalue("over_http")
-    called = '<tool_call>\n{"name": "double", "arguments": {"number": 21}}\n</tool_call>'
-    tokens = AutoTokenizer.from_pretrained(tools).encode(called, add_special_tokens=False)
+    tokens = call(tools)
     env = Mcp(servers=[server], python=python, **CAPITALS)
     (rollout,) = played(env, tools, [*tokens, END], [64, END], size=1).rollouts
     first, second = rollout.turns
@@ -165,8 +157,23 @@ def test_a_server_that_fails_costs_its_rollouts(
     for _ in range(2):  # again from the start: a new session, of a new server where it had ended
         failed = played(env, tiny_model, [64, END]).rollouts
         assert [rollout.status for rollout in failed] == ["error", "error"]
-        assert re.search(message, failed[0].error), failed[0].error
+        assert message in failed[0].error
         assert len(failed[0].turns) == 1
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [("dies", "MCPError: Connection closed"), ("hangs", "took longer"), ("floods", "Too Large")],
+)
+def test_an_mcp_server_that_fails_costs_a_call_or_its_rollout(
+    broken: str, message: str, python: str, tools: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MOST_BYTES", 1 << 20)
+    options = {**CAPITALS, "timeout_seconds": 15.0 if broken == "hangs" else 120.0}
+    env = Mcp(servers=[{"command": "python", "args": ["broken_server.py", broken]}], python=python, **options)
+    (rollout,) = played(env, tools, [*call(tools), END], [64, END], size=1).rollouts
+    assert message in (rollout.error or rollout.messages[2].content)
+    assert rollout.metrics.get("tool_errors") == (1.0 if broken == "dies" else None)
 
 
 def test_what_cannot_be_played_is_said_before_anything_is(python: str) -> None:

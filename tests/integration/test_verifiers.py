@@ -45,12 +45,22 @@ def python(monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def tools(tmp_path: Path) -> Path:
+    return with_tools(tmp_path / "tools")
+
+
+def with_tools(folder: Path) -> Path:
     """The tiny model with a chat template that shows tools."""
-    folder = build_tiny_model(tmp_path / "tools", context=2048)
+    build_tiny_model(folder, context=2048)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TOOLS
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def call(folder: Path) -> list[int]:
+    """A call of ``double`` as tokens."""
+    text = '<tool_call>\n{"name": "double", "arguments": {"number": 21}}\n</tool_call>'
+    return AutoTokenizer.from_pretrained(folder).encode(text, add_special_tokens=False)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("id", ["tandem-reverse", "tandem-guess", "tandem-tool", "tandem-groups"])
@@ -91,8 +101,7 @@ def group(env: Environment, folder: Path, *answers: list[int], size: int = 2, re
 
 
 def test_a_tool_is_called_and_every_token_is_as_it_was_sampled(python: str, tools: Path) -> None:
-    called = list(b'<tool_call>\n{"name": "double", "arguments": {"number": 21}}\n</tool_call>')
-    tokens = AutoTokenizer.from_pretrained(tools).encode(bytes(called).decode(), add_special_tokens=False)
+    tokens = call(tools)
     (rollout,) = group(Verifiers(id="tandem-tool", python=python), tools, [*tokens, END], [64, END], size=1).rollouts
     first, second = rollout.turns
     assert second.prompt[: len(first.prompt) + len(tokens) + 1] == (*first.prompt, *tokens, END)
@@ -134,7 +143,7 @@ def test_splits_are_disjoint_with_evaluation_data_and_without(python: str) -> No
         assert len({task.id for task in (*train, *test)}) == sum(counts)
 
 
-@pytest.mark.parametrize("broken", ["dies", "hangs"])
+@pytest.mark.parametrize("broken", ["dies", "hangs", "floods"])
 def test_a_process_that_fails_costs_its_rollouts_and_is_started_again(
     broken: str, python: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from support.hostile_programs import HOSTILE
 
 from tandem.errors import RewardError
 from tandem.rewards import code_tests
-from tandem.rewards.code_tests import CodeTests, Sandbox, program_of, read_tests
+from tandem.rewards.code_tests import CodeTests, Sandbox, read_tests
 from tandem.rollout.gold import gold_rollout
 from tandem.types import Message, Task
 
@@ -71,7 +71,6 @@ def test_what_is_no_test_is_refused() -> None:
         list(read_tests({"fn_name": "f", "inputs": [], "outputs": []}))
     with pytest.raises(ValueError, match="has no test in its column"):
         score(DOUBLE, [])
-    assert program_of("no fence") == "no fence"
 
 
 def test_a_kernel_without_namespaces_is_told_unless_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +126,6 @@ def test_a_hostile_program_reaches_nothing(name: str, sandbox: Sandbox, victim: 
     assert "swordfish" not in text
     assert Path(victim["FOLDER"], "secret").read_text() == "swordfish"
     assert victim["sleeper"].poll() is None
-    assert os.kill(os.getpid(), 0) is None
     # The next program is the only one there is, in an empty folder, and answers are its own.
     alone = "import os\nprint(os.listdir('/tmp'), os.getpid())\ntry: os.kill(-1, 0)\nexcept OSError: print('alone')"
     assert sandbox.run(alone, "", seconds=5.0, memory=256 << 20) == {"output": "[] 1\nalone\n", "status": 0}

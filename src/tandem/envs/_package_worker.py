@@ -38,6 +38,8 @@ class Server:
         except asyncio.CancelledError:
             return
         except BaseException as error:  # the boundary to the environment: whatever it raises is its rollout's
+            while isinstance(error, BaseExceptionGroup):  # as those who serve tools raise it
+                error = error.exceptions[0]
             answer = {"error": f"{type(error).__name__}: {error}{f' ({cause})' if (cause := error.__cause__) else ''}"}
         finally:
             self.running.pop(number, None)

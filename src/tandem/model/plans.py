@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+BLOCK = 64
+"""A cache holds, and is attended to in, whole blocks of so many tokens."""
 LONG = 4096
 """Tokens from which a sequence is long: cuDNN's attention is then faster than the variable-length flash kernel."""
 
@@ -43,7 +45,7 @@ class KVCache:
         if length <= self.capacity:
             return
         # Growing by a half keeps the number of copies logarithmic.
-        capacity = -(-max(length, self.capacity * 3 // 2) // 64) * 64
+        capacity = -(-max(length, self.capacity * 3 // 2) // BLOCK) * BLOCK
         for store in (self.keys, self.values):
             for layer, old in store.items():
                 store[layer] = old.new_zeros((*old.shape[:2], capacity, old.shape[3]))
@@ -212,7 +214,8 @@ def decode_plan(cache: KVCache, lengths: Sequence[int], device: torch.device, dt
     """Plan for rows that hold ``lengths`` tokens each and get one more."""
     cache.reserve(max(lengths) + 1)
     positions_R = torch.tensor(lengths, device=device)
-    columns_L = torch.arange(max(lengths) + 1, device=device)
+    # Whole blocks of columns: sums over keys are then in one order, however long the longest row is.
+    columns_L = torch.arange(-(-(max(lengths) + 1) // BLOCK) * BLOCK, device=device)
     mask = torch.zeros(len(lengths), 1, 1, len(columns_L), dtype=dtype, device=device)
     mask.masked_fill_((columns_L[None, :] > positions_R[:, None])[:, None, None, :], float("-inf"))
     rows_R = torch.arange(len(lengths), device=device)

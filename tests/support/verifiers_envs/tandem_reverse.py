@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+
 import verifiers as vf
 from datasets import Dataset
 
@@ -14,12 +17,10 @@ def load_environment(together: bool = False, broken: str = "") -> vf.Environment
     def share_of_vowels(completion: list[vf.Message]) -> float:
         text = str(completion[-1]["content"])
         if broken == "dies":
-            import os
-
             os.kill(os.getpid(), 9)
+        while broken == "floods":
+            os.write(1, b"x" * (1 << 20))
         if broken == "hangs":
-            import time
-
             time.sleep(3600)
         return sum(letter in "aeiou" for letter in text) / max(1, len(text))
 

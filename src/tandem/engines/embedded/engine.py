@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.engines.base import PROBE_SAMPLES, PROBE_TEMPERATURE, Engine, Health, ProbeResult
@@ -32,6 +33,9 @@ _KEPT = 256 << 20
 """Bytes of cache that an idle engine keeps; more is given back, for the trainer's activations need the memory."""
 _AHEAD = 128
 """Tokens of an answer for which a newcomer's cache is made at once; longer answers grow it as they go."""
+_ROWS = 4
+"""Rows come in multiples of it: of a few, a CPU multiplies the odd ones by another kernel, and the last bits of a
+request would depend on who came meanwhile."""
 
 
 @dataclass(slots=True, eq=False)
@@ -289,16 +293,19 @@ class EmbeddedEngine(Engine):
 
     def _decoded(self, cache: KVCache, requests: Sequence[_Request]) -> Tensor:
         """Hidden state of the last token of each request, which are the rows of a cache."""
-        device = self._policy.device
+        device, lengths = self._policy.device, [r.cached for r in requests]
         tokens_R1 = torch.tensor([[r.tokens[-1]] for r in requests], device=device)
         if isinstance(cache, PlainCache):
-            return cache.decoded(tokens_R1, [r.cached for r in requests])
-        plan = decode_plan(cache, [r.cached for r in requests], device, self._policy.dtype)
-        return self._policy.hidden(tokens_R1, plan.positions_R[:, None], plan)[:, 0]
+            return cache.decoded(tokens_R1, lengths)
+        more = -len(requests) % _ROWS
+        plan = decode_plan(cache, lengths + [0] * more, device, self._policy.dtype)
+        tokens_R1 = F.pad(tokens_R1, (0, 0, 0, more))
+        return self._policy.hidden(tokens_R1, plan.positions_R[:, None], plan)[: len(requests), 0]
 
     def _sample(self, hidden_RH: Tensor, requests: list[_Request]) -> list[tuple[_Request, Finish]]:
         """Draw one token for each request and record it; returns the requests that ended."""
-        logits = self._policy.logits(hidden_RH)
+        more = -len(requests) % _ROWS
+        logits = self._policy.logits(F.pad(hidden_RH, (0, 0, 0, more)))[: len(requests)]
         penalise_rows(
             logits,
             [r.penalties for r in requests],
@@ -364,4 +371,4 @@ class EmbeddedEngine(Engine):
 
 
 def _cache(policy: Policy, rows: int) -> KVCache:
-    return KVCache(rows) if packing.is_tree(policy.causal) else PlainCache(policy, rows)
+    return KVCache(rows + -rows % _ROWS) if packing.is_tree(policy.causal) else PlainCache(policy, rows)
