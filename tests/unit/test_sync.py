@@ -319,9 +319,8 @@ def test_the_order_of_a_commit(policy: Policy, sync: type[Copied], order: list[s
             events.clear()
             async with session.commit(1, free_slots=lambda: events.append("release")) as commit:
                 events.append("optimizer")
-                with pytest.raises(RuntimeError, match="published nothing yet"):
-                    commit.succeeded()
-            assert commit.succeeded().bytes == sum(t.nbytes for _, t in Full().source(policy.model))
+            assert commit.published is not None
+            assert commit.published.bytes == sum(t.nbytes for _, t in Full().source(policy.model))
 
     run(policy, work, kind=Attesting, events=events)
     assert events == order
@@ -431,7 +430,8 @@ def test_the_engine_samples_before_its_sums_are_known(policy: Policy) -> None:
             probed.clear()
             async with session.commit(1) as commit:
                 pass
-            assert commit.succeeded().moved
+            assert commit.published is not None
+            assert commit.published.moved
 
     run(policy, work, kind=Summing)
 
@@ -730,9 +730,9 @@ def published_beside(folder: Path, policy: Policy, trainable: Trainable, **scrip
 def test_the_base_beneath_an_adapter_is_compared_once_for_each_start(tiny_model: Path) -> None:
     trainable = Lora(rank=2)
     with live_policy(tiny_model, trainable=trainable) as policy:
-        assert published_beside(tiny_model, policy, trainable).count("checksums") == 1 + 1 + 3, "rehearsed once"
+        assert published_beside(tiny_model, policy, trainable).count("checksums") == 1 + 3
         again = published_beside(tiny_model, policy, trainable, dies={"probe": 1})
-        assert again.count("checksums") == 1 + 2 + 4, "what was started anew may have started on other weights"
+        assert again.count("checksums") == 2 + 4, "what was started anew may have started on other weights"
     with live_policy(tiny_model) as policy:
         assert published_beside(tiny_model, policy, Full()).count("checksums") == 1 + 3, "all of it is published"
 
