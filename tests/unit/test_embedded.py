@@ -18,7 +18,6 @@ from tandem.engines.embedded import engine as embedded
 from tandem.engines.embedded.spec import Embedded
 from tandem.errors import EngineError
 from tandem.model.policy import Policy
-from tandem.trainable.lora import Lora
 from tandem.types import Completion, Sampling
 
 PROMPTS = [[72, 105], [5, 99, 31, 7], list(range(20)), [200] * 3, [1, 2, 3, 4, 5, 6, 7, 8, 9], [17]]
@@ -114,14 +113,6 @@ def test_a_text_that_came_before_min_tokens_stops_nothing_after_them(policy: Pol
     requests = [([72], Sampling(min_tokens=5, max_tokens=90, stop=(stop,)), 0) for stop in stops]
     for stop, done in zip(stops, sample(policy, requests), strict=True):
         assert done.tokens == free.tokens[: later[stop][0] + 1 if later[stop] else None]
-
-
-def test_rows_with_and_without_penalties_share_a_batch(policy: Policy, naive: Any) -> None:
-    samplings = [Sampling(max_tokens=24), Sampling(repetition_penalty=1.4, max_tokens=24, min_tokens=24)]
-    requests = [(prompt, samplings[i % 2], i) for i, prompt in enumerate(PROMPTS)]
-    for (prompt, sampling, _), completion in zip(requests, sample(policy, requests), strict=True):
-        assert_agrees(naive, prompt, completion, sampling)
-        assert len(completion.tokens) >= sampling.min_tokens
 
 
 def test_greedy_takes_the_likeliest(policy: Policy, naive: Any) -> None:
@@ -298,33 +289,6 @@ def test_an_engine_that_fails_while_requests_are_to_end_fails_them(
         assert not (await engine.health()).ok
 
     run(policy, work)
-
-
-def test_it_lends_the_policys_own_parameters(tiny_model: Path) -> None:
-    """An adapter's too: they are what it samples from."""
-    with live_policy(tiny_model, trainable=Lora(rank=2)) as policy:
-
-        async def work(engine: Any) -> dict[str, int]:
-            return {name: tensor.data_ptr() for name, tensor in (await engine.export_weights()).items()}
-
-        exported = run(policy, work)
-        assert exported == {name: p.data_ptr() for name, p in policy.model.named_parameters()}
-        assert any("lora_A" in name for name in exported)
-
-
-def test_an_idle_engine_keeps_a_small_cache_and_gives_back_a_large_one(
-    policy: Policy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def work(engine: Any) -> int:
-        await engine.generate([72, 105], Sampling(max_tokens=5), 1)
-        for _ in range(100):
-            await asyncio.sleep(0)
-        return int(engine._cache.bytes)
-
-    kept = run(policy, work)
-    assert 0 < kept <= embedded._KEPT
-    monkeypatch.setattr(embedded, "_KEPT", kept - 1)
-    assert run(policy, work) == 0
 
 
 def test_a_failing_model_fails_who_waits_and_who_comes_later(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,11 +66,6 @@ def test_a_task_of_srun() -> None:
     )
 
 
-def test_a_meeting_place_that_is_set_comes_before_slurms() -> None:
-    one = placement(**SLURM, MASTER_ADDR="ib-gpu07", MASTER_PORT="29501")
-    assert (one.master_addr, one.master_port) == ("ib-gpu07", 29501)
-
-
 def test_all_hosts_of_a_step_meet_at_the_same_place() -> None:
     first = placement(**SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
     other = placement(**SLURM)

@@ -524,16 +524,6 @@ def test_who_sleeps_may_sleep_longer_than_a_pause_may_last() -> None:
     run(body)
 
 
-def test_a_server_without_sleep_mode_says_so() -> None:
-    async def body(c: Client) -> None:
-        c.vllm.vllm_config.model_config.enable_sleep_mode = False
-        await c.post("/bridge/pause")
-        response = await c.post("/bridge/sleep", {"level": 1})
-        assert (response.status, "--enable-sleep-mode" in response.detail) == (409, True)
-
-    run(body)
-
-
 # vLLM's own routes
 
 
@@ -836,24 +826,6 @@ def test_a_receiver_takes_what_was_announced(form: str) -> None:
         assert (await c.post("/bridge/resume")).status == 409
         await c.post("/nccl/start_receiver", start())
         assert "manifest" in (await c.post("/nccl/receive", {})).detail
-
-    run(body)
-
-
-def test_the_worst_rank_is_the_status() -> None:
-    async def body(c: Client) -> None:
-        for states, status in (
-            (("connected", "connecting"), "connecting"),
-            (("connected", "error"), "error"),
-            (("idle", "connecting"), "idle"),
-            (("connected", "connected"), "connected"),
-        ):
-            c.vllm.answers["tandem_connection"] = [
-                {"state": s, "reason": "rank 1 never came" if s == "error" else ""} for s in states
-            ]
-            report = (await c.get("/nccl/status")).json
-            assert report["status"] == status
-            assert report["error"] == ("rank 1 never came" if status == "error" else None)
 
     run(body)
 
