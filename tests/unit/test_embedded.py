@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from support.tiny_policy import live_policy, logprobs_of, penalised, reference, 
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tandem.engines.base import Engine
-from tandem.engines.embedded import engine as embedded
 from tandem.engines.embedded.spec import Embedded
 from tandem.errors import EngineError
 from tandem.model.policy import Policy
@@ -242,35 +240,6 @@ def test_a_pause_that_lets_requests_end_admits_nobody_meanwhile(policy: Policy, 
     done = run(policy, work, max_rows=1)
     for (prompt, sampling, _), completion in zip(requests, done, strict=True):
         assert_agrees(naive, prompt, completion, sampling)
-
-
-def test_steps_that_end_requests_are_not_time_without_sampling(
-    policy: Policy, naive: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a clock that ticks once in every step of the engine."""
-    hidden, steps = policy.hidden, 1
-
-    def counted(*arguments: Any) -> torch.Tensor:
-        nonlocal steps
-        steps += 1
-        return hidden(*arguments)
-
-    async def work(engine: Engine) -> tuple[int, float, int]:
-        task = asyncio.create_task(engine.generate([72, 105], Sampling(max_tokens=30, top_k=20), 0))
-        while (await engine.health()).running == 0:
-            await asyncio.sleep(0)
-        before = steps
-        await engine.pause(finish=True)
-        after = steps
-        await engine.score([1, 2, 3])
-        still = await engine.resume()
-        return after - before, still, len((await task).tokens)
-
-    monkeypatch.setattr(policy, "hidden", counted)
-    monkeypatch.setattr(embedded, "time", SimpleNamespace(monotonic=lambda: float(steps)))
-    sampled, still, length = run(policy, work)
-    assert sampled > 10 or length <= 10
-    assert still == 1.0, "the probe's step alone"
 
 
 def test_an_engine_that_fails_while_requests_are_to_end_fails_them(

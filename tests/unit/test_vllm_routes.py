@@ -494,24 +494,6 @@ def test_nothing_reads_or_writes_memory_that_was_released(path: str, content: An
     run(body)
 
 
-def test_new_requests_wait_for_an_engine_that_sleeps() -> None:
-    async def body(c: Client) -> None:
-        await c.post("/bridge/pause")
-        await c.post("/bridge/sleep", {"level": 1})
-        request = asyncio.ensure_future(c.begin("/generate", {"prompt": "a", "max_tokens": 2}))
-        await c.vllm.step(5)
-        assert not request.done()
-        assert not c.vllm.seen
-        await c.begin("/bridge/wake")
-        await c.vllm.step(5)
-        assert not c.vllm.seen
-        await c.begin("/bridge/resume")
-        await c.vllm.step(5)
-        assert (await request).status == 200
-
-    run(body)
-
-
 def test_who_sleeps_may_sleep_longer_than_a_pause_may_last() -> None:
     async def body(c: Client) -> None:
         await c.post("/bridge/pause", {"seconds": 0.02})
@@ -713,22 +695,6 @@ def test_adapters_are_loaded_used_and_unloaded_by_name(tmp_path: Path, monkeypat
         assert c.vllm.removed == [2, 1]
         assert (await c.post("/lora/unload", {"adapter_name": "one"})).status == 404
         assert (await c.get("/lora/status")).json["served"] is None
-
-    run(body, adapters=True)
-
-
-def test_an_adapter_that_a_trainer_loads_is_not_served_before_it_is_stamped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor if nobody stamped anything here before: its proof may fail."""
-    folder = str(adapter(tmp_path / "one"))
-    monkeypatch.setenv(FOLDERS, str(tmp_path))
-
-    async def body(c: Client) -> None:
-        await c.post("/lora/load", {"adapter_path": folder, "adapter_name": "one", "served": False})
-        assert (await c.get("/lora/status")).json["served"] is None
-        await c.post("/bridge/stamp", {"step": 3, "adapter": "one"})
-        assert (await c.get("/lora/status")).json["served"] == "one"
 
     run(body, adapters=True)
 
