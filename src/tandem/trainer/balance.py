@@ -111,7 +111,7 @@ class Balance:
 
     def _fill(self, groups: Iterable[int], cap: float) -> list[Load]:
         """In order, a new micro-batch where the next samples do not fit; a group that fits is taken at once."""
-        loads, alone = [Load()], []
+        loads = [Load()]
         for group in groups:
             last, whole = loads[-1], self._groups[group]
             if self._fits(last.tokens + whole.tokens, last.cost + whole.cost, cap):
@@ -121,12 +121,9 @@ class Balance:
                 grown = self._with(loads[-1], group, part)
                 if loads[-1].tokens and not self._fits(grown.tokens, grown.cost, cap):
                     grown = self._with(Load(), group, part)
-                    if grown.tokens > self._budget and self._single(group, part):
-                        alone.append(grown)  # what came before it may go on
-                        continue
                     loads.append(grown)
                 loads[-1] = grown
-        return alone + loads
+        return loads
 
     def _parts(self, group: int) -> Iterator[Sequence[int]]:
         """Its rollouts, the samples of each together if they fit the budget."""
@@ -137,11 +134,6 @@ class Balance:
                 yield samples
             else:
                 yield from ([sample] for sample in samples)
-
-    def _single(self, group: int, samples: Sequence[int]) -> bool:
-        """No other sample is of the same rollout, so that it may come anywhere."""
-        rollouts = self._families[group].rollouts
-        return rollouts.count(rollouts[samples[0]]) == 1
 
     def _fits(self, tokens: int, cost: float, cap: float) -> bool:
         return tokens <= self._budget and cost <= cap

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 
-from tandem.engines.base import Engine, EngineSpec, ExportsToRanks, ExportsWeights, ReportsChecksums, TakesAdapter
+from tandem.engines.base import EngineSpec, ExportsToRanks, ExportsWeights, ReportsChecksums, TakesAdapter
 from tandem.errors import UnsupportedPair
 from tandem.lazy import torch
 from tandem.transport.bridge import VllmBridge, find
@@ -101,10 +101,6 @@ class Shared(WeightSync):
         if session.ranks is not None and isinstance(engine, ExportsToRanks):
             await session.ranks.adapt(await engine.slots_of_ranks(session.trained.adapter()))
         return copied
-
-    def compares(self, engine: Engine) -> bool:
-        """In process, that ``transfer`` saw the same addresses is the comparison; else of the engine's own bytes."""
-        return isinstance(engine, ReportsChecksums)
 
 
 def attach_export(model: nn.Module, parameters: Mapping[str, nn.Parameter], export: Any, *, fresh: bool) -> None:

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Self
 
-from tandem.engines.base import UnmappedWeights
+from tandem.engines.base import ReportsChecksums, UnmappedWeights
 from tandem.errors import EngineError, StaleWeights, TandemError, UnsupportedPair
 from tandem.lazy import torch
 from tandem.metrics import Max, Sum, Value
@@ -304,7 +304,8 @@ class WeightSyncSession(SyncContext):
         asks_before = should_verify and self.sync.pause != "never"
         async with self._probed(ask=asks_before) as answering:
             sums = None
-            if should_verify and self.sync.compares(self.engine):
+            # In process, that ``transfer`` saw the same addresses is the comparison.
+            if should_verify and self.engine.sums_bytes and isinstance(self.engine, ReportsChecksums):
                 try:
                     sums = await self.trained.sums(self.engine, trainer_sums)
                 except UnmappedWeights as error:
