@@ -295,12 +295,6 @@ class Scripted(Engine):
         self._read(folder)
         return sum(t.nbytes for _, t in adapter.tensors)
 
-    beside_trainer = True
-
-    async def end(self) -> None:
-        self._at("end")
-        assert not self.serves
-
     async def relaunch(self, weights: Path | None) -> None:
         self._at("move")
         if weights is not None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -16,7 +13,6 @@ from peft.tuners.lora import Linear as PeftLinear
 from support.tiers import long_but
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -166,15 +162,6 @@ def test_sum_and_gradients_are_the_explicit_ones(
         assert torch.equal(layer(x), mine[0])
 
 
-@pytest.mark.parametrize("shape", [(0, INS), (1, 0, INS)])
-def test_no_positions(shape: tuple[int, ...], asked_peft: list[Any]) -> None:
-    y, dx, da, db = computed(layer_of(block(bias=True)), torch.zeros(shape))
-    assert (y.shape, dx.shape) == ((*shape[:-1], OUTS), shape)
-    assert not da.any()
-    assert not db.any()
-    assert not asked_peft
-
-
 @pytest.mark.parametrize("bias", [True, False])
 def test_sum_and_gradients_are_those_of_peft(bias: bool) -> None:
     layer = layer_of(block(bias=bias))
@@ -231,27 +218,9 @@ def test_no_gradient_is_computed_that_nobody_wants() -> None:
         parameter.requires_grad_(True)
 
 
-def two(model: Any, active: list[str]) -> None:
-    model.add_adapter("second", LoraConfig(r=2, target_modules=["up", "down"], init_lora_weights=False))
-    model.base_model.set_adapter(active)
-
-
-def elsewhere(model: Any) -> None:
-    """An active adapter that other layers have."""
-    layer_of(model).delete_adapter("default")
-    layer_of(model)._active_adapter = ["default"]
-
-
 OTHERS: dict[str, Callable[[Any], object]] = {
     "base of a kind of its own": lambda m: setattr(layer_of(m).base_layer, "__class__", Narrowed),
-    "trained weight": lambda m: layer_of(m).base_layer.weight.requires_grad_(True),
-    "trained bias": lambda m: layer_of(m).base_layer.bias.requires_grad_(True),
     "switched off": lambda m: layer_of(m).enable_adapters(False),
-    "merged": lambda m: layer_of(m).merge(),
-    "wider adapter": lambda m: (layer_of(m).double(), layer_of(m).base_layer.float()),
-    "two at work": lambda m: two(m, ["default", "second"]),
-    "another at work": lambda m: two(m, ["second"]),
-    "its adapter elsewhere": elsewhere,
 }
 
 
@@ -263,21 +232,6 @@ def test_what_it_does_not_know_goes_to_peft(what: str, asked_peft: list[Any]) ->
     out = layer(x)
     assert asked_peft == [layer]
     assert torch.equal(out, by_peft(layer, x))
-
-
-@pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_dropout": 0.5}, {"lora_bias": True}], ids=str)
-def test_adapters_of_other_kinds_go_to_peft(options: dict[str, Any], asked_peft: list[Any]) -> None:
-    layer, x = layer_of(block(bias=True, **options)), torch.randn(5, INS)
-    out = layer(x)
-    assert asked_peft == [layer]
-    assert torch.equal(out, by_peft(layer, x))
-
-
-def test_a_batch_of_several_adapters_goes_to_peft(asked_peft: list[Any]) -> None:
-    layer, x = layer_of(block()), torch.randn(2, INS)
-    out = layer(x, adapter_names=["default", "__base__"])
-    assert asked_peft == [layer]
-    assert torch.equal(out[1], nn.functional.linear(x, layer.base_layer.weight)[1])
 
 
 def test_switched_off_it_is_the_base_and_on_again_itself(asked_peft: list[Any]) -> None:
@@ -294,20 +248,6 @@ def test_switched_off_it_is_the_base_and_on_again_itself(asked_peft: list[Any]) 
     assert torch.equal(model(x), on)
     assert not torch.equal(on, off)
     assert len(asked_peft) == 2
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
-def test_a_copy_computes_with_its_own_weights(copied: Callable[[Any], Any], asked_peft: list[Any]) -> None:
-    model, x = block(), torch.randn(5, INS)
-    before = model(x)
-    other = copied(model)
-    assert torch.equal(other(x), before)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    assert torch.equal(other(x), before)
-    assert not model(x).any()
-    assert not asked_peft
 
 
 def test_the_operation_is_what_torch_asks_of_one() -> None:
@@ -364,30 +304,6 @@ def test_compiled_it_is_as_eager_for_any_number_of_positions_and_any_layer(backe
     second.up.set_scale("default", 3.0)
     assert (run(second, x) - second(x)).norm() <= 1e-6 * second(x).norm(), "PEFT's scale now"
     assert (second.up(x) - by_peft(second.up, x)).norm() <= 1e-6 * second.up(x).norm()
-
-
-@pytest.mark.slow
-@compiles
-@needs_compiler
-def test_compiled_code_copies_nothing_and_adds_nothing_wide() -> None:
-    model = block().get_base_model()
-    run = partial(compiled("inductor"), model)
-    _, codes = run_and_get_code(lambda: step(run, model, torch.randn(1, 50, INS)))
-    lines = [
-        line.strip() for code in codes for line in code[code.index("def call(") :].split("\nrunner")[0].split("\n")
-    ]
-    assert sum("torch.ops.tandem.addmm.default(" in line for line in lines) == 4
-    assert not [line for line in lines if "copy" in line or "clone" in line or "extern_kernels.addmm" in line]
-    made = [line for line in lines if "= empty_strided" in line and f", {R}), ({R}, 1)" not in line]
-    wide = [line for line in made if re.search(r"\(1?,? ?s\d+, ", line)]
-    # What silu gives, and in the backward pass the gradient of what it takes, if that does not lie there already.
-    assert len(wide) <= 2, wide
-    assert all(f", {OUTS})" in line for line in wide)
-    kernels = [line for line in lines if line.startswith("cpp_fused")]
-    assert [line for line in kernels if "silu" in line]
-    assert not [line for line in kernels if "add" in line.split("(")[0]]
-    products = [line for line in lines if "tandem.addmm.default(" in line]
-    assert all(line.endswith(f", {SCALE})") for line in products), "the scale is a constant"
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 
 from tandem.errors import TransportError
 from tandem.transport import bridge
-from tandem.transport.bridge import NCCL_FILE, VLLM_FILE, MappedParameter, VllmBridge, find, write_json
+from tandem.transport.bridge import VLLM_FILE, MappedParameter, VllmBridge, find
 from tandem.transport.sharing import export_host
 
 THEIRS: dict[str, Any] = {
@@ -88,13 +87,6 @@ def test_their_file_is_read(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("field", [key for key in THEIRS if key != "vllm_version"])
-def test_a_field_that_lacks_is_named(tmp_path: Path, field: str) -> None:
-    path = put(tmp_path / VLLM_FILE, {key: value for key, value in THEIRS.items() if key != field})
-    with pytest.raises(TransportError, match=f"{VLLM_FILE} .*missing required field `{field}`"):
-        VllmBridge.read(path)
-
-
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -149,31 +141,3 @@ def test_places_are_searched_in_order(places: Path, monkeypatch: pytest.MonkeyPa
     assert find().samefile(places / "logs" / VLLM_FILE)
     monkeypatch.setenv("LOGDIR", "")
     assert find().samefile(places / "cwd" / VLLM_FILE)
-
-
-def test_another_place_than_the_one_given_is_reported(places: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file = put(places / "last" / VLLM_FILE)
-    with caplog.at_level(logging.WARNING):
-        assert find() == find(file) == file
-        assert caplog.text == ""
-        assert find(places / "given.json") == file
-    assert str(places / "given.json") in caplog.text
-    assert str(file) in caplog.text
-
-
-def test_all_places_are_named_when_there_is_none(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TransportError, match="LOGDIR is not set"):
-        find()
-    monkeypatch.setenv("LOGDIR", str(places / "logs"))
-    with pytest.raises(TransportError) as caught:
-        find(places / "given.json")
-    looked = [places / "given.json", *(places / folder / VLLM_FILE for folder in ("logs", "cwd", "last"))]
-    assert ", ".join(map(str, looked)) in str(caught.value)
-
-
-def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
-    path = write_json(tmp_path / NCCL_FILE, {"world_size": 2})
-    with pytest.raises(TypeError, match="JSON"):
-        write_json(path, {"world_size": object()})
-    assert json.loads(path.read_text()) == {"world_size": 2}
-    assert [p.name for p in tmp_path.iterdir()] == [NCCL_FILE]

@@ -68,10 +68,6 @@ def test_is_what_it_is_defined_to_be(shape: tuple[int, ...], dtype: torch.dtype)
 def test_scalars_and_nothing() -> None:
     assert checksum(torch.tensor(1.5)) == reference(torch.tensor([1.5]))
     assert checksum(torch.empty(0, 4)) == 0
-    with pytest.raises(ValueError, match="not defined"):
-        checksum(torch.zeros(2, dtype=torch.complex128))
-    with pytest.raises(ValueError, match="its elements are its rows"):
-        checksum(torch.zeros(4), first=(0, 2))
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import socket
 import threading
@@ -152,20 +151,6 @@ def test_memory_is_reused_only_after_the_consumer_came_back() -> None:
         assert torch.equal(got[name], tensor), name
 
 
-def test_what_is_kept_is_not_overwritten() -> None:
-    named = {f"t{i}": torch.full((300,), float(i)) for i in range(20)}
-    with pair() as (trainer, worker):
-        kept = []
-        for seed, keep in enumerate((False, True, True)):
-            sending = Background(lambda seed=seed: trainer.send([(n, t + seed) for n, t in named.items()], 4096))
-            kept.append(list(worker.receive(manifest(named.items()), 4096, keep=keep)))
-            assert sending.error() is None
-    for seed, buckets in list(enumerate(kept))[1:]:
-        got = dict(pair for bucket in buckets for pair in bucket)
-        assert list(got) == list(named)
-        assert all(torch.equal(got[name], tensor + seed) for name, tensor in named.items())
-
-
 def test_buckets_are_a_function_of_the_manifest() -> None:
     entries = [TensorEntry("a", (10,), "int8"), TensorEntry("b", (50,), "int8"), TensorEntry("c", (500,), "bfloat16")]
     entries += [
@@ -289,8 +274,3 @@ def test_what_cannot_be_opened_is_refused() -> None:
         Member.host(Rendezvous(host="127.0.0.1", world=2, backend="nccl"))
     with pytest.raises(ValueError, match="rank must be"):
         Member.join(meeting(seconds=0.2), 2)
-
-
-def test_a_rendezvous_survives_json() -> None:
-    there = meeting(port=1234)
-    assert Rendezvous(**json.loads(json.dumps(asdict(there)))) == there

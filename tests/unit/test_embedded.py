@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +13,9 @@ from support.tiny_policy import live_policy, logprobs_of, penalised, reference, 
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tandem.engines.base import Engine
-from tandem.engines.embedded import engine as embedded
 from tandem.engines.embedded.spec import Embedded
 from tandem.errors import EngineError
 from tandem.model.policy import Policy
-from tandem.trainable.lora import Lora
 from tandem.types import Completion, Sampling
 
 PROMPTS = [[72, 105], [5, 99, 31, 7], list(range(20)), [200] * 3, [1, 2, 3, 4, 5, 6, 7, 8, 9], [17]]
@@ -114,14 +111,6 @@ def test_a_text_that_came_before_min_tokens_stops_nothing_after_them(policy: Pol
     requests = [([72], Sampling(min_tokens=5, max_tokens=90, stop=(stop,)), 0) for stop in stops]
     for stop, done in zip(stops, sample(policy, requests), strict=True):
         assert done.tokens == free.tokens[: later[stop][0] + 1 if later[stop] else None]
-
-
-def test_rows_with_and_without_penalties_share_a_batch(policy: Policy, naive: Any) -> None:
-    samplings = [Sampling(max_tokens=24), Sampling(repetition_penalty=1.4, max_tokens=24, min_tokens=24)]
-    requests = [(prompt, samplings[i % 2], i) for i, prompt in enumerate(PROMPTS)]
-    for (prompt, sampling, _), completion in zip(requests, sample(policy, requests), strict=True):
-        assert_agrees(naive, prompt, completion, sampling)
-        assert len(completion.tokens) >= sampling.min_tokens
 
 
 def test_greedy_takes_the_likeliest(policy: Policy, naive: Any) -> None:
@@ -253,35 +242,6 @@ def test_a_pause_that_lets_requests_end_admits_nobody_meanwhile(policy: Policy, 
         assert_agrees(naive, prompt, completion, sampling)
 
 
-def test_steps_that_end_requests_are_not_time_without_sampling(
-    policy: Policy, naive: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a clock that ticks once in every step of the engine."""
-    hidden, steps = policy.hidden, 1
-
-    def counted(*arguments: Any) -> torch.Tensor:
-        nonlocal steps
-        steps += 1
-        return hidden(*arguments)
-
-    async def work(engine: Engine) -> tuple[int, float, int]:
-        task = asyncio.create_task(engine.generate([72, 105], Sampling(max_tokens=30, top_k=20), 0))
-        while (await engine.health()).running == 0:
-            await asyncio.sleep(0)
-        before = steps
-        await engine.pause(finish=True)
-        after = steps
-        await engine.score([1, 2, 3])
-        still = await engine.resume()
-        return after - before, still, len((await task).tokens)
-
-    monkeypatch.setattr(policy, "hidden", counted)
-    monkeypatch.setattr(embedded, "time", SimpleNamespace(monotonic=lambda: float(steps)))
-    sampled, still, length = run(policy, work)
-    assert sampled > 10 or length <= 10
-    assert still == 1.0, "the probe's step alone"
-
-
 def test_an_engine_that_fails_while_requests_are_to_end_fails_them(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,33 +258,6 @@ def test_an_engine_that_fails_while_requests_are_to_end_fails_them(
         assert not (await engine.health()).ok
 
     run(policy, work)
-
-
-def test_it_lends_the_policys_own_parameters(tiny_model: Path) -> None:
-    """An adapter's too: they are what it samples from."""
-    with live_policy(tiny_model, trainable=Lora(rank=2)) as policy:
-
-        async def work(engine: Any) -> dict[str, int]:
-            return {name: tensor.data_ptr() for name, tensor in (await engine.export_weights()).items()}
-
-        exported = run(policy, work)
-        assert exported == {name: p.data_ptr() for name, p in policy.model.named_parameters()}
-        assert any("lora_A" in name for name in exported)
-
-
-def test_an_idle_engine_keeps_a_small_cache_and_gives_back_a_large_one(
-    policy: Policy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def work(engine: Any) -> int:
-        await engine.generate([72, 105], Sampling(max_tokens=5), 1)
-        for _ in range(100):
-            await asyncio.sleep(0)
-        return int(engine._cache.bytes)
-
-    kept = run(policy, work)
-    assert 0 < kept <= embedded._KEPT
-    monkeypatch.setattr(embedded, "_KEPT", kept - 1)
-    assert run(policy, work) == 0
 
 
 def test_a_failing_model_fails_who_waits_and_who_comes_later(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:

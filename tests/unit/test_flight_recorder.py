@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,13 +47,6 @@ def test_recording_is_set_up_for_the_runs_folder(tmp_path: Path) -> None:
     }
 
 
-def test_what_a_user_has_set_stays(tmp_path: Path) -> None:
-    options = {"TORCH_FR_BUFFER_SIZE": "7", "TORCH_FR_DUMP_TEMP_FILE": "/elsewhere/rank_"}
-    environ = dict(options)
-    flight_recorder.record(tmp_path, environ)
-    assert environ == {**options, "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-
-
 def test_ranks_over_nccl_record_and_those_over_gloo_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str | None] = []
 
@@ -75,14 +67,6 @@ def test_a_rank_writes_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     flight_recorder.record(tmp_path / "logs")
     assert flight_recorder.write(3) == tmp_path / "logs/nccl_trace_rank_3"
     assert (tmp_path / "logs/nccl_trace_rank_3").read_bytes() == b"entries"
-
-
-def test_a_disk_that_refuses_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(c10d, "_dump_nccl_trace", lambda: b"entries", raising=False)
-    (tmp_path / "logs").write_text("a file")
-    flight_recorder.record(tmp_path / "logs")
-    assert flight_recorder.write(0) is None
 
 
 # Faults
@@ -113,33 +97,6 @@ def test_a_collective_that_is_not_over_in_time_is_told_of_every_group(at: int) -
     backends = [Backend(ErrorType.TIMEOUT if number == at else ErrorType.SUCCESS) for number in range(3)]
     fault = asyncio.run(asyncio.wait_for(parts_of(*backends).fault(), 1.0))
     assert fault == "a collective of NCCL is not over after 5 s (distributed.timeout_seconds)"
-
-
-def test_without_a_fault_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_parts, "FAULT_POLL_SECONDS", 0.01)
-    with pytest.raises(TimeoutError):
-        asyncio.run(asyncio.wait_for(parts_of(Backend(), Backend(), Backend()).fault(), 0.1))
-
-
-def test_every_group_is_given_up() -> None:
-    backends = [Backend(), Backend(), Backend()]
-    parts_of(*backends).abort()
-    assert [backend.aborted for backend in backends] == [1, 1, 1]
-
-
-def test_the_last_collectives_are_written_by_the_number_that_torch_has_for_the_rank(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    numbers: list[int] = []
-    monkeypatch.setattr(flight_recorder, "write", numbers.append)
-    parts = parts_of(Backend(), Backend())
-    parts.give_up()
-    parts.mesh = None
-    parts.give_up()
-    for thread in threading.enumerate():
-        if thread.name == "abort of collectives":
-            thread.join(5.0)
-    assert sorted(numbers) == [0, 2], "of the shard that a rank of cut weights holds, else its own"
 
 
 def ended(rank_lost_first: bool) -> tuple[RankError, list[str]]:

@@ -61,11 +61,9 @@ def test_gpus_are_divided_by_the_sync_and_the_memory_plan(recipe: Path, monkeypa
     assert on(recipe, "70B", "gpus=4", "trainable=lora", *APART) == (2, "states", 1, 2, ("2,3",))
 
 
-def test_what_does_not_fit_is_refused_with_the_number_that_would_do(
-    recipe: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_fit_is_refused(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cards(monkeypatch, 2)
-    with pytest.raises(DoesNotFit, match=r"gpus: 2 do not do, \d+ would: "):
+    with pytest.raises(DoesNotFit, match="a rank needs more memory than is free"):
         on(recipe, "7B", "gpus=2", *APART)
     with pytest.raises(ConfigError, match="gpus: 4, but this machine has 2"):
         on(recipe, "7B", "gpus=4")

@@ -115,7 +115,7 @@ class Scene:
     async def compute(self, work: Callable[[], Any]) -> Any:
         return work()
 
-    async def sleep(self, step: int, *, last: bool) -> None:
+    async def sleep(self) -> None:
         """It never sleeps."""
 
     def accept_requests_for(self, step: int, free_slots: Callable[[], None]) -> None:

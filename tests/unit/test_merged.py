@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiers import long_but
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -72,22 +71,9 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def copied(layer: Any, state: dict[str, Tensor], prefix: str) -> None:
-    """Put A and B of a merged layer's state into PEFT's layer."""
-    with torch.no_grad():
-        layer.lora_A["default"].weight.copy_(state[f"{prefix}.lora_A"])
-        layer.lora_B["default"].weight.copy_(state[f"{prefix}.lora_B"])
-
-
 @torch.no_grad()
 def logits(live: nn.Module) -> Tensor:
     return live(input_ids=TOKENS).logits  # type: ignore[no-any-return]
-
-
-def loss(live: nn.Module) -> Tensor:
-    """Any scalar whose gradient reaches every logit."""
-    out = live(input_ids=TOKENS).logits
-    return (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)).sum()
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -112,34 +98,6 @@ def test_gradient_is_that_of_the_explicit_sum(bias: bool) -> None:
         assert actual is not None
         assert wanted is not None
         torch.testing.assert_close(actual.double(), wanted, rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "near"), [(torch.float64, 1e-6), (torch.float32, 1e-4), (torch.bfloat16, 0.06)])
-@pytest.mark.parametrize("options", [{}, {"layers": (1,)}, {"target_modules": ("q_proj", "down_proj")}])
-@pytest.mark.parametrize("bias", [True, False])
-def test_gradient_is_that_of_plain_lora(dtype: torch.dtype, near: float, options: dict[str, Any], bias: bool) -> None:
-    """A whole model; relative to the norm, since bfloat16 rounds the two at different places."""
-    trainable = Lora(rank=4, alpha=8, merged=True, **options)
-    live = prepared(trainable, dtype=dtype, bias=bias)
-    stir(trainable, live)
-    trainable.fold(live)
-    other = Lora(rank=4, alpha=8, **options).prepare(model(dtype=dtype, bias=bias)).eval()
-    plain: dict[str, Any] = {n: m for n, m in other.get_base_model().named_modules() if hasattr(m, "lora_A")}
-    assert set(plain) == {name for name, _ in _merged.layers(live)}
-    state = live.state_dict()
-    for name, layer in plain.items():
-        copied(layer, state, name)
-
-    assert (logits(live) - logits(other)).norm() <= near * logits(other).norm()
-    loss(live).backward()
-    loss(other).backward()
-    for name, layer in _merged.layers(live):
-        for part in ("lora_A", "lora_B"):
-            mine, theirs = getattr(layer, part).grad, getattr(plain[name], part)["default"].weight.grad
-            assert mine.dtype == dtype
-            assert (mine - theirs).norm() <= near * theirs.norm(), f"{name}.{part}"
-    assert not [n for n, p in live.named_parameters() if p.grad is not None and ".lora_" not in n]
 
 
 def test_gradient_through_a_checkpointed_layer_is_the_same() -> None:
@@ -233,39 +191,6 @@ def test_fold_is_one_rounding_of_the_sum(
     assert layer.weight.data_ptr() == address
 
 
-def test_fold_on_a_host_holds_a_few_rows_of_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_merged, "_CHUNK", 24 * 7)
-    linear = nn.Linear(24, 40, dtype=torch.bfloat16).requires_grad_(False)
-    layer = MergedLinear(linear, torch.ones(2, 24), torch.ones(40, 2), 1.0, "device")
-    with Formed() as seen:
-        layer.fold()
-    assert {shape for shape in seen.shapes if shape[-1] == 24} == {(7, 24), (5, 24)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", long_but([torch.float32, torch.bfloat16], torch.bfloat16))
-def test_a_thousand_folds_do_not_drift(dtype: torch.dtype) -> None:
-    trainable = Lora(rank=4, merged=True)
-    live = prepared(trainable, dtype=dtype)
-    start = weights(live)
-    stir(trainable, live)
-    assert same(weights(live), start), "nothing moves before fold"
-    trainable.fold(live)
-    there = weights(live)
-    assert not any(torch.equal(there[name], start[name]) for name in start)
-    for _ in range(1000):
-        trainable.fold(live)
-    assert same(weights(live), there), "idempotent"
-    for seed in range(20):
-        stir(trainable, live, seed, size=1.0)
-        trainable.fold(live)
-    with torch.no_grad():
-        for _, layer in _merged.layers(live):
-            layer.lora_B.zero_()
-    trainable.fold(live)
-    assert same(weights(live), start), "back at W0 to the bit"
-
-
 def test_fold_writes_where_the_weight_is_now() -> None:
     """An engine that lends its storage moves the weight there, into rows of a larger one."""
     trainable = Lora(rank=4, merged=True)
@@ -285,16 +210,6 @@ def test_fold_writes_where_the_weight_is_now() -> None:
     assert all(t.untyped_storage().data_ptr() == fused[n[:-7]].untyped_storage().data_ptr() for n, t in source)
 
 
-def test_fold_between_forward_and_backward_is_an_error() -> None:
-    """The gradient would be of other weights than the output."""
-    trainable = Lora(rank=4, merged=True)
-    live = prepared(trainable)
-    out = loss(live)
-    trainable.fold(live)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.backward()
-
-
 @pytest.mark.parametrize("tie", [True, False])
 def test_what_travels_is_the_adapted_weights(tie: bool) -> None:
     trainable = Lora(rank=4, layers=(1,), merged=True)
@@ -308,20 +223,6 @@ def test_what_travels_is_the_adapted_weights(tie: bool) -> None:
     assert all(name.endswith(("_proj.lora_A", "_proj.lora_B")) and layer_of(name) == 1 for name in trained)
     owners = dict(live.named_parameters())
     assert all(tensor.data_ptr() == owners[name].data_ptr() for name, tensor in trainable.source(live))
-
-
-def test_a_step_moves_no_other_weight() -> None:
-    trainable = Lora(rank=4, merged=True)
-    live = prepared(trainable, bias=True)
-    before = {name: p.clone() for name, p in trainable.base_names(live).items()}
-    optimizer = torch.optim.SGD([p for _, p in trainable.parameters(live)], lr=0.01)
-    value = loss(live)
-    value.backward()
-    optimizer.step()
-    trainable.fold(live)
-    changed = {name for name, p in trainable.base_names(live).items() if not torch.equal(p, before[name])}
-    assert changed == {name for name, _ in trainable.source(live)}
-    assert loss(live) < value, "the step went downhill"
 
 
 def test_bytes_beside_the_model() -> None:

@@ -278,31 +278,6 @@ def test_what_changes_nothing_is_refused(options: dict[str, Any], error: str) ->
         recipe(**options)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"old_logprobs": "recomputed", "updates_per_batch": 2, "loss": {"kind": "grpo", "clip_low": 0.1}},
-        {
-            "old_logprobs": "recomputed",
-            "corrections": [{"kind": "token"}, "geometric", {"kind": "opsm", "threshold": 0.2}],
-        },
-        {"corrections": [{"kind": "token", "beyond": "mask"}]},
-        {"old_logprobs": "recomputed", "loss": "reinforce", "corrections": ["token"]},
-        {"old_logprobs": "recomputed", "loss": "reinforce", "reference": "start"},
-        {"reference": {"kind": "average", "every": 5, "mixup": 0.9, "beta": 0.1}},
-        {"reference": None},
-        {"advantage": "gdpo"},
-        {"advantage": "batch_std", "loss": "cispo"},
-    ],
-)
-def test_recipes_survive_being_written_down(options: dict[str, Any], tmp_path: Path) -> None:
-    made = recipe(**options)
-    (tmp_path / "again.yaml").write_text(config.dump(made), encoding="utf-8")
-    again = config.load(tmp_path / "again.yaml").config
-    assert again == made
-    assert config.digest(again) == config.digest(made)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("trainable", ["full", "lora", {"kind": "lora", "merged": True}], ids=str)
 def test_the_memory_plan_counts_what_is_held(tiny_model: Path, trainable: Any) -> None:

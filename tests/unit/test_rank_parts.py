@@ -197,16 +197,6 @@ def test_of_ranks_that_share_an_engine_on_another_host_the_first_has_it(tmp_path
     assert replies[1] == [None, {}, None], "the second engine's first rank is rank 2"
 
 
-def test_engines_of_pairs_do_not_sleep_as_one_that_shares_its_weights_does_not(tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("model: m\nsteps: 3\nenv: arithmetic\n")
-    sleeping = ["ranks=2", "engine=vllm", "engine.sleep=1"]
-    with pytest.raises(UnsupportedPair, match="other ways need the memory that it would release"):
-        check_pairs(load(recipe, sleeping).config)
-    with pytest.raises(UnsupportedPair, match=r"engine\.sleep: 1: engines are on other GPUs"):
-        check_ranks(load(recipe, [*sleeping, "sync=broadcast"]).config, 2)
-
-
 def test_engines_that_other_hosts_reach_have_keys(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: m\nsteps: 3\nenv: arithmetic\n")
@@ -259,17 +249,6 @@ def test_more_ranks_than_gpus_are_refused_unless_they_share_them(
     )
     check_gpus(load(recipe, ["ranks=2"]).config, RankCounts(world=2, local=2))
     assert [rank_device(rank).index for rank in range(4)] == [0, 1, 0, 1]
-
-
-def test_ranks_that_share_gpus_are_counted_by_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("model: m\nsteps: 3\nenv: arithmetic\n")
-    sharing = load(recipe, ["ranks=3", "distributed.share_gpus=true"]).config
-    for gpus, each in (("0", 3), ("0,1", 2), ("0,1,2,3", 1), ("", 1)):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-        assert RankCounts.of(sharing) == RankCounts(world=3, local=3, per_gpu=each)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert RankCounts.of(load(recipe, ["ranks=3"]).config).per_gpu == 1
 
 
 @pytest.mark.parametrize(("shares", "backend"), [(False, "nccl"), (True, "gloo")])

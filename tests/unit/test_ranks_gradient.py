@@ -30,6 +30,7 @@ from tandem.algorithms.advantages.dr_grpo import DrGrpo
 from tandem.algorithms.losses.grpo import Grpo
 from tandem.algorithms.references.average import Average
 from tandem.algorithms.references.start import Start
+from tandem.distributed import sharding
 from tandem.distributed.group import DataGroup
 from tandem.distributed.sharding import ShardedStepper
 from tandem.model.policy import Compute, Policy, load_model
@@ -178,6 +179,13 @@ def whole_in(dtype: torch.dtype, model: nn.Module) -> nn.Module:
     return model.to(dtype)
 
 
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes at which a tiny model is divided."""
+    monkeypatch.setattr(sharding, "SMALL", 0)
+    monkeypatch.setattr(sharding, "BUCKET", 1 << 14)
+
+
 def gradients(case: Case, model: nn.Module, batch: StepBatch, dtype: torch.dtype, group: DataGroup | None) -> Any:
     """Of every update; of several ranks each one's share of them."""
     trainable = TRAINABLE[case.trainable]
@@ -191,10 +199,8 @@ def gradients(case: Case, model: nn.Module, batch: StepBatch, dtype: torch.dtype
             held = case.objective.reference.hold([(name, policy.model.get_parameter(name)) for name in names])
         stepper: Any = Alone(named, after)
         if group is not None:
-            stepper = ShardedStepper(
-                Recording(AdamW(), after), named, group, replicate=case.trainable != "full", local=case.local,
-                smallest=0, bucket=1 << 14,
-            )  # fmt: skip
+            recording, is_full = Recording(AdamW(), after), case.trainable == "full"
+            stepper = ShardedStepper(recording, named, group, replicate=not is_full, local=case.local)
         with torch.no_grad():  # the first step is already away from what was loaded
             for name, parameter in named:
                 parameter.copy_(after(0)[name])
@@ -259,7 +265,7 @@ def trained(model: nn.Module, batches: list[StepBatch], group: DataGroup | None)
         named, optimizer = list(policy.model.named_parameters()), AdamW(lr=1e-2, weight_decay=0.1)
         stepper: Any = optimizer.bind(named)
         if group is not None:
-            stepper = ShardedStepper(optimizer, named, group, smallest=0, bucket=1 << 14)
+            stepper = ShardedStepper(optimizer, named, group)
         kind: type[LocalWork] = LocalWork if group is None else RankWork
         work = kind(policy=policy, objective=OBJECTIVES["grpo"], stepper=stepper, sampling=Sampling())
         for batch in batches:

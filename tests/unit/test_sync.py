@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import warnings
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -265,11 +264,6 @@ def test_an_engine_at_another_temperature_is_stale(policy: Policy, tiny_model: P
     assert "nats" in refused(policy, Shared(), StaleWeights, scored=lambda logprobs: warm)
 
 
-@pytest.mark.parametrize("last", [[math.nan], [math.inf], [-math.inf], []], ids=str)
-def test_a_probe_that_is_no_number_or_of_another_length_is_stale(policy: Policy, last: list[float]) -> None:
-    refused(policy, Shared(), StaleWeights, scored=lambda logprobs: [*logprobs[:-1], *last])
-
-
 def test_an_engine_that_samples_from_older_weights_is_stale(policy: Policy) -> None:
     """Its bytes are right (they were copied), but what it computes with is not what it holds."""
     kept: list[list[float]] = []
@@ -319,9 +313,8 @@ def test_the_order_of_a_commit(policy: Policy, sync: type[Copied], order: list[s
             events.clear()
             async with session.commit(1, free_slots=lambda: events.append("release")) as commit:
                 events.append("optimizer")
-                with pytest.raises(RuntimeError, match="published nothing yet"):
-                    commit.succeeded()
-            assert commit.succeeded().bytes == sum(t.nbytes for _, t in Full().source(policy.model))
+            assert commit.published is not None
+            assert commit.published.bytes == sum(t.nbytes for _, t in Full().source(policy.model))
 
     run(policy, work, kind=Attesting, events=events)
     assert events == order
@@ -431,7 +424,8 @@ def test_the_engine_samples_before_its_sums_are_known(policy: Policy) -> None:
             probed.clear()
             async with session.commit(1) as commit:
                 pass
-            assert commit.succeeded().moved
+            assert commit.published is not None
+            assert commit.published.moved
 
     run(policy, work, kind=Summing)
 
@@ -492,19 +486,6 @@ def test_an_engine_that_never_rests_is_not_paused_for_nothing(policy: Policy) ->
     published, events = run(policy, work, kind=Attesting)
     assert published.paused == 0.0
     assert "pause" not in events
-
-
-@pytest.mark.parametrize("sync", [CopiedAtRest, Shared])
-def test_an_optimizer_that_fails_leaves_the_engine_paused(policy: Policy, sync: type[WeightSync]) -> None:
-    async def work(engine: Watched) -> None:
-        async with open_session(sync(), policy, engine, START, Full()) as session:
-            with pytest.raises(ZeroDivisionError):
-                async with session.commit(1):
-                    raise ZeroDivisionError("half of the weights are written")
-            assert await is_paused(engine)
-            assert engine.version().step == 0
-
-    run(policy, work, kind=Attesting if sync is CopiedAtRest else Watched)
 
 
 def test_proof_every_n_publishes_and_always_at_first(policy: Policy) -> None:
@@ -592,12 +573,6 @@ def test_published_at_every_step_it_is_never_behind() -> None:
     assert Restart().behind == 2, "a restart takes long, so it is not done at every step unless asked"
 
 
-@pytest.mark.parametrize("kind", [Restart, Hotswap, Broadcast])
-def test_every_is_at_least_one(kind: type[WeightSync]) -> None:
-    with pytest.raises(ValueError, match="every"):
-        kind(every=0)  # type: ignore[call-arg]
-
-
 def test_the_lag_must_allow_an_engine_that_is_behind() -> None:
     for lag in (2, 3):
         check_pairs(recipe(Restart(every=3), Full(), Vllm(), max_lag=lag))
@@ -676,19 +651,6 @@ def test_in_flight_finish_begins_no_request_under_one_version_and_ends_it_under_
     assert "pause" not in events
 
 
-def test_in_flight_continue_lets_a_request_span_versions(policy: Policy) -> None:
-    async def work(engine: Watched) -> Completion:
-        async with open_session(Shared(), policy, engine, START, Full()) as session:
-            request = asyncio.create_task(engine.generate([72, 105], Sampling(max_tokens=60, top_k=20), 0))
-            while (await engine.health()).running == 0:
-                await asyncio.sleep(0)
-            async with session.commit(1):
-                assert not request.done()
-            return await request
-
-    assert set(run(policy, work).versions) == {0, 1}
-
-
 def test_an_engine_that_was_started_again_is_proven_whatever_verify_every_says(
     policy: Policy, tiny_model: Path
 ) -> None:
@@ -730,11 +692,11 @@ def published_beside(folder: Path, policy: Policy, trainable: Trainable, **scrip
 def test_the_base_beneath_an_adapter_is_compared_once_for_each_start(tiny_model: Path) -> None:
     trainable = Lora(rank=2)
     with live_policy(tiny_model, trainable=trainable) as policy:
-        assert published_beside(tiny_model, policy, trainable).count("checksums") == 1 + 1 + 3, "rehearsed once"
+        assert published_beside(tiny_model, policy, trainable).count("checksums") == 1 + 3
         again = published_beside(tiny_model, policy, trainable, dies={"probe": 1})
-        assert again.count("checksums") == 1 + 2 + 4, "what was started anew may have started on other weights"
+        assert again.count("checksums") == 2 + 4, "what was started anew may have started on other weights"
     with live_policy(tiny_model) as policy:
-        assert published_beside(tiny_model, policy, Full()).count("checksums") == 1 + 3, "all of it is published"
+        assert published_beside(tiny_model, policy, Full()).count("checksums") == 3, "all of it is published"
 
 
 @pytest.mark.parametrize(("changed", "kind"), [(1, TornWeights), (None, StaleWeights)], ids=["one", "all"])
@@ -851,19 +813,6 @@ def test_the_time_of_a_publish_is_from_pause_to_resume_without_the_optimizers(
 
     monkeypatch.setattr(session_module, "time", SimpleNamespace(monotonic=lambda: now))
     assert run(policy, work, kind=Slow).seconds == seconds
-
-
-def test_what_the_engine_says_of_its_pause_is_told(policy: Policy, tiny_model: Path) -> None:
-    async def work() -> None:
-        with scripted(tiny_model) as engine:
-            async with open_session(Shared(), policy, engine, START, Full()) as session:
-                async with session.commit(1) as commit:
-                    pass
-                assert commit.published is not None
-                assert commit.published.paused == 0.5
-                assert commit.metrics()["engine/paused_seconds"] == Sum(0.5)
-
-    asyncio.run(work())
 
 
 # Ways that go through files

@@ -35,7 +35,6 @@ from tandem.trainer.pairs import check_pairs
 from tandem.transport.checksums import checksums
 from tandem.types import PolicyVersion
 from tandem.weight_sync.base import SyncContext, WeightSync
-from tandem.weight_sync.restart import Restart
 from tandem.weight_sync.transaction.session import WeightSyncSession
 
 pytestmark = pytest.mark.slow
@@ -106,7 +105,7 @@ async def steps(
     """Steps as the loop takes them."""
     async with open_session(sync, policy, engine, START, trainable) as session:
         for step in range(1, count + 1):
-            await session.sleep(step)
+            await session.sleep()
             assert engine.asleep == bool(engine.sleeps)
             async with session.commit(step):
                 if trainable == Full():
@@ -124,26 +123,6 @@ def test_it_sleeps_from_the_batch_to_the_publish_which_brings_what_it_forgot(tin
         assert [step for step, _ in engine.resumed_versions] == [0, 1, 2]
         assert engine.held() == checksums(Full().source(policy.model))
         assert engine.serves
-
-
-@pytest.mark.parametrize("beside", [True, False])
-def test_an_engine_beside_the_trainer_is_ended_before_the_step_that_restarts_it(
-    tiny_model: Path, tmp_path: Path, beside: bool
-) -> None:
-    with pair(tiny_model, Full(), depth=0) as (policy, engine):
-        engine.beside_trainer = beside
-
-        async def work() -> None:
-            async with open_session(Restart(every=2), policy, engine, START, Full(), tmp_path) as session:
-                for step in (1, 2):
-                    begun = len(engine.events)
-                    await session.sleep(step)
-                    assert engine.events[begun:] == (["drain", "end"] if step == 2 and beside else [])
-                    async with session.commit(step):
-                        pass
-            assert engine.serves
-
-        asyncio.run(work())
 
 
 def test_an_engine_that_never_sleeps_is_left_alone(tiny_model: Path) -> None:
@@ -165,7 +144,7 @@ def test_weights_that_were_not_brought_back_are_never_served(
         async def work() -> None:
             async with open_session(Sent(verify_every=verify_every), policy, engine, START, Full()) as session:
                 session.sync = Sent(verify_every=verify_every, some=some)
-                await session.sleep(1)
+                await session.sleep()
                 with pytest.raises(error):
                     async with session.commit(1):
                         pass
@@ -188,7 +167,7 @@ def test_what_no_checksum_covers_is_seen_by_the_probe(tiny_model: Path, tmp_path
         async def work() -> None:
             nonlocal slept
             async with open_session(Sent(verify_every=9), policy, engine, START, Full(), tmp_path) as session:
-                await session.sleep(1)
+                await session.sleep()
                 slept = True
                 with pytest.raises(StaleWeights, match="its logprobs of a probe differ"):
                     async with session.commit(1):
@@ -215,7 +194,7 @@ def test_one_that_dies_in_its_sleep_is_started_and_published_to(tiny_model: Path
         async def work() -> None:
             async with open_session(Sent(), policy, engine, START, Full()) as session:
                 engine.dies[point] = 1
-                await session.sleep(1)
+                await session.sleep()
                 async with session.commit(1):
                     with torch.no_grad():
                         policy.head.weight[3, 5] += 0.25
@@ -230,7 +209,7 @@ def test_one_that_cannot_wake_serves_nothing(tiny_model: Path) -> None:
 
         async def work() -> None:
             async with open_session(Sent(), policy, engine, START, Full()) as session:
-                await session.sleep(1)
+                await session.sleep()
                 engine.dies["wake"] = 1
                 async with session.commit(1):
                     pass

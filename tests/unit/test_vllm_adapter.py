@@ -325,8 +325,6 @@ def test_what_vllm_loaded_from_a_file_is_read_back_by_name(world: int) -> None:
             part_of(held, seen[held.name]).copy_(held.tensor)
         with pytest.raises(EngineError, match=r"no linear layer 'model\.layers\.9\.self_attn\.q_proj'"):
             list(slots.loaded(9, [name.replace("layers.0", "layers.9") for name in names], CONFIG))
-        with pytest.raises(EngineError, match="use_dora"):
-            list(slots.loaded(9, names, CONFIG | {"use_dora": True}))
     assert all(torch.equal(seen[name], want[name]) for name in want)
 
 
@@ -368,10 +366,6 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
     [
         ({"r": MAX_RANK + 1}, {}, "slots hold 1 to 8.*--max-lora-rank"),
         ({"r": 4}, {}, r"\(6, 16\).*takes floating-point \(4, 16\)"),
-        ({"use_dora": True}, {}, "use_dora"),
-        ({"bias": "lora_only"}, {}, "bias: 'lora_only'"),
-        ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save"),
-        ({"rank_pattern": {"q_proj": 2}}, {}, "rank_pattern"),
         ({}, {f"{Q}.lora_A.default.weight": None}, f"has {Q}.lora_B.weight but not its other half"),
         ({}, {f"{Q}.lora_A.default.weight": torch.zeros(6, 15)}, r"q_proj.lora_A.weight.*\(6, 15\).*\(6, 16\)"),
         ({}, {f"{Q}.lora_B.default.weight": torch.zeros(64, 6)}, r"q_proj.lora_B.weight.*\(64, 6\).*\(32, 6\)"),

@@ -13,7 +13,7 @@ from support.fake_vllm import SEQUENCES, FakeClient, FlatLogprobs, LoRARequest, 
 from tandem.engines.vllm.protocol import IN_PLACE, Refusal
 from tandem.engines.vllm.server.frontend import ANSWERED, Frontend, PartialCompletion, RequestRecord, Stopped
 from tandem.engines.vllm.server.routes import probe as question
-from tandem.engines.vllm.speedups import AT_ONCE, PIECES_KEY, SWITCH
+from tandem.engines.vllm.speedups import AT_ONCE, PIECES_KEY
 
 Body = Callable[[Frontend, FakeClient], Awaitable[None]]
 
@@ -394,18 +394,6 @@ def test_a_probe_scores_and_samples_by_the_new_weights_and_sees_an_old_cache() -
     run(body)
 
 
-def test_completions_are_kept_apart() -> None:
-    async def body(front: Frontend, client: FakeClient) -> None:
-        task: asyncio.Task[RequestRecord] = asyncio.ensure_future(front.generate([1], {"max_tokens": 2, "n": 3}))
-        await client.step(2)
-        record = await task
-        assert [c.text for c in record.completions] == ["<0><0>"] * 3
-        assert [c.finish for c in record.completions] == ["length"] * 3
-        assert record.completions[0].logprobs == []
-
-    run(body)
-
-
 @pytest.mark.parametrize(("at_once", "turns"), [(None, 0), ("1", 200), ("8", 25)])
 def test_the_public_pause_and_the_quick_one_are_the_same(
     monkeypatch: pytest.MonkeyPatch, at_once: str | None, turns: int
@@ -446,22 +434,6 @@ def test_the_public_pause_and_the_quick_one_are_the_same(
         await front.set_version(2, "d")
         await front.resume()
         assert steps(front, await task) == [1, 1]
-
-    run(body)
-
-
-def test_without_speedups_an_engine_is_paused_by_vllms_public_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SWITCH, "0")
-
-    async def quick(**_: Any) -> None:
-        raise AssertionError("an internal of vLLM")
-
-    async def body(front: Frontend, client: FakeClient) -> None:
-        client.engine_core = SimpleNamespace(pause_scheduler_async=quick)  # type: ignore[attr-defined]
-        client.output_processor = SimpleNamespace(request_states={})  # type: ignore[attr-defined]
-        await publish(front, client, 1)
-        assert not front._scheduler.counting
-        assert not front._room.takes([1], 1)
 
     run(body)
 

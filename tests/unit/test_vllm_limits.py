@@ -6,11 +6,10 @@ import asyncio
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_vllm import LIMIT, VOCABULARY, install, settle
+from support.fake_vllm import LIMIT, VOCABULARY, install
 from unit.test_vllm_routes import Client, run
 
 from tandem.engines.vllm.server import routes as _vllm_routes
@@ -226,33 +225,5 @@ def test_health_says_who_paused_it_and_since_when() -> None:
         assert response.status == 503
         assert "by trainer (pid 7 on host)" in response.detail
         assert "paused at 20" in response.detail
-
-    run(body)
-
-
-def test_whoever_sleeps_is_known_and_who_stops_is_too() -> None:
-    async def body(c: Client) -> None:
-        await c.post("/bridge/pause", {"by": "me"})
-        await c.post("/bridge/sleep", {"level": 1})
-        paused = (await c.get("/health")).json["paused"]
-        assert (paused["by"], paused["seconds_left"]) == ("me", None)
-        await c.post("/bridge/wake", {"seconds": 30})
-        paused = (await c.get("/health")).json["paused"]
-        assert (paused["by"], paused["seconds_left"] > 0) == ("me", True)
-        await c.post("/bridge/stop", {"reason": "x" * 100_000})
-        assert len((await c.get("/health")).detail) < 5000
-        await settle()
-
-    run(body)
-
-
-def test_nothing_is_written_beside_shared_memory(tmp_path: Path) -> None:
-    """The request once named the folder."""
-
-    async def body(c: Client) -> None:
-        await c.post("/bridge/pause")
-        assert (await c.post("/bridge/lend", {"folder": str(tmp_path)})).status == 400
-        assert (await c.post("/bridge/lend")).status == 200
-        assert c.vllm.calls == [("tandem_export_weights", ())]
 
     run(body)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import math
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,10 +19,9 @@ from tandem.engines.embedded.spec import Embedded
 from tandem.engines.vllm import spec as vllm
 from tandem.engines.vllm.server.places import PROBES
 from tandem.engines.vllm.spec import LAST_PORT, Vllm
-from tandem.engines.vllm.speedups import AT_ONCE, FEW, SWITCH
+from tandem.engines.vllm.speedups import SWITCH
 from tandem.errors import ConfigError
 from tandem.trainer import assemble as run
-from tandem.weight_sync.broadcast import Broadcast
 
 SCHEDULER = "tandem.engines.vllm.speedups.scheduler"
 THERE = "echo warning; echo True"
@@ -61,31 +58,6 @@ def pairs(command: Sequence[str]) -> list[tuple[str, str]]:
 def test_a_port_that_there_is_not_is_refused(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="port must"):
         Vllm(**options)  # type: ignore[arg-type]
-
-
-def test_the_last_port_may_be_had() -> None:
-    assert Vllm(port=LAST_PORT).port == 65535
-    assert Vllm(port=LAST_PORT - 1, replicas=2).replicas == 2
-
-
-def test_an_address_of_ipv6_stands_in_brackets_in_a_url() -> None:
-    assert Vllm(host="::1", port=8000)._server(0).url == "http://[::1]:8000"
-
-
-@pytest.mark.parametrize("value", [0, -1])
-def test_a_length_that_nothing_fits_is_refused(value: int) -> None:
-    with pytest.raises(ValueError, match="max_model_len must be at least 1"):
-        Vllm(max_model_len=value)
-
-
-@pytest.mark.parametrize(
-    ("kind", "option", "most"), [(Vllm, "control_seconds", 302400), (Broadcast, "timeout_seconds", 604800)]
-)
-def test_no_engine_is_told_to_wait_for_more_than_a_week(kind: type, option: str, most: float) -> None:
-    for seconds in (math.inf, most + 1):
-        with pytest.raises(ValueError, match=f"{option} must be above 0 and at most {most}"):
-            kind(**{option: seconds})
-    assert getattr(kind(**{option: most}), option) == most
 
 
 def test_an_engine_is_named_once() -> None:
@@ -197,20 +169,6 @@ def test_a_check_does_not_claim_that_an_engine_elsewhere_runs(tmp_path: Path) ->
     )
 
 
-def test_the_interpreter_is_asked_as_the_engine_would_be_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A vLLM on the trainer's own path is not one that an interpreter of its own finds."""
-    (tmp_path / "vllm").mkdir()
-    (tmp_path / "vllm" / "__init__.py").write_text("raise SystemExit('it was imported')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert Vllm().check(folder=tmp_path) == f"vLLM, by {sys.executable}"
-    bare = interpreter(tmp_path, f'exec {sys.executable} -S "$@"')
-    with pytest.raises(ConfigError, match="there is none in it"):
-        Vllm(python=bare).check(folder=tmp_path)
-
-
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="this interpreter has vLLM")
 def test_the_trainers_own_interpreter_is_looked_into_by_default(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"engine\.python is not set.*has no vLLM; let engine\.python name one"):
@@ -266,16 +224,6 @@ def test_it_is_told_before_a_run_begins(case: str, tmp_path: Path, capsys: pytes
     where = {"no vLLM": "engine engine.python", "its rank": "parts"}.get(case, "engine")
     assert f"problem {where}" in output
     assert says.split()[-1] in output
-
-
-@pytest.mark.parametrize(("value", "has"), [(None, str(FEW)), ("", str(FEW)), ("64", "64")])
-def test_an_engine_files_the_tokens_of_a_few_at_a_time_unless_it_is_told_otherwise(
-    value: str | None, has: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(AT_ONCE, raising=False)
-    if value is not None:
-        monkeypatch.setenv(AT_ONCE, value)
-    assert Vllm()._environment(EngineRequirements(model="m", dtype="float32"), tmp_path, 0, "")[AT_ONCE] == has
 
 
 @pytest.mark.parametrize(

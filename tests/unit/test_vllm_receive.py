@@ -41,7 +41,7 @@ class Storage(nn.Module):
 class Receiver(WorkerExtension):
     """A worker without vLLM."""
 
-    tandem_rank, tandem_world = 0, 1
+    rank, tandem_world = 0, 1
 
     def __init__(self) -> None:
         self.storage = Storage()

@@ -494,24 +494,6 @@ def test_nothing_reads_or_writes_memory_that_was_released(path: str, content: An
     run(body)
 
 
-def test_new_requests_wait_for_an_engine_that_sleeps() -> None:
-    async def body(c: Client) -> None:
-        await c.post("/bridge/pause")
-        await c.post("/bridge/sleep", {"level": 1})
-        request = asyncio.ensure_future(c.begin("/generate", {"prompt": "a", "max_tokens": 2}))
-        await c.vllm.step(5)
-        assert not request.done()
-        assert not c.vllm.seen
-        await c.begin("/bridge/wake")
-        await c.vllm.step(5)
-        assert not c.vllm.seen
-        await c.begin("/bridge/resume")
-        await c.vllm.step(5)
-        assert (await request).status == 200
-
-    run(body)
-
-
 def test_who_sleeps_may_sleep_longer_than_a_pause_may_last() -> None:
     async def body(c: Client) -> None:
         await c.post("/bridge/pause", {"seconds": 0.02})
@@ -520,16 +502,6 @@ def test_who_sleeps_may_sleep_longer_than_a_pause_may_last() -> None:
         await c.post("/bridge/wake", {"seconds": 500})
         assert c.front.lease.runs
         c.front.lease.end()
-
-    run(body)
-
-
-def test_a_server_without_sleep_mode_says_so() -> None:
-    async def body(c: Client) -> None:
-        c.vllm.vllm_config.model_config.enable_sleep_mode = False
-        await c.post("/bridge/pause")
-        response = await c.post("/bridge/sleep", {"level": 1})
-        assert (response.status, "--enable-sleep-mode" in response.detail) == (409, True)
 
     run(body)
 
@@ -727,22 +699,6 @@ def test_adapters_are_loaded_used_and_unloaded_by_name(tmp_path: Path, monkeypat
     run(body, adapters=True)
 
 
-def test_an_adapter_that_a_trainer_loads_is_not_served_before_it_is_stamped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor if nobody stamped anything here before: its proof may fail."""
-    folder = str(adapter(tmp_path / "one"))
-    monkeypatch.setenv(FOLDERS, str(tmp_path))
-
-    async def body(c: Client) -> None:
-        await c.post("/lora/load", {"adapter_path": folder, "adapter_name": "one", "served": False})
-        assert (await c.get("/lora/status")).json["served"] is None
-        await c.post("/bridge/stamp", {"step": 3, "adapter": "one"})
-        assert (await c.get("/lora/status")).json["served"] == "one"
-
-    run(body, adapters=True)
-
-
 def test_an_adapter_in_place_is_probed_before_it_is_served() -> None:
     async def body(c: Client) -> None:
         await c.post("/bridge/pause")
@@ -836,24 +792,6 @@ def test_a_receiver_takes_what_was_announced(form: str) -> None:
         assert (await c.post("/bridge/resume")).status == 409
         await c.post("/nccl/start_receiver", start())
         assert "manifest" in (await c.post("/nccl/receive", {})).detail
-
-    run(body)
-
-
-def test_the_worst_rank_is_the_status() -> None:
-    async def body(c: Client) -> None:
-        for states, status in (
-            (("connected", "connecting"), "connecting"),
-            (("connected", "error"), "error"),
-            (("idle", "connecting"), "idle"),
-            (("connected", "connected"), "connected"),
-        ):
-            c.vllm.answers["tandem_connection"] = [
-                {"state": s, "reason": "rank 1 never came" if s == "error" else ""} for s in states
-            ]
-            report = (await c.get("/nccl/status")).json
-            assert report["status"] == status
-            assert report["error"] == ("rank 1 never came" if status == "error" else None)
 
     run(body)
 

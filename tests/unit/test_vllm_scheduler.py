@@ -208,16 +208,6 @@ def test_where_all_asked_vllm_cuts_nothing_out_of_a_pass(made: Any) -> None:
     assert made.cut == 6
 
 
-@pytest.mark.parametrize("length", [1, 2, PIECE - 1, PIECE, PIECE + 1])
-def test_the_end_leaves_nothing_behind(made: Any, length: int) -> None:
-    admitted(made, Request("a", length=length, first=5))
-    _, logprobs = played(made, length)
-    ids = [i for part in logprobs["a"] if part is not None for i in part.logprob_token_ids[:, 0].tolist()]
-    assert ids == [5 + i for i in range(length)]
-    assert logprobs["a"][-1] is not None
-    assert not list(made._held)
-
-
 def test_who_did_not_ask_gets_each_with_its_token(made: Any) -> None:
     admitted(
         made, Request("a", length=5, in_pieces=False), Request("b", length=5), Request("c", length=5, logprobs=None)
@@ -280,15 +270,6 @@ def test_nothing_is_lost_doubled_or_moved(
         assert arrays[1].dtype == alone.logprobs.dtype, "what is sent is what was computed"
 
 
-def test_what_was_sent_stays_as_it_is_when_others_take_its_place(made: Any) -> None:
-    """It is encoded on another thread, later."""
-    admitted(made, Request("a", length=2, first=10))
-    sent = played(made, 2)[1]["a"]
-    admitted(made, Request("b", length=2, first=500))
-    played(made, 2)
-    assert [part.logprob_token_ids.tolist() for part in sent] == [[[10]], [[11]]]
-
-
 def test_neighbours_that_want_more_do_not_widen_a_piece_in_its_midst(made: Any) -> None:
     admitted(made, Request("a", length=5))
     first = played(made, 2)[1]["a"]
@@ -327,16 +308,6 @@ def test_one_that_fails_without_another_token_takes_what_is_held(made: Any) -> N
     (output,) = ran(made, fails=["a"])
     assert output.new_logprobs.logprob_token_ids.tolist() == [[1], [2]]
     assert not list(made._held)
-
-
-def test_more_requests_than_ever_before_find_room(made: Any) -> None:
-    for many in (3, 100, 300):
-        admitted(made, *(Request(f"{many}-{i}", length=4, first=i) for i in range(many)))
-        _, logprobs = played(made, 4)
-        for key, parts in logprobs.items():
-            first = int(key.split("-")[1])
-            ids = [i for part in parts if part is not None for i in part.logprob_token_ids[:, 0].tolist()]
-            assert ids == [first + i for i in range(4)]
 
 
 @pytest.mark.skipif(not INSTALLED, reason="there is no vLLM beside this environment")

@@ -332,7 +332,8 @@ def test_a_publish_is_proven_by_a_probe_alone(policy: Policy, tmp_path: Path, ar
                                 parameter.add_(0.2 * torch.randn_like(parameter))
                     if not arrives:
                         server.scores = stale
-                assert commit.succeeded().probe_gap is not None
+                assert commit.published is not None
+                assert commit.published.probe_gap is not None
 
     if arrives:
         run(go())

@@ -76,7 +76,7 @@ class GradientSums(ABC):
         group: DataGroup,
         deliver: Deliver,
         dtype: torch.dtype,
-        bucket: int = BUCKET,
+        bucket: int,
     ):
         self.cuts, self.dtype = cuts, dtype
         self._group, self._deliver, self._bucket = group, deliver, bucket

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -59,11 +59,9 @@ class Placement:
             and self.local_rank < self.local_world_size <= self.world_size
         ):
             return
-        rank, local_rank, world_size, local_world_size = names = _NAMES.get(self.launcher, NUMBERS)
-        shown = ", ".join(f"{name}={getattr(self, number)}" for name, number in zip(names, _NUMBER_FIELDS, strict=True))
         raise ConfigError(
-            f"the launcher's variables contradict one another ({shown}): expected 0 <= {local_rank} <= {rank} < "
-            f"{world_size} and {local_rank} < {local_world_size} <= {world_size}"
+            f"the variables of {self.launcher} contradict one another ({self.environment()}): expected 0 <= LOCAL_RANK "
+            "<= RANK < WORLD_SIZE and LOCAL_RANK < LOCAL_WORLD_SIZE <= WORLD_SIZE"
         )
 
     @property
@@ -93,13 +91,7 @@ class Placement:
 
     @classmethod
     def _from_torchrun(cls, environ: Mapping[str, str]) -> Placement:
-        missing = [name for name in VARIABLES if environ.get(name, "") == ""]
-        if missing:
-            there = ", ".join(f"{name}={environ[name]}" for name in VARIABLES if name not in missing)
-            raise ConfigError(
-                f"the environment has {there}, but not {' and '.join(missing)}; a launcher such as torchrun sets all "
-                f"of {', '.join(VARIABLES)}. To train on one process unset those that are there"
-            )
+        _require(environ, VARIABLES, "a launcher such as torchrun")
         if not (launcher := environ.get(LAUNCHER, "")):
             launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "environment"
         return cls(
@@ -114,12 +106,7 @@ class Placement:
         """The place of a task of srun; a batch script, which is no task of a step, has no node list of a step."""
         if not (nodes := environ.get("SLURM_STEP_NODELIST", "")):
             return None
-        missing = [name for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS") if not environ.get(name, "")]
-        if missing:
-            raise ConfigError(
-                f"the environment has SLURM_STEP_NODELIST={nodes}, but not {' and '.join(missing)}; srun sets them for "
-                "each task. To train on one process unset SLURM_STEP_NODELIST"
-            )
+        _require(environ, ("SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"), "srun")
         if (world_size := _number(environ, "SLURM_NTASKS")) == 1:
             return None
         job = _number(environ, "SLURM_JOB_ID") if "SLURM_JOB_ID" in environ else 0
@@ -142,10 +129,9 @@ class Placement:
             ConfigError: they disagree.
         """
         if ranks not in (None, "auto", self.world_size):
-            name = _NAMES.get(self.launcher, NUMBERS)[2]
             raise ConfigError(
-                f"the recipe has ranks: {ranks}, but {self.launcher} started {self.world_size} processes "
-                f"({name}={self.world_size}); leave ranks out, set it to {self.world_size} or auto, or start {ranks}"
+                f"the recipe has ranks: {ranks}, but {self.launcher} started {self.world_size} processes; leave ranks "
+                f"out, set it to {self.world_size} or auto, or start {ranks}"
             )
 
     def environment(self) -> dict[str, str]:
@@ -160,8 +146,6 @@ class Placement:
 
 
 _NUMBER_FIELDS = ("rank", "local_rank", "world_size", "local_world_size")
-_NAMES = {"slurm": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_TASKS_PER_NODE")}
-"""What a launcher calls the numbers, where it is not as torchrun."""
 
 
 def hosts(nodelist: str) -> list[str]:
@@ -215,6 +199,16 @@ def _is_alone(numbered: Mapping[str, str]) -> bool:
     return "WORLD_SIZE" in numbered and all(_ALONE[name] == text.strip() for name, text in numbered.items())
 
 
+def _require(environ: Mapping[str, str], names: Sequence[str], launcher: str) -> None:
+    """Raise ConfigError unless all of these variables are set."""
+    if missing := [name for name in names if environ.get(name, "") == ""]:
+        there = ", ".join(f"{name}={environ[name]}" for name in names if name not in missing)
+        raise ConfigError(
+            f"the environment has {there}, but not {' and '.join(missing)}; {launcher} sets all of them. To train on "
+            "one process unset those that are there"
+        )
+
+
 def _number(environ: Mapping[str, str], name: str) -> int:
     try:
         return int(environ[name])
@@ -228,14 +222,12 @@ def _slurm_tasks_here(environ: Mapping[str, str], world_size: int) -> int:
     text = environ.get(name, "")
     counts: list[int] = []
     for item in text.split(",") if text else ():
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
-        if match is None:
-            raise ConfigError(f"{name}={text} is not a list of tasks per host such as 8(x2); srun sets it")
-        counts += [int(match[1])] * int(match[2] or 1)
+        if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip()):
+            counts += [int(match[1])] * int(match[2] or 1)
     node = _number(environ, "SLURM_NODEID") if environ.get("SLURM_NODEID") else 0
     if sum(counts) != world_size or node >= len(counts):
         raise ConfigError(
-            f"{name}={text} and SLURM_NODEID={node} do not fit SLURM_NTASKS={world_size}: the tasks of all hosts must "
-            "add up to it; srun sets all three"
+            f"{name}={text} and SLURM_NODEID={node} do not fit SLURM_NTASKS={world_size}: expected tasks per host such "
+            "as 8(x2), which add up to it; srun sets all three"
         )
     return counts[node]

@@ -79,7 +79,7 @@ class ShardedWeights:
         """In which the model computes and is published."""
         self.device = _device_of(mesh)
         """Of this rank; a model that is elsewhere, on the host for example, comes here layer by layer as it is cut."""
-        shard_mesh = mesh if mesh.ndim == 1 else mesh[_names(mesh)[-1]]
+        shard_mesh = mesh if mesh.ndim == 1 else mesh["shards"]
         self.group = shard_mesh.get_group()
         """Ranks that hold the whole model together."""
         self._holders = holders
@@ -294,9 +294,3 @@ def _local(parameter: Tensor) -> Tensor:
 def _device_of(mesh: DeviceMesh) -> torch.device:
     """This process's device in a mesh, as FSDP chooses it: of several the current one."""
     return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
-
-
-def _names(mesh: DeviceMesh) -> tuple[str, ...]:
-    if mesh.mesh_dim_names is None:
-        raise ConfigError("a mesh of two dimensions needs their names, such as ('replicas', 'shards')")
-    return mesh.mesh_dim_names

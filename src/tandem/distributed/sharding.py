@@ -33,8 +33,6 @@ class ShardedStepper:
         group: the ranks.
         replicate: every rank updates everything, as for an adapter, which is small; gradients are summed all the same.
         local: each rank adds up its own micro-batches, and ranks sum once a pass, instead of after each.
-        smallest: elements of a parameter that is divided; None: ``SMALL``.
-        bucket: most elements of a gradient that are summed by one call; None: ``BUCKET``.
     """
 
     def __init__(
@@ -45,25 +43,21 @@ class ShardedStepper:
         *,
         replicate: bool = False,
         local: bool = False,
-        smallest: int | None = None,
-        bucket: int | None = None,
     ):
         self._group = group
-        self._smallest = SMALL if smallest is None else smallest
         self._named = list(named_parameters)
         self._cuts = [self._cut(name, parameter, replicate=replicate) for name, parameter in self._named]
         self._index = {cut.parameter: i for i, cut in enumerate(self._cuts)}
         self._inner = optimizer.bind_parts([part for cut in self._cuts for part in cut.parts])
         widest = functools.reduce(torch.promote_types, (p.dtype for _, p in self._named), torch.float32)
         kind = LocalSums if local else ScatteredSums
-        options = self._cuts, group, self._inner.add, widest, BUCKET if bucket is None else bucket
-        self._sums: GradientSums = kind(*options)
+        self._sums: GradientSums = kind(self._cuts, group, self._inner.add, widest, BUCKET)
         self._started = [False] * len(self._cuts)
 
     def _cut(self, name: str, parameter: Parameter, *, replicate: bool) -> ParameterCut:
         num, world = parameter.numel(), self._group.world
         # Moments of a part that is very small would be kept in another form than those of the whole.
-        width = 0 if replicate or num < max(self._smallest, 2 * BLOCK * world) else num // (BLOCK * world) * BLOCK
+        width = 0 if replicate or num < max(SMALL, 2 * BLOCK * world) else num // (BLOCK * world) * BLOCK
         if not width:
             all_of_it = ParameterPart(name=name, parameter=parameter)
             return ParameterCut(parameter=parameter, width=0, own=None, rest=all_of_it, shared=0)

@@ -302,13 +302,6 @@ class LoadsVersions(Protocol):
 class Relaunches(Protocol):
     """An engine that can be ended and started on other weights (``restart``)."""
 
-    @property
-    def beside_trainer(self) -> bool:
-        """True if it is on the trainer's accelerator, whose memory a step needs."""
-
-    async def end(self) -> None:
-        """End it, while paused and with nothing in flight; requests wait for the relaunch, and pauses do nothing."""
-
     async def relaunch(self, weights: Path | None) -> None:
         """End it and, once its memory is free, start it anew: on a model folder, or on the weights it had."""
 

@@ -52,11 +52,6 @@ class KVCache:
                 store[layer][:, :, : self.capacity] = old
         self.capacity = capacity
 
-    @property
-    def bytes(self) -> int:
-        """Memory it holds, touched or not."""
-        return sum(layer.nbytes for store in (self.keys, self.values) for layer in store.values())
-
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first ``length`` tokens of one row over another."""
         for store in (self.keys, self.values):

@@ -17,17 +17,17 @@ _ADAPTER = "default"
 
 
 class AdaptedLinear(Linear):
-    """PEFT's layer, computed by ``_Sum`` wherever it is what that takes, and as PEFT does elsewhere.
+    """PEFT's layer with one adapter and no dropout, computed by ``_Sum``: hooks of the modules within are not called.
 
-    Hooks of the modules within it are not called by ``_Sum``.
+    Switched off, or beside a base that is no plain linear layer, such as an 8-bit one, it computes as PEFT does.
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """As PEFT's."""
-        if args or kwargs or not self._plain() or x.dtype != self.lora_A[_ADAPTER].weight.dtype:
+        base: Any = self.base_layer
+        if self.disable_adapters or type(base) is not nn.Linear:
             other: Tensor = super().forward(x, *args, **kwargs)
             return other
-        base: Any = self.base_layer
         a, b = self.lora_A[_ADAPTER].weight, self.lora_B[_ADAPTER].weight
         weights: Any = (base.weight, base.bias, a, b, self.scaling[_ADAPTER])
         if not torch.is_grad_enabled():
@@ -36,22 +36,6 @@ class AdaptedLinear(Linear):
         return out_NO.view(
             *x.shape[:-1], base.out_features
         )  # here, since models may write to it: a view made in _Sum may not be
-
-    def _plain(self) -> bool:
-        """Whether it is a frozen W and one adapter at work. Any of it may change between calls, W to an 8-bit one."""
-        base = self.base_layer
-        return (
-            type(base) is nn.Linear
-            and not base.weight.requires_grad
-            and not getattr(base.bias, "requires_grad", False)
-            and not self.disable_adapters
-            and not self.merged
-            and self.active_adapters == [_ADAPTER]
-            and _ADAPTER in self.lora_A
-            and _ADAPTER not in self.lora_variant
-            and type(self.lora_dropout[_ADAPTER]) is nn.Identity
-            and not self.lora_bias[_ADAPTER]
-        )
 
 
 def adapt(model: nn.Module) -> nn.Module:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -17,8 +16,6 @@ from tandem.lazy import Tensor, torch
 from tandem.trainable.base import Trainable, WeightSource, layer_of, read_into, safetensors_in
 from tandem.transport.adapters import write_adapter
 
-_silenced = threading.Lock()
-"""Held while warnings are ignored, which is so for all threads: each would restore what it found."""
 _PREFIX = "base_model.model."
 """What PEFT puts before the names of the model it wraps."""
 _AS_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
@@ -90,7 +87,7 @@ class Lora(Trainable):
         targets, experts = self.targets(model), self.experts(model)
         for parameter in model.parameters():
             parameter.requires_grad_(False)
-        with _silenced, warnings.catch_warnings():
+        with warnings.catch_warnings():
             # PEFT asks transformers for a property by a name that transformers has since deprecated.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             adapted: torch.nn.Module = get_peft_model(

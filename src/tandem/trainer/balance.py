@@ -6,7 +6,7 @@ Tokens are those that are computed: what a tree shares counts once. Cost is in t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -63,25 +63,14 @@ class Balance:
 
     def loads(self) -> list[Load]:
         """The micro-batches, none of no samples. Of what was cut apart, earlier samples are in earlier ones."""
-        fewest = self._fewest()
-        if self._ranks == 1 or not fewest:
+        if not self._families:
+            return []
+        whole, cut = self._whole(), self._fill(range(len(self._families)), math.inf)
+        fewest = min(whole, self._evened(cut, len(cut)), key=lambda loads: (_work(loads), _highest(loads)))
+        if self._ranks == 1:
             return fewest
-        full = -(-len(fewest) // self._ranks) * self._ranks
-        even = self._evened(self._fill(range(len(self._families)), math.inf), full, key=_highest)
+        even = self._evened(cut, -(-len(fewest) // self._ranks) * self._ranks)
         return min(fewest, even, key=lambda loads: _seconds(loads, self._ranks))
-
-    def _fewest(self) -> list[Load]:
-        """As few as fit the budget."""
-        whole = self._whole()
-        uncut = sum(len(load.members) for load in whole) == len(self._families)
-        if uncut and len(whole) <= -(-sum(load.tokens for load in whole) // self._budget):
-            return whole  # no cut could save anything
-        cut = self._fill(range(len(self._families)), math.inf)
-        if uncut and _work(cut) > _work(whole):
-            return whole
-        # A prompt more is worth what it takes off the highest.
-        even = self._evened(cut, len(cut), key=lambda loads: _work(loads) + _highest(loads))
-        return min(whole, even, key=lambda loads: (_work(loads), _highest(loads)))
 
     def _whole(self) -> list[Load]:
         """Groups uncut where they fit the budget."""
@@ -108,21 +97,21 @@ class Balance:
             least.take(unit)
         return closed + even
 
-    def _evened(self, best: list[Load], most: int, key: Callable[[Sequence[Load]], float]) -> list[Load]:
-        """The best by ``key`` of at most so many, groups one after another, under caps on cost that make them alike."""
+    def _evened(self, best: list[Load], most: int) -> list[Load]:
+        """The most alike in cost of at most so many, groups one after another, by caps on cost."""
         low, high = sum(load.cost for load in best) / most, _highest(best)
         for _ in range(_TRIES):
             middle = (low + high) / 2
             loads = self._fill(range(len(self._families)), middle)
             if len(loads) <= most:
-                best, high = min(best, loads, key=key), middle
+                best, high = min(best, loads, key=_highest), middle
             else:
                 low = middle
         return best
 
     def _fill(self, groups: Iterable[int], cap: float) -> list[Load]:
         """In order, a new micro-batch where the next samples do not fit; a group that fits is taken at once."""
-        loads, alone = [Load()], []
+        loads = [Load()]
         for group in groups:
             last, whole = loads[-1], self._groups[group]
             if self._fits(last.tokens + whole.tokens, last.cost + whole.cost, cap):
@@ -132,12 +121,9 @@ class Balance:
                 grown = self._with(loads[-1], group, part)
                 if loads[-1].tokens and not self._fits(grown.tokens, grown.cost, cap):
                     grown = self._with(Load(), group, part)
-                    if grown.tokens > self._budget and self._single(group, part):
-                        alone.append(grown)  # what came before it may go on
-                        continue
                     loads.append(grown)
                 loads[-1] = grown
-        return alone + loads
+        return loads
 
     def _parts(self, group: int) -> Iterator[Sequence[int]]:
         """Its rollouts, the samples of each together if they fit the budget."""
@@ -148,11 +134,6 @@ class Balance:
                 yield samples
             else:
                 yield from ([sample] for sample in samples)
-
-    def _single(self, group: int, samples: Sequence[int]) -> bool:
-        """No other sample is of the same rollout, so that it may come anywhere."""
-        rollouts = self._families[group].rollouts
-        return rollouts.count(rollouts[samples[0]]) == 1
 
     def _fits(self, tokens: int, cost: float, cap: float) -> bool:
         return tokens <= self._budget and cost <= cap

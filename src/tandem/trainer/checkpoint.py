@@ -43,7 +43,7 @@ WHOLE = "optimizer.safetensors"
 SHARDS = "optimizer"
 """Folder of states of which several ranks each wrote a share."""
 FORMAT = 2
-"""Of a checkpoint's files. 1, which bears no number, has no folder of shares."""
+"""Of a checkpoint's files."""
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -328,7 +328,7 @@ def _read_state(path: Path) -> TrainerState:
     file = path / "state.json"
     try:
         stored = json.loads(file.read_text(encoding="utf-8"))
-        if stored.get("format", 1) > FORMAT:
+        if stored["format"] > FORMAT:
             later = f"a later Tandem, in format {stored['format']}; this one reads up to {FORMAT}"
             raise CheckpointError(f"{path} was written by {later}; go on with the Tandem that wrote it")
         state = TrainerState.from_json(stored)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import re
 import shlex
 from collections.abc import Iterable, Mapping
@@ -18,8 +17,6 @@ from types import MappingProxyType
 import xxhash
 
 from tandem.errors import command
-
-log = logging.getLogger(__name__)
 
 NAME = "digests.json"
 """The file: a digest for each other file of the checkpoint, by its path within."""
@@ -50,17 +47,11 @@ def write(folder: Path, known: Mapping[str, str] = MappingProxyType({})) -> None
 
 
 def damage(folder: Path) -> str:
-    """Damage of a checkpoint's files, in words; empty where all are as they were written.
-
-    One without digests, as Tandem made them before it had any, is taken as it is, which is logged.
-    """
+    """Damage of a checkpoint's files, in words; empty where all are as they were written."""
     try:
         digests = json.loads((folder / NAME).read_text(encoding="utf-8"))
         if not isinstance(digests, dict):
             return f"{folder / NAME} is damaged (it holds no digests)"
-    except FileNotFoundError:
-        log.warning("%s has no %s, so its files are taken as they are, unchecked", folder, NAME)
-        return ""
     except (OSError, ValueError) as error:
         return f"{folder / NAME} cannot be read ({error})"
     there = {path.relative_to(folder).as_posix(): path for path in _files(folder)}

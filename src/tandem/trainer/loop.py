@@ -107,7 +107,7 @@ async def train(run: RunParts, state: TrainerState) -> TrainerState:
             # What is evaluated has the engine to itself: then the next groups are requested after it.
             evaluates = step == run.steps or run.evaluator.wants(step)
             free_slots = None if evaluates else batch.free_slots
-            await weight_sync.sleep(step, last=step == run.steps)
+            await weight_sync.sleep()
             pack = run.pack.supervising() if batch.supervised else run.pack
             packed = await run.step.packed(pack, batch.groups, state.step)
             stats = await run.step.forward_backward(packed, partial(_request_early, run, weight_sync, step, free_slots))
@@ -116,7 +116,8 @@ async def train(run: RunParts, state: TrainerState) -> TrainerState:
             metrics = [run.lag_control.step(step, stats.metrics), buffer.metrics(), run.grading()]
             async with _commit(run, weight_sync, state, batch, packed, free_slots) as commit:
                 metrics.append(await run.step.apply(step, packed, stats))
-            published = commit.succeeded()
+            published = commit.published
+            assert published is not None
             metrics.append(commit.metrics())
             state = state.advanced(packed.num_loss_tokens, published.version, batch.data_state, run.lag_control.state)
             await rollouts.begin(step, packed, stats)

@@ -51,15 +51,17 @@ class BucketPart(NamedTuple):
 class Bucket:
     """Tensors that travel in one piece."""
 
-    def __init__(self, sized: Iterable[tuple[TensorEntry, torch.dtype, int]]):
+    def __init__(self) -> None:
         self.parts: list[BucketPart] = []
         """In the order of the manifest."""
         self.size = 0
         """Bytes of all."""
-        for entry, dtype, size in sized:
-            start = _aligned(self.size)
-            self.parts.append(BucketPart(entry.name, entry.shape, dtype, start, size))
-            self.size = start + size
+
+    def add(self, entry: TensorEntry) -> None:
+        """Give one tensor more its place."""
+        start = _aligned(self.size)
+        self.parts.append(BucketPart(entry.name, entry.shape, getattr(torch, entry.dtype), start, entry.bytes))
+        self.size = start + entry.bytes
 
     def views(self, memory: Tensor) -> list[tuple[str, Tensor]]:
         """Every tensor by name, in the bucket's memory."""
@@ -84,23 +86,17 @@ class BucketPlan:
     def __init__(self, entries: Iterable[TensorEntry], bucket_bytes: int):
         self.entries = list(entries)
         self.bucket_bytes = bucket_bytes
-        grouped: list[list[tuple[TensorEntry, torch.dtype, int]]] = []
-        filled = 0
+        self.buckets: list[Bucket] = []
+        """Tensors in order; one that is larger than a bucket gets its own, as large as itself."""
         for entry in self.entries:
             name, shape, kind = entry
-            dtype = getattr(torch, kind, None)
-            if not isinstance(dtype, torch.dtype) or min(shape, default=1) < 1:
+            if not isinstance(getattr(torch, kind, None), torch.dtype) or min(shape, default=1) < 1:
                 raise TransportError(
                     f"{name!r} cannot travel: expected a torch dtype and elements, got {kind}{[*shape]}"
                 )
-            size = math.prod(shape) * dtype.itemsize
-            if not grouped or filled + size > bucket_bytes:
-                grouped.append([])
-                filled = 0
-            grouped[-1].append((entry, dtype, size))
-            filled = _aligned(filled + size)
-        self.buckets = [Bucket(group) for group in grouped]
-        """Tensors in order; one that is larger than a bucket gets its own, as large as itself."""
+            if not self.buckets or _aligned(self.buckets[-1].size) + entry.bytes > bucket_bytes:
+                self.buckets.append(Bucket())
+            self.buckets[-1].add(entry)
 
     @property
     def bytes(self) -> int:

@@ -141,10 +141,6 @@ class WeightSync(Bounded, ABC):
     async def unbind(self, session: SyncContext) -> None:
         """Called when the run ends, however it does; again does nothing."""
 
-    def compares(self, engine: Engine) -> bool:
-        """Whether the engine is asked for the checksums of its own bytes."""
-        return engine.sums_bytes
-
 
 @dataclass(frozen=True, kw_only=True)
 class Periodic(WeightSync):

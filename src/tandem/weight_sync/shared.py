@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 
-from tandem.engines.base import Engine, EngineSpec, ExportsToRanks, ExportsWeights, ReportsChecksums, TakesAdapter
-from tandem.errors import EngineError, UnsupportedPair
+from tandem.engines.base import EngineSpec, ExportsToRanks, ExportsWeights, ReportsChecksums, TakesAdapter
+from tandem.errors import UnsupportedPair
 from tandem.lazy import torch
 from tandem.transport.bridge import VllmBridge, find
 from tandem.types import PolicyVersion
@@ -72,12 +71,6 @@ class Shared(WeightSync):
         await session.policy.compute(attaching)
         if session.ranks is not None and isinstance(session.engine, ExportsToRanks):
             await session.ranks.attach(await session.engine.exports_of_ranks(), session.fresh)
-        if session.fresh:  # else it may be one that was started again, and whose publish has begun
-            # What publishes do, so that the first takes no longer: kernels compile, slots and tables are made. The
-            # engine stands still, and its weights are published and proven before it goes on.
-            with contextlib.suppress(EngineError):  # the publish that follows meets it too, and mends it
-                await self._adapted(session)
-                await session.trained.sums(session.engine)
 
     async def transfer(self, session: SyncContext, version: PolicyVersion) -> int:
         """Nothing travels but an adapter that the engine does not hold; everything else must be the engine's own.
@@ -108,10 +101,6 @@ class Shared(WeightSync):
         if session.ranks is not None and isinstance(engine, ExportsToRanks):
             await session.ranks.adapt(await engine.slots_of_ranks(session.trained.adapter()))
         return copied
-
-    def compares(self, engine: Engine) -> bool:
-        """In process, that ``transfer`` saw the same addresses is the comparison; else of the engine's own bytes."""
-        return isinstance(engine, ReportsChecksums)
 
 
 def attach_export(model: nn.Module, parameters: Mapping[str, nn.Parameter], export: Any, *, fresh: bool) -> None:

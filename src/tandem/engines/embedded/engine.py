@@ -29,8 +29,6 @@ from tandem.model.sampling import draw, restrict, uniform
 from tandem.observability import waits
 from tandem.types import Completion, Finish, PolicyVersion, Sampling
 
-_KEPT = 256 << 20
-"""Bytes of cache that an idle engine keeps; more is given back, for the trainer's activations need the memory."""
 _AHEAD = 128
 """Tokens of an answer for which a newcomer's cache is made at once; longer answers grow it as they go."""
 _ROWS = 4
@@ -199,8 +197,7 @@ class EmbeddedEngine(Engine):
                 tokens = self._policy.compute(self._step)
                 return await waits.wait(tokens, owner="engine", reason="a token for each request", on="policy")
             self._work.clear()
-            if self._cache.bytes > _KEPT:
-                self._cache.clear()
+            self._cache.clear()  # the trainer's activations need the memory
             return []
 
     async def _settle(self) -> None:

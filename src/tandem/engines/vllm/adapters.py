@@ -23,12 +23,6 @@ if TYPE_CHECKING:
     from tandem.engines.base import LoraAdapter
 
 
-_UNSERVED: tuple[str, ...] = ("use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern")
-_UNSERVED += ("layer_replication", "trainable_token_indices", "target_parameters", "fan_in_fan_out")
-_UNSERVED += ("alora_invocation_tokens", "use_qalora", "use_bdlora")
-"""Options of PEFT that change what an adapter computes and that vLLM, or one of its releases, ignores or refuses."""
-
-
 def scaling(config: Mapping[str, Any]) -> float:
     """LoRA scaling of the adapter's output: alpha/rank, or alpha/sqrt(rank) with ``use_rslora``."""
     rank = config["r"]
@@ -36,22 +30,12 @@ def scaling(config: Mapping[str, Any]) -> float:
 
 
 def rank_of(config: Mapping[str, Any], most: int) -> int:
-    """The adapter's rank, if vLLM can serve such an adapter in slots of rank ``most``.
+    """The adapter's rank, if it fits slots of rank ``most``.
 
     Raises:
-        EngineError: it cannot.
+        EngineError: it does not.
     """
-    missing = [key for key in ("r", "lora_alpha") if key not in config]
-    if missing:
-        raise EngineError(f"the adapter's configuration lacks {missing[0]!r}; give PEFT's adapter_config.json")
-    unserved = [key for key in _UNSERVED if config.get(key)]
-    if config.get("bias") not in (None, "none"):
-        unserved.append("bias")
-    if unserved:
-        raise EngineError(
-            f"vLLM cannot serve an adapter with {unserved[0]}: {config[unserved[0]]!r}; train a plain one"
-        )
-    rank = config["r"]
+    rank = config.get("r")
     if not isinstance(rank, int) or not 1 <= rank <= most:
         raise EngineError(
             f"the adapter has rank {rank!r}, the engine's slots hold 1 to {most}; start it with a --max-lora-rank "

@@ -22,8 +22,6 @@ from tandem.trainer.rank_counts import RankCounts
 from tandem.trainer.ranks import checks
 from tandem.trainer.ranks.engines import devices_apart, engine_devices, engines_of
 
-MOST_GPUS = 64
-"""Up to which a number that would do is looked for."""
 FILLED = 0.9
 """Share of a GPU that an engine fills which has it for itself."""
 
@@ -35,7 +33,7 @@ def placed(config: RunConfig) -> RunConfig:
 
     Raises:
         ConfigError: a launcher has started the ranks, or no division can be.
-        DoesNotFit: no division fits; says which number of GPUs would do.
+        DoesNotFit: no division fits.
     """
     if config.gpus is None:
         return config
@@ -47,20 +45,15 @@ def placed(config: RunConfig) -> RunConfig:
     planner = memory_plan.planner(replace(config, gpus=None, ranks=1), model)
     # What is free, and the host's memory, which no division changes, are looked at when the run starts.
     planner = replace(planner, machine=replace(planner.machine, free=planner.machine.total), beside=None)
-    refused: TandemError | None = None
-    for gpus in range(config.gpus, MOST_GPUS + 1):
-        for layout in _layouts(config, gpus):
-            try:
-                _require(layout, model, planner)
-            except TandemError as error:
-                refused = refused or error
-            else:
-                if gpus == config.gpus:
-                    return layout
-                kind = DoesNotFit if isinstance(refused, DoesNotFit) else ConfigError
-                raise kind(f"gpus: {config.gpus} do not do, {gpus} would: {refused}") from refused
-    assert refused is not None
-    raise refused
+    refused: list[TandemError] = []
+    for layout in _layouts(config, config.gpus):
+        try:
+            _require(layout, model, planner)
+        except TandemError as error:
+            refused.append(error)
+        else:
+            return layout
+    raise refused[0]
 
 
 def _layouts(config: RunConfig, gpus: int) -> Iterator[RunConfig]:

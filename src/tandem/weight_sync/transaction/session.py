@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Self
 
-from tandem.engines.base import Relaunches, UnmappedWeights
+from tandem.engines.base import ReportsChecksums, UnmappedWeights
 from tandem.errors import EngineError, StaleWeights, TandemError, UnsupportedPair
 from tandem.lazy import torch
 from tandem.metrics import Max, Sum, Value
@@ -20,7 +20,6 @@ from tandem.transport.checksums import digest
 from tandem.transport.sharing import finish
 from tandem.types import PolicyVersion
 from tandem.weight_sync.base import SyncContext, WeightSync
-from tandem.weight_sync.restart import Restart
 from tandem.weight_sync.transaction.recovery import Recovery
 from tandem.weight_sync.transaction.state import SyncState
 from tandem.weight_sync.transaction.trained import PayloadSums, Trained, compare_frozen
@@ -65,16 +64,6 @@ class Commit:
         free_slots, self.free_slots = self.free_slots, None
         if free_slots is not None:
             free_slots()
-
-    def succeeded(self) -> Published:
-        """The publish's result.
-
-        Raises:
-            RuntimeError: the block was not left yet, or it failed.
-        """
-        if self.published is None:
-            raise RuntimeError("the commit has published nothing yet; ask after its block was left")
-        return self.published
 
     def metrics(self) -> Mapping[str, Value]:
         """Metrics of this publish."""
@@ -208,24 +197,11 @@ class WeightSyncSession(SyncContext):
         self.trainable.fold(self.policy.model)
         finish(self.policy.device)
 
-    async def sleep(self, step: int, *, last: bool = False) -> None:
-        """Let an engine that is to sleep while a step is trained do so, until the next publish; others go on.
-
-        One that this step's publish restarts, and that is on the trainer's accelerator, is ended now.
-        """
-        if isinstance(self.sync, Restart) and self.sync.due(step, last=last):
-            assert isinstance(self.engine, Relaunches)
-            if self.engine.beside_trainer:
-                async with self._lock:
-                    await self._recovery.repeat(self._end, "the engine is ended again")
-        elif self.engine.sleeps:
+    async def sleep(self) -> None:
+        """Let an engine that is to sleep while a step is trained do so, until the next publish; others go on."""
+        if self.engine.sleeps:
             async with self._lock:
                 await self._recovery.repeat(self._sleep, "the engine is put to sleep again")
-
-    async def _end(self) -> None:
-        assert isinstance(self.engine, Relaunches)
-        await self.pause(finish=True)
-        await self.engine.end()
 
     async def _sleep(self) -> None:
         await self.pause(finish=True)
@@ -328,7 +304,8 @@ class WeightSyncSession(SyncContext):
         asks_before = should_verify and self.sync.pause != "never"
         async with self._probed(ask=asks_before) as answering:
             sums = None
-            if should_verify and self.sync.compares(self.engine):
+            # In process, that ``transfer`` saw the same addresses is the comparison.
+            if should_verify and self.engine.sums_bytes and isinstance(self.engine, ReportsChecksums):
                 try:
                     sums = await self.trained.sums(self.engine, trainer_sums)
                 except UnmappedWeights as error:

@@ -143,15 +143,6 @@ class VllmEngine(Engine):
         """Load a PEFT folder, which holds ``adapter``, into every engine as it runs."""
         await self._load(folder, f"{folder.name}-{self.restart_count}", adapter)
 
-    @property
-    def beside_trainer(self) -> bool:
-        """True if it is on the trainer's accelerator."""
-        return not self.fleet.options.devices
-
-    async def end(self) -> None:
-        """End the engines until they are relaunched."""
-        await self.fleet.end()
-
     async def relaunch(self, weights: Path | None) -> None:
         """End the engines and start them anew: on a model folder, or on the weights that they had."""
         if weights is not None:
@@ -272,8 +263,6 @@ class VllmEngine(Engine):
         return True
 
     async def pause(self, *, finish: bool = False, step: int | None = None) -> None:
-        if self.fleet.ended:
-            return
         by = f"trainer (pid {os.getpid()} on {socket.gethostname()})"
         await self._pauses.pause(self.servers, wire.Pause(finish=finish, seconds=self._pause_seconds, step=step, by=by))
 
@@ -301,7 +290,7 @@ class VllmEngine(Engine):
         await self.fleet.all("/bridge/sleep", wire.Sleep(level=1 if self.sleeps == 1 else 2))
 
     async def wake(self) -> None:
-        if self.sleeps and not self.fleet.ended:
+        if self.sleeps:
             await self.fleet.all("/bridge/wake", wire.Wake(seconds=self._pause_seconds))
 
     async def stop(self, reason: str) -> None:

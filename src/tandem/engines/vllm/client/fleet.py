@@ -97,8 +97,6 @@ class Fleet:
         self._starts, self._first, self._every = 0, first, every
         self._recovering = asyncio.Lock()
         self.closed = False
-        self.ended = False
-        """It takes no requests any more."""
 
     async def start(self) -> None:
         """Start or find every server, and check it against the run's requirements; one that fails ends all."""
@@ -401,20 +399,10 @@ class Fleet:
                     return True
         return not self.ours and away == len(self.servers)
 
-    async def end(self) -> None:
-        """End every server of ours until it is relaunched; it is not missed meanwhile."""
-        async with self._recovering:
-            self.ready.clear()
-            self.ended = True
-            for server in self.servers:
-                assert server.process is not None
-                await server.process.stop()
-
     async def relaunch(self) -> None:
         """End every server of ours and, once its memory is free, start it on ``model``."""
         async with self._recovering:
             self.ready.clear()
-            self.ended = False
             for index, server in enumerate(self.servers):
                 assert server.process is not None
                 await server.process.stop()

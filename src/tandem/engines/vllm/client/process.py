@@ -32,6 +32,9 @@ _ANSWER_SECONDS = 5.0
 _LOOK_SECONDS = 60.0
 """How long an interpreter may take to say whether it has vLLM; off a slow disk that is seconds."""
 
+GRACE_SECONDS = 15.0
+"""Between asking an engine to end and killing it."""
+
 _STRAGGLER_SECONDS = 2.0
 """What the engine's own children get to end by themselves once the engine is gone."""
 
@@ -105,14 +108,12 @@ class EngineProcess:
         engine: Identity,
         *,
         log: Path,
-        grace: float,
         child: subprocess.Popen[bytes] | None = None,
         log_start: int = 0,
     ) -> None:
         self._identity = engine
         self._log = log
         self._log_start = log_start
-        self._grace = grace
         self._child = child
         self._known = {engine}
         self._stopped = False
@@ -120,14 +121,13 @@ class EngineProcess:
         """A signal from elsewhere ended it before it was told to end."""
 
     @classmethod
-    def start(cls, command: Sequence[str], env: Mapping[str, str], log: Path, grace: float = 15.0) -> EngineProcess:
+    def start(cls, command: Sequence[str], env: Mapping[str, str], log: Path) -> EngineProcess:
         """Start a command in a session of its own, so that Ctrl-C reaches the trainer alone.
 
         Args:
             command: Program and arguments; no secret belongs here, as anybody on the machine can read it.
             env: The whole environment, see ``environment``.
             log: What it prints is appended here.
-            grace: Seconds between asking it to end and killing it.
 
         Raises:
             EngineError: the program cannot be started.
@@ -151,16 +151,16 @@ class EngineProcess:
                 ) from error
         engine = identity(child.pid)
         assert engine is not None  # it stays there, dead or alive, until it is waited for
-        return cls(engine, log=log, grace=grace, child=child, log_start=log_start)
+        return cls(engine, log=log, child=child, log_start=log_start)
 
     @classmethod
-    def reattach(cls, record: EngineRecord, grace: float = 15.0) -> EngineProcess | None:
+    def reattach(cls, record: EngineRecord) -> EngineProcess | None:
         """Take over an engine that an earlier trainer started; None if it is gone.
 
         Processes that a dead engine left behind are ended here: they may hold the memory that the next one needs.
         """
         if alive_after(record.pid, record.started):
-            engine = cls(Identity(record.pid, record.started), log=Path(record.log), grace=grace)
+            engine = cls(Identity(record.pid, record.started), log=Path(record.log))
             engine._known.update(record.family)
             return engine
         kill(record.family)
@@ -217,7 +217,7 @@ class EngineProcess:
         try:
             if self.alive():
                 os.kill(self.pid, signal.SIGTERM)
-                await gone({self._identity}, self._grace)
+                await gone({self._identity}, GRACE_SECONDS)
             if not self.alive():
                 await gone(started := started | self._family(), _STRAGGLER_SECONDS)
         finally:  # also if the wait was cancelled

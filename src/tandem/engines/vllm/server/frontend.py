@@ -201,7 +201,6 @@ class Frontend:
         self._coming: int | None = None
         self._room = PrefillRoom()
         self.written = False
-        self._first = 0
         self._changed = asyncio.Event()
         self._control = asyncio.Lock()
 
@@ -374,21 +373,6 @@ class Frontend:
                         await self._go_on()
                     self._turn("proving")
 
-    @contextlib.asynccontextmanager
-    async def first(self) -> AsyncIterator[None]:
-        """Around a probe: what is new waits for its end where requests in flight go on meanwhile.
-
-        For a probe takes longer beside the prompts of a whole wave. Where nothing is in flight, it is the wave that all
-        wait for.
-        """
-        others = not self._alone
-        self._first += others
-        try:
-            yield
-        finally:
-            self._first -= others
-            self._turn(self.state)
-
     @property
     def _alone(self) -> bool:
         """Nothing is in flight but what was handed in since the scheduler stands still."""
@@ -451,9 +435,7 @@ class Frontend:
             yield
 
     def _admits(self, prompt: Sequence[int], answers: int, min_step: int) -> bool:
-        if self.state == "paused":
-            return min_step > UNKNOWN_VERSION and self._room.takes(prompt, answers)
-        return not (self._first and self.state == "proving")
+        return self.state != "paused" or (min_step > UNKNOWN_VERSION and self._room.takes(prompt, answers))
 
     @property
     def salt(self) -> str:

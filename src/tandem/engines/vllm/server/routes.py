@@ -50,17 +50,14 @@ async def probe(
     sample = {**ask, "max_tokens": max_tokens, "ignore_eos": True}  # as many tokens as are asked for
     once = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
     longer = beyond_a_block(tokens, front.client.vllm_config)
-    async with front.first():
-        async with front.proving():
-            salt = front.salt
-            # Scoring reads no prefix cache but fills it, so that what it fills is kept from the others.
-            asks = [(tokens, sample, salt), (tokens, {**once, "prompt_logprobs": 0}, f"{salt}-scored")]
-            asks += [(longer, once, salt)] if longer else []
-            answers = asyncio.gather(
-                *(front.generate(t, params, adapter=adapter, probe=key) for t, params, key in asks)
-            )
-            await asyncio.sleep(0)  # each is handed in
-        sampled, scored, *more = await answers
+    async with front.proving():
+        salt = front.salt
+        # Scoring reads no prefix cache but fills it, so that what it fills is kept from the others.
+        asks = [(tokens, sample, salt), (tokens, {**once, "prompt_logprobs": 0}, f"{salt}-scored")]
+        asks += [(longer, once, salt)] if longer else []
+        answers = asyncio.gather(*(front.generate(t, params, adapter=adapter, probe=key) for t, params, key in asks))
+        await asyncio.sleep(0)  # each is handed in
+    sampled, scored, *more = await answers
     answer, cached = sampled.completions[0], (more or [sampled])[0].cached
     return {
         "scored": [p[t] for t, p in zip(tokens[1:], (scored.prompt_logprobs or [])[1:], strict=True) if p],

@@ -54,7 +54,7 @@ class WorkerExtension:
         """Which worker this is."""
         device = self.tandem_device
         return {
-            "rank": self.tandem_rank,
+            "rank": self.rank,
             "world": self.tandem_world,
             "pid": os.getpid(),
             "device": str(device),
@@ -72,11 +72,6 @@ class WorkerExtension:
     def tandem_backend(self) -> str:
         """What moves bytes between devices such as its own."""
         return "nccl" if self.tandem_device.type == "cuda" else "gloo"
-
-    @property
-    def tandem_rank(self) -> int:
-        """Among the engine's workers."""
-        return int(getattr(self, "rank", 0))
 
     @property
     def tandem_world(self) -> int:
@@ -215,9 +210,9 @@ class WorkerExtension:
         options = json.loads(rendezvous)
         meeting = Rendezvous(**{**options, "backend": options["backend"] or self.tandem_backend})
         device = self.tandem_device
-        who = f"engine worker {self.tandem_rank} (pid {os.getpid()}, {device})"
+        who = f"engine worker {self.rank} (pid {os.getpid()}, {device})"
         joining = self._tandem_joining = Future()
-        arguments = joining, _join, meeting, first + self.tandem_rank, device, who
+        arguments = joining, _join, meeting, first + self.rank, device, who
         threading.Thread(target=resolve, args=arguments, name="tandem joining", daemon=True).start()
 
     def tandem_connection(self) -> dict[str, Any]:
@@ -231,7 +226,7 @@ class WorkerExtension:
         """Take one publish: into the weights, or (``lora_id`` above 0) into an adapter."""
         joining = self._tandem_joining
         if joining is None or not joining.done() or joining.exception() is not None:
-            raise EngineError(f"engine worker {self.tandem_rank} is in no process group: start the receiver first")
+            raise EngineError(f"engine worker {self.rank} is in no process group: start the receiver first")
         entries = [(name, tuple(shape), dtype) for name, shape, dtype in json.loads(manifest)]
         receive = joining.result(0).receive
         if lora_id:
