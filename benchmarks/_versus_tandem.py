@@ -135,7 +135,7 @@ def options(work: Work, model: Path, engine: dict[str, Any], runs: str) -> dict[
     }
 
 
-def instrument(parts: Parts, lines: Path, work: Work, looks: Looks | None) -> None:
+def instrument(parts: Parts, lines: Path, work: Work, looks: Looks | None = None) -> None:
     """A stopwatch around the parts of the loop, and the differences to a run that are told above."""
     take, pack, commit = RolloutBuffer.take, Packer.__call__, WeightSyncSession.commit
     train, apply = Step.forward_backward, Step.apply

@@ -232,7 +232,7 @@ class EmbeddedEngine(Engine):
         if self._running:
             hidden_RH = self._decoded(self._cache, self._running)
             if self._routing is not None:
-                for request, chosen_LK in zip(self._running, self._routing.chosen(), strict=True):
+                for request, chosen_LK in zip(self._running, self._routing.chosen(), strict=False):  # rows are padded
                     request.experts.append(chosen_LK.tobytes())
             done += self._take_out(self._sample(hidden_RH, list(self._running)))
         return done
