@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -23,8 +25,11 @@ from tandem.errors import ConfigError, EngineError
 from tandem.model import packing, routing
 from tandem.model.attention import Packed, sequential_positions
 from tandem.model.policy import Compute, Policy
+from tandem.rollout.data_state import DataState, Draw
 from tandem.trainer.pack import Packer
-from tandem.types import Completion, Sampling
+from tandem.trainer.ranks.wire import of_plain, to_plain
+from tandem.trainer.state import TrainerState
+from tandem.types import Completion, PolicyVersion, Sampling
 
 PLAN = Packed(lengths=(6, 4, 5), parents=(None, 0, 0))
 TOKENS = torch.arange(5, 20)
@@ -182,3 +187,21 @@ def test_models_whose_experts_cannot_be_chosen_are_refused(name: str, why: str) 
     packing.check_replay(config_of("qwen3_moe"))
     with pytest.raises(ConfigError, match=f"router_replay: a {name} model's experts cannot be chosen: .*{why}"):
         packing.check_replay(config_of(name))
+
+
+def test_experts_survive_a_resume_and_the_way_to_another_rank() -> None:
+    rollout = make_rollout("g/0", [((1, 2), (3,), (-1.0,))], 1.0)
+    completion = replace(rollout.turns[0].completion, experts=bytes(range(250)))
+    group = make_group("g", [replace(rollout, turns=(replace(rollout.turns[0], completion=completion),))])
+    state = TrainerState(
+        step=1,
+        version=PolicyVersion(step=1, digest=""),
+        tokens_seen=1,
+        data_state=DataState(ready=((Draw(env="sums", number=0), group),)),
+        config_digest="",
+    )
+    again = TrainerState.from_json(json.loads(json.dumps(state.to_json())))
+    assert again.data_state.ready[0][1] == group
+    plan = replace(PLAN, experts_TLK=torch.arange(-2, 58, dtype=torch.int16).reshape(15, 2, 2))
+    sent = of_plain(msgspec.msgpack.decode(msgspec.msgpack.encode(to_plain(plan))))
+    assert torch.equal(sent.experts_TLK, plan.experts_TLK)
