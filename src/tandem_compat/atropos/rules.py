@@ -58,7 +58,7 @@ class TrainerRecipe(Reader):
         self.environ, self.running = environ, running
         if not self["model-name"]:
             self.wrong("model-name", "it is missing: a Hugging Face id or a folder")
-        self.settle_all(self._places())
+        self.settle_all(self._conditions())
         every = 1 if self._each_step else self["vllm-restart-interval"]
         if self["env"]:
             self.put("evaluate.tasks", 0)
@@ -106,24 +106,21 @@ class TrainerRecipe(Reader):
             return {"CUDA_VISIBLE_DEVICES": ""}
         return {"CUDA_VISIBLE_DEVICES": seen[index].strip()} if index else {}
 
-    def _places(self) -> dict[str, str]:
-        """Why flags of each place change nothing; empty where they count."""
-        mode = f"with --weight-bridge-mode {self.mode}"
-        runs = bool(self._urls or self._nodes)
+    def _conditions(self) -> dict[str, bool]:
+        """Conditions under which flags count, and whether they hold."""
         return {
-            "teacher": "" if self["distill-enabled"] else "without --distill-enabled",
-            "adafactor": "" if self["optimizer"] == "adafactor" else f"with --optimizer {self['optimizer']}",
-            "adapter": "" if self._lora else f"{mode}, which trains no adapter",
-            "full": f"{mode}; an adapter's layers are --lora-layer-indices" if self._lora else "",
-            "shared": "" if self._way == "shared" else "unless weights are shared",
-            "shared_vllm": "" if self.mode == "shared_vllm" else f"{mode}; it belongs to shared_vllm",
-            "nccl": "" if self.mode == "lora_nccl" else f"{mode}; it belongs to lora_nccl",
-            "interval": f"{mode}, which syncs every step" if self._each_step else "",
-            "nodes": "" if self._distributed else "unless there are engines on other nodes (--num-inference-nodes)",
-            "started": "on an engine that runs already, which was told when it was started" if runs else "",
-            "no url": "beside --vllm-url, which has the port" if self["vllm-url"] else "",
-            "broker": "with --env, which is where groups come from" if self["env"] else "",
-            "wandb": "" if self["use-wandb"] else "without --use-wandb",
+            "distill-enabled": self["distill-enabled"],
+            "adafactor": self["optimizer"] == "adafactor",
+            "an adapter": self._lora,
+            "all weights": not self._lora,
+            "shared weights": self._way == "shared",
+            "shared_vllm": self.mode == "shared_vllm",
+            "lora_nccl": self.mode == "lora_nccl",
+            "intervals": not self._each_step,
+            "nodes": self._distributed,
+            "own engine": not (self._urls or self._nodes),
+            "a broker": not self["env"],
+            "use-wandb": self["use-wandb"],
         }
 
     @property

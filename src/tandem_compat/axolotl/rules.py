@@ -45,7 +45,7 @@ _CORRECTION = "trl.vllm_importance_sampling_correction"
 
 def make(recipe: AxolotlRecipe, environ: Mapping[str, str]) -> None:
     """All of it; ``environ`` has the launcher's variables."""
-    recipe.settle_all(_places(recipe))
+    recipe.settle_all(_conditions(recipe))
     read_ranks(recipe, environ)
     _model(recipe)
     groups = _batch(recipe)
@@ -68,30 +68,22 @@ def make(recipe: AxolotlRecipe, environ: Mapping[str, str]) -> None:
     recipe.tree.entries = dict(sorted(recipe.tree.entries.items(), key=lambda entry: order.index(entry[0])))
 
 
-def _places(recipe: AxolotlRecipe) -> dict[str, str]:
-    """Why options of each place change nothing; empty where they count."""
-    vllm = "" if recipe["trl.use_vllm"] else "where trl.use_vllm is false"
-    colocated = recipe["trl.vllm_mode"] == "colocate"
-    uncorrected = "where the policy itself samples (trl.use_vllm is false)" if vllm else f"where {_CORRECTION} is false"
-    needed = {
-        "adapter": ("adapter", "adapter: lora"),
-        "trackio": ("use_trackio", "use_trackio: true"),
-        "shown": ("trl.log_completions", "log_completions: true"),
-        "prefetch": ("trl.async_prefetch", "async_prefetch"),
-        "moving reference": ("trl.sync_ref_model", "sync_ref_model"),
-    }
+def _conditions(recipe: AxolotlRecipe) -> dict[str, bool]:
+    """Conditions under which options count, and whether they hold."""
+    vllm, colocated = recipe["trl.use_vllm"], recipe["trl.vllm_mode"] == "colocate"
     return {
-        **{place: "" if recipe[option] else f"without {text}" for place, (option, text) in needed.items()},
-        "cosine": "" if recipe["lr_scheduler"] == "cosine" else "without lr_scheduler: cosine",
-        "warm-up": "with lr_scheduler: constant, which has no warm-up in Axolotl, too"
-        if recipe["lr_scheduler"] == "constant"
-        else "",
-        "wandb": "" if recipe["use_wandb"] or recipe["wandb_project"] else "without wandb_project or use_wandb: true",
-        "vllm": vllm,
-        "server": vllm or ("with vllm_mode: colocate; there is no server" if colocated else ""),
-        "colocate": vllm or ("" if colocated else "with vllm_mode: server; the server is the group vllm's"),
-        "interval": vllm or ("with vllm_mode: colocate; weights are shared after every step" if colocated else ""),
-        "correction": "" if _weighed(recipe) else uncorrected,
+        "adapter: lora": bool(recipe["adapter"]),
+        "use_trackio": bool(recipe["use_trackio"]),
+        "use_wandb": bool(recipe["use_wandb"] or recipe["wandb_project"]),
+        "log_completions": bool(recipe["trl.log_completions"]),
+        "async_prefetch": bool(recipe["trl.async_prefetch"]),
+        "sync_ref_model": bool(recipe["trl.sync_ref_model"]),
+        "lr_scheduler: cosine": recipe["lr_scheduler"] == "cosine",
+        "warm-up": recipe["lr_scheduler"] != "constant",
+        "vllm": bool(vllm),
+        "server": bool(vllm and not colocated),
+        "colocate": bool(vllm and colocated),
+        "corrections": _weighed(recipe),
     }
 
 
