@@ -317,7 +317,6 @@ def test_a_new_environment_overwrites_nothing(run: Run) -> None:
         (["env", "class"], "'class' cannot be a module's name"),
         (["env", "gsm8k"], "there is an environment 'gsm8k' already"),
         (["env", "a/b"], "'a/b' cannot be a module's name"),
-        (["env", "random"], "Python has a module 'random' already"),
     ],
 )
 def test_a_new_environment_needs_a_good_name(run: Run, arguments: list[str], message: str) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from tandem.distributed.placement import hosts
 from tandem.types import Json
 from tandem_compat.atropos.options import DTYPES, OPTIMIZERS, TRAINER, WAYS
 from tandem_compat.objective import put_groups
@@ -132,15 +131,10 @@ class TrainerRecipe(Reader):
     def _lora(self) -> bool:
         return WAYS[self.mode][0] == "lora"
 
-    @cached_property
+    @property
     def _urls(self) -> list[str]:
-        """Engines that run already: those that are named, or on other nodes the last ones of SLURM's job."""
-        urls = list(self["vllm-url"]) or ([self.running.url] if self.running else [])
-        job = hosts(nodes) if (nodes := self.environ.get("SLURM_JOB_NODELIST")) and self._nodes and not urls else []
-        if len(job) > self._nodes:
-            urls = [f"http://{host}:{self['vllm-port']}" for host in job[-self._nodes :]]
-            self.note("num-inference-nodes", f"engines are on the last hosts of the job: {', '.join(urls)}")
-        return urls
+        """Engines that run already."""
+        return list(self["vllm-url"]) or ([self.running.url] if self.running else [])
 
     @cached_property
     def _nodes(self) -> int:
