@@ -478,7 +478,7 @@ def test_a_missing_recipe_names_those_nearby(here: Path) -> None:
         load(Path("runs/frist"))
     with pytest.raises(ConfigError, match=r"there is no recipe steps=2: it is an option, which comes after a recipe"):
         load(Path("steps=2"))
-    with pytest.raises(ConfigError, match=r"there is no recipe zzz.yaml; there are recipes/gsm8k.yaml"):
+    with pytest.raises(ConfigError, match=r"there is no recipe zzz.yaml; tandem recipes lists"):
         load(Path("zzz.yaml"))
 
 
@@ -809,7 +809,7 @@ def test_every_kind_of_type_is_built_and_written_back() -> None:
     [
         (
             {"pair": [1]},
-            "pair: expected a list of 2: a whole number, text, got a list: Expected `array` of length 2, got 1",,
+            "pair: expected a list of 2: a whole number, text, got a list: Expected `array` of length 2, got 1",
         ),
         ({"either": 1.5}, "either: expected a whole number or a list (of text), got the number 1.5"),
         ({"choice": "some"}, "choice: expected a list (of text) or one of all, got the text 'some'"),

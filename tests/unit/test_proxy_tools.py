@@ -257,7 +257,7 @@ def test_a_text_begins_as_the_tokenizer_begins_all_texts_and_never_twice(tiny_mo
 
 
 def test_stop_texts_are_recorded_and_not_told(hermes: Template) -> None:
-    engine = Roomy([*hermes.more("think\nSee:")], [66, END])
+    engine = Roomy(*[hermes.more("think\nSee:")] * 2)
 
     async def talk(post: Any, session: Session) -> None:
         answer = await post(path="v1/completions", prompt="Q\n", stop=["See:"])

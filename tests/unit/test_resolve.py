@@ -89,7 +89,7 @@ def test_import_object_takes_a_colon_or_a_dot_and_looks_in_the_working_directory
         ("nothing", "'nothing' is not an import path; write pkg.module:name"),
         ("no_such_mod:fn", "cannot import no_such_mod:fn: there is no module 'no_such_mod' in "),
         ("json:dumpss", "has no 'dumpss'; did you mean 'dumps'?"),
-        ("broken_a:fn", "importing broken_a failed at "),
+        ("broken_a:fn", "importing broken_a failed with ZeroDivisionError: division by zero (broken_a.py:2 in "),
         ("broken_b:fn", "failed"),
         ("needs:fn", "ModuleNotFoundError: No module named 'not_installed'"),
     ],
