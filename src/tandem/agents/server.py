@@ -24,7 +24,7 @@ from aiohttp import web
 
 from tandem import doors
 from tandem.agents.dialects import ChatApi, Messages, Responses
-from tandem.agents.replies import Reply, reply_body, streamed
+from tandem.agents.replies import Reply, chunks, reply_body, streamed
 from tandem.agents.schema import BadRequest, ChatRequest, CompletionRequest, TextRequest
 from tandem.agents.tool_calls import ToolMessage, ToolOffer, alike, as_text, read
 from tandem.engines.base import Engine
@@ -278,7 +278,7 @@ class Proxy:
         offer = options.offer(self._template.speech)
         (reply,) = await session.reply(options.conversation(), options.sampling(self._sampling), offer)
         body = dialect.body(self._model, reply, int(time.time()), fields, chat)
-        return await dialect.streamed(request, body) if options.stream else web.json_response(body)
+        return await streamed(request, dialect.stream(body)) if options.stream else web.json_response(body)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session, content = self._session(request), await request.read()
@@ -301,7 +301,8 @@ class Proxy:
         pieces = self._template.pieces if logprobs else None
         body = reply_body(self._model, answers, int(time.time()), pieces, is_chat=is_chat, ids=ids)
         if options.stream:
-            return await streamed(request, body, counted=options.counted)
+            events = (b"data: " + msgspec.json.encode(chunk) for chunk in chunks(body, counted=options.counted))
+            return await streamed(request, (*events, b"data: [DONE]"))
         return web.json_response(body)
 
     def _session(self, request: web.Request) -> Session:

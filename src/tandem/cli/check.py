@@ -12,7 +12,6 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from tandem import machine
@@ -36,9 +35,6 @@ CheckText = str | None
 """What a look found; None if what it needs is missing."""
 Question = Callable[[], CheckText | Awaitable[CheckText]]
 
-_STATE = len("problem")
-"""Columns of the longest state."""
-
 
 def check(recipe: Path, overrides: Sequence[str], tasks: int) -> int:
     """Print what was found; returns 0, or the exit code of the first problem.
@@ -57,22 +53,20 @@ async def _check(loaded: Loaded, tasks: int) -> int:
     console = Console()
     problems: list[TandemError] = []
     warned = 0
-    questions = check.questions()
-    width = max(map(len, questions))
     with graders_log() as check.log:
-        for what, ask in questions.items():
+        for what, ask in check.questions().items():
             try:
                 with console.status(Text(f"{what} ...")):
                     text = await pending if inspect.isawaitable(pending := ask()) else pending
             except TandemError as error:
                 problems.append(error)
-                console.print(_row(Text("problem", "bold red"), what, str(error), width))
+                console.print(_row("problem", "bold red", what, str(error)))
             else:
-                state = Text("skipped", "yellow") if text is None else Text("ok", "green")
-                console.print(_row(state, what, text or "what it needs is missing, see above", width))
+                state = ("skipped", "yellow") if text is None else ("ok", "green")
+                console.print(_row(*state, what, text or "what it needs is missing, see above"))
             warned += len(check.warnings)
             while check.warnings:
-                console.print(_row(Text("warning", "yellow"), what, check.warnings.pop(0), width))
+                console.print(_row("warning", "yellow", what, check.warnings.pop(0)))
     if check.plan:
         typer.echo(f"\nmemory:\n{check.plan}\n")
     if problems:
@@ -82,13 +76,8 @@ async def _check(loaded: Loaded, tasks: int) -> int:
     return 0
 
 
-def _row(state: Text, what: str, text: str, width: int) -> Table:
-    """One finding, printed as it is found; all of them are in line."""
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(width=_STATE)
-    table.add_column(width=width)
-    table.add_row(state, what, Text(text))
-    return table
+def _row(state: str, style: str, what: str, text: str) -> Text:
+    return Text.assemble((f"{state:8} ", style), f"{what:13} {text}")
 
 
 class _RecipeCheck:
