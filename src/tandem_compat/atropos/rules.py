@@ -72,8 +72,6 @@ class TrainerRecipe(Reader):
             self.put("max_lag", lag)
         if not self["env"]:
             self.note("atropos-url", f"groups that are more than {lag} steps old (max_lag) are left out")
-        if self["debug-loading"]:
-            self.note("debug-loading", "nothing more is printed; tandem --debug shows an error's traceback")
         self._batch()
         self.put("advantage", {"kind": "grpo", "std": "population", "eps": 1e-8})
         eps = self["clip-eps"]  # each sequence's mean over its tokens, then the mean over sequences, as Atropos has it
@@ -184,8 +182,6 @@ class TrainerRecipe(Reader):
             self.put("optimizer.weight_decay", DECAY)
             return
         self.put("optimizer.relative_rate", self["adafactor-scale-parameter"])
-        if self["adafactor-relative-step"]:
-            self.wrong("adafactor-relative-step", "the rate is --lr, and Adafactor cannot choose it too: leave it out")
 
     def _trainable(self) -> None:
         self.put("trainable.kind", "lora" if self._lora else "full")
@@ -239,21 +235,12 @@ class TrainerRecipe(Reader):
             self.note("weight-bridge-mode", f"the engine at {self._urls[0]} is not ours to restart: {does} instead")
         if nodes and self.mode == "shared_vllm":
             self.note("num-inference-nodes", "memory cannot be shared between nodes, so full weights are broadcast")
-        if self["trainer-rank"]:
-            self.wrong("trainer-rank", "the trainer is one process, rank 0; start it once and leave this out")
-        if "world-size" in self and self["world-size"] != 1 + nodes:
-            self.wrong("world-size", f"the trainer and {nodes} engines on other nodes are {1 + nodes}")
 
     def _sync(self, every: int) -> None:
         way, nccl = self._way, self.mode == "lora_nccl"
-        size = 1 + max(1, len(self._urls))
-        if nccl and "nccl-world-size" in self and self["nccl-world-size"] != size:
-            self.wrong("nccl-world-size", f"the trainer and its engines are {size}; name others by --vllm-url")
         self.put("sync.kind", way)
         if way != "shared":
             self.put("sync.every", every)
-        elif self["single-copy"] or self["use-cuda-ipc"]:
-            self.note("single-copy" if self["single-copy"] else "use-cuda-ipc", "sync shared is always one copy")
         if nccl or self._distributed:
             self._meeting("nccl-init-method" if nccl else "init-method")
         if way == "shared" and self.running and self.running.bridge:

@@ -260,9 +260,6 @@ def loggers(args: Reader) -> None:
     boards = [name for name in args["report_to"] if name not in ("none", "swanlab")]
     if "swanlab" in args["report_to"]:
         args.note("report_to", "there is no logger for swanlab; numbers are in metrics.jsonl of the run's folder")
-    for name in boards:
-        if name not in ("tensorboard", "wandb", "trackio"):
-            args.wrong("report_to", f"there is no {name!r} here; choose from tensorboard, wandb, trackio, none")
     if boards:
         args.put("metric_names", "trl")
     args.put("loggers", ["console", *boards, *([{"kind": COMPLETIONS}] if args["log_completions"] else [])])

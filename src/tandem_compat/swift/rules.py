@@ -95,8 +95,6 @@ class SwiftRecipe(Reader):
     @cached_property
     def sharding(self) -> Sharding:
         """What ranks share, and where states are."""
-        if self["deepspeed"] and self["fsdp"]:
-            self.wrong("fsdp", "ms-swift takes it or --deepspeed, not both; leave one of them out")
         read: Mapping[str, Callable[..., Sharding | None]] = {"deepspeed": of_deepspeed, "fsdp": of_fsdp_file}
         for name, sharding_of in read.items():
             if self[name]:
@@ -165,7 +163,7 @@ class SwiftRecipe(Reader):
         clips, evaluates = loss not in ("cispo", "sapo"), parts.evaluation_strategy(self)
         held_out = bool(self["split_dataset_ratio"] or self["val_dataset"])
         by_save_steps = held_out and evaluates == "steps" and "eval_steps" not in self
-        set_at_all = ("reward_model", "multi_turn_scheduler", "dynamic_sample", "max_length", "beta")
+        set_at_all = ("multi_turn_scheduler", "dynamic_sample", "max_length", "beta")
         return {
             "vllm": self.mode != "none",
             "server": self.mode == "server",
@@ -193,19 +191,12 @@ class SwiftRecipe(Reader):
         """What no other argument decides."""
         if not self["model"]:
             self.wrong("model", "it is missing: a Hugging Face id or a folder")
-        happens = {"delete": "left out", "left": "cut", "right": "cut"}.get(self["truncation_strategy"])
-        if happens:
-            self.note("truncation_strategy", f"a prompt without room is an error here, not {happens}")
         if self["train_type"] == "lora" and "lora_dropout" not in self:
             self.note("lora_dropout", "ms-swift's default of 0.05 is left out, for Tandem has no dropout")
         if "ref_model" in self and self["ref_model"] != self["model"]:
             self.wrong("ref_model", "the reference is the model as the run begins; it must be --model, or left out")
-        if self["reward_model_plugin"] not in (None, ["default"]):
-            self.wrong("reward_model_plugin", "the reward is the model's own output; write a reward function instead")
 
     def _check_batch(self) -> None:
-        if "generation_batch_size" in self and "steps_per_generation" in self:
-            self.wrong("generation_batch_size", "steps_per_generation says the same; leave one of them out")
         group, step = self["num_generations"], self._completions
         batch = self["per_device_train_batch_size"] * self._batches
         factors = "per_device_train_batch_size x gradient_accumulation_steps"
