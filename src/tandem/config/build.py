@@ -170,9 +170,9 @@ class Builder:
             return self._wrong(tree, path, f"a mapping of {', '.join(f.name for f in resolve.options(made))}")
         # What is typed in a shell has no quotes, and to YAML off is a truth.
         as_text = leaf is not None and leaf.value is not None and (leaf.from_shell or isinstance(leaf.value, bool))
-        for given in (plain(tree), *([leaf.text] if leaf and as_text else [])):
+        for written in (plain(tree), *([leaf.text] if leaf and as_text else [])):
             try:
-                value = msgspec.convert(given, hint, dec_hook=lambda kind, text: kind(text))
+                value = msgspec.convert(written, hint, dec_hook=lambda kind, text: kind(text))
             except (msgspec.ValidationError, OverflowError) as error:  # the latter of 309 digits
                 more = f": {error}" if leaf is None else _remedy(hint, origin, args, leaf)
             else:
